@@ -48,7 +48,9 @@ def spec_of(layers: int, microbatches: int) -> JobSpec:
 
 def read(envelope: Envelope) -> Any:
     """All agents are told the same, but for recipes, which nobody here follows: it is decoded once."""
-    return _decoded(envelope.kind, NO_RECIPES if envelope.common else envelope.body, envelope.common)
+    return _decoded(
+        envelope.kind, NO_RECIPES if envelope.common else envelope.body, envelope.common
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -75,7 +77,9 @@ class Agent:
 
     def __init__(self, crowd: Crowd, name: str) -> None:
         self.crowd, self.name, self.term, self.muted = crowd, name, 0, False
-        self.state = core.NodeState(NodeInfo(name, f"{name}-1", "127.0.0.1:9", memory_bytes=MEMORY_BYTES))
+        self.state = core.NodeState(
+            NodeInfo(name, f"{name}-1", "127.0.0.1:9", memory_bytes=MEMORY_BYTES)
+        )
         self.assignment: Assignment | None = None
         self._heard, self._written_at = False, 0.0
         self._told, self._heartbeat = (-1, -1), Envelope(0, 0, "", b"")
@@ -148,7 +152,9 @@ class Agent:
         for action in actions:
             match action:
                 case core.SpawnWorkers():
-                    await self._take(core.WorkerMessage(0, m.Attach(0, 1, self.crowd.spec, "127.0.0.1:9")))
+                    await self._take(
+                        core.WorkerMessage(0, m.Attach(0, 1, self.crowd.spec, "127.0.0.1:9"))
+                    )
                 case core.SendToWorkers(m.Halt(epoch)):
                     self.crowd.halted(epoch)
                     await self._take(core.WorkerMessage(0, m.Halted(epoch, 0)))
@@ -216,14 +222,21 @@ class Crowd:
         plan = agent.assignment.plan if agent.assignment else None
         if plan is not None and self._installs >= self.places(plan).nodes & set(self.agents):
             first, last = self._halts
-            told = {"epoch": epoch, "first_halt": first, "last_halt": last, "last_install": time.time()}
+            told = {
+                "epoch": epoch,
+                "first_halt": first,
+                "last_halt": last,
+                "last_install": time.time(),
+            }
             print(json.dumps(told | {"late_s": round(self.late_s, 3)}), flush=True)
             self.late_s = 0.0
 
     def fenced(self, name: str, why: str, since_s: float) -> None:
         """An agent that lives was told that it is lost, so long after its last word."""
         if self.agents.pop(name, None) is not None:
-            print(json.dumps({"fenced": name, "why": why, "since_s": round(since_s, 3)}), flush=True)
+            print(
+                json.dumps({"fenced": name, "why": why, "since_s": round(since_s, 3)}), flush=True
+            )
 
     def failed(self, text: str) -> None:
         print(json.dumps({"failed": text}), flush=True)

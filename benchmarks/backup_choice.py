@@ -54,7 +54,9 @@ class Cell:
 
     def profile(self) -> Profile:
         """What the planner knows: the emulated times, and the link as it is shaped."""
-        return equal_layers(LAYERS, PARAMETERS, STAGE_S[self.length] / (LAYERS // NODES), LINKS[self.link])
+        return equal_layers(
+            LAYERS, PARAMETERS, STAGE_S[self.length] / (LAYERS // NODES), LINKS[self.link]
+        )
 
     def by(self) -> Weighing:
         return Weighing(profile=self.profile(), hazard_per_s=HAZARD_PER_S)
@@ -83,7 +85,15 @@ def nodes() -> tuple[NodeInfo, ...]:
 
 def measure(cell: Cell, pair: str, steps: int, folder: Path) -> float:
     """Median seconds of a step."""
-    flags = ["--nnodes", str(NODES), "--pipelines", str(cell.pipelines), "--backup", pair, *shaped(cell.link)]
+    flags = [
+        "--nnodes",
+        str(NODES),
+        "--pipelines",
+        str(cell.pipelines),
+        "--backup",
+        pair,
+        *shaped(cell.link),
+    ]
     summary = run(cell.profile(), flags, MICROBATCHES, steps + SKIP, folder)
     return median(summary["step_s"][SKIP:])
 
@@ -99,7 +109,9 @@ class Outcome:
     def expected_s(self) -> float:
         """Measured step, and losses as the model counts them."""
         e, hazard = self.estimate, HAZARD_PER_S * NODES
-        return self.step_s * (1 + hazard * (Weighing(profile=CELLS[0].profile()).pause_s + e.lost_s))
+        return self.step_s * (
+            1 + hazard * (Weighing(profile=CELLS[0].profile()).pause_s + e.lost_s)
+        )
 
 
 def compare(cell: Cell, steps: int, folder: Path, bar: tqdm[None]) -> tuple[float, list[str]]:
@@ -111,7 +123,9 @@ def compare(cell: Cell, steps: int, folder: Path, bar: tqdm[None]) -> tuple[floa
     for option in options:
         bar.set_description(f"{cell} {option.pair}")
         found.append(
-            Outcome(option, measure(cell, option.pair, steps, folder / option.pair.replace(":", "-")))
+            Outcome(
+                option, measure(cell, option.pair, steps, folder / option.pair.replace(":", "-"))
+            )
         )
         bar.update()
     best = min(found, key=lambda o: o.expected_s)
@@ -128,15 +142,25 @@ def compare(cell: Cell, steps: int, folder: Path, bar: tqdm[None]) -> tuple[floa
 def merged(lines: Sequence[str], rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
     """With those of the cells that were not measured again."""
     again = {row.metric for row in rows}
-    old = [row for row in load("backup_choice") if "worst of" not in row.metric and row.metric not in again]
+    old = [
+        row
+        for row in load("backup_choice")
+        if "worst of" not in row.metric and row.metric not in again
+    ]
     measured = {tuple(line.split(",")[:3]) for line in lines[1:]}
-    kept = [line for line in TABLE.read_text().splitlines()[1:] if tuple(line.split(",")[:3]) not in measured]
+    kept = [
+        line
+        for line in TABLE.read_text().splitlines()[1:]
+        if tuple(line.split(",")[:3]) not in measured
+    ]
     return [*lines, *kept], [*rows, *old]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.backup_choice")
-    parser.add_argument("--steps", type=int, default=6, help="of each run, besides two that warm up")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="of each run, besides two that warm up"
+    )
     parser.add_argument(
         "--cells",
         nargs="+",
@@ -149,7 +173,9 @@ def main() -> int:
     wanted = [cell for cell in CELLS if args.cells is None or str(cell) in args.cells]
     if args.quick:
         wanted, args.steps = wanted[:1], 2
-    lines = ["link,pipelines,micro-batches,pair,step_s,predicted_exposed_s,sent_bytes,lost_s,expected_s,"]
+    lines = [
+        "link,pipelines,micro-batches,pair,step_s,predicted_exposed_s,sent_bytes,lost_s,expected_s,"
+    ]
     rows = []
     total = sum(len(estimates(cell.plan(), cell.by(), nodes())) for cell in wanted)
     with tempfile.TemporaryDirectory() as scratch, tqdm(total=total, disable=None) as bar:
@@ -163,7 +189,9 @@ def main() -> int:
     if args.cells:
         lines, rows = merged(lines, rows)
     worst = max(row.value for row in rows)
-    rows.insert(0, Row(f"auto over the best pair, worst of {len(rows)}", worst, "%", TARGET, "lower"))
+    rows.insert(
+        0, Row(f"auto over the best pair, worst of {len(rows)}", worst, "%", TARGET, "lower")
+    )
     TABLE.write_text("\n".join(lines) + "\n")
     print(f"written to {save('backup_choice', rows)}")
     return 0

@@ -99,7 +99,11 @@ def train(pairs: int, sizes: argparse.Namespace) -> None:
             used.append(cpu_s())
 
         def finish(self) -> None:
-            told = {"sent": statistics.mean(sent), "exposed": statistics.median(exposed), "cpu_s": used}
+            told = {
+                "sent": statistics.mean(sent),
+                "exposed": statistics.median(exposed),
+                "cpu_s": used,
+            }
             path = Path(os.environ["ELASTIC_RUN_DIR"]) / f"node-{os.environ['ELASTIC_NODE']}.json"
             path.write_text(json.dumps(told))
             super().after_update()
@@ -155,7 +159,9 @@ def run(
         "--pipelines", str(pipelines), "--backup", backup, "--run-dir", str(run_dir), *flags, *script,
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    done = subprocess.run(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stdout.decode(errors="replace"))
     return run_dir, json.loads((run_dir / "summary.json").read_text())
@@ -192,10 +198,14 @@ def halves(values: Sequence[float]) -> tuple[list[float], list[float]]:
     return medians[::2], medians[1::2]
 
 
-def train_alone(backup: str, pipelines: int, steps: int, sizes: argparse.Namespace) -> dict[str, Any]:
+def train_alone(
+    backup: str, pipelines: int, steps: int, sizes: argparse.Namespace
+) -> dict[str, Any]:
     """The example as it is; its summary."""
     with tempfile.TemporaryDirectory() as scratch:
-        return run(backup, pipelines, ["-m", "examples.train_gpt", *script_flags(steps, sizes)], scratch)[1]
+        return run(
+            backup, pipelines, ["-m", "examples.train_gpt", *script_flags(steps, sizes)], scratch
+        )[1]
 
 
 def rows_of(name: str, where: str, found: Measured, target: float | None) -> list[Row]:
@@ -204,7 +214,9 @@ def rows_of(name: str, where: str, found: Measured, target: float | None) -> lis
     rows = [
         Row(f"step time, {name} / off, {where}", statistics.median(ordered), "", target, "lower"),
         Row(f"quarter of {n} pairs below, {name}, {where}", ordered[quarter], "", None, "lower"),
-        Row(f"quarter of {n} pairs above, {name}, {where}", ordered[-1 - quarter], "", None, "lower"),
+        Row(
+            f"quarter of {n} pairs above, {name}, {where}", ordered[-1 - quarter], "", None, "lower"
+        ),
         Row(f"processor time, {name} / off, {where}", found.cpu_ratio, "", None, "lower"),
         Row(f"exposed in a step, {name}, {where}", found.exposed_s * 1e3, "ms", None, "lower"),
         Row(f"sent in a step, {name}, {where}", found.sent / 1e6, "MB", None, "lower"),
@@ -251,7 +263,9 @@ def main() -> int:
         where = f"{NODES} nodes, {pipelines} pipeline{'s' * (pipelines > 1)}, {args.tokens[0]} tokens a micro-batch"
         backup = train_alone("auto", pipelines, WEIGHED, args)["backup"]
         auto = f"{backup['gradients']}+{backup['state']}"
-        found += rows_of(f"auto ({auto})", where, measure(auto, pipelines, args.pairs, args), TARGET)
+        found += rows_of(
+            f"auto ({auto})", where, measure(auto, pipelines, args.pairs, args), TARGET
+        )
         for pair in pairs if args.others else ():
             found += rows_of(pair, where, measure(pair, pipelines, args.others, args), None)
     if args.others:

@@ -56,12 +56,19 @@ class Codec:
 
 def train(setting: Setting, accumulate: Accumulate, dtype: str) -> dict[str, Bytes]:
     """A middle layer's gradient and state at the end of the last two steps: copies by name."""
-    config = GPTConfig(layers=2, hidden=setting.hidden, heads=4, seq_len=128, micro_batch_size=4, dtype=dtype)
+    config = GPTConfig(
+        layers=2, hidden=setting.hidden, heads=4, seq_len=128, micro_batch_size=4, dtype=dtype
+    )
     stack, device = GPTStack(config), torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
         tp = stack.tensor_parallel(0, 1, str(Path(folder) / "store"), device)
-    optimizer = adamw(cosine(2e-3, warmup=5, steps=20), weight_decay=0.1, master_weights=dtype != "fp32")
-    layers = [build_replica(stack, i, tp, optimizer, accumulate, 0, device) for i in range(config.n_layers)]
+    optimizer = adamw(
+        cosine(2e-3, warmup=5, steps=20), weight_decay=0.1, master_weights=dtype != "fp32"
+    )
+    layers = [
+        build_replica(stack, i, tp, optimizer, accumulate, 0, device)
+        for i in range(config.n_layers)
+    ]
     data = ByteDataset(ByteCorpus(None), config.seq_len, config.micro_batch_size, 0).microbatch
     found: dict[str, Bytes] = {}
     for step in range(setting.steps):
@@ -73,7 +80,9 @@ def train(setting: Setting, accumulate: Accumulate, dtype: str) -> dict[str, Byt
             torch.autograd.backward(hidden)
             for layer in layers:
                 layer.collect(index, skip=False)
-        found[f"gradient, {accumulate.value}"] = written(layers[1].gradient_nbytes, layers[1].write_gradient)
+        found[f"gradient, {accumulate.value}"] = written(
+            layers[1].gradient_nbytes, layers[1].write_gradient
+        )
         found[f"state, {dtype}, before"] = found.get(f"state, {dtype}", np.zeros(0, np.uint8))
         found[f"state, {dtype}"] = update(layers, optimizer.lr(step))
     stack.release()
@@ -118,7 +127,10 @@ def codecs() -> Iterator[Codec]:
         except ImportError:
             continue
         if name == "zstandard":
-            packs, unpacks = module.ZstdCompressor(level=1).compress, module.ZstdDecompressor().decompress
+            packs, unpacks = (
+                module.ZstdCompressor(level=1).compress,
+                module.ZstdDecompressor().decompress,
+            )
         else:
             packs, unpacks = module.compress, module.decompress
         yield Codec(
@@ -148,7 +160,13 @@ def measure(name: str, data: Bytes, codec: Codec, turns: int) -> tuple[list[Row]
         [
             Row(f"{label}, ratio", 1 / fraction, "x", None, "higher"),
             Row(f"{label}, packed", rate / 1e6, "MB/s", None, "higher"),
-            Row(f"{label}, unpacked", len(view) / max(median(unpacking), 1e-9) / 1e6, "MB/s", None, "higher"),
+            Row(
+                f"{label}, unpacked",
+                len(view) / max(median(unpacking), 1e-9) / 1e6,
+                "MB/s",
+                None,
+                "higher",
+            ),
         ],
         fraction,
         rate,
@@ -175,7 +193,9 @@ def rows(setting: Setting) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, once; nothing is written")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, once; nothing is written"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.quick:

@@ -104,10 +104,21 @@ class Crowd:
         share = -(-agents // len(cores))
         for first, core in zip(range(0, agents, share), cores, strict=False):
             count = min(share, agents - first)
-            words = ["--address", address, "--first", first, "--count", count, "--layers", size.layers]
+            words = [
+                "--address",
+                address,
+                "--first",
+                first,
+                "--count",
+                count,
+                "--layers",
+                size.layers,
+            ]
             words += ["--heartbeat", heartbeat_s(agents, size.lease_s)]
             words += ["--microbatches", 1024 if agents >= 100 else 32]
-            process = start("benchmarks.agents", [str(word) for word in words], core, stdin=subprocess.PIPE)
+            process = start(
+                "benchmarks.agents", [str(word) for word in words], core, stdin=subprocess.PIPE
+            )
             self._parts.append((range(first, first + count), process))
             threading.Thread(target=self._listen, args=(process,), daemon=True).start()
 
@@ -128,7 +139,9 @@ class Crowd:
             try:
                 told = self._said.get(timeout=max(0.1, end - time.monotonic()))
             except Empty:
-                raise RuntimeError(f"not every agent runs in epoch {epoch} after {DEADLINE_S:g} s") from None
+                raise RuntimeError(
+                    f"not every agent runs in epoch {epoch} after {DEADLINE_S:g} s"
+                ) from None
             if "failed" in told:
                 raise RuntimeError(told["failed"])
             found = [*found, told] if told["epoch"] >= epoch else found
@@ -158,7 +171,9 @@ class Crowd:
 def start(module: str, words: Sequence[str], core: int, **options: Any) -> subprocess.Popen[bytes]:
     """A process on one core."""
     command = [sys.executable, "-m", module, *words]
-    pin = f"import os, sys; os.sched_setaffinity(0, [{core}]); os.execv(sys.executable, sys.argv[1:])"
+    pin = (
+        f"import os, sys; os.sched_setaffinity(0, [{core}]); os.execv(sys.executable, sys.argv[1:])"
+    )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-c", pin, *command], cwd=ROOT, env=env, stdout=subprocess.PIPE, **options
@@ -166,7 +181,9 @@ def start(module: str, words: Sequence[str], core: int, **options: Any) -> subpr
 
 
 @contextmanager
-def serving(run_dir: Path, agents: int, lease_s: float, core: int) -> Iterator[tuple[str, psutil.Process]]:
+def serving(
+    run_dir: Path, agents: int, lease_s: float, core: int
+) -> Iterator[tuple[str, psutil.Process]]:
     """The coordinator of a job of so many nodes: its address and process."""
     run_dir.mkdir()
     JobConfig(
@@ -201,14 +218,22 @@ def delays(run_dir: Path) -> tuple[float, float]:
     (target,) = json.loads((run_dir / "metrics" / "coordinator.json").read_text())
     with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=60) as answer:
         lines = dict(
-            line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")
+            line.rsplit(" ", 1)
+            for line in answer.read().decode().splitlines()
+            if not line.startswith("#")
         )
-    return float(lines["elastic_tick_delay_seconds_sum"]), float(lines["elastic_tick_delay_seconds_count"])
+    return float(lines["elastic_tick_delay_seconds_sum"]), float(
+        lines["elastic_tick_delay_seconds_count"]
+    )
 
 
 def at(run_dir: Path, kind: str, epoch: int) -> float:
     """When the newest entry of that kind and epoch was written."""
-    found = [e for e in read_events(run_dir / "events.jsonl") if e["kind"] == kind and e["epoch"] == epoch]
+    found = [
+        e
+        for e in read_events(run_dir / "events.jsonl")
+        if e["kind"] == kind and e["epoch"] == epoch
+    ]
     return float(found[-1]["at"]) if found else 0.0
 
 
@@ -270,18 +295,42 @@ def rows(found: Sequence[Found], lease_s: float) -> list[Row]:
             Row(f"{name}: share of a core", one.cpu, "", 1.0 if largest else None, "lower"),
             Row(f"{name}: memory", one.memory_bytes / 2**20, "MiB", None, "lower"),
             Row(
-                f"{name}: looks at the time late by, mean", one.late_s, "s", 0.1 if largest else None, "lower"
+                f"{name}: looks at the time late by, mean",
+                one.late_s,
+                "s",
+                0.1 if largest else None,
+                "lower",
             ),
             Row(
-                f"{name}: closed connection to the halt", one.closed_s, "s", 0.5 if largest else None, "lower"
+                f"{name}: closed connection to the halt",
+                one.closed_s,
+                "s",
+                0.5 if largest else None,
+                "lower",
             ),
-            Row(f"{name}: silence to the halt", one.silent_s, "s", lease_s + 1 if largest else None, "lower"),
-            Row(f"{name}: silence to the halt, just after a change", one.busy_s, "s", None, "lower"),
+            Row(
+                f"{name}: silence to the halt",
+                one.silent_s,
+                "s",
+                lease_s + 1 if largest else None,
+                "lower",
+            ),
+            Row(
+                f"{name}: silence to the halt, just after a change", one.busy_s, "s", None, "lower"
+            ),
             Row(f"{name}: halt to the new plan", one.decide_s, "s", None, "lower"),
             Row(f"{name}: halt until all have the plan", one.told_s, "s", None, "lower"),
             Row(f"{name}: start until all run", one.start_s, "s", None, "lower"),
-            Row(f"{name}: agents' own heartbeats late by, max", one.agents_late_s, "s", None, "lower"),
-            Row(f"{name}: living agents told that they are lost", one.wrongly_lost, "", 0.0, "lower"),
+            Row(
+                f"{name}: agents' own heartbeats late by, max",
+                one.agents_late_s,
+                "s",
+                None,
+                "lower",
+            ),
+            Row(
+                f"{name}: living agents told that they are lost", one.wrongly_lost, "", 0.0, "lower"
+            ),
         ]
     least = min(found, key=lambda one: one.agents)
     if least is not most:
@@ -293,7 +342,9 @@ def rows(found: Sequence[Found], lease_s: float) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator")
-    parser.add_argument("--agents", default=",".join(map(str, AGENTS)), help="numbers, comma-separated")
+    parser.add_argument(
+        "--agents", default=",".join(map(str, AGENTS)), help="numbers, comma-separated"
+    )
     parser.add_argument("--quick", action="store_true", help="8 agents; nothing is written")
     args = parser.parse_args()
     size = QUICK if args.quick else Size(tuple(int(word) for word in args.agents.split(",")))

@@ -53,7 +53,9 @@ def run(
     ]  # fmt: skip
     command = [sys.executable, "-m", "elastic", *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    done = subprocess.run(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stdout.decode(errors="replace"))
     summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())

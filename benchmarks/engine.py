@@ -140,9 +140,16 @@ def plan_of(setting: Setting) -> Plan:
 
 def build(setting: Setting, layers: Sequence[int]) -> list[LayerReplica]:
     blocks: list[Callable[[], nn.Module]] = [lambda: Block(setting.hidden)] * setting.layers
-    stack = ListStack([lambda: Embed(setting.hidden), *blocks, lambda: Head(setting.hidden)], seed=0)
-    optimizer = OptimizerSpec(factory=lambda groups: torch.optim.SGD(groups, lr=0.1), lr=lambda step: 0.1)
-    return [build_replica(stack, i, TensorParallel(), optimizer, Accumulate.FAST, 0, CPU) for i in layers]
+    stack = ListStack(
+        [lambda: Embed(setting.hidden), *blocks, lambda: Head(setting.hidden)], seed=0
+    )
+    optimizer = OptimizerSpec(
+        factory=lambda groups: torch.optim.SGD(groups, lr=0.1), lr=lambda step: 0.1
+    )
+    return [
+        build_replica(stack, i, TensorParallel(), optimizer, Accumulate.FAST, 0, CPU)
+        for i in layers
+    ]
 
 
 class Ours:
@@ -192,7 +199,9 @@ class Ours:
 
 
 class Torchs:
-    def __init__(self, setting: Setting, rank: int, replicas: list[LayerReplica], batch: Tensor) -> None:
+    def __init__(
+        self, setting: Setting, rank: int, replicas: list[LayerReplica], batch: Tensor
+    ) -> None:
         self._module = Chain([replica.module for replica in replicas])
         stage = PipelineStage(self._module, rank, setting.stages, CPU)
         self._schedule = Schedule1F1B(stage, setting.microbatches, loss_of)
@@ -239,7 +248,10 @@ def work(setting: Setting, rank: int, store: str, pipe: Connection) -> None:
     replicas = build(setting, roster(plan_of(setting)).members[rank].layers)
     shape = (setting.microbatches * setting.sequences, SEQ + 1)
     batch = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(0))
-    theirs, ours = Torchs(setting, rank, replicas, batch), Ours(setting, rank, store, replicas, batch)
+    theirs, ours = (
+        Torchs(setting, rank, replicas, batch),
+        Ours(setting, rank, store, replicas, batch),
+    )
     theirs.step()
     expected = theirs.gradients()
     ours.step()
@@ -277,8 +289,16 @@ def measure(setting: Setting) -> list[Row]:
     return [
         Row(f"{name}: speed over Schedule1F1B", speed, "x", 1.0, "higher"),
         Row(f"{name}: Schedule1F1B's CPU time over ours", thrift, "x", 1.0, "higher"),
-        Row(f"{name}: step, ours", statistics.median(o.wall_s for _, o in pairs), "s", None, "lower"),
-        Row(f"{name}: step, Schedule1F1B", statistics.median(t.wall_s for t, _ in pairs), "s", None, "lower"),
+        Row(
+            f"{name}: step, ours", statistics.median(o.wall_s for _, o in pairs), "s", None, "lower"
+        ),
+        Row(
+            f"{name}: step, Schedule1F1B",
+            statistics.median(t.wall_s for t, _ in pairs),
+            "s",
+            None,
+            "lower",
+        ),
     ]
 
 

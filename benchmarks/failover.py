@@ -23,7 +23,18 @@ from typing import Any
 from benchmarks.results import Row, save
 from tests.store.etcds import etcd
 
-SCRIPT = ["-m", "examples.train_gpt", "--layers", "4", "--hidden", "64", "--heads", "4", "--seq-len", "64"]
+SCRIPT = [
+    "-m",
+    "examples.train_gpt",
+    "--layers",
+    "4",
+    "--hidden",
+    "64",
+    "--heads",
+    "4",
+    "--seq-len",
+    "64",
+]
 STEPS = 100_000
 TARGET_S = 3.0
 WAIT_S = 120.0
@@ -34,7 +45,17 @@ class Run:
 
     def __init__(self, run_dir: Path, store: str) -> None:
         self._dir = run_dir
-        command = [sys.executable, "-m", "elastic", "run", "--standalone", "--nnodes", "2", "--lease", "30"]
+        command = [
+            sys.executable,
+            "-m",
+            "elastic",
+            "run",
+            "--standalone",
+            "--nnodes",
+            "2",
+            "--lease",
+            "30",
+        ]
         command += ["--coordinators", "3", "--store", store, "--run-dir", str(run_dir)]
         command += [
             "--backup",

@@ -101,8 +101,14 @@ QUICK = Case(
 PHASES = (
     *(f"losses: {phase}, mean" for phase in ("detect", "decide", "transfer", "rebuild", "total")),
     *(f"losses: {phase}, median" for phase in ("detect", "decide", "transfer", "rebuild", "total")),
-    *(f"planned changes: {phase}, mean" for phase in ("decide", "transfer", "rebuild", "total", "pause")),
-    *(f"planned changes: {phase}, median" for phase in ("decide", "transfer", "rebuild", "total", "pause")),
+    *(
+        f"planned changes: {phase}, mean"
+        for phase in ("decide", "transfer", "rebuild", "total", "pause")
+    ),
+    *(
+        f"planned changes: {phase}, median"
+        for phase in ("decide", "transfer", "rebuild", "total", "pause")
+    ),
 )
 THROUGHPUT_TARGET, PHASE_TARGET = 5.0, 20.0
 SHIFT = 5
@@ -111,8 +117,18 @@ SHIFT = 5
 
 def real(case: Case, faults: tuple[str, ...], folder: Path) -> Path:
     """Make one run, unless it is there; its run directory. Raises RuntimeError if it fails."""
-    profile = equal_layers(case.layers, case.parameters, case.layer_s, BYTES_PER_S, COPY_BYTES_PER_S)
-    flags = ["--nnodes", str(case.nodes), "--backup", "stream:4+snapshot", "--compress", "off", *shaped(LINK)]
+    profile = equal_layers(
+        case.layers, case.parameters, case.layer_s, BYTES_PER_S, COPY_BYTES_PER_S
+    )
+    flags = [
+        "--nnodes",
+        str(case.nodes),
+        "--backup",
+        "stream:4+snapshot",
+        "--compress",
+        "off",
+        *shaped(LINK),
+    ]
     for fault in faults:
         flags += ["--fault", fault]
     for attempt in range(ATTEMPTS):
@@ -132,21 +148,27 @@ def shifted(case: Case, faults: tuple[str, ...], number: int) -> tuple[str, ...]
     """The faults of run `number`: at other micro-batches than in the runs before."""
     specs = [parse_fault(text) for text in faults]
     return tuple(
-        format_fault(replace(spec, microbatch=(spec.microbatch + SHIFT * number) % case.microbatches))
+        format_fault(
+            replace(spec, microbatch=(spec.microbatch + SHIFT * number) % case.microbatches)
+        )
         if spec.microbatch is not None
         else format_fault(spec)
         for spec in specs
     )
 
 
-def compared(case: Case, repeat: int, folder: Path) -> tuple[ValidationReport, list[ValidationReport]]:
+def compared(
+    case: Case, repeat: int, folder: Path
+) -> tuple[ValidationReport, list[ValidationReport]]:
     """What all runs say together, and each by itself."""
     known = [
-        real(case, shifted(case, case.calibration, n), folder / str(n) / "calibration") for n in range(repeat)
+        real(case, shifted(case, case.calibration, n), folder / str(n) / "calibration")
+        for n in range(repeat)
     ]
     physics = calibrate_runs(known, folder / "physics.json")
     others = [
-        real(case, shifted(case, case.validation, n), folder / str(n) / "validation") for n in range(repeat)
+        real(case, shifted(case, case.validation, n), folder / str(n) / "validation")
+        for n in range(repeat)
     ]
     report, single = validate(others, physics), [validate([one], physics) for one in others]
     print(f"{physics}\n{format_report(report)}", flush=True)
@@ -164,7 +186,9 @@ def rows_of(report: ValidationReport, single: list[ValidationReport]) -> list[Ro
     rows = list[Row]()
     for name in ("throughput", *(name for name in PHASES if name in there)):
         figure = there[name]
-        target = THROUGHPUT_TARGET if name == "throughput" else PHASE_TARGET if "mean" in name else None
+        target = (
+            THROUGHPUT_TARGET if name == "throughput" else PHASE_TARGET if "mean" in name else None
+        )
         worst = max(error(one.figure(name)) for one in single)
         rows += [
             Row(f"{name}: error", error(figure), "%", target, "lower"),
@@ -182,7 +206,9 @@ def rows_of(report: ValidationReport, single: list[ValidationReport]) -> list[Ro
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="three nodes, a loss and a join; writes nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="three nodes, a loss and a join; writes nothing"
+    )
     parser.add_argument(
         "--repeat", type=int, default=3, help="runs that are measured, and others that are compared"
     )

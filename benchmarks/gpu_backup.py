@@ -25,7 +25,9 @@ FLAGS = ("--nnodes", "2", "--node-memory", "1TiB,1MiB", "--vault-memory", "1TiB"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_backup")
     parser.add_argument("--pairs", type=int, default=6, help="of blocks, for each pair of schemes")
-    parser.add_argument("--quick", action="store_true", help="one pair, two of blocks; writes nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="one pair, two of blocks; writes nothing"
+    )
     parser.add_argument(
         "--cpu", action="store_true", help="run without a GPU: tries it out, measures nothing"
     )

@@ -98,21 +98,28 @@ def places(found: dict[str, Any]) -> list[Place]:
     for told in found["scenarios"]:
         policies = told["policies"]
         goodput = {
-            name: Mean(one["goodput"], one["margins"]["goodput"] or 0.0) for name, one in policies.items()
+            name: Mean(one["goodput"], one["margins"]["goodput"] or 0.0)
+            for name, one in policies.items()
         }
         best = max(NAMES, key=lambda name: goodput[name].value)
         scenario = json.dumps(told["scenario"], sort_keys=True)
         pairs = [
-            (samples[scenario, "ours", s], samples[scenario, best, s]) for s in policies["ours"]["seeds"]
+            (samples[scenario, "ours", s], samples[scenario, best, s])
+            for s in policies["ours"]["seeds"]
         ]
-        ahead = mean_of([a / b for a, b in pairs]) if all(b for _, b in pairs) else Mean(float("inf"))
+        ahead = (
+            mean_of([a / b for a, b in pairs]) if all(b for _, b in pairs) else Mean(float("inf"))
+        )
         rows.append(Place(told["trace"], told["model"], goodput, best, ahead))
     return rows
 
 
 def table(rows: Sequence[Place]) -> str:
     """Markdown, one row per scenario: goodput of ours and of the best rival (percent), ratio."""
-    lines = ["| model | trace | ours | best rival | ours / rival |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| model | trace | ours | best rival | ours / rival |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         ours, rival = (_cell(row.goodput[name]) for name in ("ours", row.best))
         ratio = f"{row.ahead.value:.3f} ± {row.ahead.margin:.3f}, {row.verdict}"
@@ -139,7 +146,9 @@ def _cell(mean: Mean) -> str:
 def noticed(found: dict[str, Any]) -> dict[str, Mean]:
     """Our goodput by model, of a sweep with notices."""
     ours = {told["model"]: told["policies"]["ours"] for told in found["scenarios"]}
-    return {model: Mean(one["goodput"], one["margins"]["goodput"] or 0.0) for model, one in ours.items()}
+    return {
+        model: Mean(one["goodput"], one["margins"]["goodput"] or 0.0) for model, one in ours.items()
+    }
 
 
 def notice_table(found: Sequence[Place], told: Mapping[str, Mean]) -> str:
@@ -157,14 +166,22 @@ def rows_of(found: Sequence[Place], told: Mapping[str, Mean]) -> list[Row]:
     for one in found:
         target = WANTED_P3 if one.trace.startswith("p3") else None
         where = f"{one.model}, {one.trace}"
-        rows.append(Row(f"{where}: ours over the oracle", one.goodput["ours"].value, "", target, "higher"))
+        rows.append(
+            Row(f"{where}: ours over the oracle", one.goodput["ours"].value, "", target, "higher")
+        )
         rows.append(Row(f"{where}: ours over {one.best}", one.ahead.value, "x", 1.0, "higher"))
     for model, mean in told.items():
         what = f"{model}, p3-trace.csv with two minutes' notice: ours over the oracle"
         rows.append(Row(what, mean.value, "", None, "higher"))
     verdicts = [one.verdict for one in found]
     rows += [
-        Row(f"scenarios in which ours is {word}", verdicts.count(word), f"of {len(found)}", None, "higher")
+        Row(
+            f"scenarios in which ours is {word}",
+            verdicts.count(word),
+            f"of {len(found)}",
+            None,
+            "higher",
+        )
         for word in ("ahead", "undecided", "behind")
     ]
     return rows
@@ -175,7 +192,9 @@ def main() -> int:
     parser.add_argument(
         "--data", type=Path, help="recorded traces (default: ELASTIC_DATA, or ../shared/data)"
     )
-    parser.add_argument("--keep", type=Path, help="folder of the sweeps; goes on with what is there")
+    parser.add_argument(
+        "--keep", type=Path, help="folder of the sweeps; goes on with what is there"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
@@ -194,13 +213,22 @@ def main() -> int:
             "recorded": [*recorded, "--physics", "spread_s=60"],
             "rates": ["--mtbf", ",".join(RATES), "--nodes", "30"],
         }
-        notices = ["--trace", str(traces / markets[0]), "--physics", "spread_s=60", "--notice", NOTICE]
+        notices = [
+            "--trace",
+            str(traces / markets[0]),
+            "--physics",
+            "spread_s=60",
+            "--notice",
+            NOTICE,
+        ]
         found, told = list[Place](), dict[str, Mean]()
         for kind, models in MODELS.items():
             common = ("--nodes-of", kind, "--model", ",".join(models), "--seeds", str(args.seeds))
             for name, words in made.items():
                 found += places(sweep(folder / f"{name}-{kind}", *words, *common))
-            told |= noticed(sweep(folder / f"noticed-{kind}", *notices, *common, policies=OURS_ALONE))
+            told |= noticed(
+                sweep(folder / f"noticed-{kind}", *notices, *common, policies=OURS_ALONE)
+            )
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(
         f"{before}{BEGIN}\n{table(found)}\n\n{notice_table(found, told)}\n{END}{rest.partition(END)[2]}"

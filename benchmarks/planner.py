@@ -308,7 +308,9 @@ def compare(model: str, nodes: int) -> PlanComparison:
         ours = price(make_plan(request))
     except InfeasiblePlan:
         ours = math.inf
-    theirs = [price(planner(cluster, request.nodes, price)) for planner in (plan_oobleck, plan_varuna)]
+    theirs = [
+        price(planner(cluster, request.nodes, price)) for planner in (plan_oobleck, plan_varuna)
+    ]
     return PlanComparison(model, nodes, ours, *theirs)
 
 

@@ -86,7 +86,9 @@ def profile(engine: Engine) -> Profile:
         times = LayerTimes(forward, 2 * half + own, half, half + own, engine.step_s / LAYERS)
         devices.append(Device(name, (times,) * LAYERS))
     link = LinkProfile(0.0, engine.message_s)
-    return Profile(model="waiting", layers=(layer,) * LAYERS, devices=tuple(devices), inside=link, link=link)
+    return Profile(
+        model="waiting", layers=(layer,) * LAYERS, devices=tuple(devices), inside=link, link=link
+    )
 
 
 def plan_of(shape: Shape) -> Plan:
@@ -122,7 +124,9 @@ def measure(shape: Shape, steps: int, run_dir: Path) -> float:
     ]  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.prediction", "--run", format_plan(plan), *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    done = subprocess.run(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stdout.decode(errors="replace"))
     summary = json.loads((out / "summary.json").read_text())
@@ -162,7 +166,9 @@ def calibrated(steps: int, folder: Path) -> Engine:
         low, high = (engine.message_s, high) if late else (low, engine.message_s)
     parts = (engine.layer_s, engine.step_s, engine.message_s)
     print(
-        "a layer {:.2f} ms, a step {:.2f} ms, a message {:.2f} ms".format(*(1e3 * s for s in parts)),
+        "a layer {:.2f} ms, a step {:.2f} ms, a message {:.2f} ms".format(
+            *(1e3 * s for s in parts)
+        ),
         flush=True,
     )
     return engine
@@ -171,7 +177,9 @@ def calibrated(steps: int, folder: Path) -> Engine:
 def named(shape: Shape) -> str:
     """As in: 1f1b 4-4-4 x8 on aaa."""
     schedule, devices, parts = shape
-    text = ", ".join(f"{'-'.join(map(str, sizes))} x{microbatches}" for sizes, microbatches in parts)
+    text = ", ".join(
+        f"{'-'.join(map(str, sizes))} x{microbatches}" for sizes, microbatches in parts
+    )
     return f"{schedule} {text} on {devices}"
 
 
@@ -182,7 +190,9 @@ def compare(steps: int, folder: Path) -> list[Row]:
         seconds, expected = measure(shape, steps, folder / str(number)), predicted(shape, given)
         errors.append(abs(seconds - expected) / expected * 100)
         rows.append(Row(f"error of {named(shape)}", errors[-1], "%", None, "lower"))
-        print(f"{named(shape):<46} {expected:7.4f} s predicted, {seconds:7.4f} s measured", flush=True)
+        print(
+            f"{named(shape):<46} {expected:7.4f} s predicted, {seconds:7.4f} s measured", flush=True
+        )
     head = [
         Row("median error of 12 plans", median(errors), "%", 3.0, "lower"),
         Row("worst error", max(errors), "%", 8.0, "lower"),
@@ -197,8 +207,12 @@ def main() -> int:
     if sys.argv[1:2] == ["--run"]:
         return run(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=10, help="of each plan, besides two that warm up")
-    parser.add_argument("--keep", default=None, help="directory for the runs (default: a temporary one)")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="of each plan, besides two that warm up"
+    )
+    parser.add_argument(
+        "--keep", default=None, help="directory for the runs (default: a temporary one)"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         rows = compare(args.steps, Path(args.keep or scratch))

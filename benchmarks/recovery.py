@@ -51,7 +51,9 @@ def kill(node: int, microbatch: int, run_dir: Path) -> Kill:
         "-m", "examples.train_gpt", "--num-microbatches", str(MICROBATCHES), "--steps", str(STEP + 3),
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    done = subprocess.run(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stdout.decode(errors="replace"))
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -96,11 +96,19 @@ def main() -> int:
                 f"{bound_s:.4f}",
             ]
             told = [case.nodes, case.size, case.pipelines, case.pair, *figures]
-            lines.append(",".join(map(str, [*told, found["microbatches_rerun"], found["state_source"]])))
+            lines.append(
+                ",".join(map(str, [*told, found["microbatches_rerun"], found["state_source"]]))
+            )
             print(lines[-1], flush=True)
             rows.append(Row(f"recovery, {case}", found["total_s"], "s", None, "lower"))
             rows.append(
-                Row(f"of which fetching and installing, {case}", found["transfer_s"], "s", None, "lower")
+                Row(
+                    f"of which fetching and installing, {case}",
+                    found["transfer_s"],
+                    "s",
+                    None,
+                    "lower",
+                )
             )
             rows.append(Row(f"bytes over bandwidth, {case}", bound_s, "s", None, "lower"))
     if not args.quick:

@@ -44,10 +44,16 @@ def save(name: str, rows: list[Row]) -> Path:
     """Print `rows` and write them to the results directory. Return the file."""
     width = max(len(row.metric) for row in rows)
     for row in rows:
-        target = "" if row.target is None else f"target {row.target:g} ({row.better} is better): {row.met}"
+        target = (
+            ""
+            if row.target is None
+            else f"target {row.target:g} ({row.better} is better): {row.met}"
+        )
         print(f"{row.metric:<{width}}  {row.value:>10.4g} {row.unit:<6} {target}".rstrip())
     DIRECTORY.mkdir(exist_ok=True)
     path = DIRECTORY / f"{name}.json"
-    text = json.dumps({"name": name, "machine": machine(), "rows": [asdict(row) for row in rows]}, indent=2)
+    text = json.dumps(
+        {"name": name, "machine": machine(), "rows": [asdict(row) for row in rows]}, indent=2
+    )
     path.write_text(text + "\n")
     return path

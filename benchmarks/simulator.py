@@ -66,13 +66,17 @@ def every_policy(model: str, hours: float) -> list[Row]:
         parts = {name: timed(partial(run_one, world, trace, name, seed)) for name in EVERY}
         what = f"{hours:g} h x {NODES} nodes, {len(EVERY)} policies, {model}, {when}"
         rows.append(Row(what, sum(p.wall_s for p in parts.values()), "s", 2.0, "lower"))
-        rows.append(Row(f"{what}: processor", sum(p.cpu_s for p in parts.values()), "s", None, "lower"))
+        rows.append(
+            Row(f"{what}: processor", sum(p.cpu_s for p in parts.values()), "s", None, "lower")
+        )
         rows.append(Row(f"{what}: ours, processor", parts["ours"].cpu_s, "s", None, "lower"))
     return rows
 
 
 def month(days: float) -> list[Row]:
-    scenario = Scenario(trace=str(ROOT / "traces/month-1000.csv"), last_s=days * DAY_S, model="gpt3-6.7b")
+    scenario = Scenario(
+        trace=str(ROOT / "traces/month-1000.csv"), last_s=days * DAY_S, model="gpt3-6.7b"
+    )
     world, trace = scenario.world(), scenario.trace_of(0)
     took = timed(partial(run_one, world, trace, "ours", 0))
     what = f"{days:g} days x 1,000 nodes, {len(trace.events) - 1000} events, ours"
@@ -84,8 +88,12 @@ def month(days: float) -> list[Row]:
 
 def growth(sizes: tuple[int, ...], hours: float) -> list[Row]:
     """With nodes: as many losses, whatever their number. With events: up to 16 times as many in the same time."""
-    by_nodes = [an_event(like_p3(nodes, hours * NODES / nodes, "gpt3-6.7b"), nodes) for nodes in sizes]
-    by_events = [an_event(like_p3(NODES, hours, "gpt3-6.7b", often), NODES) for often in (0.25, 4.0)]
+    by_nodes = [
+        an_event(like_p3(nodes, hours * NODES / nodes, "gpt3-6.7b"), nodes) for nodes in sizes
+    ]
+    by_events = [
+        an_event(like_p3(NODES, hours, "gpt3-6.7b", often), NODES) for often in (0.25, 4.0)
+    ]
     return [*by_nodes, *by_events]
 
 
@@ -107,7 +115,15 @@ def imports(times: int) -> list[Row]:
         began = time.perf_counter()
         subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
         found.append(time.perf_counter() - began)
-    return [Row("import elastic_sim.cli.cli, without torch", statistics.median(found), "s", None, "lower")]
+    return [
+        Row(
+            "import elastic_sim.cli.cli, without torch",
+            statistics.median(found),
+            "s",
+            None,
+            "lower",
+        )
+    ]
 
 
 def main() -> int:

@@ -160,9 +160,21 @@ def local(directory: Path) -> list[Row]:
     vault.close()
     per_mib = 1e6 / (SIZE / MIB)
     return [
-        Row("publish (copy and checksum)", statistics.median(publish) * per_mib, "us/MiB", None, "lower"),
+        Row(
+            "publish (copy and checksum)",
+            statistics.median(publish) * per_mib,
+            "us/MiB",
+            None,
+            "lower",
+        ),
         Row("memory copy alone", statistics.median(copying) * per_mib, "us/MiB", None, "lower"),
-        Row("fetch through shared memory", statistics.median(fetch) * per_mib, "us/MiB", None, "lower"),
+        Row(
+            "fetch through shared memory",
+            statistics.median(fetch) * per_mib,
+            "us/MiB",
+            None,
+            "lower",
+        ),
     ]
 
 

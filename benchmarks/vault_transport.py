@@ -101,7 +101,9 @@ def measure(
     return [
         Row(f"{name}: vault", sent / median(o for o, _ in pairs), "MiB/s", None, "higher"),
         Row(f"{name}: plain socket", sent / median(b for _, b in pairs), "MiB/s", None, "higher"),
-        Row(f"{name}: vault / plain socket", median(b / o for o, b in pairs), "x", TARGET, "higher"),
+        Row(
+            f"{name}: vault / plain socket", median(b / o for o, b in pairs), "x", TARGET, "higher"
+        ),
     ]
 
 
@@ -166,7 +168,9 @@ def rows(setting: Setting) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="small copies, few turns; nothing is written")
+    parser.add_argument(
+        "--quick", action="store_true", help="small copies, few turns; nothing is written"
+    )
     if parser.parse_args().quick:
         for row in rows(QUICK):
             print(f"{row.metric}: {row.value:.4g} {row.unit}")

@@ -37,14 +37,20 @@ def data(step: int, index: int) -> Microbatch:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--layers", type=int, default=4, help="of the script itself; a profile has its own")
+    parser.add_argument(
+        "--layers", type=int, default=4, help="of the script itself; a profile has its own"
+    )
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument(
-        "--moments", action="store_true", help="AdamW: two moments a parameter are kept and backed up"
+        "--moments",
+        action="store_true",
+        help="AdamW: two moments a parameter are kept and backed up",
     )
     args = parser.parse_args()
-    plain = OptimizerSpec(factory=lambda groups: torch.optim.SGD(groups, lr=0.0), lr=lambda step: 0.01)
+    plain = OptimizerSpec(
+        factory=lambda groups: torch.optim.SGD(groups, lr=0.0), lr=lambda step: 0.01
+    )
     Trainer(
         stack=ListStack([Scale] * (args.layers - 1) + [Loss], seed=0),
         optimizer=adamw(0.01) if args.moments else plain,

@@ -91,7 +91,9 @@ class _MetricsServer(ThreadingWSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
         if isinstance(error, OSError):  # TLS errors too
-            reason = rejection_reason(error) if isinstance(error, ssl.SSLError) else Reason.HANDSHAKE
+            reason = (
+                rejection_reason(error) if isinstance(error, ssl.SSLError) else Reason.HANDSHAKE
+            )
             REJECTIONS.count("metrics", reason, client_address, error)
         else:
             log.error("a scrape by %s failed", client_address, exc_info=error)

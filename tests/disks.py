@@ -17,8 +17,12 @@ def small_disk(path: Path, size: str) -> Iterator[None]:
     """A file system of that size at `path`; needs to be allowed to mount."""
     path.mkdir()
     if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("only root may mount a small disk; tests/vault has the same with a limit on files")
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=False)
+        pytest.skip(
+            "only root may mount a small disk; tests/vault has the same with a limit on files"
+        )
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=False
+    )
     if made.returncode:
         pytest.skip("mounting is not allowed here; tests/vault has the same with a limit on files")
     try:

@@ -15,12 +15,16 @@ Panel = tuple[str, str, str, list[Query]]
 
 
 def at(metric: str, where: str = "") -> str:
-    """The series of the job that is looked at."""
+    """The series of a metric for the selected job."""
     return f'{metric}{{job="$job"{", " + where if where else ""}}}'
 
 
 def rate(metric: str, by: str = "job", where: str = "") -> str:
     return f"sum by ({by}) (rate({at(metric, where)}[$__rate_interval]))"
+
+
+def increase(metric: str, where: str = "") -> str:
+    return f"increase({at(metric, where)}[$__range])"
 
 
 def quantile(metric: str, by: str, q: float) -> str:
@@ -29,7 +33,8 @@ def quantile(metric: str, by: str, q: float) -> str:
 
 def mean(metric: str, by: str, where: str = "") -> str:
     total, count = (
-        f"sum by ({by}) (increase({at(metric + end, where)}[$__range]))" for end in ("_sum", "_count")
+        f"sum by ({by}) (increase({at(metric + end, where)}[$__range]))"
+        for end in ("_sum", "_count")
     )
     return f"{total} / ({count} > 0)"
 
@@ -62,15 +67,15 @@ RECOVERIES: list[Panel] = [
         (mean("elastic_recovery_seconds", "phase", 'phase!~"total|halt"'), "{{phase}}"),
     ]),
     ("lines", "Recoveries by cause", "none", [
-        (f"sum by (cause) (increase({at('elastic_recovery_seconds_count', TOTAL)}[$__range]))", "{{cause}}"),
+        (f"sum by (cause) ({increase('elastic_recovery_seconds_count', TOTAL)})", "{{cause}}"),
     ]),
     ("lines", "Nodes lost and joined", "none", [
-        (f"sum by (reason) (increase({at('elastic_nodes_lost_total')}[$__range]))", "lost: {{reason}}"),
-        (f"sum by (job) (increase({at('elastic_events_total', JOINED)}[$__range]))", "joined"),
+        (f"sum by (reason) ({increase('elastic_nodes_lost_total')})", "lost: {{reason}}"),
+        (f"sum by (job) ({increase('elastic_events_total', JOINED)})", "joined"),
     ]),
     ("lines", "Micro-batches", "none", [
-        (f"sum by (job) (increase({at('elastic_microbatches_lost_total')}[$__range]))", "lost"),
-        (f"sum by (job) (increase({at('elastic_microbatches_rerun_total')}[$__range]))", "run again"),
+        (f"sum by (job) ({increase('elastic_microbatches_lost_total')})", "lost"),
+        (f"sum by (job) ({increase('elastic_microbatches_rerun_total')})", "run again"),
     ]),
 ]  # fmt: skip
 BACKUPS: list[Panel] = [
@@ -98,12 +103,16 @@ SERVICES: list[Panel] = [
         (at("elastic_coordinator_leader"), "{{instance}} leads"),
         (at("elastic_coordinator_term"), "{{instance}} term"),
     ]),
-    ("lines", "Decisions, p99", "s", [(quantile("elastic_decision_seconds", "event", 0.99), "{{event}}")]),
+    ("lines", "Decisions, p99", "s", [
+        (quantile("elastic_decision_seconds", "event", 0.99), "{{event}}"),
+    ]),
     ("lines", "Coordinator: late, and waiting events", "s", [
         (quantile("elastic_tick_delay_seconds", "job", 0.99), "tick delay, p99"),
         (at("elastic_coordinator_queue_length"), "events waiting"),
     ]),
-    ("lines", "CPU", "percentunit", [(rate("process_cpu_seconds_total", "instance"), "{{instance}}")]),
+    ("lines", "CPU", "percentunit", [
+        (rate("process_cpu_seconds_total", "instance"), "{{instance}}"),
+    ]),
     ("lines", "Memory", "bytes", [(at("process_resident_memory_bytes"), "{{instance}}")]),
     ("lines", "Refused messages, workers that ended", "none", [
         (rate("elastic_messages_refused_total", "reason"), "{{reason}}"),
@@ -120,25 +129,30 @@ ROWS = (
 """(title, width and height of its panels, panels); a dashboard is 24 wide."""
 
 
-def panel(number: int, grid: dict[str, int], what: Panel) -> dict[str, Any]:
-    look, title, unit, queries = what
+def panel(number: int, grid: dict[str, int], content: Panel) -> dict[str, Any]:
+    kind, title, unit, queries = content
     targets = [
-        {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": query, "legendFormat": legend or "__auto"}
+        {
+            "refId": chr(ord("A") + i),
+            "datasource": SOURCE,
+            "expr": query,
+            "legendFormat": legend or "__auto",
+        }
         for i, (query, legend) in enumerate(queries)
     ]
     made: dict[str, Any] = {
         "id": number,
-        "type": "stat" if look == "stat" else "timeseries",
+        "type": "stat" if kind == "stat" else "timeseries",
         "title": title,
         "datasource": SOURCE,
         "gridPos": grid,
         "targets": targets,
     }
     custom: dict[str, Any] = {}
-    if look == "stack":
+    if kind == "stack":
         custom = {"fillOpacity": 60, "lineWidth": 0, "stacking": {"mode": "normal", "group": "A"}}
     made["fieldConfig"] = {"defaults": {"unit": unit, "custom": custom}, "overrides": []}
-    if look == "stat":
+    if kind == "stat":
         named = bool(queries[0][1])
         calculation = {"values": False, "calcs": ["lastNotNull"], "fields": ""}
         made["options"] = {"reduceOptions": calculation, "textMode": "name" if named else "value"}
@@ -155,13 +169,24 @@ def dashboard() -> dict[str, Any]:
     for title, width, height, row in ROWS:
         grid = {"x": 0, "y": y, "w": 24, "h": 1}
         panels.append(
-            {"id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "gridPos": grid}
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": title,
+                "collapsed": False,
+                "gridPos": grid,
+            }
         )
         panels[-1]["panels"] = []
         y += 1
-        for i, what in enumerate(row):
-            place = {"x": width * i % 24, "y": y + width * i // 24 * height, "w": width, "h": height}
-            panels.append(panel(len(panels) + 1, place, what))
+        for i, content in enumerate(row):
+            place = {
+                "x": width * i % 24,
+                "y": y + width * i // 24 * height,
+                "w": width,
+                "h": height,
+            }
+            panels.append(panel(len(panels) + 1, place, content))
         y += -(-width * len(row) // 24) * height
     jobs = "label_values(elastic_job_info, job)"
     return {

@@ -94,7 +94,9 @@ def job_part() -> str:
 
 
 def node_part() -> str:
-    arrows = [(p.value, why, after.value) for befores, why, after in node.PHASE_CHANGES for p in befores]
+    arrows = [
+        (p.value, why, after.value) for befores, why, after in node.PHASE_CHANGES for p in befores
+    ]
     items = phases(messages.NodePhase, docstrings(messages, messages.NodePhase), {})
     return "\n".join((NODE, diagram("empty", arrows, ()), "", *items))
 

@@ -71,7 +71,9 @@ class CoordinatorMetrics:
         self._step = self._histogram(
             "step_seconds", "Seconds of a step, as measured by the reporting node", STEP_S
         )
-        self._lost = self._counter("nodes_lost", "Members that were lost", "reason", tuple(LossKind))
+        self._lost = self._counter(
+            "nodes_lost", "Members that were lost", "reason", tuple(LossKind)
+        )
         self._events = self._counter(
             "events",
             "Entries of the event log",

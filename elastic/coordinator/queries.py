@@ -69,7 +69,9 @@ def _drain(state: job.JobState, body: dict[str, Any]) -> tuple[dict[str, Any], j
     node, deadline = body.get("node"), body.get("deadline_s", 30.0)
     if not isinstance(node, str) or node not in state.members:
         known = ", ".join(sorted(state.members)) or "none"
-        raise FieldError("node", str(node)[:MAX_NAME_CHARS], f"must be one of the members ({known})")
+        raise FieldError(
+            "node", str(node)[:MAX_NAME_CHARS], f"must be one of the members ({known})"
+        )
     number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
     if not number or not 0 <= deadline <= MAX_DEADLINE_S:
         raise FieldError(

@@ -217,7 +217,9 @@ class Coordinator:
             m.Notice: self._handle_notice,
             m.BackupNote: self._handle_backup_note,
             HealthReport: lambda _, message: self._apply(job.HealthReported(message)),
-            m.CheckpointPart: lambda _, part: self._apply(job.CheckpointPartWritten(part.step, part.layers)),
+            m.CheckpointPart: lambda _, part: self._apply(
+                job.CheckpointPartWritten(part.step, part.layers)
+            ),
             m.RefusalNote: lambda _, message: self._rejected(*astuple(message)),
         }
 
@@ -296,7 +298,9 @@ class Coordinator:
                 self._saver.save(self._state)
         self._saver.flush()
 
-    def _follow(self, event: Any, before: job.JobState, result: job.JobTransition, now: float) -> None:
+    def _follow(
+        self, event: Any, before: job.JobState, result: job.JobTransition, now: float
+    ) -> None:
         """Adopt a transition. All that follows from it is held back until the state is saved.
         `event` is None if the rules were applied."""
         self._state, actions, reason = result

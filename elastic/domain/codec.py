@@ -175,7 +175,9 @@ def _field_error(kind: Any, data: Any, path: str, text: str) -> FieldError:
     if missing is not None:
         return FieldError(f"{path}.{missing[1]}", None, "missing field")
     if problem.startswith("Invalid enum value"):
-        return FieldError(path, data, f"one of {', '.join(str(m.value) for m in _without_none(kind))}")
+        return FieldError(
+            path, data, f"one of {', '.join(str(m.value) for m in _without_none(kind))}"
+        )
     return FieldError(path, data, problem[:1].lower() + problem[1:])
 
 

@@ -1,5 +1,4 @@
-"""The `elastic` command. Each subcommand's module is imported when the subcommand is used, so that `elastic --help`
-is quick."""
+"""The `elastic` command. It imports the module of a subcommand on use, so that help is fast."""
 
 from __future__ import annotations
 
@@ -14,19 +13,25 @@ from elastic.domain.version import VERSION
 
 COMMANDS = {
     "run": ("commands.run", "train a script or module on elastic nodes; torchrun's flags and more"),
-    "profile": ("commands.profile", "measure a script's layers and the links, for the planner and --emulate"),
+    "profile": (
+        "commands.profile",
+        "measure a script's layers and the links, for the planner and --emulate",
+    ),
     "status": ("commands.queries", "phase, step, loss, nodes and plan of a running job"),
     "nodes": ("commands.queries", "nodes of a running job"),
-    "preflight": ("commands.preflight", "check this machine as a node"),
-    "drain": ("commands.queries", "move a node's state out, then release it"),
-    "plan": ("commands.plans", "plan of a running job, of a text file, or the best one for a cluster file"),
+    "preflight": ("commands.preflight", "check whether this machine can be a node"),
+    "drain": ("commands.queries", "move a node's state to others, then release it"),
+    "plan": (
+        "commands.plans",
+        "plan of a running job or of a file, or the best plan for a cluster file",
+    ),
     "export": ("commands.queries", "write a checkpoint's parameters to a safetensors file"),
     "certs": ("flags.certs", "make an authority and certificates for --certs"),
-    "coordinator": ("commands.services", "run a coordinator in the foreground, for several machines"),
-    "agent": ("commands.services", "run an agent in the foreground, for several machines"),
+    "coordinator": ("commands.run", "run a coordinator in the foreground, for several machines"),
+    "agent": ("commands.run", "run an agent in the foreground, for several machines"),
     "kubernetes": ("kubernetes.render", "make the Kubernetes manifests of a job"),
 }
-"""Module under elastic.launcher that holds the command, and what the command does."""
+"""Per command: its module below elastic.launcher, and its help."""
 EXAMPLE = """\b
 Try:
   elastic run --standalone --nnodes 4 -m examples.train_gpt --steps 10 --fault "kill node=2 step=3"
@@ -42,8 +47,9 @@ class Elastic(CommandLine):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        found: click.Command = getattr(import_module(f"elastic.launcher.{COMMANDS[cmd_name][0]}"), cmd_name)
-        return found
+        module = import_module(f"elastic.launcher.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -42,7 +42,9 @@ _HEADER, _PAYLOAD = struct.Struct("<I"), struct.Struct("<Q")
 KINDS: dict[str, type] = {
     name: kind
     for name, kind in vars(messages).items()
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == messages.__name__
+    if dataclasses.is_dataclass(kind)
+    and isinstance(kind, type)
+    and kind.__module__ == messages.__name__
 }
 """Every message that may be sent, by class name."""
 
@@ -114,7 +116,9 @@ class FrameStream:
         except (ValueError, RecursionError) as error:
             raise FieldError("frame header", bytes(text[:80]), f"not JSON: {error}") from error
 
-    def read_into(self, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None) -> None:
+    def read_into(
+        self, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None
+    ) -> None:
         """Fill `out` (flat bytes). `on_chunk` gets every piece as it arrives."""
         position, chunk = 0, min(max(LEAST_CHUNK_BYTES, len(out) // 4), CHUNK_BYTES)
         with _closing_errors():
@@ -205,7 +209,9 @@ class Channel:
         """Send a dataclass of `elastic.core.protocol.messages`. Raises ChannelClosed if the peer is gone."""
         name = type(message).__name__
         if KINDS.get(name) is not type(message):
-            raise FieldError("message", name, "a message of elastic.core.protocol.messages is needed")
+            raise FieldError(
+                "message", name, "a message of elastic.core.protocol.messages is needed"
+            )
         frame = {"kind": name, "body": codec.encode(message)}
         with self._sending:
             self._stream.send(frame)
@@ -219,7 +225,9 @@ class Channel:
         self._stream.drain(nbytes)
         if not isinstance(header, dict) or header.get("kind") not in KINDS:
             raise FieldError(
-                "message.kind", str(header)[:80], "a message of elastic.core.protocol.messages is needed"
+                "message.kind",
+                str(header)[:80],
+                "a message of elastic.core.protocol.messages is needed",
             )
         kind = KINDS[header["kind"]]
         return codec.decode(kind, header.get("body"))
@@ -267,4 +275,6 @@ def _closing_errors() -> Iterator[None]:
 
 def _limit(name: str, nbytes: int, limit: int) -> None:
     if nbytes > limit:
-        raise TooLarge(f"frame {name} bytes", nbytes, f"at most {limit} are allowed; is the peer ours?")
+        raise TooLarge(
+            f"frame {name} bytes", nbytes, f"at most {limit} are allowed; is the peer ours?"
+        )

@@ -118,7 +118,9 @@ def write_part(
     except OSError as error:
         with contextlib.suppress(OSError):
             fresh.unlink()
-        raise FieldError("checkpoint directory", str(directory), f"cannot be written: {error}") from error
+        raise FieldError(
+            "checkpoint directory", str(directory), f"cannot be written: {error}"
+        ) from error
     return part
 
 
@@ -135,7 +137,9 @@ def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Pat
         if not staging.is_dir():
             if (final / MANIFEST).is_file():
                 return final
-            raise FieldError("checkpoint", str(staging), "its files must be written before the commit")
+            raise FieldError(
+                "checkpoint", str(staging), "its files must be written before the commit"
+            )
         manifest = _collect(staging, step, (spec.n_layers, spec.tp) if spec is not None else None)
         try:
             _write_json(staging / MANIFEST, codec.dumps(manifest))
@@ -163,7 +167,9 @@ def latest(directory: Path | str) -> Path | None:
     if (directory / MANIFEST).is_file():
         read_manifest(directory)
         return directory
-    for path in sorted((p for p in directory.iterdir() if _FINAL.match(p.name)), key=_step, reverse=True):
+    for path in sorted(
+        (p for p in directory.iterdir() if _FINAL.match(p.name)), key=_step, reverse=True
+    ):
         try:
             read_manifest(path)
         except FieldError:
@@ -180,14 +186,22 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, FieldError) as error:
         raise FieldError("checkpoint", str(path), f"{remedy}: {error}") from error
     if manifest.format != FORMAT:
-        raise FieldError("checkpoint", str(path), f"its format is {manifest.format!r}, not {FORMAT!r}")
+        raise FieldError(
+            "checkpoint", str(path), f"its format is {manifest.format!r}, not {FORMAT!r}"
+        )
     problem = _incomplete(manifest.parts, manifest.n_layers, manifest.tp)
     if problem:
         raise FieldError("checkpoint", str(path), f"{remedy}: {problem}")
     for part in manifest.parts:
         file = path / part.name
-        if Path(part.name).name != part.name or not file.is_file() or file.stat().st_size != part.nbytes:
-            raise FieldError("checkpoint", str(file), f"{remedy}: {part.nbytes} bytes are expected here")
+        if (
+            Path(part.name).name != part.name
+            or not file.is_file()
+            or file.stat().st_size != part.nbytes
+        ):
+            raise FieldError(
+                "checkpoint", str(file), f"{remedy}: {part.nbytes} bytes are expected here"
+            )
     return manifest
 
 
@@ -238,7 +252,9 @@ def _read_file(
             int(metadata["version"]), rows, json.loads(metadata["extra"]), part.portion
         )
     except (KeyError, ValueError, TypeError) as error:
-        raise FieldError("checkpoint", str(path / part.name), f"metadata is unusable: {error}") from error
+        raise FieldError(
+            "checkpoint", str(path / part.name), f"metadata is unusable: {error}"
+        ) from error
     run = allocate(nbytes) if allocate is not None else memoryview(bytearray(nbytes))
     run[: len(text)] = text
     end = len(text)
@@ -272,7 +288,9 @@ def _locked(directory: Path) -> Iterator[None]:
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError as error:
-        raise FieldError("checkpoint directory", str(directory), f"cannot be opened: {error}") from error
+        raise FieldError(
+            "checkpoint directory", str(directory), f"cannot be opened: {error}"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -307,7 +325,10 @@ def _metadata(header: StateHeader) -> dict[str, str]:
 
 
 def _collect(staging: Path, step: int, shape: tuple[int, int] | None) -> Manifest:
-    parts = [codec.loads(CheckpointFile, file.read_bytes()) for file in sorted(staging.glob("layer-*.json"))]
+    parts = [
+        codec.loads(CheckpointFile, file.read_bytes())
+        for file in sorted(staging.glob("layer-*.json"))
+    ]
     parts = [part for part in parts if shape in (None, (part.n_layers, part.tp))]
     shapes = {(part.n_layers, part.tp) for part in parts}
     if len(shapes) != 1:
@@ -339,14 +360,18 @@ def _one_division(parts: Sequence[CheckpointFile]) -> tuple[CheckpointFile, ...]
 def _incomplete(parts: Sequence[CheckpointFile], n_layers: int, tp: int) -> str:
     wanted = {(layer, shard) for layer in range(n_layers) for shard in range(tp)}
     slots = [part.slot for part in parts]
-    missing = sorted(wanted ^ (whole_slots(slots) | {slot[:2] for slot in slots if slot[:2] not in wanted}))
+    missing = sorted(
+        wanted ^ (whole_slots(slots) | {slot[:2] for slot in slots if slot[:2] not in wanted})
+    )
     return f"(layer, TP rank) {missing[:4]} are missing or too many" if missing or not parts else ""
 
 
 def _verify(path: Path, part: CheckpointFile) -> None:
     found = xxhash.xxh3_64_hexdigest(safetensors_stream.open_map(path / part.name))
     if found != part.checksum:
-        remedy = f"the file is corrupt (checksum {found}, not {part.checksum}); use another checkpoint"
+        remedy = (
+            f"the file is corrupt (checksum {found}, not {part.checksum}); use another checkpoint"
+        )
         raise FieldError("checkpoint", str(path / part.name), remedy)
 
 

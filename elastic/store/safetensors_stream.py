@@ -52,13 +52,20 @@ def write(path: Path, tensors: Sequence[RawTensor], metadata: dict[str, str]) ->
     for tensor in ordered:
         end = position + tensor.data.nbytes
         offsets = [position, end]
-        header[tensor.name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+        header[tensor.name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": offsets,
+        }
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     hasher, nbytes = xxhash.xxh3_64(), 0
     with open(path, "xb", buffering=0) as file:
-        for part in (memoryview(len(text).to_bytes(8, "little") + text), *(t.data for t in ordered)):
+        for part in (
+            memoryview(len(text).to_bytes(8, "little") + text),
+            *(t.data for t in ordered),
+        ):
             hasher.update(part)
             nbytes += _write_all(file.fileno(), part)
         os.fsync(file.fileno())
@@ -79,7 +86,9 @@ def read(path: Path) -> tuple[dict[str, str], list[RawTensor]]:
         metadata = header.pop("__metadata__", {})
         tensors = [_tensor(name, entry, data[8 + length :]) for name, entry in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FieldError("file", str(path), f"{_REMEDY} ({type(error).__name__}: {error})") from error
+        raise FieldError(
+            "file", str(path), f"{_REMEDY} ({type(error).__name__}: {error})"
+        ) from error
     return metadata, tensors
 
 

@@ -141,7 +141,9 @@ class SlotReader:
 class SlotPool:
     """Slots of one writer, reused because new pages are expensive. Not thread-safe."""
 
-    def __init__(self, directory: Path, prefix: str, fallback: Path | None = None, limit: int = 0) -> None:
+    def __init__(
+        self, directory: Path, prefix: str, fallback: Path | None = None, limit: int = 0
+    ) -> None:
         """Create `directory`, usually on /dev/shm. Slots go to `fallback` when it is full.
 
         `limit` is the maximum size of all slots in bytes; 0: no limit.

@@ -169,7 +169,9 @@ class SqliteStore:
                 f"store {self.path}: it is an SQLite file of another program; choose another path"
             )
         if marks[1] != FORMAT:
-            raise StoreError(f"store {self.path}: has format {marks[1]}, this version reads {FORMAT}")
+            raise StoreError(
+                f"store {self.path}: has format {marks[1]}, this version reads {FORMAT}"
+            )
         (verdict,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise sqlite3.DatabaseError(verdict)
@@ -222,7 +224,9 @@ class SqliteStore:
             found = present.revision if present else None
             if found != expected:
                 raise revision_conflict(key, expected, found)
-            (revision,) = self._db.execute("SELECT coalesce(max(revision), 0) + 1 FROM entries").fetchone()
+            (revision,) = self._db.execute(
+                "SELECT coalesce(max(revision), 0) + 1 FROM entries"
+            ).fetchone()
             self._db.execute("REPLACE INTO entries VALUES (?, ?, ?)", (key, value, revision))
         return int(revision)
 
@@ -237,7 +241,9 @@ def _translated_errors(path: Path) -> Iterator[None]:
     except sqlite3.OperationalError as error:
         disk = getattr(error, "sqlite_errorcode", 0) & 0xFF in _DISK
         remedy = "check the permissions and the space of its folder"
-        raise (StoreUnavailable if disk else StoreError)(f"store {path}: {error}; {remedy}") from error
+        raise (StoreUnavailable if disk else StoreError)(
+            f"store {path}: {error}; {remedy}"
+        ) from error
     except sqlite3.DatabaseError as error:
         remedy = "the file is damaged or not a store; move it away, or restore it from a backup"
         raise StoreError(f"store {path}: {error}; {remedy}") from error
@@ -274,7 +280,9 @@ class _SqliteWatch:
             self._db.close()
 
     def _poll(self) -> KeyChange | None:
-        query = "SELECT key, value, revision FROM entries WHERE revision > ? AND substr(key, 1, ?) = ?"
+        query = (
+            "SELECT key, value, revision FROM entries WHERE revision > ? AND substr(key, 1, ?) = ?"
+        )
         with self._lock, _translated_errors(self._path):
             if self._closed.is_set():
                 return None

@@ -98,7 +98,9 @@ class WorkerContext:
             tp=tp,
             store=store,
             agent=agent,
-            publisher=Publisher(agent, memory, settings.node, shard, copy_device=async_copy_device(device)),
+            publisher=Publisher(
+                agent, memory, settings.node, shard, copy_device=async_copy_device(device)
+            ),
             injector=FaultInjector(settings, agent.send),
         )
         agent.send(m.Attach(settings.local_rank, os.getpid(), spec, address))

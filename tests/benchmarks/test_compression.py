@@ -16,8 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_small_part_of_everything() -> None:
     """In a process of its own: megatron's groups are a whole process's."""
     command = [sys.executable, "-m", "benchmarks.compression", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
-    values = {name: float(text.split()[0]) for name, _, text in map(_split, done.stdout.splitlines())}
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
+    )
+    values = {
+        name: float(text.split()[0]) for name, _, text in map(_split, done.stdout.splitlines())
+    }
     assert all(value >= 0 for value in values.values())
     for copy in ("gradient, exact", "gradient, fast"):
         assert values[f"{copy}: {CHOSEN}, ratio"] > 1.5

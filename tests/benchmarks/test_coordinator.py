@@ -12,7 +12,11 @@ def test_a_small_part_of_everything(tmp_path: Path) -> None:
     (agents,) = QUICK.agents
     found = measure(agents, QUICK, tmp_path)
     assert found.agents == agents
-    whys = [e["why"] for e in read_events(tmp_path / f"run-{agents}" / "events.jsonl") if e["kind"] == "lost"]
+    whys = [
+        e["why"]
+        for e in read_events(tmp_path / f"run-{agents}" / "events.jsonl")
+        if e["kind"] == "lost"
+    ]
     assert [why.split()[0] for why in whys] == ["connection", "silent", "silent"]
     assert found.closed_s >= 0.15, "a closed connection is waited for before it is a loss"
     assert found.silent_s > QUICK.lease_s - 1

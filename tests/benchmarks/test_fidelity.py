@@ -23,7 +23,10 @@ def report(measured: float, predicted: float) -> ValidationReport:
 def test_errors_are_those_of_all_runs_and_the_worst_one_is_told() -> None:
     single = [report(10.0, 10.2), report(8.0, 10.0), report(10.0, 9.9)]
     rows = {row.metric: row for row in rows_of(report(10.0, 10.4), single)}
-    assert rows["throughput: error"].value == pytest.approx(4.0) and rows["throughput: error"].met == "met"
+    assert (
+        rows["throughput: error"].value == pytest.approx(4.0)
+        and rows["throughput: error"].met == "met"
+    )
     assert rows["throughput: error, worst single run"].value == pytest.approx(25.0)
     assert rows["losses: total, mean: error"].value == pytest.approx(10.0)
     assert rows["recoveries compared"].value == 1 and rows["runs compared"].value == 3
@@ -49,12 +52,18 @@ def check_points(case: Case, both: list[set[FaultSpec]]) -> None:
     assert not kills[0] & kills[1]
     if case is FULL:
         assert len(case.validation) >= 10
-        assert {fault.kind for fault in both[1]} == {FaultKind.KILL, FaultKind.DRAIN, FaultKind.JOIN}
+        assert {fault.kind for fault in both[1]} == {
+            FaultKind.KILL,
+            FaultKind.DRAIN,
+            FaultKind.JOIN,
+        }
 
 
 @pytest.mark.slow
 def test_a_small_pair_of_real_runs(tmp_path: Path) -> None:
     found, (single,) = compared(QUICK, 1, tmp_path)
-    assert found.recoveries and all(math.isfinite(f.measured) and f.predicted >= 0 for f in found.figures)
+    assert found.recoveries and all(
+        math.isfinite(f.measured) and f.predicted >= 0 for f in found.figures
+    )
     assert found == single and found.figure("throughput").predicted > 0
     assert compared(QUICK, 1, tmp_path)[0] == found  # runs that are there are not made again

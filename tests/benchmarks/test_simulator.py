@@ -24,7 +24,8 @@ def test_verdicts_claim_no_more_than_the_seeds_allow() -> None:
         return headline.Place("t", "m", {"ours": Mean(0.9)}, "varuna", Mean(value, margin))
 
     assert [
-        place(*ahead).verdict for ahead in ((1.1, 0.05), (1.1, 0.2), (0.9, 0.05), (float("inf"), 0.0))
+        place(*ahead).verdict
+        for ahead in ((1.1, 0.05), (1.1, 0.2), (0.9, 0.05), (float("inf"), 0.0))
     ] == [
         "ahead",
         "undecided",

@@ -116,7 +116,9 @@ def handle_all(
             now = max(now, at)
             state, _, _ = record_event(state, event, now)
         state, actions, _ = apply_rules(state, now)
-        lost += [a.data["node"] for a in actions if isinstance(a, job.LogEntry) and a.kind == "lost"]
+        lost += [
+            a.data["node"] for a in actions if isinstance(a, job.LogEntry) and a.kind == "lost"
+        ]
     return state, lost
 
 

@@ -26,7 +26,9 @@ from tests.patience import LONG_S
 
 KINDS = ("status", "nodes", "peers", "plan", "drain")
 NUMBERS = (
-    st.floats() | st.integers() | st.sampled_from([10**400, -(10**400), 1e308, True, MAX_DEADLINE_S + 1])
+    st.floats()
+    | st.integers()
+    | st.sampled_from([10**400, -(10**400), 1e308, True, MAX_DEADLINE_S + 1])
 )
 ANYTHING = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(st.characters(), max_size=20),

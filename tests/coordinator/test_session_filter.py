@@ -82,7 +82,9 @@ def test_a_restarted_agent_is_admitted_after_the_old_connection_closes() -> None
 def test_a_replaced_agent_stays_out_after_a_failover() -> None:
     state = closed(running())
     former = state.members[NODE].report
-    state, _, _ = transition(state, job.NodeReported(newcomer(state, "again"), True), state.updated_at)
+    state, _, _ = transition(
+        state, job.NodeReported(newcomer(state, "again"), True), state.updated_at
+    )
     state = codec.loads(JobState, codec.dumps(state))
     state, _, _ = transition(state, job.CoordinatorFailover(), state.updated_at)
     session = FakeSession()

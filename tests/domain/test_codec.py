@@ -187,7 +187,9 @@ recipes = st.builds(
 @given(st.lists(st.tuples(st.text(max_size=5), recipes), max_size=3).map(tuple))
 def test_assignments_travel(what: tuple[tuple[str, types.Recipe], ...]) -> None:
     stage = types.Stage(types.Unit("node0"), 0, 2)
-    plan = types.Plan(1, 2, 4, 1, (types.Pipeline((stage,), (0, 1, 2, 3)),), peers=(("node0", "node1"),))
+    plan = types.Plan(
+        1, 2, 4, 1, (types.Pipeline((stage,), (0, 1, 2, 3)),), peers=(("node0", "node1"),)
+    )
     install = messages.Install(1, types.Assignment(plan, 3, what, todo=((0, 1),)))
     text = codec.dumps(install)
     assert codec.loads(messages.Install, text) == install

@@ -67,7 +67,9 @@ def test_readme_is_short() -> None:
 @pytest.mark.parametrize("name", ["states", "cli", "timeouts"])
 def test_generated_page_is_current(name: str) -> None:
     generator = _script(f"make_{name}")
-    assert generator.OUT.read_text() == generator.text(), f"run: python docs/generate/make_{name}.py"
+    assert generator.OUT.read_text() == generator.text(), (
+        f"run: python docs/generate/make_{name}.py"
+    )
 
 
 def test_every_constant_in_seconds_is_of_a_known_kind() -> None:
@@ -97,7 +99,9 @@ def _anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_no_absolute_paths(page: Path) -> None:
-    assert not re.findall(r"(?<![\w.])/(?:work|home|root|tmp|Users|opt|mnt)/[\w./-]*", page.read_text())
+    assert not re.findall(
+        r"(?<![\w.])/(?:work|home|root|tmp|Users|opt|mnt)/[\w./-]*", page.read_text()
+    )
 
 
 def test_every_decision_is_numbered_once() -> None:

@@ -73,5 +73,7 @@ def _changes() -> set[tuple[NodePhase, str, NodePhase]]:
 
 
 def test_moves_match_the_transition() -> None:
-    declared = {(before, why, after) for befores, why, after in node.PHASE_CHANGES for before in befores}
+    declared = {
+        (before, why, after) for befores, why, after in node.PHASE_CHANGES for before in befores
+    }
     assert _changes() == declared

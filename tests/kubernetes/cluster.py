@@ -1,4 +1,4 @@
-"""The controllers' part: pods from rendered manifests, their volumes, names and environment."""
+"""The part of the controllers: makes pods from manifests, with volumes, names and environment."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Cluster:
         finally:
             self._network.close()
 
-    # ---- what a user or a cluster does ----
+    # ---- actions of users and of the cluster ----
 
     def start(self, component: str, count: int | None = None) -> list[Pod]:
         """The pods of the workload of a component: as many as it asks for, or the first `count`."""
@@ -49,24 +49,24 @@ class Cluster:
         return [self._start(owner, index) for index in range(replicas if count is None else count)]
 
     def preempt(self, pod: Pod) -> None:
-        """The pod's machine is gone without a word: cable and power at the same moment."""
+        """Lose the pod's machine: cut its network and kill it at the same moment."""
         self._network.cut(pod.space)
         pod.kill()
         self._gone(pod)
 
     def kill(self, pod: Pod) -> None:
-        """The pod is killed without grace; the machine lives and closes its connections."""
+        """Kill the pod without grace; its machine closes the connections."""
         pod.kill()
         self._gone(pod)
 
     def delete(self, pod: Pod) -> float:
-        """kubectl delete pod, or an eviction. Seconds that the pod took to end."""
+        """kubectl delete pod, or an eviction. Return the seconds that the pod took to end."""
         took = pod.delete()
         self._gone(pod)
         return took
 
     def replace(self, pod: Pod) -> Pod:
-        """What the controller starts in place of a pod that is gone."""
+        """Start the pod that replaces a lost one."""
         component = pod.labels["app.kubernetes.io/component"]
         return self._start(self._workload(component), int(pod.hostname.rpartition("-")[2]))
 
@@ -84,7 +84,7 @@ class Cluster:
         return _folder(self._folder / f"claim-{name}")
 
     def logs(self) -> str:
-        """The end of what every pod said, for messages of failed tests."""
+        """The end of each pod's log, for messages of failed tests."""
         return "\n".join(f"--- {pod.name}\n{pod.log[-4000:]}" for pod in self.pods.values())
 
     # ---- pods ----
@@ -133,7 +133,7 @@ class Cluster:
         self._publish()
 
     def _publish(self) -> None:
-        """Names as the cluster's DNS has them: of pods in their services, and of headless services."""
+        """Publish names as the cluster's DNS does: of pods and of headless services."""
         hosts: dict[str, list[str]] = {}
         for pod in self.pods.values():
             short = f"{pod.hostname}.{pod.subdomain}"
@@ -165,13 +165,21 @@ class Cluster:
         return found
 
     def _mounts(self, pod: Pod, owner: Object) -> dict[str, Path | str]:
-        claims = {claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", ())}
+        claims = {
+            claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", ())
+        }
         volumes = {volume["name"]: volume for volume in pod.spec.get("volumes", ())}
         mounts: dict[str, Path | str] = {}
         for mount in pod.container["volumeMounts"]:
             name = mount["name"]
-            own = self._folder / f"claim-{name}-{pod.hostname}" if name in claims else pod.folder / name
-            mounts[mount["mountPath"]] = _folder(own) if name in claims else self._volume(volumes[name], own)
+            own = (
+                self._folder / f"claim-{name}-{pod.hostname}"
+                if name in claims
+                else pod.folder / name
+            )
+            mounts[mount["mountPath"]] = (
+                _folder(own) if name in claims else self._volume(volumes[name], own)
+            )
         return mounts
 
     def _volume(self, volume: Object, own: Path) -> Path | str:
@@ -191,11 +199,15 @@ class Cluster:
                 raise NotImplementedError(f"volume {other}")
 
 
-def wait_for(what: str, condition: Callable[[], Any], cluster: Cluster, timeout_s: float = 150.0) -> Any:
-    """The first true value of `condition`; fails with the pods' words when none comes in time."""
+def wait_for(
+    what: str, condition: Callable[[], Any], cluster: Cluster, timeout_s: float = 150.0
+) -> Any:
+    """The first true value of `condition`; fails with the pods' logs after the timeout."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < end, f"{what} did not happen within {timeout_s:g} s\n{cluster.logs()}"
+        assert time.monotonic() < end, (
+            f"{what} did not happen within {timeout_s:g} s\n{cluster.logs()}"
+        )
         time.sleep(0.02)
     return value
 

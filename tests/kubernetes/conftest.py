@@ -1,4 +1,4 @@
-"""Namespaces, or the reason why not."""
+"""Fixture for tests that need network namespaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.kubernetes.network import missing
 
 @pytest.fixture(scope="session")
 def namespaces() -> None:
-    """Skip where pods cannot have namespaces of their own."""
+    """Skip the test if pods cannot have namespaces of their own."""
     why = missing()
     if why:
         pytest.skip(why)

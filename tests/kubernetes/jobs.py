@@ -1,4 +1,4 @@
-"""A rendered job on the harness: what it says about itself, and the failure-free run that it is compared with."""
+"""A rendered job on the harness, and the failure-free run that it is compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from elastic.launcher import cli
-from elastic.launcher.flags.flags import OURS
 from tests.kubernetes.cluster import Cluster, Object, wait_for
 from tests.kubernetes.pods import Pod
 from tests.scenarios.harness import Run, elastic_run
@@ -20,10 +19,6 @@ from tests.scenarios.harness import Run, elastic_run
 STEPS = 100
 TRAIN = ("-m", "tests.kubernetes.train", "--steps", str(STEPS))
 PACE = ("--pace", "0.006", "--doubling", "10", "--hurry", "/elastic/checkpoints/hurry")
-SHARED_STORE = any(flag.name == "--store" for flag in OURS)
-"""Coordinators keep their state in etcd, so its pods are started, too."""
-ENCRYPTED = any(flag.name == "--certs" for flag in OURS)
-"""Services speak TLS, with certificates from a secret."""
 
 
 def render(*words: str) -> list[Object]:
@@ -35,12 +30,14 @@ def render(*words: str) -> list[Object]:
 
 
 def secrets(name: str, folder: Path) -> list[Object]:
-    """What the user makes before: certificates (as docs/operate/kubernetes.md makes them) and the join token."""
-    content = {"certs": {"ca.crt": "", "tls.crt": "", "tls.key": ""}, "token": {"token": "5e" * 32 + "\n"}}
-    if ENCRYPTED:
-        hosts = f"{name}/{name}-etcd/*.{name}-etcd"
-        assert cli.main(["certs", "--out", str(folder), "--hosts", hosts]) == 0
-        content["certs"] = {file: (folder / name / file).read_text() for file in content["certs"]}
+    """Secrets of the user: certificates as in docs/operate/kubernetes.md, and the join token."""
+    hosts = f"{name}/{name}-etcd/*.{name}-etcd"
+    assert cli.main(["certs", "--out", str(folder), "--hosts", hosts]) == 0
+    files = ("ca.crt", "tls.crt", "tls.key")
+    content = {
+        "certs": {file: (folder / name / file).read_text() for file in files},
+        "token": {"token": "5e" * 32 + "\n"},
+    }
     return [
         {"kind": "Secret", "metadata": {"name": f"{name}-{rest}"}, "stringData": data}
         for rest, data in content.items()
@@ -48,7 +45,7 @@ def secrets(name: str, folder: Path) -> list[Object]:
 
 
 def job_cluster(folder: Path, kind: str, nodes: int, *flags: str) -> Cluster:
-    """Where pods of a rendered job for `nodes` agents can be started."""
+    """A cluster with the manifests of a job of `nodes` agents."""
     words = ("--name", "demo", "--image", "registry.example.com/train:1", "--kind", kind)
     exact = ("--env", "PET_ACCUMULATE=exact")
     objects = render(*words, "--nodes", f"2:{nodes}", *exact, *flags, *TRAIN, *PACE)
@@ -66,9 +63,8 @@ class JobRun:
 
     def __enter__(self) -> JobRun:
         try:
-            if SHARED_STORE:
-                etcd = self.cluster.start("etcd")
-                wait_for("etcd", lambda: all(pod.ready() for pod in etcd), self.cluster)
+            etcd = self.cluster.start("etcd")
+            wait_for("etcd", lambda: all(pod.ready() for pod in etcd), self.cluster)
             self.coordinators = self.cluster.start("coordinator")
             self.agents = self.cluster.start("agent")
         except BaseException:
@@ -79,11 +75,11 @@ class JobRun:
     def __exit__(self, *error: object) -> None:
         self.cluster.__exit__(*error)
 
-    # ---- what it did ----
+    # ---- progress and events ----
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What all coordinators wrote, in the order of time."""
+        """Events of all coordinators, ordered by time."""
         found = [event for pod in self.coordinators for event in _lines(pod, "events.jsonl")]
         return sorted(found, key=lambda event: float(event["at"]))
 
@@ -93,7 +89,7 @@ class JobRun:
 
     @property
     def nodes(self) -> int:
-        """That hold stages, by the newest line of progress."""
+        """Number of nodes with stages, by the newest line of progress."""
         lines = sorted(self._progress(), key=lambda line: float(line["at"]))
         return int(lines[-1].get("nodes", 0)) if lines else 0
 
@@ -104,10 +100,12 @@ class JobRun:
         wait_for(f"step {step}", lambda: self.step >= step, self.cluster)
 
     def wait_for_change(self, *names: str) -> dict[str, Any]:
-        """The first change of plan on account of one of these nodes."""
+        """The first change of plan that one of these nodes caused."""
 
         def found() -> dict[str, Any] | None:
-            return next((r for r in self.recoveries() if set(names) & set(r["cause"].split())), None)
+            return next(
+                (r for r in self.recoveries() if set(names) & set(r["cause"].split())), None
+            )
 
         return dict(wait_for(f"a change for {names}", found, self.cluster))
 
@@ -115,7 +113,7 @@ class JobRun:
         return [str(event["text"]) for event in self.events if event["kind"] == "plan"]
 
     def wait_for_everybody(self, before: int) -> None:
-        """Until a plan later than the first `before` has a stage on each agent."""
+        """Wait until a plan after the first `before` plans has a stage on each agent."""
 
         def planned() -> bool:
             newest = self.plans()[before:][-1:]
@@ -124,7 +122,7 @@ class JobRun:
         wait_for("a plan with everybody", planned, self.cluster)
 
     def finish(self) -> dict[str, Any]:
-        """Let the training hurry to its end; its summary."""
+        """Let the training run to its end at full speed; return its summary."""
         (self.cluster.claim("demo-checkpoints") / "hurry").touch()
         ended = lambda: [pod for pod in self.coordinators if not pod.running]  # noqa: E731
         pod = wait_for("the end", ended, self.cluster)[0]
@@ -140,7 +138,7 @@ _reference: list[Run] = []
 
 
 def reference(folder: Path) -> dict[str, Any]:
-    """The summary of the same training on this machine, without namespaces and failures; run once a session."""
+    """Summary of the same training without namespaces and failures; run once per session."""
     if not _reference:
         flags = ["--nnodes", "2", "--pipelines", "1", "--accumulate", "exact"]
         _reference.append(elastic_run(folder / "reference", flags, TRAIN))

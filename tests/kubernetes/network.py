@@ -1,7 +1,8 @@
-"""A network of namespaces: every pod has its own, all are joined by a switch that lives in one more.
+"""A network of namespaces: one per pod, joined by a switch in one more namespace.
 
-Nothing is made in the machine's own namespace, so runs side by side cannot meet. A port that is moved to the island is
-cut off from the others: packets vanish, sockets stay open, as when a cable is pulled.
+Nothing is made in the machine's own namespace, so parallel runs do not interfere. A port that is
+moved to the island is cut off from the others: packets are lost and sockets stay open, as when a
+cable is pulled.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _counter = itertools.count()
 
 
 def missing() -> str:
-    """Why there can be no such network here; "" if there can."""
+    """Why this machine cannot have such a network; "" if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "unshare", "nsenter", "setpriv", "mount", "chroot"):
@@ -31,11 +32,14 @@ def missing() -> str:
             ip("-n", probe, "link", "add", "br0", "type", "bridge")
             ip("-n", probe, "link", "add", "va", "type", "veth", "peer", "name", "vb")
             unshare = ["unshare", "--mount", "--pid", "--fork", "--uts", "true"]
-            subprocess.run(["ip", "netns", "exec", probe, *unshare], check=True, capture_output=True)
+            subprocess.run(
+                ["ip", "netns", "exec", probe, *unshare], check=True, capture_output=True
+            )
         finally:
             ip("netns", "del", probe)
     except subprocess.CalledProcessError as error:
-        return f"network namespaces cannot be made here: {error.stderr.decode(errors='replace').strip()}"
+        why = error.stderr.decode(errors="replace").strip()
+        return f"network namespaces cannot be made here: {why}"
     return ""
 
 
@@ -45,7 +49,7 @@ def ip(*words: str) -> str:
 
 
 class Network:
-    """The switch and its ports. `close` removes everything, whatever state it is in."""
+    """The switch and its ports. `close` removes everything in any state."""
 
     def __init__(self) -> None:
         self._tag = f"elx{os.getpid()}-{next(_counter)}"
@@ -62,7 +66,20 @@ class Network:
         """A namespace on the switch: (its name, its address)."""
         space, number = self._namespace(name), next(self._next)
         port, address = f"p{number}", f"{SUBNET}.{number // 250}.{number % 250 + 1}"
-        ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+        ip(
+            "-n",
+            self._switch,
+            "link",
+            "add",
+            port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            space,
+        )
         ip("-n", space, "addr", "add", f"{address}/16", "dev", "eth0")
         ip("-n", space, "link", "set", "eth0", "up")
         ip("-n", self._switch, "link", "set", port, "master", MAIN, "up")
@@ -78,7 +95,7 @@ class Network:
         del self._ports[space]
 
     def cut(self, *spaces: str) -> None:
-        """Move ports to the island: they reach each other and nobody else."""
+        """Move ports to the island: they reach only each other."""
         for space in spaces:
             ip("-n", self._switch, "link", "set", self._ports[space], "master", ISLAND)
 
@@ -88,16 +105,24 @@ class Network:
             ip("-n", self._switch, "link", "set", self._ports[space], "master", MAIN)
 
     def names(self, hosts: dict[str, list[str]]) -> None:
-        """What every namespace shall resolve: name -> addresses."""
-        self._hosts = {"hosts": "".join(f"{a}\t{name}\n" for name, all_ in hosts.items() for a in all_)}
+        """Set the names that every namespace resolves: name -> addresses."""
+        self._hosts = {
+            "hosts": "".join(f"{a}\t{name}\n" for name, all_ in hosts.items() for a in all_)
+        }
         self._write_hosts()
 
     def listening(self, space: str) -> set[int]:
         """TCP ports that can be reached in a namespace from outside."""
         command = ["ip", "netns", "exec", space, "ss", "-ltnH"]
-        lines = subprocess.run(command, check=True, capture_output=True).stdout.decode().splitlines()
+        lines = (
+            subprocess.run(command, check=True, capture_output=True).stdout.decode().splitlines()
+        )
         places = [line.split()[3].rpartition(":") for line in lines]
-        return {int(port) for host, _, port in places if not host.strip("[]").startswith(("127.", "::1"))}
+        return {
+            int(port)
+            for host, _, port in places
+            if not host.strip("[]").startswith(("127.", "::1"))
+        }
 
     def close(self) -> None:
         for space in self._namespaces:
@@ -116,12 +141,12 @@ class Network:
         return space
 
     def _write_hosts(self) -> None:
-        """In place: the file is mounted in running pods."""
+        """Write the files in place, because running pods have mounted them."""
         text = "127.0.0.1\tlocalhost\n" + self._hosts.get("hosts", "")
         for space in self._ports:
             (_etc(space) / "hosts").write_text(text)
 
 
 def _etc(space: str) -> Path:
-    """What `ip netns exec` puts over /etc for this namespace."""
+    """Folder that `ip netns exec` mounts over /etc for this namespace."""
     return Path("/etc/netns") / space

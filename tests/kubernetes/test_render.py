@@ -1,4 +1,4 @@
-"""`elastic kubernetes render`: what it prints is accepted by three versions of Kubernetes, and no more than needed."""
+"""`elastic kubernetes render`: its manifests are valid, minimal and complete."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def one(objects: list[Object], kind: str, name: str) -> Object:
     return found
 
 
-# ---- what the API accepts ----
+# ---- schemas ----
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -82,11 +82,15 @@ def test_a_job_ends_when_its_script_fails_and_not_when_a_pod_crashes(part: str) 
         for rule in one(job(), "Job", f"demo-{part}")["spec"]["podFailurePolicy"]["rules"]
         if rule["action"] == "FailJob"
     ]
-    final = {"containerName": part, "operator": "In", "values": [EXIT_UNRECOVERABLE, EXIT_JOB_FAILED]}
+    final = {
+        "containerName": part,
+        "operator": "In",
+        "values": [EXIT_UNRECOVERABLE, EXIT_JOB_FAILED],
+    }
     assert rule["onExitCodes"] == final
 
 
-def test_schemas_can_say_no() -> None:
+def test_schemas_refuse_an_unknown_field() -> None:
     item = one(job(), "Job", "demo-agent")
     item["spec"]["template"]["spec"]["containers"][0]["securityContext"]["readOnlyRoot"] = True
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -98,36 +102,49 @@ def test_a_jobset_has_the_fields_of_its_definition() -> None:
     item = one(job(kind="jobset"), "JobSet", "demo")
     assert item["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
     assert set(item["spec"]) == {"network", "successPolicy", "failurePolicy", "replicatedJobs"}
-    assert set(item["spec"]["network"]) <= {"enableDNSHostnames", "publishNotReadyAddresses", "subdomain"}
-    assert item["spec"]["successPolicy"] == {"operator": "Any", "targetReplicatedJobs": ["coordinator"]}
+    assert set(item["spec"]["network"]) <= {
+        "enableDNSHostnames",
+        "publishNotReadyAddresses",
+        "subdomain",
+    }
+    assert item["spec"]["successPolicy"] == {
+        "operator": "Any",
+        "targetReplicatedJobs": ["coordinator"],
+    }
     assert [part["name"] for part in item["spec"]["replicatedJobs"]] == ["coordinator", "agent"]
-    assert all(set(part) == {"name", "replicas", "template"} for part in item["spec"]["replicatedJobs"])
+    assert all(
+        set(part) == {"name", "replicas", "template"} for part in item["spec"]["replicatedJobs"]
+    )
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_kustomize_builds_the_same(folder: str) -> None:
-    """Our reader of kustomizations against the real one, in kubectl."""
+    """`build` gives the same objects as `kubectl kustomize`."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not installed")
-    done = subprocess.run([kubectl, "kustomize", str(manifests() / folder)], capture_output=True, check=False)
+    done = subprocess.run(
+        [kubectl, "kustomize", str(manifests() / folder)], capture_output=True, check=False
+    )
     assert done.returncode == 0, done.stderr.decode()
     real = {name_of(item): sorted_lists(item) for item in yaml.safe_load_all(done.stdout)}
     assert real == {name_of(item): sorted_lists(item) for item in build(manifests() / folder)}
 
 
 def sorted_lists(value: Any) -> Any:
-    """Lists of named things in one order; the real one puts patches first."""
+    """Sort lists of named entries, because kustomize puts patches first."""
     if isinstance(value, dict):
         return {key: sorted_lists(entry) for key, entry in value.items()}
     if not isinstance(value, list):
         return value
     found = [sorted_lists(entry) for entry in value]
-    named = found and all(isinstance(entry, dict) and {"name", "mountPath"} & set(entry) for entry in found)
+    named = found and all(
+        isinstance(entry, dict) and {"name", "mountPath"} & set(entry) for entry in found
+    )
     return sorted(found, key=lambda entry: json.dumps(entry, sort_keys=True)) if named else found
 
 
-def test_what_kustomize_could_but_we_do_not_is_refused(tmp_path: Path) -> None:
+def test_unsupported_fields_of_kustomize_are_refused(tmp_path: Path) -> None:
     (tmp_path / "kustomization.yaml").write_text("resources: []\nnamePrefix: a-\n")
     with pytest.raises(FieldError, match="namePrefix"):
         build(tmp_path)
@@ -137,21 +154,27 @@ def test_what_kustomize_could_but_we_do_not_is_refused(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-# ---- what is filled in ----
+# ---- values ----
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_placeholder_is_left(kind: str) -> None:
-    objects = job("spot-pool", kind, "--namespace", "train", "--nodes", "3:5", "--nproc-per-node", "2")
+    objects = job(
+        "spot-pool", kind, "--namespace", "train", "--nodes", "3:5", "--nproc-per-node", "2"
+    )
     text = yaml.safe_dump_all(objects)
     rest = {name_of(item)[1].removeprefix("elastic") for item in build(manifests() / "base")}
     rest |= {name.removeprefix("elastic") for name in SECRETS}
     for name in rest:
         assert not re.search(rf"(?<![\w-])elastic{name}(?![a-z])", text), name
-    assert "elastic-runtime:" not in text
+    assert "elastic-runtime:" not in text and "elastic-coordinator:" not in text
     assert {item["metadata"]["namespace"] for item in objects} == {"train"}
     config = one(objects, "ConfigMap", "demo-config")["data"]
-    assert (config["PET_NNODES"], config["PET_NPROC_PER_NODE"], config["PET_RDZV_ID"]) == ("3:5", "2", "demo")
+    assert (config["PET_NNODES"], config["PET_NPROC_PER_NODE"], config["PET_RDZV_ID"]) == (
+        "3:5",
+        "2",
+        "demo",
+    )
     assert one(objects, "PodDisruptionBudget", "demo-agent")["spec"]["minAvailable"] == 3
     for pod in pods(objects):
         (container,) = pod["spec"]["containers"]
@@ -161,7 +184,7 @@ def test_no_placeholder_is_left(kind: str) -> None:
 
 
 def test_two_jobs_share_nothing_but_priorities() -> None:
-    """Neither names nor selectors meet."""
+    """Names and selectors of two jobs differ."""
     first = render("--name", "one", *BASIC[2:], "--overlay", "shared-inference", *SCRIPT)
     second = render("--name", "two", *BASIC[2:], "--overlay", "shared-inference", *SCRIPT)
     common = {name_of(item) for item in first} & {name_of(item) for item in second}
@@ -170,11 +193,21 @@ def test_two_jobs_share_nothing_but_priorities() -> None:
     assert set(selectors) == {"one"}
 
 
+def test_coordinators_can_have_their_own_image() -> None:
+    objects = job("local", "job", "--coordinator-image", "r.example.com/coordinator:1")
+    containers = [container for pod in pods(objects) for container in pod["spec"]["containers"]]
+    images = {container["name"]: container["image"] for container in containers}
+    assert images["coordinator"] == "r.example.com/coordinator:1"
+    assert images["agent"] == "r.example.com/train:1"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_agents_know_every_coordinator(kind: str) -> None:
-    """By names that stay when a pod is replaced."""
+    """The names stay when a pod is replaced."""
     endpoint = one(job("spot-pool", kind), "ConfigMap", "demo-config")["data"]["PET_RDZV_ENDPOINT"]
-    first = "demo-coordinator-0-{}.demo" if kind == "jobset" else "demo-coordinator-{}.demo-coordinator"
+    first = (
+        "demo-coordinator-0-{}.demo" if kind == "jobset" else "demo-coordinator-{}.demo-coordinator"
+    )
     assert endpoint.split(",") == [f"{first.format(index)}:29400" for index in range(3)]
     if kind == "jobset":
         spec = one(job("spot-pool", kind), "JobSet", "demo")["spec"]
@@ -189,18 +222,22 @@ def test_sizes() -> None:
     assert item["spec"]["completions"] == item["spec"]["parallelism"] == 4
     assert resources["limits"]["nvidia.com/gpu"] == "4" and resources["requests"]["cpu"] == "6"
     assert resources["limits"]["memory"] == resources["requests"]["memory"] == str(8 << 30)
-    (shared,) = (v["emptyDir"] for v in spec["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory")
+    (shared,) = (
+        v["emptyDir"] for v in spec["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory"
+    )
     assert shared["sizeLimit"] == str(4 << 30)
     assert one(objects, "ConfigMap", "demo-config")["data"]["PET_NPROC_PER_NODE"] == "4"
 
 
-def test_an_overlay_of_ones_own(tmp_path: Path) -> None:
+def test_own_overlay(tmp_path: Path) -> None:
     base = manifests() / "base"
     shutil.copytree(base, tmp_path / "base")
     own = tmp_path / "own"
     own.mkdir()
     (own / "kustomization.yaml").write_text("resources: [../base]\npatches: [{path: p.yaml}]\n")
-    (own / "p.yaml").write_text("kind: ConfigMap\nmetadata: {name: elastic-config}\ndata: {MINE: here}\n")
+    (own / "p.yaml").write_text(
+        "kind: ConfigMap\nmetadata: {name: elastic-config}\ndata: {MINE: here}\n"
+    )
     assert one(job(str(own)), "ConfigMap", "demo-config")["data"]["MINE"] == "here"
 
 
@@ -233,8 +270,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("words", "named"), WRONG, ids=lambda v: " ".join(v) if isinstance(v, list) else v)
-def test_wrong_values_are_one_line(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "named"), WRONG, ids=lambda v: " ".join(v) if isinstance(v, list) else v
+)
+def test_wrong_values_are_one_line(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["kubernetes", "render", *BASIC, *words, *SCRIPT]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and named in err
@@ -248,17 +289,20 @@ def test_wrong_commands(words: list[str], capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.count("\n") == 1
 
 
-# ---- what the pods may ----
+# ---- rights of the pods ----
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_pods_may_do_little(overlay: str, kind: str) -> None:
+def test_pods_have_few_rights(overlay: str, kind: str) -> None:
     objects = job(overlay, kind)
     assert len(pods(objects)) == 3
     for pod in pods(objects):
         spec, (container,) = pod["spec"], pod["spec"]["containers"]
-        assert spec["automountServiceAccountToken"] is False and spec["serviceAccountName"] == "demo-job"
+        assert (
+            spec["automountServiceAccountToken"] is False
+            and spec["serviceAccountName"] == "demo-job"
+        )
         context = spec["securityContext"]
         assert context["runAsNonRoot"] and context["runAsUser"] > 0
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -272,34 +316,47 @@ def test_pods_may_do_little(overlay: str, kind: str) -> None:
         assert not any(spec.get(field) for field in ("hostNetwork", "hostPID", "hostIPC"))
 
 
-def test_nothing_asks_the_api() -> None:
+def test_pods_do_not_use_the_api() -> None:
     kinds = {item["kind"] for overlay in OVERLAYS for item in job(overlay)}
     assert not kinds & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
     assert one(job(), "ServiceAccount", "demo-job")["automountServiceAccountToken"] is False
 
 
-def test_no_liveness_probe_kills_who_only_waits() -> None:
-    """Training goes on without coordinators, coordinators wait for etcd, agents for coordinators."""
+def test_no_liveness_probe_kills_a_waiting_process() -> None:
+    """Coordinators may wait for etcd, and agents for coordinators."""
     for pod in pods(job()):
         (container,) = pod["spec"]["containers"]
         assert container["startupProbe"] and container["readinessProbe"]
         live = container.get("livenessProbe")
-        assert live is None or (container["name"] == "etcd" and "serializable" in live["httpGet"]["path"])
+        assert live is None or (
+            container["name"] == "etcd" and "serializable" in live["httpGet"]["path"]
+        )
 
 
 def test_the_state_of_some_thousand_nodes_fits_into_etcd() -> None:
     """etcd's own limit is 1.5 MiB; above 10 MiB it warns."""
     for overlay in OVERLAYS:
-        (etcd,) = [c for pod in pods(job(overlay)) for c in pod["spec"]["containers"] if c["name"] == "etcd"]
+        (etcd,) = [
+            c
+            for pod in pods(job(overlay))
+            for c in pod["spec"]["containers"]
+            if c["name"] == "etcd"
+        ]
         (flag,) = [word for word in etcd["command"] if word.startswith("--max-request-bytes=")]
         assert 4 << 20 <= int(flag.partition("=")[2]) <= 10 << 20
 
 
-def test_everything_is_denied_before_something_is_allowed() -> None:
+def test_traffic_is_denied_by_default() -> None:
     objects = job()
-    policies = {item["metadata"]["name"]: item["spec"] for item in objects if item["kind"] == "NetworkPolicy"}
+    policies = {
+        item["metadata"]["name"]: item["spec"]
+        for item in objects
+        if item["kind"] == "NetworkPolicy"
+    }
     deny = policies["demo-deny"]
-    assert set(deny["policyTypes"]) == {"Ingress", "Egress"} and not {"ingress", "egress"} & set(deny)
+    assert set(deny["policyTypes"]) == {"Ingress", "Egress"} and not {"ingress", "egress"} & set(
+        deny
+    )
     for pod in pods(objects):
         assert deny["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     for name, spec in policies.items():
@@ -307,18 +364,21 @@ def test_everything_is_denied_before_something_is_allowed() -> None:
             assert rule["ports"] and (rule.get("from") or rule.get("to")), name
 
 
-def test_inference_comes_first() -> None:
+def test_inference_has_priority() -> None:
     objects = job("shared-inference")
-    training, control = (one(objects, "PriorityClass", f"elastic-{n}") for n in ("training", "control"))
+    training, control = (
+        one(objects, "PriorityClass", f"elastic-{n}") for n in ("training", "control")
+    )
     assert training["value"] < 0 < control["value"] and training["preemptionPolicy"] == "Never"
     classes = {
-        pod["spec"]["containers"][0]["name"]: pod["spec"]["priorityClassName"] for pod in pods(objects)
+        pod["spec"]["containers"][0]["name"]: pod["spec"]["priorityClassName"]
+        for pod in pods(objects)
     }
     control_class, training_class = "elastic-control", "elastic-training"
     assert classes == {"agent": training_class, "coordinator": control_class, "etcd": control_class}
 
 
-def test_grace_fits_what_is_announced() -> None:
+def test_grace_is_shorter_than_the_notice() -> None:
     """Spot machines of some clouds give 25 s to their pods."""
     for overlay, limit in (("spot-pool", 25), ("shared-inference", 60)):
         spec = one(job(overlay), "Job", "demo-agent")["spec"]["template"]["spec"]
@@ -329,24 +389,47 @@ def test_grace_fits_what_is_announced() -> None:
         assert 0 < int(grace) < spec["terminationGracePeriodSeconds"]
 
 
-# ---- how it is shipped ----
+# ---- images and package ----
 
 
 def test_the_image_is_of_this_version() -> None:
     for folder in FOLDERS:
         text = yaml.safe_dump_all(build(manifests() / folder))
-        assert set(re.findall(r"elastic-runtime:([\w.]+)", text)) == {elastic.__version__}
+        assert set(re.findall(r"image: elastic-\w+:([\w.]+)", text)) == {elastic.__version__}
 
 
 def test_the_dockerfile_is_pinned_and_not_root() -> None:
     text = (manifests().parent / "Dockerfile").read_text()
-    bases = re.findall(r"^FROM (\S+)", text, re.M)
-    assert len(bases) == 2 and all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases)
-    assert re.findall(r"^USER (.*)", text, re.M) == ["10001:10001"] and "HEALTHCHECK" not in text
+    stages = re.findall(r"^FROM (\S+) AS \S+$", text, re.M)
+    bases = [base for base in stages if base not in ("build", "base")]
+    assert bases and all(re.search(r":\d+\.\d+\.\d+-", base) for base in bases)
+    assert re.findall(r"^USER (.*)", text, re.M) == 2 * ["10001:10001"]
+    assert "HEALTHCHECK" not in text
+
+
+def test_the_default_image_is_the_agents_and_coordinators_get_no_torch() -> None:
+    text = (manifests().parent / "Dockerfile").read_text()
+    assert re.findall(r"^FROM base AS (\S+)$", text, re.M) == ["coordinator", "agent"]
+    (program,) = re.findall(r"python -c '(.*?)'", text, re.S)
+    program = program.replace("\\\n", "")
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=manifests().parents[1],
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    names = {re.split(r"[<>=\[]", line)[0] for line in done.stdout.split()}
+    assert "torch" not in names and {"etcd3", "grpcio", "numpy", "click"} <= names
 
 
 def test_it_starts_without_torch_and_numpy() -> None:
-    code = "import sys; from elastic.launcher import cli; cli.main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    code = (
+        "import sys; from elastic.launcher import cli; cli.main(sys.argv[1:]);"
+        "print(*sys.modules, file=sys.stderr)"
+    )
     words = ["kubernetes", "render", *BASIC, *SCRIPT]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, check=True, text=True
+    )
     assert not {"torch", "numpy", "grpc"} & set(done.stderr.split())

@@ -1,6 +1,8 @@
-"""A tiny training run: a list of linear layers, at a pace that leaves time for faults, until told to hurry.
+"""A tiny training run of linear layers, slowed down to leave time for faults.
 
-Steps that come late take ever longer, so that few of them are enough however slow a machine is."""
+Later steps take longer, so that a slow machine needs few of them. The file of --hurry ends the
+slowdown.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ LAYERS, WIDTH = 8, 16
 
 
 class Layer(nn.Linear):
-    """The first reads the micro-batch, the last returns its mean loss."""
+    """A layer. The first reads the micro-batch, the last returns its mean loss."""
 
     pace_s, doubling, hurry = 0.0, 1, Path()
 
@@ -25,7 +27,11 @@ class Layer(nn.Linear):
         if self.pace_s and not self.hurry.is_file():
             time.sleep(self.pace_s * 2 ** (microbatch.step // self.doubling))
         x = super().forward(microbatch.fields["x"] if hidden is None else hidden)
-        return nn.functional.mse_loss(x, microbatch.fields["y"]) if self.out_features == 1 else x.tanh()
+        return (
+            nn.functional.mse_loss(x, microbatch.fields["y"])
+            if self.out_features == 1
+            else x.tanh()
+        )
 
 
 def data(step: int, index: int) -> Microbatch:
@@ -40,7 +46,9 @@ def main() -> None:
     parser.add_argument(
         "--doubling", type=int, default=1000, help="steps after which layers take twice as long"
     )
-    parser.add_argument("--hurry", default="", help="file; from when it exists on layers take no time")
+    parser.add_argument(
+        "--hurry", default="", help="file; from when it exists on layers take no time"
+    )
     args = parser.parse_args()
     Layer.pace_s, Layer.doubling, Layer.hurry = args.pace, args.doubling, Path(args.hurry)
     layers = [lambda: Layer(WIDTH, WIDTH)] * (LAYERS - 1)

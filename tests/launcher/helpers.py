@@ -1,4 +1,4 @@
-"""Requests as `elastic run` reads them, and patience with a deadline for what other processes do."""
+"""Requests of `elastic run`, signals, and waiting with a deadline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read(*words: str, **environ: str) -> Request:
 
 
 def gone(pid: int) -> bool:
-    """Ended, whether or not its parent has asked for the exit code."""
+    """Whether the process has ended; it may be a zombie."""
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -33,9 +33,9 @@ def gone(pid: int) -> bool:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal; once this returns from SIGSTOP, nothing more is done by any thread of the process.
+    """Send a signal; after SIGSTOP wait until all threads of the process have stopped.
 
-    The thread that takes the signal stops the others: on a busy machine they go on until it gets a processor.
+    The thread that gets the signal stops the others, which takes time on a busy machine.
     """
     os.kill(pid, number)
     if number == signal.SIGSTOP:
@@ -43,7 +43,7 @@ def send(pid: int, number: int) -> None:
 
 
 def thread_states(pid: int) -> list[str]:
-    """One letter a thread, of proc(5)."""
+    """State of each thread, one letter as in proc(5)."""
     found: list[str] = []
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # it ended just now
@@ -52,7 +52,7 @@ def thread_states(pid: int) -> list[str]:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = LONG_S) -> bool:
-    """Look until `condition` holds or `timeout_s` went by; say whether it holds."""
+    """Wait until `condition` holds; False after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if condition():

@@ -27,7 +27,7 @@ from elastic.core.job.goodput import NODE_TIME_USES, NodeTimeAccount, recovery_e
 from elastic.core.job.state import Cause, CauseKind, EpochChange, JobPhase, JobState, Member, Policy
 from elastic.core.protocol import messages as m
 from elastic.domain.types import Copy, NodeInfo, Pipeline, Plan, Stage, StepRecord, Unit
-from elastic.launcher.flags.certs import make
+from elastic.launcher.flags.certs import make_certificates
 from elastic.metrics import MetricsAddress, new_registry, serve
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.tls import CA, CERT, KEY
@@ -60,7 +60,9 @@ CHANGE = EpochChange(
 
 def state(*nodes: str, **changes: Any) -> JobState:
     members = {
-        node: Member(m.NodeReport(NodeInfo(node, f"{node}-1", ""), m.NodePhase.RUNNING, 1), seen=5.0)
+        node: Member(
+            m.NodeReport(NodeInfo(node, f"{node}-1", ""), m.NodePhase.RUNNING, 1), seen=5.0
+        )
         for node in nodes
     }
     return JobState(policy=Policy(), members=members, epoch=1).of(**changes)
@@ -81,14 +83,18 @@ def values(registry: CollectorRegistry) -> dict[str, float]:
 
 def coordinator(of: JobState, now: float = 10.0) -> CoordinatorMetrics:
     metrics = CoordinatorMetrics(new_registry(), now)
-    collector = JobCollector("job", lambda: (of, CoordinatorStatus(True, 3, 7, 99)), metrics, lambda: now)
+    collector = JobCollector(
+        "job", lambda: (of, CoordinatorStatus(True, 3, 7, 99)), metrics, lambda: now
+    )
     metrics.registry.register(collector)
     return metrics
 
 
 def agent() -> AgentMetrics:
     metrics = AgentMetrics(new_registry())
-    metrics.condition = lambda: AgentCondition(5, 6, 0, str(ROOT), str(ROOT / "none"), 2, 1, True, 4, 1.5, 1e9, 3)
+    metrics.condition = lambda: AgentCondition(
+        5, 6, 0, str(ROOT), str(ROOT / "none"), 2, 1, True, 4, 1.5, 1e9, 3
+    )
     return metrics
 
 
@@ -188,7 +194,9 @@ def test_every_node_second_has_one_use() -> None:
     usage.advance(halting.of(phase=JobPhase.INSTALLING), 8.0)
     usage.resumed(CHANGE)
     assert usage.totals["plan"] == 2.0 and usage.totals["transfer"] == 4.0
-    assert usage.totals["lost"] == pytest.approx(1.5), "one of the two micro-batches that were begun"
+    assert usage.totals["lost"] == pytest.approx(1.5), (
+        "one of the two micro-batches that were begun"
+    )
     assert sum(usage.totals.values()) + usage.pending == pytest.approx(3 * 7.0)
 
 
@@ -235,7 +243,9 @@ def test_a_loss_and_its_recovery_are_counted() -> None:
     assert found["elastic_nodes_lost_total{reason=silent}"] == 1
     assert found["elastic_epoch_changes_total{cause=lost}"] == 1
     assert found["elastic_recovery_seconds_sum{cause=lost,phase=total}"] == pytest.approx(0.5)
-    assert found["elastic_microbatches_lost_total"] == found["elastic_microbatches_rerun_total"] == 1
+    assert (
+        found["elastic_microbatches_lost_total"] == found["elastic_microbatches_rerun_total"] == 1
+    )
 
 
 def test_steps_that_are_told_again_count_once() -> None:
@@ -252,10 +262,17 @@ def test_gauges_tell_the_state() -> None:
     members = dict(RUNNING.members)
     members["b"] = replace(members["b"], connected=False)
     members["c"] = replace(members["c"], report=replace(members["c"].report, able=True))
-    found = values(coordinator(RUNNING.of(members=members, step_finished_at=6.0, trimmed=0)).registry)
-    counts = {s: found[f"elastic_nodes{{state={s}}}"] for s in ("training", "spare", "disconnected")}
+    found = values(
+        coordinator(RUNNING.of(members=members, step_finished_at=6.0, trimmed=0)).registry
+    )
+    counts = {
+        s: found[f"elastic_nodes{{state={s}}}"] for s in ("training", "spare", "disconnected")
+    }
     assert counts == {"training": 1, "spare": 1, "disconnected": 1}
-    assert found["elastic_job_phase{phase=running}"] == 1 and found["elastic_job_phase{phase=paused}"] == 0
+    assert (
+        found["elastic_job_phase{phase=running}"] == 1
+        and found["elastic_job_phase{phase=paused}"] == 0
+    )
     assert found["elastic_node_silence_seconds{node=a}"] == 5.0
     assert found["elastic_protection_pending_seconds"] == 4.0
     assert (found["elastic_coordinator_term"], found["elastic_coordinator_queue_length"]) == (3, 7)
@@ -304,8 +321,8 @@ def test_served_and_announced_until_it_is_closed(tmp_path: Path) -> None:
 
 def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
     certs = tmp_path / "certs"
-    make(certs, [["localhost"]])
-    make(tmp_path / "others", [["localhost"]])
+    make_certificates(certs, [["localhost"]])
+    make_certificates(tmp_path / "others", [["localhost"]])
     ours = certs / "localhost"
     where = MetricsAddress("127.0.0.1", 0, str(tmp_path), "job", "node0", "agent", str(ours))
     served = serve(agent().registry, where)
@@ -333,12 +350,14 @@ def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
     with pytest.raises((OSError, http.client.HTTPException)):
         urllib.request.urlopen(f"http://{served.address}/metrics", timeout=LONG_S)
     with closing(socket.create_connection(("127.0.0.1", int(served.address.rpartition(":")[2])))):
-        make(certs, [["localhost"]])
+        make_certificates(certs, [["localhost"]])
         assert read(ours, ours)[1] != first, (
             "somebody who says nothing holds up nobody; the new certificate is used"
         )
     refused = {
-        reason for (port, reason), number in REJECTIONS.counts().items() if port == "metrics" and number
+        reason
+        for (port, reason), number in REJECTIONS.counts().items()
+        if port == "metrics" and number
     }
     assert {Reason.NO_CERTIFICATE, Reason.WRONG_CA, Reason.PLAIN_TEXT} <= refused
     served.close()
@@ -354,5 +373,8 @@ def test_a_node_that_is_put_aside_is_no_spare_and_is_counted() -> None:
     metrics = coordinator(aside)
     metrics.decided(state, aside, actions, 1.0)
     found = values(metrics.registry)
-    assert (found["elastic_nodes{state=spare}"], found["elastic_nodes{state=quarantined}"]) == (0, 1)
+    assert (found["elastic_nodes{state=spare}"], found["elastic_nodes{state=quarantined}"]) == (
+        0,
+        1,
+    )
     assert found["elastic_events_total{kind=quarantine}"] == 1

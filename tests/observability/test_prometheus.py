@@ -58,7 +58,8 @@ def test_a_killed_node_is_seen(tmp_path: Path) -> None:
     began = time.time()
     with job(tmp_path / "job", "--nnodes", "2:4") as run_dir:
         until(
-            lambda: len(list((run_dir / "metrics").glob("*.json"))) == 5, "five processes tell of themselves"
+            lambda: len(list((run_dir / "metrics").glob("*.json"))) == 5,
+            "five processes tell of themselves",
         )
         with prometheus(tmp_path / "prometheus", run_dir) as server:
             names_are_conventional(run_dir)
@@ -88,7 +89,9 @@ def alerts(server: Prometheus) -> set[str]:
     """Names of the alerts that fire."""
     data = server.ask("alerts") or {"alerts": ()}
     return {
-        a["labels"]["alertname"].removeprefix("Elastic") for a in data["alerts"] if a["state"] == "firing"
+        a["labels"]["alertname"].removeprefix("Elastic")
+        for a in data["alerts"]
+        if a["state"] == "firing"
     }
 
 
@@ -140,14 +143,19 @@ def figures_are_right(server: Prometheus, name: str, run_dir: Path, killed: floa
     """What is scraped comes to be what the event log says."""
 
     def comes_to_be(query: str, wanted: Callable[[], float]) -> None:
-        until(lambda: value(server, query) == pytest.approx(wanted()), f"{query} is as in the event log")
+        until(
+            lambda: value(server, query) == pytest.approx(wanted()),
+            f"{query} is as in the event log",
+        )
 
     selector = f'{{job="{name}"}}'
     comes_to_be(LOST % name, lambda: 1)
     kind = losses(run_dir, killed)[0]["cause_kinds"][0]
     comes_to_be(
         f"elastic_recovery_seconds_sum{selector[:-1]}, phase='total', cause='{kind}'}}",
-        lambda: sum(r["total_s"] for r in events(run_dir, "recovery") if r["cause_kinds"][0] == kind),
+        lambda: sum(
+            r["total_s"] for r in events(run_dir, "recovery") if r["cause_kinds"][0] == kind
+        ),
     )
     comes_to_be(
         f"elastic_microbatches_lost_total{selector}",
@@ -155,7 +163,10 @@ def figures_are_right(server: Prometheus, name: str, run_dir: Path, killed: floa
     )
     used = f"sum(elastic_node_seconds_total{selector})"
     useful = f"elastic_node_seconds_total{selector[:-1]}, use='useful'}}"
-    until(lambda: 0 < value(server, useful) < value(server, used), "some of the nodes' time was useful")
+    until(
+        lambda: 0 < value(server, useful) < value(server, used),
+        "some of the nodes' time was useful",
+    )
     for figure in ("predicted", "measured"):  # not in the first steps of a plan
         query = f"elastic_plan_{figure}_step_seconds{selector}"
         until(lambda q=query: value(server, q) > 0, f"the plan's steps are {figure}")

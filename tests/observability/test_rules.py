@@ -45,9 +45,12 @@ WELL: Series = {
     'elastic_worker_exits_total{job="j", instance="a"}': "0+0" + STEADY,
     'elastic_messages_refused_total{job="j", reason="stale"}': "0+0" + STEADY,
     'elastic_events_total{job="j", kind="quarantine"}': "0+0" + STEADY,
-    'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="1.0"}': "0+1" + STEADY,
-    'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="60.0"}': "0+1" + STEADY,
-    'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="+Inf"}': "0+1" + STEADY,
+    'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="1.0"}': "0+1"
+    + STEADY,
+    'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="60.0"}': "0+1"
+    + STEADY,
+    'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="+Inf"}': "0+1"
+    + STEADY,
     'elastic_tick_delay_seconds_bucket{job="j", le="0.1"}': "0+9" + STEADY,
     'elastic_tick_delay_seconds_bucket{job="j", le="3.0"}': "0+9" + STEADY,
     'elastic_tick_delay_seconds_bucket{job="j", le="+Inf"}': "0+9" + STEADY,
@@ -56,7 +59,8 @@ ILL: dict[str, Series] = {
     "NodeLost": {"elastic_nodes_lost_total": "0x55 1x6"},
     "LosingNodes": {"elastic_nodes_lost_total": "0x50 1 2 3 4 5 5x6"},
     "RecoverySlow": {
-        'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="1.0"}': "0+0" + STEADY
+        'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="1.0"}': "0+0"
+        + STEADY
     },
     "NoProgress": {"elastic_steps_total": "0+10x30 300x31"},
     "Paused": {'elastic_job_phase{job="j", phase="paused"}': "0x50 1x11"},
@@ -100,14 +104,22 @@ def series(changes: Series) -> list[dict[str, str]]:
 def case(changes: Series, alert: str, fires: bool) -> dict[str, Any]:
     wanted = f'ALERTS{{alertname=~"{alert}", alertstate="firing"}}'
     samples = [{"labels": "{}", "value": 1}] if fires else []
-    test = {"expr": f"count(count by (alertname) ({wanted}))", "eval_time": "60m", "exp_samples": samples}
+    test = {
+        "expr": f"count(count by (alertname) ({wanted}))",
+        "eval_time": "60m",
+        "exp_samples": samples,
+    }
     return {"interval": "1m", "input_series": series(changes), "promql_expr_test": [test]}
 
 
 def test_every_alert_fires_when_it_should(tmp_path: Path) -> None:
     need("promtool")
-    rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-    assert {f"Elastic{name}" for name in ILL} == {rule["alert"] for rule in rules if "alert" in rule}
+    rules = [
+        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
+    assert {f"Elastic{name}" for name in ILL} == {
+        rule["alert"] for rule in rules if "alert" in rule
+    }
     tests = [case({}, "Elastic.*", False)]
     tests += [case(changes, f"Elastic{name}", True) for name, changes in ILL.items()]
     told = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}

@@ -76,7 +76,9 @@ class Prometheus:
     def finite(self, query: str, since: float) -> int:
         """Samples of a query over the time since then that are numbers."""
         data = self.ask("query_range", query=query, start=since, end=time.time(), step=1)
-        values = [float(v) for series in (data or {}).get("result", ()) for _, v in series["values"]]
+        values = [
+            float(v) for series in (data or {}).get("result", ()) for _, v in series["values"]
+        ]
         return sum(math.isfinite(value) for value in values)
 
 
@@ -87,7 +89,11 @@ def prometheus(folder: Path, run_dir: Path) -> Iterator[Prometheus]:
     That is also how long they have to answer.
     """
     config = yaml.safe_load(CONFIG.read_text())
-    config["global"] = {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"}
+    config["global"] = {
+        "scrape_interval": "2s",
+        "scrape_timeout": "2s",
+        "evaluation_interval": "1s",
+    }
     config["rule_files"] = [str(RULES)]
     (discovery,) = config["scrape_configs"][0]["file_sd_configs"]
     discovery |= {"files": [str(run_dir / "metrics" / "*.json")], "refresh_interval": "1s"}
@@ -114,7 +120,10 @@ def job(folder: Path, *flags: str) -> Iterator[Path]:
     layer = LayerSpec(4096, 0, 4096, 0.005, 0.01, output_bytes=8192)
     times = LayerTimes(0.005, 0.01, 0.005, 0.005)
     profile = Profile(
-        model="toy", layers=(layer,) * 6, devices=(Device("a", (times,) * 6),), link=LinkProfile(1e9, 0.001)
+        model="toy",
+        layers=(layer,) * 6,
+        devices=(Device("a", (times,) * 6),),
+        link=LinkProfile(1e9, 0.001),
     )
     folder.mkdir()
     (folder / "profile.json").write_text(format_profile(profile))
@@ -126,7 +135,11 @@ def job(folder: Path, *flags: str) -> Iterator[Path]:
     ]  # fmt: skip
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output, stderr=output
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=output,
         )
     try:
         yield run_dir
@@ -140,7 +153,11 @@ def kill_node(run_dir: Path, node: str) -> None:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
-            if str(run_dir) in words and "--node" in words and words[words.index("--node") + 1] == node:
+            if (
+                str(run_dir) in words
+                and "--node" in words
+                and words[words.index("--node") + 1] == node
+            ):
                 os.killpg(process.pid, signal.SIGKILL)
                 return
     raise AssertionError(f"no agent of {node}")

@@ -66,7 +66,9 @@ class ServerBench(Recorder):
 
 
 class ClientBench(Recorder):
-    def __init__(self, address: str, sender: str = "node0", keepalive_s: float = KEEPALIVE_S) -> None:
+    def __init__(
+        self, address: str, sender: str = "node0", keepalive_s: float = KEEPALIVE_S
+    ) -> None:
         super().__init__()
         self.session = CoordinatorSession(
             address,

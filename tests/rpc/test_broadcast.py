@@ -15,7 +15,12 @@ from elastic.rpc.control.broadcast import BroadcastEncoder
 from elastic.rpc.control.envelope import MAX_BODY_BYTES, from_wire, pack, to_wire, unpack
 
 PLAN = Plan(
-    3, 2, 2, 1, (Pipeline((Stage(Unit("a"), 0, 1), Stage(Unit("b"), 1, 2)), (0, 1)),), reason="three nodes"
+    3,
+    2,
+    2,
+    1,
+    (Pipeline((Stage(Unit("a"), 0, 1), Stage(Unit("b"), 1, 2)), (0, 1)),),
+    reason="three nodes",
 )
 RECIPES = (("a", Recipe(0, 0, 4)), ("b", Recipe(1, 0, 4)), ("a", Recipe(1, 0, 4)))
 
@@ -32,7 +37,9 @@ def test_an_install_has_the_recipes_of_its_node_alone() -> None:
 def test_another_assignment_is_another_parcel() -> None:
     parcels = BroadcastEncoder()
     for step in (4, 5):
-        envelope = parcels.pack(m.Install(3, Assignment(PLAN, step, RECIPES)), term=1, epoch=3, node="b")
+        envelope = parcels.pack(
+            m.Install(3, Assignment(PLAN, step, RECIPES)), term=1, epoch=3, node="b"
+        )
         assert unpack(envelope).assignment.step == step
 
 
@@ -42,16 +49,22 @@ def test_the_same_words_are_encoded_once() -> None:
     assert first == pack(m.Halt(3), term=1, epoch=2)
     assert parcels.pack(m.Halt(3), term=1, epoch=2, node="b") is first
     assert parcels.pack(m.Halt(3), term=2, epoch=2, node="b").term == 2
-    assert parcels.pack(m.Halt(3, True), term=2, epoch=2, node="b") == pack(m.Halt(3, True), term=2, epoch=2)
+    assert parcels.pack(m.Halt(3, True), term=2, epoch=2, node="b") == pack(
+        m.Halt(3, True), term=2, epoch=2
+    )
     assert unpack(parcels.pack(m.Trim(3), term=2, epoch=2, node="b")) == m.Trim(3)
 
 
 def test_what_is_common_travels_deflated_and_within_bounds() -> None:
-    envelope = BroadcastEncoder().pack(m.Install(3, Assignment(PLAN, 4, RECIPES)), term=1, epoch=3, node="a")
+    envelope = BroadcastEncoder().pack(
+        m.Install(3, Assignment(PLAN, 4, RECIPES)), term=1, epoch=3, node="a"
+    )
     assert from_wire(to_wire(envelope)) == envelope
     text = zlib.decompress(envelope.common)
     bombs = (b"no zlib", envelope.common[:-1], zlib.compress(bytes(MAX_BODY_BYTES + 1)))
-    others = [zlib.compress(msgspec.msgpack.encode(other)) for other in ({}, [], 3, {"assignment": []})]
+    others = [
+        zlib.compress(msgspec.msgpack.encode(other)) for other in ({}, [], 3, {"assignment": []})
+    ]
     for wrong in (*bombs, *others, zlib.compress(text + b"\x90")):
         with pytest.raises(FieldError, match=r"Install\.common"):
             unpack(replace(envelope, common=wrong))

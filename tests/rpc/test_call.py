@@ -64,7 +64,9 @@ def test_malformed_envelope(server: ServerBench, data: bytes) -> None:
 def test_nobody_there() -> None:
     bench = ServerBench()
     bench.server.close()
-    with pytest.raises(UsageError, match=f"no coordinator answers at {bench.address} .*is the job running"):
+    with pytest.raises(
+        UsageError, match=f"no coordinator answers at {bench.address} .*is the job running"
+    ):
         call(bench.address, "status", {})
 
 

@@ -37,7 +37,9 @@ def sample(kind: Any, inside: tuple[Any, ...] = ()) -> Any:
         return sample(next(arg for arg in args if arg is not type(None)), inside)
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return kind(**{f.name: sample(hints[f.name], (*inside, kind)) for f in dataclasses.fields(kind)})
+        return kind(
+            **{f.name: sample(hints[f.name], (*inside, kind)) for f in dataclasses.fields(kind)}
+        )
     if issubclass(kind, Enum):
         return list(kind)[-1]
     return {int: 3, float: 0.1, str: "ä", bool: True}[kind]
@@ -61,7 +63,11 @@ def test_no_epoch_yet() -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.sampled_from(["step", "epoch", "layer", "x"]), inner, max_size=3)
@@ -126,7 +132,14 @@ def test_nodes_share_the_job_that_they_report() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"\x81\x80\x01", b"\x81\x90\x01", b"\x81\x01\x01", b"\xd6\xff\0\0\0\0", b"\xd4\x05\0", b"\xc4\x01a"],
+    [
+        b"\x81\x80\x01",
+        b"\x81\x90\x01",
+        b"\x81\x01\x01",
+        b"\xd6\xff\0\0\0\0",
+        b"\xd4\x05\0",
+        b"\xc4\x01a",
+    ],
 )
 def test_other_kinds_of_keys_and_values_are_refused(body: bytes) -> None:
     with pytest.raises(FieldError, match="Trim"):

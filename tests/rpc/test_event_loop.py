@@ -29,7 +29,9 @@ def test_many_events_take_few_turns(server: ServerBench) -> None:
     with grpc.insecure_channel(server.address) as channel:
         stub = CoordinatorStub(channel)
         for _ in range(CALLS // TOGETHER):
-            asked = [stub.call.future(pack_call("echo", {}), timeout=LONG_S) for _ in range(TOGETHER)]
+            asked = [
+                stub.call.future(pack_call("echo", {}), timeout=LONG_S) for _ in range(TOGETHER)
+            ]
             assert all(from_wire(answer.result()).body == b"{}" for answer in asked)
     assert loop.spared > before
 

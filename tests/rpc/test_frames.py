@@ -43,7 +43,9 @@ def test_payload_larger_than_any_buffer(pair: tuple[socket.socket, socket.socket
 
 
 def test_drain_keeps_frames_in_step(pair: tuple[socket.socket, socket.socket]) -> None:
-    sender = in_thread(lambda: [FrameStream(pair[0]).send(i, (memoryview(bytes(1 << 20)),)) for i in range(3)])
+    sender = in_thread(
+        lambda: [FrameStream(pair[0]).send(i, (memoryview(bytes(1 << 20)),)) for i in range(3)]
+    )
     stream = FrameStream(pair[1])
     for i in range(3):
         header, nbytes = stream.receive()
@@ -102,7 +104,11 @@ def test_close_wakes_a_blocked_reader(pair: tuple[socket.socket, socket.socket])
 
 def test_messages_travel_whole(pair: tuple[socket.socket, socket.socket]) -> None:
     a, b = Channel(pair[0]), Channel(pair[1])
-    sent = [m.BundleAcknowledged(3), m.Halted(2, 5, frozenset({1, 2})), m.CommFailed(1, ("n1",), "gone")]
+    sent = [
+        m.BundleAcknowledged(3),
+        m.Halted(2, 5, frozenset({1, 2})),
+        m.CommFailed(1, ("n1",), "gone"),
+    ]
     for message in sent:
         a.send(message)
     assert [b.receive() for _ in sent] == sent

@@ -37,7 +37,10 @@ Connect = Callable[..., ClientBench]
 
 def spawn(*args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.rpc.peers", *args], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-m", "tests.rpc.peers", *args],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
 
 
@@ -55,7 +58,12 @@ def test_messages_both_ways(server: ServerBench, connect: Connect) -> None:
     assert client.session.send(Heartbeat("node3", "i", 7, 2), 4)
     message, envelope = server.message()
     assert message == Heartbeat("node3", "i", 7, 2)
-    assert (envelope.epoch, envelope.sender, envelope.kind, envelope.term) == (4, "node3", "Heartbeat", 1)
+    assert (envelope.epoch, envelope.sender, envelope.kind, envelope.term) == (
+        4,
+        "node3",
+        "Heartbeat",
+        1,
+    )
     assert session.send(Halt(5), 5)
     message, envelope = client.expect("message")
     assert (message, envelope.term, envelope.epoch) == (Halt(5), 1, 5)
@@ -169,7 +177,11 @@ def test_replaced_coordinator_loses_its_sessions(server: ServerBench, connect: C
             "Heartbeat.step: 'x'",
         ),
         ("Heartbeat", b"\x91" * 100_000, "Heartbeat"),
-        ("NodeReport", encode_body("", {"info": {}, "phase": "x", "epoch": 0}), "NodeReport.info.node"),
+        (
+            "NodeReport",
+            encode_body("", {"info": {}, "phase": "x", "epoch": 0}),
+            "NodeReport.info.node",
+        ),
     ],
 )
 def test_bad_message_is_answered_and_the_session_goes_on(
@@ -278,7 +290,9 @@ def test_session_waits_for_a_coordinator_that_is_not_there_yet() -> None:
     late.server.close()
 
 
-@pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:0", "host:65536", "host:-1"])
+@pytest.mark.parametrize(
+    "address", ["", "host", ":1", "host:", "host:x", "host:0", "host:65536", "host:-1"]
+)
 def test_bad_address(address: str) -> None:
     with pytest.raises(FieldError, match="host:port"):
         CoordinatorSession(

@@ -32,7 +32,9 @@ def client(places: list[str]) -> Iterator[ClientBench]:
     bench.session.close()
 
 
-def test_the_one_that_serves_is_found_and_then_the_next(places: list[str], client: ClientBench) -> None:
+def test_the_one_that_serves_is_found_and_then_the_next(
+    places: list[str], client: ClientBench
+) -> None:
     first = ServerBench(places[1], term=3)
     client.expect("up")
     first.accepted()

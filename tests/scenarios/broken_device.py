@@ -38,7 +38,11 @@ class Layer(nn.Module):
                 Path(os.environ["ELASTIC_RUN_DIR"], f"broke-{time}").touch(exist_ok=False)
             except FileExistsError:
                 continue
-            kind = torch.OutOfMemoryError if self._flags.text.startswith("CUDA out of") else RuntimeError
+            kind = (
+                torch.OutOfMemoryError
+                if self._flags.text.startswith("CUDA out of")
+                else RuntimeError
+            )
             raise kind(self._flags.text)
 
 

@@ -35,7 +35,9 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()
+        ]
 
 
 def elastic_run(
@@ -71,7 +73,9 @@ def elastic_run(
     return Run(done.returncode, done.stdout.decode(errors="replace"), run_dir)
 
 
-def run_scenario(run_dir: Path, scenario: Scenario, *, faults: bool = True, accumulate: str = "exact") -> Run:
+def run_scenario(
+    run_dir: Path, scenario: Scenario, *, faults: bool = True, accumulate: str = "exact"
+) -> Run:
     """Run a scenario, or (faults=False) its failure-free reference."""
     mine = list(scenario.flags)
     ours: list[str] = []
@@ -80,7 +84,15 @@ def run_scenario(run_dir: Path, scenario: Scenario, *, faults: bool = True, accu
             at = mine.index(name)
             ours += mine[at : at + 2]
             del mine[at : at + 2]
-    flags = ["--nnodes", scenario.nodes, "--pipelines", scenario.pipelines, "--accumulate", accumulate, *ours]
+    flags = [
+        "--nnodes",
+        scenario.nodes,
+        "--pipelines",
+        scenario.pipelines,
+        "--accumulate",
+        accumulate,
+        *ours,
+    ]
     if faults:
         for fault in scenario.faults:
             flags += ["--fault", fault]

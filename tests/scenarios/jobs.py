@@ -80,7 +80,9 @@ class Job:
 
     def ask(self, kind: str) -> dict[str, Any]:
         """The leader's answer, to one who knows what lies in the run directory."""
-        return call(self.leader()["address"], kind, {}, timeout_s=LONG_S, secure=load(self.run_dir, ""))
+        return call(
+            self.leader()["address"], kind, {}, timeout_s=LONG_S, secure=load(self.run_dir, "")
+        )
 
     def agent(self, node: str) -> psutil.Process:
         """The agent of a node."""
@@ -95,7 +97,9 @@ class Job:
 
     def kill(self) -> None:
         """End the launcher and with it all its children, stopped ones too."""
-        for child in psutil.Process(self.process.pid).children() if self.process.poll() is None else []:
+        for child in (
+            psutil.Process(self.process.pid).children() if self.process.poll() is None else []
+        ):
             child.send_signal(signal.SIGCONT)
         self.process.kill()
         self.process.wait()

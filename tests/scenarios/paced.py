@@ -22,7 +22,9 @@ def paced(hurry: Path) -> list[str]:
 def paced_reference(directory: Path) -> Run:
     """The same training without faults and pace; made in `directory` when it is first asked for."""
     if not _done:
-        run = elastic_run(directory / "paced-reference", ["--nnodes", "1", "--accumulate", "exact"], TRAIN)
+        run = elastic_run(
+            directory / "paced-reference", ["--nnodes", "1", "--accumulate", "exact"], TRAIN
+        )
         assert run.code == 0, run.output
         _done.append(run)
     return _done[0]

@@ -64,7 +64,16 @@ class Job:
 
     def __init__(self, run_dir: Path, flags: Sequence[str], script: Sequence[str]) -> None:
         self.run_dir = run_dir
-        command = [sys.executable, "-m", "elastic", "run", "--backend", "ray", "--run-dir", str(run_dir)]
+        command = [
+            sys.executable,
+            "-m",
+            "elastic",
+            "run",
+            "--backend",
+            "ray",
+            "--run-dir",
+            str(run_dir),
+        ]
         self.log = run_dir.with_suffix(".out")
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(

@@ -52,7 +52,9 @@ SMALL = {
 }
 
 
-def run_with(directory: Path, backup: str, pipelines: str, *flags: str, script: Sequence[str] = ()) -> Run:
+def run_with(
+    directory: Path, backup: str, pipelines: str, *flags: str, script: Sequence[str] = ()
+) -> Run:
     shape = ["--nnodes", "4", "--pipelines", pipelines, "--backup", backup]
     return elastic_run(directory / "run", exact(*shape, *flags), [*SCRIPT, *script])
 
@@ -68,8 +70,12 @@ def run_with(directory: Path, backup: str, pipelines: str, *flags: str, script: 
         for fault in FAULTS
     ],
 )  # fmt: skip
-def test_same_parameters_under_every_pair(backup: str, pipelines: str, fault: str, tmp_path: Path) -> None:
-    longer = ["--steps", "60"] if fault == "drain" else []  # it comes from outside, and takes its time
+def test_same_parameters_under_every_pair(
+    backup: str, pipelines: str, fault: str, tmp_path: Path
+) -> None:
+    longer = (
+        ["--steps", "60"] if fault == "drain" else []
+    )  # it comes from outside, and takes its time
     expected = reference(tmp_path, *longer).summary
     run = run_with(tmp_path, backup, pipelines, *faults(FAULTS[fault]), script=longer)
     assert run.code == 0, run.output
@@ -90,10 +96,14 @@ def test_same_parameters_under_every_pair(backup: str, pipelines: str, fault: st
         pytest.param("recompute", 6, id="recompute"),
     ],
 )
-def test_what_is_lost_is_what_the_scheme_promises(gradients: str, most: int, tmp_path: Path) -> None:
+def test_what_is_lost_is_what_the_scheme_promises(
+    gradients: str, most: int, tmp_path: Path
+) -> None:
     """The last stage is killed before the backward pass of the last of six micro-batches: nothing but that is in flight
     there. Streamed, at most three K are not yet acknowledged; recomputed, all that the stage ran is lost."""
-    run = run_with(tmp_path, f"{gradients}+snapshot", "1", *faults("kill node=3 step=2 microbatch=5"))
+    run = run_with(
+        tmp_path, f"{gradients}+snapshot", "1", *faults("kill node=3 step=2 microbatch=5")
+    )
     assert run.code == 0, run.output
     replayed = run.summary["recoveries"][0]["microbatches_replayed"]
     assert 1 <= replayed <= most
@@ -114,14 +124,18 @@ def test_a_shared_optimizer_state_survives_one_loss(
     """Four pipelines, so a quarter of every layer's optimizer state on each node, kept by the next one."""
     kills = [f"kill node={node} step=3 phase=reduce" for node in lost]
     run = run_with(
-        tmp_path, "stream+snapshot/sharded", "4", *faults(*kills), script=["--checkpoint-every", "1"]
+        tmp_path,
+        "stream+snapshot/sharded",
+        "4",
+        *faults(*kills),
+        script=["--checkpoint-every", "1"],
     )
     assert run.code == 0, run.output
     assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
     assert run.summary["ledger"] == {"double": 0, "missing": 0}
-    assert source in [recovery["state_source"] for recovery in run.summary["recoveries"]], run.summary[
-        "recoveries"
-    ]
+    assert source in [recovery["state_source"] for recovery in run.summary["recoveries"]], (
+        run.summary["recoveries"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,19 +169,34 @@ def test_a_shared_state_goes_on_with_any_number_of_pipelines(before: str, tmp_pa
         flags[-1] = "stream+snapshot"
     first = elastic_run(tmp_path / "first", exact(*shape, *flags), [*SCRIPT, "--steps", "3"])
     assert first.code == 0, first.output
-    again = ["--nnodes", "2", "--pipelines", "2", "--resume", "auto", *flags[:-1], "stream+snapshot/sharded"]
+    again = [
+        "--nnodes",
+        "2",
+        "--pipelines",
+        "2",
+        "--resume",
+        "auto",
+        *flags[:-1],
+        "stream+snapshot/sharded",
+    ]
     second = elastic_run(tmp_path / "second", exact(*again), SCRIPT)
     assert second.code == 0, second.output
-    assert second.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], second.output
+    assert second.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], (
+        second.output
+    )
 
 
 def test_what_was_summed_over_the_holders_is_not_run_again(tmp_path: Path) -> None:
     """The last stage of the second pipeline is killed before the backward pass of the last of its six micro-batches. It
     had finished five; the other pipeline has all but those of three rounds."""
     more = ["--num-microbatches", "12"]
-    run = run_with(tmp_path, "reduce+replica", "2", *faults("kill node=3 step=2 microbatch=11"), script=more)
+    run = run_with(
+        tmp_path, "reduce+replica", "2", *faults("kill node=3 step=2 microbatch=11"), script=more
+    )
     assert run.code == 0, run.output
-    assert run.summary["params_sha256"] == reference(tmp_path, *more).summary["params_sha256"], run.output
+    assert run.summary["params_sha256"] == reference(tmp_path, *more).summary["params_sha256"], (
+        run.output
+    )
     assert 1 <= run.summary["recoveries"][0]["microbatches_replayed"] <= 4
 
 
@@ -175,8 +204,12 @@ def test_what_was_summed_over_the_holders_is_not_run_again(tmp_path: Path) -> No
     ("backup", "pipelines", "phase"),
     [
         pytest.param("stream+replay:8", "1", "phase=optimizer", id="update"),
-        pytest.param("recompute+replay:8", "2", "microbatch=3", id="microbatch", marks=pytest.mark.chaos),
-        pytest.param("stream:3+replay", "1", "phase=reduce", id="reduction", marks=pytest.mark.chaos),
+        pytest.param(
+            "recompute+replay:8", "2", "microbatch=3", id="microbatch", marks=pytest.mark.chaos
+        ),
+        pytest.param(
+            "stream:3+replay", "1", "phase=reduce", id="reduction", marks=pytest.mark.chaos
+        ),
     ],
 )
 def test_states_are_made_again_from_what_updates_took(
@@ -203,9 +236,20 @@ def test_states_are_made_again_from_what_updates_took(
 def test_a_full_vault_costs_protection_not_the_job(fault: str, tmp_path: Path) -> None:
     """64 KiB hold no layer's state: the copies are not kept, everybody hears of it, and a loss falls back to the
     checkpoint, with the parameters of a failure-free run."""
-    flags = ["--nnodes", "3", "--pipelines", "1", "--backup", "stream+snapshot", "--vault-memory", "64KiB"]
+    flags = [
+        "--nnodes",
+        "3",
+        "--pipelines",
+        "1",
+        "--backup",
+        "stream+snapshot",
+        "--vault-memory",
+        "64KiB",
+    ]
     injected = faults(fault) if fault else []
-    run = elastic_run(tmp_path / "run", exact(*flags, *injected), [*SCRIPT, "--checkpoint-every", "1"])
+    run = elastic_run(
+        tmp_path / "run", exact(*flags, *injected), [*SCRIPT, "--checkpoint-every", "1"]
+    )
     assert run.code == 0, run.output
     assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
     short = [event for event in run.events if event["kind"] == "backup-short"]
@@ -225,15 +269,19 @@ def test_a_full_vault_costs_protection_not_the_job(fault: str, tmp_path: Path) -
 def test_flipped_bytes_never_become_parameters(pipelines: str, source: str, tmp_path: Path) -> None:
     """What the vaults keep of node 1 gets flipped bytes; then it is lost. Where another pipeline holds its layers
     they come from there, else from the checkpoint."""
-    corrupt = [f"corrupt node={node} step=3 microbatch=5" for node in (2, 3)]  # when all states have arrived
+    corrupt = [
+        f"corrupt node={node} step=3 microbatch=5" for node in (2, 3)
+    ]  # when all states have arrived
     flags = ["--nnodes", "4", "--pipelines", pipelines, "--backup", "stream+snapshot"]
     injected = faults(*corrupt, "kill node=1 step=3 phase=reduce")
-    run = elastic_run(tmp_path / "run", exact(*flags, *injected), [*SCRIPT, "--checkpoint-every", "1"])
+    run = elastic_run(
+        tmp_path / "run", exact(*flags, *injected), [*SCRIPT, "--checkpoint-every", "1"]
+    )
     assert run.code == 0, run.output
     assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
-    assert source in [recovery["state_source"] for recovery in run.summary["recoveries"]], run.summary[
-        "recoveries"
-    ]
+    assert source in [recovery["state_source"] for recovery in run.summary["recoveries"]], (
+        run.summary["recoveries"]
+    )
     found = [event for event in run.events if event["kind"] == "copy-corrupt"]
     assert found and all("dropped" in event["detail"] for event in found)
     assert "does not match its checksum" in run.output
@@ -282,21 +330,36 @@ def test_with_logged_messages_only_the_lost_stage_computes_again(
     ("pipelines", "injected", "script"),
     [
         pytest.param(
-            "1", ("kill node=1 step=2 microbatch=5", "kill node=2 step=2 microbatch=5"), (), id="adjacent"
+            "1",
+            ("kill node=1 step=2 microbatch=5", "kill node=2 step=2 microbatch=5"),
+            (),
+            id="adjacent",
         ),
         pytest.param(
-            "1", ("kill node=0 step=2 microbatch=5", "kill node=2 step=2 microbatch=5"), (), id="apart"
+            "1",
+            ("kill node=0 step=2 microbatch=5", "kill node=2 step=2 microbatch=5"),
+            (),
+            id="apart",
         ),
         pytest.param(
-            "2", ("kill node=3 step=2 microbatch=5", "kill node=0 step=2 microbatch=3"), (), id="in-part"
+            "2",
+            ("kill node=3 step=2 microbatch=5", "kill node=0 step=2 microbatch=3"),
+            (),
+            id="in-part",
         ),
         pytest.param(
-            "1", ("kill node=1 step=2 microbatch=4", "kill node=2 step=2 phase=recovery"), (), id="installing"
+            "1",
+            ("kill node=1 step=2 microbatch=4", "kill node=2 step=2 phase=recovery"),
+            (),
+            id="installing",
         ),
         pytest.param("1", ("kill-worker node=1 step=2 microbatch=4",), (), id="worker"),
         pytest.param("1", ("stop node=2 step=2 microbatch=5",), ("--dropout", "0.1"), id="dropout"),
         pytest.param(
-            "1", ("kill node=1 step=2 microbatch=4",), ("--tie-embeddings", "--dtype", "bf16"), id="bf16"
+            "1",
+            ("kill node=1 step=2 microbatch=4",),
+            ("--tie-embeddings", "--dtype", "bf16"),
+            id="bf16",
         ),
     ],
 )
@@ -308,7 +371,9 @@ def test_logged_messages_under_several_faults(
     more = ["--checkpoint-every", "1", *script]
     run = run_with(tmp_path, "log+snapshot", pipelines, *faults(*injected), script=more)
     assert run.code == 0, run.output
-    assert run.summary["params_sha256"] == reference(tmp_path, *script).summary["params_sha256"], run.output
+    assert run.summary["params_sha256"] == reference(tmp_path, *script).summary["params_sha256"], (
+        run.output
+    )
     assert run.summary["ledger"] == {"double": 0, "missing": 0}
     if not any("phase" in fault for fault in injected):
         assert any(event["partial"] for event in plan_events(run)), run.output
@@ -336,7 +401,14 @@ def test_crashed_workers_get_their_layers_from_shared_memory(tmp_path: Path) -> 
     """Two nodes cannot hold the model, so node 1's workers are waited for: nothing goes over the network, and the plan
     is the same."""
     flags = exact(
-        "--nnodes", "3", "--pipelines", "1", "--backup", "stream+snapshot", "--node-memory", "3300KiB"
+        "--nnodes",
+        "3",
+        "--pipelines",
+        "1",
+        "--backup",
+        "stream+snapshot",
+        "--node-memory",
+        "3300KiB",
     )
     run = elastic_run(
         tmp_path / "run", [*flags, *faults("kill-worker node=1 step=2 microbatch=2")], [*SCRIPT]

@@ -19,7 +19,12 @@ FAULTS = {
 def told(run_dir: Path) -> str:
     """What the agents' logs say of compression."""
     texts = [path.read_text() for path in (run_dir / "logs").glob("node*.log")]
-    return "".join(line for text in texts for line in text.splitlines(keepends=True) if "copies of kind" in line)
+    return "".join(
+        line
+        for text in texts
+        for line in text.splitlines(keepends=True)
+        if "copies of kind" in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,7 +35,16 @@ def told(run_dir: Path) -> str:
     ],
 )
 def test_same_parameters_from_compressed_copies(fault: str, tmp_path: Path) -> None:
-    flags = ["--nnodes", "3", "--pipelines", "1", "--backup", "stream:2+snapshot", "--compress", "on"]
+    flags = [
+        "--nnodes",
+        "3",
+        "--pipelines",
+        "1",
+        "--backup",
+        "stream:2+snapshot",
+        "--compress",
+        "on",
+    ]
     slow = ["--link", "bandwidth=200Mbit latency=1ms", *faults(FAULTS[fault])]
     run = elastic_run(tmp_path / "run", exact(*flags, *slow), SCRIPT)
     assert run.code == 0, run.output
@@ -40,8 +54,12 @@ def test_same_parameters_from_compressed_copies(fault: str, tmp_path: Path) -> N
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("link", "compressed"), [("bandwidth=100Mbit", True), ("latency=1us", False)])
-def test_auto_switches_on_where_the_link_is_slow(link: str, compressed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("link", "compressed"), [("bandwidth=100Mbit", True), ("latency=1us", False)]
+)
+def test_auto_switches_on_where_the_link_is_slow(
+    link: str, compressed: bool, tmp_path: Path
+) -> None:
     """On a machine that is not busy; loopback moves GB/s."""
     flags = ["--nnodes", "3", "--pipelines", "1", "--backup", "stream:2+snapshot", "--link", link]
     run = elastic_run(tmp_path / "run", exact(*flags), [*SCRIPT, "--hidden", "128"])

@@ -44,7 +44,12 @@ def steps_during(run: Run) -> set[int]:
 
 def test_training_does_not_feel_it(tmp_path: Path) -> None:
     flags = exact(
-        "--nnodes", "2", "--pipelines", "1", *STEADY, *faults(f"kill-coordinator step=4 down={DOWN_S}")
+        "--nnodes",
+        "2",
+        "--pipelines",
+        "1",
+        *STEADY,
+        *faults(f"kill-coordinator step=4 down={DOWN_S}"),
     )
     hurry = tmp_path / "hurry"
     job = Job(tmp_path / "run", ["run", "--standalone", *flags], paced(hurry))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic.launcher.flags.certs import make
+from elastic.launcher.flags.certs import make_certificates
 from tests.launcher.helpers import gone
 from tests.observability.tools import scrape
 from tests.scenarios.jobs import Job
@@ -86,8 +86,12 @@ def test_leader_killed_and_leader_paused(start: Start, tmp_path: Path) -> None:
     with etcd(tmp_path / "etcd") as cluster:
         flags = [*STEADY, "--nnodes", "2", "--coordinators", "3", "--store", cluster.url]
         flags += ["--metrics-port", "0"]
-        job = start("run", "run", "--standalone", *flags, *faults("kill-coordinator step=4 down=60"))
-        first = job.wait("killed leader", lambda: [e for e in job.of("coordinator") if gone(e["pid"])])[0]
+        job = start(
+            "run", "run", "--standalone", *flags, *faults("kill-coordinator step=4 down=60")
+        )
+        first = job.wait(
+            "killed leader", lambda: [e for e in job.of("coordinator") if gone(e["pid"])]
+        )[0]
         job.wait("second leader", lambda: newest(job)["term"] > first["term"])
         job.wait("takeover", lambda: job.of("adopted"))
         job.await_steps(2)
@@ -97,7 +101,9 @@ def test_leader_killed_and_leader_paused(start: Start, tmp_path: Path) -> None:
         job.wait("third leader", lambda: newest(job)["term"] > second["term"])
         third = newest(job)
         assert second["address"] != third["address"]
-        job.await_steps(2)  # the nodes have left the paused one, although their streams to it are open
+        job.await_steps(
+            2
+        )  # the nodes have left the paused one, although their streams to it are open
         os.kill(second["pid"], signal.SIGCONT)
         logs = [job.run_dir / "logs" / f"coordinator{slot}.log" for slot in ("", "-1", "-2")]
         job.wait(
@@ -107,7 +113,8 @@ def test_leader_killed_and_leader_paused(start: Start, tmp_path: Path) -> None:
         job.await_steps(2)
         assert job.leader()["term"] >= third["term"]
         job.wait(
-            "one leader and standbys in the metrics", lambda: one_leads(metrics(job), newest(job)["term"])
+            "one leader and standbys in the metrics",
+            lambda: one_leads(metrics(job), newest(job)["term"]),
         )
         summary = undisturbed(job)
     assert summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
@@ -146,7 +153,10 @@ def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path
             member.start()
         job.wait(
             "store-back, or another leader",
-            lambda: job.of("store-back")[len(job.of("store-lost")) - 1 :] or job.of("coordinator")[leaders:],
+            lambda: (
+                job.of("store-back")[len(job.of("store-lost")) - 1 :]
+                or job.of("coordinator")[leaders:]
+            ),
         )
         summary = undisturbed(job)
     assert summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
@@ -160,22 +170,33 @@ def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path
 def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
     """Each with a run directory and a certificate of its own; they find the job by --rdzv-id, the nodes find them by a
     list."""
-    make(tmp_path / "certs", [["head0"], ["head1"], ["node0"], ["node1"]])
+    make_certificates(tmp_path / "certs", [["head0"], ["head1"], ["node0"], ["node1"]])
     token = tmp_path / "token"
     token.write_text("of all machines of this job\n")
     places = ["127.0.0.1:" + str(port) for port in free_ports(2)]
     with etcd(tmp_path / "etcd") as cluster:
-        common = ["--nnodes", "2", "--rdzv-id", "together", "--store", cluster.url, "--accumulate", "exact"]
+        common = [
+            "--nnodes",
+            "2",
+            "--rdzv-id",
+            "together",
+            "--store",
+            cluster.url,
+            "--accumulate",
+            "exact",
+        ]
         common += ["--join-token-file", str(token)]
 
         def begin(name: str, certs: str, *words: str) -> Job:
             return start(name, *words, *common, "--certs", str(tmp_path / "certs" / certs))
 
         hosts = [
-            begin(f"host{i}", f"head{i}", "coordinator", "--address", place) for i, place in enumerate(places)
+            begin(f"host{i}", f"head{i}", "coordinator", "--address", place)
+            for i, place in enumerate(places)
         ]
         nodes = [
-            begin(f"machine{i}", f"node{i}", "agent", "--coordinator", ",".join(places)) for i in range(2)
+            begin(f"machine{i}", f"node{i}", "agent", "--coordinator", ",".join(places))
+            for i in range(2)
         ]
         hosts[0].wait("steps", lambda: [host for host in hosts if len(host.steps()) > 3])
         led = max(hosts, key=lambda host: int(newest(host).get("term", 0)))

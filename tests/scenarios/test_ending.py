@@ -49,7 +49,9 @@ def wait_for_steps(
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.chaos)], ids=lambda n: n.name
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.chaos)],
+    ids=lambda n: n.name,
 )
 def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -79,7 +81,9 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
 
 def test_workers_that_the_signal_ended_did_not_crash(tmp_path: Path) -> None:
     """It goes to all of a node's processes: a busy agent may see its workers end before it looks for signals."""
-    job = Job(tmp_path / "run", ["run", "--standalone", "--nnodes", "2"], [*SCRIPT, "--steps", "5000"])
+    job = Job(
+        tmp_path / "run", ["run", "--standalone", "--nnodes", "2"], [*SCRIPT, "--steps", "5000"]
+    )
     try:
         job.await_steps(3)
         agent = job.agent("node0")

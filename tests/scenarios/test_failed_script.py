@@ -40,7 +40,16 @@ def codes(tmp_path: Path, source: str, *commands: list[str]) -> list[int]:
         jobs = []
         for number, command in enumerate(commands):
             place = tmp_path / str(number)
-            words = [*command, "--nnodes", "2", "--notice", "none", "--run-dir", str(place), str(script)]
+            words = [
+                *command,
+                "--nnodes",
+                "2",
+                "--notice",
+                "none",
+                "--run-dir",
+                str(place),
+                str(script),
+            ]
             jobs.append(stack.enter_context(running(place, words, {})))
         return [job.process.wait(DEADLINE_S) for job in jobs]
 
@@ -49,7 +58,10 @@ def codes(tmp_path: Path, source: str, *commands: list[str]) -> list[int]:
 def test_no_service_of_a_failed_job_looks_as_if_it_had_crashed(tmp_path: Path, source: str) -> None:
     address = f"127.0.0.1:{free_port()}"
     agents = (["agent", "--coordinator", address, "--node", name] for name in "ab")
-    assert codes(tmp_path, source, ["coordinator", "--address", address], *agents) == [EXIT_JOB_FAILED] * 3
+    assert (
+        codes(tmp_path, source, ["coordinator", "--address", address], *agents)
+        == [EXIT_JOB_FAILED] * 3
+    )
 
 
 def test_elastic_run_ends_on_all_machines_as_torchrun(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def fallen_back(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_falls_back_to_the_checkpoint_and_says_what_was_lost(fallen_back: Run, tmp_path: Path) -> None:
+def test_falls_back_to_the_checkpoint_and_says_what_was_lost(
+    fallen_back: Run, tmp_path: Path
+) -> None:
     assert_pair(fallen_back, "node0", "node1")
     summary = fallen_back.summary
     assert summary["params_sha256"] == reference(tmp_path).summary["params_sha256"]
@@ -60,7 +62,9 @@ def test_without_a_checkpoint_it_says_so_and_ends(tmp_path: Path) -> None:
     assert run.code == 3, run.output
     assert run.summary["params_sha256"] == ""
     assert run.summary["exit_code"] == 3
-    assert "layer" in run.summary["reason"] and "checkpoint" in run.summary["reason"], run.summary["reason"]
+    assert "layer" in run.summary["reason"] and "checkpoint" in run.summary["reason"], run.summary[
+        "reason"
+    ]
     assert run.summary["reason"] in run.output
 
 
@@ -69,7 +73,9 @@ def test_export_gives_the_parameters_of_the_run(fallen_back: Run, tmp_path: Path
     source = fallen_back.run_dir / "checkpoints"
     command = [sys.executable, "-m", "elastic", "export", str(source), str(out), "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    told = json.loads(subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True).stdout)
+    told = json.loads(
+        subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True).stdout
+    )
     assert told["step"] == 6
     assert told["params_sha256"] == fallen_back.summary["params_sha256"]
     from safetensors import safe_open

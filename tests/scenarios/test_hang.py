@@ -46,7 +46,11 @@ def test_a_stopped_worker_is_found_killed_and_replaced(tmp_path: Path) -> None:
     (health,) = [e for e in run.events if e["kind"] == "health"]
     assert (health["node"], health["class"], health["action"]) == ("node2", "process", "restart")
     assert "stopped" in health["evidence"]["cause"] and health["evidence"]["detect_s"] > 0
-    killed = [line for line in agent_log(run, "node2") if "workers are killed" in line and "stopped" in line]
+    killed = [
+        line
+        for line in agent_log(run, "node2")
+        if "workers are killed" in line and "stopped" in line
+    ]
     assert killed, agent_log(run, "node2")
 
 
@@ -79,7 +83,9 @@ def test_nobody_is_killed_in_ten_minutes_on_a_loaded_machine(tmp_path: Path) -> 
     flags = ["--nnodes", "4", "--run-dir", str(tmp_path / "run")]
     command = [sys.executable, "-m", "elastic", "run", "--standalone", *flags, *script]
     with loaded_machine(4), (tmp_path / "output").open("wb") as output:
-        run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output)
+        run = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output
+        )
         try:
             with pytest.raises(subprocess.TimeoutExpired):
                 run.wait(600)

@@ -71,7 +71,16 @@ def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: 
     hurry = tmp_path / "hurry"
     flags = ["run", "--standalone", "--nnodes", "2:3", "--quarantine", "15"]
     crashes = faults(*(f"kill-worker node=1 step={step}" for step in (2, 3, 4)))
-    script = ["-m", "tests.kubernetes.train", "--steps", "200", "--pace", "0.1", "--hurry", str(hurry)]
+    script = [
+        "-m",
+        "tests.kubernetes.train",
+        "--steps",
+        "200",
+        "--pace",
+        "0.1",
+        "--hurry",
+        str(hurry),
+    ]
     job = Job(tmp_path / "run", [*flags, *crashes], script)
     try:
         job.wait("the end of the quarantine", lambda: len(crash_loop(job.events)) >= 4, 4 * LONG_S)
@@ -82,7 +91,11 @@ def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: 
     assert run.code == 0, run.output
     found = crash_loop(run.events)
     actions = [(e["class"], e["action"]) for e in found]
-    assert actions[:3] == [("process", "restart"), ("process", "restart"), ("host", "quarantine")], found
+    assert actions[:3] == [
+        ("process", "restart"),
+        ("process", "restart"),
+        ("host", "quarantine"),
+    ], found
     assert "signal 9" in found[0]["evidence"]["cause"]
     assert found[2]["evidence"]["crashes"] == 3 and found[2]["evidence"]["quarantine_s"] == 15.0
     assert actions[3] == ("host", "none") and "may be used again" in found[3]["reason"]
@@ -90,9 +103,9 @@ def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: 
     assert out - put >= 14.9  # events are written a moment after what they tell
     between = [e for e in run.events if e["kind"] == "plan" and put < e["at"] < out]
     assert between and all("node1" not in parse_plan(e["text"]).nodes() for e in between)
-    assert {e["node"] for e in health(run) if e["class"] == "process" or "crashes" in e["evidence"]} == {
-        "node1"
-    }
+    assert {
+        e["node"] for e in health(run) if e["class"] == "process" or "crashes" in e["evidence"]
+    } == {"node1"}
     assert run.summary["ledger"] == {"double": 0, "missing": 0}
 
 
@@ -110,8 +123,13 @@ def test_a_full_disk_is_told_of_and_training_goes_on(tmp_path: Path) -> None:
     told = [e for e in found if "error" in e["evidence"]]
     assert told, found
     for event in told:
-        assert event["evidence"]["path"] == str(disk) and "No space left" in event["evidence"]["error"]
-        assert 0 <= event["evidence"]["free_bytes"] <= 256 << 10 and "training goes on" in event["reason"]
+        assert (
+            event["evidence"]["path"] == str(disk) and "No space left" in event["evidence"]["error"]
+        )
+        assert (
+            0 <= event["evidence"]["free_bytes"] <= 256 << 10
+            and "training goes on" in event["reason"]
+        )
 
 
 def test_a_node_without_room_is_refused_and_joins_when_there_is_some(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ DEADLINE_S = 200.0
 class Job:
     """A running `elastic run`, and its event log."""
 
-    def __init__(self, run_dir: Path, command: list[str], environ: dict[str, str], output: Path) -> None:
+    def __init__(
+        self, run_dir: Path, command: list[str], environ: dict[str, str], output: Path
+    ) -> None:
         self.run_dir, self._output = run_dir, output
         with output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -114,7 +116,13 @@ def test_every_cloud_in_one_job(tmp_path: Path) -> None:
         "--notice",
         "aws,gcp,azure",
     ]
-    command = ["run", *exact(*flags), "--run-dir", str(tmp_path / "run"), *paced(tmp_path / "hurry")]
+    command = [
+        "run",
+        *exact(*flags),
+        "--run-dir",
+        str(tmp_path / "run"),
+        *paced(tmp_path / "hurry"),
+    ]
     try:
         with running(tmp_path / "run", command, environ) as job:
             job.wait_for(is_step(1))
@@ -129,7 +137,9 @@ def test_every_cloud_in_one_job(tmp_path: Path) -> None:
             gone = job.wait_for(is_drained("node2"))
             assert azure.await_start("e-1", DEADLINE_S)  # by the drained node, after it has left
             azure.events = []  # a false notice
-            job.wait_for(lambda e: e["kind"] == "joined" and e["node"] == "node2" and e["at"] > gone["at"])
+            job.wait_for(
+                lambda e: e["kind"] == "joined" and e["node"] == "node2" and e["at"] > gone["at"]
+            )
             (tmp_path / "hurry").touch()
             run = job.wait()
     finally:

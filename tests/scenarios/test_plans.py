@@ -17,7 +17,9 @@ SHAPES = (
     pytest.param("4", "1", "4", id="depth-four", marks=pytest.mark.chaos),
     pytest.param("4", "2", "2+2", id="two-plus-two", marks=pytest.mark.chaos),
     pytest.param("4", "2+1+1", "2+1+1", id="two-plus-one-plus-one", marks=pytest.mark.chaos),
-    pytest.param("4", "auto", "1+1+1", id="six-microbatches-leave-one-spare", marks=pytest.mark.chaos),
+    pytest.param(
+        "4", "auto", "1+1+1", id="six-microbatches-leave-one-spare", marks=pytest.mark.chaos
+    ),
 )
 
 
@@ -30,7 +32,9 @@ def test_parameters_do_not_depend_on_the_plan(
     run = elastic_run(tmp_path / "run", exact("--nnodes", nodes, "--pipelines", pipelines), SCRIPT)
     assert run.code == 0, run.output
     summary = run.summary
-    shape = [line.count("[") for line in summary["plan"].splitlines() if line.startswith("pipeline")]
+    shape = [
+        line.count("[") for line in summary["plan"].splitlines() if line.startswith("pipeline")
+    ]
     assert "+".join(map(str, shape)) == depths
     assert summary["params_sha256"] == expected["params_sha256"]
     assert summary["loss"] == expected["loss"]

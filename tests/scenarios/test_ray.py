@@ -23,7 +23,9 @@ from tests.scenarios.shared import exact
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"),
+    pytest.mark.skipif(
+        not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"
+    ),
 ]
 
 FOUR_NEEDED = ("--node-memory", "14KiB")
@@ -47,7 +49,11 @@ def mid_step(step: int) -> Any:
 
     def holds(entry: dict[str, Any]) -> bool:
         running = entry.get("phase") == "running" and entry.get("loss") is None
-        return running and int(entry.get("step", 0)) >= step and 1 <= int(entry.get("microbatch", 0)) <= 3
+        return (
+            running
+            and int(entry.get("step", 0)) >= step
+            and 1 <= int(entry.get("microbatch", 0)) <= 3
+        )
 
     return holds
 
@@ -57,7 +63,9 @@ def test_a_raylet_is_killed_in_a_step_and_a_node_added(cluster: Any, tmp_path: P
     told = tmp_path / "run" / "metrics"
     try:
         job.until(lambda entry: entry.get("phase") == "running" and entry.get("nodes") == 4)
-        assert wait_until(lambda: len(list(told.glob("node?.json"))) == 4), "every agent serves metrics"
+        assert wait_until(lambda: len(list(told.glob("node?.json"))) == 4), (
+            "every agent serves metrics"
+        )
         assert "elastic_vault_bytes" in scraped(told / "node3.json", tmp_path / "run" / "job-certs")
         job.until(mid_step(3))
         victim = next(node for node in cluster.worker_nodes if has_agent(node))
@@ -89,7 +97,9 @@ def scraped(discovery: Path, certs: Path) -> str:
     host, _, port = found.rpartition(":")
     context = contexts.client()
     context.check_hostname = False  # their one name is the job's
-    with closing(http.client.HTTPSConnection(host, int(port), context=context, timeout=LONG_S)) as connection:
+    with closing(
+        http.client.HTTPSConnection(host, int(port), context=context, timeout=LONG_S)
+    ) as connection:
         connection.request("GET", "/metrics")
         return connection.getresponse().read().decode()
 

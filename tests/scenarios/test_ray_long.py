@@ -20,7 +20,9 @@ from tests.scenarios.shared import SCRIPT, exact, reference
 
 pytestmark = [
     pytest.mark.chaos,
-    pytest.mark.skipif(not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"),
+    pytest.mark.skipif(
+        not find_spec("ray"), reason="ray is optional: pip install 'elastic-runtime[ray]'"
+    ),
 ]
 STEPS = ("--num-microbatches", "48", "--steps", "100")
 FEW = ("--steps", "12")
@@ -40,7 +42,9 @@ def test_two_raylets_then_an_actor_are_killed(tmp_path: Path) -> None:
                 cluster.add_node(num_cpus=1, wait=False)
             job.until(lambda entry: entry.get("nodes") == 4)
             left = next(node for node in cluster.worker_nodes if has_agent(node))
-            agent = next(p for p in raylet(left).children(recursive=True) if SERVICES[0] in words(p))
+            agent = next(
+                p for p in raylet(left).children(recursive=True) if SERVICES[0] in words(p)
+            )
             psutil.Process(agent.ppid()).kill()
             job.until(lambda entry: entry.get("nodes") == 3)
             assert wait_until(lambda: not agent.is_running())
@@ -74,7 +78,10 @@ def test_as_a_ray_job(tmp_path: Path) -> None:
         done = subprocess.run(
             [*submit, "--address", f"http://{cluster.webui_url}", "--", sys.executable, "-m", *run],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -108,7 +115,12 @@ class Autoscaling:
         self.address, self.client = f"{own_host()}:{port}", f"ray://{own_host()}:{client_port}"
         kinds = {
             "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
-            "worker": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": most},
+            "worker": {
+                "resources": {"CPU": 1},
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": most,
+            },
         }
         config = {
             "cluster_name": "test",
@@ -160,7 +172,10 @@ class Autoscaling:
             )
 
     def close(self) -> None:
-        ours = [self.process.pid, *(p.pid for p in psutil.Process(self.process.pid).children(recursive=True))]
+        ours = [
+            self.process.pid,
+            *(p.pid for p in psutil.Process(self.process.pid).children(recursive=True)),
+        ]
         for process in psutil.process_iter():
             mine = process.pid in ours or any(self.address in word for word in words(process))
             if mine and process.pid != os.getpid():
@@ -182,7 +197,10 @@ def test_the_autoscaler_brings_the_nodes(outside: bool, tmp_path: Path) -> None:
     scaling = Autoscaling(tmp_path, free_port(), free_port(), most=2)
     try:
         assert wait_until(
-            lambda: scaling.process.poll() is not None or "Ray runtime started" in scaling.log.read_text(),
+            lambda: (
+                scaling.process.poll() is not None
+                or "Ray runtime started" in scaling.log.read_text()
+            ),
             60.0,
         ), scaling.log.read_text()
         address = scaling.client if outside else scaling.address

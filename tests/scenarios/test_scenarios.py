@@ -15,7 +15,9 @@ References = Callable[[Scenario], Run]
 
 
 def _parameters() -> list[object]:
-    return [pytest.param(s, id=s.name, marks=[] if s.small else [pytest.mark.chaos]) for s in SCENARIOS]
+    return [
+        pytest.param(s, id=s.name, marks=[] if s.small else [pytest.mark.chaos]) for s in SCENARIOS
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +29,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         key = (scenario.model, *scenario.flags)
         if key not in done:
             plain = replace(scenario, faults=(), nodes="1", pipelines="1")
-            done[key] = run_scenario(tmp_path_factory.mktemp("reference") / "run", plain, faults=False)
+            done[key] = run_scenario(
+                tmp_path_factory.mktemp("reference") / "run", plain, faults=False
+            )
             assert done[key].code == 0, done[key].output
         return done[key]
 

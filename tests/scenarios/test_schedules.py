@@ -41,8 +41,12 @@ CASES = (
     _case("zero-bubble-first-killed", "zero-bubble", fault="kill node=0 step=2 microbatch=4"),
     _case("zero-bubble-last-killed", "zero-bubble", fault="kill node=2 step=2 microbatch=1"),
     _case("interleaved-last-killed", "interleaved", fault="kill node=2 step=2 microbatch=4"),
-    _case("interleaved-killed-in-optimizer", "interleaved", fault="kill node=1 step=2 phase=optimizer"),
-    _case("interleaved-killed-in-reduction", "interleaved", fault="kill node=1 step=2 phase=reduce"),
+    _case(
+        "interleaved-killed-in-optimizer", "interleaved", fault="kill node=1 step=2 phase=optimizer"
+    ),
+    _case(
+        "interleaved-killed-in-reduction", "interleaved", fault="kill node=1 step=2 phase=reduce"
+    ),
     _case("interleaved-two-pipelines", "interleaved", fault=KILL, nodes="4", pipelines="2"),
     _case("zero-bubble-two-pipelines", "zero-bubble", fault=KILL, nodes="5", pipelines="3+2"),
     _case("zero-bubble-tied", "zero-bubble", fault=KILL, model=TIED),
@@ -65,7 +69,9 @@ def _expected(directory: Path, model: tuple[str, ...]) -> Run:
     """The failure-free run under 1F1B; with TP 2 on nodes of two workers."""
     if model != TP:
         return reference(directory, *model)
-    flags = exact("--nnodes", "2", "--pipelines", "1", "--nproc-per-node", "2", "--schedule", "1f1b")
+    flags = exact(
+        "--nnodes", "2", "--pipelines", "1", "--nproc-per-node", "2", "--schedule", "1f1b"
+    )
     return elastic_run(directory / "reference", flags, [*SCRIPT, *model])
 
 

@@ -13,7 +13,10 @@ from tests.scenarios.shared import exact, faults
 
 def test_a_short_lived_node_is_left_as_a_spare(tmp_path: Path) -> None:
     """It says that it goes after two seconds, when it may not even have started its workers."""
-    flags, hurry = exact("--nnodes", "2:3", "--lifetime", "0,0,2", *faults("join step=1")), tmp_path / "hurry"
+    flags, hurry = (
+        exact("--nnodes", "2:3", "--lifetime", "0,0,2", *faults("join step=1")),
+        tmp_path / "hurry",
+    )
     job = Job(tmp_path / "run", ["run", "--standalone", *flags], paced(hurry))
     try:
         job.wait("a decision", lambda: job.of("spare"), DEADLINE_S)

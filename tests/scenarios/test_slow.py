@@ -35,7 +35,14 @@ def run(folder: Path, given: Profile, *flags: str) -> Run:
     folder.mkdir()
     (folder / "profile.json").write_text(format_profile(given))
     emulated = ["--emulate", str(folder / "profile.json"), "--nnodes", "4"]
-    script = ["-m", "benchmarks.waiting", "--num-microbatches", str(MICROBATCHES), "--steps", str(STEPS)]
+    script = [
+        "-m",
+        "benchmarks.waiting",
+        "--num-microbatches",
+        str(MICROBATCHES),
+        "--steps",
+        str(STEPS),
+    ]
     done = elastic_run(folder / "run", exact(*emulated, *flags), script)
     assert done.code == 0, done.output
     return done
@@ -90,7 +97,9 @@ def test_its_pace_is_measured_and_steps_are_as_long_as_predicted(tmp_path: Path)
     plan = parse_plan(done.summary["plan"])
     nodes = tuple(NodeInfo(node, "", "") for node in plan.nodes())
     expected = predict(plan, profile(), nodes, (("node1", FACTOR),)).step_s
-    after = [e["seconds"] for e in done.events if e["kind"] == "step" and e["epoch"] == plan.epoch][1:]
+    after = [e["seconds"] for e in done.events if e["kind"] == "step" and e["epoch"] == plan.epoch][
+        1:
+    ]
     assert len(after) >= 3, "too few steps after the change"
     assert expected / median(sorted(after)[: len(after) // 2 + 1]) >= 0.95
 

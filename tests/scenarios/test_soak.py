@@ -56,9 +56,13 @@ def soak(folder: Path, seconds: float, a_core: int, every_s: float) -> None:
     flags = ["--nnodes", "3", "--lease", LEASE_S, "--run-dir", str(folder / "run")]
     command = [sys.executable, "-m", "elastic", "run", "--standalone", *flags, *script]
     with loaded_machine(a_core), (folder / "output").open("wb") as output:
-        run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output)
+        run = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output
+        )
         try:
-            assert wait_until(lambda: steps(folder / "run") > 5, 240.0), (folder / "output").read_text()
+            assert wait_until(lambda: steps(folder / "run") > 5, 240.0), (
+                folder / "output"
+            ).read_text()
             end = time.time() + seconds
             while time.time() < end:
                 with pytest.raises(subprocess.TimeoutExpired):
@@ -72,7 +76,9 @@ def soak(folder: Path, seconds: float, a_core: int, every_s: float) -> None:
     done = Run(run.returncode, (folder / "output").read_text(), folder / "run")
     during = [e for e in done.events if e["at"] < ended]
     halts = [e["cause"] for e in during if e["kind"] == "halt"]
-    assert halts[0] == "start" and not [cause for cause in halts[1:] if not cause.startswith("backup")], halts
+    assert halts[0] == "start" and not [
+        cause for cause in halts[1:] if not cause.startswith("backup")
+    ], halts
     assert not [e for e in during if e["kind"] == "lost"]
     for node in range(3):
         assert not [line for line in agent_log(done, f"node{node}") if "workers are killed" in line]

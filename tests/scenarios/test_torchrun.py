@@ -34,8 +34,21 @@ def launch(
 ) -> Ended:
     directory.mkdir()
     out = directory / "result.json"
-    mine = ("--run-dir", str(directory / "run"), "--lease", LEASE_S) if "elastic" in launcher else ()
-    command = [sys.executable, *launcher, *mine, *flags, DDP, "--steps", "8", "--out", str(out), *script]
+    mine = (
+        ("--run-dir", str(directory / "run"), "--lease", LEASE_S) if "elastic" in launcher else ()
+    )
+    command = [
+        sys.executable,
+        *launcher,
+        *mine,
+        *flags,
+        DDP,
+        "--steps",
+        "8",
+        "--out",
+        str(out),
+        *script,
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command,
@@ -67,7 +80,9 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]
     return run
 
 
-@pytest.mark.parametrize("launcher", ["one-node", pytest.param("two-nodes", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize(
+    "launcher", ["one-node", pytest.param("two-nodes", marks=pytest.mark.chaos)]
+)
 def test_same_result_restart_included(
     launcher: str, torchrun: Callable[[str], Ended], tmp_path: Path
 ) -> None:
@@ -87,7 +102,9 @@ def test_a_restarted_run_ends_as_one_that_never_failed(
     assert run.result["restarts"] == 0
 
 
-@pytest.mark.parametrize("launcher", ["one-node", pytest.param("two-nodes", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize(
+    "launcher", ["one-node", pytest.param("two-nodes", marks=pytest.mark.chaos)]
+)
 def test_same_exit_code_when_restarts_are_used_up(
     launcher: str, torchrun: Callable[[str], Ended], tmp_path: Path
 ) -> None:

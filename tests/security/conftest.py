@@ -23,7 +23,9 @@ def vault(tmp_path: Path) -> Vault:
 
 
 @pytest.fixture(params=["tls", "plain"])
-def server(request: pytest.FixtureRequest, vault: Vault, authority: Authority) -> Iterator[VaultServer]:
+def server(
+    request: pytest.FixtureRequest, vault: Vault, authority: Authority
+) -> Iterator[VaultServer]:
     certs = authority.good if request.param == "tls" else None
     made = VaultServer(vault, timeout_s=LONG_S, secure=secure(certs)).start()
     yield made

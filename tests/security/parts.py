@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from elastic.launcher.flags.certs import make
+from elastic.launcher.flags.certs import make_certificates
 from elastic.rpc.security import rejections
 from elastic.rpc.security.rejections import REJECTIONS, Reason, RejectionNotice
 from elastic.rpc.security.tls import SecuritySettings
@@ -23,9 +23,9 @@ class Authority:
     """Directories for --certs under `root`."""
 
     def __init__(self, root: Path) -> None:
-        make(root / "ours", [["localhost"], ["other"]])
-        make(root / "theirs", [["localhost"]])
-        make(root / "ours", [["expired"]], days=-1)
+        make_certificates(root / "ours", [["localhost"], ["other"]])
+        make_certificates(root / "theirs", [["localhost"]])
+        make_certificates(root / "ours", [["expired"]], days=-1)
         self.good, self.other = root / "ours" / "localhost", root / "ours" / "other"
         self.expired, self.foreign = root / "ours" / "expired", root / "theirs" / "localhost"
         self.root = root
@@ -41,7 +41,9 @@ def silent(where: tuple[str, int], count: int, source: str = "") -> Iterator[lis
     mine = (source, 0) if source else None
     with ExitStack() as stack:
         yield [
-            stack.enter_context(socket.create_connection(where, timeout=LONG_S, source_address=mine))
+            stack.enter_context(
+                socket.create_connection(where, timeout=LONG_S, source_address=mine)
+            )
             for _ in range(count)
         ]
 

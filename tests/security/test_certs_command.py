@@ -12,8 +12,8 @@ from cryptography import x509
 from elastic.config import FILE
 from elastic.domain.errors import FieldError
 from elastic.launcher import cli
-from elastic.launcher.flags.guarding import is_loopback
 from elastic.launcher.flags.request import Request
+from elastic.launcher.flags.validators import is_loopback
 from elastic.launcher.run.rundir import RunDir
 from elastic.rpc.security.tls import TOKEN_FILE, Certificates, load
 from tests.launcher import helpers
@@ -58,7 +58,9 @@ def test_an_authority_and_hosts_are_made_added_and_renewed(
 
 def read(place: Path, *words: str, **environ: str) -> Request:
     (place / "script.py").write_text("")
-    return helpers.read(*words, "--run-dir", str(place / "run"), str(place / "script.py"), **environ)
+    return helpers.read(
+        *words, "--run-dir", str(place / "run"), str(place / "script.py"), **environ
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "127.9.9.9", "::1"])
@@ -66,7 +68,9 @@ def test_loopback(host: str) -> None:
     assert is_loopback(host)
 
 
-@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "[::]", "192.168.1.1", "no.such.host.invalid"])
+@pytest.mark.parametrize(
+    "host", ["10.0.0.1", "0.0.0.0", "[::]", "192.168.1.1", "no.such.host.invalid"]
+)
 def test_not_loopback(host: str) -> None:
     assert not is_loopback(host)
 
@@ -80,13 +84,18 @@ def test_an_address_that_others_reach_needs_certificates_or_insecure(
     assert read(tmp_path, *there, "--certs", str(authority.good)).guard.warning == ""
     loud = read(tmp_path, *there, "--insecure").guard.warning
     assert "plain text" in loud and "anybody may join" in loud
-    assert "anybody" not in read(tmp_path, *there, "--insecure", ELASTIC_JOIN_TOKEN=TOKEN).guard.warning
+    assert (
+        "anybody"
+        not in read(tmp_path, *there, "--insecure", ELASTIC_JOIN_TOKEN=TOKEN).guard.warning
+    )
     assert read(tmp_path, *there, PET_INSECURE="1").guard.warning == loud
     here = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29400")
     assert read(tmp_path, *here).guard.warning == ""
 
 
-def test_the_token_is_in_no_file_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_in_no_file_but_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ELASTIC_JOIN_TOKEN", TOKEN)
     wanted = read(tmp_path, "--standalone", **os.environ)
     assert wanted.guard.token == TOKEN
@@ -108,7 +117,10 @@ def test_a_job_on_this_machine_alone_gets_a_token_of_its_own(tmp_path: Path) -> 
     one, two = (read(tmp_path, "--standalone").guard.token for _ in range(2))
     assert len(one) == 64 and one != two
     (tmp_path / "token").write_text(TOKEN + "\n")
-    assert read(tmp_path, "--standalone", "--join-token-file", str(tmp_path / "token")).guard.token == TOKEN
+    assert (
+        read(tmp_path, "--standalone", "--join-token-file", str(tmp_path / "token")).guard.token
+        == TOKEN
+    )
     (tmp_path / "token").write_text("short")
     with pytest.raises(FieldError, match="16 printable") as caught:
         read(tmp_path, "--standalone", "--join-token-file", str(tmp_path / "token"))

@@ -83,7 +83,9 @@ def serves(bench: Bench, certs: Path | None) -> None:
     assert call(bench.address, "echo", {"a": 1}, secure=secure(certs)) == {"kind": "echo", "a": 1}
 
 
-def session(bench: Bench, mine: SecuritySettings, sender: str = "node0") -> tuple[Recorder, CoordinatorSession]:
+def session(
+    bench: Bench, mine: SecuritySettings, sender: str = "node0"
+) -> tuple[Recorder, CoordinatorSession]:
     told = Recorder()
     callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
     return told, CoordinatorSession(bench.address, sender=sender, secure=mine, **callbacks)
@@ -107,9 +109,14 @@ def test_members_are_served(bench: Bench, authority: Authority) -> None:
     mine.close()
 
 
-@pytest.mark.parametrize("raw", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 64])
+@pytest.mark.parametrize(
+    "raw", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 64]
+)
 def test_plain_text_is_refused(tls: Bench, authority: Authority, raw: bytes) -> None:
-    with refused(Reason.HANDSHAKE, PORT), socket.create_connection(tls.where, timeout=LONG_S) as sock:
+    with (
+        refused(Reason.HANDSHAKE, PORT),
+        socket.create_connection(tls.where, timeout=LONG_S) as sock,
+    ):
         sock.sendall(raw)
         with contextlib.suppress(ConnectionError):
             while sock.recv(4096):
@@ -124,10 +131,14 @@ def test_a_plain_client_is_refused(tls: Bench, authority: Authority) -> None:
 
 
 @pytest.mark.parametrize("certs", ["foreign", "expired"])
-def test_certificates_that_are_refused(tls: Bench, authority: Authority, tmp_path: Path, certs: str) -> None:
+def test_certificates_that_are_refused(
+    tls: Bench, authority: Authority, tmp_path: Path, certs: str
+) -> None:
     mine = tmp_path / "mine"
     shutil.copytree(getattr(authority, certs), mine)
-    shutil.copy(authority.good / CA, mine / CA)  # it believes the server: only its own certificate is wrong
+    shutil.copy(
+        authority.good / CA, mine / CA
+    )  # it believes the server: only its own certificate is wrong
     with refused(Reason.HANDSHAKE, PORT), pytest.raises(UsageError):
         call(tls.address, "echo", {}, secure=secure(mine), timeout_s=3)
     serves(tls, authority.good)
@@ -195,7 +206,9 @@ def test_wrong_token_is_refused(bench: Bench, authority: Authority) -> None:
     serves(bench, certs)
 
 
-def shown(bench: Bench, certs: Path | None, proof: str, kind: str, body: bytes, nonce: str = "") -> bytes:
+def shown(
+    bench: Bench, certs: Path | None, proof: str, kind: str, body: bytes, nonce: str = ""
+) -> bytes:
     """A call with any proof at all."""
     with open_channel(grpc, bench.address, client_options(5.0), secure(certs)) as channel:
         stub = CoordinatorStub(channel)
@@ -229,7 +242,11 @@ def test_a_proof_is_good_once_and_for_its_question(bench: Bench, authority: Auth
 def test_a_captured_opening_opens_nothing(bench: Bench, authority: Authority) -> None:
     certs = certs_of(bench, authority)
     nonce = str(call(bench.address, CHALLENGE, {"nonce": "00"}, secure=secure(certs, ""))["nonce"])
-    metadata = (("sender", "node7"), ("nonce", nonce), ("proof", answer(TOKEN, nonce, "session", "node7")))
+    metadata = (
+        ("sender", "node7"),
+        ("nonce", nonce),
+        ("proof", answer(TOKEN, nonce, "session", "node7")),
+    )
     with open_channel(grpc, bench.address, client_options(5.0), secure(certs)) as channel:
         stub = CoordinatorStub(channel)
         first = stub.session(iter(()), metadata=metadata)
@@ -246,8 +263,14 @@ def test_a_captured_opening_opens_nothing(bench: Bench, authority: Authority) ->
 def test_a_message_that_comes_twice_is_refused(bench: Bench, authority: Authority) -> None:
     certs = certs_of(bench, authority)
     nonce = str(call(bench.address, CHALLENGE, {"nonce": "00"}, secure=secure(certs, ""))["nonce"])
-    metadata = (("sender", "node7"), ("nonce", nonce), ("proof", answer(TOKEN, nonce, "session", "node7")))
-    beats = [replace(pack(Heartbeat("node7", "i", n, 0), term=0, epoch=0), sequence=n) for n in (1, 2, 3)]
+    metadata = (
+        ("sender", "node7"),
+        ("nonce", nonce),
+        ("proof", answer(TOKEN, nonce, "session", "node7")),
+    )
+    beats = [
+        replace(pack(Heartbeat("node7", "i", n, 0), term=0, epoch=0), sequence=n) for n in (1, 2, 3)
+    ]
     with open_channel(grpc, bench.address, client_options(5.0), secure(certs)) as channel:
         stub = CoordinatorStub(channel)
         again = [beats[0], beats[1], beats[1], beats[0], beats[2]]
@@ -292,7 +315,9 @@ def test_a_member_sends_more_in_pieces_up_to_a_bound(
     mine.close()
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES]
+)
 def test_pieces_are_the_whole(nbytes: int) -> None:
     whole = envelope.Envelope(1, 2, "Stop", os.urandom(nbytes), "node0")
     found = list(envelope.pieces(whole))
@@ -301,7 +326,9 @@ def test_pieces_are_the_whole(nbytes: int) -> None:
     assert all(len(one.body) <= PIECE_BYTES and (one.body or not nbytes) for one in found)
 
 
-def test_certificates_are_replaced_under_a_running_server(authority: Authority, tmp_path: Path) -> None:
+def test_certificates_are_replaced_under_a_running_server(
+    authority: Authority, tmp_path: Path
+) -> None:
     mine = tmp_path / "certs"
     shutil.copytree(authority.expired, mine)
     bench = Bench(secure(mine))
@@ -336,7 +363,9 @@ def test_files_that_do_not_belong_together_leave_the_former_in_use(
         Certificates(tmp_path / "nothing")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(raw=st.binary(min_size=1, max_size=600), http=st.booleans())
 def test_rubbish_on_the_port(bench: Bench, raw: bytes, http: bool) -> None:
     with socket.create_connection(bench.where, timeout=LONG_S) as sock:
@@ -352,7 +381,9 @@ def test_rubbish_on_the_port(bench: Bench, raw: bytes, http: bool) -> None:
 def test_rubbish_left_the_port_serving(bench: Bench, authority: Authority) -> None:
     certs = certs_of(bench, authority)
     before = sum(REJECTIONS.counts().values())
-    test_rubbish_on_the_port.hypothesis.inner_test(bench, b"\x16\x03\x01\xff\xff" + b"\0" * 300, False)
+    test_rubbish_on_the_port.hypothesis.inner_test(
+        bench, b"\x16\x03\x01\xff\xff" + b"\0" * 300, False
+    )
     serves(bench, certs)
     if certs is not None:
         with refused(Reason.HANDSHAKE, PORT):
@@ -362,8 +393,14 @@ def test_rubbish_left_the_port_serving(bench: Bench, authority: Authority) -> No
 
 KINDS = st.sampled_from([*envelope.KINDS, "", "Nonsense"])
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 

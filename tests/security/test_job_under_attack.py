@@ -48,16 +48,26 @@ def running(run_dir: Path, certs: Path) -> tuple[str, SecuritySettings, dict[str
     raise AssertionError("the job does not run")
 
 
-def forge(address: str, mine: SecuritySettings, sender: str, messages: list[tuple[object, int]]) -> None:
+def forge(
+    address: str, mine: SecuritySettings, sender: str, messages: list[tuple[object, int]]
+) -> None:
     """Say things on a session of `sender`, as somebody who has certificate and token."""
     nonce = str(call(address, CHALLENGE, {"nonce": "0"}, secure=mine)["nonce"])
-    metadata = (("sender", sender), ("nonce", nonce), ("proof", answer(mine.token, nonce, "session", sender)))
-    said = [replace(pack(message, term=0, epoch=0), sequence=number) for message, number in messages]
+    metadata = (
+        ("sender", sender),
+        ("nonce", nonce),
+        ("proof", answer(mine.token, nonce, "session", sender)),
+    )
+    said = [
+        replace(pack(message, term=0, epoch=0), sequence=number) for message, number in messages
+    ]
     with _channel(grpc, address, client_options(5.0), mine) as channel:
         list(CoordinatorStub(channel).session(iter(said), metadata=metadata, timeout=10))
 
 
-def attack(address: str, mine: SecuritySettings, vault: str, authority: Authority, place: Path) -> None:
+def attack(
+    address: str, mine: SecuritySettings, vault: str, authority: Authority, place: Path
+) -> None:
     """Everything of the acceptance list, at both ports."""
     foreign = place / "foreign"
     shutil.copytree(authority.foreign, foreign)
@@ -69,7 +79,11 @@ def attack(address: str, mine: SecuritySettings, vault: str, authority: Authorit
         SecuritySettings(None, "", mine.token),
         *(SecuritySettings(c, "", mine.token) for c in (foreign, expired)),
     ]
-    for who in (*others, SecuritySettings(mine.certs, "", ""), SecuritySettings(mine.certs, "", WRONG)):
+    for who in (
+        *others,
+        SecuritySettings(mine.certs, "", ""),
+        SecuritySettings(mine.certs, "", WRONG),
+    ):
         with contextlib.suppress(UsageError):
             call(address, "drain", {"node": "node1", "deadline_s": 0}, secure=who, timeout_s=5)
             raise AssertionError(who)
@@ -102,7 +116,9 @@ def test_attacked_on_all_ports_it_trains_on(tmp_path: Path, authority: Authority
         address, mine, status = running(tmp_path / "run", authority.good)
         attack(address, mine, status["nodes"][1]["vault"], authority, tmp_path)
         hit = call(address, "status", {}, secure=mine)
-        assert wait_until(lambda: call(address, "status", {}, secure=mine)["step"] >= hit["step"] + 2)
+        assert wait_until(
+            lambda: call(address, "status", {}, secure=mine)["step"] >= hit["step"] + 2
+        )
         after = call(address, "status", {}, secure=mine)
     finally:
         (tmp_path / "hurry").touch()
@@ -117,9 +133,13 @@ def test_attacked_on_all_ports_it_trains_on(tmp_path: Path, authority: Authority
     assert {("vault", reason) for reason in ("plain-text", "wrong-ca", "expired", "token")} <= told
     coordinator = ("handshake", "token", "oversize", "replayed", "forged", "stale")
     assert {("coordinator", reason) for reason in coordinator} <= told
-    assert all(e["count"] >= 1 and e["total"] >= e["count"] for e in run.events if e["kind"] == "refused")
+    assert all(
+        e["count"] >= 1 and e["total"] >= e["count"] for e in run.events if e["kind"] == "refused"
+    )
     assert [e["what"] for e in run.events if e["kind"] == "unencrypted"] == ["workers"]
-    written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    written = b"".join(
+        path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
+    )
     assert mine.token.encode() not in written and mine.token not in run.output
     assert not [e for e in run.events if e["kind"] in ("lost", "drain")]
 

@@ -47,7 +47,9 @@ def certs(request: pytest.FixtureRequest, authority: Authority) -> Path | None:
 def node(places: list[str], certs: Path | None) -> Iterator[tuple[Recorder, CoordinatorSession]]:
     told = Recorder()
     callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
-    session = CoordinatorSession(",".join(places), sender="node0", secure=secure(certs), **callbacks)
+    session = CoordinatorSession(
+        ",".join(places), sender="node0", secure=secure(certs), **callbacks
+    )
     yield told, session
     session.close()
 
@@ -87,12 +89,16 @@ def test_a_stranger_at_one_address_is_not_followed(
         bench.server.close()
 
 
-def test_another_authority_at_one_address_is_not_followed(places: list[str], authority: Authority) -> None:
+def test_another_authority_at_one_address_is_not_followed(
+    places: list[str], authority: Authority
+) -> None:
     told = Recorder()
     callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
     stranger = Bench(places[0], 99, SecuritySettings(authority.foreign, "", TOKEN))
     with refused(Reason.HANDSHAKE, "agent"):
-        session = CoordinatorSession(",".join(places), sender="node0", secure=secure(authority.good), **callbacks)
+        session = CoordinatorSession(
+            ",".join(places), sender="node0", secure=secure(authority.good), **callbacks
+        )
     ours = Bench(places[1], 3, secure(authority.good))
     told.expect("on_up")
     assert session.term == 3 and stranger.empty()

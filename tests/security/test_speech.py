@@ -49,7 +49,11 @@ def new(node: str, incarnation: str) -> m.NodeReport:
 def state_of(spec: JobSpec = SPEC) -> JobState:
     members = {n: Member(report=report(n), seen=1.0) for n in ("node0", "node1")}
     return JobState(policy=Policy(min_nodes=1, max_nodes=2)).of(
-        members=members, epoch=4, phase=JobPhase.RUNNING, spec=spec, record=StepRecord(1, 1.0, 1.0, 1.0)
+        members=members,
+        epoch=4,
+        phase=JobPhase.RUNNING,
+        spec=spec,
+        record=StepRecord(1, 1.0, 1.0, 1.0),
     )
 
 
@@ -197,7 +201,9 @@ MEASURED = m.MicrobatchTiming(4, 2, 0, 0.1, 0.2, traffic=m.BackupTraffic(1, 0.1,
         replace(DONE, seconds=math.nan),
         report("node0", resumed_at=math.inf),
         report("node0", cause="x" * (speech.MAX_CHARS + 1)),
-        report("node0", preflight=Preflight("on", 1.0, (PreflightCheck("clock", math.nan, "s", True),))),
+        report(
+            "node0", preflight=Preflight("on", 1.0, (PreflightCheck("clock", math.nan, "s", True),))
+        ),
         report("node0", suspects=("node1",) * (speech.MAX_ITEMS + 1)),
         replace(SHORT, detail="x" * (speech.MAX_CHARS + 1)),
     ],
@@ -212,12 +218,16 @@ def test_what_is_out_of_bounds_is_refused(message: object) -> None:
 def test_the_largest_that_a_node_says_is_taken() -> None:
     """A thousand layers, logged messages of a thousand micro-batches, a report as long as its sender lets it be."""
     copies = [
-        replace(make(content(layer % 3), layer=layer, microbatches=frozenset(range(1024))), node="node0")
+        replace(
+            make(content(layer % 3), layer=layer, microbatches=frozenset(range(1024))), node="node0"
+        )
         for layer in range(1000)
     ]
     layers = (LayerSpec(1, 2, 3, 0.1, 0.2),) * 1000
     last_words = m.Failed("x" * 200_000)
-    whole = report("node0", inventory=tuple(copies * 2), spec=JobSpec(layers, 1024, 10, seed=(1 << 64) - 1))
+    whole = report(
+        "node0", inventory=tuple(copies * 2), spec=JobSpec(layers, 1024, 10, seed=(1 << 64) - 1)
+    )
     for message in (
         whole,
         replace(whole, failed=last_words),
@@ -250,7 +260,9 @@ def floats(value: Any) -> list[tuple[Any, str]]:
     return found
 
 
-@pytest.mark.parametrize("message", [HEALTH, TAKEN_BACK, DONE, MEASURED], ids=lambda g: type(g).__name__)
+@pytest.mark.parametrize(
+    "message", [HEALTH, TAKEN_BACK, DONE, MEASURED], ids=lambda g: type(g).__name__
+)
 def test_every_number_is_looked_at(message: Any) -> None:
     for part, name in floats(message):
         if f"{type(part).__name__}.{name}" not in speech.UNBOUNDED:

@@ -27,7 +27,9 @@ def tls(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench
 
 def test_places_go_to_who_comes_next() -> None:
     held = UnauthenticatedConnections[int]()
-    for number, address in enumerate(("10.0.0.1", "10.0.0.2", "10.0.0.1", "127.0.0.1", "127.0.0.1")):
+    for number, address in enumerate(
+        ("10.0.0.1", "10.0.0.2", "10.0.0.1", "127.0.0.1", "127.0.0.1")
+    ):
         held.enter(number, address)
     assert held.full(5) == 0 and held.full(6) is None
     assert held.crowded("10.0.0.2", 2) is None and held.crowded("10.0.0.1", 2) == 0

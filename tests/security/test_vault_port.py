@@ -143,7 +143,10 @@ def test_oversize_frames_are_refused(server: VaultServer, authority: Authority) 
         stream = dial(server, certs)
         stream.send({"kind": "Hello", "body": {"node": "b" * 5000, "nonce": ""}})
         ended(stream)
-    for header in (struct.pack("<I", 0xFFFFFFFF), struct.pack("<I", 2) + b"{}" + struct.pack("<Q", 1 << 60)):
+    for header in (
+        struct.pack("<I", 0xFFFFFFFF),
+        struct.pack("<I", 2) + b"{}" + struct.pack("<Q", 1 << 60),
+    ):
         with refused(Reason.OVERSIZE, PORT):
             stream = dial(server, certs)
             enter(stream)
@@ -152,7 +155,9 @@ def test_oversize_frames_are_refused(server: VaultServer, authority: Authority) 
     serves(server, certs)
 
 
-def test_a_request_with_what_it_must_not_carry_is_refused(server: VaultServer, authority: Authority) -> None:
+def test_a_request_with_what_it_must_not_carry_is_refused(
+    server: VaultServer, authority: Authority
+) -> None:
     certs = certs_of(server, authority)
     bad = [
         {"kind": "Get", "body": {"key": 3}},
@@ -179,7 +184,9 @@ def test_a_request_with_what_it_must_not_carry_is_refused(server: VaultServer, a
     serves(server, certs)
 
 
-def test_nobody_asks_in_the_name_of_another(server: VaultServer, authority: Authority, vault: Vault) -> None:
+def test_nobody_asks_in_the_name_of_another(
+    server: VaultServer, authority: Authority, vault: Vault
+) -> None:
     certs = certs_of(server, authority)
     mine = client(server, certs)
     mine.put([(COPY, memoryview(DATA))])
@@ -192,9 +199,13 @@ def test_nobody_asks_in_the_name_of_another(server: VaultServer, authority: Auth
     stream.close()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(raw=st.binary(min_size=1, max_size=400), after=st.booleans())
-def test_rubbish_hurts_nobody(server: VaultServer, authority: Authority, raw: bytes, after: bool) -> None:
+def test_rubbish_hurts_nobody(
+    server: VaultServer, authority: Authority, raw: bytes, after: bool
+) -> None:
     """Before the greeting and after it; inside of TLS and instead of it."""
     certs = certs_of(server, authority)
     stream = dial(server, certs if after else None)
@@ -225,12 +236,16 @@ def test_after_all_of_it_members_are_served(server: VaultServer, authority: Auth
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(field=st.sampled_from(sorted(codec.encode(COPY))), value=JSON)
 def test_a_copy_with_any_field_hurts_nobody(
     server: VaultServer, authority: Authority, vault: Vault, field: str, value: object
@@ -240,7 +255,8 @@ def test_a_copy_with_any_field_hurts_nobody(
     with contextlib.suppress(ChannelClosed, TimeoutError):
         enter(stream)
         stream.send(
-            {"kind": "Put", "body": {"copies": [{**codec.encode(COPY), field: value}]}}, [memoryview(DATA)]
+            {"kind": "Put", "body": {"copies": [{**codec.encode(COPY), field: value}]}},
+            [memoryview(DATA)],
         )
         stream.receive()
     stream.close()

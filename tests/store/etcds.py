@@ -27,7 +27,9 @@ PATIENT = {"call_s": LONG_S / 2, "patience_s": LONG_S}
 class Member:
     """One etcd server. Data stay in `directory` over restarts."""
 
-    def __init__(self, directory: Path, name: str, ports: tuple[int, int], flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self, directory: Path, name: str, ports: tuple[int, int], flags: Sequence[str] = ()
+    ) -> None:
         self.name, self._directory, self._flags = name, directory, tuple(flags)
         self.endpoint, self.peer = (f"127.0.0.1:{port}" for port in ports)
         self.scheme = "https" if any("cert-file" in flag for flag in flags) else "http"

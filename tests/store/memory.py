@@ -34,7 +34,11 @@ class MemoryStore:
         check_key(key)
         with self._changed:
             change = self._changes.get(key)
-        return None if change is None or change.value is None else Entry(key, change.value, change.revision)
+        return (
+            None
+            if change is None or change.value is None
+            else Entry(key, change.value, change.revision)
+        )
 
     def list(self, prefix: str) -> tuple[Entry, ...]:
         with self._changed:
@@ -85,7 +89,9 @@ class MemoryStore:
 
     def change_after(self, revision: int, prefix: str) -> KeyChange | None:
         """Return the first change under `prefix` after `revision`. The caller holds the lock."""
-        found = (c for c in self._changes.values() if c.revision > revision and c.key.startswith(prefix))
+        found = (
+            c for c in self._changes.values() if c.revision > revision and c.key.startswith(prefix)
+        )
         return min(found, key=lambda change: change.revision, default=None)
 
     @property

@@ -39,7 +39,10 @@ def test_files_are_plain_safetensors(tmp_path: Path) -> None:
     path = whole(tmp_path, 3)
     with safe_open(path / "layer-0001-tp-0.safetensors", "pt") as file:
         assert file.metadata()["version"] == "3"
-        assert file.get_tensor("param/weight").tolist() == [[103, 104, 105, 106], [113, 114, 115, 116]]
+        assert file.get_tensor("param/weight").tolist() == [
+            [103, 104, 105, 106],
+            [113, 114, 115, 116],
+        ]
         assert file.get_tensor("param/bias").dtype == torch.bfloat16
         assert file.get_tensor("optim/weight/step").item() == 3
         assert len(file.keys()) == 5
@@ -56,7 +59,9 @@ def portions_of(layer: int, step: int, number: int) -> list[bytes]:
         run[: len(text)] = text
         for whole_entry, entry in zip(header.tensors, part.tensors, strict=True):
             size = entry.nbytes
-            run[entry.offset : entry.offset + size] = data[whole_entry.offset : whole_entry.offset + size]
+            run[entry.offset : entry.offset + size] = data[
+                whole_entry.offset : whole_entry.offset + size
+            ]
         runs.append(bytes(run))
     return runs
 
@@ -78,7 +83,9 @@ def test_portions_are_put_together(tmp_path: Path) -> None:
 
 def test_a_missing_portion_is_no_checkpoint(tmp_path: Path) -> None:
     write_all(tmp_path, 5, skip=(2,))
-    checkpoint_directory.write_part(tmp_path, 5, 2, 0, N_LAYERS, 1, memoryview(portions_of(2, 5, 2)[0]))
+    checkpoint_directory.write_part(
+        tmp_path, 5, 2, 0, N_LAYERS, 1, memoryview(portions_of(2, 5, 2)[0])
+    )
     with pytest.raises(FieldError, match=r"\(2, 0\)"):
         checkpoint_directory.commit(tmp_path, 5)
 
@@ -128,9 +135,9 @@ def test_a_commit_that_ends_between_its_renames_loses_nothing(tmp_path: Path) ->
     write_all(tmp_path, 5)
     path.rename(tmp_path / "step-00000005.replaced")
     checkpoint_directory.discard_incomplete(tmp_path)
-    assert checkpoint_directory.latest(tmp_path) == path and [p.name for p in tmp_path.iterdir()] == [
-        path.name
-    ]
+    assert checkpoint_directory.latest(tmp_path) == path and [
+        p.name for p in tmp_path.iterdir()
+    ] == [path.name]
     checkpoint_directory.discard_incomplete(tmp_path / "absent")
 
 

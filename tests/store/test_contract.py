@@ -78,7 +78,9 @@ def store(bench: Bench) -> Store:
     return bench.open()
 
 
-def take_over(bench: Bench, store: Store, name: str, holder: str, ttl_s: float, now: float) -> Lease:
+def take_over(
+    bench: Bench, store: Store, name: str, holder: str, ttl_s: float, now: float
+) -> Lease:
     """Acquire a lease whose time is over at `now`; where real time counts, as soon as it is."""
     end = time.monotonic() + LONG_S
     while True:
@@ -281,7 +283,9 @@ def test_threads_race_for_a_counter(store: Store, token: int) -> None:
             entry = store.get("counter")
             value = int(entry.value) + 1 if entry else 1
             try:
-                store.put_if("counter", str(value).encode(), entry.revision if entry else None, token)
+                store.put_if(
+                    "counter", str(value).encode(), entry.revision if entry else None, token
+                )
                 times -= 1
             except Conflict:
                 continue
@@ -307,7 +311,9 @@ def test_connections_race_for_a_counter(bench: Bench) -> None:
             entry = store.get("counter")
             value = int(entry.value) + 1 if entry else 1
             try:
-                store.put_if("counter", str(value).encode(), entry.revision if entry else None, token)
+                store.put_if(
+                    "counter", str(value).encode(), entry.revision if entry else None, token
+                )
                 times -= 1
             except Conflict:
                 continue
@@ -373,8 +379,14 @@ def test_a_lost_watch_goes_on_where_it_was(bench: Bench, store: Store, token: in
     watch.close()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["put", "delete", "lease"])), max_size=12))
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from(["put", "delete", "lease"])), max_size=12
+    )
+)
 def test_embedded_stores_agree(
     tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, str]]
 ) -> None:

@@ -43,7 +43,10 @@ def opened(cluster: Etcd) -> EtcdStore:
 
 
 def test_out_of_reach_is_one_error_in_bounded_time(server: Etcd) -> None:
-    patient, store = opened(server), EtcdStore(StoreSpec(url=server.url), "test", call_s=0.3, patience_s=0.8)
+    patient, store = (
+        opened(server),
+        EtcdStore(StoreSpec(url=server.url), "test", call_s=0.3, patience_s=0.8),
+    )
     lease = patient.acquire("coordinator", "a", 60.0, NOW)
     entry = patient.put_if("k", b"1", None, lease.token)
     calls = (
@@ -100,7 +103,9 @@ def test_another_member_is_used_when_one_is_gone(tmp_path: Path) -> None:
         entry = store.put_if("k", b"0", None, lease.token)
         watch = store.watch("")
         assert watch.next(LONG_S) == KeyChange("k", b"0", entry.revision)
-        used = next(member for member in cluster.members if member.endpoint == store._connection.endpoint)
+        used = next(
+            member for member in cluster.members if member.endpoint == store._connection.endpoint
+        )
         used.kill()
         end = time.monotonic() + LONG_S
         while True:
@@ -224,7 +229,9 @@ def test_a_value_too_large_for_etcd_is_refused_in_words(server: Etcd) -> None:
 
 def test_user_and_password(server: Etcd, tmp_path: Path) -> None:
     for words in ("user add root:secret", "user grant-role root root", "auth enable"):
-        subprocess.run([str(CTL), "--endpoints", server.members[0].endpoint, *words.split()], check=True)
+        subprocess.run(
+            [str(CTL), "--endpoints", server.members[0].endpoint, *words.split()], check=True
+        )
     password = tmp_path / "password"
     password.write_text("secret\n")
     good = StoreSpec(url=server.url, user="root", password_file=str(password))
@@ -252,7 +259,9 @@ def test_certificates(tmp_path: Path) -> None:
     flags = ["--cert-file", files["server.pem"], "--key-file", files["server.key"]]
     flags += ["--client-cert-auth", "--trusted-ca-file", files["ca.pem"]]
     cluster = Etcd(tmp_path / "etcd", flags=flags)
-    spec = StoreSpec(url=cluster.url, ca=files["ca.pem"], cert=files["client.pem"], key=files["client.key"])
+    spec = StoreSpec(
+        url=cluster.url, ca=files["ca.pem"], cert=files["client.pem"], key=files["client.key"]
+    )
     try:
         cluster.start()
         cluster.await_ready(spec)
@@ -267,7 +276,10 @@ def test_certificates(tmp_path: Path) -> None:
             StoreSpec(url=cluster.url),
             StoreSpec(url=cluster.url, ca=files["ca.pem"]),
             StoreSpec(
-                url=cluster.url, ca=files["other.pem"], cert=files["client.pem"], key=files["client.key"]
+                url=cluster.url,
+                ca=files["other.pem"],
+                cert=files["client.pem"],
+                key=files["client.key"],
             ),
         ):
             with pytest.raises(StoreUnavailable):
@@ -286,7 +298,10 @@ def certificates(folder: Path) -> dict[str, str]:
             serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
         )
-        for suffix, content in ((".pem", cert.public_bytes(serialization.Encoding.PEM)), (".key", secret)):
+        for suffix, content in (
+            (".pem", cert.public_bytes(serialization.Encoding.PEM)),
+            (".key", secret),
+        ):
             (folder / f"{name}{suffix}").write_bytes(content)
             made[name + suffix] = str(folder / f"{name}{suffix}")
 
@@ -313,4 +328,6 @@ def _certificate(
         not_valid_after=now + datetime.timedelta(days=1),
     ).add_extension(x509.BasicConstraints(ca=by is None, path_length=None), critical=True)
     local = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    return key, builder.add_extension(local, critical=False).sign(by[0] if by else key, hashes.SHA256())
+    return key, builder.add_extension(local, critical=False).sign(
+        by[0] if by else key, hashes.SHA256()
+    )

@@ -140,7 +140,9 @@ def test_only_what_says_so_is_full(
     assert pool.take(100).path.exists(), "a passing fault leaves the pool usable"
 
 
-def test_a_full_memory_and_a_broken_disk_are_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_memory_and_a_broken_disk_are_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numbers = iter((errno.ENOSPC, errno.EIO))
 
     def refuse(*_: object) -> None:

@@ -85,7 +85,9 @@ class Devices:
             name = nvml.nvmlDeviceGetName(handle)
             temperature_c = float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         except nvml.NVMLError as error:
-            return DeviceHealth(index, "", fault=f"the device does not answer: {error}"[:MAX_TEXT_LENGTH])
+            return DeviceHealth(
+                index, "", fault=f"the device does not answer: {error}"[:MAX_TEXT_LENGTH]
+            )
         name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         errors = self._errors(index, handle)
         return DeviceHealth(

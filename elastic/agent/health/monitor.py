@@ -148,7 +148,9 @@ class Monitor:
         with self._lock:
             count = self._failures[what, path].count + 1 if (what, path) in self._failures else 1
             if count > 1 or len(self._failures) < MAX_ENTRIES:
-                self._failures[what, path] = FailedOperation(what, path[:MAX_TEXT_LENGTH], detail[:MAX_TEXT_LENGTH], count)
+                self._failures[what, path] = FailedOperation(
+                    what, path[:MAX_TEXT_LENGTH], detail[:MAX_TEXT_LENGTH], count
+                )
         self._woken.set()
 
     def sample(self) -> HealthReport | None:

@@ -162,7 +162,9 @@ def device_trial(command: Sequence[str] = (sys.executable, "-m", TRIAL_MODULE)) 
             f"no answer within {DEVICE_TRIAL_S:g} s: check the driver",
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return PreflightCheck("device", 0.0, "TFLOP/s", False, True, f"the trial failed: {error}"[:MAX_TEXT_LENGTH])
+        return PreflightCheck(
+            "device", 0.0, "TFLOP/s", False, True, f"the trial failed: {error}"[:MAX_TEXT_LENGTH]
+        )
     return PreflightCheck("device", rate, "TFLOP/s", not wrong, True, wrong[:MAX_TEXT_LENGTH])
 
 

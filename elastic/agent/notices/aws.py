@@ -119,7 +119,9 @@ def _interruption(action: dict[str, Any]) -> ProviderNotice:
         raise ValueError(f"{ACTION}: action {what!r}")
     left_s = 0.0 if what == "hibernate" else _seconds_until(at)
     deadline = time.monotonic() + left_s
-    return ProviderNotice("aws", f"aws:{what}@{at}", NoticeKind.LEAVE, deadline, f"spot {what} at {at}")
+    return ProviderNotice(
+        "aws", f"aws:{what}@{at}", NoticeKind.LEAVE, deadline, f"spot {what} at {at}"
+    )
 
 
 def _seconds_until(at: object) -> float:

@@ -91,7 +91,9 @@ class NoticeController:
     def signalled(self) -> None:
         """Treat a signal to end as a notice. May be called from a signal handler."""
         deadline = time.monotonic() + self._grace_s
-        notice = ProviderNotice(SIGNAL, SIGNAL, NoticeKind.LEAVE, deadline, "told to end", final=True)
+        notice = ProviderNotice(
+            SIGNAL, SIGNAL, NoticeKind.LEAVE, deadline, "told to end", final=True
+        )
         event = NoticesRead(SIGNAL, (notice,))
         threading.Thread(target=self._put, args=(event,), name="signalled", daemon=True).start()
 

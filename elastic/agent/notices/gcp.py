@@ -58,11 +58,15 @@ class Gcp(Source):
         match self._value, value:
             case "preempted", "TRUE":
                 return (
-                    ProviderNotice("gcp", "gcp:preempted", NoticeKind.LEAVE, now + PREEMPTED_S, "preempted"),
+                    ProviderNotice(
+                        "gcp", "gcp:preempted", NoticeKind.LEAVE, now + PREEMPTED_S, "preempted"
+                    ),
                 )
             case "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE":
                 deadline, identity = now + MAINTENANCE_S, f"gcp:maintenance@{self._etag}"
-                return (ProviderNotice("gcp", identity, NoticeKind.LEAVE, deadline, "host maintenance"),)
+                return (
+                    ProviderNotice("gcp", identity, NoticeKind.LEAVE, deadline, "host maintenance"),
+                )
             case ("preempted", "FALSE") | (
                 "maintenance-event",
                 "NONE" | "MIGRATE_ON_HOST_MAINTENANCE",

@@ -43,7 +43,9 @@ class SourceWatcher:
     A failure is logged once until reading succeeds again; the last notices stay in force.
     """
 
-    def __init__(self, source: Source, put: Callable[[str, tuple[ProviderNotice, ...]], object]) -> None:
+    def __init__(
+        self, source: Source, put: Callable[[str, tuple[ProviderNotice, ...]], object]
+    ) -> None:
         self.source = source
         self._put, self._closed = put, threading.Event()
         name = f"notices-{source.name}"

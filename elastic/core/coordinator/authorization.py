@@ -29,7 +29,10 @@ MAX_INT, MAX_FLOAT = 1 << 64, 1e30
 """Limits on all numbers. Seeds have 64 bits; sums and products must stay finite."""
 MAX_CHARS, MAX_ITEMS = 256 << 10, 1 << 17
 """Limits on a text and on a list, such as a script's last output and the copies of a vault."""
-LIMITS: dict[type, tuple[int, int]] = {HealthReport: (MAX_NAME_CHARS, MAX_ENTRIES), m.Notice: (4096, MAX_ENTRIES)}
+LIMITS: dict[type, tuple[int, int]] = {
+    HealthReport: (MAX_NAME_CHARS, MAX_ENTRIES),
+    m.Notice: (4096, MAX_ENTRIES),
+}
 """(characters, items) of messages with other limits than MAX_CHARS and MAX_ITEMS."""
 UNBOUNDED = frozenset(
     {"StepRecord.clip", "StepRecord.grad_norm", "StepRecord.loss", "StepDone.lr", "Copy.losses"}

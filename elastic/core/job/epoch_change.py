@@ -221,7 +221,10 @@ def _install(
 
 
 def _with_figures(
-    state: JobState, change: EpochChange, assignment: recovery.Assignment, summary: recovery.RecoverySummary
+    state: JobState,
+    change: EpochChange,
+    assignment: recovery.Assignment,
+    summary: recovery.RecoverySummary,
 ) -> EpochChange:
     """The change with the figures of its assignment."""
     plan, step = assignment.plan, assignment.step

@@ -63,7 +63,9 @@ def add_finding(state: JobState, node: str, finding: Finding) -> Findings:
     return with_record(state, node, record.found(finding)), (_entry(node, finding),)
 
 
-def clear_finding(state: JobState, node: str, kind: FaultClass, reason: str, now: float) -> Findings:
+def clear_finding(
+    state: JobState, node: str, kind: FaultClass, reason: str, now: float
+) -> Findings:
     """Remove the finding of this kind, and log that the node is well again."""
     record = record_of(state, node)
     if record.finding(kind) is None:
@@ -97,7 +99,9 @@ def release_all(state: JobState, now: float, why: str) -> JobTransition | None:
 
 def _release(state: JobState, node: str, now: float, why: str) -> JobTransition:
     record = record_of(state, node)
-    kind = next((one.kind for one in record.findings if one.action in EXCLUDING_ACTIONS), FaultClass.HOST)
+    kind = next(
+        (one.kind for one in record.findings if one.action in EXCLUDING_ACTIONS), FaultClass.HOST
+    )
     after = diagnosis.release(record, now)
     state = with_record(state, node, after)
     reason, evidence = f"{node} may be used again: {why}", {"quarantines": after.quarantines}

@@ -60,7 +60,9 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
         return state, ()
     node, limits = report.info.node, state.policy.health
     crashes = report.crash_count - was.crash_count
-    record = diagnosis.record_crash(record_of(state, node), now, limits, crashes, _newest_step(state))
+    record = diagnosis.record_crash(
+        record_of(state, node), now, limits, crashes, _newest_step(state)
+    )
     state = with_record(state, node, record)
     hopeless = _hopeless(state, node)
     if hopeless:
@@ -276,7 +278,9 @@ def _check_host(state: JobState, node: str, report: HealthReport, now: float) ->
     found = diagnosis.low_memory(report, limits) or diagnosis.clock_skew(record, limits)
     if found is None:
         return clear_finding(state, node, FaultClass.HOST, "memory and clock are well again", now)
-    return add_finding(state, node, Finding(FaultClass.HOST, HealthAction.NONE, found[0], found[1], now))
+    return add_finding(
+        state, node, Finding(FaultClass.HOST, HealthAction.NONE, found[0], found[1], now)
+    )
 
 
 def _check_link(state: JobState, node: str, report: HealthReport, now: float) -> Findings:
@@ -306,7 +310,12 @@ def _check_link(state: JobState, node: str, report: HealthReport, now: float) ->
 
 
 def _link_slow(
-    state: JobState, node: str, link: LinkTraffic, slower: float, evidence: dict[str, Any], now: float
+    state: JobState,
+    node: str,
+    link: LinkTraffic,
+    slower: float,
+    evidence: dict[str, Any],
+    now: float,
 ) -> Findings:
     known = record_of(state, node).finding(FaultClass.LINK)
     spare = any(one != node for one in spare_nodes(state))
@@ -326,7 +335,9 @@ def _link_slow(
         text = f"link of {node} to {link.peer} is {slower:.1f}x slower"
         state = with_record(state, node, record).of(rebalance=text)
     reason = f"copies to {link.peer} go {slower:.1f}x slower than usual; {decision.reason}"
-    return add_finding(state, node, Finding(FaultClass.LINK, decision.action, reason, evidence, now))
+    return add_finding(
+        state, node, Finding(FaultClass.LINK, decision.action, reason, evidence, now)
+    )
 
 
 def _link_well(state: JobState, node: str, now: float) -> Findings:

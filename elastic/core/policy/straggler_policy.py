@@ -110,7 +110,9 @@ def _replaceable(state: JobState, nodes: tuple[str, ...]) -> tuple[tuple[str, ..
     """The slow nodes if spares in their places save more than less work does, and the reason."""
     if not nodes or not spare_nodes(state):
         return (), ""
-    if any(one.action in EXCLUDING_ACTIONS for node in nodes for one in record_of(state, node).findings):
+    if any(
+        one.action in EXCLUDING_ACTIONS for node in nodes for one in record_of(state, node).findings
+    ):
         return (), ""
     request = plan_request(state, state.epoch + 1)
     try:

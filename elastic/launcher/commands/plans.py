@@ -1,25 +1,34 @@
-"""`elastic plan`: the plan of a running job, a plan in a file, or the best plan for a cluster in a file."""
+"""`elastic plan`: plan of a running job, plan in a file, or best plan for a cluster."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from elastic.command_line import Command
 from elastic.config import SCHEDULES
 from elastic.domain.errors import FieldError, InfeasiblePlan, UsageError
-from elastic.launcher.commands.queries import ask, query_options, show
+from elastic.domain.types import Plan
+from elastic.launcher.commands.queries import Answer, query, query_options, show
+from elastic.planning.capacity import capacity
+from elastic.planning.capacity.cluster import Cluster, parse_cluster
+from elastic.planning.capacity.report import PipelineReport, Report, UnitReport, picture, report
+from elastic.planning.capacity.svg import seconds
+from elastic.planning.cost.profile import Profile, parse_profile
+from elastic.planning.plan.plan import format_plan, parse_plan, validate_plan
+from elastic.planning.search.search import PlanRequest, make_plan
 
-if TYPE_CHECKING:
-    from elastic.domain.types import Plan
-    from elastic.planning.capacity.cluster import Cluster
-    from elastic.planning.capacity.report import Report
-    from elastic.planning.cost.profile import Profile
-    from elastic.planning.search.search import PlanRequest
+GIB = float(1 << 30)
+MAX_ROWS = 64
+"""Most rows of a table; JSON has all."""
+Alternatives = tuple[tuple[str, float], ...]
+"""(shape of a plan, seconds per step; inf if memory is insufficient)."""
 
 
 @click.command(cls=Command)
@@ -27,99 +36,92 @@ if TYPE_CHECKING:
 @click.argument("file", required=False)
 @click.option("--cluster", metavar="CLUSTER.toml", help="predict the plan in FILE on this cluster")
 @click.option("--shape", help="pipelines: auto, their number (2), or the depth of each (3+1)")
-@click.option("--schedule", type=click.Choice(SCHEDULES), help="order of the micro-batches in a pipeline")
+@click.option("--schedule", type=click.Choice(SCHEDULES),
+              help="order of the micro-batches in a pipeline")  # fmt: skip
 @click.option("--without", metavar="NODES", help="plan as if these nodes were gone, as node3,node4")
 @click.option("--add", metavar="NODES", help="plan as if these nodes came, as 2xA100-80:4,1xT4")
 @click.option("--svg", metavar="OUT.svg", help="write a picture of the pipelines' timelines")
 def plan(**flags: Any) -> int:
     """Show the plan of a running job, check a plan, or plan for a cluster.
 
-    Without FILE: the plan of a running job. FILE is a plan as text, which is checked, or a cluster file NAME.toml,
-    for which the best plan is shown with what to expect: seconds per step, samples and tokens per second, memory,
-    alternatives.
+    Without FILE: the plan of a running job. FILE is a plan as text, which is checked, or a cluster
+    file NAME.toml, for which the best plan is shown with its predicted seconds per step, samples
+    and tokens per second, memory, and alternatives.
     """
     args = SimpleNamespace(**flags)
+    whatifs = ("shape", "schedule", "without", "add")
     if args.file is None:
-        _refuse(args, ("cluster", "shape", "schedule", "without", "add", "svg"), "give a cluster file")
-        return show(ask(args, "plan", {}), args.json)
+        _refuse(args, ("cluster", *whatifs, "svg"), "it needs a cluster file")
+        return show(query(args, "plan", {}), args.json)
     text = _read("FILE", Path(args.file))
     out = _picture_file(args.svg)
     if args.file.endswith(".toml") or _looks_like_toml(text):
-        _refuse(args, ("cluster",), "FILE is a cluster file itself; --cluster goes with a plan")
+        _refuse(args, ("cluster",), "FILE is a cluster file itself; --cluster needs a plan")
         answer, found = _for_cluster(args, Path(args.file), text)
     elif args.cluster is not None:
-        _refuse(
-            args, ("shape", "schedule", "without", "add"), "FILE is a plan; give the cluster file instead"
-        )
+        _refuse(args, whatifs, "FILE is a plan; give the cluster file instead")
         answer, found = _predicted(args, text)
     else:
-        _refuse(
-            args,
-            ("shape", "schedule", "without", "add", "svg"),
-            "give a cluster file, or --cluster beside the plan",
-        )
-        return show(_checked(text), args.json)
+        _refuse(args, (*whatifs, "svg"), "give a cluster file, or --cluster with the plan")
+        checked = _parse(text)
+        return show({"plan": format_plan(checked), "reason": checked.reason}, args.json)
     if out is not None:
-        from elastic.planning.capacity.report import picture
-
-        out.write_text(picture(found, f"{answer['model']} on {answer['cluster']}"), encoding="utf-8")
+        title = f"{answer['model']} on {answer['cluster']}"
+        out.write_text(picture(found, title), encoding="utf-8")
         answer["svg"] = str(out)
     return show(answer, args.json)
 
 
-def _for_cluster(args: SimpleNamespace, path: Path, text: str) -> tuple[dict[str, Any], Report]:
+def _for_cluster(args: SimpleNamespace, path: Path, text: str) -> tuple[Answer, Report]:
     """Plan for a cluster file, as it is or after a change."""
-    from elastic.planning.capacity.capacity import (
-        alternatives,
-        check_gone,
-        cluster_nodes,
-        plan_request,
-        with_more,
-    )
-
     cluster, measured = _cluster(path, text)
-    asked = {name: getattr(args, name) for name in ("shape", "schedule") if getattr(args, name) is not None}
-    profile = _profile(cluster, measured)
-    request = replace(plan_request(cluster, profile), **asked)
-    best = _decided(path, request)
+    flags = {name: getattr(args, name) for name in ("shape", "schedule")}
+    given = {name: value for name, value in flags.items() if value is not None}
+    profile = capacity.cluster_profile(cluster, measured)
+    request = replace(capacity.plan_request(cluster, profile), **given)
+    best = _best_plan(path, request)
     if args.without is None and args.add is None:
-        return _answer(args, path, cluster, profile, best, alternatives(request, best))
-    _, now = _answer(args, path, cluster, profile, best, ())
-    cluster = cluster if args.add is None else with_more(cluster, args.add)
+        others = capacity.alternatives(request, best)
+        return _answer(args, path, cluster, profile, best, others)
+    _, before = _answer(args, path, cluster, profile, best, ())
+    cluster = cluster if args.add is None else capacity.with_more(cluster, args.add)
     gone = frozenset(name.strip() for name in (args.without or "").split(",") if name.strip())
-    profile = _profile(cluster, measured)
-    check_gone(gone, cluster_nodes(cluster, profile))
-    request = replace(plan_request(cluster, profile), **asked, dead=gone, current=best, epoch=2)
-    best = _decided(path, request)
-    answer, found = _answer(args, path, cluster, profile, best, alternatives(request, best), gone)
-    change: dict[str, Any] = {"without": args.without, "add": args.add, "step_s_before": now.step_s}
-    if not args.json:
-        gain = now.step_s / found.step_s - 1
-        words = f"without {args.without}" * bool(args.without), f"with {args.add} more" * bool(args.add)
-        change = {
-            "change": f"{' '.join(filter(None, words))}: {gain:+.1%} speed, from {now.step_s:.4g} s a step"
-        }
-    return {**change, **answer}, found
+    profile = capacity.cluster_profile(cluster, measured)
+    capacity.check_gone(gone, capacity.cluster_nodes(cluster, profile))
+    request = capacity.plan_request(cluster, profile)
+    request = replace(request, **given, dead=gone, current=best, epoch=2)
+    best = _best_plan(path, request)
+    others = capacity.alternatives(request, best)
+    answer, found = _answer(args, path, cluster, profile, best, others, gone)
+    if args.json:
+        change = {"without": args.without, "add": args.add, "step_s_before": before.step_s}
+        return {**change, **answer}, found
+    gain = before.step_s / found.step_s - 1
+    words = [f"without {args.without}"] if args.without else []
+    words += [f"with {args.add} more"] if args.add else []
+    speed = f"{gain:+.1%} speed, from {before.step_s:.4g} s per step"
+    return {"change": f"{' '.join(words)}: {speed}", **answer}, found
 
 
-def _decided(path: Path, request: PlanRequest) -> Plan:
-    from elastic.planning.search.search import make_plan
-
+def _best_plan(path: Path, request: PlanRequest) -> Plan:
     try:
         return make_plan(request)
     except InfeasiblePlan as error:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _predicted(args: SimpleNamespace, text: str) -> tuple[dict[str, Any], Report]:
-    """Predict a given plan on a cluster file's nodes."""
-    from elastic.planning.plan.plan import parse_plan, validate_plan
-
+def _predicted(args: SimpleNamespace, text: str) -> tuple[Answer, Report]:
+    """Predict a given plan on the nodes of a cluster file."""
     path = Path(args.cluster)
     cluster, measured = _cluster(path, _read("--cluster", path))
+    given = _parse(text)
+    return _answer(args, path, cluster, capacity.cluster_profile(cluster, measured), given, ())
+
+
+def _parse(text: str) -> Plan:
     found = parse_plan(text)
     validate_plan(found)
-    return _answer(args, path, cluster, _profile(cluster, measured), found, ())
+    return found
 
 
 def _answer(
@@ -128,50 +130,32 @@ def _answer(
     cluster: Cluster,
     profile: Profile,
     plan: Plan,
-    others: tuple[tuple[str, float], ...],
+    others: Alternatives,
     gone: frozenset[str] = frozenset(),
-) -> tuple[dict[str, Any], Report]:
-    from elastic.launcher.commands.tables import as_data, as_tables
-    from elastic.planning.capacity.capacity import check_plan, cluster_nodes, cluster_slow
-    from elastic.planning.capacity.report import report
-
-    nodes = cluster_nodes(cluster, profile)
-    check_plan(plan, profile, nodes)
+) -> tuple[Answer, Report]:
+    """The answer for a plan, and its report."""
+    nodes = capacity.cluster_nodes(cluster, profile)
+    capacity.check_plan(plan, profile, nodes)
     samples = cluster.microbatch_size or (1 if cluster.model else 0)
-    found = report(plan, profile, nodes, slow=cluster_slow(cluster, nodes), samples=samples)
+    slow = capacity.cluster_slow(cluster, nodes)
+    found = report(plan, profile, nodes, slow=slow, samples=samples)
     head = {"cluster": path.name, "model": profile.model, "nodes": len(nodes) - len(gone)}
     body = as_data(found, others) if args.json else as_tables(found, others)
     return {**head, **body}, found
 
 
 def _cluster(path: Path, text: str) -> tuple[Cluster, Profile | None]:
-    """What a cluster file says, and the measured profile that it names."""
-    from elastic.planning.capacity.cluster import parse_cluster
-    from elastic.planning.cost.profile import parse_profile
-
+    """A cluster file, and the measured profile that it names."""
     cluster = parse_cluster(text)
     if not cluster.profile_file:
         return cluster, None
     return cluster, parse_profile(_read("model.profile", path.parent / cluster.profile_file))
 
 
-def _profile(cluster: Cluster, measured: Profile | None) -> Profile:
-    from elastic.planning.capacity.capacity import cluster_profile
-
-    return cluster_profile(cluster, measured)
-
-
-def _checked(text: str) -> dict[str, Any]:
-    from elastic.planning.plan.plan import format_plan, parse_plan, validate_plan
-
-    found = parse_plan(text)
-    validate_plan(found)
-    return {"plan": format_plan(found), "reason": found.reason}
-
-
 def _looks_like_toml(text: str) -> bool:
     lines = (line.strip() for line in text.splitlines())
-    return next((line for line in lines if line and not line.startswith("#")), "").startswith("[")
+    first = next((line for line in lines if line and not line.startswith("#")), "")
+    return first.startswith("[")
 
 
 def _refuse(args: SimpleNamespace, names: tuple[str, ...], remedy: str) -> None:
@@ -193,7 +177,113 @@ def _picture_file(name: str | None) -> Path | None:
         return None
     path = Path(name)
     if path.suffix != ".svg":
-        raise FieldError("--svg", name, "a file name ending in .svg; one that exists is replaced")
+        raise FieldError("--svg", name, "give a name that ends in .svg; the file is replaced")
     if path.is_dir() or not path.parent.is_dir():
-        raise FieldError("--svg", name, "a file in a directory that exists")
+        raise FieldError("--svg", name, "give a file in a directory that exists")
     return path
+
+
+# ---- output ----
+
+
+def as_data(found: Report, alternatives: Alternatives = ()) -> Answer:
+    """The report as JSON values; times in seconds, fractions from 0 to 1."""
+    names = ("step_s", "samples_per_s", "tokens_per_s", "tail_s", "stream_s", "bubble")
+    units = [unit for pipeline in found.pipelines for unit in pipeline.units]
+    return {
+        "plan": format_plan(found.plan),
+        "reason": found.plan.reason,
+        **{name: getattr(found, name) for name in names},
+        "short": _missing_memory(found),
+        "pipelines": [
+            {
+                "pipeline": index,
+                "schedule": pipeline.schedule,
+                "units": len(pipeline.units),
+                "microbatches": pipeline.microbatches,
+                "finish_s": pipeline.finish_s,
+                "bubble": pipeline.bubble,
+            }
+            for index, pipeline in enumerate(found.pipelines)
+        ],
+        "stages": [{name: getattr(u, name) for name in UnitReport.__slots__} for u in units],
+        "alternatives": [
+            {"plan": text, "step_s": step_s if isfinite(step_s) else None}
+            for text, step_s in alternatives
+        ],
+    }
+
+
+def as_tables(found: Report, alternatives: Alternatives = ()) -> Answer:
+    """The report as lines and tables, for `as_text`."""
+    step_s = found.step_s or 1.0
+    rates = {"samples/s": f"{found.samples_per_s:.4g}" if found.samples_per_s else ""}
+    rates["tokens/s"] = f"{found.tokens_per_s:.5g}" if found.tokens_per_s else ""
+    scheme = f"{found.plan.gradients}+{found.plan.state}"
+    tail = f"{seconds(found.tail_s)} ({found.tail_s / step_s:.1%} of the step)"
+    stream = f"{seconds(found.stream_s)} ({found.stream_s / step_s:.1%} of the step)"
+    units = [unit for pipeline in found.pipelines for unit in pipeline.units]
+    return {
+        "step": seconds(found.step_s),
+        **rates,
+        "idle": f"{found.bubble:.1%} of the units' time, bubbles and tail together",
+        "tail": f"{tail} for reduction and update",
+        "backup": f"{scheme}; streaming gradients adds {stream}",
+        "memory": "; ".join(_missing_memory(found)) or "fits everywhere",
+        "plan": format_plan(found.plan) + "\n",
+        "pipelines": _first_rows(_pipeline_row(i, p) for i, p in enumerate(found.pipelines)),
+        "stages": _first_rows(map(_unit_row, units)),
+        "alternatives": [
+            {
+                "alternative": text,
+                "step": seconds(step_s) if isfinite(step_s) else "not enough memory",
+            }
+            for text, step_s in alternatives
+        ],
+    }
+
+
+def _missing_memory(found: Report) -> list[str]:
+    """The units without enough memory, and how much they lack."""
+    return [
+        f"{unit.unit} lacks {(unit.memory_bytes - unit.limit_bytes) / GIB:.2f} GiB per worker"
+        for pipeline in found.pipelines
+        for unit in pipeline.units
+        if 0 < unit.limit_bytes < unit.memory_bytes
+    ]
+
+
+def _first_rows(rows: Iterable[Answer]) -> list[Answer]:
+    """At most MAX_ROWS rows; a last one counts the others."""
+    found = list(rows)
+    if len(found) <= MAX_ROWS:
+        return found
+    blank = dict.fromkeys(found[0], "")
+    blank[next(iter(blank))] = f"... {len(found) - MAX_ROWS} more: --json"
+    return [*found[:MAX_ROWS], blank]
+
+
+def _pipeline_row(index: int, pipeline: PipelineReport) -> Answer:
+    return {
+        "pipeline": index,
+        "schedule": pipeline.schedule,
+        "units": len(pipeline.units),
+        "micro-batches": pipeline.microbatches,
+        "done after": seconds(pipeline.finish_s),
+        "bubble": f"{pipeline.bubble:.1%}",
+    }
+
+
+def _unit_row(unit: UnitReport) -> Answer:
+    limit = f" of {unit.limit_bytes / GIB:.1f}" if unit.limit_bytes else ""
+    return {
+        "pipeline": unit.pipeline,
+        "unit": unit.unit,
+        "device": unit.device,
+        "layers": unit.layers,
+        "compute": seconds(unit.compute_s),
+        "hop": seconds(unit.hop_s),
+        "busy": f"{unit.busy:.1%}",
+        "memory GiB": f"{unit.memory_bytes / GIB:.1f}{limit}",
+        "recompute": unit.recompute,
+    }

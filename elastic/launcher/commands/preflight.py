@@ -1,4 +1,4 @@
-"""`elastic preflight`: what this machine would find about itself before it joins a job."""
+"""`elastic preflight`: the checks that a node runs before it joins a job."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import click
 
 from elastic.command_line import Command
 from elastic.domain.errors import EXIT_FAILURE, EXIT_OK
-from elastic.launcher.commands.queries import ENDPOINT, JSON, SECRETS, show, with_options
-from elastic.launcher.flags.guarding import asking
+from elastic.launcher.commands.queries import ENDPOINT, JSON, SECRETS, Answer, show, with_options
 from elastic.launcher.flags.request import memory_root
-from elastic.launcher.flags.values import FOLDER, SIZE
+from elastic.launcher.flags.validators import FOLDER, SIZE, client_security
 from elastic.rpc.security import tls
 
 
@@ -23,10 +22,13 @@ from elastic.rpc.security import tls
 @click.option("--run-dir", type=FOLDER, default=".", help="directory of runs")
 @click.option("--checkpoint-dir", type=FOLDER, help="directory of checkpoints")
 @click.option(
-    "--node-memory", type=SIZE, default=0, help="memory that plans may use, as 16GiB; 0: not checked"
+    "--node-memory",
+    type=SIZE,
+    default=0,
+    help="memory that plans may use, as 16GiB; 0: not checked",
 )
 @with_options(ENDPOINT, *SECRETS)
-@click.option("--strict", is_flag=True, help="warnings count, too")
+@click.option("--strict", is_flag=True, help="treat warnings as errors")
 @JSON
 def preflight(
     run_dir: Path,
@@ -37,10 +39,10 @@ def preflight(
     json: bool,
     **secrets: Any,
 ) -> int:
-    """Check this machine as a node; exit code 1 if it would be refused."""
+    """Check whether this machine can be a node; exit code 1 if not."""
     directories = [("run", run_dir), ("memory", memory_root())]
     directories += [("checkpoints", checkpoint_dir)] if checkpoint_dir else []
-    tls.use(asking(SimpleNamespace(**secrets), os.environ, None))
+    tls.use(client_security(SimpleNamespace(**secrets), os.environ, None))
 
     from elastic.agent.health.preflight import local_checks, network_checks, score_class
     from elastic.core.protocol.health_report import Preflight
@@ -50,16 +52,11 @@ def preflight(
     checks += network_checks(rdzv_endpoint) if rdzv_endpoint else []
     flight = Preflight("strict" if strict else "on", perf_counter() - began, tuple(checks), score)
     rows = [
-        {
-            "check": c.name,
-            "value": c.value if json else f"{c.value:.4g}",
-            "unit": c.unit,
-            "ok": c.ok,
-            "fatal": c.fatal,
-            "remedy": c.remedy,
-        }
+        {"check": c.name, "value": c.value if json else f"{c.value:.4g}"}
+        | {name: getattr(c, name) for name in ("unit", "ok", "fatal", "remedy")}
         for c in flight.checks
     ]
-    figures = {"seconds": round(flight.seconds, 3), "score": round(score, 2), "standing": score_class(score)}
-    show({"ok": not flight.failed, **figures, "checks": rows}, json)
+    answer: Answer = {"ok": not flight.failed, "seconds": round(flight.seconds, 3)}
+    answer |= {"score": round(score, 2), "standing": score_class(score), "checks": rows}
+    show(answer, json)
     return EXIT_FAILURE if flight.failed else EXIT_OK

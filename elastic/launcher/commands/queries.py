@@ -1,10 +1,12 @@
-"""`elastic status|nodes|drain|export`: ask a running job, write out a checkpoint."""
+"""`elastic status|nodes|drain|export`: query a running job, drain a node, export a checkpoint."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,45 +14,37 @@ from typing import Any
 import click
 
 from elastic.command_line import TIME, Command
-from elastic.domain.errors import FieldError, UsageError
-from elastic.launcher.flags.guarding import CERTS
-from elastic.launcher.flags.values import ENDPOINTS, HOST
+from elastic.config import load_config
+from elastic.domain.errors import ElasticError, FieldError, UsageError
+from elastic.launcher.flags.validators import CERTS, ENDPOINTS, HOST, client_security
 from elastic.launcher.run.event_tail import read_object
-from elastic.launcher.run.reports import as_text
+from elastic.launcher.run.rundir import launcher_of
 
 LATEST = Path("runs/latest")
-ENDPOINT = click.option(
-    "--rdzv-endpoint",
-    type=ENDPOINTS,
-    envvar="PET_RDZV_ENDPOINT",
-    help="address of the coordinator, or of several",
-)
+DRAIN_POLL_S = 0.1
+# fmt: off
+ENDPOINT = click.option("--rdzv-endpoint", type=ENDPOINTS, envvar="PET_RDZV_ENDPOINT",
+                        help="address of the coordinator, or of several")
 SECRETS = (
-    click.option(
-        "--certs", type=CERTS, envvar="PET_CERTS", help="directory with ca.crt, tls.crt and tls.key"
-    ),
-    click.option(
-        "--certs-name",
-        type=HOST,
-        envvar="PET_CERTS_NAME",
-        help="name that the coordinator's certificate must carry",
-    ),
-    click.option(
-        "--join-token-file",
-        metavar="FILE",
-        envvar="PET_JOIN_TOKEN_FILE",
-        help="file with the job's join token",
-    ),
+    click.option("--certs", type=CERTS, envvar="PET_CERTS",
+                 help="directory with ca.crt, tls.crt and tls.key"),
+    click.option("--certs-name", type=HOST, envvar="PET_CERTS_NAME",
+                 help="name that the coordinator's certificate must carry"),
+    click.option("--join-token-file", metavar="FILE", envvar="PET_JOIN_TOKEN_FILE",
+                 help="file with the job's join token"),
 )
-"""The flags of all commands that call a job's services; see `elastic.launcher.flags.guarding.asking`."""
-RUN_DIR = click.option(
-    "--run-dir", type=click.Path(path_type=Path), envvar="PET_RUN_DIR", help=f"a run (default {LATEST})"
-)
+"""Flags of all commands that call a job's services; `client_security` reads them."""
+RUN_DIR = click.option("--run-dir", type=click.Path(path_type=Path), envvar="PET_RUN_DIR",
+                       help=f"a run (default {LATEST})")
+# fmt: on
 JSON = click.option("--json", is_flag=True, help="print JSON")
 Query = Callable[..., Any]
+Answer = dict[str, Any]
 
 
 def with_options(*options: Callable[[Query], Query]) -> Callable[[Query], Query]:
+    """A decorator that adds several options."""
+
     def add(command: Query) -> Query:
         for option in reversed(options):
             command = option(command)
@@ -60,24 +54,26 @@ def with_options(*options: Callable[[Query], Query]) -> Callable[[Query], Query]
 
 
 query_options = with_options(ENDPOINT, RUN_DIR, JSON, *SECRETS)
-"""The flags of all commands that ask a running job."""
+"""Flags of all commands that query a running job."""
 
 
 @click.command(cls=Command)
 @query_options
-@click.option("--watch", is_flag=True, help="show it again and again until the job is over")
+@click.option("--watch", is_flag=True, help="repeat until the job is over")
 @click.option("--interval", type=TIME, default="1", help="seconds between two updates of --watch")
 def status(watch: bool, interval: float, **flags: Any) -> int:
     """Show the phase, step, loss, nodes and plan of a running job."""
     job = SimpleNamespace(**flags)
     if not 0.05 <= interval <= 3600:
-        raise FieldError("--interval", interval, "from 0.05 to 3600 seconds")
+        raise FieldError("--interval", interval, "give 0.05 to 3600 seconds")
     if watch:
-        from elastic.launcher.commands.watch import watch as follow
+        from elastic.launcher.commands.watch import watch as repeat
 
-        return follow(job, lambda: ask(job, "status", {}), interval, LATEST)
-    answer = ask(job, "status", {})
-    return show(answer if job.json else {**answer, "nodes": _short(answer.get("nodes", []))}, job.json)
+        return repeat(job, lambda: query(job, "status", {}), interval, LATEST)
+    answer = query(job, "status", {})
+    if not job.json:
+        answer = {**answer, "nodes": _without_evidence(answer.get("nodes", []))}
+    return show(answer, job.json)
 
 
 @click.command(cls=Command)
@@ -85,32 +81,54 @@ def status(watch: bool, interval: float, **flags: Any) -> int:
 def nodes(**flags: Any) -> int:
     """List the nodes of a running job."""
     job = SimpleNamespace(**flags)
-    answer = ask(job, "nodes", {})
-    return show(answer if job.json else {"nodes": _short(answer.get("nodes", [])) or "none yet"}, job.json)
+    answer = query(job, "nodes", {})
+    if not job.json:
+        answer = {"nodes": _without_evidence(answer.get("nodes", [])) or "none yet"}
+    return show(answer, job.json)
 
 
-def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows for people: evidence is for programs."""
-    return [{key: value for key, value in row.items() if not isinstance(value, list)} for row in rows]
+def _without_evidence(rows: list[Answer]) -> list[Answer]:
+    """Rows without lists: evidence is only in JSON."""
+    return [{k: value for k, value in row.items() if not isinstance(value, list)} for row in rows]
 
 
 @click.command(cls=Command)
 @query_options
 @click.argument("node", required=False)
-@click.option("--deadline", type=TIME, default="30", help="seconds after which the node goes anyhow")
-@click.option(
-    "--self", "own", is_flag=True, help="drain this machine's node of --run-dir; wait until it left"
-)
+@click.option("--deadline", type=TIME, default="30",
+              help="seconds after which the node is released in any case")  # fmt: skip
+@click.option("--self", "own", is_flag=True,
+              help="drain this machine's node of --run-dir; wait until it has left")  # fmt: skip
 def drain(node: str | None, deadline: float, own: bool, **flags: Any) -> int:
-    """Move all state off NODE (a name that `elastic nodes` shows), then release it; nothing is lost."""
+    """Move all state off NODE (a name that `elastic nodes` shows), then release it.
+
+    Nothing is lost.
+    """
     job = SimpleNamespace(**flags)
     if own == (node is not None):
-        raise FieldError("NODE", node or "", "the name of a node, or --self")
+        raise FieldError("NODE", node or "", "give the name of a node, or --self")
     if own:
-        from elastic.launcher.commands.selfdrain import drain_self
+        return show(_drain_self(job.run_dir or LATEST, deadline), job.json)
+    return show(query(job, "drain", {"node": node, "deadline_s": deadline}), job.json)
 
-        return show(drain_self(job.run_dir or LATEST, deadline), job.json)
-    return show(ask(job, "drain", {"node": node, "deadline_s": deadline}), job.json)
+
+def _drain_self(run_dir: Path, deadline_s: float) -> Answer:
+    """Make the launcher of `run_dir` leave the job, and wait until it has ended.
+
+    Raises UsageError if no run is there or it cannot leave; ElasticError after the deadline.
+    """
+    pid = launcher_of(run_dir)
+    if pid is None:
+        raise UsageError(f"nothing runs in {run_dir} on this machine: give its --run-dir")
+    if not load_config(run_dir).grace_s:
+        raise FieldError("--self", str(run_dir), "only a run started with --grace can leave")
+    os.kill(pid, signal.SIGTERM)
+    end = time.monotonic() + deadline_s
+    while launcher_of(run_dir) == pid:
+        if time.monotonic() >= end:
+            raise ElasticError(f"the node has not left within {deadline_s:g} s")
+        time.sleep(DRAIN_POLL_S)
+    return {"run_dir": str(run_dir), "left": True}
 
 
 @click.command(cls=Command)
@@ -121,7 +139,7 @@ def drain(node: str | None, deadline: float, own: bool, **flags: Any) -> int:
 def export(checkpoint: Path, out: Path, force: bool, json: bool) -> int:
     """Write the parameters of CHECKPOINT, a directory step-..., to the safetensors file OUT."""
     if not out.parent.is_dir():
-        raise FieldError("OUT", str(out), "a file in a directory that exists")
+        raise FieldError("OUT", str(out), "give a file in a directory that exists")
     if out.exists() and not force:
         raise FieldError("OUT", str(out), "it exists; give another, or --force")
     from elastic.worker.replica.export import export_checkpoint
@@ -129,36 +147,66 @@ def export(checkpoint: Path, out: Path, force: bool, json: bool) -> int:
     return show({"out": str(out), **export_checkpoint(checkpoint, out, force=force)}, json)
 
 
-def ask(job: SimpleNamespace, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The coordinator's answer. `job`: the values of `query_options`."""
-    where = _where(job)
-    from elastic.launcher.flags.guarding import asking
+def query(job: SimpleNamespace, kind: str, body: Answer) -> Answer:
+    """The coordinator's answer to a query. `job` holds the values of `query_options`."""
+    address = _coordinator_address(job)
     from elastic.rpc.control.client import call
 
-    local = job.run_dir or not job.rdzv_endpoint
-    secure = asking(job, os.environ, (job.run_dir or LATEST) if local else None)
-    return call(where, kind, body, secure=secure)
+    run_dir = None if job.rdzv_endpoint and not job.run_dir else job.run_dir or LATEST
+    return call(address, kind, body, secure=client_security(job, os.environ, run_dir))
 
 
-def _where(job: SimpleNamespace) -> str:
-    """Address of the coordinator. Raises UsageError when it cannot be known, or the run is over."""
+def _coordinator_address(job: SimpleNamespace) -> str:
+    """Raises UsageError if the address is unknown or the run is over."""
     if job.rdzv_endpoint:
         return str(job.rdzv_endpoint)
     path = job.run_dir or LATEST
     found = read_object(path / "coordinator.json")
-    verdict = read_object(path / "exit.json")
-    if verdict is not None:
-        raise UsageError(
-            f"the run in {path} is over: {verdict.get('reason')} (exit code {verdict.get('code')})"
-        )
+    result = read_object(path / "exit.json")
+    if result is not None:
+        why = f"{result.get('reason')} (exit code {result.get('code')})"
+        raise UsageError(f"the run in {path} is over: {why}")
     if found is None or not isinstance(found.get("address"), str):
-        raise FieldError(
-            "--run-dir", str(path), "no coordinator runs there; give --run-dir or --rdzv-endpoint"
-        )
+        remedy = "no coordinator runs there; give --run-dir or --rdzv-endpoint"
+        raise FieldError("--run-dir", str(path), remedy)
     return str(found["address"])
 
 
-def show(answer: dict[str, Any], as_json: bool) -> int:
+# ---- output ----
+
+
+def show(answer: Answer, as_json: bool) -> int:
     """Print an answer; return the exit code."""
     print(json.dumps(answer) if as_json else as_text(answer))
     return 0
+
+
+def as_text(answer: Answer) -> str:
+    """Lines of an answer; then its lists of objects as tables, and its longer texts."""
+    lines, below = [], []
+    for key, value in answer.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            below.append(_table(value))
+        elif isinstance(value, str) and "\n" in value:
+            below.append(value.rstrip("\n"))
+        elif isinstance(value, dict):
+            pairs = (f"{name} {_cell(entry)}" for name, entry in value.items())
+            lines.append(f"{key}: {', '.join(pairs)}")
+        elif value not in (None, "", []):
+            lines.append(f"{key}: {value}")
+    return "\n\n".join(part for part in ("\n".join(lines), *below) if part)
+
+
+def _table(rows: Sequence[Answer]) -> str:
+    """Rows of equal keys, below a line with the keys."""
+    heads = list(rows[0])
+    cells = [heads, *([_cell(row.get(head)) for head in heads] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+    return "\n".join(aligned)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value)

@@ -1,33 +1,82 @@
-"""`elastic run`."""
+"""`elastic run`, and its services alone: `elastic coordinator` and `elastic agent`."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from elastic.command_line import ParsedType, flag
+from elastic.core.protocol.fault_spec import node_id
 from elastic.domain.errors import FieldError
 from elastic.launcher.flags.flags import RAY, RunCommand
 from elastic.launcher.flags.request import Request, request
+from elastic.launcher.flags.validators import ENDPOINT, ENDPOINTS
 
 
 def _run(**flags: Any) -> int:
-    wanted = request(SimpleNamespace(**flags), os.environ)
-    if wanted.ray is not None:
-        return _on_ray(wanted)
-    from elastic.launcher.run.supervisor import launch
-
-    return launch(wanted)
+    task = request(SimpleNamespace(**flags), os.environ)
+    return _launch(task) if task.ray is None else _launch_on_ray(task)
 
 
-def _on_ray(wanted: Request) -> int:
+def _coordinator(address: str, **flags: Any) -> int:
+    task = _service_request("--address", address, flags)
+    return _launch(replace(task, hosts=True, nodes=(), as_service=True))
+
+
+def _agent(coordinator: str, node: str | None, **flags: Any) -> int:
+    task = _service_request("--coordinator", coordinator, flags)
+    return _launch(
+        replace(task, hosts=False, as_service=True, nodes=(node,) if node else task.nodes)
+    )
+
+
+def _launch(task: Request) -> int:
+    from elastic.launcher.run.supervisor import launch  # slow to import: not for --help
+
+    return launch(task)
+
+
+def _launch_on_ray(task: Request) -> int:
     try:
         from elastic.launcher.ray.ray import launch
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
-        raise FieldError("--backend", "ray", "ray is missing: pip install 'elastic-runtime[ray]'") from None
-    return launch(wanted)
+        remedy = "ray is missing: pip install 'elastic-runtime[ray]'"
+        raise FieldError("--backend", "ray", remedy) from None
+    return launch(task)
 
 
+def _service_request(field: str, endpoint: str, flags: dict[str, Any]) -> Request:
+    if flags["standalone"]:
+        remedy = f"it does not go with {field}; use `elastic run --standalone`"
+        raise FieldError("--standalone", "on", remedy)
+    backend = "c10d" if flags["rdzv_backend"] == "static" else flags["rdzv_backend"]
+    changed = {"rdzv_endpoint": endpoint, "rdzv_backend": backend}
+    return request(SimpleNamespace(**{**flags, **changed}), os.environ)
+
+
+def _node(flag: str, text: str) -> str:
+    try:
+        return node_id(text)
+    except FieldError as error:
+        raise FieldError(flag, text, error.remedy) from None
+
+
+# fmt: off
+ADDRESS = flag("--address", type=ENDPOINT, required=True, allow_from_autoenv=False,
+               help="address to serve at")
+COORDINATOR = flag("--coordinator", type=ENDPOINTS, required=True, allow_from_autoenv=False,
+                   help="address of the coordinator, or of several")
+NODE = flag("--node", type=ParsedType("NAME", _node), allow_from_autoenv=False,
+            help="name of this node (default: from the host's name)")
 run = RunCommand("run", _run, "Train a script or module on elastic nodes.", {"Ray's flags": RAY})
+coordinator = RunCommand(
+    "coordinator", _coordinator, "Run a coordinator alone; it is started again if it dies.",
+    {"coordinator's flags": (ADDRESS,)})
+agent = RunCommand(
+    "agent", _agent, "Run one agent that joins a coordinator elsewhere.",
+    {"agent's flags": (COORDINATOR, NODE)})
+# fmt: on

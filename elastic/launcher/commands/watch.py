@@ -1,4 +1,4 @@
-"""`elastic status --watch`: a job, again and again until it is over. A page on a terminal, lines elsewhere."""
+"""`elastic status --watch`: a page on a terminal, lines elsewhere, until the job is over."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from elastic.launcher.run.event_tail import read_object
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PATIENCE_S = 30.0
-"""How long a coordinator that does not answer is asked again, where no run directory tells whether the job is over."""
-MOST_NODES = 40
-"""Rows of the table of nodes; of larger jobs those in trouble come first."""
 Answer = dict[str, Any]
+NO_ANSWER_S = 30.0
+"""Time without answers after which the command fails, unless it knows the run directory."""
+MAX_NODES = 40
+"""Rows of the table of nodes; nodes with problems come first."""
 
 
-class Screen(Protocol):
-    """Shows what the coordinator says."""
+class StatusView(Protocol):
+    """Shows answers of the coordinator."""
 
     def show(self, answer: Answer) -> None: ...
 
@@ -33,47 +33,52 @@ class Screen(Protocol):
     def close(self) -> None: ...
 
 
-def watch(args: SimpleNamespace, ask: Callable[[], Answer], interval_s: float, latest: Path) -> int:
-    """Show answers until the job is over; return the exit code. Raises what `ask` does at first: nobody is there."""
-    answer: Answer | None = ask()
+def watch(
+    args: SimpleNamespace, query: Callable[[], Answer], interval_s: float, latest: Path
+) -> int:
+    """Show answers of `query` until the job is over; return the exit code.
+
+    Raises the errors of the first query.
+    """
+    answer: Answer | None = query()
     run_dir = None if args.rdzv_endpoint else args.run_dir or latest
-    screen = screen_for(args, sys.stdout)
+    view = status_view(args, sys.stdout)
     answered = time.monotonic()
     try:
         while True:
             if answer is not None:
-                screen.show(answer)
+                view.show(answer)
                 answered = time.monotonic()
-            verdict = read_object(run_dir / "exit.json") if run_dir is not None else None
-            if verdict is not None:
-                screen.note(f"{verdict.get('reason')} (exit code {verdict.get('code')})")
+            result = read_object(run_dir / "exit.json") if run_dir is not None else None
+            if result is not None:
+                view.note(f"{result.get('reason')} (exit code {result.get('code')})")
                 return EXIT_OK
             if answer is not None and answer["phase"] in ("finished", "failed"):
-                screen.note(f"the job is over: {answer['phase']}")
+                view.note(f"the job is over: {answer['phase']}")
                 return EXIT_OK
             time.sleep(interval_s)
             try:
-                answer = ask()
+                answer = query()
             except ElasticError as error:
-                if run_dir is None and time.monotonic() - answered > PATIENCE_S:
+                if run_dir is None and time.monotonic() - answered > NO_ANSWER_S:
                     raise
                 answer = None
                 if run_dir is None or not (run_dir / "exit.json").exists():
-                    screen.note(f"no answer, asking again: {error}")
+                    view.note(f"no answer from the coordinator; retrying: {error}")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     finally:
-        screen.close()
+        view.close()
 
 
-def screen_for(args: SimpleNamespace, file: TextIO) -> Screen:
+def status_view(args: SimpleNamespace, file: TextIO) -> StatusView:
     if args.json or not file.isatty():
-        return Lines(file, args.json)
-    return Page()
+        return StatusLines(file, args.json)
+    return StatusPage()
 
 
-class Lines:
-    """One line whenever something has changed; with JSON, one object an answer."""
+class StatusLines:
+    """One line per change; with JSON, one object per answer."""
 
     def __init__(self, file: TextIO, as_json: bool) -> None:
         self._file, self._as_json = file, as_json
@@ -88,9 +93,9 @@ class Lines:
             if entry not in self._recoveries:
                 self._print(recovery_text(entry))
         self._recoveries = list(answer.get("recoveries", ()))
-        here = (answer["phase"], answer["step"], answer["epoch"], len(answer["nodes"]))
-        if here != self._shown:
-            self._shown = here
+        state = (answer["phase"], answer["step"], answer["epoch"], len(answer["nodes"]))
+        if state != self._shown:
+            self._shown = state
             self._print(headline(answer))
 
     def note(self, text: str) -> None:
@@ -98,14 +103,14 @@ class Lines:
             self._print(text)
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Nothing to do."""
 
     def _print(self, text: str) -> None:
         print(text, file=self._file, flush=True)
 
 
-class Page:
-    """Redrawn in place by rich."""
+class StatusPage:
+    """A page that rich redraws in place."""
 
     def __init__(self) -> None:
         from rich.live import Live
@@ -124,15 +129,16 @@ class Page:
 
 
 def headline(answer: Answer) -> str:
-    """Where the job is, in a line."""
+    """Phase, step and speed of the job, in one line."""
     total = f"/{answer['steps']}" if answer.get("steps") else ""
     parts = [f"{answer['phase']} at step {answer['step']}{total}", f"epoch {answer['epoch']}"]
     if isinstance(answer.get("loss"), (int, float)):
         parts.append(f"loss {answer['loss']:.4f}")
     if answer.get("step_s"):
-        parts.append(f"{answer['step_s']:.3g} s a step, {answer.get('tokens_per_s', 0.0):,.0f} tokens/s")
-    stages = sum(node["role"] == "stage" for node in answer["nodes"])
-    parts.append(f"{stages} nodes train, {len(answer['nodes']) - stages} spare")
+        tokens_per_s = f"{answer.get('tokens_per_s', 0.0):,.0f} tokens/s"
+        parts.append(f"{answer['step_s']:.3g} s per step, {tokens_per_s}")
+    training = sum(node["role"] == "stage" for node in answer["nodes"])
+    parts.append(f"{training} nodes train, {len(answer['nodes']) - training} spare")
     if answer.get("term"):
         parts.append(f"coordinator term {answer['term']}")
     return ", ".join(parts)
@@ -141,33 +147,39 @@ def headline(answer: Answer) -> str:
 def recovery_text(entry: Answer) -> str:
     nodes = f"{entry['nodes_before']} -> {entry['nodes_after']} nodes"
     lost = f"{entry['microbatches_lost']} micro-batches lost"
-    return f"recovered at step {entry['step']} ({entry['cause']}): {nodes}, {lost}, {entry['total_s']:.3f} s"
+    where = f"step {entry['step']} ({entry['cause']})"
+    return f"recovered at {where}: {nodes}, {lost}, {entry['total_s']:.3f} s"
 
 
-def trouble(node: Answer) -> str:
-    """What is wrong with a node, or ""."""
-    words = ["cut off"] * (not node["connected"]) + ["leaving"] * bool(node["draining"])
-    words += [node["health"]] if node.get("health", "ok") != "ok" else []
-    return ", ".join(words + ([f"{node['slow']:.1f}x slower"] if node.get("slow", 1.0) != 1.0 else []))
+def problems(node: Answer) -> str:
+    """Problems of a node, separated by commas."""
+    slow, health = node.get("slow", 1.0), node.get("health", "ok")
+    found = {
+        "disconnected": not node["connected"],
+        "leaving": node["draining"],
+        health: health != "ok",
+        f"{slow:.1f}x slower": slow != 1.0,
+    }
+    return ", ".join(text for text, present in found.items() if present)
 
 
 def page(answer: Answer) -> RenderableType:
-    """Everything at once."""
+    """The whole answer: a line, the nodes, the plan and the last recoveries."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    color = {"running": "green", "finished": "green", "failed": "red", "paused": "red"}.get(
-        answer["phase"], "yellow"
-    )
-    nodes = Table("node", "phase", "role", "health", "domain", box=None, header_style="dim", pad_edge=False)
-    ordered = sorted(answer["nodes"], key=lambda node: not trouble(node))
-    for node in ordered[:MOST_NODES]:
-        wrong = trouble(node)
-        health = Text(wrong or "well", "red" if wrong else "green")
+    colors = {"running": "green", "finished": "green", "failed": "red", "paused": "red"}
+    color = colors.get(answer["phase"], "yellow")
+    heads = ("node", "phase", "role", "health", "domain")
+    nodes = Table(*heads, box=None, header_style="dim", pad_edge=False)
+    ordered = sorted(answer["nodes"], key=lambda node: not problems(node))
+    for node in ordered[:MAX_NODES]:
+        found = problems(node)
+        health = Text(found or "ok", "red" if found else "green")
         nodes.add_row(node["node"], node["phase"], node["role"], health, node["domain"] or "")
-    if len(ordered) > MOST_NODES:
-        nodes.add_row(f"... {len(ordered) - MOST_NODES} more")
+    if len(ordered) > MAX_NODES:
+        nodes.add_row(f"... {len(ordered) - MAX_NODES} more")
     last = [Text(recovery_text(entry)) for entry in answer.get("recoveries", ())]
     plan = Text(str(answer.get("plan", "")).rstrip(), "dim")
     return Group(Text(headline(answer), color), Text(), nodes, Text(), plan, Text(), *last)

@@ -1,6 +1,6 @@
-"""The flags of `elastic run`: torchrun's, with torchrun's meanings, and ours.
+"""The flags of `elastic run`: those of torchrun, with the same meanings, and elastic's own.
 
-PET_<A_B> in the environment replaces the default of --a-b, as for torchrun.
+The environment variable PET_A_B replaces the default of --a-b, as for torchrun.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from click import Choice, IntRange
 from elastic.command_line import TIME, Command, flag
 from elastic.config import LOG_PREFIX, PREFLIGHTS, SCHEDULES
 from elastic.core.protocol import compression
-from elastic.launcher.flags.guarding import CERTS
 from elastic.launcher.flags.ray_options import ADDRESS, RESOURCES
-from elastic.launcher.flags.values import (
+from elastic.launcher.flags.validators import (
     ACCUMULATE,
     BINDING,
+    CERTS,
     CONF,
     FAULT,
     FILE,
@@ -65,7 +65,7 @@ TORCHRUN = (
     flag("--run-path", is_flag=True, help="run SCRIPT, an absolute path, with runpy.run_path"),
     flag("--log-dir", type=FOLDER, help="directory of the workers' logs (default RUN_DIR/logs)"),
     flag("--redirects", "-r", metavar="STREAMS", default="0",
-         help="streams to log files alone: 0..3, or as 0:1,1:2 by rank"),
+         help="streams only to log files: 0..3, or per local rank as 0:1,1:2"),
     flag("--tee", "-t", metavar="STREAMS", default="0",
          help="streams to log files and, with a prefix, to the console"),
     flag("--log-line-prefix-template", default=LOG_PREFIX,
@@ -106,7 +106,7 @@ OURS = (
          help="memory of this node that the plan may use, as 16GiB; with --standalone one for "
               "each, comma-separated"),
     flag("--vault-memory", type=SIZE,
-         help="memory for other nodes' copies on a node, as 2GiB; beyond it they are not kept"),
+         help="memory of a node for copies of other nodes, as 2GiB; further copies are refused"),
     flag("--compress", type=Choice(compression.MODES), default="auto",
          help="compression of copies between vaults; auto: where it pays"),
     flag("--checkpoint-dir", type=FOLDER,
@@ -115,9 +115,9 @@ OURS = (
          help="start from this checkpoint; auto: from the newest in --checkpoint-dir, if any"),
     flag("--domain", type=NAMES,
          help="failure domain of this node; with --standalone one for each, comma-separated"),
-    flag("--profile", type=PROFILE, help="what `elastic profile` measured; the plan goes by it"),
+    flag("--profile", type=PROFILE, help="file of `elastic profile`, from which plans are made"),
     flag("--emulate", type=PROFILE,
-         help="as --profile, and workers wait the profiled times instead of computing"),
+         help="like --profile; workers wait for the profiled times instead of computing"),
     flag("--device", type=NAMES,
          help="device type of this node in the profile; with --standalone one for each, "
               "comma-separated"),
@@ -138,18 +138,18 @@ OURS = (
     flag("--coordinators", type=IntRange(1, 9), default=1,
          help="coordinators of a --standalone run, one of which leads; several need --store"),
     flag("--preflight", type=Choice(PREFLIGHTS), default="on",
-         help="checks of a node before it joins; strict: warnings count, too"),
+         help="checks of a node before it joins; strict: warnings are errors"),
     flag("--quarantine", type=TIME, default="30",
-         help="seconds that a node which fails again and again is left out; doubles each time"),
+         help="seconds that a node with repeated failures is excluded; doubles each time"),
     flag("--silence", type=TIME,
          help="seconds that a silent peer is tolerated (default 3); every other limit follows "
               "from it"),
     flag("--heartbeat", type=TIME,
-         help="seconds between a node's signs of life (default: follows from --silence and "
+         help="seconds between heartbeats of a node (default: follows from --silence and "
               "--nnodes)"),
     flag("--lease", type=TIME, help="the same as --silence"),
     flag("--notice", type=SOURCES,
-         help="where nodes hear that they go: auto, none, aws, gcp, azure, file:PATH or "
+         help="sources of notices that nodes will end: auto, none, aws, gcp, azure, file:PATH or "
               "http:[HOST:]PORT, comma-separated (default auto, with --standalone none)"),
     flag("--grace", type=TIME, default="0",
          help="seconds that a node has to leave after SIGTERM; 0: SIGTERM ends the job here"),
@@ -172,33 +172,35 @@ OURS = (
 
 RAY = (
     flag("--backend", type=Choice(["local", "ray"]), default="local",
-         help="where agents run: on this machine, or one on each node of a Ray cluster"),
+         help="where agents run: on this machine, or one per node of a Ray cluster"),
     flag("--address", type=ADDRESS, default="auto",
          help="the Ray cluster: auto (RAY_ADDRESS, or the one running here), HOST:PORT or "
               "ray://HOST:PORT"),
     flag("--ray-resources", type=RESOURCES,
-         help="resources of a Ray node per agent, as '{\"GPU\": 1, \"CPU\": 4}' (default: a CPU, and "
-              "a GPU where there are any, per worker)"),
+         help="resources of a Ray node per agent, as '{\"GPU\": 1, \"CPU\": 4}' (default: per "
+              "worker a CPU, and a GPU if there are any)"),
     flag("--ray-spares", type=IntRange(0), default=1,
          help="Ray nodes beyond the largest --nnodes that are kept as hot spares if they are "
               "there"),
 )
 # fmt: on
-"""Of `elastic run` alone: `elastic coordinator` and `elastic agent` run where they are started."""
+"""Only for `elastic run`; `elastic coordinator` and `elastic agent` run on this machine."""
 
 SCRIPT = (
     click.Argument(["script"], default="", metavar="SCRIPT|-m MODULE"),
     click.Argument(["script_args"], nargs=-1, type=click.UNPROCESSED, metavar="[args...]"),
 )
-"""The script and its arguments; these are not looked at."""
+"""The script and its arguments, which are not parsed."""
 Sections = Mapping[str, Sequence[click.Option]]
 SECTIONS: Sections = {"torchrun's flags": TORCHRUN, "elastic's flags": OURS}
 
 
 class RunCommand(Command):
-    """A command that takes the flags of `elastic run` and a script, with its own flags in `sections`."""
+    """A command with the flags of `elastic run`, its own `sections` of flags, and a script."""
 
-    def __init__(self, name: str, callback: Callable[..., int], help: str, sections: Sections) -> None:
+    def __init__(
+        self, name: str, callback: Callable[..., int], help: str, sections: Sections
+    ) -> None:
         self.sections = {**SECTIONS, **sections}
         params = [option for options in self.sections.values() for option in options]
         super().__init__(
@@ -213,6 +215,8 @@ class RunCommand(Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, options in self.sections.items():
             with formatter.section(title):
-                formatter.write_dl([row for row in (o.get_help_record(ctx) for o in options) if row])
+                formatter.write_dl(
+                    [row for row in (o.get_help_record(ctx) for o in options) if row]
+                )
         with formatter.section("Options"):
             formatter.write_dl([("-h, --help", "Show this message and exit.")])

@@ -1,4 +1,4 @@
-"""What `--backend ray` and its flags mean. Checked without ray, before anything is started."""
+"""Meaning of `--backend ray` and its flags; checked without ray before anything starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from elastic.command_line import ParsedType
 from elastic.core.protocol.fault_spec import FaultKind
 from elastic.domain.errors import FieldError
-from elastic.launcher.flags.values import address
+from elastic.launcher.flags.validators import address
 
 AUTO = "auto"
 CLIENT = "ray://"
@@ -19,46 +19,47 @@ CLIENT = "ray://"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
-    """Agents on a Ray cluster."""
+    """Settings of agents on a Ray cluster."""
 
     address: str = AUTO
-    """auto, host:port of the cluster, or ray://host:port of its server for clients."""
+    """auto, host:port of the cluster, or ray://host:port of its client server."""
     resources: tuple[tuple[str, float], ...] = ()
-    """What an agent takes of a node, by Ray's names; (): a CPU, and a GPU where there are any, for each worker."""
+    """Resources of a Ray node per agent, by Ray's names; (): per worker a CPU, and a GPU if any."""
     spares: int = 1
-    """Nodes beyond the most of --nnodes that are kept if they are there."""
+    """Number of hot spares beyond the largest --nnodes, if there are that many Ray nodes."""
 
 
 def ray_options(flags: SimpleNamespace) -> RayOptions | None:
-    """None: agents run here. Raises FieldError, also for what makes no sense on a Ray cluster."""
+    """The options, or None if agents run on this machine.
+
+    Raises FieldError for flags that do not go with the backend.
+    """
     if not hasattr(flags, "backend"):  # a single service, not `elastic run`
         return None
-    options = RayOptions(address=flags.address, resources=flags.ray_resources or (), spares=flags.ray_spares)
+    resources = flags.ray_resources or ()
+    options = RayOptions(address=flags.address, resources=resources, spares=flags.ray_spares)
     if flags.backend == "local":
         if options != RayOptions():
-            raise FieldError("--backend", "local", "--address and --ray-... go with --backend ray")
+            raise FieldError("--backend", "local", "--address and --ray-... need --backend ray")
         return None
-    _refuse(flags)
+    _check_combination(flags)
     return options
 
 
-def _refuse(flags: SimpleNamespace) -> None:
+def _check_combination(flags: SimpleNamespace) -> None:
     if flags.standalone:
-        raise FieldError(
-            "--standalone", "on", "it means nodes on this machine: leave it or --backend ray out"
-        )
+        remedy = "its nodes are on this machine: leave out it or --backend ray"
+        raise FieldError("--standalone", "on", remedy)
     for flag, value in (("--node-rank", flags.node_rank), ("--master-port", flags.master_port)):
         if value:
-            remedy = (
-                "Ray says which machines there are; --rdzv-endpoint HOST:PORT fixes the coordinator's address"
-            )
+            remedy = "Ray chooses the machines; set the coordinator's address by --rdzv-endpoint"
             raise FieldError(flag, value, remedy)
     if flags.link is not None:
         raise FieldError(
-            "--link", "on", "it slows links between the nodes of one machine: --standalone has them"
+            "--link", "on", "only links within one machine can be slowed: --standalone"
         )
     if any(fault.kind is FaultKind.JOIN for fault in flags.fault):
-        raise FieldError("--fault", "join", "on Ray a node joins when Ray has one: start it with `ray start`")
+        raise FieldError("--fault", "join", "a node joins when Ray has one: use `ray start`")
 
 
 def _address(flag: str, text: str) -> str:
@@ -76,13 +77,14 @@ def _resources(flag: str, text: str) -> tuple[tuple[str, float], ...]:
     except ValueError:
         given = None
     if not isinstance(given, dict) or not given:
-        raise FieldError(flag, text, 'a JSON object, as \'{"GPU": 1, "CPU": 4}\'')
+        raise FieldError(flag, text, 'give a JSON object, as \'{"GPU": 1, "CPU": 4}\'')
     for name, amount in given.items():
         number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
         if not number or not math.isfinite(amount) or amount <= 0 or (amount > 1 and amount % 1):
-            raise FieldError(f"{flag} {name}", amount, "an amount above 0; above 1 a whole number")
+            remedy = "give an amount above 0, and a whole number if it is above 1"
+            raise FieldError(f"{flag} {name}", amount, remedy)
         if not re.fullmatch(r"[A-Za-z][\w.:-]*", name):
-            raise FieldError(flag, name, "names of Ray resources, as GPU, CPU, memory or your own")
+            raise FieldError(flag, name, "give a Ray resource: GPU, CPU, memory or your own")
     return tuple((name, float(amount)) for name, amount in sorted(given.items()))
 
 

@@ -1,4 +1,4 @@
-"""From flags to a validated request. Nothing is started, created or written here."""
+"""Validated request from the flags of `elastic run`. Nothing is started or written here."""
 
 from __future__ import annotations
 
@@ -20,62 +20,48 @@ from elastic.core.protocol.fault_spec import FaultKind
 from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import FieldError, UsageError
 from elastic.domain.types import Accumulate
-from elastic.launcher.flags.guarding import Guard, certificates, guard, guard_cluster
+from elastic.launcher.flags import validators
 from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
-from elastic.launcher.flags.values import (
-    DYNAMIC_PORT,
-    STATIC_PORT,
-    addresses,
-    folder,
-    slug,
-    streams,
-)
-from elastic.launcher.flags.waiting import heartbeat, metadata_services, notices, silence
+from elastic.launcher.flags.validators import Guard, folder, slug, streams
 from elastic.planning.cost.profile import LinkProfile, Profile
 
 LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
-AS_GIVEN = (
-    "compress",
-    "coordinators",
-    "max_restarts",
-    "metrics_host",
-    "pipelines",
-    "preflight",
-    "role",
-    "schedule",
-    "virtual_local_rank",
+# fmt: off
+SAME_NAME = (
+    "compress", "coordinators", "max_restarts", "metrics_host", "pipelines", "preflight", "role",
+    "schedule", "virtual_local_rank",
 )
+# fmt: on
 """Flags that are fields of JobConfig under the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What `elastic run` shall do on this machine."""
+    """Validated task of a launcher on this machine."""
 
     config: JobConfig
     nodes: tuple[str, ...]
     """Names of the agents to start here."""
     hosts: bool | None
-    """Start the coordinator here; None: if this machine owns the address and nothing listens there."""
+    """Start the coordinator here; None: if its address is this machine's and free."""
     signals: tuple[signal.Signals, ...]
     """Signals that end the job in order."""
     console_events: bool = False
     in_place: bool = False
-    """Resume in a run directory that was used before: what it holds is moved aside."""
+    """The run directory was used before: its content is moved aside."""
     ray: RayOptions | None = None
-    """Agents run on a Ray cluster; None: here."""
+    """Agents run on a Ray cluster; None: on this machine."""
     as_service: bool = False
-    """It is `elastic coordinator` or `elastic agent`: the exit code tells whether to start it again."""
+    """`elastic coordinator` or `elastic agent`: the exit code tells whether a restart helps."""
     guard: Guard = field(default_factory=Guard)
-    """The join token, and what the user is warned of."""
     services: tuple[str, str] = ("elastic.coordinator.service", "elastic.agent.service")
-    """Modules that are run as coordinator and as agent."""
+    """Modules to run as coordinator and as agent."""
 
 
 def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
-    """Check the flags of `elastic run` together. Raises FieldError at the first wrong one."""
+    """Check the flags of `elastic run` together. Raises FieldError for the first wrong one."""
     command = check_command(flags)
     low, high = flags.nnodes
     ray = ray_options(flags)
@@ -87,8 +73,11 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
     checkpoints = flags.checkpoint_dir or run_dir / "checkpoints"
     conf = flags.rdzv_conf or {}
     coordinator = "" if standalone or (ray and not flags.rdzv_endpoint) else _endpoint(flags)
-    secured = guard_cluster(flags, environ) if ray else guard(flags, environ, coordinator, standalone)
-    certs, certs_name = certificates(flags, secured, run_dir)
+    if ray:
+        guard = validators.cluster_guard(flags, environ)
+    else:
+        guard = validators.service_guard(flags, environ, coordinator, standalone)
+    certs, certs_name = validators.certificates(flags, guard, run_dir)
     config = JobConfig(
         job_id=job_id,
         run_dir=str(run_dir),
@@ -112,10 +101,10 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         monitor_interval_s=flags.monitor_interval,
         shutdown_timeout_s=flags.shutdown_timeout,
         store=_store(flags),
-        heartbeat_s=heartbeat(flags, high),
-        lease_s=silence(flags),
-        notices=notices(flags, standalone),
-        metadata_services=metadata_services(environ),
+        heartbeat_s=validators.heartbeat(flags, high),
+        lease_s=validators.silence(flags),
+        notices=validators.notices(flags, standalone),
+        metadata_services=validators.metadata_services(environ),
         grace_s=flags.grace,
         metrics_port=-1 if flags.metrics_port is None else flags.metrics_port,
         log_dir=str(flags.log_dir or run_dir / "logs"),
@@ -130,11 +119,11 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         certs=certs,
         certs_name=certs_name,
         faults=flags.fault,
-        domains=_of_nodes("--domain", flags.domain, standalone),
-        devices=_of_nodes("--device", flags.device, standalone),
-        lifetimes_s=_of_nodes("--lifetime", flags.lifetime, standalone),
-        node_memories_bytes=_of_nodes("--node-memory", flags.node_memory, standalone),
-        **{name: getattr(flags, name) for name in AS_GIVEN},
+        domains=_per_node("--domain", flags.domain, standalone),
+        devices=_per_node("--device", flags.device, standalone),
+        lifetimes_s=_per_node("--lifetime", flags.lifetime, standalone),
+        node_memories_bytes=_per_node("--node-memory", flags.node_memory, standalone),
+        **{name: getattr(flags, name) for name in SAME_NAME},
     )
     return Request(
         config=config,
@@ -144,18 +133,18 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         console_events=flags.event_log_handler == "console",
         in_place=in_place,
         ray=ray,
-        guard=secured,
+        guard=guard,
     )
 
 
-def _of_nodes(flag: str, given: tuple[T, ...] | None, standalone: bool) -> tuple[T, ...]:
-    """Values that may differ between this machine's nodes."""
+def _per_node(flag: str, given: tuple[T, ...] | None, standalone: bool) -> tuple[T, ...]:
+    """Values that may differ between the nodes of this machine."""
     if given and len(given) > 1 and not standalone:
-        raise FieldError(flag, given, "one value for this node; several go with --standalone")
+        raise FieldError(flag, given, "give one value for this node; several need --standalone")
     return given or ()
 
 
-# ---- who takes part ----
+# ---- nodes, workers and addresses ----
 
 
 def _nproc(text: str, environ: Mapping[str, str]) -> int:
@@ -163,44 +152,48 @@ def _nproc(text: str, environ: Mapping[str, str]) -> int:
         return int(text)
     gpus = _gpus(environ)
     if text == "gpu" and gpus == 0:
-        raise FieldError("--nproc-per-node", text, "there is no GPU here: give a number or cpu")
+        raise FieldError("--nproc-per-node", text, "this machine has no GPU: give a number or cpu")
     if text in ("gpu", "auto") and gpus:
         return gpus
     if text in ("cpu", "auto"):
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    raise FieldError("--nproc-per-node", text, "a number, auto, cpu or gpu")
+        affinity = getattr(os, "sched_getaffinity", None)
+        return len(affinity(0)) if affinity else os.cpu_count() or 1
+    raise FieldError("--nproc-per-node", text, "give a number, auto, cpu or gpu")
 
 
 def _gpus(environ: Mapping[str, str]) -> int:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+        return sum(device.strip() not in ("", "-1") for device in visible.split(","))
+    devices = Path("/dev").glob("nvidia*")
+    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices)
 
 
 def _standalone(flags: SimpleNamespace, high: int) -> bool:
-    """As torchrun: asked for, or one node and no rendezvous given."""
+    """As for torchrun: --standalone, or one node without a rendezvous."""
     static = flags.rdzv_backend == "static"
     alone = high == 1 and static and not flags.rdzv_endpoint and flags.master_port is None
     if not flags.standalone and not alone and not static and not flags.rdzv_endpoint:
-        raise FieldError("--rdzv-endpoint", "", f"--rdzv-backend {flags.rdzv_backend} needs HOST:PORT")
+        remedy = f"--rdzv-backend {flags.rdzv_backend} needs HOST:PORT"
+        raise FieldError("--rdzv-endpoint", "", remedy)
     return bool(flags.standalone or alone)
 
 
 def _endpoint(flags: SimpleNamespace) -> str:
+    static = flags.rdzv_backend == "static"
     if flags.rdzv_endpoint:
-        default = STATIC_PORT if flags.rdzv_backend == "static" else DYNAMIC_PORT
-        return addresses("--rdzv-endpoint", flags.rdzv_endpoint, default)
-    return f"{flags.master_addr}:{flags.master_port or STATIC_PORT}"
+        port = validators.STATIC_PORT if static else validators.DYNAMIC_PORT
+        return validators.addresses("--rdzv-endpoint", flags.rdzv_endpoint, port)
+    return f"{flags.master_addr}:{flags.master_port or validators.STATIC_PORT}"
 
 
 def _master_addr(flags: SimpleNamespace) -> str:
-    """Fixed by the user under static rendezvous; else "", which is rank 0's host."""
+    """Host of the endpoint under static rendezvous; otherwise "", which is rank 0's host."""
     return _endpoint(flags).rpartition(":")[0].strip("[]") if flags.rdzv_backend == "static" else ""
 
 
 def _at_start(config: JobConfig) -> int:
-    """Local nodes to start with: the maximum, but room is left for nodes that join where none leaves before."""
+    """Number of local nodes at the start: the maximum, less those that join while none leaves."""
     kinds = [spec.kind for spec in config.faults]
     joins = kinds.count(FaultKind.JOIN)
     leaving = sum(kind in (FaultKind.KILL, FaultKind.DRAIN, FaultKind.PARTITION) for kind in kinds)
@@ -212,7 +205,8 @@ def _names(flags: SimpleNamespace, standalone: bool, high: int) -> tuple[str, ..
         return tuple(f"node{i}" for i in range(high))
     if flags.rdzv_backend == "static":
         if flags.node_rank >= high:
-            raise FieldError("--node-rank", flags.node_rank, f"from 0 to {high - 1}, as --nnodes says")
+            remedy = f"give 0 to {high - 1}, because of --nnodes"
+            raise FieldError("--node-rank", flags.node_rank, remedy)
         return (f"node{flags.node_rank}",)
     return (f"{slug(socket.gethostname())}-{secrets.token_hex(2)}",)
 
@@ -222,29 +216,21 @@ def _hosts(flags: SimpleNamespace, standalone: bool, conf: Mapping[str, str]) ->
         return True
     if "is_host" in conf:
         return conf["is_host"].lower() in ("1", "true", "yes", "y", "t")
-    if flags.rdzv_backend == "static":
-        return bool(flags.node_rank == 0)
-    return None
+    return bool(flags.node_rank == 0) if flags.rdzv_backend == "static" else None
 
 
 def _profile(flags: SimpleNamespace) -> Profile | None:
-    """The profile to plan by, or None."""
     if flags.profile is not None and flags.emulate is not None:
-        name = flags.emulate.model
-        raise FieldError("--emulate", name, "it names the profile already: leave --profile out")
-    found: Profile | None = flags.profile or flags.emulate
-    return found
+        remedy = "it gives the profile already: leave out --profile"
+        raise FieldError("--emulate", flags.emulate.model, remedy)
+    profile: Profile | None = flags.profile or flags.emulate
+    return profile
 
 
 def _store(flags: SimpleNamespace) -> StoreSpec:
-    return StoreSpec(
-        url=flags.store or "",
-        ca=flags.store_ca or "",
-        cert=flags.store_cert or "",
-        key=flags.store_key or "",
-        user=flags.store_user or "",
-        password_file=flags.store_password_file or "",
-    )
+    names = ("ca", "cert", "key", "user", "password_file")
+    given = {name: getattr(flags, f"store_{name}") or "" for name in names}
+    return StoreSpec(url=flags.store or "", **given)
 
 
 # ---- directories ----
@@ -257,38 +243,41 @@ def _run_dir(flags: SimpleNamespace, token: str) -> tuple[Path, bool]:
     path: Path = flags.run_dir
     if not path.exists() or not any(path.iterdir()):
         return path, False
+    problem = ""
     if flags.resume is None:
-        raise FieldError("--run-dir", str(path), "it is not empty; give a new one, or --resume auto")
-    if not (path / FILE).exists():
-        raise FieldError(
-            "--run-dir", str(path), f"it holds no {FILE}, so it is no run to resume; give another"
-        )
-    try:
-        load_config(path)
-    except UsageError as error:
-        raise FieldError("--run-dir", str(path), f"it cannot be resumed: {error}") from error
+        problem = "it is not empty; give a new one, or --resume auto"
+    elif not (path / FILE).exists():
+        problem = f"it has no {FILE}, so no run can be resumed from it; give another"
+    else:
+        try:
+            load_config(path)
+        except UsageError as error:
+            problem = f"it cannot be resumed: {error}"
+    if problem:
+        raise FieldError("--run-dir", str(path), problem)
     return path, True
 
 
 def _resume(text: str | None, checkpoints: Path) -> str:
-    """The directory to resume from, or "": nothing asked for, or auto and nothing there yet."""
+    """The directory to resume from; "": without --resume, or with auto and no checkpoint."""
     if text is None or (text == "auto" and not _holds_checkpoint(checkpoints)):
         return ""
     path = checkpoints if text == "auto" else Path(os.path.abspath(os.path.expanduser(text)))
     if not path.is_dir():
         raise FieldError("--resume", text, "there is no such directory; give one, or auto")
     if not _holds_checkpoint(path):
-        raise FieldError("--resume", text, f"{path} holds no checkpoint (step-...); give another, or auto")
+        remedy = f"{path} holds no checkpoint (step-...); give another, or auto"
+        raise FieldError("--resume", text, remedy)
     return str(path)
 
 
 def _holds_checkpoint(path: Path) -> bool:
-    """`path` is a checkpoint, or a directory of checkpoints."""
+    """Whether `path` is a checkpoint or a directory of checkpoints."""
     names = [path.name, *(entry.name for entry in path.glob("step-*/"))] if path.is_dir() else []
     return any(re.fullmatch(r"step-\d+", name) for name in names)
 
 
 def memory_root() -> Path:
-    """Where memory directories of jobs lie on this machine."""
+    """Parent of the memory directories of all jobs on this machine."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())

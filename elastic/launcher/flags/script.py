@@ -1,4 +1,4 @@
-"""Is there such a script, module or executable? Looked up before anything starts, importing nothing."""
+"""Check of SCRIPT: a file, module or executable that exists. Nothing is imported or started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.domain.errors import FieldError, UsageError
 
 
 def check_command(flags: SimpleNamespace) -> WorkerCommand:
-    """Raises FieldError; UsageError where no script is given."""
+    """The workers' command. Raises FieldError; UsageError if there is no script."""
     if not flags.script:
         raise UsageError("SCRIPT is missing: give a script, or -m and a module")
     command = WorkerCommand(
@@ -26,26 +26,27 @@ def check_command(flags: SimpleNamespace) -> WorkerCommand:
         run_path=flags.run_path,
     )
     script = Path(command.script)
+    problem = ""
     if command.module:
         _check_module(command.script)
     elif command.run_path and not script.is_absolute():
-        raise FieldError("--run-path", command.script, "an absolute path of a script")
+        raise FieldError("--run-path", command.script, "give the absolute path of a script")
     elif not command.python and not command.run_path:
         if shutil.which(command.script) is None:
-            raise FieldError("SCRIPT", command.script, "an executable on the PATH, or its path (--no-python)")
+            problem = "with --no-python give an executable on the PATH, or its path"
     elif not script.exists():
-        raise FieldError("SCRIPT", command.script, "there is no such file; -m runs a module")
+        problem = "there is no such file; -m runs a module"
     elif script.is_dir() and not (script / "__main__.py").exists():
-        raise FieldError(
-            "SCRIPT", command.script, "it is a directory without __main__.py; give a script file"
-        )
+        problem = "it is a directory without __main__.py; give a script file"
     elif not os.access(script, os.R_OK):
-        raise FieldError("SCRIPT", command.script, "it cannot be read; check its permissions")
+        problem = "it cannot be read; check its permissions"
+    if problem:
+        raise FieldError("SCRIPT", command.script, problem)
     return command
 
 
 def _check_module(name: str) -> None:
-    """Find a module without importing any of its packages, which may be slow."""
+    """Find a module without importing its packages, which may be slow."""
     parts = name.split(".")
     folders: list[str] | None = [os.getcwd(), *(folder for folder in sys.path if folder)]
     for i in range(len(parts)):
@@ -54,15 +55,15 @@ def _check_module(name: str) -> None:
             raise FieldError("-m", name, f"{'.'.join(parts[:i])} is not a package")
         spec = _find(full, folders)
         if spec is None:
-            raise FieldError("-m", name, f"no module named {full} here; check the name and PYTHONPATH")
-        places = spec.submodule_search_locations
-        folders = None if places is None else list(places)
+            raise FieldError("-m", name, f"no module named {full}; check the name and PYTHONPATH")
+        locations = spec.submodule_search_locations
+        folders = None if locations is None else list(locations)
     if folders is not None and _find(f"{name}.__main__", folders) is None:
         raise FieldError("-m", name, "it is a package without __main__; name a module in it")
 
 
 def _find(full: str, folders: list[str]) -> ModuleSpec | None:
-    """The spec of module `full`, whose parent's folders are given. Of namespace packages: the first part."""
+    """The spec of module `full` in its parent's folders; of a namespace package the first part."""
     namespace: ModuleSpec | None = None
     for folder in folders:
         finder = pkgutil.get_importer(folder)
@@ -72,5 +73,5 @@ def _find(full: str, folders: list[str]) -> ModuleSpec | None:
         namespace = namespace or spec
     if namespace is not None or "." in full:
         return namespace
-    found = (finder.find_spec(full, None, None) for finder in sys.meta_path)  # editable installs, built-ins
+    found = (finder.find_spec(full, None, None) for finder in sys.meta_path)  # editable, built-in
     return next((spec for spec in found if spec is not None), None)

@@ -1,11 +1,11 @@
-"""What starts a job's pods: StatefulSets as they stand in deploy/, or Jobs or a JobSet made of them.
+"""Controllers of a job's pods: StatefulSets as in deploy/, or Jobs or a JobSet made from them.
 
-    statefulset   pods always come back, also after the job's end; every cluster has it
-    job           two indexed Jobs, of coordinators and of agents; lost pods come back until one of them ends with
-                  exit code 0, which they do only when the training is done (Kubernetes 1.31 or newer)
-    jobset        one JobSet of these two; done or failed as its coordinators are (its controller must be installed)
+    statefulset   pods are always replaced, also after the job's end; works in every cluster
+    job           two indexed Jobs, of coordinators and of agents (Kubernetes 1.31 or newer);
+                  lost pods are replaced until one pod ends with exit code 0: training is done
+    jobset        one JobSet of these two, which ends as its coordinators do; needs its controller
 
-The pods are the same: whatever a StatefulSet's template says is taken over.
+The pods are the same, because the template of each StatefulSet is copied.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from elastic.launcher.kubernetes.kustomize import Object
 KINDS = ("job", "statefulset", "jobset")
 COMPONENT = "app.kubernetes.io/component"
 PARTS = ("coordinator", "agent")
-"""Components that end with the job; etcd stays a StatefulSet."""
+"""Components that end with the job. etcd stays a StatefulSet."""
 FINAL = [EXIT_UNRECOVERABLE, EXIT_JOB_FAILED]
-"""Exit codes after which no new pod would do better. What crashed ends with 1: it comes back; so does a coordinator
-that found no etcd yet (2)."""
+"""Exit codes after which a new pod would fail too. Crashes end with 1 and are replaced, as is a
+coordinator that did not find etcd (2)."""
 BACKOFF_LIMIT = 10_000
-"""Failures of pods are this runtime's daily bread."""
+"""Failures of pods are expected, so that the default of 6 is too small."""
 
 
 def convert(objects: list[Object], kind: str, name: str) -> list[Object]:
-    """The objects with the job's own StatefulSets replaced as `kind` says."""
+    """The objects, with the job's own StatefulSets replaced by those of `kind`."""
     if kind == "statefulset":
         return objects
     sets = {part: item for item in objects for part in PARTS if _runs(item, part)}
@@ -75,7 +75,10 @@ def _job_spec(item: Object, part: str) -> dict[str, Any]:
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
                 {"action": "FailJob", "onExitCodes": codes},
             ]
         },
@@ -86,7 +89,8 @@ def _job_spec(item: Object, part: str) -> dict[str, Any]:
 
 def _jobset(sets: dict[str, Object], name: str) -> Object:
     jobs = [
-        {"name": part, "replicas": 1, "template": {"spec": _job_spec(sets[part], part)}} for part in PARTS
+        {"name": part, "replicas": 1, "template": {"spec": _job_spec(sets[part], part)}}
+        for part in PARTS
     ]
     metadata = {**copy.deepcopy(sets["agent"]["metadata"]), "name": name}
     del metadata["labels"][COMPONENT]

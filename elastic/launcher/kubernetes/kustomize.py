@@ -1,7 +1,7 @@
-"""The part of kustomize that deploy/kubernetes uses, so that a job can be rendered where kubectl is not installed.
+"""The part of kustomize that deploy/kubernetes uses, so that jobs are rendered without kubectl.
 
-`build` reads a folder's kustomization.yaml: `resources` (files and folders), `labels` with selectors, and `patches`
-that are strategic merges. Whatever else stands there is refused, never passed over.
+`build` reads a folder's kustomization.yaml: `resources` (files and folders), `labels` with
+selectors, and `patches` that are strategic merges. Other fields are errors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _KEYS = {
     "topologySpreadConstraints": "topologyKey",
     "volumeClaimTemplates": "",
 }
-"""Lists that are merged, element by element, by this field; "": replaced whole, as all others are."""
+"""Lists that are merged by this field of their elements; "" and other lists are replaced."""
 
 
 def build(folder: Path) -> list[Object]:
-    """The objects of a kustomization. Raises FieldError, naming the file, for what it does not know."""
+    """The objects of a kustomization. Raises FieldError for unknown fields."""
     path = folder / FILE
     spec = yaml.safe_load(path.read_text())
     unknown = sorted(set(spec) - _KNOWN)
@@ -65,25 +65,29 @@ def name_of(item: Object) -> tuple[str, str]:
 
 
 def merge(base: Any, patch: Any, field: str = "") -> Any:
-    """Strategic merge: objects by field, null deletes, some lists by a key, everything else replaced."""
+    """Strategic merge: objects by field, null deletes, some lists by key, others are replaced."""
     if isinstance(base, dict) and isinstance(patch, dict):
         merged = dict(base)
         for key, value in patch.items():
             if value is None:
                 merged.pop(key, None)
             else:
-                merged[key] = merge(merged[key], value, key) if key in merged else copy.deepcopy(value)
+                merged[key] = (
+                    merge(merged[key], value, key) if key in merged else copy.deepcopy(value)
+                )
         return merged
     by = _KEYS.get(field, "")
     if by and isinstance(base, list) and isinstance(patch, list):
         changes = {item[by]: item for item in patch}
-        kept = [merge(item, changes.pop(item[by])) if item[by] in changes else item for item in base]
+        kept = [
+            merge(item, changes.pop(item[by])) if item[by] in changes else item for item in base
+        ]
         return kept + copy.deepcopy(list(changes.values()))
     return copy.deepcopy(patch)
 
 
 def label(item: Object, pairs: dict[str, str]) -> None:
-    """Add labels to an object, to the pods that it makes, and to whatever selects pods of ours."""
+    """Add labels to an object, to its pods, and to selectors of our pods."""
     metadata = item["metadata"]
     metadata["labels"] = {**metadata.get("labels", {}), **pairs}
     spec = item.get("spec", {})
@@ -112,5 +116,7 @@ def _label_selectors(value: Any, pairs: dict[str, str]) -> None:
 def _patch(objects: list[Object], patch: Object, source: Path) -> None:
     found = [i for i, item in enumerate(objects) if name_of(item) == name_of(patch)]
     if len(found) != 1:
-        raise FieldError(str(source), " ".join(name_of(patch)), "the kind and name of one of the resources")
+        raise FieldError(
+            str(source), " ".join(name_of(patch)), "the kind and name of one of the resources"
+        )
     objects[found[0]] = merge(objects[found[0]], patch)

@@ -1,6 +1,6 @@
-"""`elastic kubernetes render`: the manifests of deploy/kubernetes, filled in for one job, ready for kubectl apply.
+"""`elastic kubernetes render`: the manifests of deploy/kubernetes with the values of one job.
 
-Nothing is asked of a cluster. What users give is checked here, before anything is printed.
+All values are checked before anything is printed. No cluster is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from click import IntRange
 from elastic.command_line import CommandLine, ParsedType
 from elastic.domain.errors import EXIT_OK, FieldError, UsageError, needs_extra
 from elastic.launcher.flags.flags import OURS, TORCHRUN
-from elastic.launcher.flags.values import NODES
+from elastic.launcher.flags.validators import NODES
 from elastic.launcher.kubernetes.controllers import (
     COMPONENT,
     KINDS,
@@ -33,16 +33,16 @@ with needs_extra("kubernetes", "`elastic kubernetes`"):
     import yaml
 
 PLACEHOLDER = "elastic"
-"""The job's name in deploy/, and how the names of all its objects begin."""
-IMAGE = "elastic-runtime:"
-"""How the placeholder of our image begins."""
+"""Name of the job in deploy/; the names of all its objects begin with it."""
+AGENT_IMAGE, COORDINATOR_IMAGE = "elastic-runtime:", "elastic-coordinator:"
+"""Names of the images in deploy/. The one of coordinators has no torch."""
 PORT = 29400
-"""Of coordinators."""
+"""Port of coordinators."""
 SECRETS = ("elastic-certs", "elastic-token")
-"""Made by the user, not by us."""
-LONGEST_NAME = 40
-"""So that names of pods, which are longer by part and number, fit a label."""
-MOST_NODES = 10_000
+"""Secrets that the user creates."""
+MAX_NAME_CHARS = 40
+"""Names of pods, which add a part and a number, must fit into a label of 63 characters."""
+MAX_NODES = 10_000
 INSTANCE = "app.kubernetes.io/instance"
 GPU = "nvidia.com/gpu"
 CLUSTER_WIDE = ("PriorityClass",)
@@ -52,21 +52,22 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is filled in, checked."""
+class JobValues:
+    """Checked values to fill in."""
 
     name: str
     image: str
+    coordinator_image: str
     namespace: str
-    """"": none is named; kubectl's own."""
+    """"": kubectl's default namespace."""
     low: int
     high: int
     nproc: int
     gpus: int
     memory_bytes: int
-    """Of an agent's container; 0: as deploy/ says."""
+    """Memory of an agent's container; 0: as in deploy/."""
     cpus: int
-    """Of an agent's container; 0: as deploy/ says."""
+    """CPUs of an agent's container; 0: as in deploy/."""
     kind: str
     environment: tuple[tuple[str, str], ...]
     command: tuple[str, ...]
@@ -77,41 +78,41 @@ def kubernetes() -> None:
     """Make the Kubernetes manifests of a job."""
 
 
-# ---- what the user gave ----
+# ---- values ----
 
 
 def _label(flag: str, text: str) -> str:
-    longest = LONGEST_NAME if flag == "--name" else 63
+    longest = MAX_NAME_CHARS if flag == "--name" else 63
     if len(text) > longest or not _LABEL.fullmatch(text):
-        remedy = (
-            f"small letters, digits and '-', beginning and ending with a letter or digit, at most {longest}"
-        )
-        raise FieldError(flag, text, f"{remedy} (RFC 1123)")
+        form = "small letters, digits and '-', with a letter or digit at both ends"
+        raise FieldError(flag, text, f"give at most {longest} {form} (RFC 1123)")
     if flag == "--name" and text[0].isdigit():
-        raise FieldError(flag, text, "a letter first: it begins the names of services (RFC 1035)")
+        raise FieldError(
+            flag, text, "begin with a letter, because services have this name (RFC 1035)"
+        )
     return text
 
 
 def _image(flag: str, text: str) -> str:
     if not _IMAGE.fullmatch(text):
-        raise FieldError(flag, text, "REGISTRY/NAME:TAG, or with @sha256:DIGEST")
+        raise FieldError(flag, text, "give REGISTRY/NAME:TAG, or @sha256:DIGEST after the name")
     return text
 
 
 def _memory(flag: str, text: str) -> int:
     found = size_of(flag, text)
     if found < 256 << 20:
-        raise FieldError(flag, text, "at least 256MiB")
+        raise FieldError(flag, text, "give at least 256MiB")
     return found
 
 
 def _variable(flag: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not _VARIABLE.fullmatch(name):
-        raise FieldError(flag, text, "NAME=VALUE")
+        raise FieldError(flag, text, "give NAME=VALUE")
     known = {f"PET_{option.name}".upper() for option in (*TORCHRUN, *OURS)}
     if name.startswith("PET_") and name not in known:
-        raise FieldError(flag, text, f"{name} stands for no flag of `elastic run`")
+        raise FieldError(flag, text, f"`elastic run` has no flag for {name}")
     return name, value
 
 
@@ -119,7 +120,7 @@ def _variable(flag: str, text: str) -> tuple[str, str]:
 
 
 def manifests() -> Path:
-    """The folder of base and overlays: in a wheel beside the modules, in a checkout deploy/kubernetes."""
+    """The folder of base and overlays: elastic/manifests in a wheel, else deploy/kubernetes."""
     package = Path(__file__).resolve().parents[2]
     packed = package / "manifests"
     return packed if packed.is_dir() else package.parent / "deploy" / "kubernetes"
@@ -131,60 +132,59 @@ def _overlay(flag: str, text: str) -> Path:
         return shipped
     if (Path(text) / FILE).is_file():
         return Path(text)
-    names = sorted(path.name for path in (manifests() / "overlays").iterdir() if (path / FILE).is_file())
-    raise FieldError(flag, text, f"one of {', '.join(names)}, or a folder that holds {FILE}")
+    names = sorted(
+        path.name for path in (manifests() / "overlays").iterdir() if (path / FILE).is_file()
+    )
+    raise FieldError(flag, text, f"give {', '.join(names)}, or a folder with {FILE}")
 
 
-LABEL = ParsedType("NAME", _label)
+LABEL, IMAGE = ParsedType("NAME", _label), ParsedType("IMAGE", _image)
 
 
 @kubernetes.command(context_settings={"allow_interspersed_args": False}, options_metavar="[flags]")
-@click.option(
-    "--name", type=LABEL, required=True, help="name of the job; all its objects' names begin with it"
-)
-@click.option(
-    "--image",
-    type=ParsedType("IMAGE", _image),
-    required=True,
-    help="image with elastic and your script (deploy/Dockerfile makes one)",
-)
+@click.option("--name", type=LABEL, required=True,
+              help="name of the job; all its objects' names begin with it")  # fmt: skip
+@click.option("--image", type=IMAGE, required=True,
+              help="image with elastic and your script (deploy/Dockerfile makes one)")  # fmt: skip
+@click.option("--coordinator-image", type=IMAGE,
+              help="image of coordinators, without torch (default: that of --image)")  # fmt: skip
 @click.option("--namespace", type=LABEL, help="namespace of all objects (default: kubectl's)")
-@click.option("--nodes", type=NODES, default="2:4", help="N or MIN:MAX agents; MAX pods are asked for")
-@click.option("--nproc-per-node", type=IntRange(1, 1024), help="workers per pod (default: its GPUs, or 1)")
-@click.option("--gpus", type=IntRange(0, 64), default=0, help=f"{GPU} of each agent")
-@click.option("--cpus", type=IntRange(1, 4096), help="processors of each agent (default: as deploy/ says)")
 @click.option(
-    "--memory",
-    type=ParsedType("SIZE", _memory),
-    help="memory of each agent, half of it for copies in shared memory, as 64GiB",
+    "--nodes", type=NODES, default="2:4", help="N or MIN:MAX agents; MAX pods are asked for"
 )
 @click.option(
-    "--overlay",
-    type=ParsedType("DIR", _overlay),
-    default="local",
-    help="local, spot-pool, shared-inference, or a folder of your own",
+    "--nproc-per-node", type=IntRange(1, 1024), help="workers per pod (default: its GPUs, or 1)"
 )
+@click.option("--gpus", type=IntRange(0, 64), default=0, help=f"{GPU} per agent")
+@click.option("--cpus", type=IntRange(1, 4096), help="CPUs per agent (default: as in deploy/)")
+@click.option("--memory", type=ParsedType("SIZE", _memory),
+              help="memory per agent, half of it for shared memory, as 64GiB")  # fmt: skip
+@click.option("--overlay", type=ParsedType("DIR", _overlay), default="local",
+              help="local, spot-pool, shared-inference, or your own folder")  # fmt: skip
 @click.option("--kind", type=click.Choice(KINDS), default="job", help="objects that start the pods")
-@click.option(
-    "--env",
-    type=ParsedType("NAME=VALUE", _variable),
-    multiple=True,
-    help="a variable of all pods, as PET_ACCUMULATE=exact for --accumulate exact; repeatable",
-)
+@click.option("--env", type=ParsedType("NAME=VALUE", _variable), multiple=True,
+              help="variable of all pods, as PET_ACCUMULATE=exact for --accumulate exact; "
+                   "repeatable")  # fmt: skip
 @click.option("--module", "-m", is_flag=True, help="SCRIPT is a module, run as python -m")
 @click.argument("script", metavar="SCRIPT|-m MODULE")
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED, metavar="[args...]")
 def render(**given: Any) -> int:
-    """Print the Kubernetes manifests of a job, for kubectl apply -f -. SCRIPT is a path in the image, or a module."""
+    """Print the Kubernetes manifests of a job, for kubectl apply -f -.
+
+    SCRIPT is a path in the image, or a module.
+    """
     flags = SimpleNamespace(**given)
     low, high = flags.nodes
-    if high > MOST_NODES:
-        raise FieldError("--nodes", high, f"at most {MOST_NODES}")
+    if high > MAX_NODES:
+        raise FieldError("--nodes", high, f"give at most {MAX_NODES}")
     if not flags.module and not flags.script.startswith("/"):
-        raise FieldError("SCRIPT", flags.script, "an absolute path in the image, or -m and a module")
-    job = Job(
+        raise FieldError(
+            "SCRIPT", flags.script, "give an absolute path in the image, or -m and a module"
+        )
+    job = JobValues(
         name=flags.name,
         image=flags.image,
+        coordinator_image=flags.coordinator_image or flags.image,
         namespace=flags.namespace or "",
         low=low,
         high=high,
@@ -200,9 +200,10 @@ def render(**given: Any) -> int:
     return EXIT_OK
 
 
-def fill(objects: list[Object], job: Job) -> list[Object]:
-    """The objects of an overlay, for this job: new objects, the given ones are not touched."""
+def fill(objects: list[Object], job: JobValues) -> list[Object]:
+    """New objects: those of an overlay with the values of a job."""
     objects = _renamed(objects, job.name)
+    images = {AGENT_IMAGE: job.image, COORDINATOR_IMAGE: job.coordinator_image}
     endpoint = ",".join(f"{host}:{PORT}" for host in coordinators(objects, job.kind, job.name))
     for item in objects:
         if job.namespace and item["kind"] not in CLUSTER_WIDE:
@@ -210,19 +211,23 @@ def fill(objects: list[Object], job: Job) -> list[Object]:
         part = item["metadata"].get("labels", {}).get(COMPONENT)
         if item["kind"] == "ConfigMap":
             _configure(item, job, endpoint)
-        elif item["kind"] == "PodDisruptionBudget" and item["metadata"]["name"] == f"{job.name}-agent":
+        elif (
+            item["kind"] == "PodDisruptionBudget"
+            and item["metadata"]["name"] == f"{job.name}-agent"
+        ):
             item["spec"]["minAvailable"] = job.low
         elif part == "agent" and item["kind"] == "StatefulSet":
             item["spec"]["replicas"] = job.high
             _size(item, job)
         template = pod_template(item)
         for container in template["spec"]["containers"] if template is not None else ():
-            if container["image"].startswith(IMAGE):
-                container["image"], container["args"] = job.image, list(job.command)
+            for placeholder, image in images.items():
+                if container["image"].startswith(placeholder):
+                    container["image"], container["args"] = image, list(job.command)
     return convert(objects, job.kind, job.name)
 
 
-def _configure(item: Object, job: Job, endpoint: str) -> None:
+def _configure(item: Object, job: JobValues, endpoint: str) -> None:
     item["data"] |= {
         "PET_NNODES": f"{job.low}:{job.high}",
         "PET_NPROC_PER_NODE": str(job.nproc),
@@ -233,8 +238,8 @@ def _configure(item: Object, job: Job, endpoint: str) -> None:
     }
 
 
-def _size(item: Object, job: Job) -> None:
-    """Resources of an agent's container, and of its shared memory."""
+def _size(item: Object, job: JobValues) -> None:
+    """Set the resources of an agent's container, and the size of its shared memory."""
     spec = item["spec"]["template"]["spec"]
     resources = spec["containers"][0]["resources"]
     if job.gpus:
@@ -249,12 +254,10 @@ def _size(item: Object, job: Job) -> None:
 
 
 def _renamed(objects: list[Object], name: str) -> list[Object]:
-    """Copies in which the job's name stands for the placeholder: in names, wherever they are referred to, and in
-    the label that tells jobs apart."""
+    """Copies with the job's name in place of PLACEHOLDER: in names, references and the label."""
     names = [item["metadata"]["name"] for item in objects if item["kind"] not in CLUSTER_WIDE]
-    odd = [text for text in names if not text.startswith(PLACEHOLDER)]
-    if odd:
-        raise UsageError(f"names of objects must begin with {PLACEHOLDER!r}: {', '.join(odd)}")
+    if wrong := [text for text in names if not text.startswith(PLACEHOLDER)]:
+        raise UsageError(f"names of objects must begin with {PLACEHOLDER!r}: {', '.join(wrong)}")
     rest = "|".join(re.escape(text.removeprefix(PLACEHOLDER)) for text in (*names, *SECRETS))
     pattern = re.compile(rf"(?<![\w-]){PLACEHOLDER}(?=(?:{rest})(?![a-z]))")
 
@@ -265,6 +268,8 @@ def _renamed(objects: list[Object], name: str) -> list[Object]:
             return [copy(entry) for entry in value]
         if key == INSTANCE:
             return name
+        if key == "image":  # images are no objects, but can have the same names
+            return value
         return pattern.sub(name, value) if isinstance(value, str) else value
 
     return [copy(item) for item in objects]

@@ -1,11 +1,11 @@
-"""One agent on another machine, for a launcher elsewhere: what an actor of a cluster runs. Knows no cluster.
+"""One agent for a launcher on another machine; an actor of a cluster runs it. Imports no cluster.
 
-The actor gets everything as text: the job's configuration, the coordinator's address, and secrets, which travel as
-arguments and never stand on a command line. It makes a run directory of its own, which agent and workers use as they
-would use the launcher's; the launcher fetches the logs piece by piece, and the directory is removed at the end.
+The actor gets the specification and the secrets as arguments, so that no secret is on a command
+line. It makes its own run directory, from which the launcher fetches the logs piece by piece, and
+removes it at the end.
 
-No orphans: the agent watches a pipe that only this process holds, and this process watches the one that started it. So
-the agent and its workers end with the actor, and the actor with its machine's part of the cluster.
+No process is orphaned: the agent watches a pipe of this process, and this process watches its
+parent. So agent and workers end with the actor, and the actor with the cluster's daemon.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +28,9 @@ from elastic.config import JobConfig
 from elastic.domain import codec
 from elastic.domain.errors import EXIT_FAILURE, ElasticError, UsageError
 from elastic.domain.version import VERSION
-from elastic.launcher.flags.guarding import PRIVATE, is_loopback
 from elastic.launcher.flags.request import Request, memory_root
-from elastic.launcher.run.metrics_endpoint import hosted_flag
+from elastic.launcher.flags.validators import PRIVATE_CERTS, is_loopback
+from elastic.launcher.run.metrics_endpoint import remote_agent_flag
 from elastic.launcher.run.processes import Child, Lifeline
 from elastic.launcher.run.rundir import RunDir, locked
 from elastic.launcher.run.supervisor import agent_args
@@ -38,63 +38,65 @@ from elastic.metrics import FOLDER
 
 AGENT = "elastic.agent.service"
 CONSOLE = "{node}.out"
-"""What the agent and, where they do not go to files alone, its workers print."""
-REACH_S = 10.0
-"""How long the coordinator is tried for before its address is taken to be out of reach."""
-MOST_BYTES = 1 << 20
-"""Of logs in one answer."""
-FRESH_S = 60.0
-"""A lock file so young may be about to be locked by the one who made it."""
-LOST_PARENT = 1
+"""Log file with the output of the agent, and of its workers unless that goes to files only."""
+CONNECT_TIMEOUT_S = 10.0
+"""Time for the first connection to the coordinator."""
+MAX_LOG_BYTES = 1 << 20
+"""Most bytes of logs in one answer."""
+NEW_LOCK_S = 60.0
+"""A younger lock file may not be locked yet by the process that made it."""
+EXIT_PARENT_LOST = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What the agent shall be."""
+class AgentSpec:
+    """Specification of a remote agent."""
 
     version: str = VERSION
     config: JobConfig
-    """As of the launcher; directories are replaced by ones of this machine, but for checkpoints."""
+    """The launcher's; directories, except for checkpoints, are replaced by local ones."""
     node: str
     coordinator: str
     host: str
     domain: str = ""
-    folder: str = ""
-    """Working directory of the workers, if this machine has it; "": the actor's own."""
+    working_dir: str = ""
+    """Working directory of the workers, if it exists on this machine; "": the actor's."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables that differ from the actor's own."""
+    """Variables to set besides the actor's own."""
 
 
 class AgentHost:
-    """Runs one agent. `serve` blocks; the others are called meanwhile, from other threads."""
+    """Runs one agent. `serve` blocks; other methods are called from other threads meanwhile."""
 
-    def __init__(self, order: str, secrets: Mapping[str, bytes] | None = None) -> None:
-        """Only remembers. `secrets`: contents by path relative to the run directory; only this user reads them."""
-        self._text, self._secrets = order, dict(secrets or {})
+    def __init__(self, spec: str, secrets: Mapping[str, bytes] | None = None) -> None:
+        """`spec`: an encoded AgentSpec. `secrets`: contents by path below the run directory."""
+        self._text, self._secrets = spec, dict(secrets or {})
         self._child: Child | None = None
         self._dir: RunDir | None = None
-        self._logs: Path | None = None
-        self._discovery: Path | None = None
         self._stopped = False
 
     def serve(self) -> tuple[int, str]:
-        """Run the agent to its end: (exit code or minus a signal, what was wrong before it started)."""
+        """Run the agent to its end: (exit code or negative signal, problem before the start)."""
         try:
-            order = codec.loads(Order, self._text)
-            _check(order)
-            self._start(order)
+            spec = codec.loads(AgentSpec, self._text)
+            _check(spec)
+            child = self._start(spec)
         except (ElasticError, OSError) as error:
             return getattr(error, "exit_code", EXIT_FAILURE), str(error)
-        assert self._child is not None
-        return self._wait(self._child), ""
+        while not child.ended():
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        return child.returncode or 0, ""
 
     def logs(self, offsets: Mapping[str, int]) -> list[tuple[str, int, bytes]]:
-        """(path, offset, bytes) of what was written behind these offsets, by relative path; a bounded part of it.
-        Where the agent serves its metrics comes first, as metrics/NODE.json, whole."""
-        left, found = MOST_BYTES, []
-        for name, path in (*_below(self._discovery, "*.json", f"{FOLDER}/"), *_below(self._logs, "*")):
+        """(relative path, offset, bytes) of log files beyond `offsets`, at most MAX_LOG_BYTES.
+
+        The first entry is metrics/NODE.json, whole, if the agent serves metrics.
+        """
+        left, found = MAX_LOG_BYTES, []
+        for name, path in self._log_files():
             offset = offsets.get(name, 0)
-            with contextlib.suppress(OSError):  # a directory, or removed meanwhile
+            with contextlib.suppress(OSError):  # a directory, or just removed
                 if path.stat().st_size > offset and left > 0 and path.is_file():
                     with path.open("rb") as file:
                         file.seek(offset)
@@ -104,7 +106,7 @@ class AgentHost:
         return found
 
     def stop(self, kill: bool = False) -> None:
-        """End the agent in order, or at once."""
+        """End the agent in order, or at once with `kill`."""
         self._stopped = True
         if self._child is not None:
             if kill:
@@ -113,103 +115,105 @@ class AgentHost:
                 self._child.terminate()
 
     def close(self) -> None:
-        """Remove what lies on this machine."""
+        """Kill the agent and remove its directories."""
         self.stop(kill=True)
-        if self._dir is not None:
-            self._dir.close()
-            shutil.rmtree(self._dir.path, ignore_errors=True)
-            self._dir = self._logs = self._discovery = None
+        run_dir, self._dir = self._dir, None
+        if run_dir is not None:
+            run_dir.close()
+            shutil.rmtree(run_dir.path, ignore_errors=True)
 
-    def _start(self, order: Order) -> None:
+    def _log_files(self) -> Iterator[tuple[str, Path]]:
+        """(relative path, path) of the metrics file and of all logs."""
+        run_dir = self._dir
+        if run_dir is None:
+            return
+        for path in sorted((run_dir.path / FOLDER).glob("*.json")):
+            yield f"{FOLDER}/{path.name}", path
+        logs = Path(run_dir.config.log_dir)
+        for path in sorted(logs.rglob("*")):
+            yield str(path.relative_to(logs)), path
+
+    def _start(self, spec: AgentSpec) -> Child:
         end_with(os.getppid())
-        os.environ.update(order.environment)
-        if order.folder and os.path.isdir(order.folder):
-            os.chdir(order.folder)
-        self._dir = RunDir(_request(order))
-        config, path = self._dir.config, self._dir.path
-        self._logs = Path(config.log_dir)
+        os.environ.update(spec.environment)
+        if spec.working_dir and os.path.isdir(spec.working_dir):
+            os.chdir(spec.working_dir)
+        self._dir = run_dir = RunDir(_request(spec))
+        config = run_dir.config
         for name, data in self._secrets.items():
-            write_secret(path, name, data)
-        self._discovery = path / FOLDER
-        args = agent_args(config, path, order.node, 0, order.coordinator, order.host) + hosted_flag(config)
-        with (self._logs / CONSOLE.format(node=order.node)).open("ab") as out:
-            child = Child.start(order.node, AGENT, args, Lifeline(), out)
+            write_secret(run_dir.path, name, data)
+        args = agent_args(config, spec.node, 0, spec.coordinator, spec.host)
+        args += remote_agent_flag(config)
+        with Path(config.log_dir, CONSOLE.format(node=spec.node)).open("ab") as out:
+            child = Child.start(spec.node, AGENT, args, Lifeline(), out)
         self._child = child
         if self._stopped:
             child.terminate()
-
-    def _wait(self, child: Child) -> int:
-        while not child.ended():
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        return child.returncode or 0
+        return child
 
 
-def _below(folder: Path | None, pattern: str, prefix: str = "") -> list[tuple[str, Path]]:
-    """(relative path, path) of what lies there; nothing where there is no such folder."""
-    if folder is None:
-        return []
-    return [(f"{prefix}{path.relative_to(folder)}", path) for path in sorted(folder.rglob(pattern))]
-
-
-def _check(order: Order) -> None:
-    """Raises UsageError where this machine cannot hold the agent."""
-    if order.version != VERSION:
-        raise UsageError(
-            f"{order.host} has elastic {VERSION}, the launcher {order.version}: install one of them"
-        )
-    host, _, port = order.coordinator.rpartition(":")
-    end = time.monotonic() + REACH_S
+def _check(spec: AgentSpec) -> None:
+    """Raise UsageError if this machine cannot run the agent."""
+    if spec.version != VERSION:
+        versions = f"{spec.host} has elastic {VERSION}, the launcher {spec.version}"
+        raise UsageError(f"{versions}: install the same version on both")
+    host, _, port = spec.coordinator.rpartition(":")
+    place = host.strip("[]"), int(port)
+    end = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+            socket.create_connection(place, timeout=CONNECT_TIMEOUT_S).close()
             return
         except OSError as error:
             if time.monotonic() < end:
                 time.sleep(0.1)
                 continue
             raise UsageError(
-                f"{order.host} cannot reach the coordinator at {order.coordinator} ({error.strerror or error}): "
-                f"give its address as --rdzv-endpoint HOST:PORT, or run the launcher inside the cluster"
+                f"{spec.host} cannot reach the coordinator at {spec.coordinator} "
+                f"({error.strerror or error}): give an address that it reaches as "
+                "--rdzv-endpoint HOST:PORT, or run the launcher inside the cluster"
             ) from error
 
 
-def _request(order: Order) -> Request:
-    """The request of a launcher that runs this agent alone, with directories of this machine."""
+def _request(spec: AgentSpec) -> Request:
+    """Request of a launcher that runs only this agent, with directories of this machine."""
     root = Path(tempfile.gettempdir(), f"elastic-hosted-{os.getuid()}")
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise UsageError(f"{root} is not this user's alone: remove it, or give another TMPDIR")
-    sweep(root)
-    name = f"{order.config.job_id}-{order.node}"
-    path, shown = root / name, order.config.metrics_host
-    config = order.config.of(
+        raise UsageError(f"{root} is open to other users: remove it, or set another TMPDIR")
+    remove_stale(root)
+    name = f"{spec.config.job_id}-{spec.node}"
+    path, metrics_host = root / name, spec.config.metrics_host
+    config = spec.config.of(
         run_dir=str(path),
         log_dir=str(path / "logs"),
         memory_dir=str(memory_root() / f"elastic-{name}"),
-        certs=str(path / PRIVATE) if order.config.certs else "",
-        domains=(order.domain,) if order.domain else order.config.domains[:1],
-        metrics_host=shown if is_loopback(shown) else order.host,
+        certs=str(path / PRIVATE_CERTS) if spec.config.certs else "",
+        domains=(spec.domain,) if spec.domain else spec.config.domains[:1],
+        metrics_host=metrics_host if is_loopback(metrics_host) else spec.host,
     )
-    return Request(config=config, nodes=(order.node,), hosts=False, signals=())
+    return Request(config=config, nodes=(spec.node,), hosts=False, signals=())
 
 
-def sweep(root: Path) -> None:
-    """Remove directories whose process was killed: nobody holds their lock any more."""
+def remove_stale(root: Path) -> None:
+    """Remove run directories that no process has locked: their processes were killed."""
     for folder in root.glob("*/"):
-        with contextlib.suppress(OSError):  # somebody else's, or being removed right now
+        with contextlib.suppress(OSError):  # another user's, or being removed
             lock = folder / "launcher.lock"
-            fresh = time.time() - lock.stat().st_mtime < FRESH_S
-            if not fresh and (held := locked(lock, make=False)) is not None:
+            new = time.time() - lock.stat().st_mtime < NEW_LOCK_S
+            if not new and (held := locked(lock, create=False)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(held)
 
 
 def write_secret(run_dir: Path, name: str, data: bytes) -> None:
-    """Write a file below the run directory that only this user can read, as join.token or certs/tls.key. Raises
-    UsageError for a name that leads elsewhere, or to a file that is there."""
-    if not re.fullmatch(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", name) or (run_dir / name).exists():
+    """Write a secret, as join.token or job-certs/tls.key, readable for this user only.
+
+    Raises UsageError if `name` exists or leads outside the run directory.
+    """
+    part = r"[A-Za-z0-9][\w.-]*"
+    if not re.fullmatch(rf"(?:{part}/)?{part}", name) or (run_dir / name).exists():
         raise UsageError(f"{name!r} is no name of a secret: give a new file name, or FOLDER/NAME")
     (run_dir / name).parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(run_dir / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -218,17 +222,17 @@ def write_secret(run_dir: Path, name: str, data: bytes) -> None:
 
 
 def end_with(pid: int) -> None:
-    """End this process, at once, when process `pid` ends; where the kernel cannot tell, nothing is done."""
-    opened = getattr(os, "pidfd_open", None)
-    if opened is None or pid <= 1:
+    """End this process when process `pid` ends; does nothing on systems without pidfd_open."""
+    pidfd_open = getattr(os, "pidfd_open", None)
+    if pidfd_open is None or pid <= 1:
         return
     try:
-        descriptor = opened(pid)
+        descriptor = pidfd_open(pid)
     except OSError:
-        os._exit(LOST_PARENT)
+        os._exit(EXIT_PARENT_LOST)
 
     def wait() -> None:
         select.select([descriptor], [], [])
-        os._exit(LOST_PARENT)
+        os._exit(EXIT_PARENT_LOST)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()

@@ -1,7 +1,7 @@
-"""`elastic run` with agents on the machines of a cluster: the supervisor of `local`, with other hands.
+"""Supervisor of `elastic run` with agents on the machines of a cluster.
 
-The coordinator runs here, beside the launcher: RUN_DIR lies where the user is, and there is one end to the job. Which
-machines hold agents is decided by `elastic.core.job.fleet`; the cluster that carries it out is given (`ray` has one).
+The coordinator runs beside the launcher, so RUN_DIR is on the user's machine.
+`elastic.core.job.fleet` decides which machines have agents, and an `AgentCluster` starts them.
 """
 
 from __future__ import annotations
@@ -18,73 +18,74 @@ from elastic.config import JobConfig
 from elastic.core.job import fleet
 from elastic.domain import codec
 from elastic.domain.errors import FieldError
-from elastic.launcher.flags.guarding import PRIVATE
 from elastic.launcher.flags.request import Request
-from elastic.launcher.ray.remote_agent import CONSOLE, Order
+from elastic.launcher.flags.validators import PRIVATE_CERTS
+from elastic.launcher.ray.remote_agent import CONSOLE, AgentSpec
+from elastic.launcher.run.console import ProgressBar
 from elastic.launcher.run.processes import Child
-from elastic.launcher.run.progress import Bar
 from elastic.launcher.run.rundir import RunDir
 from elastic.launcher.run.supervisor import Supervisor
 from elastic.metrics import FOLDER, discovery, write_discovery
 from elastic.rpc.security.tls import CA, CERT, KEY, TOKEN_FILE
 
-LOOK_S = 0.25
-"""How often the cluster is asked for its machines."""
-PATIENCE_S = 10.0
-"""After which it is said what is waited for; again after twice as long."""
+CLUSTER_POLL_S = 0.25
+"""Interval between queries of the cluster's machines."""
+FIRST_NOTICE_S = 10.0
+"""Time without enough nodes after which the user is informed; it doubles after each notice."""
 CARRIED = ("PYTHONPATH", "OMP_NUM_THREADS")
-"""Variables that agents get from the launcher; more of them is what the cluster's own job environment is for."""
+"""Environment variables that agents get from the launcher. Set others in the cluster itself."""
 
 
-class Host(Child):
-    """An agent on another machine; looks like a child. Nothing here raises when its machine is lost."""
+class RemoteAgent(Child):
+    """An agent on another machine, as a child of the supervisor. It never raises if lost."""
 
     def __init__(self, name: str) -> None:
         self.name, self.started = name, time.monotonic()
         self.returncode: int | None = None
         self.lost = False
-        """Nothing more was heard of it."""
+        """The machine or the connection to it was lost."""
         self.problem = ""
-        """Why it could not start, or what was heard last."""
+        """The reason why the agent did not start, or ended."""
         self.offsets: dict[str, int] = {}
-        """How much of each log file is here, by path relative to the directory of logs."""
+        """Number of bytes fetched of each log file, by path below the log directory."""
 
     @property
     def pid(self) -> int:
-        return 0  # it is not ours
+        return 0  # it is not a process of this machine
 
     def fetch(self) -> list[tuple[str, int, bytes]]:
-        """(path, offset, bytes) of logs that have come since the last call; never waits."""
+        """(path, offset, bytes) of logs that arrived since the last call; does not wait."""
         raise NotImplementedError
 
 
-class Cluster(Protocol):
-    """What the supervisor needs of a cluster."""
+class AgentCluster(Protocol):
+    """A cluster that runs agents."""
 
-    def look(self) -> fleet.ClusterObserved:
-        """Its machines at this moment."""
+    def observe(self) -> fleet.ClusterObserved:
+        """The machines of the cluster now."""
 
-    def start(self, machine: fleet.Machine, node: str, order: str, secrets: Mapping[str, bytes]) -> Host:
-        """Start an agent there, without waiting for it."""
+    def start(
+        self, machine: fleet.Machine, node: str, spec: str, secrets: Mapping[str, bytes]
+    ) -> RemoteAgent:
+        """Start an agent on a machine, without waiting for it."""
 
-    def ask(self, nodes: int) -> str:
-        """Ask for room for so many agents in all (0: withdraw); return what was wrong, or ""."""
+    def request_nodes(self, nodes: int) -> str:
+        """Request capacity for `nodes` agents in total (0: withdraw); return a problem, or ""."""
 
 
 class ClusterSupervisor(Supervisor):
-    """Owns the coordinator here and the agents out there."""
+    """Owns the coordinator on this machine and the agents of the cluster."""
 
     def __init__(
-        self, request: Request, run_dir: RunDir, address: str, cluster: Cluster, spares: int
+        self, request: Request, run_dir: RunDir, address: str, cluster: AgentCluster, spares: int
     ) -> None:
-        super().__init__(
-            request, run_dir, address, mine=(address,), host=address.rpartition(":")[0].strip("[]")
-        )
+        host = address.rpartition(":")[0].strip("[]")
+        super().__init__(request, run_dir, address, hosted=(address,), host=host)
         self._cluster = cluster
         self._fleet = fleet.Fleet(wanted=self._config.max_nodes, spares=spares)
-        self._next_look = 0.0
-        self._known: Mapping[str, bytes] = {}
-        self._told_at, self._patience_s = time.monotonic(), PATIENCE_S
+        self._next_poll = 0.0
+        self._secrets_read: Mapping[str, bytes] = {}
+        self._waiting_since, self._notice_after_s = time.monotonic(), FIRST_NOTICE_S
         self._logs = Path(self._config.log_dir or self._path / "logs")
 
     def run(self) -> int:
@@ -99,74 +100,80 @@ class ClusterSupervisor(Supervisor):
         self._view.note(f"coordinator at {self._address}; run directory {self._path}")
 
     def _sleep(self, wake: int, seconds: float) -> None:
-        super()._sleep(wake, min(seconds, LOOK_S))  # no signal tells of an agent elsewhere
+        super()._sleep(wake, min(seconds, CLUSTER_POLL_S))  # remote agents send no signals
         for agent in self._agents:
-            if isinstance(agent, Host):
-                self._keep(agent)
+            if isinstance(agent, RemoteAgent):
+                self._save_logs(agent)
 
-    def _look_at_agents(self) -> None:
+    def _check_agents(self) -> None:
         for agent in self._agents:
-            if agent.ended() and agent.name not in self._noted and isinstance(agent, Host):
-                self._noted.add(agent.name)
-                self._gone(agent)
+            if (
+                agent.ended()
+                and agent.name not in self._reported
+                and isinstance(agent, RemoteAgent)
+            ):
+                self._reported.add(agent.name)
+                self._agent_ended(agent)
         now = time.monotonic()
-        if now >= self._next_look and self._code is None:
-            self._next_look = now + LOOK_S
-            self._take(self._cluster.look())
-            self._tell_what_is_missing(now)
+        if now >= self._next_poll and self._code is None:
+            self._next_poll = now + CLUSTER_POLL_S
+            self._apply(self._cluster.observe())
+            self._report_missing_nodes(now)
 
-    def _gone(self, agent: Host) -> None:
-        self._keep(agent)
+    def _agent_ended(self, agent: RemoteAgent) -> None:
+        self._save_logs(agent)
         discovery(self._path, agent.name).unlink(missing_ok=True)
         if agent.problem:
             self._view.note(f"{agent.name}: {agent.problem}")
-        self._take(fleet.AgentEnded(agent.name, None if agent.lost else agent.returncode))
+        self._apply(fleet.AgentEnded(agent.name, None if agent.lost else agent.returncode))
 
-    def _take(self, event: fleet.FleetEvent) -> None:
+    def _apply(self, event: fleet.FleetEvent) -> None:
+        """Pass an event to the fleet and carry out its actions."""
         self._fleet, actions, reason = fleet.transition(self._fleet, event, time.monotonic())
         if reason:
             self._view.note(reason)
         for action in actions:
-            self._act(action)
+            self._carry_out(action)
 
-    def _act(self, action: fleet.FleetAction) -> None:
+    def _carry_out(self, action: fleet.FleetAction) -> None:
         match action:
             case fleet.StartAgent(node, machine):
-                text = codec.dumps(order(self._config, machine, node, self._address))
+                text = codec.dumps(agent_spec(self._config, machine, node, self._address))
                 self._agents.append(self._cluster.start(machine, node, text, self._secrets()))
             case fleet.ForgetAgent(node):
                 for agent in self._agents:
                     if agent.name == node:
-                        self._noted.add(node)
+                        self._reported.add(node)
                         agent.kill()
             case fleet.RequestNodes(nodes):
-                if problem := self._cluster.ask(nodes):
-                    self._view.note(f"the cluster cannot be asked for nodes: {problem}")
+                if problem := self._cluster.request_nodes(nodes):
+                    self._view.note(f"the request for {nodes} nodes failed: {problem}")
             case fleet.GiveUp(reason):
                 self._view.note(f"{reason}; logs are in {self._logs}")
                 self._code = 1
 
     def _secrets(self) -> Mapping[str, bytes]:
-        """As they are now, since certificates are renewed; as they were, while they cannot be read."""
+        """The secrets now, because certificates are renewed; the last ones if a read fails."""
         try:
-            self._known = secrets(self._config, self._path)
+            self._secrets_read = secrets(self._config, self._path)
         except OSError as error:
-            if not self._known:
-                raise FieldError("--certs", self._config.certs, f"it cannot be read ({error})") from error
-            self._view.note(f"new agents get the certificates that were read before: {error}")
-        return self._known
+            if not self._secrets_read:
+                problem = f"it cannot be read ({error})"
+                raise FieldError("--certs", self._config.certs, problem) from error
+            self._view.note(f"certificates cannot be read; new agents get earlier ones: {error}")
+        return self._secrets_read
 
-    def _tell_what_is_missing(self, now: float) -> None:
-        """Say it now and then, while the job cannot run for want of nodes."""
-        if self._fleet.running >= self._config.min_nodes:
-            self._told_at, self._patience_s = now, PATIENCE_S
-        elif now - self._told_at > self._patience_s:
-            self._told_at, self._patience_s = now, 2 * self._patience_s
-            least = self._config.min_nodes
-            self._view.note(f"waiting for nodes: {self._fleet.running} of at least {least} are there")
+    def _report_missing_nodes(self, now: float) -> None:
+        """Inform the user now and then while there are too few nodes to train."""
+        running, needed = self._fleet.running, self._config.min_nodes
+        if running >= needed:
+            self._waiting_since, self._notice_after_s = now, FIRST_NOTICE_S
+        elif now - self._waiting_since > self._notice_after_s:
+            self._waiting_since, self._notice_after_s = now, 2 * self._notice_after_s
+            self._view.note(f"waiting for nodes: {running} of at least {needed} are running")
 
-    def _keep(self, agent: Host) -> None:
-        """Write what came of its logs under the same names here; what it printed goes to the console too."""
+    def _save_logs(self, agent: RemoteAgent) -> None:
+        """Write fetched logs under their names here; print the agent's output too."""
         for name, offset, data in agent.fetch():
             path = self._logs / name
             if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -179,28 +186,32 @@ class ClusterSupervisor(Supervisor):
                 file.seek(offset)
                 file.write(data)
             if name == CONSOLE.format(node=agent.name):
-                console = self._view.output if isinstance(self._view, Bar) else sys.stdout.fileno()
-                with contextlib.suppress(OSError):  # nobody looks; the run goes on
-                    os.write(console, data)
+                bar = self._view if isinstance(self._view, ProgressBar) else None
+                with contextlib.suppress(OSError):  # the reader has gone; the job continues
+                    os.write(bar.output if bar else sys.stdout.fileno(), data)
 
 
-def order(config: JobConfig, machine: fleet.Machine, node: str, coordinator: str) -> Order:
-    """What the agent of this machine shall be."""
-    return Order(
+def agent_spec(config: JobConfig, machine: fleet.Machine, node: str, coordinator: str) -> AgentSpec:
+    """Specification of the agent of node `node` on this machine."""
+    environment = tuple((name, os.environ[name]) for name in CARRIED if name in os.environ)
+    return AgentSpec(
         config=config,
         node=node,
         coordinator=coordinator,
         host=machine.host,
         domain=machine.domain,
-        folder=os.getcwd(),
-        environment=tuple((name, os.environ[name]) for name in CARRIED if name in os.environ),
+        working_dir=os.getcwd(),
+        environment=environment,
     )
 
 
 def secrets(config: JobConfig, run_dir: Path) -> Mapping[str, bytes]:
-    """What an agent needs to be let in: the join token and the certificates, by their path below a run directory. They
-    are read here, carried as an argument, and written on the agent's machine where only its user reads them."""
+    """Join token and certificates for an agent, by path below its run directory.
+
+    They are passed as an argument, and only the agent's user can read the files there.
+    """
     files = {TOKEN_FILE: run_dir / TOKEN_FILE}
     if config.certs:
-        files |= {f"{PRIVATE}/{name}": Path(config.certs, name) for name in (CA, CERT, KEY)}
+        names = (CA, CERT, KEY)
+        files |= {f"{PRIVATE_CERTS}/{name}": Path(config.certs, name) for name in names}
     return {name: path.read_bytes() for name, path in files.items()}

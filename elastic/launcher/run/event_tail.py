@@ -1,4 +1,4 @@
-"""Following the files that the coordinator writes: whole JSON lines, as they come."""
+"""Readers of the files that the coordinator writes: growing JSON lines, and objects."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 
 
 class Follower:
-    """Reads a growing JSON-lines file from its beginning. A torn last line is read once it is whole."""
+    """Reads a growing file of JSON lines from its beginning; an incomplete last line is kept."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._rest = path, 0, b""
 
     def read(self) -> list[dict[str, Any]]:
-        """Objects that were completed since the last call; lines that are not JSON objects are passed
-        over."""
+        """Objects that were completed since the last call; other lines are skipped."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -24,20 +23,20 @@ class Follower:
             return []
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [value for line in lines if isinstance(value := _value(line), dict)]
+        return [value for line in lines if (value := _object(line)) is not None]
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`, or None while there is none."""
+    """The JSON object in `path`; None if there is none."""
     try:
-        value = _value(path.read_bytes())
+        return _object(path.read_bytes())
     except OSError:
         return None
-    return value if isinstance(value, dict) else None
 
 
-def _value(text: bytes) -> Any:
+def _object(text: bytes) -> dict[str, Any] | None:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return None
+    return value if isinstance(value, dict) else None

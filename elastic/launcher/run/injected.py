@@ -1,4 +1,4 @@
-"""Faults that the launcher carries out, timed by the job's own progress."""
+"""Injected faults that the launcher carries out, timed by the progress of the job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 from elastic.config import JobConfig, claim_fault
 from elastic.core.protocol.fault_spec import LAUNCHER_KINDS, FaultKind, FaultSpec, launcher_due
-from elastic.launcher.run.progress import OVER, RECOVERING
+
+RECOVERING = ("halting", "installing")
+"""Phases of a job during an epoch change."""
+OVER = ("finished", "failed")
 
 
 class LauncherFaults:
@@ -14,27 +17,28 @@ class LauncherFaults:
 
     def __init__(self, config: JobConfig) -> None:
         self._run_dir = config.run_dir
-        self._pending = [(i, spec) for i, spec in enumerate(config.faults) if spec.kind in LAUNCHER_KINDS]
+        self._pending = [(i, s) for i, s in enumerate(config.faults) if s.kind in LAUNCHER_KINDS]
         self._ran = self._recovering = False
         self._step = self._microbatch = self._recoveries = 0
 
     @property
     def joins(self) -> bool:
-        """Whether a node is still to come."""
+        """Whether a node will join."""
         return any(spec.kind is FaultKind.JOIN for _, spec in self._pending)
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
     def observe(self, entry: dict[str, Any]) -> list[FaultSpec]:
-        """Take one line of progress; return the faults that are due now, each of them once."""
-        if entry.get("phase") in OVER:
+        """Faults that are due after this line of progress; each is returned once."""
+        phase = entry.get("phase")
+        if phase in OVER:
             self._pending = []
         self._step, self._microbatch = int(entry.get("step", 0)), int(entry.get("microbatch", 0))
-        recovering = self._ran and entry.get("phase") in RECOVERING
-        self._recoveries += self._recovering and entry.get("phase") == "running"
-        self._recovering = recovering or (self._recovering and entry.get("phase") != "running")
-        self._ran = self._ran or entry.get("phase") == "running"
+        running = phase == "running"
+        self._recoveries += self._recovering and running
+        self._recovering = not running and (self._recovering or (self._ran and phase in RECOVERING))
+        self._ran = self._ran or running
         due = [(i, spec) for i, spec in self._pending if self._due(spec)]
         self._pending = [item for item in self._pending if item not in due]
         return [spec for i, spec in due if claim_fault(self._run_dir, i)]

@@ -1,5 +1,4 @@
-"""Child processes of the launcher: the coordinator and the agents, each leading a process group of its
-own."""
+"""Child processes of the launcher. Each one leads its own process group."""
 
 from __future__ import annotations
 
@@ -9,13 +8,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from elastic.config import JobConfig
+from elastic.launcher.run.event_tail import read_object
+from elastic.launcher.run.metrics_endpoint import metrics_flag
+
+MAX_FAILED_STARTS = 3
+"""The job fails when a coordinator dies this often in a row before it leads or stands by."""
+
 
 class Lifeline:
-    """A pipe whose write end only this process holds; children watch the other (`elastic.lifeline`)."""
+    """A pipe whose write end only this process holds; children watch its read end.
+
+    `elastic.lifeline` ends a child when this process ends.
+    """
 
     def __init__(self) -> None:
         self.read, self._write = os.pipe()
@@ -26,7 +35,7 @@ class Lifeline:
 
 
 class Child:
-    """One service process and the process group that it leads."""
+    """A service process and its process group."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
         self.name, self._process = name, process
@@ -35,10 +44,13 @@ class Child:
 
     @staticmethod
     def start(
-        name: str, module: str, args: Sequence[str], lifeline: Lifeline, stdout: int | IO[bytes] | None = None
+        name: str,
+        module: str,
+        args: Sequence[str],
+        lifeline: Lifeline,
+        stdout: int | IO[bytes] | None = None,
     ) -> Child:
-        """Run `python -m module args...`, tied to `lifeline`. `stdout` takes both streams; None:
-        inherited."""
+        """Run `python -m module args...`; `stdout` gets both output streams (None: inherited)."""
         process = subprocess.Popen(
             [sys.executable, "-m", module, *args, "--parent-pipe", str(lifeline.read)],
             stdin=subprocess.DEVNULL,
@@ -55,14 +67,13 @@ class Child:
 
     @property
     def how(self) -> str:
-        """How it ended, in words."""
+        """The exit code or signal of a process that has ended, as text."""
         if self.returncode is not None and self.returncode < 0:
             return signal.Signals(-self.returncode).name
         return f"exit code {self.returncode}"
 
     def ended(self) -> bool:
-        """Whether it has ended; the first time, whatever is left of its group is killed before its id is
-        free."""
+        """Whether the process has ended; the first time, the rest of its group is killed."""
         if self.returncode is not None:
             return True
         try:
@@ -70,23 +81,23 @@ class Child:
         except ChildProcessError:
             gone = True
         if gone:
-            self._signal(signal.SIGKILL)
+            self._signal(signal.SIGKILL)  # before wait() frees the group's id
             self.returncode = self._process.wait()
         return gone
 
-    def notify(self) -> None:
-        """SIGUSR1 to the service alone: its node shall leave."""
+    def drain(self) -> None:
+        """Send SIGUSR1 to the agent alone: it drains its node and ends."""
         if not self.ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
 
     def terminate(self) -> None:
-        """SIGTERM to the whole group: to the service, and to workers as torchrun passes it on."""
+        """Send SIGTERM to the group, and so to workers too, as torchrun does."""
         if not self.ended():
             self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, as when a machine is lost."""
+        """Send SIGKILL to the group."""
         if not self.ended():
             self._signal(signal.SIGKILL)
             self.returncode = self._process.wait()
@@ -96,10 +107,83 @@ class Child:
             os.killpg(self.pid, number)
 
 
-def tail_of(path: Path, lines: int = 12) -> str:
-    """The last lines of a log file, or "" if there is none."""
-    try:
-        text = path.read_text(errors="replace")
-    except OSError:
+class Coordinators:
+    """The coordinators of this machine, one child per address; those that die are restarted."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        module: str,
+        addresses: tuple[str, ...],
+        lifeline: Lifeline,
+        note: Callable[[str], object],
+    ) -> None:
+        """`note` prints a line."""
+        self._config, self._path = config, Path(config.run_dir)
+        self._module, self.addresses = module, addresses
+        self._lifeline, self._note = lifeline, note
+        self._children: dict[int, Child] = {}
+        self._restart_at: dict[int, float] = {}
+        self._failed = dict.fromkeys(range(len(addresses)), 0)
+
+    @property
+    def children(self) -> list[Child]:
+        return list(self._children.values())
+
+    def start(self) -> None:
+        for slot in range(len(self.addresses)):
+            self._start(slot)
+
+    def check(self, lost_address: Callable[[], bool]) -> str:
+        """Restart coordinators that died. Return why the job cannot continue, or "".
+
+        Nothing is restarted if `lost_address` says that another launcher has taken the address.
+        """
+        for slot, at in tuple(self._restart_at.items()):
+            if time.monotonic() >= at:
+                del self._restart_at[slot]
+                self._start(slot)
+        for slot, child in tuple(self._children.items()):
+            if slot not in self._restart_at and child.ended():
+                if lost_address():
+                    del self._children[slot]
+                elif problem := self._died(slot, child):
+                    return problem
         return ""
-    return "\n".join(text.splitlines()[-lines:])
+
+    def kill_leader(self, down_s: float) -> bool:
+        """Kill the leader, or any coordinator; restart it after `down_s`. False: none is here."""
+        leader = self.leader()
+        slot = next((s for s, child in self._children.items() if leader in (None, child)), None)
+        if slot is None:
+            return False
+        self._children[slot].kill()
+        self._restart_at[slot] = time.monotonic() + down_s
+        return True
+
+    def leader(self) -> Child | None:
+        """The child that leads; None if the leader is not here."""
+        leader_pid = (read_object(self._path / "coordinator.json") or {}).get("pid")
+        return next((child for child in self.children if child.pid == leader_pid), None)
+
+    def _start(self, slot: int) -> None:
+        args = ["--run-dir", str(self._path), "--address", self.addresses[slot]]
+        args += ["--slot", str(slot)] if slot else []
+        args += metrics_flag(self._config, slot)
+        name = f"coordinator-{slot}" if slot else "coordinator"
+        with (self._path / "logs" / f"{name}.out").open("ab") as out:
+            self._children[slot] = Child.start(name, self._module, args, self._lifeline, out)
+
+    def _died(self, slot: int, child: Child) -> str:
+        standby = self._path / f"coordinator-{slot}.pid"
+        started = self.leader() is child or (
+            standby.exists() and standby.read_text() == f"{child.pid}\n"
+        )
+        self._failed[slot] = 0 if started else self._failed[slot] + 1
+        self._note(f"the {child.name} ended ({child.how}) and is restarted")
+        if self._failed[slot] >= MAX_FAILED_STARTS:
+            log = self._path / "logs" / f"{child.name}.out"
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+            return f"the {child.name} cannot run; the end of {log}:\n{tail}"
+        self._restart_at[slot] = time.monotonic() + 0.2 * self._failed[slot]
+        return ""

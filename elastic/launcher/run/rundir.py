@@ -1,4 +1,4 @@
-"""Directories of a run: claimed, never overwritten, and the shared memory cleaned up behind it."""
+"""The run directory of a launcher: locked, never overwritten, shared memory removed at the end."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from pathlib import Path
 
 from elastic.config import JobConfig
 from elastic.domain.errors import FieldError, UsageError
-from elastic.launcher.flags.certs import make_private
-from elastic.launcher.flags.guarding import PRIVATE, TOKEN_VARIABLE
 from elastic.launcher.flags.request import LOOPBACK, Request
+from elastic.launcher.flags.validators import PRIVATE_CERTS, TOKEN_VARIABLE
 from elastic.rpc.security.tls import TOKEN_FILE, write_token
 from elastic.store.shared_memory import remove_fallbacks
 
 KEPT = ("checkpoints", "launcher.lock")
-"""What stays in place when a run directory is used again."""
+"""Entries that stay in place when a run directory is used again."""
 PORTS, ATTEMPTS = range(20_000, 32_000), 100
-"""Where services of ours listen that were given no port; how many of them are tried."""
+"""Range of ports for services without a given port, and the number of ports to try."""
 
 
 class RunDir:
-    """A run directory while its launcher lives: created, locked, configured. `close` removes the memory
-    directory."""
+    """A run directory while its launcher lives: created, locked, with config.json."""
 
     def __init__(self, request: Request) -> None:
-        """Raises FieldError when another launcher uses the directory."""
+        """Raises FieldError if another launcher uses the directory."""
         self.path = Path(request.config.run_dir)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = locked(self.path / "launcher.lock")
         if self._lock is None:
-            raise FieldError("--run-dir", str(self.path), "a run is going on in it; give another")
+            raise FieldError("--run-dir", str(self.path), "a run is using it; give another")
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
-        (self.path / TOKEN_FILE).unlink(missing_ok=True)  # of a launcher that was killed
-        shutil.rmtree(self.path / PRIVATE, ignore_errors=True)
+        (self.path / TOKEN_FILE).unlink(missing_ok=True)  # left by a launcher that was killed
+        shutil.rmtree(self.path / PRIVATE_CERTS, ignore_errors=True)
         if request.in_place:
             _move_aside(self.path)
         (self.path / "logs").mkdir(exist_ok=True)
-        self.config = _with_port(request)
+        self.config = _with_port(request.config)
         self.config.save()
         if request.guard.token:
             write_token(self.path / TOKEN_FILE, request.guard.token)
-        self.private = request.guard.private
-        if self.private:
-            make_private(self.path / PRIVATE, self.config.certs_name)
-        os.environ.pop(TOKEN_VARIABLE, None)  # not for the children's environment
+        self._private = request.guard.private
+        if self._private:
+            from elastic.launcher.flags.certs import make_private
+
+            make_private(self.path / PRIVATE_CERTS, self.config.certs_name)
+        os.environ.pop(TOKEN_VARIABLE, None)  # children must not inherit it
         self._memory = Path(self.config.memory_dir)
-        _sweep(self._memory.parent)
+        _remove_stale(self._memory.parent)
         self._memory_lock = _make_memory(self._memory)
         _point_latest(self.path)
 
     def close(self) -> None:
-        """Remove what lies in memory, the join token and certificates of the job's own, and let go of the directory."""
+        """Remove the memory directory, join token and private certificates; release the lock."""
         (self.path / TOKEN_FILE).unlink(missing_ok=True)
-        if self.private:
-            shutil.rmtree(self.path / PRIVATE, ignore_errors=True)
+        if self._private:
+            shutil.rmtree(self.path / PRIVATE_CERTS, ignore_errors=True)
         shutil.rmtree(self._memory, ignore_errors=True)
         remove_fallbacks(self._memory)
         for lock in (self._memory_lock, self._lock):
@@ -68,7 +68,7 @@ class RunDir:
 
 
 def launcher_of(path: Path) -> int | None:
-    """Process id of the launcher that uses this run directory; None: nobody does."""
+    """Process id of the launcher that uses this run directory, if any."""
     try:
         descriptor = os.open(path / "launcher.lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -84,43 +84,46 @@ def launcher_of(path: Path) -> int | None:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A TCP port that nobody uses now, and that no outgoing connection takes while its service is down.
+    """A free TCP port below the range from which systems take ports of outgoing connections.
 
-    Systems give outgoing connections ports from 32768 up (Linux) or 49152 (IANA). Raises UsageError.
+    That range begins at 32768 (Linux) or 49152 (IANA), so no connection takes the port while its
+    service restarts. Raises UsageError.
     """
     for port in random.sample(PORTS, ATTEMPTS):
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind((host, port))
             return port
-    raise UsageError(
-        f"no free TCP port was found from {PORTS.start} to {PORTS.stop - 1} on {host or 'this machine'}"
-    )
+    ports = f"from {PORTS.start} to {PORTS.stop - 1}"
+    raise UsageError(f"no free TCP port was found {ports} on {host or 'this machine'}")
 
 
-def _with_port(request: Request) -> JobConfig:
-    """The configuration with a MASTER_PORT for the workers' own rendezvous."""
-    config = request.config
-    return config if config.master_port else config.of(master_port=free_port(""))
+def locked(path: Path, *, create: bool = True) -> int | None:
+    """Descriptor of an exclusive lock, which ends with this process; None if another has it.
 
-
-def locked(path: Path, *, make: bool = True) -> int | None:
-    """An exclusive lock that the kernel lets go when this process ends; None if somebody has it. Who only cleans up
-    must not `make` the file: its owner may be removing the directory just now. Raises OSError."""
-    descriptor = os.open(path, os.O_CREAT * make | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    Use `create=False` to clean up: the owner may be removing the directory. Raises OSError.
+    """
+    descriptor = os.open(path, os.O_CREAT * create | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if make or os.path.samestat(os.fstat(descriptor), os.stat(path)):
+        if create or os.path.samestat(os.fstat(descriptor), os.stat(path)):
             return descriptor
     except (BlockingIOError, FileNotFoundError):
         pass
-    os.close(descriptor)  # somebody has it, or another file has its name now
+    os.close(descriptor)  # another process has the lock, or the path is another file now
     return None
 
 
+def _with_port(config: JobConfig) -> JobConfig:
+    """The configuration with a MASTER_PORT for the workers' own rendezvous."""
+    return config if config.master_port else config.of(master_port=free_port(""))
+
+
 def _move_aside(path: Path) -> None:
-    """Put what an earlier run left into attempt-N, so that nothing is overwritten."""
+    """Move the files of an earlier run into attempt-N."""
     earlier = [
-        entry for entry in path.iterdir() if entry.name not in KEPT and not entry.name.startswith("attempt-")
+        entry
+        for entry in path.iterdir()
+        if entry.name not in KEPT and not entry.name.startswith("attempt-")
     ]
     number = 1
     while (path / f"attempt-{number}").exists():
@@ -131,8 +134,7 @@ def _move_aside(path: Path) -> None:
 
 
 def _make_memory(path: Path) -> int | None:
-    """Create the memory directory under its name once it is locked, so that nobody sweeps it; return the
-    lock."""
+    """Create and lock the memory directory; it gets its name when it is locked. Return the lock."""
     draft = path.with_name(f".{path.name}")
     draft.mkdir(mode=0o700)
     lock = locked(draft / ".lock")
@@ -140,17 +142,17 @@ def _make_memory(path: Path) -> int | None:
     return lock
 
 
-def _sweep(root: Path) -> None:
-    """Remove memory directories whose launcher was killed: nobody holds their lock any more."""
+def _remove_stale(root: Path) -> None:
+    """Remove memory directories that no launcher has locked: their launchers were killed."""
     for folder in root.glob("elastic-*/"):
-        with contextlib.suppress(OSError):  # somebody else's, or being removed right now
-            if (lock := locked(folder / ".lock", make=False)) is not None:
+        with contextlib.suppress(OSError):  # another user's, or being removed
+            if (lock := locked(folder / ".lock", create=False)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(lock)
 
 
 def _point_latest(path: Path) -> None:
-    """Make `latest`, next to the run directory, a link to it; a real file of that name is left alone."""
+    """Make runs/latest a link to the run directory, unless a real file has that name."""
     link = path.parent / "latest"
     if path.parent.name != "runs" or (link.exists() and not link.is_symlink()):
         return

@@ -1,13 +1,12 @@
-"""The supervisor behind `elastic run`: starts coordinator and agents, looks after them, and leaves
-nothing behind.
+"""Supervisor behind `elastic run`: starts and watches the services of one job on this machine.
 
-    standalone      embedded coordinator (or several, one of which leads), and one agent for every local "node"
-    several hosts   one agent; a coordinator too, on the machine that owns its address, or one of them
+    standalone      one or more coordinators, and one agent per local node
+    several hosts   one agent; also a coordinator on the machine that owns the coordinator's address
 
-A coordinator that dies is started again; an agent that dies stays dead, for it stands for a machine.
-Everything ends when the coordinator writes exit.json, when a signal comes, or when no node is left. One
-thread; it sleeps until a child ends or a signal comes, and looks at the coordinator's files every
---monitor-interval.
+A coordinator that dies is restarted. An agent that dies is not, because it stands for a machine.
+The supervisor ends when the coordinator has written exit.json, on a signal, or when no node is
+left, and leaves no process behind. It is one thread, which wakes when a child ends or a signal
+comes, and reads the coordinator's files every --monitor-interval.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elastic.config import JobConfig
@@ -34,110 +32,126 @@ from elastic.domain.errors import (
     FieldError,
     service_exit,
 )
-from elastic.launcher.flags.addresses import Owner, local_address, owner
+from elastic.launcher.flags.addresses import AddressState, address_state, local_address
 from elastic.launcher.flags.request import LOOPBACK, Request
-from elastic.launcher.run.coordinators import Coordinators
+from elastic.launcher.run.console import EVENT_LINES, ProgressBar, event_line, make_view
 from elastic.launcher.run.event_tail import Follower, read_object
 from elastic.launcher.run.injected import LauncherFaults
 from elastic.launcher.run.metrics_endpoint import check_free, first_agent, metrics_flag
-from elastic.launcher.run.processes import Child, Lifeline
-from elastic.launcher.run.progress import Bar, View, make_view
-from elastic.launcher.run.reports import LINES, event_line
+from elastic.launcher.run.processes import Child, Coordinators, Lifeline
 from elastic.launcher.run.rundir import RunDir, free_port
 from elastic.rpc.security import tls
 from elastic.store.open_store import check_store
 
-FAULT_LOOK_S = 0.02
-"""How often progress is read while a fault of the launcher is to come."""
+FAULT_POLL_S = 0.02
+"""Interval between reads of progress while a fault of the launcher is pending."""
 
 
 def launch(request: Request) -> int:
-    """Run the job on this machine to its end; return the exit code. Raises UsageError before anything is
-    started."""
+    """Run the job on this machine to its end; return the exit code.
+
+    Raises UsageError before anything is started.
+    """
     config = request.config
-    address = config.coordinator or ",".join(f"{LOOPBACK}:{free_port()}" for _ in range(config.coordinators))
-    places = tuple(address.split(","))
-    mine = places if config.standalone else _mine(places, request.hosts)
-    if mine:
+    given = tuple(config.coordinator.split(",")) if config.coordinator else ()
+    addresses = given or tuple(f"{LOOPBACK}:{free_port()}" for _ in range(config.coordinators))
+    hosted = addresses if config.standalone else _hosted(addresses, request.hosts)
+    if hosted:
         check_store(config)
-    host = LOOPBACK if config.standalone else config.local_addr or local_address(places[0])
-    check_free(config, len(mine), len(request.nodes))
+    host = LOOPBACK if config.standalone else config.local_addr or local_address(addresses[0])
+    check_free(config, len(hosted), len(request.nodes))
+    with open_run_dir(request) as run_dir:
+        return Supervisor(request, run_dir, ",".join(addresses), hosted, host).run()
+
+
+@contextlib.contextmanager
+def open_run_dir(request: Request) -> Iterator[RunDir]:
+    """The run directory of a launcher, and the security settings of its process."""
     if request.guard.warning:
         print(f"elastic: {request.guard.warning}", file=sys.stderr)
     run_dir = RunDir(request)
-    config = run_dir.config
-    tls.use(tls.load(run_dir.path, config.certs, config.certs_name))
     try:
-        return Supervisor(request, run_dir, address, mine, host).run()
+        tls.use(tls.load(run_dir.path, run_dir.config.certs, run_dir.config.certs_name))
+        yield run_dir
     finally:
         run_dir.close()
 
 
-def _mine(places: tuple[str, ...], hosts: bool | None) -> tuple[str, ...]:
-    """The address at which this machine runs a coordinator, if it is to; `hosts` None: if it owns a free one."""
-    if hosts is False or (hosts and len(places) == 1):
-        return places if hosts else ()
-    free = tuple(place for place in places if owner(place) is Owner.FREE)[:1]
+def _hosted(addresses: tuple[str, ...], hosts: bool | None) -> tuple[str, ...]:
+    """The address at which this machine runs a coordinator, if any.
+
+    With `hosts` None it runs one if it owns an address that is free.
+    """
+    if hosts is False:
+        return ()
+    if hosts and len(addresses) == 1:
+        return addresses
+    free = tuple(a for a in addresses if address_state(a) is AddressState.FREE)[:1]
     if hosts and not free:
-        raise FieldError("--rdzv-endpoint", ",".join(places), "none of them is this machine's and free")
+        remedy = "none of the addresses belongs to this machine and is free"
+        raise FieldError("--rdzv-endpoint", ",".join(addresses), remedy)
     return free
 
 
-def agent_args(
-    config: JobConfig, run_dir: Path, node: str, index: int, coordinator: str, host: str
-) -> list[str]:
-    """Command line of the agent of local node `index`, without the program."""
-    domain, device = config.domain(index), config.device(index)
-    args = ["--run-dir", str(run_dir), "--node", node, "--coordinator", coordinator]
-    args += ["--host", host, *(["--domain", domain] if domain else [])]
-    args += ["--device", device] if device else []
-    memory = config.node_memory_bytes(index)
-    args += ["--memory", str(memory)] if memory else []
+def agent_args(config: JobConfig, node: str, index: int, coordinator: str, host: str) -> list[str]:
+    """Arguments of the agent of local node `index`."""
+    args = ["--run-dir", config.run_dir, "--node", node, "--coordinator", coordinator]
+    args += ["--host", host]
     lifetime_s = config.lifetime_s(index)
-    args += ["--lifetime", f"{lifetime_s:g}"] if lifetime_s else []
-    return args
+    optional = {
+        "--domain": config.domain(index),
+        "--device": config.device(index),
+        "--memory": config.node_memory_bytes(index),
+        "--lifetime": f"{lifetime_s:g}" if lifetime_s else "",
+    }
+    return args + [word for flag, value in optional.items() if value for word in (flag, str(value))]
 
 
 class Supervisor:
     """Owns the processes of one job on this machine."""
 
     def __init__(
-        self, request: Request, run_dir: RunDir, address: str, mine: tuple[str, ...], host: str
+        self,
+        request: Request,
+        run_dir: RunDir,
+        coordinator: str,
+        hosted: tuple[str, ...],
+        host: str,
     ) -> None:
+        """`coordinator`: addresses of all coordinators; `hosted`: those to run here."""
         self._request, self._config, self._path = request, run_dir.config, run_dir.path
-        self._address, self._hosting, self._host = address, bool(mine), host
-        self._view: View = make_view()
+        self._address, self._hosting, self._host = coordinator, bool(hosted), host
+        self._view = make_view()
         self._lifeline = Lifeline()
         self._faults = LauncherFaults(self._config)
-        self._progress, self._events = (
-            Follower(self._path / "progress.jsonl"),
-            Follower(self._path / "events.jsonl"),
-        )
+        self._progress = Follower(self._path / "progress.jsonl")
+        self._events = Follower(self._path / "events.jsonl")
         self._coordinators = Coordinators(
-            self._config, request.services[0], mine, self._lifeline, lambda line: self._view.note(line)
+            self._config, request.services[0], hosted, self._lifeline, lambda s: self._view.note(s)
         )
         self._agents: list[Child] = []
-        self._noted: set[str] = set()
-        self._alone_since: float | None = None
+        self._reported: set[str] = set()
+        """Agents whose end was reported."""
+        self._no_agents_since: float | None = None
         self._signals: deque[int] = deque()
-        self._leave_until = 0.0
+        self._drain_deadline = 0.0
         self._code: int | None = None
 
     def run(self) -> int:
-        with self._listening() as wake:
+        """Run until the job ends here; return the exit code."""
+        with self._signals_handled() as wake:
             try:
                 self._start()
                 while self._code is None:
-                    self._sleep(wake, FAULT_LOOK_S if self._faults else self._config.monitor_interval_s)
-                    self._look()
+                    interval = FAULT_POLL_S if self._faults else self._config.monitor_interval_s
+                    self._sleep(wake, interval)
+                    self._poll()
                 self._end(wake)
             finally:
                 self._kill_all()
                 self._view.close()
                 self._lifeline.close()
         return EXIT_FAILURE if self._code is None else self._code
-
-    # ---- starting ----
 
     def _start(self) -> None:
         self._coordinators.start()
@@ -146,100 +160,101 @@ class Supervisor:
         self._view.note(f"{', '.join(self._request.nodes)}; run directory {self._path}")
 
     def _start_agent(self, node: str, index: int) -> None:
-        args = agent_args(self._config, self._path, node, index, self._address, self._host)
+        args = agent_args(self._config, node, index, self._address, self._host)
         args += metrics_flag(self._config, first_agent(self._config) + index)
-        console = self._view.output if isinstance(self._view, Bar) else None
-        self._agents.append(Child.start(node, self._request.services[1], args, self._lifeline, console))
+        console = self._view.output if isinstance(self._view, ProgressBar) else None
+        module = self._request.services[1]
+        self._agents.append(Child.start(node, module, args, self._lifeline, console))
 
-    # ---- looking after ----
+    # ---- watching ----
 
-    def _look(self) -> None:
-        """Everything that may have happened since the last look."""
+    def _poll(self) -> None:
+        """React to signals, files and processes."""
         if self._signals:
             number = signal.Signals(self._signals.popleft())
-            if number is signal.SIGTERM and self._leave():
+            if number is signal.SIGTERM and self._drain_node():
                 return
             self._view.note(f"{number.name}: ending the job")
             self._code = 128 + number
             return
-        if self._leave_until and time.monotonic() >= self._leave_until:
-            self._view.note("the notice ran out before the node was drained")
+        if self._drain_deadline and time.monotonic() >= self._drain_deadline:
+            self._view.note("the grace period ended before the node was drained")
             self._code = 128 + signal.SIGTERM
             return
         self._read_files()
-        verdict = read_object(self._path / "exit.json") if self._hosting else None
-        if verdict is not None:
-            code = int(verdict.get("code", EXIT_FAILURE))
+        result = read_object(self._path / "exit.json") if self._hosting else None
+        if result is not None:
+            code = int(result.get("code", EXIT_FAILURE))
             self._code = service_exit(code) if self._request.as_service else code
-            self._view.note(str(verdict.get("reason", "")) or "the job is over")
+            self._view.note(str(result.get("reason", "")) or "the job is over")
             return
-        self._look_at_coordinators()
-        self._look_at_agents()
+        if problem := self._coordinators.check(self._lost_address):
+            self._view.note(problem)
+            self._code = EXIT_FAILURE
+        self._check_agents()
 
-    def _leave(self) -> bool:
-        """SIGTERM as a notice: this machine's node moves its state out and ends; the others go on. Once."""
-        if not self._config.grace_s or self._leave_until or all(agent.ended() for agent in self._agents):
+    def _drain_node(self) -> bool:
+        """Treat the first SIGTERM as a notice: drain this node while the job continues."""
+        ended = all(agent.ended() for agent in self._agents)
+        if not self._config.grace_s or self._drain_deadline or ended:
             return False
-        self._leave_until = time.monotonic() + self._config.grace_s
-        self._view.note(f"SIGTERM: leaving within {self._config.grace_s:g} s; again: at once")
+        self._drain_deadline = time.monotonic() + self._config.grace_s
+        grace = f"{self._config.grace_s:g} s"
+        self._view.note(f"SIGTERM: leaving within {grace}; a second SIGTERM ends the node at once")
         for agent in self._agents:
-            agent.notify()
+            agent.drain()
         return True
 
     def _read_files(self) -> None:
         for entry in self._progress.read():
             self._view.update(entry)
             for spec in self._faults.observe(entry):
-                self._carry_out(spec)
+                self._inject(spec)
         for event in self._events.read():
-            line = LINES.get(str(event.get("kind")))
+            line = EVENT_LINES.get(str(event.get("kind")))
             text = line(event) if line is not None else ""
             if text:
                 self._view.note(text)
             elif self._request.console_events:
                 self._view.note(event_line(event))
 
-    def _look_at_coordinators(self) -> None:
-        why = self._coordinators.look(self._lost_place)
-        if why:
-            self._view.note(why)
-            self._code = EXIT_FAILURE
-
-    def _lost_place(self) -> bool:
-        """Another launcher on this machine was faster to take the address."""
-        mine = self._coordinators.addresses
-        if self._request.hosts is None and all(owner(address) is Owner.TAKEN for address in mine):
+    def _lost_address(self) -> bool:
+        """Whether another launcher of this machine took the coordinator's address first."""
+        addresses = self._coordinators.addresses
+        taken = AddressState.TAKEN
+        if self._request.hosts is None and all(address_state(a) is taken for a in addresses):
             self._hosting = False
         return not self._hosting
 
-    def _look_at_agents(self) -> None:
+    def _check_agents(self) -> None:
         for agent in self._agents:
-            if agent.ended() and agent.name not in self._noted:
-                self._noted.add(agent.name)
+            if agent.ended() and agent.name not in self._reported:
+                self._reported.add(agent.name)
                 if agent.returncode != EXIT_OK:
                     self._view.note(f"{agent.name} ended ({agent.how})")
         if any(not agent.ended() for agent in self._agents) or self._faults.joins:
-            self._alone_since = None
+            self._no_agents_since = None
             return
-        if not self._hosting or self._leave_until:
+        if not self._hosting or self._drain_deadline:
             codes = [agent.returncode or EXIT_OK for agent in self._agents]
             code = next((code if code > 0 else 128 - code for code in codes if code), EXIT_OK)
             as_torchrun = code == EXIT_JOB_FAILED and not self._request.as_service
             self._code = EXIT_FAILURE if as_torchrun else code
         elif self._config.standalone:
-            self._wait_alone()
+            self._wait_for_coordinator()
 
-    def _wait_alone(self) -> None:
-        """No node is left and none will come: give the coordinator the time to say so itself."""
+    def _wait_for_coordinator(self) -> None:
+        """When no node is left, wait until the coordinator reports it or the time is up."""
         now = time.monotonic()
-        self._alone_since = now if self._alone_since is None else self._alone_since
-        if now - self._alone_since > self._config.timeouts.alone_s:
-            self._view.note(f"every node ended before the job did; logs are in {self._path / 'logs'}")
+        self._no_agents_since = now if self._no_agents_since is None else self._no_agents_since
+        if now - self._no_agents_since > self._config.timeouts.alone_s:
+            logs = self._path / "logs"
+            self._view.note(f"every node ended before the job did; logs are in {logs}")
             self._code = EXIT_FAILURE
 
     # ---- injected faults ----
 
-    def _carry_out(self, spec: FaultSpec) -> None:
+    def _inject(self, spec: FaultSpec) -> None:
         self._view.note(f"fault: {spec.text}")
         match spec.kind:
             case FaultKind.KILL_COORDINATOR if self._coordinators.kill_leader(spec.down_s):
@@ -248,11 +263,13 @@ class Supervisor:
                 index = len(self._agents)
                 self._start_agent(f"node{index}", index)
             case FaultKind.DRAIN:
-                threading.Thread(target=self._drain, args=(spec,), name="drain", daemon=True).start()
+                threading.Thread(
+                    target=self._call_drain, args=(spec,), name="drain", daemon=True
+                ).start()
             case _:
-                self._view.note(f"{spec.kind} does nothing here: this machine does not run the coordinator")
+                self._view.note(f"{spec.kind} has no effect: this machine runs no coordinator")
 
-    def _drain(self, spec: FaultSpec) -> None:
+    def _call_drain(self, spec: FaultSpec) -> None:
         from elastic.rpc.control.client import call
 
         try:
@@ -263,25 +280,27 @@ class Supervisor:
     # ---- ending ----
 
     def _end(self, wake: int) -> None:
-        """Let agents end by themselves after a finished job, else ask them; kill what is left. Second
-        signal: now."""
+        """End all children: agents of a finished job end alone, others by SIGTERM, then SIGKILL.
+
+        A second signal skips the waiting.
+        """
         finished = self._hosting and (self._path / "exit.json").exists()
         self._read_files()
-        patience = self._config.shutdown_timeout_s
-        if not (finished and self._await(wake, self._agents, patience)):
+        timeout_s = self._config.shutdown_timeout_s
+        if not (finished and self._await(wake, self._agents, timeout_s)):
             for agent in self._agents:
                 agent.terminate()
-            self._await(wake, self._agents, patience)
+            self._await(wake, self._agents, timeout_s)
         for agent in self._agents:
             agent.kill()
-        leading = self._coordinators.leader() if finished else []
-        others = [child for child in self._coordinators.children if child not in leading]
-        for child in others:
-            child.terminate()
-        self._await(wake, leading + others, patience)
+        leader = self._coordinators.leader() if finished else None
+        for child in self._coordinators.children:
+            if child is not leader:
+                child.terminate()
+        self._await(wake, self._coordinators.children, timeout_s)
 
-    def _await(self, wake: int, children: list[Child], timeout_s: float) -> bool:
-        """Wait for children to end; False when time is up or another signal came."""
+    def _await(self, wake: int, children: Sequence[Child], timeout_s: float) -> bool:
+        """Wait for children to end; False after the timeout or another signal."""
         end = time.monotonic() + timeout_s
         while not all(child.ended() for child in children):
             self._sleep(wake, min(1.0, max(0.0, end - time.monotonic())))
@@ -296,17 +315,16 @@ class Supervisor:
     # ---- signals ----
 
     @contextlib.contextmanager
-    def _listening(self) -> Iterator[int]:
-        """Take the signals over for a while; yields a descriptor that can be read when one came or a
-        child ended."""
+    def _signals_handled(self) -> Iterator[int]:
+        """Queue signals; yield a descriptor that is readable after one or a child's end."""
         read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
-        def heard(number: int, _frame: Any) -> None:
+        def enqueue(number: int, _frame: Any) -> None:
             if number != signal.SIGCHLD:
                 self._signals.append(number)
 
         handled = {*self._request.signals, signal.SIGCHLD}
-        former = {number: signal.signal(number, heard) for number in handled}
+        former = {number: signal.signal(number, enqueue) for number in handled}
         former_wake = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         try:
             yield read

@@ -76,9 +76,7 @@ def choose(options: Sequence[Option], horizon: float) -> tuple[int, str]:
     other = max((i for i in range(len(options)) if i != best), key=lambda i: made[i])
     if horizon == inf:
         return best, f"{_told(options[best])}, rather than {_told(options[other])}"
-    text = (
-        f"{made[best]:.4g} steps in the {horizon:.4g} s to the next change expected ({_told(options[best])})"
-    )
+    text = f"{made[best]:.4g} steps in the {horizon:.4g} s to the next change expected ({_told(options[best])})"
     return best, f"{text}, rather than {made[other]:.4g} ({_told(options[other])})"
 
 

@@ -70,7 +70,12 @@ class Weighing:
     def figures(self) -> tuple[float, ...]:
         """What may change while training, as figures whose ratios tell how much."""
         p = self.profile
-        return p.link.bytes_per_s, p.copy_bytes_per_s, 1 / max(1 - p.contention, 0.01), self.hazard_per_s
+        return (
+            p.link.bytes_per_s,
+            p.copy_bytes_per_s,
+            1 / max(1 - p.contention, 0.01),
+            self.hazard_per_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,9 @@ class _Scales:
         tail_s = max(_tail_s(load, scheme, kept, profile, copied_s) for load in loads)
         exposed = copied_s - bare_s + tail_s
         pipelines, tp = len(self.plan.pipelines), self.plan.tp
-        losses = [n * _lost_s(load, scheme, kept, profile, bare_s, pipelines) for load, n in loads.items()]
+        losses = [
+            n * _lost_s(load, scheme, kept, profile, bare_s, pipelines) for load, n in loads.items()
+        ]
         lost = sum(losses) / self._n
         hazard = self.by.hazard_per_s or hazard_per_s(0, 0.0)
         return Estimate(
@@ -279,7 +286,11 @@ def _tail_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_
     """Seconds that one node adds to a step besides its copies of gradients after micro-batches."""
     per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
     per_copy = 1 / profile.copy_bytes_per_s if profile.copy_bytes_per_s > 0 else 0.0
-    state, gradient, n = _state_bytes(load, kept) * per_byte, load.gradient * per_byte, _copies(load, scheme)
+    state, gradient, n = (
+        _state_bytes(load, kept) * per_byte,
+        load.gradient * per_byte,
+        _copies(load, scheme),
+    )
     last = gradient + profile.link.latency_s if n else 0.0
     copied = load.state + _update_bytes(load, kept) if kept.name != NONE else 0.0
     if scheme.name == LOG:
@@ -298,13 +309,21 @@ def _lost_s(
 ) -> float:
     """Seconds that the loss of this node costs: bytes to fetch, and what is run again."""
     per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
-    state, gradient, m = _state_bytes(load, kept) * per_byte, load.gradient * per_byte, load.microbatches
+    state, gradient, m = (
+        _state_bytes(load, kept) * per_byte,
+        load.gradient * per_byte,
+        load.microbatches,
+    )
     fetched = (load.state + kept.every / 2 * _update_bytes(load, kept)) * per_byte
     if scheme.every:
-        under_way = min(UNACKED, gradient / (scheme.every * load.pace_s) if load.pace_s > 0 else 0.0)
+        under_way = min(
+            UNACKED, gradient / (scheme.every * load.pace_s) if load.pace_s > 0 else 0.0
+        )
         again = min(m / 2, scheme.every * (0.5 + under_way))
         return fetched + gradient + again * load.pace_s
-    if scheme.rounds:  # the sum is with the other holders; lost are half a round and the one under way
+    if (
+        scheme.rounds
+    ):  # the sum is with the other holders; lost are half a round and the one under way
         return fetched + min(m / 2, 1.5 * scheme.rounds) * load.pace_s
     # The new state may not be whole at the peer yet: then everybody goes back, and runs the whole step again.
     late = min(1.0, state / step_s) if step_s > 0 else 0.0

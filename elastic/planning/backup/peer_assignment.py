@@ -90,7 +90,9 @@ class _Table:
         self._open()
         for node in range(self.size):
             if self.holds[node]:
-                while not (self._choose(node) or self._exchange(node, True) or self._exchange(node, False)):
+                while not (
+                    self._choose(node) or self._exchange(node, True) or self._exchange(node, False)
+                ):
                     self.limit += 1
                     self._open()
         return self.chosen
@@ -230,7 +232,9 @@ class _Free:
             suited = True
             at = bisect_left(row, node + 1)
             for place in (row[at % len(row)], row[(at + 1) % len(row)]):
-                if place != node and (nearest is None or (place - node) % size < (nearest - node) % size):
+                if place != node and (
+                    nearest is None or (place - node) % size < (nearest - node) % size
+                ):
                     nearest = place
         if not suited:
             self.none.add((self.sorts[node], other_layers))

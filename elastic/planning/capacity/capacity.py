@@ -33,7 +33,9 @@ def cluster_profile(cluster: Cluster, measured: Profile | None = None) -> Profil
             **links,
         )
     if cluster.tp not in (0, measured.tp):
-        raise FieldError("model.tp", cluster.tp, f"the profile was measured with {measured.tp}; leave it out")
+        raise FieldError(
+            "model.tp", cluster.tp, f"the profile was measured with {measured.tp}; leave it out"
+        )
     for i, group in enumerate(cluster.groups):
         check_name(f"nodes[{i}].device", group.device, lambda name: measured.device(name).name)
     return replace(measured, **links)
@@ -43,7 +45,9 @@ def cluster_nodes(cluster: Cluster, profile: Profile) -> tuple[NodeInfo, ...]:
     """Every node by itself, with the device type spelled as the profile does."""
     found, number = [], 0
     for group in cluster.groups:
-        device = profile.device(group.device if cluster.profile_file else find_hardware(group.device).name)
+        device = profile.device(
+            group.device if cluster.profile_file else find_hardware(group.device).name
+        )
         for i in range(group.count):
             name = f"{group.name}{i}" if group.name else f"node{number}"
             number += not group.name
@@ -65,7 +69,9 @@ def cluster_nodes(cluster: Cluster, profile: Profile) -> tuple[NodeInfo, ...]:
 def cluster_slow(cluster: Cluster, nodes: tuple[NodeInfo, ...]) -> tuple[tuple[str, float], ...]:
     """(node, factor) of the nodes that are not as fast as their type."""
     factors = [group.slow for group in cluster.groups for _ in range(group.count)]
-    return tuple((info.node, factor) for info, factor in zip(nodes, factors, strict=True) if factor != 1.0)
+    return tuple(
+        (info.node, factor) for info, factor in zip(nodes, factors, strict=True) if factor != 1.0
+    )
 
 
 def check_plan(plan: Plan, profile: Profile, nodes: tuple[NodeInfo, ...]) -> None:
@@ -78,8 +84,14 @@ def check_plan(plan: Plan, profile: Profile, nodes: tuple[NodeInfo, ...]) -> Non
     units = {info.node: info.workers // plan.tp for info in nodes}
     for unit in plan.units():
         if unit.group >= units.get(unit.node, 0):
-            known = f"{unit.node} has {units[unit.node]}" if unit.node in units else "there is no such node"
-            raise FieldError("plan.unit", f"{unit.node}/{unit.group}", f"{known} in the cluster file")
+            known = (
+                f"{unit.node} has {units[unit.node]}"
+                if unit.node in units
+                else "there is no such node"
+            )
+            raise FieldError(
+                "plan.unit", f"{unit.node}/{unit.group}", f"{known} in the cluster file"
+            )
 
 
 def with_more(cluster: Cluster, text: str) -> Cluster:
@@ -158,7 +170,10 @@ def alternatives(request: PlanRequest, best: Plan) -> tuple[tuple[str, float], .
             if "shape" not in change or len(plan.pipelines) == int(change["shape"]):
                 found[_told(plan)] = predicted(request, plan)
     return tuple(
-        sorted(((what, s) for what, s in found.items() if what != _told(best)), key=lambda item: item[1])
+        sorted(
+            ((what, s) for what, s in found.items() if what != _told(best)),
+            key=lambda item: item[1],
+        )
     )
 
 
@@ -171,7 +186,9 @@ def predicted(request: PlanRequest, plan: Plan) -> float:
 def _told(plan: Plan) -> str:
     """A plan's shape in words."""
     depths = Counter(len(units_of(pipeline)) for pipeline in plan.pipelines)
-    shape = " + ".join(f"{count} of depth {depth}" for depth, count in sorted(depths.items(), reverse=True))
+    shape = " + ".join(
+        f"{count} of depth {depth}" for depth, count in sorted(depths.items(), reverse=True)
+    )
     schedules = ", ".join(sorted({pipeline.schedule for pipeline in plan.pipelines}))
     if len(plan.pipelines) == 1:
         return f"1 pipeline {shape[2:]}; {schedules}"

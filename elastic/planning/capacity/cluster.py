@@ -90,10 +90,18 @@ def parse_cluster(text: str) -> Cluster:
     except tomllib.TOMLDecodeError as error:
         raise FieldError("cluster file", text.strip()[:40], f"it is not TOML: {error}") from error
     _known("", data, ("model", "nodes", "links"))
-    model, entries, links = _table("model", data.get("model")), data.get("nodes"), data.get("links", {})
+    model, entries, links = (
+        _table("model", data.get("model")),
+        data.get("nodes"),
+        data.get("links", {}),
+    )
     if not isinstance(entries, list) or not entries:
-        raise FieldError("nodes", entries, "write at least one [[nodes]] table with count and device")
-    groups = tuple(_group(f"nodes[{i}]", _table(f"nodes[{i}]", entry)) for i, entry in enumerate(entries))
+        raise FieldError(
+            "nodes", entries, "write at least one [[nodes]] table with count and device"
+        )
+    groups = tuple(
+        _group(f"nodes[{i}]", _table(f"nodes[{i}]", entry)) for i, entry in enumerate(entries)
+    )
     cluster = Cluster(groups=groups, **{**_model(model), **_links(_table("links", links))})
     _check_groups(cluster)
     return cluster
@@ -102,7 +110,10 @@ def parse_cluster(text: str) -> Cluster:
 def _model(data: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("microbatches", "microbatch_size", "sequence", "tp", "schedule", "backup", "shape")
     _known("model.", data, ("name", "profile", *keys))
-    name, file = _word("model.name", data.get("name", "")), _word("model.profile", data.get("profile", ""))
+    name, file = (
+        _word("model.name", data.get("name", "")),
+        _word("model.profile", data.get("profile", "")),
+    )
     if bool(name) == bool(file):
         raise FieldError("model.name", name, "give either name = MODEL or profile = FILE")
     if name:
@@ -124,7 +135,11 @@ def _model(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _group(path: str, data: Mapping[str, Any]) -> Group:
-    _known(f"{path}.", data, ("count", "name", "device", "devices", "memory", "domain", "lifetime", "slow"))
+    _known(
+        f"{path}.",
+        data,
+        ("count", "name", "device", "devices", "memory", "domain", "lifetime", "slow"),
+    )
     name = _word(f"{path}.name", data.get("name", ""))
     if name and not re.fullmatch(r"[A-Za-z0-9_.:\-]+", name):
         raise FieldError(f"{path}.name", name, "use letters, digits, and . : _ - only")
@@ -153,7 +168,9 @@ def _check_groups(cluster: Cluster) -> None:
             remedy = f"a unit needs model.tp = {cluster.tp} devices of one node"
             raise FieldError(f"nodes[{i}].devices", group.devices, remedy)
         if prefixes.count(group.name) > 1 or group.name == "node":
-            raise FieldError(f"nodes[{i}].name", group.name, "each group needs a name of its own, not node")
+            raise FieldError(
+                f"nodes[{i}].name", group.name, "each group needs a name of its own, not node"
+            )
         if group.name[-1:].isdigit():
             raise FieldError(
                 f"nodes[{i}].name", group.name, "it must not end in a digit: a number follows it"
@@ -172,13 +189,17 @@ def check_name(path: str, name: str, find: Callable[[str], object]) -> None:
 
 def _links(data: Mapping[str, Any]) -> dict[str, Any]:
     _known("links.", data, LINKS)
-    return {name: _link(f"links.{name}", _table(f"links.{name}", value)) for name, value in data.items()}
+    return {
+        name: _link(f"links.{name}", _table(f"links.{name}", value)) for name, value in data.items()
+    }
 
 
 def _link(path: str, data: Mapping[str, Any]) -> LinkProfile:
     _known(f"{path}.", data, ("bandwidth", "latency"))
     if "bandwidth" not in data:
-        raise FieldError(f"{path}.bandwidth", None, 'give it, as bandwidth = "25Gbit"; or leave the link out')
+        raise FieldError(
+            f"{path}.bandwidth", None, 'give it, as bandwidth = "25Gbit"; or leave the link out'
+        )
     rate = rate_of(f"{path}.bandwidth", data["bandwidth"])
     return LinkProfile(rate, duration_of(f"{path}.latency", data.get("latency", 0)))
 
@@ -192,7 +213,9 @@ def _table(path: str, value: object) -> Mapping[str, Any]:
 def _known(prefix: str, data: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     for key, value in data.items():
         if key not in keys:
-            raise FieldError(f"{prefix}{key}", value, f"there is no such key; known are {', '.join(keys)}")
+            raise FieldError(
+                f"{prefix}{key}", value, f"there is no such key; known are {', '.join(keys)}"
+            )
 
 
 def _whole(path: str, value: object, most: int) -> int:

@@ -89,10 +89,13 @@ def report(
         plan=plan,
         step_s=found.step_s,
         tail_s=found.tail_s,
-        stream_s=found.step_s - predict(replace(plan, gradients="none"), profile, nodes, slow).step_s,
+        stream_s=found.step_s
+        - predict(replace(plan, gradients="none"), profile, nodes, slow).step_s,
         samples_per_s=samples * per_s,
         tokens_per_s=profile.tokens_per_microbatch * per_s,
-        pipelines=tuple(_pipeline(plan, profile, infos, found, p) for p in range(len(plan.pipelines))),
+        pipelines=tuple(
+            _pipeline(plan, profile, infos, found, p) for p in range(len(plan.pipelines))
+        ),
     )
 
 
@@ -141,7 +144,9 @@ def _fixed(stages: Sequence[Stage], profile: Profile, tp: int) -> float:
     """Bytes of a worker whatever is in flight; a recomputing stage has room for a micro-batch's activations too."""
     layers = profile.layers
     held = [layers[i] for stage in stages for i in stage.layers]
-    again = sum(layers[i].activation_bytes for stage in stages if stage.recompute for i in stage.layers)
+    again = sum(
+        layers[i].activation_bytes for stage in stages if stage.recompute for i in stage.layers
+    )
     return sum(la.param_bytes + la.state_bytes + la.gradient_bytes for la in held) / tp + again
 
 

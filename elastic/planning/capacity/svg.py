@@ -43,7 +43,11 @@ class Panel:
 def draw(title: str, panels: Sequence[Panel]) -> str:
     """Return the SVG text; all panels share one time scale, seconds from the left edge on."""
     until = max((panel.timeline.makespan_s for panel in panels), default=0.0) or 1.0
-    left = MARGIN + GUTTER + LETTER * max((len(row) for panel in panels for row in panel.rows), default=0)
+    left = (
+        MARGIN
+        + GUTTER
+        + LETTER * max((len(row) for panel in panels for row in panel.rows), default=0)
+    )
     chart = min(max(CHART, COMFORT * until / _median(panels)), WIDEST)
     scale = chart / until
     body: list[str] = []
@@ -75,7 +79,11 @@ def summary(panels: Sequence[Panel]) -> str:
     parts = []
     for panel in panels:
         found = panel.timeline
-        busy = sum(found.busy_s) / (len(found.busy_s) * found.makespan_s) if found.makespan_s > 0 else 0.0
+        busy = (
+            sum(found.busy_s) / (len(found.busy_s) * found.makespan_s)
+            if found.makespan_s > 0
+            else 0.0
+        )
         parts.append(
             f"{panel.title}: {len(panel.rows)} units, {seconds(found.makespan_s)}, {busy:.1%} of it computing"
         )

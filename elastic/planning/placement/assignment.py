@@ -25,7 +25,10 @@ DENSE = 1 << 22
 
 
 def cheapest(
-    wanted: Sequence[Sequence[int]], sorts: Sequence[Sort], full_bytes: Sequence[int], dense: int = DENSE
+    wanted: Sequence[Sequence[int]],
+    sorts: Sequence[Sort],
+    full_bytes: Sequence[int],
+    dense: int = DENSE,
 ) -> list[tuple[int, int]]:
     """Return a least-cost matching of all slots as (slot, node).
 

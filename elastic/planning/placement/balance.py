@@ -16,7 +16,9 @@ PATIENCE = 50_000
 """Choices looked at while passing items on, at most; enough for hundreds of items."""
 
 
-def balance(items: Sequence[Mapping[str, float]], load: Mapping[str, float] | None = None) -> list[str]:
+def balance(
+    items: Sequence[Mapping[str, float]], load: Mapping[str, float] | None = None
+) -> list[str]:
     """Return the sender of each item.
 
     An item is {sender: its cost there}, in order of preference among equals; `load` is what senders have to do

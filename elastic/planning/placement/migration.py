@@ -94,7 +94,9 @@ def transition(
     """
     between = links or (lambda source, target: LinkProfile())
     held = Holdings.of(old, layers)
-    sizes = [la.param_bytes + la.state_bytes + (la.gradient_bytes if gradients else 0) for la in layers]
+    sizes = [
+        la.param_bytes + la.state_bytes + (la.gradient_bytes if gradients else 0) for la in layers
+    ]
     wanted = {
         (stage.unit.node, layer): None
         for _, _, stage in new.stages()
@@ -110,11 +112,15 @@ def transition(
         elif layer in holders or layer in keepers:
             requests.append((target, layer))
         else:
-            moves.append(Move(layer, "", target, sizes[layer], FRESH if old is None else CHECKPOINT))
+            moves.append(
+                Move(layer, "", target, sizes[layer], FRESH if old is None else CHECKPOINT)
+            )
     costs = []
     for target, layer in requests:
         senders = [*holders.get(layer, ()), *keepers.get(layer, ())]
-        costs.append({sender: _cost(between(sender, target), sizes[layer] / new.tp) for sender in senders})
+        costs.append(
+            {sender: _cost(between(sender, target), sizes[layer] / new.tp) for sender in senders}
+        )
     for (target, layer), sender in zip(requests, balance(costs), strict=True):
         kind = HELD if sender in holders.get(layer, ()) else KEPT
         moves.append(Move(layer, sender, target, sizes[layer], kind))
@@ -153,7 +159,9 @@ def _ordered(moves: Sequence[Move], held: Holdings, new: Plan) -> list[Move]:
     for _, _, stage in new.stages():
         keeps.setdefault(stage.unit.node, set()).update(stage.layers)
     readers = Counter(
-        move.source for move in moves if move.kind == HELD and move.layer not in keeps.get(move.source, ())
+        move.source
+        for move in moves
+        if move.kind == HELD and move.layer not in keeps.get(move.source, ())
     )
     waiting = sorted(moves, key=lambda move: (move.layer, move.target))
     ready = [(i, False) for i, move in enumerate(waiting) if not readers[move.target]]

@@ -53,7 +53,9 @@ class Holdings:
     """Number of the pipeline that it is in."""
 
     @classmethod
-    def of(cls, current: Plan | None, layers: Sequence[LayerSpec], *, gradients: bool = True) -> Holdings:
+    def of(
+        cls, current: Plan | None, layers: Sequence[LayerSpec], *, gradients: bool = True
+    ) -> Holdings:
         """Read them off the current plan; none if the number of layers differs. `gradients`: what a node lacks is
         counted with accumulated gradients, as in the middle of a step."""
         if current is None or current.n_layers != len(layers):
@@ -65,7 +67,8 @@ class Holdings:
             live[stage.unit.node] = live.get(stage.unit.node, frozenset()) | frozenset(stage.layers)
         state = state_of(current.state).away
         saved = [
-            (la.param_bytes + la.state_bytes if state else 0) + (la.gradient_bytes if gradients else 0)
+            (la.param_bytes + la.state_bytes if state else 0)
+            + (la.gradient_bytes if gradients else 0)
             for la in layers
         ]
         kept: dict[str, dict[int, int]] = {}
@@ -104,7 +107,9 @@ def assign(
         able = [node for node in nodes if node.kind == kind]
         assert len(able) >= len(at), f"{len(at)} slots of kind {kind}, but {len(able)} nodes"
         if any(node.name in holdings.live or node.name in holdings.kept for node in able):
-            found = _match([slots[s].layers for s in at], [node.name for node in able], holdings, full_bytes)
+            found = _match(
+                [slots[s].layers for s in at], [node.name for node in able], holdings, full_bytes
+            )
         else:
             found = {s: s for s in range(len(at))}
         taken.update((at[s], able[n]) for s, n in found.items())
@@ -118,7 +123,10 @@ def assign(
 
 
 def _match(
-    wanted: Sequence[Sequence[int]], names: Sequence[str], holdings: Holdings, full_bytes: Sequence[int]
+    wanted: Sequence[Sequence[int]],
+    names: Sequence[str],
+    holdings: Holdings,
+    full_bytes: Sequence[int],
 ) -> dict[int, int]:
     """Return {slot: node}, indices into `wanted` (the layers of each slot) and `names`."""
     waiting: dict[frozenset[int], list[int]] = {}
@@ -136,7 +144,8 @@ def _match(
     if not rest:
         return dict(pairs)
     sorts: list[Sort] = [
-        (holdings.live.get(name, nothing), frozenset(holdings.kept.get(name, {}).items())) for name in names
+        (holdings.live.get(name, nothing), frozenset(holdings.kept.get(name, {}).items()))
+        for name in names
     ]
     exact = _few(pairs, lambda pair: sorts[pair[1]], len(rest))
     free = _few(others, lambda n: sorts[n], len(rest))

@@ -25,7 +25,9 @@ from elastic.planning.plan.schemes import gradients_of, state_of
 from elastic.planning.schedule.schedule import ONE_F_ONE_B, check_stages, units_of
 
 _NODE = r"[A-Za-z0-9_.:\-]+"
-_HEADER = re.compile(r"plan epoch=(\d+) layers=(\d+) microbatches=(\d+) tp=(\d+) backup=([\w:]+)\+([\w:/]+)")
+_HEADER = re.compile(
+    r"plan epoch=(\d+) layers=(\d+) microbatches=(\d+) tp=(\d+) backup=([\w:]+)\+([\w:/]+)"
+)
 _PIPELINE = re.compile(r"pipeline (\d+) microbatches=(\S+?)(?: schedule=([a-z0-9-]+))?:(.*)")
 _STAGE = re.compile(rf"({_NODE})(?:/(\d+))?\[(\d+):(\d+)\](\+recompute)?")
 _PEER = re.compile(rf"({_NODE})>({_NODE})")
@@ -58,7 +60,9 @@ def format_plan(plan: Plan) -> str:
 def parse_plan(text: str) -> Plan:
     """Read the text form; what it says is not checked further (`validate_plan` does). Raises FieldError."""
     text = text.replace("\r\n", "\n")
-    lines = [line for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")]
+    lines = [
+        line for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")
+    ]
     header = _HEADER.fullmatch(lines[0].rstrip()) if lines else None
     if not header:
         remedy = "begin with: plan epoch=E layers=L microbatches=M tp=T backup=GRADIENTS+STATE"
@@ -73,7 +77,9 @@ def parse_plan(text: str) -> Plan:
         elif word in ("peers", "spares", "reason") and word not in rest:
             rest[word] = line[len(word) + 1 :]
         else:
-            raise FieldError("plan", line, "lines are pipeline N ..., and once each peers, spares, reason")
+            raise FieldError(
+                "plan", line, "lines are pipeline N ..., and once each peers, spares, reason"
+            )
     return Plan(
         epoch=epoch,
         n_layers=layers,
@@ -165,7 +171,9 @@ def _check_cover(field: str, pipeline: Pipeline, n_layers: int) -> None:
             raise FieldError(field, text, "a stage needs at least one layer")
         expected = stage.last
     if expected != n_layers:
-        raise FieldError(field, f"layers 0 to {expected - 1}", f"stages must cover all {n_layers} layers")
+        raise FieldError(
+            field, f"layers 0 to {expected - 1}", f"stages must cover all {n_layers} layers"
+        )
 
 
 def _check_schedule(field: str, pipeline: Pipeline) -> None:
@@ -209,12 +217,16 @@ def _check_microbatches(plan: Plan) -> None:
         if indices:
             text = format_indices(sorted(indices))
             raise FieldError(
-                "plan.microbatches", text, f"these {problem}; each of 0..M-1 belongs to one pipeline"
+                "plan.microbatches",
+                text,
+                f"these {problem}; each of 0..M-1 belongs to one pipeline",
             )
     for number, pipeline in enumerate(plan.pipelines):
         if not pipeline.microbatches:
             raise FieldError(
-                f"plan.pipeline {number}.microbatches", EMPTY, "give it at least one, or leave it out"
+                f"plan.pipeline {number}.microbatches",
+                EMPTY,
+                "give it at least one, or leave it out",
             )
 
 
@@ -230,7 +242,9 @@ def _check_peers(plan: Plan) -> None:
         if node not in holders or node in seen:
             raise FieldError("plan.peers", pair, f"{node} must hold a stage and have one peer only")
         if peer == node:
-            raise FieldError("plan.peers", pair, "a node cannot keep its own backup; name another node")
+            raise FieldError(
+                "plan.peers", pair, "a node cannot keep its own backup; name another node"
+            )
         if peer not in known:
             raise FieldError("plan.peers", pair, f"{peer} is not in this plan")
         seen.add(node)

@@ -62,26 +62,34 @@ class Roster:
 
     def holders(self, layer: int, shard: int) -> tuple[int, ...]:
         """Ranks that hold one (layer, TP rank), one a pipeline, in pipeline order."""
-        return tuple(r for r, m in enumerate(self.members) if m.shard == shard and layer in m.layers)
+        return tuple(
+            r for r, m in enumerate(self.members) if m.shard == shard and layer in m.layers
+        )
 
     def places(self, rank: int) -> tuple[Place, ...]:
         """The stages of `rank`, in model order, with the ranks of their neighbours (of the same TP rank)."""
         me = self.members[rank]
         stages = self.pipelines[me.pipeline].stages
         ranks = {
-            m.unit: r for r, m in enumerate(self.members) if (m.pipeline, m.shard) == (me.pipeline, me.shard)
+            m.unit: r
+            for r, m in enumerate(self.members)
+            if (m.pipeline, m.shard) == (me.pipeline, me.shard)
         }
 
         def at(number: int) -> int | None:
             return ranks[stages[number].unit] if 0 <= number < len(stages) else None
 
         return tuple(
-            Place(stage, s, at(s - 1), at(s + 1)) for s, stage in enumerate(stages) if stage.unit == me.unit
+            Place(stage, s, at(s - 1), at(s + 1))
+            for s, stage in enumerate(stages)
+            if stage.unit == me.unit
         )
 
     def holder_sets(self) -> tuple[tuple[int, ...], ...]:
         """Distinct sets of ranks that share a (layer, TP rank), those with more than one rank, sorted."""
-        sets = {self.holders(layer, shard) for layer in range(self.n_layers) for shard in range(self.tp)}
+        sets = {
+            self.holders(layer, shard) for layer in range(self.n_layers) for shard in range(self.tp)
+        }
         return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
 
     def pairs(self) -> tuple[tuple[int, int], ...]:

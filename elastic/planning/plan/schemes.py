@@ -45,13 +45,17 @@ def gradients_of(text: str, field: str = "gradients") -> Gradients:
     name, colon, number = text.partition(":")
     if name not in GRADIENT_SCHEMES:
         raise FieldError(
-            field, text, f"one of {', '.join(GRADIENT_SCHEMES)}; stream:K copies every K micro-batches"
+            field,
+            text,
+            f"one of {', '.join(GRADIENT_SCHEMES)}; stream:K copies every K micro-batches",
         )
     if name not in (STREAM, REDUCE):
         if colon:
             raise FieldError(field, text, f"{name} takes no number; stream:K and reduce:K do")
         return Gradients(name)
-    if colon and (not number.isascii() or not number.isdigit() or not 1 <= int(number) <= MOST_EVERY):
+    if colon and (
+        not number.isascii() or not number.isdigit() or not 1 <= int(number) <= MOST_EVERY
+    ):
         raise FieldError(field, text, f"{name}:K with K from 1 up, as {name}:4")
     often = int(number) if colon else 1
     return Gradients(name, every=often) if name == STREAM else Gradients(name, rounds=often)
@@ -88,7 +92,9 @@ def state_of(text: str, field: str = "state") -> State:
     """Read snapshot, replica, replay, replay:N or none. Raises FieldError naming `field`."""
     scheme, slash, _ = text.partition("/")
     if slash and text != scheme + SHARDED:
-        raise FieldError(field, text, f"write {scheme}{SHARDED} where pipelines share the optimizer state")
+        raise FieldError(
+            field, text, f"write {scheme}{SHARDED} where pipelines share the optimizer state"
+        )
     name, colon, number = scheme.partition(":")
     if name not in STATE_SCHEMES:
         number = "replay:N sends whole states every N updates"
@@ -100,7 +106,9 @@ def state_of(text: str, field: str = "state") -> State:
         if colon:
             raise FieldError(field, text, f"{name} takes no number; replay:N does")
         return State(name, int(name == SNAPSHOT), sharded=bool(slash))
-    if colon and (not number.isascii() or not number.isdigit() or not 2 <= int(number) <= MOST_REPLAY):
+    if colon and (
+        not number.isascii() or not number.isdigit() or not 2 <= int(number) <= MOST_REPLAY
+    ):
         remedy = f"{name}:N with N from 2 to {MOST_REPLAY}; for whole states after every update take snapshot"
         raise FieldError(field, text, remedy)
     return State(name, int(number or REPLAY_EVERY), sharded=bool(slash))
@@ -132,7 +140,9 @@ def refuse_useless(backup: str, pipelines: str, field: str = "--backup") -> None
             field, backup, f"{why}: take snapshot, replay or replica, or none for no backup at all"
         )
     if gradients.name == REDUCE and pipelines == "1":
-        raise FieldError(field, backup, "with --pipelines 1 there is nobody to sum with: take stream")
+        raise FieldError(
+            field, backup, "with --pipelines 1 there is nobody to sum with: take stream"
+        )
     if pipelines == "1" and state_of(state).sharded:
         text = f"with --pipelines 1 nobody shares a layer: leave {SHARDED} out"
         raise FieldError(field, backup, text)

@@ -10,7 +10,9 @@ from elastic.domain.errors import FieldError
 from elastic.planning.schedule.schedule import Action, Kind, message_of
 
 
-def validate(lists: Sequence[Sequence[Action]], *, unreceived: int | None = None) -> tuple[int, ...]:
+def validate(
+    lists: Sequence[Sequence[Action]], *, unreceived: int | None = None
+) -> tuple[int, ...]:
     """Check the lists of a whole pipeline, first unit first, and run them dry.
 
     Args:
@@ -55,16 +57,22 @@ def _check_unit(unit: int, n_units: int, n_stages: int, actions: Sequence[Action
             raise FieldError(where, str(action), f"its stage is not on this one of {n_units} units")
         needs = _needs(stage, n_stages)
         if action.kind not in needs:
-            raise FieldError(where, str(action), f"stage {stage} of {n_stages} has no neighbour on that side")
+            raise FieldError(
+                where, str(action), f"stage {stage} of {n_stages} has no neighbour on that side"
+            )
         if action in done:
             raise FieldError(where, str(action), "it is there already")
         before = [Action(kind, action.microbatch, action.stage) for kind in needs[action.kind]]
         if before and not done.intersection(before):
-            raise FieldError(where, str(action), f"it must come after {' or '.join(map(str, before))}")
+            raise FieldError(
+                where, str(action), f"it must come after {' or '.join(map(str, before))}"
+            )
         done.add(action)
     missing = sorted(str(action) for action in _missing(n_stages, unit, done))
     if missing:
-        raise FieldError(f"unit {unit}", missing, "these actions are missing, or one too many is there")
+        raise FieldError(
+            f"unit {unit}", missing, "these actions are missing, or one too many is there"
+        )
 
 
 def _needs(stage: int, n_stages: int) -> dict[Kind, tuple[Kind, ...]]:

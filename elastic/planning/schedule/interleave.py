@@ -31,7 +31,9 @@ def interleave(pipeline: Pipeline, seconds: Sequence[Sequence[float]], chunks: i
     units, n_layers = units_of(pipeline), pipeline.stages[-1].last
     if not can_interleave(n_layers, len(units), chunks):
         remedy = f"at least 2 units and {chunks * len(units)} layers are needed"
-        raise FieldError("schedule", f"{INTERLEAVED}, {chunks} stages on each of {len(units)} units", remedy)
+        raise FieldError(
+            "schedule", f"{INTERLEAVED}, {chunks} stages on each of {len(units)} units", remedy
+        )
     recompute = {stage.unit: stage.recompute for stage in pipeline.stages}
     sums = [list(accumulate(row, initial=0.0)) for row in seconds]
     ends = _cut([sums[s % len(units)] for s in range(chunks * len(units))], n_layers)

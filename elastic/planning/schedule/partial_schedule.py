@@ -17,10 +17,14 @@ from elastic.planning.schedule.schedule import ONE_F_ONE_B, Action, Kind, Lists,
 FORWARD = (Kind.RECV_F, Kind.F, Kind.SEND_F)
 
 
-def groups(runs: Sequence[PartialRun], pipeline: int) -> list[tuple[tuple[int, int], tuple[PartialRun, ...]]]:
+def groups(
+    runs: Sequence[PartialRun], pipeline: int
+) -> list[tuple[tuple[int, int], tuple[PartialRun, ...]]]:
     """((first, last) layer, runs) of one pipeline: runs of the same layers that follow each other, together."""
     mine = [run for run in runs if run.pipeline == pipeline]
-    return [(span, tuple(found)) for span, found in groupby(mine, lambda run: (run.first, run.last))]
+    return [
+        (span, tuple(found)) for span, found in groupby(mine, lambda run: (run.first, run.last))
+    ]
 
 
 def excerpt(pipeline: Pipeline, first: int, last: int, microbatches: tuple[int, ...]) -> Lists:
@@ -29,7 +33,9 @@ def excerpt(pipeline: Pipeline, first: int, last: int, microbatches: tuple[int, 
     The first stage has no receives, nor the last: what they start from is given to them.
     """
     units = units_of(pipeline)
-    inside = [s for s, stage in enumerate(pipeline.stages) if stage.first < last and stage.last > first]
+    inside = [
+        s for s, stage in enumerate(pipeline.stages) if stage.first < last and stage.last > first
+    ]
     places = [units.index(pipeline.stages[s].unit) for s in inside]
     if len(set(places)) == len(places):
         rows = lists(ONE_F_ONE_B, len(inside), len(inside), microbatches)
@@ -55,5 +61,7 @@ def _one_after_another(rows: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
     done: list[Action] = []
     for m in order:
         done += [a for row in rows for a in row if a.microbatch == m and a.kind in FORWARD]
-        done += [a for row in reversed(rows) for a in row if a.microbatch == m and a.kind not in FORWARD]
+        done += [
+            a for row in reversed(rows) for a in row if a.microbatch == m and a.kind not in FORWARD
+        ]
     return tuple(done)

@@ -52,7 +52,8 @@ def rounds_of(pipelines: Sequence[Pipeline], shares: Sequence[int], every: int) 
     least = min((share for share in shares if share), default=1)
     number = max(1, min(-(-max(shares) // every), least))
     windows = tuple(
-        _window(pipeline, share // number) for pipeline, share in zip(pipelines, shares, strict=True)
+        _window(pipeline, share // number)
+        for pipeline, share in zip(pipelines, shares, strict=True)
     )
     return Rounds(number, tuple(shares), windows)
 

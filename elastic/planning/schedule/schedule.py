@@ -73,7 +73,9 @@ class Action:
         match = _TEXT.fullmatch(text)
         kinds = {kind.value: kind for kind in Kind}
         if match is None or match[2] not in kinds:
-            raise FieldError("action", text, f"one of {', '.join(kinds)} and a micro-batch number, as in SF3")
+            raise FieldError(
+                "action", text, f"one of {', '.join(kinds)} and a micro-batch number, as in SF3"
+            )
         return cls(kinds[match[2]], int(match[3]), int(match[1] or -1))
 
 
@@ -132,7 +134,9 @@ def check_stages(schedule: str, n_units: int, n_stages: int) -> None:
         remedy = f"a unit takes one stage under {schedule}: give each its own, or use {INTERLEAVED}"
         raise FieldError("schedule", f"{n_stages} stages on {n_units} units", remedy)
     if schedule == INTERLEAVED and (n_units < 2 or n_stages % n_units or n_stages < 2 * n_units):
-        remedy = f"{INTERLEAVED} takes at least 2 units, each with the same number of stages, at least 2"
+        remedy = (
+            f"{INTERLEAVED} takes at least 2 units, each with the same number of stages, at least 2"
+        )
         raise FieldError("schedule", f"{n_stages} stages on {n_units} units", remedy)
 
 
@@ -178,7 +182,9 @@ def _zero_bubble(stage: int, n_stages: int, microbatches: Sequence[int]) -> Iter
         yield Action(Kind.WEIGHT, m)
 
 
-def _interleaved(unit: int, n_units: int, chunks: int, microbatches: Sequence[int]) -> Iterator[Action]:
+def _interleaved(
+    unit: int, n_units: int, chunks: int, microbatches: Sequence[int]
+) -> Iterator[Action]:
     """Interleaved 1F1B (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters").
 
     Micro-batches go through in groups; a unit takes a group through one of its stages, then through the next.
@@ -221,7 +227,9 @@ def _connect(compute: Sequence[Iterable[Action]], n_stages: int) -> Lists:
                 other, receive = message_of(u, action, n_units)
                 queues[u, other].append(receive)
     return tuple(
-        tuple(_with_receives(u, actions, n_stages, lambda step, u=u: queues[(u + step) % n_units, u]))  # type: ignore[misc]
+        tuple(
+            _with_receives(u, actions, n_stages, lambda step, u=u: queues[(u + step) % n_units, u])
+        )  # type: ignore[misc]
         for u, actions in enumerate(sent)
     )
 

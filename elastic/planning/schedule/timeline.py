@@ -82,7 +82,9 @@ def simulate(lists: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> 
     while ready:
         ready.extend(run.advance(ready.popleft()))
     if any(at < len(actions) for at, actions in zip(run.position, lists, strict=True)):
-        raise FieldError("schedule", f"stuck at {run.position}", "its units wait for each other for ever")
+        raise FieldError(
+            "schedule", f"stuck at {run.position}", "its units wait for each other for ever"
+        )
     spans = sorted((span for row in run.spans for span in row), key=lambda s: (s.start_s, s.stage))
     return Timeline(tuple(spans), max(run.clock, default=0.0), tuple(run.busy), tuple(run.clock))
 
@@ -146,7 +148,9 @@ def _program(schedule: str, n_units: int, n_stages: int, microbatches: int) -> _
             made.before.append(before)
             made.hop.append(min(stage, source) if waits else n_stages)
             position[unit] += 1
-        ready.extend(other for other in told if other != unit and position[other] < len(lists[other]))
+        ready.extend(
+            other for other in told if other != unit and position[other] < len(lists[other])
+        )
     return made
 
 
@@ -155,7 +159,9 @@ class _Run:
 
     def __init__(self, lists: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> None:
         self._lists, self._hops = lists, [stage.hop_s for stage in times]
-        self._seconds = [{kind: stage.of(kind) for kind in Kind if kind.computes} for stage in times]
+        self._seconds = [
+            {kind: stage.of(kind) for kind in Kind if kind.computes} for stage in times
+        ]
         self.position = [0] * len(lists)
         self.clock, self.busy = [0.0] * len(lists), [0.0] * len(lists)
         self.spans: list[list[Span]] = [[] for _ in lists]
@@ -175,7 +181,9 @@ class _Run:
                 self.busy[unit] += seconds
                 clock += seconds
             elif kind is Kind.SEND_F or kind is Kind.SEND_B:
-                step, hop = (1, self._hops[stage]) if kind is Kind.SEND_F else (-1, self._hops[stage - 1])
+                step, hop = (
+                    (1, self._hops[stage]) if kind is Kind.SEND_F else (-1, self._hops[stage - 1])
+                )
                 other = (unit + step) % n_units
                 self._wires[other, unit].append(clock + hop)
                 told.add(other)

@@ -105,7 +105,9 @@ def _read_block(stream: FrameStream, raw: int) -> bytearray:
     stream.read_into(memoryview(head))
     (length,) = _LENGTH.unpack(head)
     if length > raw + _OVERHEAD:
-        raise FieldError("compressed block bytes", length, f"at most {raw + _OVERHEAD} hold {raw} bytes")
+        raise FieldError(
+            "compressed block bytes", length, f"at most {raw + _OVERHEAD} hold {raw} bytes"
+        )
     block = bytearray(length)
     stream.read_into(memoryview(block))
     return block

@@ -74,12 +74,16 @@ class CompressionPolicy:
         if count % SAMPLE_EVERY:
             return
         stride = max(BLOCK_BYTES, len(data) // SAMPLE_BLOCKS // 8 * 8)
-        blocks = [data[start : start + BLOCK_BYTES] for start in range(0, len(data), stride)][:SAMPLE_BLOCKS]
+        blocks = [data[start : start + BLOCK_BYTES] for start in range(0, len(data), stride)][
+            :SAMPLE_BLOCKS
+        ]
         began = self._clock()
         packed = sum(len(pack(block)) for block in blocks)
         seconds, taken = self._clock() - began, sum(map(len, blocks))
         with self._lock:
-            self._samples[kind] = CompressionSample(taken / seconds if seconds > 0 else 0.0, packed / taken)
+            self._samples[kind] = CompressionSample(
+                taken / seconds if seconds > 0 else 0.0, packed / taken
+            )
 
     def _log(self, kind: str, pays: bool, reason: str) -> None:
         with self._lock:

@@ -79,7 +79,9 @@ def wrap_client(secure: SecuritySettings, host: str) -> Callable[[socket.socket]
     assert certificates is not None
     context = certificates.client()
     name = secure.name or host
-    return lambda sock: context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+    return lambda sock: context.wrap_socket(
+        sock, server_hostname=name, do_handshake_on_connect=False
+    )
 
 
 def wrap_server(certificates: Certificates) -> Callable[[socket.socket], ssl.SSLSocket]:

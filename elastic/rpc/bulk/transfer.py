@@ -98,7 +98,9 @@ class Reply:
     offset: int = 0
 
 
-REQUESTS: dict[str, type] = {kind.__name__: kind for kind in (Put, Get, Locate, Inventory, Verify, Probe)}
+REQUESTS: dict[str, type] = {
+    kind.__name__: kind for kind in (Put, Get, Locate, Inventory, Verify, Probe)
+}
 
 
 ASK_BYTES = 4 << 20
@@ -184,7 +186,9 @@ class VaultClient:
             _ask(stream, Get(copy.key))
             reply, nbytes = _reply(stream)
             if nbytes != copy.nbytes or len(data) != nbytes:
-                raise VaultError(f"{copy.key}: {nbytes} bytes came, {len(data)} of {copy.nbytes} are wanted")
+                raise VaultError(
+                    f"{copy.key}: {nbytes} bytes came, {len(data)} of {copy.nbytes} are wanted"
+                )
             hasher = xxhash.xxh3_64()
             problem = read_copy(stream, data, reply.codec, hasher.update)
         if problem is not None or hasher.hexdigest() != copy.checksum:
@@ -241,7 +245,9 @@ class VaultClient:
         """
         if self._stream is not None:
             return self._stream
-        family, kind, protocol, _, where = socket.getaddrinfo(*self._where, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            *self._where, type=socket.SOCK_STREAM
+        )[0]
         sock = socket.socket(family, kind, protocol)
         stream = FrameStream(tune(sock), self._timeout_s)
         stream.pace = self._pace
@@ -269,7 +275,9 @@ class VaultClient:
             raise refusal.error from None
         except TimeoutError as error:
             self._drop()
-            raise VaultError(f"vault {self.address} made no progress for {self._timeout_s:g} s") from error
+            raise VaultError(
+                f"vault {self.address} made no progress for {self._timeout_s:g} s"
+            ) from error
         except (ChannelClosed, FieldError, OSError) as error:
             self._drop()
             raise VaultError(f"vault {self.address}: {error}") from error

@@ -56,5 +56,7 @@ class BroadcastEncoder:
         self._recipes = {}
         for node, recipe in assignment.recipes:
             self._recipes.setdefault(node, []).append((node, recipe))
-        common = encode_body("Install", replace(message, assignment=replace(assignment, recipes=())))
+        common = encode_body(
+            "Install", replace(message, assignment=replace(assignment, recipes=()))
+        )
         self._common, self._assignment = zlib.compress(common), assignment

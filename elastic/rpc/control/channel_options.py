@@ -34,7 +34,9 @@ def check_address(address: str, lowest_port: int = 1) -> None:
     """Raise FieldError unless `address` is host:port."""
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and lowest_port <= int(port) < 65536):
-        raise FieldError("address", address, f"host:port is needed, with a port from {lowest_port} to 65535")
+        raise FieldError(
+            "address", address, f"host:port is needed, with a port from {lowest_port} to 65535"
+        )
 
 
 def client_options(keepalive_s: float) -> list[tuple[str, int]]:

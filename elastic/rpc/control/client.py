@@ -136,7 +136,9 @@ class CoordinatorSession:
             run(ended(self._tasks))
             self._dispatcher.close()
 
-    async def _start(self, addresses: tuple[str, ...], keepalive_s: float) -> set[asyncio.Task[None]]:
+    async def _start(
+        self, addresses: tuple[str, ...], keepalive_s: float
+    ) -> set[asyncio.Task[None]]:
         return {asyncio.create_task(self._keep_up(address, keepalive_s)) for address in addresses}
 
     async def _keep_up(self, address: str, keepalive_s: float) -> None:
@@ -147,12 +149,16 @@ class CoordinatorSession:
         delay_s = RETRY_MIN_S
         while True:
             stamp = self._stamp()
-            async with _channel(grpc.aio, address, client_options(keepalive_s), self._secure) as channel:
+            async with _channel(
+                grpc.aio, address, client_options(keepalive_s), self._secure
+            ) as channel:
                 while self._stamp() == stamp:
                     started = time.monotonic()
                     await self._attempt(address, channel)
                     lived_s = time.monotonic() - started
-                    delay_s = RETRY_MIN_S if lived_s > RETRY_MAX_S else min(2 * delay_s, RETRY_MAX_S)
+                    delay_s = (
+                        RETRY_MIN_S if lived_s > RETRY_MAX_S else min(2 * delay_s, RETRY_MAX_S)
+                    )
                     await asyncio.sleep(random.uniform(delay_s / 2, delay_s))
 
     def _stamp(self) -> tls.Stamp:
@@ -230,7 +236,9 @@ class CoordinatorSession:
 
     def _follow(self, call: Any, term: int) -> bool:
         """Whether to use this stream from now on. If so, the stream in use is cancelled."""
-        if not accepts_term(term, self.term, self._active_term if self._active is not None else None):
+        if not accepts_term(
+            term, self.term, self._active_term if self._active is not None else None
+        ):
             return False
         if self._active is not None:
             self._left.add(self._active)
@@ -296,7 +304,9 @@ class Unreachable(UsageError):
 def _call(
     address: str, kind: str, body: dict[str, Any], timeout_s: float, secure: tls.SecuritySettings
 ) -> dict[str, Any]:
-    with _channel(grpc, address, client_options(keepalive_s=DEFAULT_TIMEOUTS.keepalive_s), secure) as channel:
+    with _channel(
+        grpc, address, client_options(keepalive_s=DEFAULT_TIMEOUTS.keepalive_s), secure
+    ) as channel:
         stub = CoordinatorStub(channel)
         question = pack_call(kind, body)
         metadata: tuple[tuple[str, str], ...] = ()
@@ -312,7 +322,9 @@ def _call(
     return unpack_call(from_wire(answered))
 
 
-def _channel(api: Any, address: str, options: list[tuple[str, Any]], secure: tls.SecuritySettings) -> Any:
+def _channel(
+    api: Any, address: str, options: list[tuple[str, Any]], secure: tls.SecuritySettings
+) -> Any:
     """A channel of gRPC's `api` (synchronous or asyncio) to `address`."""
     certificates = secure.certificates
     if certificates is None:
@@ -329,7 +341,9 @@ async def _ready(channel: grpc.aio.Channel) -> None:
         await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
 
 
-def _proof(token: str, mine: str, reply: dict[str, Any], *words: str) -> tuple[tuple[str, str], ...]:
+def _proof(
+    token: str, mine: str, reply: dict[str, Any], *words: str
+) -> tuple[tuple[str, str], ...]:
     """Metadata that answers a challenge.
 
     Raises UsageError if the other side does not know the token.
@@ -369,5 +383,7 @@ def _in_words(address: str, kind: str, timeout_s: float, error: Any) -> ElasticE
         remedy = "is the job running, and are address and --certs right?"
         return Unreachable(f"no coordinator answers at {address} ({details}); {remedy}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return Unreachable(f"the coordinator at {address} did not answer {kind!r} within {timeout_s:g} s")
+        return Unreachable(
+            f"the coordinator at {address} did not answer {kind!r} within {timeout_s:g} s"
+        )
     return ElasticError(f"the coordinator at {address} failed on {kind!r}: {code.name}: {details}")

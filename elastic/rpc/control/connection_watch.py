@@ -87,7 +87,9 @@ class ConnectionWatch:
 
     def _look_in(self, seconds: float) -> None:
         """Look once more, no later than in so many seconds."""
-        if self._closed or (self._timer is not None and self._timer.when() <= self._loop.time() + seconds):
+        if self._closed or (
+            self._timer is not None and self._timer.when() <= self._loop.time() + seconds
+        ):
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -163,7 +165,9 @@ class ConnectionWatch:
         assert found is not None
         self._waiting.leave(inode)
         self._shut += 1
-        REJECTIONS.count(PORT, Reason.TOO_MANY, _text(found.peer), "its handshake is not over; others wait")
+        REJECTIONS.count(
+            PORT, Reason.TOO_MANY, _text(found.peer), "its handshake is not over; others wait"
+        )
         with _duplicate(found.descriptor, inode) as sock:
             if sock is not None:
                 with contextlib.suppress(OSError):  # it has ended
@@ -177,7 +181,9 @@ class ConnectionWatch:
         failed = self._began - self._passed - self._shut - len(self._waiting)
         for _ in range(failed - self._failed):
             peer = _text(gone.pop()) if gone else ""
-            REJECTIONS.count(PORT, Reason.HANDSHAKE, peer, "no TLS with a certificate of the job's authority")
+            REJECTIONS.count(
+                PORT, Reason.HANDSHAKE, peer, "no TLS with a certificate of the job's authority"
+            )
         self._failed = max(self._failed, failed)
 
 

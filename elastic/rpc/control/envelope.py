@@ -115,7 +115,9 @@ def unpack(envelope: Envelope) -> Any:
     """Return the message inside. Raises FieldError naming the kind or the field that is wrong."""
     kind = KINDS.get(envelope.kind)
     if kind is None:
-        raise FieldError("kind", envelope.kind, "unknown message; do all machines run the same version?")
+        raise FieldError(
+            "kind", envelope.kind, "unknown message; do all machines run the same version?"
+        )
     data = _joined(envelope) if envelope.common else _value(envelope.kind, envelope.body)
     if kind is NodeReport and isinstance(data, dict) and data.get("spec") is not None:
         return _decode_report(data)
@@ -154,13 +156,17 @@ def encode_body(kind: str, value: Any) -> bytes:
             text = json.dumps(codec.encode(value), ensure_ascii=False).encode(errors="replace")
             return _checked(kind, _ENCODER.encode(json.loads(text)))
     except OverflowError as error:
-        raise FieldError(f"{kind}.body", "an integer", f"it must fit into 64 bits: {error}") from error
+        raise FieldError(
+            f"{kind}.body", "an integer", f"it must fit into 64 bits: {error}"
+        ) from error
 
 
 def _checked(kind: str, body: bytes) -> bytes:
     """Return `body`. Raises FieldError if it is too large."""
     if len(body) > MAX_BODY_BYTES:
-        raise FieldError(f"{kind}.body", f"{len(body)} bytes", f"at most {MAX_BODY_BYTES} bytes can be sent")
+        raise FieldError(
+            f"{kind}.body", f"{len(body)} bytes", f"at most {MAX_BODY_BYTES} bytes can be sent"
+        )
     return body
 
 

@@ -44,7 +44,9 @@ class GrpcEventLoop(asyncio.SelectorEventLoop):
     spared = 0
     """Number of turns that were saved."""
 
-    def add_reader(self, fd: FileDescriptorLike, callback: Callable[[*Ts], Any], *args: *Ts) -> None:
+    def add_reader(
+        self, fd: FileDescriptorLike, callback: Callable[[*Ts], Any], *args: *Ts
+    ) -> None:
         function = getattr(callback, "func", callback)
         if isinstance(fd, socket.socket) and getattr(function, "__name__", "") == "_handle_events":
             super().add_reader(fd, self._woken, fd, partial(callback, *args))

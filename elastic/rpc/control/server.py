@@ -159,10 +159,14 @@ class Server:
         self._server = grpc.aio.server(options=server_options(keepalive_s))
         # Requests arrive as bytes: gRPC turns the error of a deserializer into a request of None.
         methods = {
-            "Session": grpc.stream_stream_rpc_method_handler(self._session, response_serializer=to_wire),
+            "Session": grpc.stream_stream_rpc_method_handler(
+                self._session, response_serializer=to_wire
+            ),
             "Call": grpc.unary_unary_rpc_method_handler(self._call, response_serializer=to_wire),
         }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, methods),)
+        )
         try:
             if self._certificates is None:
                 port = self._server.add_insecure_port(address)
@@ -237,7 +241,9 @@ class Server:
                 REJECTIONS.count(PORT, Reason.MALFORMED, session, error)
                 raise
             if envelope.sequence <= newest and newest:
-                REJECTIONS.count(PORT, Reason.REPLAYED, session, f"{envelope.kind} {envelope.sequence}")
+                REJECTIONS.count(
+                    PORT, Reason.REPLAYED, session, f"{envelope.kind} {envelope.sequence}"
+                )
                 session.send(Rejected(envelope.kind[:80], "it was received before"), 0)
                 continue
             newest = envelope.sequence
@@ -249,13 +255,17 @@ class Server:
             begun += envelope.body
             if len(begun) > MAX_BODY_BYTES:
                 REJECTIONS.count(PORT, Reason.OVERSIZE, session, f"{len(begun)} bytes and more")
-                raise FieldError("body", f"{len(begun)} bytes and more", f"at most {MAX_BODY_BYTES}")
+                raise FieldError(
+                    "body", f"{len(begun)} bytes and more", f"at most {MAX_BODY_BYTES}"
+                )
             if envelope.kind == PIECE:
                 continue
             envelope, begun = replace(envelope, body=bytes(begun)), bytearray()
             try:
                 if envelope.common:
-                    raise FieldError(f"{envelope.kind}.common", "...", "only a coordinator sends it")
+                    raise FieldError(
+                        f"{envelope.kind}.common", "...", "only a coordinator sends it"
+                    )
                 message = unpack(envelope)
             except FieldError as error:
                 REJECTIONS.count(PORT, Reason.MALFORMED, session, error)
@@ -282,7 +292,9 @@ class Server:
             body = self._question(envelope, peer)
             if envelope.kind == CHALLENGE:
                 return pack_call(CHALLENGE, self._challenge(body), self._term())
-            answer = await event_loop().run_in_executor(self._pool, self._on_call, envelope.kind, body)
+            answer = await event_loop().run_in_executor(
+                self._pool, self._on_call, envelope.kind, body
+            )
             return pack_call(envelope.kind, answer, self._term())
         except UsageError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _words(error))
@@ -303,7 +315,9 @@ class Server:
         return {"nonce": nonce, "proof": self._gate.show(theirs, nonce)}
 
 
-def _credentials(certificates: tls.Certificates, began: Callable[[], None]) -> grpc.ServerCredentials:
+def _credentials(
+    certificates: tls.Certificates, began: Callable[[], None]
+) -> grpc.ServerCredentials:
     """Mutual TLS with certificates that may be replaced.
 
     `began` is called for each handshake, from any thread.
@@ -311,7 +325,9 @@ def _credentials(certificates: tls.Certificates, began: Callable[[], None]) -> g
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         authority, chain, key = certificates.pem()
-        return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=authority)
+        return grpc.ssl_server_certificate_configuration(
+            [(key, chain)], root_certificates=authority
+        )
 
     served = certificates.server()
 
@@ -329,7 +345,9 @@ def _credentials(certificates: tls.Certificates, began: Callable[[], None]) -> g
         served = found
         return configuration()
 
-    return grpc.dynamic_ssl_server_credentials(configuration(), newest, require_client_authentication=True)
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(), newest, require_client_authentication=True
+    )
 
 
 def _words(error: ElasticError) -> str:

@@ -110,7 +110,9 @@ class Rejections:
 
     def total(self, reason: Reason, port: str = "") -> int:
         """Number of rejections for `reason`, at `port` or at any."""
-        return sum(n for (where, why), n in self.counts().items() if why is reason and port in ("", where))
+        return sum(
+            n for (where, why), n in self.counts().items() if why is reason and port in ("", where)
+        )
 
     def subscribe(self, subscriber: Callable[[RejectionNotice], object]) -> None:
         """Call `subscriber` with every notice, on the thread that rejects; it must not block."""
@@ -129,4 +131,6 @@ REJECTIONS = Rejections()
 
 def _plain(text: object) -> str:
     """One printable line."""
-    return str(text)[:DETAIL_CHARS].encode("ascii", "backslashreplace").decode().replace("\n", "\\n")
+    return (
+        str(text)[:DETAIL_CHARS].encode("ascii", "backslashreplace").decode().replace("\n", "\\n")
+    )

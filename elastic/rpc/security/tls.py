@@ -94,7 +94,9 @@ class Certificates:
             ca, cert, key = (self._path(name).read_bytes() for name in (CA, CERT, KEY))
         except OSError as error:
             if self._pem is None:
-                raise FieldError("--certs", str(self.certs), f"it cannot be read ({error})") from None
+                raise FieldError(
+                    "--certs", str(self.certs), f"it cannot be read ({error})"
+                ) from None
             return self._pem
         self._pem = ca, cert, key
         return self._pem
@@ -156,7 +158,9 @@ def current() -> SecuritySettings:
 
 def load(run_dir: str | Path, certs: str, name: str = "") -> SecuritySettings:
     """Return the settings of a process of the job in `run_dir`. Raises FieldError."""
-    return SecuritySettings(Path(certs) if certs else None, name, read_token(Path(run_dir) / TOKEN_FILE))
+    return SecuritySettings(
+        Path(certs) if certs else None, name, read_token(Path(run_dir) / TOKEN_FILE)
+    )
 
 
 def read_token(path: Path, flag: str = "") -> str:
@@ -179,9 +183,7 @@ def check_token(field_name: str, token: str, shown: str) -> str:
     Raises FieldError, which shows `shown` in its place, if it is too short or not printable.
     """
     if len(token) < LEAST_TOKEN_CHARS or not token.isascii() or not token.isprintable():
-        remedy = (
-            f"a token of {LEAST_TOKEN_CHARS} printable characters or more, as `openssl rand -hex 32` makes"
-        )
+        remedy = f"a token of {LEAST_TOKEN_CHARS} printable characters or more, as `openssl rand -hex 32` makes"
         raise FieldError(field_name, shown, remedy)
     return token
 

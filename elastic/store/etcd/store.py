@@ -198,11 +198,15 @@ class EtcdStore:
     def _range(self, **fields: bytes) -> Any:
         return self._connection.call("Range", etcdrpc.RangeRequest(**fields))
 
-    def _transact(self, compares: Sequence[Any], success: Sequence[Any], failure: Sequence[Any]) -> Any:
+    def _transact(
+        self, compares: Sequence[Any], success: Sequence[Any], failure: Sequence[Any]
+    ) -> Any:
         request = etcdrpc.TxnRequest(compare=compares, success=success, failure=failure)
         return self._connection.call("Txn", request)
 
-    def _write(self, key: str, expected: int | None, token: int, write_id: bytes, change: Any) -> int:
+    def _write(
+        self, key: str, expected: int | None, token: int, write_id: bytes, change: Any
+    ) -> int:
         """Return the revision of the change. `write_id` is empty for a deletion."""
         lease_key, entry_key = self._lease_key(self._lease_name(token)), self._entry_key(key)
         compares = [_unchanged(lease_key, token), _unchanged(entry_key, expected or 0)]

@@ -68,6 +68,8 @@ class TrafficMeter:
     def take(self) -> BackupTraffic:
         """Return the counts since the last call."""
         with self._lock:
-            found = BackupTraffic(self._copied, self._copied_s, self._waited_s, self._sent, self._sent_s)
+            found = BackupTraffic(
+                self._copied, self._copied_s, self._waited_s, self._sent, self._sent_s
+            )
             self._reset()
             return found

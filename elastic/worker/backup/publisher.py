@@ -265,7 +265,9 @@ class Publisher:
         """Shared memory in use for slots."""
         return self._pool.allocated_bytes
 
-    def _free_slot(self, ring: _Ring, item: PendingCopy, abandon: AbandonSignal | None) -> _RingSlot:
+    def _free_slot(
+        self, ring: _Ring, item: PendingCopy, abandon: AbandonSignal | None
+    ) -> _RingSlot:
         """A slot of the ring that may be written now; never the newest announced one."""
         final = self._final_gradients(ring, item)
         usable = [slot for slot in ring.slots if slot is not final]

@@ -90,7 +90,9 @@ class WorkerSettings:
             host=env.get("ELASTIC_HOST", "127.0.0.1"),
             profile=env.get("ELASTIC_PROFILE", ""),
             device=env.get("ELASTIC_DEVICE", ""),
-            link=codec.loads(LinkProfile, env["ELASTIC_LINK"]) if "ELASTIC_LINK" in env else LinkProfile(),
+            link=codec.loads(LinkProfile, env["ELASTIC_LINK"])
+            if "ELASTIC_LINK" in env
+            else LinkProfile(),
             measure=env.get("ELASTIC_MEASURE", ""),
             timeouts=budget(float(env.get("ELASTIC_SILENCE", SILENCE_S))),
         )

@@ -58,7 +58,10 @@ def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
 
 
 def _write_result(
-    order: MeasurementRequest, spec: JobSpec, device: torch.device, measured: list[tuple[LayerSpec, int]]
+    order: MeasurementRequest,
+    spec: JobSpec,
+    device: torch.device,
+    measured: list[tuple[LayerSpec, int]],
 ) -> None:
     """Write the measurement to `order.out`. `measured`: (layer, index of the measured layer)."""
     times = tuple(

@@ -88,7 +88,8 @@ class StateLoader:
             copies = {c.key: c for c in _copies_to_fetch(recipes.values(), complete)}
             self._fetches = {key: pool.submit(self._fetcher.fetch, c) for key, c in copies.items()}
             messages = {
-                c.key: pool.submit(self._fetcher.fetch, c) for c in needed_messages(assignment, member)
+                c.key: pool.submit(self._fetcher.fetch, c)
+                for c in needed_messages(assignment, member)
             }
             for layer in member.layers:
                 self._check()

@@ -27,7 +27,11 @@ _MEMORY: type[BaseException] | tuple[()] = getattr(torch, "OutOfMemoryError", ()
 
 def is_device_fault(error: BaseException) -> bool:
     """Whether a device, its driver or a link between devices caused `error`, not the script."""
-    if not isinstance(error, RuntimeError) or isinstance(error, _MEMORY) or is_script_error(str(error)):
+    if (
+        not isinstance(error, RuntimeError)
+        or isinstance(error, _MEMORY)
+        or is_script_error(str(error))
+    ):
         return False
     return isinstance(error, _ACCELERATOR) or is_device_error(str(error))
 

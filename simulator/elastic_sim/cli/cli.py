@@ -211,7 +211,9 @@ def fetch_command(names: tuple[str, ...], directory: Path, host: str) -> None:
     if unknown:
         raise FieldError("trace", unknown[0], f"one of {', '.join(PUBLISHED_TRACES)}")
     for name in names or PUBLISHED_TRACES:
-        click.echo(f"{name}: {fetch(PUBLISHED_TRACES[name], directory, host)} ({PUBLISHED_TRACES[name].format})")
+        click.echo(
+            f"{name}: {fetch(PUBLISHED_TRACES[name], directory, host)} ({PUBLISHED_TRACES[name].format})"
+        )
 
 
 @main.command("reproduce")

@@ -48,7 +48,9 @@ def policies_of(words: tuple[str, ...]) -> tuple[str, ...]:
     """Return the policies of --policy; "all" means every one. Raises FieldError."""
     names = [name.strip() for text in words for name in text.split(",") if name.strip()]
     names = names or list(DEFAULT_POLICIES)
-    names = [one for name in names for one in (known.policy_factories() if name == "all" else (name,))]
+    names = [
+        one for name in names for one in (known.policy_factories() if name == "all" else (name,))
+    ]
     for name in names:
         known.policy_factory(name)
     return tuple(dict.fromkeys(names))

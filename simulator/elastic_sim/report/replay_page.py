@@ -318,7 +318,9 @@ def _picture(world: SimulatedWorld, title: str, text: str, seen: PlanInForce) ->
     return PipelinePicture(title, label, tuple(_panels(world, seen, found.pipelines)))
 
 
-def _panels(world: SimulatedWorld, seen: PlanInForce, reports: tuple[PipelineReport, ...]) -> Iterable[Panel]:
+def _panels(
+    world: SimulatedWorld, seen: PlanInForce, reports: tuple[PipelineReport, ...]
+) -> Iterable[Panel]:
     """Yield one panel per group of equal pipelines, with few enough micro-batches to see."""
     equal: dict[object, list[int]] = {}
     for p, pipeline in enumerate(seen.plan.pipelines):
@@ -342,7 +344,9 @@ def _panels(world: SimulatedWorld, seen: PlanInForce, reports: tuple[PipelineRep
         yield Panel(title, timeline, tuple(f"{unit.unit} [{unit.layers}]" for unit in found.units))
 
 
-def _short_timeline(world: SimulatedWorld, seen: PlanInForce, pipeline: Pipeline, drawn: int) -> Timeline:
+def _short_timeline(
+    world: SimulatedWorld, seen: PlanInForce, pipeline: Pipeline, drawn: int
+) -> Timeline:
     few = replace(pipeline, microbatches=tuple(range(drawn)))
     plan: Plan = replace(seen.plan, pipelines=(few,), n_microbatches=drawn, peers=())
     plan = replace(plan, gradients="none", state="none")

@@ -48,7 +48,9 @@ def trace_page(trace: Trace, name: str) -> str:
 
 def _lifetimes(trace: Trace) -> Any:
     """Return the chart of the share of lost nodes that lived longer."""
-    ended = sorted(gone.seconds - came.seconds for came, gone in node_lifetimes(trace) if gone is not None)
+    ended = sorted(
+        gone.seconds - came.seconds for came, gone in node_lifetimes(trace) if gone is not None
+    )
     rows = [
         (0.0, 100.0),
         *((length, 100.0 * (1 - (i + 1) / len(ended))) for i, length in enumerate(ended)),

@@ -41,7 +41,9 @@ class NodeType:
 
     @property
     def inside(self) -> LinkProfile:
-        return LinkProfile(self.inside_bytes_per_s, 5e-6) if self.inside_bytes_per_s else LinkProfile()
+        return (
+            LinkProfile(self.inside_bytes_per_s, 5e-6) if self.inside_bytes_per_s else LinkProfile()
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,9 @@ def running(nodes: int = 3, most: int = 9) -> JobState:
 
 
 def health_notes(actions: tuple[Any, ...], kind: str = "health") -> list[dict[str, Any]]:
-    return [action.data for action in actions if isinstance(action, LogEntry) and action.kind == kind]
+    return [
+        action.data for action in actions if isinstance(action, LogEntry) and action.kind == kind
+    ]
 
 
 def halts(actions: tuple[Any, ...]) -> list[bool]:
@@ -422,5 +424,7 @@ def test_the_state_survives_the_store() -> None:
     state, _ = send_report(
         state, report(state, held, devices=devices, disks=disk(0), failed_operations=FULL)
     )
-    assert any(one.action in EXCLUDING_ACTIONS for one in quarantine.record_of(state, held).findings)
+    assert any(
+        one.action in EXCLUDING_ACTIONS for one in quarantine.record_of(state, held).findings
+    )
     assert codec.loads(JobState, codec.dumps(state)) == state

@@ -27,8 +27,12 @@ def join_report(flight: Preflight, node: str = "new") -> NodeReported:
     return NodeReported(m.NodeReport(info, NodePhase.EMPTY, 0, preflight=flight), True)
 
 
-BAD = PreflightCheck("disk:memory", 0.0, "bytes", False, True, "/dev/shm has 0 bytes left: make room")
-WARN = PreflightCheck("disk:checkpoints", 0.0, "bytes", False, False, "/c has 0 bytes left: make room")
+BAD = PreflightCheck(
+    "disk:memory", 0.0, "bytes", False, True, "/dev/shm has 0 bytes left: make room"
+)
+WARN = PreflightCheck(
+    "disk:checkpoints", 0.0, "bytes", False, False, "/c has 0 bytes left: make room"
+)
 
 
 def test_a_node_that_fails_its_preflight_is_refused_and_may_try_again() -> None:
@@ -49,14 +53,18 @@ def test_a_node_that_fails_its_preflight_is_refused_and_may_try_again() -> None:
     state, actions, _ = transition(
         state, join_report(Preflight("on", 0.1, (WARN,), 9.0)), state.updated_at + 0.01
     )
-    assert "new" in state.members and health_notes(actions, "preflight")[0]["warnings"] == [WARN.remedy]
+    assert "new" in state.members and health_notes(actions, "preflight")[0]["warnings"] == [
+        WARN.remedy
+    ]
     assert quarantine.record_of(state, "new").refusals == 0
 
 
 def test_a_retry_before_the_pause_is_over_does_not_count() -> None:
     state, _, _ = transition(running(), join_report(Preflight("on", 0.1, (BAD,))), 10.0)
     again, actions, _ = transition(state, join_report(Preflight("on", 0.1, (BAD,))), 10.5)
-    assert not health_notes(actions, "preflight") and quarantine.record_of(again, "new").refusals == 1
+    assert (
+        not health_notes(actions, "preflight") and quarantine.record_of(again, "new").refusals == 1
+    )
     assert any(isinstance(a, Send) and isinstance(a.message, JoinRefused) for a in actions)
 
 
@@ -104,7 +112,9 @@ def test_a_second_agent_of_a_name_does_not_displace_a_connected_member() -> None
     state = without_lease(running())
     after, actions, reason = transition(state, rejoin_report(state, "other"), state.updated_at)
     assert (
-        after.members == state.members and after.epoch == state.epoch and not health_notes(actions, "lost")
+        after.members == state.members
+        and after.epoch == state.epoch
+        and not health_notes(actions, "lost")
     )
     (answer,) = [a.message for a in actions if isinstance(a, Send)]
     assert isinstance(answer, JoinRefused) and 0 < answer.retry_s <= 1 and "is connected" in reason

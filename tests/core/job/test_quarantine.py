@@ -90,7 +90,9 @@ def test_a_quarantine_ends_if_no_other_node_is_left() -> None:
     halted = replace(state.members["node1"].report, epoch=state.epoch, phase=NodePhase.HALTED)
     state, actions, _ = transition(state, NodeReported(halted), state.updated_at + 0.1)
     assert not quarantine.is_quarantined(state, "node1"), "it was let out"
-    assert any("no plan" in note["reason"] or "nobody" in note["reason"] for note in health_notes(actions))
+    assert any(
+        "no plan" in note["reason"] or "nobody" in note["reason"] for note in health_notes(actions)
+    )
 
 
 def test_a_flapping_node_is_quarantined_when_it_returns() -> None:

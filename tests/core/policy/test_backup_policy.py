@@ -47,7 +47,9 @@ def test_each_step_counts_once() -> None:
 
 def test_a_change_of_plan_keeps_the_figures_and_resets_the_steps() -> None:
     gauge = record_measurements(
-        record_measurements(BackupMetrics(), 1, [measured(5, slowed=1.5)]), 2, [measured(6, epoch=2, sent=0, sent_s=0.0)]
+        record_measurements(BackupMetrics(), 1, [measured(5, slowed=1.5)]),
+        2,
+        [measured(6, epoch=2, sent=0, sent_s=0.0)],
     )
     assert gauge.steps == 1 and gauge.sending == (100 * MB,) and gauge.slowed == (1.5,)
 
@@ -61,7 +63,9 @@ def test_small_transfers_do_not_count_and_old_samples_are_dropped() -> None:
 
 
 def test_workers_of_a_node_share_its_link() -> None:
-    gauge = record_measurements(BackupMetrics(), 1, [measured(1), replace(measured(1), local_rank=1)])
+    gauge = record_measurements(
+        BackupMetrics(), 1, [measured(1), replace(measured(1), local_rank=1)]
+    )
     assert gauge.sending == (200 * MB,)
 
 
@@ -108,7 +112,8 @@ def test_without_a_profile_times_are_scaled_to_seconds() -> None:
     state = after_heartbeats(auto(), MIN_STEPS)
     state = state.of(policy=replace(state.policy, profile=None))
     paces = {
-        mb.report.info.incarnation: ComputeSpeed(profiled=False, unit=0.25) for mb in state.members.values()
+        mb.report.info.incarnation: ComputeSpeed(profiled=False, unit=0.25)
+        for mb in state.members.values()
     }
     before = conditions.measured_profile(state)
     after = conditions.measured_profile(state.of(paces=paces))

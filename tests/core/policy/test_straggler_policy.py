@@ -270,7 +270,8 @@ def test_a_node_is_as_slow_as_its_slowest_worker() -> None:
     incarnation = state.members["node0"].report.info.incarnation
     for step in range(5):
         both = tuple(
-            m.MicrobatchTiming(state.epoch, step, rank, 2.0 + 2 * rank, 4.0 + 4 * rank) for rank in (0, 1)
+            m.MicrobatchTiming(state.epoch, step, rank, 2.0 + 2 * rank, 4.0 + 4 * rank)
+            for rank in (0, 1)
         )
         state = stragglers.observe_speed(state, job.Heartbeat("node0", incarnation, step, 0, both))
     assert stragglers.speed_of(state, "node0").ratio == pytest.approx(2.0)

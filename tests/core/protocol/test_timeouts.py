@@ -158,7 +158,9 @@ def test_long_microbatches_lengthen_the_limit_for_hangs() -> None:
     assert state.limits.stuck_s == 200.0
     worker = state.workers[0]
     beating = WorkerState(alive=True, progress=worker.progress, seen=99.0, active_at=0.0)
-    assert hang_reason(beating, False, 100.0) and not hang_reason(beating, False, 100.0, state.limits)
+    assert hang_reason(beating, False, 100.0) and not hang_reason(
+        beating, False, 100.0, state.limits
+    )
     beating = WorkerState(alive=True, progress=worker.progress, seen=200.5, active_at=0.0)
     assert hang_reason(beating, False, 201.0, state.limits)
 

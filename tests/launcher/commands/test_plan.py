@@ -1,4 +1,4 @@
-"""`elastic plan` for cluster files: what it prints, what it writes, and what it says when something is wrong."""
+"""`elastic plan` for cluster files: output, files and errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_example_clusters_get_a_plan(name: str, capsys: pytest.CaptureFixture[st
     assert found["cluster"] == name
     assert found["nodes"] >= len(plan.nodes()) > 0
     assert found["step_s"] > found["tail_s"] >= 0
-    assert found["step_s"] == pytest.approx(max(p["finish_s"] for p in found["pipelines"]) + found["tail_s"])
+    assert found["step_s"] == pytest.approx(
+        max(p["finish_s"] for p in found["pipelines"]) + found["tail_s"]
+    )
     assert 0 <= found["bubble"] < 1
     assert found["reason"] and found["short"] == []
     assert sum(p["microbatches"] for p in found["pipelines"]) == plan.n_microbatches
@@ -73,7 +75,7 @@ def test_rates_follow_from_the_step(place: Path, capsys: pytest.CaptureFixture[s
     assert found["tokens_per_s"] == pytest.approx(8 * 2 * 2048 / found["step_s"])
 
 
-def test_text_names_what_a_planner_asks_for(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_output(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "small.toml"]) == 0
     out = capsys.readouterr().out
     for word in (
@@ -90,7 +92,9 @@ def test_text_names_what_a_planner_asks_for(place: Path, capsys: pytest.CaptureF
     assert "pipeline 0 microbatches=" in out
 
 
-def test_shape_and_schedule_can_be_asked_for(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shape_and_schedule_can_be_asked_for(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = answer(capsys, "small.toml", "--shape", "1", "--schedule", "1f1b")
     plan = parse_plan(found["plan"])
     assert len(plan.pipelines) == 1 and plan.pipelines[0].schedule == "1f1b"
@@ -112,7 +116,9 @@ def test_a_picture_of_every_pipeline(place: Path, capsys: pytest.CaptureFixture[
     assert found["svg"] == "out.svg"
 
 
-def test_a_plan_in_a_file_is_predicted_on_a_cluster(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_in_a_file_is_predicted_on_a_cluster(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     best = answer(capsys, "small.toml")
     (place / "best.plan").write_text(best["plan"])
     again = answer(capsys, "best.plan", "--cluster", "small.toml")
@@ -126,21 +132,27 @@ def test_a_plan_in_a_file_is_predicted_on_a_cluster(place: Path, capsys: pytest.
     assert answer(capsys, "worse.plan") == {"plan": worse.strip(), "reason": ""}
 
 
-def test_a_plan_without_enough_memory_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "small.toml").write_text(SMALL.replace('device = "A40"', 'device = "A40"\nmemory = "8GiB"'))
+def test_a_plan_without_enough_memory_is_reported(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "small.toml").write_text(
+        SMALL.replace('device = "A40"', 'device = "A40"\nmemory = "8GiB"')
+    )
     plan = "plan epoch=1 layers=26 microbatches=8 tp=1 backup=none+none\n"
     (place / "one.plan").write_text(plan + "pipeline 0 microbatches=0-7: node1[0:26]\n")
     found = answer(capsys, "one.plan", "--cluster", "small.toml")
     lacking = (found["stages"][0]["memory_bytes"] - (8 << 30)) / 2**30
     assert lacking > 0
-    assert found["short"] == [f"node1 lacks {lacking:.2f} GiB a worker"]
+    assert found["short"] == [f"node1 lacks {lacking:.2f} GiB per worker"]
 
 
 def test_a_measured_profile_lies_beside_the_cluster_file(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place / "there").mkdir()
-    text = SMALL.replace('name = "gpt3-medium"', 'profile = "mine.json"').replace("microbatch_size = 2", "")
+    text = SMALL.replace('name = "gpt3-medium"', 'profile = "mine.json"').replace(
+        "microbatch_size = 2", ""
+    )
     (place / "there" / "cluster").write_text(text)
     assert "model.profile" in refused(capsys, "there/cluster")
     (place / "there" / "mine.json").write_text(
@@ -153,13 +165,13 @@ def test_a_measured_profile_lies_beside_the_cluster_file(
     assert "Profile" in refused(capsys, "there/cluster")
 
 
-def test_what_is_short_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Memory: how much, on which node."""
+def test_missing_memory_is_reported(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the amount and the node."""
     err = refused(capsys, str(CLUSTERS / "too-small.toml"))
     assert "too-small.toml" in err and "memory" in err and "short by" in err and "node0" in err
 
 
-def test_nodes_that_go_and_come(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_and_added_nodes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = answer(capsys, "small.toml")
     less = answer(capsys, "small.toml", "--without", "node1")
     assert less["step_s_before"] == now["step_s"] < less["step_s"]
@@ -185,7 +197,7 @@ def test_nodes_that_go_and_come(place: Path, capsys: pytest.CaptureFixture[str])
         ("--add", "1xT4:0"),
     ],
 )
-def test_nodes_that_cannot_go_or_come(
+def test_wrong_removed_or_added_nodes(
     place: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str
 ) -> None:
     assert flag in refused(capsys, "small.toml", flag, value)
@@ -209,8 +221,12 @@ def test_nodes_that_cannot_go_or_come(
         (["--svg", "picture.svg"], "--svg"),
     ],
 )
-def test_wrong_words(place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str) -> None:
-    head = "plan epoch=1 layers={} microbatches=1 tp=1 backup=none+none\npipeline 0 microbatches=0: "
+def test_wrong_words(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str
+) -> None:
+    head = (
+        "plan epoch=1 layers={} microbatches=1 tp=1 backup=none+none\npipeline 0 microbatches=0: "
+    )
     (place / "a.plan").write_text(head.format(2) + "node0[0:2]\n")
     (place / "b.plan").write_text(head.format(26) + "nodeX[0:26]\n")
     (place / "c.plan").write_text(head.format(26) + "node0/1[0:26]\n")
@@ -218,7 +234,9 @@ def test_wrong_words(place: Path, capsys: pytest.CaptureFixture[str], words: lis
     assert not (place / "picture.svg").exists()
 
 
-def test_nothing_is_written_when_there_is_no_plan(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_written_when_there_is_no_plan(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copy(CLUSTERS / "too-small.toml", place)
     (place / "old.svg").write_text("old")
     refused(capsys, "too-small.toml", "--svg", "old.svg")
@@ -228,7 +246,9 @@ def test_nothing_is_written_when_there_is_no_plan(place: Path, capsys: pytest.Ca
 PAGE = CLUSTERS.parents[1] / "docs" / "guide" / "capacity.md"
 
 
-@pytest.mark.parametrize("words", re.findall(r"<!-- output: elastic (plan .*?) -->", PAGE.read_text()))
+@pytest.mark.parametrize(
+    "words", re.findall(r"<!-- output: elastic (plan .*?) -->", PAGE.read_text())
+)
 def test_commands_of_the_page_run(
     words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

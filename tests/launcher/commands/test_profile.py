@@ -1,4 +1,4 @@
-"""`elastic profile`: what it measures, what it writes, and what it refuses."""
+"""`elastic profile`: measurements, files and errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ layers = [First, lambda: Middle(64), lambda: Middle(64), lambda: Middle(int(sys.
 print("said by the script")
 Trainer(
     stack=ListStack(layers, seed=1),
-    optimizer=OptimizerSpec(factory=lambda groups: torch.optim.Adam(groups, lr=0.1), lr=lambda step: 0.1),
+    optimizer=OptimizerSpec(
+        factory=lambda groups: torch.optim.Adam(groups, lr=0.1), lr=lambda step: 0.1
+    ),
     data=lambda step, index: Microbatch(step, index, {"x": torch.ones(16, 8)}),
     steps=3, microbatches=2, tokens_per_microbatch=16,
 ).run()
@@ -80,7 +82,7 @@ def known() -> Profile:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, which shows that the command line starts without torch."""
+    """Run the command in its own process, which has not imported torch."""
     command = [sys.executable, "-m", "elastic", "profile", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
@@ -89,7 +91,7 @@ def test_a_script_is_measured_unchanged(place: Path) -> None:
     done = run("--device", "here", "--repeat", "3", "--warmup", "1", "script.py", "48")
     assert done.returncode == 0, done.stderr
     assert "said by the script" in done.stderr and "left" in done.stderr
-    assert "of the same make: layer 2 as 1" in done.stdout
+    assert "equal layers: 2 as 1" in done.stdout
     profile = parse_profile((place / "profile.json").read_text())
     assert (profile.model, profile.tokens_per_microbatch, profile.tp) == ("script", 16, 1)
     assert [device.name for device in profile.devices] == ["here"]
@@ -101,7 +103,10 @@ def test_a_script_is_measured_unchanged(place: Path) -> None:
     assert middle.activation_bytes == 16 * 32 * 4 + 16 * 64 * 4
     assert same == middle != other
     for la in (middle, other, last):
-        assert min(la.forward_s, la.backward_s, la.backward_input_s, la.backward_weight_s, la.update_s) > 0
+        assert (
+            min(la.forward_s, la.backward_s, la.backward_input_s, la.backward_weight_s, la.update_s)
+            > 0
+        )
     times = profile.devices[0].layers
     assert times[1] == times[2] and times[1].forward_s == middle.forward_s
 
@@ -111,9 +116,15 @@ def test_another_device_type_is_merged(place: Path) -> None:
     assert run("--out", "p.json", "--device", "a", *out, "48").returncode == 0
     done = run("--into", "p.json", "--device", "b", "--json", "--links", *out, "48")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    answer = json.loads(done.stdout)
     profile = parse_profile((place / "p.json").read_text())
-    assert [device.name for device in profile.devices] == ["a", "b"] and told["like"] == [0, 1, 1, 3, 4]
+    assert [device.name for device in profile.devices] == ["a", "b"] and answer["like"] == [
+        0,
+        1,
+        1,
+        3,
+        4,
+    ]
     assert profile.link.bytes_per_s > 0 and profile.link.latency_s > 0 and profile.contention >= 0
     assert profile.copy_bytes_per_s > 0
     before = (place / "p.json").read_bytes()
@@ -143,7 +154,9 @@ def test_another_device_type_is_merged(place: Path) -> None:
         (["--no-such-flag", "script.py"], "--no-such-flag"),
     ],
 )
-def test_wrong_flags(place: Path, capfd: pytest.CaptureFixture[str], words: list[str], part: str) -> None:
+def test_wrong_flags(
+    place: Path, capfd: pytest.CaptureFixture[str], words: list[str], part: str
+) -> None:
     before = {path: path.read_bytes() for path in place.iterdir()}
     assert cli.main(["profile", *words]) == 2
     out, err = capfd.readouterr()
@@ -159,7 +172,9 @@ def test_wrong_flags(place: Path, capfd: pytest.CaptureFixture[str], words: list
         (["--nproc-per-node", "2", "script.py", "48"], 2, "--nproc-per-node"),
     ],
 )
-def test_scripts_that_cannot_be_measured(place: Path, words: list[str], code: int, part: str) -> None:
+def test_scripts_that_cannot_be_measured(
+    place: Path, words: list[str], code: int, part: str
+) -> None:
     done = run(*words)
     assert done.returncode == code and part in done.stderr
     assert not (place / "profile.json").exists() and sorted(os.listdir(place)) == [
@@ -187,7 +202,10 @@ def test_merging() -> None:
         add_measurement(both, found())
     anew = found(device=Device("a", (LayerTimes(5.0, 6.0),)))
     forced = add_measurement(both, anew, force=True)
-    assert [d.layers[0].forward_s for d in forced.devices] == [5.0, 3.0] and forced.layers == anew.layers
+    assert [d.layers[0].forward_s for d in forced.devices] == [
+        5.0,
+        3.0,
+    ] and forced.layers == anew.layers
     assert new_profile("m", found()).devices == (found().device,)
 
 

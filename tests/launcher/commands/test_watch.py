@@ -1,4 +1,4 @@
-"""`elastic status --watch` on answers that are given to it."""
+"""`elastic status --watch` with given answers."""
 
 from __future__ import annotations
 
@@ -11,84 +11,90 @@ from typing import Any
 import pytest
 
 from elastic.domain.errors import UsageError
-from elastic.launcher.commands.watch import Lines, page, watch
+from elastic.launcher.commands.watch import StatusLines, page, watch
 
 
 def answer(phase: str = "running", step: int = 3, **more: Any) -> dict[str, Any]:
     node = {
-        "node": "node0", "phase": "running", "role": "stage", "connected": True, "draining": False, "domain": "",
-        "slow": 1.0,
+        "node": "node0", "phase": "running", "role": "stage", "connected": True,
+        "draining": False, "domain": "", "slow": 1.0,
     }  # fmt: skip
     ill = node | {"node": "node1", "connected": False, "slow": 2.0}
     spare = node | {"node": "node2", "role": "spare"}
     return {
-        "phase": phase, "step": step, "steps": 9, "epoch": 1, "loss": 2.5, "tokens_per_s": 1234.5, "step_s": 0.25,
+        "phase": phase, "step": step, "steps": 9, "epoch": 1, "loss": 2.5,
+        "tokens_per_s": 1234.5, "step_s": 0.25,
         "nodes": [node, ill, spare], "plan": "plan epoch=1", "term": 2, "recoveries": [], **more,
     }  # fmt: skip
 
 
 RECOVERY = {
-    "step": 2, "cause": "node1 lost", "nodes_before": 3, "nodes_after": 2, "microbatches_lost": 1, "total_s": 0.2,
+    "step": 2, "cause": "node1 lost", "nodes_before": 3, "nodes_after": 2,
+    "microbatches_lost": 1, "total_s": 0.2,
 }  # fmt: skip
 
 
 def args(run_dir: Path | None, **more: Any) -> SimpleNamespace:
     where = (
-        {"rdzv_endpoint": None, "run_dir": run_dir} if run_dir else {"rdzv_endpoint": "h:1", "run_dir": None}
+        {"rdzv_endpoint": None, "run_dir": run_dir}
+        if run_dir
+        else {"rdzv_endpoint": "h:1", "run_dir": None}
     )
     return SimpleNamespace(json=False, **(where | more))
 
 
-def test_lines_in_a_pipe_until_the_job_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = [answer(), answer(), answer(recoveries=[RECOVERY], step=4)]
+def test_lines_in_a_pipe_until_the_job_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [answer(), answer(), answer(recoveries=[RECOVERY], step=4)]
 
-    def ask() -> dict[str, Any]:
-        if told:
-            return told.pop(0)
+    def query() -> dict[str, Any]:
+        if answers:
+            return answers.pop(0)
         (tmp_path / "exit.json").write_text('{"code": 0, "reason": "all 9 steps done"}')
         raise UsageError("the run is over")
 
-    assert watch(args(tmp_path), ask, 0.05, Path("latest")) == 0
+    assert watch(args(tmp_path), query, 0.05, Path("latest")) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "running at step 3/9, epoch 1, loss 2.5000, 0.25 s a step, 1,234 tokens/s, 2 nodes train, 1 spare, "
-        "coordinator term 2",
+        "running at step 3/9, epoch 1, loss 2.5000, 0.25 s per step, 1,234 tokens/s, "
+        "2 nodes train, 1 spare, coordinator term 2",
         "recovered at step 2 (node1 lost): 3 -> 2 nodes, 1 micro-batches lost, 0.200 s",
-        "running at step 4/9, epoch 1, loss 2.5000, 0.25 s a step, 1,234 tokens/s, 2 nodes train, 1 spare, "
-        "coordinator term 2",
+        "running at step 4/9, epoch 1, loss 2.5000, 0.25 s per step, 1,234 tokens/s, "
+        "2 nodes train, 1 spare, coordinator term 2",
         "all 9 steps done (exit code 0)",
     ]
 
 
-def test_a_coordinator_that_is_away_is_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
-    told: list[Any] = [answer(), UsageError("no coordinator answers"), answer("finished")]
+def test_a_query_without_answer_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    answers: list[Any] = [answer(), UsageError("no coordinator answers"), answer("finished")]
 
-    def ask() -> dict[str, Any]:
-        found = told.pop(0)
+    def query() -> dict[str, Any]:
+        found = answers.pop(0)
         if isinstance(found, UsageError):
             raise found
         return dict(found)
 
-    assert watch(args(None), ask, 0.05, Path("latest")) == 0
+    assert watch(args(None), query, 0.05, Path("latest")) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "no answer, asking again: no coordinator answers"
+    assert lines[1] == "no answer from the coordinator; retrying: no coordinator answers"
     assert lines[-1] == "the job is over: finished"
 
 
-def test_nobody_there_at_first_is_an_error(tmp_path: Path) -> None:
-    def ask() -> dict[str, Any]:
+def test_the_first_query_must_succeed(tmp_path: Path) -> None:
+    def query() -> dict[str, Any]:
         raise UsageError("no coordinator runs there")
 
     with pytest.raises(UsageError):
-        watch(args(tmp_path), ask, 0.05, Path("latest"))
+        watch(args(tmp_path), query, 0.05, Path("latest"))
 
 
 def test_objects_as_json() -> None:
     file = io.StringIO()
-    Lines(file, as_json=True).show(answer())
+    StatusLines(file, as_json=True).show(answer())
     assert json.loads(file.getvalue()) == answer()
 
 
-def test_the_page_shows_what_is_wrong_first() -> None:
+def test_the_page_shows_nodes_with_problems_first() -> None:
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=100)
@@ -96,5 +102,10 @@ def test_the_page_shows_what_is_wrong_first() -> None:
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert text.index("node1") < text.index("node0")
-    for part in ("cut off, 2.0x slower", "running at step 3/9", "plan epoch=1", "recovered at step 2"):
+    for part in (
+        "disconnected, 2.0x slower",
+        "running at step 3/9",
+        "plan epoch=1",
+        "recovered at step 2",
+    ):
         assert part in text

@@ -1,4 +1,4 @@
-"""The command line: bad input is one message and exit code 2, with nothing started and nothing written."""
+"""The command line: wrong input gives one line and exit code 2; nothing is started or written."""
 
 from __future__ import annotations
 
@@ -34,8 +34,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-@pytest.mark.parametrize(("flags", "field"), WRONG_FLAGS, ids=[" ".join(flags) for flags, _ in WRONG_FLAGS])
-def test_wrong_flags(place: Path, capfd: pytest.CaptureFixture[str], flags: list[str], field: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "field"), WRONG_FLAGS, ids=[" ".join(flags) for flags, _ in WRONG_FLAGS]
+)
+def test_wrong_flags(
+    place: Path, capfd: pytest.CaptureFixture[str], flags: list[str], field: str
+) -> None:
     before = sorted(place.rglob("*"))
     shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     assert cli.main(["run", *flags, "script.py"]) == 2
@@ -51,7 +55,9 @@ def test_wrong_flags(place: Path, capfd: pytest.CaptureFixture[str], flags: list
 def test_every_flag_with_a_value_is_in_the_table() -> None:
     tested = {field.split()[0] for _, field in WRONG_FLAGS}
     unconstrained = {"--module", "--standalone", "--virtual-local-rank"}
-    assert {flag.opts[0] for flag in (*TORCHRUN, *OURS, *RAY)} - unconstrained - tested <= {"--no-python"}
+    assert {flag.opts[0] for flag in (*TORCHRUN, *OURS, *RAY)} - unconstrained - tested <= {
+        "--no-python"
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,7 +75,9 @@ def test_every_flag_with_a_value_is_in_the_table() -> None:
         (["--run-path", "script.py"], "absolute path"),
     ],
 )
-def test_wrong_scripts(place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str) -> None:
+def test_wrong_scripts(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str
+) -> None:
     assert cli.main(["run", *words]) == 2
     assert part in capsys.readouterr().err
 
@@ -104,7 +112,10 @@ def test_wrong_scripts(place: Path, capsys: pytest.CaptureFixture[str], words: l
         (["agent", "--coordinator", "127.0.0.1:1,10.0.0.1:1", "script.py"], "--certs"),
         (["agent", "--coordinator", "10.0.0.1:1,127.0.0.1:1", "script.py"], "--certs"),
         (["status", "--rdzv-endpoint", "h:1", "--certs", "nowhere"], "--certs"),
-        (["status", "--rdzv-endpoint", "h:1", "--join-token-file", "script.py"], "--join-token-file"),
+        (
+            ["status", "--rdzv-endpoint", "h:1", "--join-token-file", "script.py"],
+            "--join-token-file",
+        ),
         (["certs"], "--out"),
         (["certs", "--out", "script.py"], "--out"),
         (["certs", "--out", "new", "--hosts", "a,,b"], "--hosts"),
@@ -132,15 +143,15 @@ def test_status_of_a_run_that_is_over(place: Path, capsys: pytest.CaptureFixture
 
 def test_preflight_of_a_sound_machine(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["preflight", "--json", "--checkpoint-dir", "new"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] and told["score"] > 0 and told["seconds"] > 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] and answer["score"] > 0 and answer["seconds"] > 0
     assert {"compute", "memory", "disk:run", "disk:memory", "disk:checkpoints"} <= {
-        c["check"] for c in told["checks"]
+        c["check"] for c in answer["checks"]
     }
     assert not (place / "new").exists()
 
 
-def test_preflight_says_what_is_wrong_and_ends_with_1(
+def test_preflight_reports_problems_and_ends_with_1(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["preflight", "--node-memory", "9000000TiB"]
@@ -149,16 +160,25 @@ def test_preflight_says_what_is_wrong_and_ends_with_1(
     assert "--node-memory" in capsys.readouterr().out
 
 
-# ---- right input ---------------------------------------------------------------------------------------
+# ---- correct input ----
 
 
 def test_torchruns_meanings(place: Path) -> None:
     config = read("script.py").config
-    assert config.standalone and (config.min_nodes, config.max_nodes, config.nproc_per_node) == (1, 1, 1)
-    assert (config.max_restarts, config.monitor_interval_s, config.shutdown_timeout_s) == (0, 0.1, 30.0)
+    assert config.standalone and (config.min_nodes, config.max_nodes, config.nproc_per_node) == (
+        1,
+        1,
+        1,
+    )
+    assert (config.max_restarts, config.monitor_interval_s, config.shutdown_timeout_s) == (
+        0,
+        0.1,
+        30.0,
+    )
     wanted = read(
-        "--standalone", "--nnodes=2:4", "--nproc_per_node=2", "--max_restarts=3", "-r", "0:1,1:3", "-t", "3",
-        "--role", "trainer", "--rdzv_id", "my job", "--monitor_interval", "1", "--local_ranks_filter", "0",
+        "--standalone", "--nnodes=2:4", "--nproc_per_node=2", "--max_restarts=3",
+        "-r", "0:1,1:3", "-t", "3", "--role", "trainer", "--rdzv_id", "my job",
+        "--monitor_interval", "1", "--local_ranks_filter", "0",
         "--virtual-local-rank", "--shutdown_timeout", "5", "-m", "json.tool", "--nnodes", "9", "-r",
     )  # fmt: skip
     config = wanted.config
@@ -200,7 +220,9 @@ def test_a_wrong_variable_is_named(
         (["--max_restart", "2"], "'--max-restarts'"),
     ],
 )
-def test_mistyped_flags(place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str) -> None:
+def test_mistyped_flags(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str
+) -> None:
     assert cli.main(["run", *words, "script.py"]) == 2
     err = capsys.readouterr().err
     assert part in err and "elastic run --help" in err and len(err.splitlines()) == 1
@@ -218,15 +240,23 @@ def test_streams_as_torchrun_takes_them(place: Path) -> None:
         assert read(*words, "script.py").config.redirects == (3,)
 
 
-def test_who_starts_the_coordinator(place: Path) -> None:
+def test_which_node_starts_the_coordinator(place: Path) -> None:
     static = ["--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "1234", "--insecure"]
     first, second = read(*static, "script.py"), read(*static, "--node-rank", "1", "script.py")
-    assert (first.hosts, first.nodes, first.config.coordinator) == (True, ("node0",), "10.0.0.1:1234")
-    assert (second.hosts, second.nodes, second.config.coordinator) == (False, ("node1",), "10.0.0.1:1234")
+    assert (first.hosts, first.nodes, first.config.coordinator) == (
+        True,
+        ("node0",),
+        "10.0.0.1:1234",
+    )
+    assert (second.hosts, second.nodes, second.config.coordinator) == (
+        False,
+        ("node1",),
+        "10.0.0.1:1234",
+    )
     there = ["--insecure", "--rdzv-endpoint", "10.0.0.1"]
     dynamic = read("--nnodes", "2", "--rdzv-backend", "c10d", *there, "script.py")
     assert (dynamic.hosts, dynamic.config.coordinator) == (None, "10.0.0.1:29400")
-    told = read(
+    answer = read(
         "--nnodes",
         "2",
         "--insecure",
@@ -236,7 +266,7 @@ def test_who_starts_the_coordinator(place: Path) -> None:
         "is_host=1,timeout=9",
         "script.py",
     )
-    assert told.hosts is True and told.config.rdzv_conf == (("is_host", "1"), ("timeout", "9"))
+    assert answer.hosts is True and answer.config.rdzv_conf == (("is_host", "1"), ("timeout", "9"))
 
 
 def test_modules_are_found_without_importing_them(place: Path) -> None:
@@ -269,7 +299,9 @@ def test_resume(place: Path) -> None:
     (place / "saved" / "step-00000004").mkdir(parents=True)
     again = read("--resume", "auto", "--checkpoint-dir", "saved", "script.py").config
     assert again.resume == str(place / "saved")
-    assert read("--resume", "saved/step-00000004", "script.py").config.resume.endswith("step-00000004")
+    assert read("--resume", "saved/step-00000004", "script.py").config.resume.endswith(
+        "step-00000004"
+    )
     config = read("--run-dir", "used", "script.py").config
     (place / "used").mkdir()
     config.save()
@@ -290,15 +322,17 @@ def test_torchrun_has_no_flag_that_ours_lacks() -> None:
     assert {name.replace("_", "-") for name in theirs - internal} - ours == set()
 
 
-# ---- start-up ------------------------------------------------------------------------------------------
+# ---- start-up ----
 
 
 def test_help_is_quick_and_imports_nothing_heavy(environment: dict[str, str]) -> None:
     code = (
         "import sys, json\nfrom elastic.launcher import cli\n"
         "try: cli.main(['run', '--help'])\nexcept SystemExit: pass\n"
-        "import elastic.launcher.run.supervisor, elastic.launcher.run, elastic.launcher.commands.queries, elastic.launcher.commands.services\n"
-        "print(json.dumps([m for m in ('torch', 'numpy', 'megatron', 'grpc', 'tqdm') if m in sys.modules]))"
+        "import elastic.launcher.run.supervisor\n"
+        "import elastic.launcher.commands.queries, elastic.launcher.commands.run\n"
+        "heavy = ('torch', 'numpy', 'megatron', 'grpc', 'tqdm')\n"
+        "print(json.dumps([m for m in heavy if m in sys.modules]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

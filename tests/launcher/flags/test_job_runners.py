@@ -1,4 +1,4 @@
-"""`elastic run` under what job runners set: `PET_*` variables in unmodified Jobs, StatefulSets and JobSets."""
+"""`elastic run` with the `PET_*` variables of Jobs, StatefulSets and JobSets for torchrun."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def test_static(here: Path, rank: int) -> None:
 
 def test_elastic_rendezvous(here: Path) -> None:
     """As an operator sets them for pods that come and go."""
-    found = under(here, PET_NNODES="2:4", PET_RDZV_BACKEND="c10d", PET_RDZV_ENDPOINT="train-0.train:29400",
-                  PET_RDZV_ID="train", PET_MAX_RESTARTS="3")  # fmt: skip
-    assert found.hosts is None, "who owns the address starts the coordinator"
+    found = under(here, PET_NNODES="2:4", PET_RDZV_BACKEND="c10d",
+                  PET_RDZV_ENDPOINT="train-0.train:29400", PET_RDZV_ID="train",
+                  PET_MAX_RESTARTS="3")  # fmt: skip
+    assert found.hosts is None, "the owner of the address starts the coordinator"
     assert (found.config.min_nodes, found.config.max_nodes, found.config.max_restarts) == (2, 4, 3)
     assert found.config.run_id == "train" and found.config.coordinator == "train-0.train:29400"
     (name,) = found.nodes
@@ -52,13 +53,20 @@ def test_elastic_rendezvous(here: Path) -> None:
 
 
 @pytest.mark.parametrize(("word", "hosts"), [("true", True), ("0", False)])
-def test_who_hosts_can_be_said(here: Path, word: str, hosts: bool) -> None:
-    found = under(here, PET_RDZV_BACKEND="c10d", PET_RDZV_ENDPOINT="train", PET_RDZV_CONF=f"is_host={word}")
+def test_is_host(here: Path, word: str, hosts: bool) -> None:
+    found = under(
+        here, PET_RDZV_BACKEND="c10d", PET_RDZV_ENDPOINT="train", PET_RDZV_CONF=f"is_host={word}"
+    )
     assert found.hosts is hosts
 
 
 def test_flags_come_before_variables(here: Path) -> None:
-    environ = {"PET_NNODES": "4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "a:1", "PET_INSECURE": "1"}
+    environ = {
+        "PET_NNODES": "4",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": "a:1",
+        "PET_INSECURE": "1",
+    }
     (here / "script.py").write_text("")
     words = ["--nnodes", "2:3", str(here / "script.py")]
     config = read(*words, **environ).config
@@ -73,7 +81,7 @@ def test_pods_wait_for_each_others_names(monkeypatch: pytest.MonkeyPatch) -> Non
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return real("127.0.0.1", *args, **more)
 
-    monkeypatch.setattr(addresses, "LOOK_S", 0.001)
+    monkeypatch.setattr(addresses, "RESOLVE_INTERVAL_S", 0.001)
     monkeypatch.setattr(socket, "getaddrinfo", later)
     monkeypatch.setenv(addresses.IN_A_POD, "10.0.0.1")
     assert addresses.local_address("train-0.train:29400") == "127.0.0.1"

@@ -97,7 +97,10 @@ WRONG_FLAGS = [
     (["--store", "etcd://a"], "--store"),
     (["--store", "etcd://a:1,"], "--store"),
     (["--store", "etcd://127.0.0.1:1"], "--store"),
-    (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--insecure", "--store", "etcd://a:1"], "--rdzv-id"),
+    (
+        ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--insecure", "--store", "etcd://a:1"],
+        "--rdzv-id",
+    ),
     (["--store-ca", "missing.pem"], "--store-ca"),
     (["--store-ca", "script.py"], "--store-ca"),
     (["--store", "etcd://a:1", "--store-cert", "script.py"], "--store-cert"),
@@ -111,7 +114,10 @@ WRONG_FLAGS = [
     (["--coordinators", "0"], "--coordinators"),
     (["--coordinators", "three"], "--coordinators"),
     (["--standalone", "--coordinators", "3"], "--coordinators"),
-    (["--nnodes", "2", "--coordinators", "3", "--store", "etcd://a:1", "--rdzv-id", "a"], "--coordinators"),
+    (
+        ["--nnodes", "2", "--coordinators", "3", "--store", "etcd://a:1", "--rdzv-id", "a"],
+        "--coordinators",
+    ),
     (["--rdzv-endpoint", "a:1,b:x"], "--rdzv-endpoint"),
     (["--preflight", "maybe"], "--preflight"),
     (["--quarantine", "0"], "--quarantine"),

@@ -1,4 +1,4 @@
-"""Stands in for an agent on another machine: says how it was started and stays as long as its parent."""
+"""Stand-in for a remote agent: prints its arguments and ends with its parent."""
 
 from __future__ import annotations
 

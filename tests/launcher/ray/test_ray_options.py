@@ -1,4 +1,4 @@
-"""`--backend ray`: what is asked of the cluster, and what is said where there is none."""
+"""`--backend ray`: options, security, and errors without ray or a cluster."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from elastic.launcher import cli
-from elastic.launcher.flags.certs import make
-from elastic.launcher.flags.guarding import PRIVATE_NAME
+from elastic.launcher.flags.certs import make_certificates
 from elastic.launcher.flags.ray_options import RayOptions
 from elastic.launcher.flags.request import Request
+from elastic.launcher.flags.validators import PRIVATE_NAME
 from elastic.launcher.ray.supervisor import secrets
 from elastic.launcher.run.rundir import RunDir
 from elastic.rpc.security.tls import Certificates
@@ -34,7 +34,7 @@ def test_the_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (config.min_nodes, config.max_nodes, config.local_nodes) == (2, 4, 1)
 
 
-def test_what_secures_the_job_is_made_by_the_launcher(
+def test_the_launcher_makes_token_and_certificates(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     private = read(monkeypatch, tmp_path, "--backend", "ray")
@@ -43,34 +43,55 @@ def test_what_secures_the_job_is_made_by_the_launcher(
     config = run_dir.config
     assert Path(config.certs).parent == run_dir.path and config.certs_name == PRIVATE_NAME
     handed = secrets(config, run_dir.path)
-    assert set(handed) == {"join.token", "job-certs/ca.crt", "job-certs/tls.crt", "job-certs/tls.key"}
+    assert set(handed) == {
+        "join.token",
+        "job-certs/ca.crt",
+        "job-certs/tls.crt",
+        "job-certs/tls.key",
+    }
     Certificates(Path(config.certs))
     run_dir.close()
     assert not Path(config.certs).exists() and not (run_dir.path / "join.token").exists()
-    make(tmp_path / "c", [["localhost"]])
+    make_certificates(tmp_path / "c", [["localhost"]])
     given = read(
-        monkeypatch, tmp_path, "--backend", "ray", "--certs", "c/localhost", "--certs-name", "localhost"
+        monkeypatch,
+        tmp_path,
+        "--backend",
+        "ray",
+        "--certs",
+        "c/localhost",
+        "--certs-name",
+        "localhost",
     )
     assert not given.guard.private and given.config.certs == str(tmp_path / "c" / "localhost")
     plain = read(monkeypatch, tmp_path, "--backend", "ray", "--insecure")
     assert not plain.config.certs and plain.guard.token and "plain text" in plain.guard.warning
 
 
-def test_local_is_as_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_local_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wanted = read(monkeypatch, tmp_path)
     assert wanted.ray is None and wanted.config.standalone and wanted.nodes == ("node0",)
 
 
 @pytest.mark.parametrize(
     ("given", "address"),
-    [("auto", "auto"), ("head", "head:6379"), ("head:1", "head:1"), ("ray://head", "ray://head:10001")],
+    [
+        ("auto", "auto"),
+        ("head", "head:6379"),
+        ("head:1", "head:1"),
+        ("ray://head", "ray://head:10001"),
+    ],
 )
-def test_addresses(given: str, address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_addresses(
+    given: str, address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     wanted = read(monkeypatch, tmp_path, "--backend", "ray", "--address", given)
     assert wanted.ray is not None and wanted.ray.address == address
 
 
-def test_resources_and_the_address_to_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_resources_and_the_address_to_serve(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     words = (
         "--backend",
         "ray",
@@ -89,11 +110,13 @@ def test_resources_and_the_address_to_serve(monkeypatch: pytest.MonkeyPatch, tmp
     [
         (True, "pip install 'elastic-runtime[ray]'"),
         pytest.param(
-            False, "--address", marks=pytest.mark.skipif(not find_spec("ray"), reason="ray is optional")
+            False,
+            "--address",
+            marks=pytest.mark.skipif(not find_spec("ray"), reason="ray is optional"),
         ),
     ],
 )
-def test_no_ray_and_no_cluster_are_told(
+def test_missing_ray_or_cluster_is_an_error(
     missing: bool,
     why: str,
     tmp_path: Path,
@@ -105,7 +128,9 @@ def test_no_ray_and_no_cluster_are_told(
         monkeypatch.delitem(sys.modules, "elastic.launcher.ray.ray", raising=False)
     monkeypatch.chdir(tmp_path)
     Path("script.py").touch()
-    assert cli.main(["run", "--backend", "ray", "--address", "nonsense.invalid:1", "script.py"]) == 2
+    assert (
+        cli.main(["run", "--backend", "ray", "--address", "nonsense.invalid:1", "script.py"]) == 2
+    )
     out, err = capfd.readouterr()
     assert out == "" and why in err and err.count("\n") == 1, err
     assert not Path("runs").exists()

@@ -1,4 +1,4 @@
-"""One agent for a launcher elsewhere, without any cluster: real processes, a stand-in for the agent."""
+"""One remote agent without a cluster: real processes, with a stand-in for the agent."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,9 @@ from elastic import metrics
 from elastic.config import JobConfig, WorkerCommand, load_config
 from elastic.domain import codec
 from elastic.domain.errors import UsageError
-from elastic.launcher.ray import remote_agent as hosted
-from elastic.launcher.ray.remote_agent import AgentHost, Order
+from elastic.launcher.ray import remote_agent
+from elastic.launcher.ray.remote_agent import AgentHost, AgentSpec
+from elastic.launcher.run.rundir import locked
 from tests.launcher.helpers import gone, wait_until
 from tests.patience import LONG_S
 
@@ -29,7 +31,7 @@ AGENT = "tests.launcher.ray.stand_in_remote_agent"
 
 @pytest.fixture
 def coordinator() -> Iterator[str]:
-    """Address where somebody listens."""
+    """Address of a listening socket."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(8)
@@ -37,11 +39,11 @@ def coordinator() -> Iterator[str]:
 
 
 @pytest.fixture
-def order(tmp_path: Path, coordinator: str, monkeypatch: pytest.MonkeyPatch) -> Order:
+def spec(tmp_path: Path, coordinator: str, monkeypatch: pytest.MonkeyPatch) -> AgentSpec:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "machine"))
     (tmp_path / "machine").mkdir()
-    monkeypatch.setattr(hosted, "AGENT", AGENT)
-    monkeypatch.setattr(hosted, "end_with", lambda pid: None)
+    monkeypatch.setattr(remote_agent, "AGENT", AGENT)
+    monkeypatch.setattr(remote_agent, "end_with", lambda pid: None)
     monkeypatch.chdir(tmp_path)
     config = JobConfig(
         job_id=f"hosted-{os.getpid()}",
@@ -50,7 +52,9 @@ def order(tmp_path: Path, coordinator: str, monkeypatch: pytest.MonkeyPatch) -> 
         checkpoint_dir=str(tmp_path / "checkpoints"),
         command=WorkerCommand(script="script.py"),
     )
-    return Order(config=config, node="node1", coordinator=coordinator, host="127.0.0.1", domain="rack7")
+    return AgentSpec(
+        config=config, node="node1", coordinator=coordinator, host="127.0.0.1", domain="rack7"
+    )
 
 
 def serving(host: AgentHost) -> tuple[threading.Thread, list[tuple[int, str]]]:
@@ -60,24 +64,27 @@ def serving(host: AgentHost) -> tuple[threading.Thread, list[tuple[int, str]]]:
     return thread, ends
 
 
-def said(host: AgentHost) -> dict[str, bytes]:
+def logs_of(host: AgentHost) -> dict[str, bytes]:
     return {name: data for name, _, data in host.logs({})}
 
 
-def test_it_serves_and_its_logs_come_in_pieces(order: Order, tmp_path: Path) -> None:
-    order = replace(order, folder=str(tmp_path), environment=(("HOSTED_WORD", "carried"),))
-    host = AgentHost(codec.dumps(order), {"join.token": b"hidden", "certs/tls.key": b"also"})
+def test_it_serves_and_its_logs_come_in_pieces(spec: AgentSpec, tmp_path: Path) -> None:
+    spec = replace(spec, working_dir=str(tmp_path), environment=(("HOSTED_WORD", "carried"),))
+    host = AgentHost(codec.dumps(spec), {"join.token": b"hidden", "certs/tls.key": b"also"})
     assert host.logs({}) == []
     thread, ends = serving(host)
-    assert wait_until(lambda: b"ready" in said(host).get("node1.out", b""))
-    text = said(host)["node1.out"].decode()
+    assert wait_until(lambda: b"ready" in logs_of(host).get("node1.out", b""))
+    text = logs_of(host)["node1.out"].decode()
     assert (
-        "--node node1" in text and "--domain rack7" in text and "carried" in text and f"in {tmp_path}" in text
+        "--node node1" in text
+        and "--domain rack7" in text
+        and "carried" in text
+        and f"in {tmp_path}" in text
     )
     assert "hidden" not in text, "secrets stand on no command line"
     (secret,) = (tmp_path / "machine").rglob("join.token")
     assert secret.read_bytes() == b"hidden" and secret.stat().st_mode & 0o777 == 0o600
-    offsets = {name: len(data) for name, data in said(host).items()}
+    offsets = {name: len(data) for name, data in logs_of(host).items()}
     assert host.logs(offsets) == []
     host.stop()
     thread.join(LONG_S)
@@ -90,15 +97,15 @@ def test_it_serves_and_its_logs_come_in_pieces(order: Order, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("shown", ["127.0.0.1", "0.0.0.0"])
-def test_metrics_are_served_on_its_own_machine(order: Order, shown: str, tmp_path: Path) -> None:
-    """At the port after the coordinator's, or at any where that is taken; where they are is told like a log."""
+def test_metrics_are_served_on_its_own_machine(spec: AgentSpec, shown: str, tmp_path: Path) -> None:
+    """The port is any free one if its own is taken; its address is fetched like a log."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1] - 1
-        config = order.config.of(metrics_port=port, metrics_host=shown)
-        host = AgentHost(codec.dumps(replace(order, config=config, host="localhost")))
+        config = spec.config.of(metrics_port=port, metrics_host=shown)
+        host = AgentHost(codec.dumps(replace(spec, config=config, host="localhost")))
         _, ends = serving(host)
-        assert wait_until(lambda: b"ready" in said(host).get("node1.out", b"")), ends
-        assert b"--metrics-port 0 " in said(host)["node1.out"]
+        assert wait_until(lambda: b"ready" in logs_of(host).get("node1.out", b"")), ends
+        assert b"--metrics-port 0 " in logs_of(host)["node1.out"]
     (own,) = (tmp_path / "machine").rglob("config.json")
     assert load_config(own.parent).metrics_host == ("localhost" if shown == "0.0.0.0" else shown)
     metrics.write_discovery(metrics.discovery(own.parent, "node1"), b"[]")
@@ -106,10 +113,10 @@ def test_metrics_are_served_on_its_own_machine(order: Order, shown: str, tmp_pat
     host.close()
 
 
-def test_a_killed_agent_is_told_by_its_signal(order: Order) -> None:
-    host = AgentHost(codec.dumps(order))
+def test_a_killed_agent_ends_with_its_signal(spec: AgentSpec) -> None:
+    host = AgentHost(codec.dumps(spec))
     thread, ends = serving(host)
-    assert wait_until(lambda: b"ready" in said(host).get("node1.out", b""))
+    assert wait_until(lambda: b"ready" in logs_of(host).get("node1.out", b""))
     host.stop(kill=True)
     thread.join(LONG_S)
     assert ends[0][0] == -signal.SIGKILL
@@ -119,20 +126,24 @@ def test_a_killed_agent_is_told_by_its_signal(order: Order) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"version": "0.0.1"}, "install one of them"),
+        ({"version": "0.0.1"}, "install the same version"),
         ({"coordinator": "127.0.0.1:1"}, "cannot reach the coordinator at 127.0.0.1:1"),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_starts(
-    order: Order, change: dict[str, str], why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_problems_are_reported_before_anything_starts(
+    spec: AgentSpec,
+    change: dict[str, Any],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(hosted, "REACH_S", 0.2)
-    code, problem = AgentHost(codec.dumps(replace(order, **change))).serve()
+    monkeypatch.setattr(remote_agent, "CONNECT_TIMEOUT_S", 0.2)
+    code, problem = AgentHost(codec.dumps(replace(spec, **change))).serve()
     assert code == 2 and why in problem
     assert list((tmp_path / "machine").iterdir()) == []
 
 
-def test_malformed_orders_are_refused() -> None:
+def test_malformed_specifications_are_refused() -> None:
     code, problem = AgentHost('{"node": "node1"}').serve()
     assert code == 2 and "config" in problem
 
@@ -143,16 +154,16 @@ def test_malformed_orders_are_refused() -> None:
 def test_secrets_stay_in_the_run_directory(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").touch()
     with pytest.raises(UsageError, match="no name of a secret"):
-        hosted.write_secret(tmp_path, name, b"x")
+        remote_agent.write_secret(tmp_path, name, b"x")
 
 
-def test_a_directory_that_somebody_else_may_have_made_is_not_used(order: Order, tmp_path: Path) -> None:
-    """Else he could put his own configuration where the agent looks for its."""
+def test_a_directory_that_others_can_write_is_not_used(spec: AgentSpec, tmp_path: Path) -> None:
+    """Another user could place a configuration there."""
     root = tmp_path / "machine" / f"elastic-hosted-{os.getuid()}"
     root.mkdir()
     root.chmod(0o777)
-    code, why = AgentHost(codec.dumps(order)).serve()
-    assert code == 2 and "not this user's alone" in why
+    code, why = AgentHost(codec.dumps(spec)).serve()
+    assert code == 2 and "open to other users" in why
     assert not list(root.iterdir())
 
 
@@ -163,20 +174,20 @@ def test_leftovers_of_killed_hosts_are_removed(tmp_path: Path) -> None:
         (folder / "launcher.lock").touch()
     for folder in (held, left):
         os.utime(folder / "launcher.lock", (0, 0))
-    lock = hosted.locked(held / "launcher.lock")
-    hosted.sweep(tmp_path)
+    lock = locked(held / "launcher.lock")
+    remote_agent.remove_stale(tmp_path)
     assert held.exists() and young.exists() and not left.exists()
     assert lock is not None
     os.close(lock)
 
 
-def test_who_cleans_up_takes_no_lock_that_is_being_removed(
+def test_cleaning_up_takes_no_lock_that_is_being_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its owner removes the directory, and makes another one of that name, between opening and locking."""
+    """The owner removes the lock file, or makes a new one, between opening and locking."""
     path = tmp_path / ".lock"
     with pytest.raises(FileNotFoundError):
-        hosted.locked(path, make=False)
+        locked(path, create=False)
     assert not path.exists(), "its owner could not remove the directory"
     flock = fcntl.flock
     for again in (False, True):
@@ -190,23 +201,24 @@ def test_who_cleans_up_takes_no_lock_that_is_being_removed(
 
         with monkeypatch.context() as patch:
             patch.setattr("fcntl.flock", late)
-            assert hosted.locked(path, make=False) is None
-    lock = hosted.locked(path, make=False)
+            assert locked(path, create=False) is None
+    lock = locked(path, create=False)
     assert lock is not None
     os.close(lock)
 
 
-def test_a_process_ends_with_the_one_it_is_tied_to() -> None:
+def test_a_process_ends_with_its_parent() -> None:
     sleep = "import time; time.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", sleep])
-    code = f"from elastic.launcher.ray.remote_agent import end_with; end_with({parent.pid}); print(1, flush=True); {sleep}"
+    imports = "from elastic.launcher.ray.remote_agent import end_with"
+    code = f"{imports}; end_with({parent.pid}); print(1, flush=True); {sleep}"
     tied = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert tied.stdout is not None and tied.stdout.readline() == b"1\n"
         assert not gone(tied.pid)
         parent.kill()
         parent.wait()
-        assert tied.wait(LONG_S) == hosted.LOST_PARENT
+        assert tied.wait(LONG_S) == remote_agent.EXIT_PARENT_LOST
     finally:
         for process in (parent, tied):
             process.kill()

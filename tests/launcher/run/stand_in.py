@@ -1,8 +1,7 @@
-"""Stand-ins for coordinator and agent that act out what the script's arguments say; for tests of the
-supervisor.
+"""Stand-ins for coordinator and agent in tests of the supervisor.
 
-`python -m tests.launcher.run.stand_in_agent` and `..._coordinator` call these. Arguments of the (unused) script:
-finish=CODE, serve, fail, and after=N: what is said happens at the N-th start of the coordinator.
+Arguments of the unused script control them: finish=CODE, serve, fail, leaves, and after=N, which
+delays `finish` to the N-th start of the coordinator.
 """
 
 from __future__ import annotations
@@ -30,19 +29,25 @@ def coordinator() -> None:
         raise SystemExit("the stand-in cannot start")
     host, _, port = args.address.rpartition(":")
     listener = socket.create_server((host, int(port)))
-    (run_dir / "coordinator.json").write_text(json.dumps({"address": args.address, "pid": os.getpid()}))
+    (run_dir / "coordinator.json").write_text(
+        json.dumps({"address": args.address, "pid": os.getpid()})
+    )
     _append(
         run_dir / "progress.jsonl",
-        json.dumps({"step": start, "loss": 2.5, "phase": "running", "nodes": 2, "plan": "2", "steps": 9}),
+        json.dumps(
+            {"step": start, "loss": 2.5, "phase": "running", "nodes": 2, "plan": "2", "steps": 9}
+        ),
     )
     if "finish" in words and start >= int(words.get("after", "1")):
-        (run_dir / "exit.json").write_text(json.dumps({"code": int(words["finish"]), "reason": "acted out"}))
+        (run_dir / "exit.json").write_text(
+            json.dumps({"code": int(words["finish"]), "reason": "acted out"})
+        )
     signal.pause()
     listener.close()
 
 
 def agent() -> None:
-    """An agent with one child, which ignores SIGTERM. `leaves`: told to leave, it ends."""
+    """An agent with a child that ignores SIGTERM. With `leaves` it ends on SIGUSR1."""
     config, args = _begin("--node", "--coordinator", "--host", "--domain")
     leaves = "leaves" in config.command.args
     signal.signal(signal.SIGUSR1, (lambda *_: sys.exit(0)) if leaves else signal.SIG_IGN)

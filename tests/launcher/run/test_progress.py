@@ -1,4 +1,4 @@
-"""Progress, reports and the launcher's own faults, from entries as the coordinator writes them."""
+"""Console lines and faults of the launcher, from entries of the coordinator's files."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ from pathlib import Path
 
 from elastic.config import JobConfig, claim_fault
 from elastic.core.protocol.fault_spec import parse_fault
+from elastic.launcher.commands.queries import as_text
+from elastic.launcher.run.console import ProgressLines, event_line, recovery_line
 from elastic.launcher.run.event_tail import Follower, read_object
 from elastic.launcher.run.injected import LauncherFaults
-from elastic.launcher.run.progress import Lines
-from elastic.launcher.run.reports import as_text, event_line, recovery_line
 
 
 def entry(step: int, phase: str = "running", **more: object) -> dict[str, object]:
-    return {"step": step, "microbatch": 0, "steps": 9, "nodes": 3, "plan": "2+1", "phase": phase, **more}
+    return {
+        "step": step,
+        "microbatch": 0,
+        "steps": 9,
+        "nodes": 3,
+        "plan": "2+1",
+        "phase": phase,
+        **more,
+    }
 
 
 def test_lines() -> None:
     text = io.StringIO()
-    view = Lines(text)
+    view = ProgressLines(text)
     view.update(entry(0, "launched"))
     view.update(entry(1, loss=2.5, tokens_per_s=12345.6, epoch=1))
     view.update(entry(2, loss=2.25, epoch=1))
-    view.update(entry(1, loss=2.5, epoch=1))  # told again by a node
+    view.update(entry(1, loss=2.5, epoch=1))  # repeated by a restarted coordinator
     view.update(entry(2, "halting"))
     view.update(entry(2, "halting"))
     view.update(entry(1, loss=2.4, epoch=2))  # fell back to a checkpoint
@@ -77,7 +85,10 @@ def test_faults_by_progress(make_config: Callable[..., JobConfig]) -> None:
         "join step=9",
     )
     config = make_config(
-        faults=tuple(parse_fault(text) for text in texts), standalone=True, local_nodes=3, max_nodes=3
+        faults=tuple(parse_fault(text) for text in texts),
+        standalone=True,
+        local_nodes=3,
+        max_nodes=3,
     )
     faults = LauncherFaults(config)
     assert faults and faults.joins

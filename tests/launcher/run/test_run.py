@@ -1,4 +1,4 @@
-"""`elastic run` with the real coordinator and agents, on scripts that know nothing of elastic."""
+"""`elastic run` with real coordinators and agents, on scripts that do not use elastic."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Iterator[Run]:
         argv = [*flags.split(), "--lease", "30", "--run-dir", "out", "script.py", *words.split()]
         launcher = subprocess.Popen(
             [sys.executable, "-m", "elastic", "run", *argv],
-            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=tmp_path, env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         started.append(launcher)
         return started[-1]

@@ -1,4 +1,4 @@
-"""The supervisor: ends, signals, restarts, faults, nothing left behind. Acted-out services."""
+"""The supervisor with stand-in services: ends, signals, restarts, faults and clean-up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic.launcher.flags.addresses import Owner, owner
+from elastic.launcher.flags.addresses import AddressState, address_state
 from elastic.launcher.run.rundir import free_port
 from tests.launcher.helpers import gone, wait_until
 from tests.patience import LONG_S
@@ -38,7 +38,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
-    """start(script arguments, flags...) starts a launcher with stand-in services in tmp_path/runs/a."""
+    """start(script arguments, flags...) starts a launcher with stand-ins in tmp_path/runs/a."""
     (tmp_path / "script.py").write_text("")
     launchers: list[subprocess.Popen[str]] = []
 
@@ -51,7 +51,8 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
         given = [*mode, "--run-dir", run, "--shutdown-timeout", "0.3", *flags]
         launcher = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, *given, "script.py", *words.split()],
-            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=tmp_path, env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         launchers.append(launcher)
         return launcher
@@ -194,13 +195,18 @@ def test_resume_moves_the_earlier_attempt_aside(start: Start, tmp_path: Path) ->
     assert (run / "checkpoints" / "step-00000002").is_dir()
 
 
-def test_the_machine_that_owns_the_address_starts_the_coordinator(start: Start, tmp_path: Path) -> None:
+def test_the_machine_that_owns_the_address_starts_the_coordinator(
+    start: Start, tmp_path: Path
+) -> None:
     address = f"127.0.0.1:{free_port()}"
-    assert owner(address) is Owner.FREE and owner("192.0.2.1:9999") is Owner.ELSEWHERE
+    assert (
+        address_state(address) is AddressState.FREE
+        and address_state("192.0.2.1:9999") is AddressState.ELSEWHERE
+    )
     flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", address]
     first, second = tmp_path / "runs" / "a", tmp_path / "runs" / "b"
     host = start("serve", *flags, mode=())
-    assert wait_until(lambda: up(first, 1)) and owner(address) is Owner.TAKEN
+    assert wait_until(lambda: up(first, 1)) and address_state(address) is AddressState.TAKEN
     joiner = start("serve", *flags, mode=(), run="runs/b")
     assert wait_until(lambda: agents(second))
     assert not (second / "coordinator.json").exists()
@@ -216,7 +222,16 @@ def test_the_machine_that_owns_the_address_starts_the_coordinator(start: Start, 
 def hosts() -> tuple[str, ...]:
     """One of two hosts, the one that owns the coordinator's address."""
     endpoint = f"127.0.0.1:{free_port()}"
-    return ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--notice", "none")
+    return (
+        "--nnodes",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        endpoint,
+        "--notice",
+        "none",
+    )
 
 
 def test_sigterm_with_grace_lets_the_node_leave(start: Start, tmp_path: Path) -> None:

@@ -74,7 +74,11 @@ def test_nodes_that_go_often_make_joining_worth_less() -> None:
 
 
 @given(
-    st.integers(0, 20), st.floats(0, 1e6), st.integers(1, 64), st.floats(1.001, 2.0), st.floats(0.1, 100.0)
+    st.integers(0, 20),
+    st.floats(0, 1e6),
+    st.integers(1, 64),
+    st.floats(1.001, 2.0),
+    st.floats(0.1, 100.0),
 )
 def test_a_refused_node_is_worth_it_when_it_was_said_to_be(
     losses: int, seconds: float, nodes: int, speedup: float, pause: float
@@ -110,7 +114,9 @@ def test_the_hazard_follows_what_was_seen() -> None:
 def test_the_most_progress_is_chosen(pairs: list[tuple[float, float]], horizon: float) -> None:
     options = [Option(step, pause) for step, pause in pairs]
     best, _ = choose(options, horizon)
-    assert progress(options[best], horizon) == max(made(step, pause, horizon) for step, pause in pairs)
+    assert progress(options[best], horizon) == max(
+        made(step, pause, horizon) for step, pause in pairs
+    )
     forever, _ = choose(options, inf)
     assert options[forever].step_s == min(step for step, _ in pairs)
 

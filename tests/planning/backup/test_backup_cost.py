@@ -47,7 +47,8 @@ def plan(pipelines: int) -> Plan:
     made = tuple(
         Pipeline(
             tuple(
-                Stage(Unit(f"node{p * depth + s}"), s * pipelines, (s + 1) * pipelines) for s in range(depth)
+                Stage(Unit(f"node{p * depth + s}"), s * pipelines, (s + 1) * pipelines)
+                for s in range(depth)
             ),
             tuple(range(p * share, (p + 1) * share)),
         )
@@ -58,7 +59,9 @@ def plan(pipelines: int) -> Plan:
 
 
 def priced(pair: str, pipelines: int = 1, hazard: float = 1e-4, **figures: float) -> Estimate:
-    return estimate(plan(pipelines), pair, Weighing(profile=profile(**figures), hazard_per_s=hazard), NODES)
+    return estimate(
+        plan(pipelines), pair, Weighing(profile=profile(**figures), hazard_per_s=hazard), NODES
+    )
 
 
 def test_free_links_and_copies_cost_nothing() -> None:
@@ -76,7 +79,9 @@ def test_a_stream_is_exposed_by_copies_contention_and_its_last_transfer() -> Non
     assert found.sent_bytes == MICROBATCHES * 4 * MB
 
 
-@pytest.mark.parametrize("pair", ["stream:2+snapshot", "reduce+replica", "log+replay:4", "recompute+replica"])
+@pytest.mark.parametrize(
+    "pair", ["stream:2+snapshot", "reduce+replica", "log+replay:4", "recompute+replica"]
+)
 def test_workers_of_a_node_copy_and_send_beside_each_other(pair: str) -> None:
     """Two workers that share layers of twice the bytes cost what one of the half costs; their node keeps and sends
     twice as much."""
@@ -86,15 +91,22 @@ def test_workers_of_a_node_copy_and_send_beside_each_other(pair: str) -> None:
         for la in by.profile.layers
     )
     pairs = replace(by, profile=replace(by.profile, tp=2, layers=twice))
-    one, both = estimate(plan(2), pair, by, NODES), estimate(replace(plan(2), tp=2), pair, pairs, NODES)
+    one, both = (
+        estimate(plan(2), pair, by, NODES),
+        estimate(replace(plan(2), tp=2), pair, pairs, NODES),
+    )
     assert (both.exposed_s, both.lost_s) == pytest.approx((one.exposed_s, one.lost_s))
-    assert (both.sent_bytes, both.memory_bytes) == pytest.approx((2 * one.sent_bytes, 2 * one.memory_bytes))
+    assert (both.sent_bytes, both.memory_bytes) == pytest.approx(
+        (2 * one.sent_bytes, 2 * one.memory_bytes)
+    )
 
 
 def test_copies_are_seldom_only_where_a_step_has_very_many_micro_batches() -> None:
     def tried(microbatches: int) -> list[str]:
         made = replace(plan(1).pipelines[0], microbatches=tuple(range(microbatches)))
-        found = options(replace(plan(1), pipelines=(made,), n_microbatches=microbatches), replicated=False)
+        found = options(
+            replace(plan(1), pipelines=(made,), n_microbatches=microbatches), replicated=False
+        )
         return [pair for pair in found if pair.startswith("stream") and pair.endswith("snapshot")]
 
     few = ["stream+snapshot", *(f"stream:{k}+snapshot" for k in (2, 4, 8))]
@@ -143,7 +155,10 @@ def test_what_the_link_cannot_carry_holds_the_step_up() -> None:
 
 
 def test_a_loss_costs_more_where_links_are_slow_and_nothing_is_kept() -> None:
-    assert priced("stream+snapshot", link=10 * MB).lost_s > priced("stream+snapshot", link=1000 * MB).lost_s
+    assert (
+        priced("stream+snapshot", link=10 * MB).lost_s
+        > priced("stream+snapshot", link=1000 * MB).lost_s
+    )
     assert priced("recompute+replica", 2).lost_s == pytest.approx(MICROBATCHES / 2 / 2 * 0.6)
 
 
@@ -152,7 +167,9 @@ def test_a_loss_costs_more_where_links_are_slow_and_nothing_is_kept() -> None:
     [
         pytest.param({"link": 10_000 * MB}, 1e-3, "stream+snapshot", id="fast-network"),
         pytest.param({"link": 12 * MB, "contention": 0.2}, 1e-6, "log+replay", id="slow-and-calm"),
-        pytest.param({"link": 12 * MB, "compute_s": 30.0}, 1e-3, "stream+snapshot", id="slow-but-long"),
+        pytest.param(
+            {"link": 12 * MB, "compute_s": 30.0}, 1e-3, "stream+snapshot", id="slow-but-long"
+        ),
     ],
 )
 def test_the_network_the_steps_and_the_losses_decide(
@@ -182,7 +199,10 @@ def test_what_has_no_room_is_not_taken() -> None:
 
 
 def test_replicas_only_where_others_hold_every_layer() -> None:
-    assert {pair.split("+")[1] for pair in options(plan(1), replicated=False)} == {"snapshot", "replay"}
+    assert {pair.split("+")[1] for pair in options(plan(1), replicated=False)} == {
+        "snapshot",
+        "replay",
+    }
     assert not any(pair.startswith("reduce") for pair in options(plan(1), replicated=False))
     assert {pair.split("+")[1] for pair in options(plan(2), replicated=True)} == {"replica"}
 

@@ -55,10 +55,14 @@ def test_numbers_in_names_sort_as_numbers() -> None:
     st.integers(1, 4),
 )
 @settings(max_examples=150, deadline=None)
-def test_peers_lie_apart_and_the_load_is_even(domains: list[str], n_spares: int, depth: int) -> None:
+def test_peers_lie_apart_and_the_load_is_even(
+    domains: list[str], n_spares: int, depth: int
+) -> None:
     nodes = [info(f"n{i}", domain) for i, domain in enumerate(domains)]
     spares = [node.node for node in nodes[: min(n_spares, len(nodes) - 1)]]
-    held = {node.node: frozenset({i % depth}) for i, node in enumerate(nodes) if node.node not in spares}
+    held = {
+        node.node: frozenset({i % depth}) for i, node in enumerate(nodes) if node.node not in spares
+    }
     peers = choose_peers(nodes, held, spares)
     assert [node for node, _ in peers] == list(held)
     by_name = {node.node: node for node in nodes}

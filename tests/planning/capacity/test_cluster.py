@@ -120,7 +120,11 @@ def test_a_measured_profile_takes_the_place_of_the_catalogue() -> None:
         ("1.5", "true", r"nodes\[1\].slow: True"),
         ('"25Gbit"', '"25G"', r"links.link.bandwidth: '25G' .*25Gbit"),
         ('"10us"', '"10 parsec"', r"links.link.latency: '10 parsec'"),
-        ('bandwidth = "300GB/s"', 'latency = "1us"', r"links.inside.bandwidth: None .*leave the link out"),
+        (
+            'bandwidth = "300GB/s"',
+            'latency = "1us"',
+            r"links.inside.bandwidth: None .*leave the link out",
+        ),
         ("inside =", "outside =", r"links.outside: .*inside, link, across"),
         ('{ bandwidth = "300GB/s" }', '"300GB/s"', r"links.inside: '300GB/s' .*a table"),
     ],

@@ -8,7 +8,9 @@ from elastic.domain.types import LayerSpec, NodeInfo, Pipeline, Plan, Stage, Uni
 from elastic.planning.capacity.report import Report, picture, report
 from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 
-LAYERS = tuple(LayerSpec(20, 40, 40, 1.0, 2.0, activation_bytes=10, output_bytes=8) for _ in range(4))
+LAYERS = tuple(
+    LayerSpec(20, 40, 40, 1.0, 2.0, activation_bytes=10, output_bytes=8) for _ in range(4)
+)
 FAST, SLOW = LayerTimes(1.0, 2.0, 1.0, 1.0), LayerTimes(2.0, 4.0, 2.0, 2.0)
 PROFILE = Profile(
     model="m",

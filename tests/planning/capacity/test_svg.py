@@ -54,7 +54,9 @@ def test_every_action_is_a_box_in_its_row_at_its_time() -> None:
     assert x["B0 on a"] - x["F0 on a"] == pytest.approx(CHART * 4 / 6, abs=0.02)
     assert float(found["B0 on b"].get("width", "")) == pytest.approx(CHART / 3, abs=0.5)
     assert y["F0 on b"] - y["F0 on a"] == y["B0 on b"] - y["B0 on a"] == ROW
-    assert found["F0 on a"].get("fill") == COLOURS["F"] != found["B0 on a"].get("fill") == COLOURS["B"]
+    assert (
+        found["F0 on a"].get("fill") == COLOURS["F"] != found["B0 on a"].get("fill") == COLOURS["B"]
+    )
 
 
 def test_stages_of_one_unit_share_its_row() -> None:

@@ -29,7 +29,8 @@ def test_equal_items_are_spread_as_well_as_possible(seed: int) -> None:
     rng = Random(seed)
     names = "abcd"[: rng.randint(1, 4)]
     items = [
-        dict.fromkeys(rng.sample(names, rng.randint(1, len(names))), 5.0) for _ in range(rng.randint(0, 7))
+        dict.fromkeys(rng.sample(names, rng.randint(1, len(names))), 5.0)
+        for _ in range(rng.randint(0, 7))
     ]
     assert heaviest(items, balance(items), {}) == best(items, {})
 

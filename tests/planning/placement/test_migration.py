@@ -26,7 +26,9 @@ Lines = list[list[tuple[str, int]]]
 """Pipelines of (node, number of layers)."""
 
 
-def plan_of(lines: Lines, *, peers: tuple[tuple[str, str], ...] = (), state: str = "snapshot") -> Plan:
+def plan_of(
+    lines: Lines, *, peers: tuple[tuple[str, str], ...] = (), state: str = "snapshot"
+) -> Plan:
     pipelines = []
     for p, line in enumerate(lines):
         first, stages = 0, []
@@ -60,7 +62,9 @@ def random_change(seed: int) -> tuple[Plan, Plan, list[LayerSpec], frozenset[str
     names = [f"n{i}" for i in range(rng.randint(1, 6))]
     lines = random_lines(rng, names, n_layers)
     used = [node for line in lines for node, _ in line]
-    peers = tuple((node, rng.choice(others)) for node in used if (others := [n for n in names if n != node]))
+    peers = tuple(
+        (node, rng.choice(others)) for node in used if (others := [n for n in names if n != node])
+    )
     old = plan_of(lines, peers=peers, state=rng.choice(("snapshot", "replay:4", "replica")))
     dead = frozenset(rng.sample(names, rng.randint(0, len(names) - 1)))
     living = [name for name in [*names, "new"] if name not in dead]
@@ -123,13 +127,16 @@ def test_nothing_is_dropped_before_it_was_read(seed: int) -> None:
     old, new, layers, dead = random_change(seed)
     found = transition(old, new, layers, dead=dead)
     keeps = {
-        node: {i for _, _, s in new.stages() if s.unit.node == node for i in s.layers} for node in new.nodes()
+        node: {i for _, _, s in new.stages() if s.unit.node == node for i in s.layers}
+        for node in new.nodes()
     }
     for at, move in enumerate(found.moves):
         later = [
             other
             for other in found.moves[at + 1 :]
-            if other.kind == HELD and other.source == move.target and other.layer not in keeps[move.target]
+            if other.kind == HELD
+            and other.source == move.target
+            and other.layer not in keeps[move.target]
         ]
         assert move.staged == bool(later)
 
@@ -144,7 +151,10 @@ def test_layers_that_are_needed_first_come_first() -> None:
 def test_an_exchange_needs_room_beside() -> None:
     old, new = plan_of([[("a", 1), ("b", 1)]]), plan_of([[("b", 1), ("a", 1)]])
     moves = transition(old, new, specs([1, 1])).moves
-    assert [(move.layer, move.source, move.staged) for move in moves] == [(0, "a", True), (1, "b", False)]
+    assert [(move.layer, move.source, move.staged) for move in moves] == [
+        (0, "a", True),
+        (1, "b", False),
+    ]
 
 
 def test_senders_share_the_work_and_seconds_follow_the_busiest() -> None:
@@ -154,9 +164,13 @@ def test_senders_share_the_work_and_seconds_follow_the_busiest() -> None:
     assert found.nbytes == 24
     assert sorted(move.source for move in found.moves) == ["a"] * 4 + ["b"] * 4
     assert found.seconds == pytest.approx(12 / 6 + 0.5)
-    shared = transition(old, replace(new, tp=2), specs([1] * 4), links=lambda s, t: LinkProfile(6.0, 0.5))
+    shared = transition(
+        old, replace(new, tp=2), specs([1] * 4), links=lambda s, t: LinkProfile(6.0, 0.5)
+    )
     assert shared.nbytes == 24
-    assert shared.seconds == pytest.approx(12 / 2 / 6 + 0.5), "each worker its part, over its own link"
+    assert shared.seconds == pytest.approx(12 / 2 / 6 + 0.5), (
+        "each worker its part, over its own link"
+    )
 
 
 def test_a_sender_in_the_same_domain_is_preferred() -> None:
@@ -169,7 +183,8 @@ def test_a_sender_in_the_same_domain_is_preferred() -> None:
         across=LinkProfile(1.0),
     )
     infos = [
-        NodeInfo(name, "i", "v", domain=domain) for name, domain in zip("abc", ("x", "y", "y"), strict=True)
+        NodeInfo(name, "i", "v", domain=domain)
+        for name, domain in zip("abc", ("x", "y", "y"), strict=True)
     ]
     old, new = plan_of([[("a", 4)], [("b", 4)]]), plan_of([[("a", 4)], [("b", 4)], [("c", 4)]])
     found = transition(old, new, specs([1] * 4), links=links_of(profile, infos))
@@ -190,4 +205,6 @@ def test_a_vault_stands_in_for_a_lost_node() -> None:
 
 def test_the_first_plan_moves_nothing() -> None:
     found = transition(None, plan_of([[("a", 2), ("b", 2)]]), specs([1] * 4))
-    assert {move.kind for move in found.moves} == {FRESH} and found.nbytes == 0 and found.seconds == 0
+    assert (
+        {move.kind for move in found.moves} == {FRESH} and found.nbytes == 0 and found.seconds == 0
+    )

@@ -52,11 +52,16 @@ def test_bytes_and_loads_are_least(seed: int) -> None:
     rng = Random(seed)
     n_layers = rng.randint(1, 6)
     full = [rng.choice((4, 6, 10)) for _ in range(n_layers)]
-    nodes = [Host(f"n{i}", rng.randrange(2), rng.choice(("", "a", "b"))) for i in range(rng.randint(1, 6))]
+    nodes = [
+        Host(f"n{i}", rng.randrange(2), rng.choice(("", "a", "b")))
+        for i in range(rng.randint(1, 6))
+    ]
     held = random_holdings(rng, [node.name for node in nodes], n_layers, full)
     takers = rng.sample(nodes, rng.randint(1, len(nodes)))
     # Slots as a plan has them: few different ones, many equal, so that pairs are settled before the search.
-    spans = [range(a, rng.randint(a + 1, n_layers)) for a in (rng.randrange(n_layers) for _ in range(3))]
+    spans = [
+        range(a, rng.randint(a + 1, n_layers)) for a in (rng.randrange(n_layers) for _ in range(3))
+    ]
     spans += [range(min(s), max(s) + 1) for s in held.live.values()]
     slots = [Slot(node.kind, rng.choice(spans), p % 2) for p, node in enumerate(takers)]
     chosen = assign(slots, nodes, held, full)
@@ -87,7 +92,10 @@ def test_pipelines_stay_inside_domains_and_differ_in_them() -> None:
 
 
 def test_domains_never_cost_bytes() -> None:
-    nodes = [Host(name, 0, domain) for name, domain in (("a0", "a"), ("b0", "b"), ("a1", "a"), ("b1", "b"))]
+    nodes = [
+        Host(name, 0, domain)
+        for name, domain in (("a0", "a"), ("b0", "b"), ("a1", "a"), ("b1", "b"))
+    ]
     held = Holdings(live={"a0": frozenset({0}), "b0": frozenset({1})})
     slots = [Slot(0, range(s, s + 1), p) for p in range(2) for s in range(2)]
     chosen = assign(slots, nodes, held, [1, 1])
@@ -144,7 +152,9 @@ def test_a_recut_moves_least(seed: int) -> None:
     assert fetched(best) == min(fetched(ends) for ends in all_cuts if fits(ends))
 
 
-def lines(*pipelines: list[str], peers: tuple[tuple[str, str], ...] = (), state: str = "snapshot") -> Plan:
+def lines(
+    *pipelines: list[str], peers: tuple[tuple[str, str], ...] = (), state: str = "snapshot"
+) -> Plan:
     """A plan of pipelines of two stages with two layers each."""
     return Plan(
         epoch=1,
@@ -167,10 +177,13 @@ def test_flows_between_sorts_are_as_cheap_as_pairs(seed: int) -> None:
     full = [rng.choice((4, 6, 10)) * 10**8 for _ in range(n_layers)]
     held = random_holdings(rng, [f"n{i}" for i in range(6)], n_layers, full)
     kinds: list[Sort] = [
-        (held.live.get(f"n{i}", frozenset()), frozenset(held.kept.get(f"n{i}", {}).items())) for i in range(6)
+        (held.live.get(f"n{i}", frozenset()), frozenset(held.kept.get(f"n{i}", {}).items()))
+        for i in range(6)
     ]
     sorts = [rng.choice(kinds) for _ in range(60)]
-    spans = [range(a, rng.randint(a + 1, n_layers)) for a in (rng.randrange(n_layers) for _ in range(5))]
+    spans = [
+        range(a, rng.randint(a + 1, n_layers)) for a in (rng.randrange(n_layers) for _ in range(5))
+    ]
     wanted = [rng.choice(spans) for _ in range(rng.randint(1, 60))]
 
     def total(pairs: list[tuple[int, int]]) -> list[int]:

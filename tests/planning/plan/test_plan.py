@@ -24,7 +24,11 @@ PLAN = Plan(
     tp=2,
     pipelines=(
         Pipeline(
-            (Stage(Unit("node0", 0), 0, 2), Stage(Unit("node0", 1), 2, 4), Stage(Unit("node3"), 4, 6)),
+            (
+                Stage(Unit("node0", 0), 0, 2),
+                Stage(Unit("node0", 1), 2, 4),
+                Stage(Unit("node3"), 4, 6),
+            ),
             (0, 1, 2, 3, 6),
         ),
         Pipeline((Stage(Unit("node4"), 0, 6),), (4, 5, 7)),
@@ -121,14 +125,22 @@ def _stages(*spans: tuple[str, int, int]) -> tuple[Stage, ...]:
     [
         (replace(PLAN, n_layers=0), "plan.layers", "at least 1"),
         (replace(PLAN, pipelines=()), "plan.pipelines", "at least 1"),
-        (replace(PLAN, gradients="tape"), "plan.backup.gradients", "stream, reduce, log, recompute, none"),
+        (
+            replace(PLAN, gradients="tape"),
+            "plan.backup.gradients",
+            "stream, reduce, log, recompute, none",
+        ),
         (replace(PLAN, state="tape"), "plan.backup.state", "snapshot"),
         (replace(PLAN, state="replay:1"), "plan.backup.state", "N from 2"),
         (replace(PLAN, spares=("a b",)), "plan.node", "a b"),
         (_with_pipeline(1, stages=()), "plan.pipeline 1", "at least one stage"),
         (_with_pipeline(1, stages=_stages(("node4", 0, 5))), "plan.pipeline 1", "layers 0 to 4"),
         (_with_pipeline(1, stages=_stages(("node4", 1, 6))), "plan.pipeline 1", "begin at layer 0"),
-        (_with_pipeline(1, stages=_stages(("node4", 0, 3), ("x", 4, 6))), "plan.pipeline 1", "layer 3"),
+        (
+            _with_pipeline(1, stages=_stages(("node4", 0, 3), ("x", 4, 6))),
+            "plan.pipeline 1",
+            "layer 3",
+        ),
         (
             _with_pipeline(1, stages=_stages(("node4", 0, 0), ("x", 0, 6))),
             "plan.pipeline 1",
@@ -144,7 +156,9 @@ def _stages(*spans: tuple[str, int, int]) -> tuple[Stage, ...]:
         ),
         (
             _with_pipeline(
-                1, stages=_stages(("a", 0, 1), ("b", 1, 2), ("b", 2, 3), ("a", 3, 6)), schedule="interleaved"
+                1,
+                stages=_stages(("a", 0, 1), ("b", 1, 2), ("b", 2, 3), ("a", 3, 6)),
+                schedule="interleaved",
             ),
             "plan.pipeline 1.schedule",
             "stage 2 belongs on a/0",

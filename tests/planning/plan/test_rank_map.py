@@ -71,6 +71,9 @@ def test_a_unit_with_several_stages_is_one_worker() -> None:
         [(0, 2), (0, 2)],
         [(1, 0), (1, None)],
     ]
-    assert [(place.number, place.stage.recompute) for place in ranks.places(0)] == [(0, False), (3, True)]
+    assert [(place.number, place.stage.recompute) for place in ranks.places(0)] == [
+        (0, False),
+        (3, True),
+    ]
     assert ranks.pairs() == ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1))
     assert [ranks.holders(layer, 0) for layer in (0, 4, 6)] == [(0, 3), (0, 3), (2, 3)]

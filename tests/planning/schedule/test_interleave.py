@@ -28,7 +28,9 @@ seconds = st.integers(1, 20).map(float)
 @given(n_units=st.integers(2, 3), data=st.data())
 def test_no_cut_has_a_faster_slowest_stage(n_units: int, data: st.DataObject) -> None:
     n_layers = data.draw(st.integers(2 * n_units, 9))
-    times = [data.draw(st.lists(seconds, min_size=n_layers, max_size=n_layers)) for _ in range(n_units)]
+    times = [
+        data.draw(st.lists(seconds, min_size=n_layers, max_size=n_layers)) for _ in range(n_units)
+    ]
 
     def slowest(ends: tuple[int, ...]) -> float:
         return max(sum(times[s % n_units][a:b]) for s, (a, b) in enumerate(pairwise(ends)))

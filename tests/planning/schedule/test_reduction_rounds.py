@@ -46,7 +46,14 @@ def test_every_round_takes_some_and_the_last_takes_the_rest(shares: list[int], e
 
 @pytest.mark.parametrize(
     ("shares", "every", "number"),
-    [((6, 6), 1, 6), ((6, 6), 4, 2), ((6, 6), 6, 1), ((8, 3), 2, 3), ((5, 0), 1, 5), ((0, 0), 2, 1)],
+    [
+        ((6, 6), 1, 6),
+        ((6, 6), 4, 2),
+        ((6, 6), 6, 1),
+        ((8, 3), 2, 3),
+        ((5, 0), 1, 5),
+        ((0, 0), 2, 1),
+    ],
 )
 def test_numbers_of_rounds(shares: tuple[int, ...], every: int, number: int) -> None:
     assert rounds_of([pipeline("a", "1f1b", 2)] * 2, shares, every).number == number
@@ -83,7 +90,12 @@ class World:
             lists = actions_of(pipe, tuple(range(first, first + share)))
             first, self.sizes[p] = first + share, len(lists)
             for u, actions in enumerate(lists):
-                held = {la for s, st_ in enumerate(pipe.stages) if s % len(lists) == u for la in st_.layers}
+                held = {
+                    la
+                    for s, st_ in enumerate(pipe.stages)
+                    if s % len(lists) == u
+                    for la in st_.layers
+                }
                 worker = Worker(p, u, actions, held)
                 worker.finished.update(dict.fromkeys({a.stage for a in actions}, 0))
                 self.workers.append(worker)
@@ -144,7 +156,9 @@ def run_to_the_end(world: World, seed: int) -> None:
     while len(idle) < len(world.workers):
         index = order.choices(range(len(world.workers)), weights)[0]
         before = world.progress
-        if world.move(world.workers[index], order.random() < 0.5) or world.move(world.workers[index], True):
+        if world.move(world.workers[index], order.random() < 0.5) or world.move(
+            world.workers[index], True
+        ):
             idle.clear()
             if before != world.progress:
                 world.check_bound()
@@ -162,7 +176,9 @@ def test_no_two_schedules_hang_and_a_lost_worker_was_not_further(
     order = random.Random(str((first, second)))
     for _ in range(2):
         shares = (order.randint(0, 14), order.randint(1, 14))
-        world = World([pipeline("a", *first), pipeline("b", *second)], shares, order.choice([1, 1, 2, 3, 5]))
+        world = World(
+            [pipeline("a", *first), pipeline("b", *second)], shares, order.choice([1, 1, 2, 3, 5])
+        )
         run_to_the_end(world, order.randint(0, 10**9))
 
 

@@ -67,7 +67,9 @@ def test_interleaved_goes_through_its_stages_by_groups() -> None:
     assert format_actions(a for a in first if a.kind.computes) == (
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3"
     )
-    assert format_actions(second).startswith("1RF0 1F0 1SF0 1RF1 1F1 1SF1 3RF0 3F0 3B0 3SB0 3RF1 3F1")
+    assert format_actions(second).startswith(
+        "1RF0 1F0 1SF0 1RF1 1F1 1SF1 3RF0 3F0 3B0 3SB0 3RF1 3F1"
+    )
     assert parse_actions(format_actions(first)) == first
 
 

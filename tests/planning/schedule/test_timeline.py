@@ -19,7 +19,9 @@ counts = st.integers(1, 20)
 
 
 def times(f: float, bi: float, bw: float, hop: float = 0.0) -> StageTimes:
-    return StageTimes(forward_s=f, backward_s=bi + bw, backward_input_s=bi, backward_weight_s=bw, hop_s=hop)
+    return StageTimes(
+        forward_s=f, backward_s=bi + bw, backward_input_s=bi, backward_weight_s=bw, hop_s=hop
+    )
 
 
 def makespan(schedule: str, units: int, stages: list[StageTimes], n: int) -> float:
@@ -41,26 +43,36 @@ def test_zero_bubble_of_equal_stages(depth: int, n: int, f: float, bi: float, sh
     """ZB-H1: bubble (D-1)(f+bi-bw), while weight parts are no longer than the others and fill all gaps."""
     bw = min(f, bi) * share / 8
     bubble = (depth - 1) * (f + bi) - (min(depth, n) - 1) * bw
-    assert makespan("zero-bubble", depth, [times(f, bi, bw)] * depth, n) == n * (f + bi + bw) + bubble
+    assert (
+        makespan("zero-bubble", depth, [times(f, bi, bw)] * depth, n) == n * (f + bi + bw) + bubble
+    )
 
 
 @given(units=st.integers(2, 6), chunks=st.sampled_from([2, 4]), extra=counts, f=seconds, b=seconds)
-def test_interleaved_of_equal_stages(units: int, chunks: int, extra: int, f: float, b: float) -> None:
+def test_interleaved_of_equal_stages(
+    units: int, chunks: int, extra: int, f: float, b: float
+) -> None:
     """Bubble (D-1)(f+b)/v, also where the micro-batches are no multiple of the units."""
     n = units + extra - 1
     expected = n * (f + b) + (units - 1) * (f + b) / chunks
     assert (
-        makespan("interleaved", units, [times(f / chunks, b / chunks, 0)] * (units * chunks), n) == expected
+        makespan("interleaved", units, [times(f / chunks, b / chunks, 0)] * (units * chunks), n)
+        == expected
     )
 
 
 uneven = st.lists(
-    st.builds(times, seconds, seconds, seconds, st.integers(0, 4).map(float)), min_size=1, max_size=6
+    st.builds(times, seconds, seconds, seconds, st.integers(0, 4).map(float)),
+    min_size=1,
+    max_size=6,
 )
 
 
 @given(
-    data=st.data(), n=counts, ratio=st.sampled_from([0.5, 1.0, 2.0]), part=st.sampled_from([0.25, 0.5, 0.75])
+    data=st.data(),
+    n=counts,
+    ratio=st.sampled_from([0.5, 1.0, 2.0]),
+    part=st.sampled_from([0.25, 0.5, 0.75]),
 )
 def test_uneven_stages_are_bounded(data: st.DataObject, n: int, ratio: float, part: float) -> None:
     """sum + (m-1) max is an upper bound where the backward pass is as many forward passes on every stage."""
@@ -100,7 +112,9 @@ def test_spans_follow_each_other(stages: list[StageTimes], n: int) -> None:
     n=counts,
     data=st.data(),
 )
-def test_the_short_way_on_uneven_stages(schedule: str, units: int, n: int, data: st.DataObject) -> None:
+def test_the_short_way_on_uneven_stages(
+    schedule: str, units: int, n: int, data: st.DataObject
+) -> None:
     stage = st.builds(times, *[st.floats(0, 3)] * 4)
     chunks = data.draw(st.sampled_from([2, 3])) if schedule == "interleaved" else 1
     stages = data.draw(st.lists(stage, min_size=units * chunks, max_size=units * chunks))
@@ -109,11 +123,17 @@ def test_the_short_way_on_uneven_stages(schedule: str, units: int, n: int, data:
 
 def test_messages_take_their_time() -> None:
     """One micro-batch through two stages: there, and back."""
-    assert makespan("1f1b", 2, [times(1, 1, 1, hop=0.5), times(2, 2, 2, hop=9)], 1) == 1 + 0.5 + 6 + 0.5 + 2
+    assert (
+        makespan("1f1b", 2, [times(1, 1, 1, hop=0.5), times(2, 2, 2, hop=9)], 1)
+        == 1 + 0.5 + 6 + 0.5 + 2
+    )
 
 
 def test_a_deadlock_is_an_error() -> None:
-    first, second = parse_actions("F0 SF0 RB0 B0 F1 SF1 RB1 B1"), parse_actions("RF0 F0 RF1 F1 B0 SB0 B1 SB1")
+    first, second = (
+        parse_actions("F0 SF0 RB0 B0 F1 SF1 RB1 B1"),
+        parse_actions("RF0 F0 RF1 F1 B0 SB0 B1 SB1"),
+    )
     with pytest.raises(FieldError, match="for ever"):
         simulate([first, second], [times(1, 1, 1)] * 2)
 

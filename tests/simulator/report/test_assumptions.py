@@ -35,7 +35,9 @@ def test_the_command_line_gives_the_same_scenario_again() -> None:
 
 def test_every_constant_has_its_source() -> None:
     assert all(fact.source for fact in assumptions.constants(ClusterPhysics()))
-    changed = [fact.name for fact in assumptions.constants(ClusterPhysics(boot_s=90.0)) if fact.changed]
+    changed = [
+        fact.name for fact in assumptions.constants(ClusterPhysics(boot_s=90.0)) if fact.changed
+    ]
     assert changed == ["boot_s"]
 
 

@@ -31,7 +31,9 @@ def cluster(
     )
     device = Device("x", tuple(LayerTimes(t / 3, 2 * t / 3) for t in times))
     return EqualNodes(
-        Profile(model="m", layers=layers, devices=(device,), link=LinkProfile(1e9)), microbatches, memory
+        Profile(model="m", layers=layers, devices=(device,), link=LinkProfile(1e9)),
+        microbatches,
+        memory,
     )
 
 

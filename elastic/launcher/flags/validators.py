@@ -1,0 +1,351 @@
+"""Validation of flags: types that turn text into checked values, and rules over several flags.
+
+A wrong value raises FieldError, which names the flag. Only loopback addresses are served in plain
+text; every other address needs certificates or `--insecure`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from click import Choice
+
+from elastic.command_line import ParsedType, time_of
+from elastic.config import FILE as CONFIG_FILE
+from elastic.config import load_config
+from elastic.core.protocol.fault_spec import parse_fault
+from elastic.core.protocol.notice_source import NoticeSource, SourceKind, parse_sources
+from elastic.core.protocol.timeouts import SILENCE_S, budget
+from elastic.domain.errors import FieldError
+from elastic.domain.types import Accumulate
+from elastic.planning.cost.profile import LinkProfile, Profile, parse_profile
+from elastic.planning.plan.units import duration_of, rate_of, size_of
+from elastic.rpc.security import tls
+
+STATIC_PORT, DYNAMIC_PORT = 29500, 29400
+"""torchrun's default ports of static and dynamic rendezvous."""
+TOKEN_VARIABLE = "ELASTIC_JOIN_TOKEN"
+PRIVATE_CERTS = "job-certs"
+"""Directory below the run directory for certificates that the launcher makes for one job."""
+PRIVATE_NAME = "elastic"
+"""Name in those certificates."""
+METADATA_VARIABLES = {
+    SourceKind.AWS: "AWS_EC2_METADATA_SERVICE_ENDPOINT",
+    SourceKind.GCP: "GCE_METADATA_HOST",
+    SourceKind.AZURE: "ELASTIC_AZURE_METADATA_SERVICE",
+}
+"""Variables that replace the address of a cloud's metadata service. Those of AWS and GCP are their
+own tools' variables; Azure has none."""
+
+
+# ---- types of single flags ----
+
+
+def _signals(flag: str, text: str) -> tuple[signal.Signals, ...]:
+    found = []
+    for name in text.split(","):
+        number = getattr(signal.Signals, name.strip(), None)
+        if number is None or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            remedy = (
+                "give names such as SIGTERM,SIGINT,SIGUSR1; SIGKILL and SIGSTOP cannot be handled"
+            )
+            raise FieldError(flag, name, remedy)
+        found.append(number)
+    return tuple(found)
+
+
+def streams(flag: str, text: str, nproc: int) -> tuple[int, ...]:
+    """torchrun's form: one digit 0..3 for all ranks, or RANK:DIGIT,... with 0 for other ranks."""
+    text = text.removeprefix("=")  # click leaves the sign of -r=3 in the value
+    if re.fullmatch(r"[0-3]", text):
+        return (int(text),)
+    values = [0] * nproc
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d{1,4}):([0-3])", item)
+        if match is None:
+            remedy = "give 0, 1 (stdout), 2 (stderr) or 3 (both), or one per local rank as 0:1,1:2"
+            raise FieldError(flag, text, remedy)
+        if int(match[1]) >= nproc:
+            raise FieldError(flag, text, f"local rank {match[1]} is not below {nproc}")
+        values[int(match[1])] = int(match[2])
+    return tuple(values)
+
+
+def _ranks(flag: str, text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
+        raise FieldError(flag, text, "give local ranks separated by commas, as 0,1,2")
+    return tuple(int(item) for item in text.split(","))
+
+
+def _nodes(flag: str, text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise FieldError(flag, text, "give N or MIN:MAX with 1 <= MIN <= MAX, as 4 or 2:4")
+    return low, high
+
+
+def address(flag: str, text: str, default_port: int) -> str:
+    """HOST:PORT or [IPv6]:PORT; the port may be left out."""
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]\s/]+)(?::(\d{1,6}))?", text)
+    if match is None:
+        raise FieldError(flag, text, "give HOST:PORT, as 10.0.0.5:29400")
+    port = int(match[2] or default_port)
+    if not 1 <= port <= 65535:
+        raise FieldError(flag, text, "give a port from 1 to 65535")
+    return f"{match[1]}:{port}"
+
+
+def addresses(flag: str, text: str, default_port: int) -> str:
+    """One or more addresses, separated by commas, without repetitions."""
+    parts = (address(flag, part.strip(), default_port) for part in text.split(","))
+    return ",".join(dict.fromkeys(parts))
+
+
+def _host(flag: str, text: str) -> str:
+    bare = text.strip("[]")
+    if re.fullmatch(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", bare):
+        return f"[{bare}]"
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*)", bare):
+        raise FieldError(flag, text, "give a host name or an IP address, without a port")
+    return bare
+
+
+def _name(flag: str, text: str) -> str:
+    if not text.strip():
+        raise FieldError(flag, text, "give a name")
+    return text
+
+
+def _conf(flag: str, text: str) -> dict[str, str]:
+    pairs = [item.partition("=") for item in text.split(",") if item.strip()]
+    if not all(key.strip() and equals and value.strip() for key, equals, value in pairs):
+        raise FieldError(flag, text, "give KEY=VALUE,KEY=VALUE")
+    conf = {key.strip(): value.strip() for key, _, value in pairs}
+    booleans = ("1", "true", "yes", "y", "t", "0", "false", "no", "n", "f")
+    if conf.get("is_host", "true").lower() not in booleans:
+        raise FieldError(f"{flag} is_host", conf["is_host"], "give true or false")
+    return conf
+
+
+def _link(flag: str, text: str) -> LinkProfile:
+    """bandwidth=RATE latency=TIME, either or both, in any order."""
+    given: dict[str, str] = {}
+    example = 'as "bandwidth=1Gbit latency=1ms"'
+    for word in text.split():
+        name, equals, value = word.partition("=")
+        if name not in ("bandwidth", "latency") or not equals or name in given:
+            raise FieldError(flag, text, f"give bandwidth=RATE and latency=TIME, {example}")
+        given[name] = value
+    rate = rate_of(f"{flag} bandwidth", given["bandwidth"]) if "bandwidth" in given else 0.0
+    latency = duration_of(f"{flag} latency", given["latency"]) if "latency" in given else 0.0
+    if not rate and not latency:
+        raise FieldError(flag, text, f"give a bandwidth or a latency, {example}")
+    return LinkProfile(rate, latency)
+
+
+def _binding(flag: str, text: str) -> NoReturn:
+    raise FieldError(flag, text, "not available yet: use numactl and --no-python")
+
+
+def slug(text: str) -> str:
+    """`text` as a part of file and host names, at most 40 characters."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:40] or "job"
+
+
+def _file(flag: str, text: str) -> str:
+    path = os.path.abspath(
+        os.path.expanduser(text)
+    )  # no realpath: Kubernetes renews files by links
+    if not (os.path.isfile(path) and os.access(path, os.R_OK)):
+        raise FieldError(flag, text, "give a file that can be read")
+    return path
+
+
+def folder(flag: str, text: str) -> Path:
+    """Absolute path of a directory that exists or can be created."""
+    if not text.strip() or "\0" in text:
+        raise FieldError(flag, text, "give a directory")
+    path = Path(os.path.abspath(os.path.expanduser(text)))
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise FieldError(flag, text, f"{existing} is not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise FieldError(flag, text, f"{existing} is not writable; change that or give another")
+    return path
+
+
+def read_profile(flag: str, text: str) -> Profile:
+    """The profile in the file `text`."""
+    try:
+        return parse_profile(Path(text).expanduser().read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = f"the file cannot be read ({error}); give one that `elastic profile` wrote"
+        raise FieldError(flag, text, remedy) from None
+    except FieldError as error:
+        raise FieldError(flag, text, f"the file is not a profile: {error}") from None
+
+
+def _certs(flag: str, text: str) -> str:
+    """Absolute path of a directory with usable certificates."""
+    path = Path(text).expanduser().absolute()
+    tls.Certificates(path)
+    return str(path)
+
+
+def _several(read: Callable[[str, str], Any]) -> Callable[[str, str], tuple[Any, ...]]:
+    """Reads values separated by commas."""
+    return lambda flag, text: tuple(read(flag, part.strip()) for part in text.split(","))
+
+
+ENDPOINT = ParsedType("HOST:PORT", lambda flag, text: address(flag, text, DYNAMIC_PORT))
+ENDPOINTS = ParsedType("HOST:PORT,...", lambda flag, text: addresses(flag, text, DYNAMIC_PORT))
+BINDING, SIGNALS = ParsedType("BINDING", _binding), ParsedType("NAME,...", _signals)
+RANKS, NODES = ParsedType("RANK,...", _ranks), ParsedType("MIN:MAX", _nodes)
+HOST, NAME = ParsedType("HOST", _host), ParsedType("NAME", _name)
+LOCAL_ADDR = ParsedType("HOST", lambda flag, text: _host(flag, text) and text)
+ACCUMULATE = Choice(tuple(mode.value for mode in Accumulate))
+SIZE, SIZES = ParsedType("SIZE", size_of), ParsedType("SIZE,...", _several(size_of))
+NAMES, TIMES = ParsedType("NAME,...", _several(_name)), ParsedType("TIME,...", _several(time_of))
+FILE, FOLDER = ParsedType("FILE", _file), ParsedType("DIR", folder)
+PROFILE, CERTS = ParsedType("FILE", read_profile), ParsedType("DIR", _certs)
+CONF, LINK = ParsedType("KEY=VALUE,...", _conf), ParsedType("LINK", _link)
+FAULT = ParsedType("SPEC", lambda _, text: parse_fault(text))
+SOURCES = ParsedType("SOURCE,...", lambda _, text: parse_sources(text))
+
+
+# ---- timeouts and notices ----
+
+
+def silence(flags: SimpleNamespace) -> float:
+    """Seconds that a silent peer is tolerated, from --silence or its other name --lease."""
+    given = {value for value in (flags.silence, flags.lease) if value is not None}
+    if len(given) > 1:
+        remedy = f"--lease is another name of --silence, which is {flags.silence}: leave it out"
+        raise FieldError("--lease", flags.lease, remedy)
+    return float(given.pop()) if given else SILENCE_S
+
+
+def heartbeat(flags: SimpleNamespace, nodes: int) -> float:
+    """Seconds between two heartbeats of a node, for a job of up to `nodes` nodes."""
+    if flags.heartbeat is not None:
+        return float(flags.heartbeat)
+    return budget(silence(flags), nodes=nodes).heartbeat_s
+
+
+def notices(flags: SimpleNamespace, standalone: bool) -> tuple[NoticeSource, ...]:
+    given: tuple[NoticeSource, ...] | None = flags.notice
+    return parse_sources("none" if standalone else "auto") if given is None else given
+
+
+def metadata_services(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """(cloud, address) of every metadata service that the environment replaces."""
+    found = ((cloud.value, environ.get(name, "")) for cloud, name in METADATA_VARIABLES.items())
+    return tuple((cloud, address) for cloud, address in found if address)
+
+
+# ---- security ----
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Security settings of a job that are not saved in its config.json."""
+
+    token: str = field(default="", repr=False)
+    warning: str = ""
+    """Warning to print before the job starts; "": none."""
+    private: bool = False
+    """The launcher makes certificates for this job and passes them to the agents."""
+
+
+def certificates(flags: SimpleNamespace, guard: Guard, run_dir: Path) -> tuple[str, str]:
+    """(directory of certificates, name that they must carry) for the job's configuration."""
+    if guard.private:
+        return str(run_dir / PRIVATE_CERTS), flags.certs_name or PRIVATE_NAME
+    return flags.certs or "", flags.certs_name or ""
+
+
+def read_token(flags: SimpleNamespace, environ: Mapping[str, str], *, create: bool = False) -> str:
+    """The given join token; without one a new token if `create`, else ""."""
+    if flags.join_token_file:
+        return tls.read_token(Path(flags.join_token_file).expanduser(), "--join-token-file")
+    if environ.get(TOKEN_VARIABLE):
+        return tls.check_token(TOKEN_VARIABLE, environ[TOKEN_VARIABLE].strip(), "...")
+    return secrets.token_hex(32) if create else ""
+
+
+def cluster_guard(flags: SimpleNamespace, environ: Mapping[str, str]) -> Guard:
+    """Security of a job whose launcher passes token and certificates to all agents."""
+    token = read_token(flags, environ, create=True)
+    if flags.certs and flags.insecure:
+        raise FieldError("--insecure", "on", "certificates are given: leave out it or --certs")
+    plain = "WARNING: --insecure: the services of this job use plain text"
+    private = not flags.certs and not flags.insecure
+    return Guard(token, plain if flags.insecure else "", private=private)
+
+
+def service_guard(
+    flags: SimpleNamespace, environ: Mapping[str, str], coordinators: str, standalone: bool
+) -> Guard:
+    """Security of a job whose services listen at `coordinators` and --local-addr.
+
+    Raises FieldError unless all addresses are loopback, or --certs or --insecure is given.
+    """
+    token = read_token(flags, environ, create=standalone)
+    if standalone or flags.certs:
+        return Guard(token)
+    hosts = [address.rpartition(":")[0] for address in coordinators.split(",")]
+    hosts += [flags.local_addr] if flags.local_addr else []
+    exposed = next((host for host in hosts if not is_loopback(host)), None)
+    if exposed is None:
+        return Guard(token)
+    if not flags.insecure:
+        flag = "--local-addr" if exposed == flags.local_addr else "--rdzv-endpoint"
+        remedy = "other machines reach it: give --certs DIR (see `elastic certs`), or --insecure"
+        raise FieldError(flag, exposed, remedy)
+    warning = f"WARNING: --insecure: {exposed} is served in plain text to other machines"
+    return Guard(
+        token, warning if token else f"{warning}, and anybody may join: give --join-token-file"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`, a name or an address."""
+    bare = host.strip("[]")
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        pass
+    if bare == "localhost":
+        return True
+    try:
+        found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    found_addresses = (str(socket_address[0]).partition("%")[0] for *_, socket_address in found)
+    return all(ipaddress.ip_address(text).is_loopback for text in found_addresses)
+
+
+def client_security(
+    flags: SimpleNamespace, environ: Mapping[str, str], run_dir: Path | None
+) -> tls.SecuritySettings:
+    """Settings of a command that calls a job, from its flags or the run directory."""
+    certs, name, token = flags.certs or "", flags.certs_name or "", read_token(flags, environ)
+    if run_dir is not None:
+        token = token or tls.read_token(run_dir / tls.TOKEN_FILE)
+        if not certs and (run_dir / CONFIG_FILE).is_file():
+            config = load_config(run_dir)
+            certs, name = config.certs, config.certs_name
+        elif not certs:
+            name = ""
+    return tls.SecuritySettings(Path(certs) if certs else None, name, token)

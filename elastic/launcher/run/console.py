@@ -1,0 +1,175 @@
+"""Console of `elastic run`: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any, Protocol, TextIO
+
+Entry = dict[str, Any]
+"""A line of progress.jsonl or events.jsonl."""
+
+
+class ProgressView(Protocol):
+    """Shows progress to the user."""
+
+    def update(self, entry: Entry) -> None:
+        """Show a line of progress.jsonl."""
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+
+    def close(self) -> None:
+        """End the output."""
+
+
+def describe(entry: Entry) -> str:
+    """Loss, tokens per second, nodes and plan of a progress entry."""
+    parts = []
+    if isinstance(entry.get("loss"), (int, float)):
+        parts.append(f"loss {entry['loss']:.4f}")
+    if isinstance(entry.get("tokens_per_s"), (int, float)):
+        parts.append(f"{entry['tokens_per_s']:,.0f} tokens/s")
+    if entry.get("nodes"):
+        parts.append(f"{entry['nodes']} node{'s' if entry['nodes'] != 1 else ''}")
+    if entry.get("plan"):
+        parts.append(f"plan {entry['plan']}")
+    return ", ".join(parts)
+
+
+class ProgressLines:
+    """One line per finished step and per change of phase.
+
+    A restarted coordinator repeats its last steps; they are not printed again.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file or sys.stderr
+        self._phase = ""
+        self._newest = (0, 0)
+        """(epoch, step) of the last printed step."""
+
+    def update(self, entry: Entry) -> None:
+        phase, step = str(entry.get("phase", "")), int(entry.get("step", 0))
+        if entry.get("loss") is not None:
+            epoch, (newest_epoch, newest_step) = int(entry.get("epoch", 0)), self._newest
+            if step <= newest_step and epoch <= newest_epoch:
+                return
+            self._newest = (epoch, step)
+            total = f"/{entry['steps']}" if entry.get("steps") else ""
+            self.note(f"step {step}{total}: {describe(entry)}")
+        elif phase and phase != self._phase:
+            self.note(f"{phase} at step {step}: {describe(entry)}".rstrip(": "))
+        self._phase = phase or self._phase
+
+    def note(self, text: str) -> None:
+        try:
+            print(f"elastic: {text}", file=self._file, flush=True)
+        except BrokenPipeError:  # the reader has gone; the job continues
+            self._file = open(os.devnull, "w")  # noqa: SIM115
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class ProgressBar:
+    """A progress bar; the output of the workers is printed above it."""
+
+    def __init__(self) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=None, unit="step", dynamic_ncols=True, leave=True, file=sys.stderr)
+        self._shown: Entry = {}
+        self._lock = threading.Lock()
+        self._console, self.output = os.pipe()
+        """`output` is the descriptor for the agents' standard output and error."""
+        self._relay = threading.Thread(target=self._pass_on, name="console", daemon=True)
+        self._relay.start()
+
+    def update(self, entry: Entry) -> None:
+        with self._lock:
+            self._shown |= {key: value for key, value in entry.items() if value not in (None, "")}
+            if self._shown.get("steps"):
+                self._bar.total = self._shown["steps"]
+            self._bar.n = self._shown.get("step", 0)
+            self._bar.set_description_str(str(self._shown.get("phase", "")), refresh=False)
+            self._bar.set_postfix_str(describe(self._shown), refresh=False)
+            self._bar.refresh()
+
+    def note(self, text: str) -> None:
+        with self._lock:
+            self._bar.write(f"elastic: {text}", file=sys.stderr)
+
+    def close(self) -> None:
+        os.close(self.output)
+        self._relay.join(1.0)
+        with self._lock:
+            self._bar.close()
+
+    def _pass_on(self) -> None:
+        with open(self._console, errors="replace", newline="\n") as lines:
+            for line in lines:
+                with self._lock:
+                    self._bar.write(line.rstrip("\n"), file=sys.stdout)
+
+
+def make_view() -> ProgressBar | ProgressLines:
+    """A bar if both standard streams are terminals, else lines."""
+    return ProgressBar() if sys.stderr.isatty() and sys.stdout.isatty() else ProgressLines()
+
+
+# ---- events ----
+
+
+def recovery_line(event: Entry) -> str:
+    """Place, cause, duration of each phase and lost micro-batches of a recovery."""
+    phases = ("detect_s", "decide_s", "transfer_s", "rebuild_s", "total_s")
+    times = [f"{k[:-2]} {event[k]:.3f}" for k in phases if isinstance(event.get(k), (int, float))]
+    nodes = f"{event.get('nodes_before', '?')} -> {event.get('nodes_after', '?')} nodes"
+    lost = f"{event.get('microbatches_lost', '?')} micro-batches lost"
+    where = f"step {event.get('step', '?')}, micro-batch {event.get('microbatch', '?')}"
+    cause = event.get("cause", "")
+    return f"recovered at {where} ({cause}): {nodes}, {lost}; seconds: {', '.join(times)}"
+
+
+def _backup_short_line(event: Entry) -> str:
+    owner, keeper = event.get("owner", "?"), event.get("keeper", "?")
+    short = f"{keeper} has no room for more copies of {owner}"
+    return f"warning: {short}; training continues without them: {event.get('detail', '')}"
+
+
+def _corrupt_line(event: Entry) -> str:
+    where = f"copy of {event.get('owner', '?')} on {event.get('keeper', '?')} is corrupt"
+    return f"warning: {where}: {event.get('detail', '')}"
+
+
+def _health_line(event: Entry) -> str:
+    text = f"{event.get('node', '?')} ({event.get('class', '?')}): {event.get('reason', '')}"
+    if event.get("evidence", {}).get("well"):
+        return text
+    action = event.get("action", "none")
+    return f"warning: {text}" + ("" if action == "none" else f" [{action}]")
+
+
+def _preflight_line(event: Entry) -> str:
+    if event.get("ok"):
+        return ""
+    why = f"{event.get('node', '?')} may not join: {event.get('reason', '')}"
+    return f"warning: {why}; it checks again in {event.get('retry_s', '?')} s"
+
+
+EVENT_LINES = {
+    "recovery": recovery_line,
+    "backup-short": _backup_short_line,
+    "copy-corrupt": _corrupt_line,
+    "health": _health_line,
+    "preflight": _preflight_line,
+}
+"""Kinds of events that are always printed. An empty line is not printed."""
+
+
+def event_line(event: Entry) -> str:
+    """An event as key=value pairs, without nested values."""
+    pairs = (f"{k}={value}" for k, value in event.items() if not isinstance(value, (dict, list)))
+    return " ".join(pairs)
