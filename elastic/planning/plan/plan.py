@@ -141,7 +141,7 @@ def _parse_pipeline(line: str, expected: int) -> Pipeline:
             raise FieldError(
                 f"plan.pipeline {expected}",
                 item,
-                "write a stage as NODE[FIRST:LAST] or NODE/GROUP[...], and append +recompute to recompute activations",
+                "write a stage as NODE[FIRST:LAST] or NODE/GROUP[...]; +recompute may follow",
             )
         unit = Unit(stage[1], int(stage[2] or 0))
         stages.append(Stage(unit, int(stage[3]), int(stage[4]), recompute=bool(stage[5])))

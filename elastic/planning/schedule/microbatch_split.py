@@ -1,7 +1,7 @@
 """Split of micro-batches over pipelines with the earliest finish of the last pipeline.
 
-A pipeline's cost grows with every micro-batch. So the greedy choice is optimal: each micro-batch goes
-to the pipeline that would finish it first.
+A pipeline's cost grows with every micro-batch. So the greedy choice is optimal: each micro-batch
+goes to the pipeline that would finish it first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Action lists of micro-batches that run through only some layers of a pipeline.
 
-Each group of micro-batches with the same layers runs as a small 1F1B over the stages that hold these
-layers. All units run the groups in the same order, so they cannot deadlock. If a unit has several of
-these stages (interleaved), the micro-batches run one by one.
+Each group of micro-batches with the same layers runs as a small 1F1B over the stages that hold
+these layers. All units run the groups in the same order, so they cannot deadlock. If a unit has
+several of these stages (interleaved), the micro-batches run one by one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rounds of gradient sums with the other holders, under the gradient scheme `reduce`.
 
-The micro-batches of a step form rounds, the same number for every worker. A worker joins round r with
-its accumulated gradients when its slowest stage has finished `due(pipeline, r)` micro-batches. It
-waits if too many earlier rounds are unfinished. So pipelines stay within a few rounds of each other,
-which bounds the unsaved work of a lost pipeline.
+The micro-batches of a step form rounds, equally many for every worker. A worker joins round r
+with its accumulated gradients when its slowest stage has finished `due(pipeline, r)` micro-batches.
+It waits if too many earlier rounds are unfinished. So pipelines stay within a few rounds of each
+other, which bounds the unsaved work of a lost pipeline.
 
 Waiting inside a schedule could deadlock: the awaited stage may itself wait for a message from the
 waiting stage. Under 1F1B and zero-bubble it cannot: a stage that catches up never needs an action
