@@ -42,14 +42,14 @@ from elastic.planning.plan.schemes import (
 )
 
 CLOSE = 0.01
-"""Tolerance on the expected time; within it the pair with the smallest loss wins."""
+"""Tolerance on the expected time; the pair with the smallest loss within it wins."""
 UNACKED = 2
 """Maximum unacknowledged copies of a gradient (`elastic.worker.backup.publisher`)."""
 EVERY, SELDOM = (1, 2, 4, 8), (16, 32, 64)
 """Candidates for the micro-batches between copies.
 
-`SELDOM` values are candidates only if a step still has `LEAST` copies: for 512 micro-batches of a 70B
-model, a copy after every 8 takes a twentieth of the step.
+`SELDOM` values are candidates only if a step still has `LEAST` copies: for 512 micro-batches of a
+70B model, a copy after every 8 takes a twentieth of the step.
 """
 LEAST = 32
 
@@ -59,7 +59,7 @@ class Weighing:
     """Inputs of the cost estimate besides the plan."""
 
     profile: Profile
-    """Times in seconds, the link between nodes, copying, contention: measured where that was possible."""
+    """Layer times, links, copy rate and contention; measured if possible."""
     slow: tuple[tuple[str, float], ...] = ()
     """(node, factor) of slow nodes."""
     hazard_per_s: float = 0.0

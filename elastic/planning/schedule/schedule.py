@@ -146,7 +146,7 @@ def check_stages(schedule: str, n_units: int, n_stages: int) -> None:
 def one_f_one_b(stage: int, n_stages: int, microbatches: tuple[int, ...]) -> tuple[Action, ...]:
     """Return the 1F1B list of `stage`: warm-up forwards, alternation, then the backwards left.
 
-    At most `n_stages - stage` micro-batches are between their forward and backward pass at any moment.
+    At most `n_stages - stage` micro-batches are in flight at any moment.
     """
     if not 0 <= stage < n_stages:
         raise FieldError("stage", stage, f"between 0 and {n_stages - 1}")
