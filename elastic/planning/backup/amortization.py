@@ -1,21 +1,22 @@
-"""Whether a change of plan is worth its pause, over the time for which it will probably last.
+"""Payoff of a plan change: the expected gain in steps against its pause.
 
-With r = 1 / step time, a pause of p seconds and then the new plan until the horizon H make (H - p) * r steps. So of
-several plans, each with its pause, the one with the largest (H - pause) / step is best (`choose`).
+A pause of p seconds and then the new plan until the horizon H make (H - p) * r steps, with
+r = 1 / step time. So `choose` takes the plan with the largest (H - pause) / step.
 
-A node that leaves after H seconds costs two pauses: one to enter, one when it goes, which the others would not have
-had. Counted until training goes on without it, using it makes (H - pause_in) * r1 steps, leaving it aside
-(H + pause_out) * r0. So it gains only if
+A node that leaves after H seconds costs two pauses: one to join and one to leave. Until training
+continues without it, using the node makes (H - pause_in) * r1 steps, and not using it makes
+(H + pause_out) * r0 steps. So using it gains only if
 
-    H * (r1 - r0) > pause_in * r1 + pause_out * r0,      that is   H > (pause_in * s + pause_out) / (s - 1)
+    H * (r1 - r0) > pause_in * r1 + pause_out * r0, that is
+    H > (pause_in * s + pause_out) / (s - 1)
 
-with the speed-up s = r1 / r0. H is the time that the node is expected to stay, or the time to the next change of the
-cluster, if that comes first: at that change everybody pauses anyway, and a node left aside enters for nothing, so
-pause_out is not counted then.
+with the speed-up s = r1 / r0. H is the expected lifetime of the node, or the time to the next change
+of the cluster if that is earlier. At that change all nodes pause anyway, and an unused node joins
+without cost, so pause_out does not count then.
 
-The next change is expected after 1 / (hazard * nodes) seconds. The hazard is the observed number of losses, plus one,
-over the observed node-seconds, plus an hour: the mean of a gamma distribution that begins with one loss an hour. While
-nothing is lost the horizon so grows about as the past does.
+The next change is expected after 1 / (hazard * nodes) seconds. The hazard is
+(observed losses + 1) / (observed node-seconds + 3600): the posterior mean under a gamma prior of one
+loss per hour. Without losses the horizon grows about as fast as the observed time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Assignment of backup peers: the node that keeps each node's backups.
 
-Criteria in order of importance: another failure domain, an even load, other layers than the node's
-own (losing both would cost more), a spare, and the next node in the ring. The ring alternates between
-domains. Nodes choose one after the other. If the load is then uneven, augmenting chains repair it.
+Criteria by importance: another failure domain, an even load, other layers than the node's own
+(losing both would cost more), a spare, and the next node in the ring. The ring alternates
+between domains. Nodes choose one after the other. Augmenting chains then even the load.
 
 N nodes take about N log N time. The search follows the ring and skips full nodes at once. After many
 unsuitable nodes in a row it looks at one node per sort (domain, layers) instead.

@@ -3,8 +3,9 @@
 Items go, largest first, to the sender that would finish first (list scheduling, longest processing
 time first). The result is at most 4/3 of the optimum if every sender has every item (Graham 1969),
 and at most 1 + log2(senders) times the optimum otherwise (Azar, Naor and Rom 1995). Then items move
-from the most loaded sender along chains of senders, as long as all of the chain stay below its load.
-For items of equal size the result is optimal (Harvey, Ladner, Lovasz and Tamir 2006: semi-matchings).
+from the most loaded sender along chains of senders, while the whole chain stays below its load.
+For items of equal size the result is optimal (Harvey, Ladner, Lovasz and Tamir 2006:
+semi-matchings).
 """
 
 from __future__ import annotations
