@@ -10,13 +10,13 @@ continues without it, using the node makes (H - pause_in) * r1 steps, and not us
     H * (r1 - r0) > pause_in * r1 + pause_out * r0, that is
     H > (pause_in * s + pause_out) / (s - 1)
 
-with the speed-up s = r1 / r0. H is the expected lifetime of the node, or the time to the next change
-of the cluster if that is earlier. At that change all nodes pause anyway, and an unused node joins
+with the speed-up s = r1 / r0. H is the expected lifetime of the node, or the time to the next
+change of the cluster if that is earlier. At that change all nodes pause anyway, and an unused node joins
 without cost, so pause_out does not count then.
 
 The next change is expected after 1 / (hazard * nodes) seconds. The hazard is
-(observed losses + 1) / (observed node-seconds + 3600): the posterior mean under a gamma prior of one
-loss per hour. Without losses the horizon grows about as fast as the observed time.
+(observed losses + 1) / (observed node-seconds + 3600): the posterior mean under a gamma prior of
+one loss per hour. Without losses the horizon grows about as fast as the observed time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def hazard_per_s(losses: int, node_seconds: float) -> float:
 
 
 def horizon_s(hazard: float, nodes: int) -> float:
-    """Expected seconds to the next loss of one of `nodes`; inf if `hazard` (per node and second) is 0."""
+    """Return the expected seconds to the next loss among `nodes`; inf if `hazard` is 0."""
     return 1 / (hazard * nodes) if hazard > 0 and nodes > 0 else inf
 
 
@@ -69,7 +69,7 @@ def progress(option: Option, horizon: float) -> float:
 
 
 def choose(options: Sequence[Option], horizon: float) -> tuple[int, str]:
-    """Return (index, reason) of the option with the most progress; of equals the shortest pause, then the first."""
+    """Return (index, reason) of the option with most progress; ties: shortest pause, then first."""
     made = [progress(option, horizon) for option in options]
     best = max(range(len(options)), key=lambda i: (made[i], -options[i].pause_s))
     if len(options) == 1:
@@ -77,7 +77,10 @@ def choose(options: Sequence[Option], horizon: float) -> tuple[int, str]:
     other = max((i for i in range(len(options)) if i != best), key=lambda i: made[i])
     if horizon == inf:
         return best, f"{_told(options[best])}, rather than {_told(options[other])}"
-    text = f"{made[best]:.4g} steps in the {horizon:.4g} s to the next change expected ({_told(options[best])})"
+    text = (
+        f"{made[best]:.4g} steps in the {horizon:.4g} s to the next change expected "
+        f"({_told(options[best])})"
+    )
     return best, f"{text}, rather than {made[other]:.4g} ({_told(options[other])})"
 
 
@@ -120,7 +123,10 @@ def worth(outlook: Outlook, *, speedup: float, lifetime_s: float, nodes: int) ->
     needed_s = (outlook.pause_in_s * speedup + pause_out_s) / (speedup - 1)
     until = "expected to stay" if leaves else "to the next change expected:"
     last = f"{stays_s:.3g} s" if stays_s < inf else "for good"
-    cost = f"pauses of {outlook.pause_in_s:.3g} s in and {pause_out_s:.3g} s out need {needed_s:.3g} s to pay"
+    cost = (
+        f"pauses of {outlook.pause_in_s:.3g} s in and {pause_out_s:.3g} s out "
+        f"need {needed_s:.3g} s to pay"
+    )
     if stays_s > needed_s:
         return Verdict(True, f"{until} {last}, {gain}: {cost}")
     # The horizon (node-seconds + prior) / (nodes * losses) grows by a second in `losses` seconds.

@@ -4,7 +4,7 @@ Criteria by importance: another failure domain, an even load, other layers than 
 (losing both would cost more), a spare, and the next node in the ring. The ring alternates
 between domains. Nodes choose one after the other. Augmenting chains then even the load.
 
-N nodes take about N log N time. The search follows the ring and skips full nodes at once. After many
+N nodes take about N log N time. The search follows the ring and skips full nodes. After many
 unsuitable nodes in a row it looks at one node per sort (domain, layers) instead.
 """
 
