@@ -11,7 +11,8 @@ continues without it, using the node makes (H - pause_in) * r1 steps, and not us
     H > (pause_in * s + pause_out) / (s - 1)
 
 with the speed-up s = r1 / r0. H is the expected lifetime of the node, or the time to the next
-change of the cluster if that is earlier. At that change all nodes pause anyway, and an unused node joins
+change of the cluster if that is earlier. At that change all nodes pause anyway, and an
+unused node joins
 without cost, so pause_out does not count then.
 
 The next change is expected after 1 / (hazard * nodes) seconds. The hazard is
@@ -51,7 +52,7 @@ class Verdict:
 
 
 def hazard_per_s(losses: int, node_seconds: float) -> float:
-    """Losses per node and second to be expected after `losses` in `node_seconds`."""
+    """Return the expected losses per node and second."""
     return (losses + PRIOR_LOSSES) / (node_seconds + PRIOR_NODE_S)
 
 
@@ -61,7 +62,7 @@ def horizon_s(hazard: float, nodes: int) -> float:
 
 
 def progress(option: Option, horizon: float) -> float:
-    """Steps made until `horizon` (seconds); without end, steps a second."""
+    """Return the steps until `horizon` (seconds), or steps per second if it is inf."""
     if horizon == inf:
         return 1 / option.step_s if option.step_s > 0 else inf
     left = max(0.0, horizon - option.pause_s)
