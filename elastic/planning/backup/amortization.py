@@ -12,8 +12,7 @@ continues without it, using the node makes (H - pause_in) * r1 steps, and not us
 
 with the speed-up s = r1 / r0. H is the expected lifetime of the node, or the time to the next
 change of the cluster if that is earlier. At that change all nodes pause anyway, and an
-unused node joins
-without cost, so pause_out does not count then.
+unused node joins without cost, so pause_out does not count then.
 
 The next change is expected after 1 / (hazard * nodes) seconds. The hazard is
 (observed losses + 1) / (observed node-seconds + 3600): the posterior mean under a gamma prior of
@@ -48,7 +47,7 @@ class Verdict:
     use: bool
     reason: str
     again_s: float = inf
-    """Not used now, but worth it after this many seconds if nothing is lost until then; inf: never."""
+    """Seconds without a loss after which using them pays off; inf: never."""
 
 
 def hazard_per_s(losses: int, node_seconds: float) -> float:
