@@ -1,21 +1,22 @@
-"""Whether a change of plan is worth its pause, over the time for which it will probably last.
+"""Payoff of a plan change: the expected gain in steps against its pause.
 
-With r = 1 / step time, a pause of p seconds and then the new plan until the horizon H make (H - p) * r steps. So of
-several plans, each with its pause, the one with the largest (H - pause) / step is best (`choose`).
+A pause of p seconds and then the new plan until the horizon H make (H - p) * r steps, with
+r = 1 / step time. So `choose` takes the plan with the largest (H - pause) / step.
 
-A node that leaves after H seconds costs two pauses: one to enter, one when it goes, which the others would not have
-had. Counted until training goes on without it, using it makes (H - pause_in) * r1 steps, leaving it aside
-(H + pause_out) * r0. So it gains only if
+A node that leaves after H seconds costs two pauses: one to join and one to leave. Until training
+continues without it, using the node makes (H - pause_in) * r1 steps, and not using it makes
+(H + pause_out) * r0 steps. So using it gains only if
 
-    H * (r1 - r0) > pause_in * r1 + pause_out * r0,      that is   H > (pause_in * s + pause_out) / (s - 1)
+    H * (r1 - r0) > pause_in * r1 + pause_out * r0, that is
+    H > (pause_in * s + pause_out) / (s - 1)
 
-with the speed-up s = r1 / r0. H is the time that the node is expected to stay, or the time to the next change of the
-cluster, if that comes first: at that change everybody pauses anyway, and a node left aside enters for nothing, so
-pause_out is not counted then.
+with the speed-up s = r1 / r0. H is the expected lifetime of the node, or the time to the next
+change of the cluster if that is earlier. At that change all nodes pause anyway, and an
+unused node joins without cost, so pause_out does not count then.
 
-The next change is expected after 1 / (hazard * nodes) seconds. The hazard is the observed number of losses, plus one,
-over the observed node-seconds, plus an hour: the mean of a gamma distribution that begins with one loss an hour. While
-nothing is lost the horizon so grows about as the past does.
+The next change is expected after 1 / (hazard * nodes) seconds. The hazard is
+(observed losses + 1) / (observed node-seconds + 3600): the posterior mean under a gamma prior of
+one loss per hour. Without losses the horizon grows about as fast as the observed time.
 """
 
 from __future__ import annotations
@@ -46,21 +47,21 @@ class Verdict:
     use: bool
     reason: str
     again_s: float = inf
-    """Not used now, but worth it after this many seconds if nothing is lost until then; inf: never."""
+    """Seconds without a loss after which using them pays off; inf: never."""
 
 
 def hazard_per_s(losses: int, node_seconds: float) -> float:
-    """Losses per node and second to be expected after `losses` in `node_seconds`."""
+    """Return the expected losses per node and second."""
     return (losses + PRIOR_LOSSES) / (node_seconds + PRIOR_NODE_S)
 
 
 def horizon_s(hazard: float, nodes: int) -> float:
-    """Expected seconds to the next loss of one of `nodes`; inf if `hazard` (per node and second) is 0."""
+    """Return the expected seconds to the next loss among `nodes`; inf if `hazard` is 0."""
     return 1 / (hazard * nodes) if hazard > 0 and nodes > 0 else inf
 
 
 def progress(option: Option, horizon: float) -> float:
-    """Steps made until `horizon` (seconds); without end, steps a second."""
+    """Return the steps until `horizon` (seconds), or steps per second if it is inf."""
     if horizon == inf:
         return 1 / option.step_s if option.step_s > 0 else inf
     left = max(0.0, horizon - option.pause_s)
@@ -68,7 +69,7 @@ def progress(option: Option, horizon: float) -> float:
 
 
 def choose(options: Sequence[Option], horizon: float) -> tuple[int, str]:
-    """Return (index, reason) of the option with the most progress; of equals the shortest pause, then the first."""
+    """Return (index, reason) of the option with most progress; ties: shortest pause, then first."""
     made = [progress(option, horizon) for option in options]
     best = max(range(len(options)), key=lambda i: (made[i], -options[i].pause_s))
     if len(options) == 1:
@@ -76,7 +77,10 @@ def choose(options: Sequence[Option], horizon: float) -> tuple[int, str]:
     other = max((i for i in range(len(options)) if i != best), key=lambda i: made[i])
     if horizon == inf:
         return best, f"{_told(options[best])}, rather than {_told(options[other])}"
-    text = f"{made[best]:.4g} steps in the {horizon:.4g} s to the next change expected ({_told(options[best])})"
+    text = (
+        f"{made[best]:.4g} steps in the {horizon:.4g} s to the next change expected "
+        f"({_told(options[best])})"
+    )
     return best, f"{text}, rather than {made[other]:.4g} ({_told(options[other])})"
 
 
@@ -119,7 +123,10 @@ def worth(outlook: Outlook, *, speedup: float, lifetime_s: float, nodes: int) ->
     needed_s = (outlook.pause_in_s * speedup + pause_out_s) / (speedup - 1)
     until = "expected to stay" if leaves else "to the next change expected:"
     last = f"{stays_s:.3g} s" if stays_s < inf else "for good"
-    cost = f"pauses of {outlook.pause_in_s:.3g} s in and {pause_out_s:.3g} s out need {needed_s:.3g} s to pay"
+    cost = (
+        f"pauses of {outlook.pause_in_s:.3g} s in and {pause_out_s:.3g} s out "
+        f"need {needed_s:.3g} s to pay"
+    )
     if stays_s > needed_s:
         return Verdict(True, f"{until} {last}, {gain}: {cost}")
     # The horizon (node-seconds + prior) / (nodes * losses) grows by a second in `losses` seconds.

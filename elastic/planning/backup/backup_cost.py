@@ -1,17 +1,17 @@
-"""What each pair of backup schemes costs a plan, failure-free and at a loss, and which pair is best. Pure.
+"""Cost of each pair of backup schemes under a plan, without and with losses; choice of the best.
 
-Symbols: of a worker, P bytes of parameters and optimizer state, G bytes of accumulated gradient (with tensor
-parallelism its part of the node's), B bytes/s of its link, r bytes/s at which it copies to shared memory, x the
-contention (seconds that a second of transfer adds to computing), m micro-batches of its pipeline a step, tau their pace
-in seconds. A copy of n bytes takes a worker n / r, and its transfer slows computing by x n / B.
+Symbols, per worker: P bytes of parameters and optimizer state; G bytes of accumulated gradient (its
+TP part); B bytes/s of its link; r bytes/s of copies to shared memory; x contention (seconds of
+compute delay per second of transfer); m micro-batches of its pipeline per step; tau seconds per
+micro-batch. A copy of n bytes takes n / r, and its transfer delays computing by x n / B.
 
-    exposed   what the step takes longer: copies and contention of gradients by `predict`, after every K micro-batches;
-              after the last one the commit waits for G / B; the state's copy and contention; and whatever the link
-              cannot carry while the step computes
-    lost      what a loss costs beyond the schemes' common part: bytes to fetch over B, micro-batches to run again
-    expected  step (1 + losses a second * (pause + lost))
+    exposed   additional seconds per step: copies and contention of gradients by `predict`, every K
+              micro-batches; G / B after the last one; copy and contention of the state; and the
+              transfers that the link cannot finish during the step
+    lost      seconds per loss, beyond the pause: bytes to fetch over B, micro-batches to repeat
+    expected  step (1 + losses per second * (pause + lost))
 
-Formulas and what was measured: docs/design/backup.md.
+docs/design/backup.md has the formulas and measurements.
 """
 
 from __future__ import annotations
@@ -42,33 +42,36 @@ from elastic.planning.plan.schemes import (
 )
 
 CLOSE = 0.01
-"""Of pairs whose expected time is within this share of the best, the one that loses least is taken."""
+"""Tolerance on the expected time; the pair with the smallest loss within it wins."""
 UNACKED = 2
-"""Copies of a gradient that may be under way (`elastic.worker.backup.publisher`)."""
+"""Maximum unacknowledged copies of a gradient (`elastic.worker.backup.publisher`)."""
 EVERY, SELDOM = (1, 2, 4, 8), (16, 32, 64)
-"""Micro-batches between copies that are tried; the seldom ones where a step has so many that there still are `LEAST`
-copies: 512 micro-batches of a 70B model, copied after every 8, take a twentieth of the step."""
+"""Candidates for the micro-batches between copies.
+
+`SELDOM` values are candidates only if a step still has `LEAST` copies: for 512 micro-batches of a
+70B model, a copy after every 8 takes a twentieth of the step.
+"""
 LEAST = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighing:
-    """What the choice goes by besides the plan."""
+    """Inputs of the cost estimate besides the plan."""
 
     profile: Profile
-    """Times in seconds, the link between nodes, copying, contention: measured where that was possible."""
+    """Layer times, links, copy rate and contention; measured if possible."""
     slow: tuple[tuple[str, float], ...] = ()
     """(node, factor) of slow nodes."""
     hazard_per_s: float = 0.0
-    """Losses per node and second; 0: as `weigh` begins with."""
+    """Losses per node and second; 0: the prior of `amortization`."""
     pause_s: float = DEFAULT_PAUSE_S
-    """What a loss costs whatever the schemes: finding out, deciding, building groups."""
+    """Seconds per loss under any scheme: detection, decision, new process groups."""
     room_bytes: int = 0
-    """Memory of a node for copies of others; 0: unlimited."""
+    """Memory of a node for copies of other nodes; 0: unlimited."""
 
     @property
     def figures(self) -> tuple[float, ...]:
-        """What may change while training, as figures whose ratios tell how much."""
+        """Return the inputs that may change during training; their ratios measure the change."""
         p = self.profile
         return (
             p.link.bytes_per_s,
@@ -80,20 +83,20 @@ class Weighing:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One pair of schemes under one plan."""
+    """Estimated costs of one pair of schemes under one plan."""
 
     gradients: str
     state: str
     exposed_s: float
-    """Seconds by which it lengthens a step."""
+    """Seconds that it adds to a step."""
     sent_bytes: float
-    """Of the node that sends most, a step."""
+    """Bytes per step of the node that sends most."""
     memory_bytes: float
-    """At the node that keeps most for others."""
+    """Bytes on the node that keeps most for others."""
     lost_s: float
-    """Of a loss, beyond the pause."""
+    """Seconds per loss, beyond the pause."""
     expected_s: float
-    """Of a step, losses included."""
+    """Seconds per step, including expected losses."""
 
     @property
     def pair(self) -> str:
@@ -105,28 +108,28 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What each worker of a node carries: bytes, and the micro-batches of its pipeline."""
+    """Bytes and micro-batches of each worker of a node."""
 
     state: float
     gradient: float
     microbatches: int
     pace_s: float
-    """Of its pipeline: seconds a micro-batch."""
+    """Seconds per micro-batch of its pipeline."""
     compute_s: float
-    """Of its own stages: seconds a micro-batch."""
+    """Seconds per micro-batch of its own stages."""
     messages: float
-    """Bytes that it sends to other stages for a micro-batch, both ways."""
+    """Bytes per micro-batch that it sends to other stages, both directions."""
 
 
 def estimate(plan: Plan, pair: str, by: Weighing, nodes: Sequence[NodeInfo]) -> Estimate:
-    """The figures of `pair` under `plan`, whose peers count and whose own schemes do not."""
+    """Return the estimate of `pair` under `plan`; the schemes of `plan` are ignored."""
     return _Scales(plan, by, nodes).estimate(pair)
 
 
 def estimates(
     plan: Plan, by: Weighing, nodes: Sequence[NodeInfo], *, replicated: bool | None = None
 ) -> list[Estimate]:
-    """All pairs that `auto` may take. `replicated`: what `is_replicated` says, if that is known."""
+    """Return estimates of all pairs open to `auto`. `replicated`: `is_replicated`, if known."""
     scales = _Scales(plan, by, nodes)
     if replicated is None:
         replicated, _ = is_replicated(plan, nodes)
@@ -134,8 +137,10 @@ def estimates(
 
 
 class _Scales:
-    """Weighs pairs for one plan. What pairs have in common is worked out once: the plan without backups, its step with
-    a share of the gradients sent, and what nodes carry, alike ones once."""
+    """Estimates pairs for one plan and caches their common part.
+
+    Common are the step without backups, the step per fraction of gradients sent, and the loads.
+    """
 
     def __init__(self, plan: Plan, by: Weighing, nodes: Sequence[NodeInfo]) -> None:
         self.plan, self.by = plan, by
@@ -177,7 +182,10 @@ class _Scales:
 
 
 def is_replicated(plan: Plan, nodes: Sequence[NodeInfo]) -> tuple[bool, str]:
-    """Return (whether several nodes hold every layer, in several failure domains where there are such; in words)."""
+    """Return (whether several nodes hold every layer, reason).
+
+    With several failure domains, every layer must be in at least two.
+    """
     domains = {info.node: domain_of(info) for info in nodes}
     apart = len({domain for domain in domains.values() if not domain.startswith("\0")}) > 1
     holders: list[set[str]] = [set() for _ in range(plan.n_layers)]
@@ -193,7 +201,7 @@ def is_replicated(plan: Plan, nodes: Sequence[NodeInfo]) -> tuple[bool, str]:
 
 
 def options(plan: Plan, *, replicated: bool) -> list[str]:
-    """The pairs to choose among. `replicated`: another pipeline holds every layer, in another failure domain."""
+    """Return the candidate pairs. `replicated`: see `is_replicated`."""
     most = max(len(pipeline.microbatches) for pipeline in plan.pipelines)
     seldom = [k for k in SELDOM if k * LEAST <= most]
     often = [f":{k}" if k > 1 else "" for k in (*EVERY, *seldom) if k == 1 or k < most]
@@ -207,7 +215,7 @@ def options(plan: Plan, *, replicated: bool) -> list[str]:
 
 
 def choose(estimates: Sequence[Estimate], room_bytes: int = 0) -> tuple[Estimate, str]:
-    """Return (the best, why): the least expected time; where several are within `CLOSE` of it, the least lost."""
+    """Return (best, reason): the smallest loss within `CLOSE` of the least expected time."""
     fitting = [e for e in estimates if not 0 < room_bytes < e.memory_bytes] or [
         min(estimates, key=lambda e: e.memory_bytes)
     ]
@@ -220,7 +228,7 @@ def choose(estimates: Sequence[Estimate], room_bytes: int = 0) -> tuple[Estimate
 
 
 def _loads(plan: Plan, profile: Profile, bare: Prediction) -> list[_Load]:
-    """Of every node. Stages and pipelines that are alike are worked out once."""
+    """Return the load of every node. Equal stages and pipelines share one computation."""
 
     @cache
     def sizes(first: int, last: int) -> tuple[float, float, float]:
@@ -252,7 +260,7 @@ def _loads(plan: Plan, profile: Profile, bare: Prediction) -> list[_Load]:
 
 
 def _both(a: _Load, b: _Load) -> _Load:
-    """A node that holds both stages; in several pipelines, the last one's pace counts."""
+    """Return the load of a node with both stages, with the pace of the last one's pipeline."""
     return replace(
         b,
         state=a.state + b.state,
@@ -263,27 +271,27 @@ def _both(a: _Load, b: _Load) -> _Load:
 
 
 def _copies(load: _Load, scheme: Gradients) -> int:
-    """Copies of a gradient that are sent in a step."""
+    """Return the copies of a gradient sent per step."""
     return -(-load.microbatches // scheme.every) if scheme.every else 0
 
 
 def _sent(load: _Load, scheme: Gradients) -> float:
-    """How often a gradient's bytes are sent in a step, beyond the sum at its end."""
+    """Return how often a gradient is sent per step, besides the sum at the end."""
     return load.microbatches * scheme.share if scheme.rounds else _copies(load, scheme)
 
 
 def _state_bytes(load: _Load, kept: State) -> float:
-    """Bytes of state sent in a step, and of what its updates take."""
+    """Return the bytes of state and update inputs sent per step."""
     return (load.state / kept.every if kept.every else 0.0) + _update_bytes(load, kept)
 
 
 def _update_bytes(load: _Load, kept: State) -> float:
-    """Of one step: a gradient in float32, which is an accumulated one's bytes, or (exact) half of them."""
+    """Return the bytes of update inputs per step; the float32 gradient is an upper bound."""
     return load.gradient if kept.updates else 0.0
 
 
 def _tail_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_s: float) -> float:
-    """Seconds that one node adds to a step besides its copies of gradients after micro-batches."""
+    """Return the seconds that a node adds to a step, besides gradient copies during it."""
     per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
     per_copy = 1 / profile.copy_bytes_per_s if profile.copy_bytes_per_s > 0 else 0.0
     state, gradient, n = (
@@ -307,7 +315,7 @@ def _tail_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_
 def _lost_s(
     load: _Load, scheme: Gradients, kept: State, profile: Profile, step_s: float, pipelines: int
 ) -> float:
-    """Seconds that the loss of this node costs: bytes to fetch, and what is run again."""
+    """Return the seconds per loss of this node: bytes to fetch and work to repeat."""
     per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
     state, gradient, m = (
         _state_bytes(load, kept) * per_byte,
@@ -321,20 +329,18 @@ def _lost_s(
         )
         again = min(m / 2, scheme.every * (0.5 + under_way))
         return fetched + gradient + again * load.pace_s
-    if (
-        scheme.rounds
-    ):  # the sum is with the other holders; lost are half a round and the one under way
+    if scheme.rounds:  # on average half a round is lost, and the unfinished one
         return fetched + min(m / 2, 1.5 * scheme.rounds) * load.pace_s
-    # The new state may not be whole at the peer yet: then everybody goes back, and runs the whole step again.
+    # If the new state is incomplete at the peer, all nodes roll back and repeat the step.
     late = min(1.0, state / step_s) if step_s > 0 else 0.0
-    if scheme.name == LOG:  # the lost layers alone, in all pipelines
+    if scheme.name == LOG:  # only the lost layers, spread over all pipelines
         again_s = (load.compute_s + 2 * load.messages * per_byte) / pipelines
         return fetched + m / 2 * min(again_s, load.pace_s) + late * step_s
     return fetched + m / 2 * load.pace_s + late * step_s
 
 
 def _memory(load: _Load, scheme: Gradients, kept: State) -> float:
-    """Bytes kept for this node elsewhere: two copies and the one that arrives, and updates since the older state."""
+    """Return the bytes kept for this node elsewhere: three copies, plus updates."""
     updates = 2 * kept.every * _update_bytes(load, kept)
     state = 3 * load.state if kept.away else 0.0
     return state + updates + (5 * load.gradient if scheme.every else 0.0)

@@ -1,12 +1,11 @@
-"""Which node keeps whose backups.
+"""Assignment of backup peers: the node that keeps each node's backups.
 
-In order of importance: another failure domain, an even load, a node that does not hold the same layers
-(losing both would cost more), a spare (it has nothing else to do), and the next one in the ring. The ring
-alternates between domains, so that neighbours differ where possible. Nodes choose one after the other; if then an even
-load cannot be had, chains of changes repair it.
+Criteria by importance: another failure domain, an even load, other layers than the node's own
+(losing both would cost more), a spare, and the next node in the ring. The ring alternates
+between domains. Nodes choose one after the other. Augmenting chains then even the load.
 
-With N nodes this takes about N log N: whoever has room is found by following the ring, where full nodes are
-skipped at once, and where many in a row do not suit, by looking at one node of each sort (domain, layers) instead.
+N nodes take about N log N time. The search follows the ring and skips full nodes. After many
+unsuitable nodes in a row it looks at one node per sort (domain, layers) instead.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ def domain_of(info: NodeInfo) -> str:
 def choose_peers(
     nodes: Sequence[NodeInfo], layers: Mapping[str, frozenset[int]], spares: Sequence[str] = ()
 ) -> tuple[tuple[str, str], ...]:
-    """Return (node, peer) for every node in `layers` (node: layers it holds), in that order; () for a lone
-    node.
+    """Return (node, peer) for every node in `layers`, in that order; () for a single node.
+
+    `layers` maps each node to the layers that it holds.
 
     `nodes` describes all nodes at hand, spares included.
     """
@@ -59,8 +59,7 @@ def choose_peers(
 
 
 def _ring(infos: list[NodeInfo]) -> list[str]:
-    """Order nodes so that consecutive ones lie in different domains as far as possible; names settle the
-    rest."""
+    """Order nodes so that neighbours are in different domains if possible, then by name."""
     domains: dict[str, list[str]] = {}
     for info in sorted(infos, key=lambda i: natural(i.node)):
         domains.setdefault(domain_of(info), []).append(info.node)
@@ -76,7 +75,7 @@ def _ring(infos: list[NodeInfo]) -> list[str]:
 
 
 class _Table:
-    """Who keeps whose copies so far. Nodes are places in the ring."""
+    """Peers chosen so far. Nodes are indices in the ring."""
 
     def __init__(self, sorts: Sequence[Sort], holds: Sequence[bool]) -> None:
         self.sorts, self.holds, self.size = sorts, holds, len(sorts)
@@ -86,7 +85,7 @@ class _Table:
         self.limit = 1
 
     def settle(self) -> dict[int, int]:
-        """Return {node: peer} of all holders, the greatest load as small as it can be."""
+        """Return {node: peer} of all holders, with the smallest possible maximum load."""
         self._open()
         for node in range(self.size):
             if self.holds[node]:
@@ -98,7 +97,7 @@ class _Table:
         return self.chosen
 
     def _open(self) -> None:
-        """Everybody has room again, for nobody has more than the former limit."""
+        """Reset the free nodes after a higher limit: every node has room again."""
         self.spares = _Free([p for p in range(self.size) if not self.holds[p]], self.sorts)
         self.holders = _Free([p for p in range(self.size) if self.holds[p]], self.sorts)
 
@@ -126,8 +125,10 @@ class _Table:
         self.kept.setdefault(peer, []).append(node)
 
     def _exchange(self, node: int, other_layers: bool) -> bool:
-        """Give `node` a peer that is full, by the shortest chain of changes whose last node has room elsewhere; with
-        `other_layers` nobody of the chain gets a peer that holds the same layers."""
+        """Give `node` a full peer by the shortest chain of reassignments.
+
+        With `other_layers` no node of the chain gets a peer that holds the same layers.
+        """
         unseen = set(range(self.size))
         came: dict[int, int] = {}
         queue = deque([node])
@@ -146,7 +147,7 @@ class _Table:
         return False
 
     def _pass_on(self, peer: int, node: int, came: Mapping[int, int]) -> None:
-        """`peer` has room now: give it who asked, that one's former peer who asked there, up to `node`."""
+        """Apply the chain of reassignments from `peer`, which has room now, back to `node`."""
         while True:
             asking = came[peer]
             former = self.chosen.get(asking)
@@ -171,7 +172,7 @@ class _Free:
     def __init__(self, places: Sequence[int], sorts: Sequence[Sort]) -> None:
         self.sorts = sorts
         self.skip = list(range(len(sorts) + 1))
-        """Place: the next one at or after it that may have room; the number of places if there is none."""
+        """Place -> next place at or after it that may have room; the size if none."""
         self.by_sort: dict[Sort, list[int]] = {}
         """Places that have room, ascending."""
         free = set(places)
@@ -181,10 +182,10 @@ class _Free:
             else:
                 self.skip[place] = place + 1
         self.none: set[tuple[Sort, bool]] = set()
-        """Questions that were answered with no; what has no room does not get any."""
+        """Searches without result; they stay so, because nodes never regain room."""
 
     def take(self, place: int) -> None:
-        """It has no room any more."""
+        """Mark `place` as full."""
         self.skip[place] = place + 1
         row = self.by_sort[self.sorts[place]]
         del row[bisect_left(row, place)]
@@ -192,8 +193,10 @@ class _Free:
             del self.by_sort[self.sorts[place]]
 
     def next(self, node: int, other_layers: bool) -> int | None:
-        """The next place after `node` in the ring that has room, lies in another domain, and (if asked for)
-        holds none of its layers."""
+        """Return the next place after `node` with room and another domain.
+
+        With `other_layers` the place holds none of the node's layers.
+        """
         domain, held = self.sorts[node]
         question = self.sorts[node], other_layers
         if not self.by_sort or question in self.none:

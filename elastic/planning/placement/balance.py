@@ -1,10 +1,11 @@
-"""Who sends what, when several nodes could: the greatest load of a sender is kept small.
+"""Choice of senders that keeps the largest load of a sender small.
 
-Items go, largest first, to the sender that would be done first (list scheduling, longest processing time first). Where
-every sender has everything that is at most 4/3 of the best (Graham 1969); where each item has its own few senders at
-most 1 + log2(senders) times the best (Azar, Naor and Rom 1995). Then, while the heaviest sender can pass an
-item on, perhaps along a chain of others, so that all of the chain stay below its load, that is done. With items of
-one size no better choice is left at the end (Harvey, Ladner, Lovasz and Tamir 2006: semi-matchings).
+Items go, largest first, to the sender that would finish first (list scheduling, longest processing
+time first). The result is at most 4/3 of the optimum if every sender has every item (Graham 1969),
+and at most 1 + log2(senders) times the optimum otherwise (Azar, Naor and Rom 1995). Then items move
+from the most loaded sender along chains of senders, while the whole chain stays below its load.
+For items of equal size the result is optimal (Harvey, Ladner, Lovasz and Tamir 2006:
+semi-matchings).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-PATIENCE = 50_000
-"""Choices looked at while passing items on, at most; enough for hundreds of items."""
+MAX_EXAMINED = 50_000
+"""Maximum choices examined while moving items; enough for hundreds of items."""
 
 
 def balance(
@@ -21,26 +22,28 @@ def balance(
 ) -> list[str]:
     """Return the sender of each item.
 
-    An item is {sender: its cost there}, in order of preference among equals; `load` is what senders have to do
-    already. Costs are of any one unit (bytes, seconds).
+    An item is {sender: cost}, in order of preference among equals. `load` is the initial load of
+    senders. All costs have the same unit (bytes or seconds).
     """
-    desk = _Desk(items, dict(load or {}))
+    assignment = _SenderAssignment(items, dict(load or {}))
     for i in sorted(range(len(items)), key=lambda i: (-min(items[i].values()), i)):
-        desk.give(i, min(items[i], key=lambda s: (desk.load.get(s, 0) + items[i][s], items[i][s])))
-    while desk.looked < PATIENCE and desk.relieve():
+        assignment.give(
+            i, min(items[i], key=lambda s: (assignment.load.get(s, 0) + items[i][s], items[i][s]))
+        )
+    while assignment.examined < MAX_EXAMINED and assignment.relieve_heaviest():
         pass
-    return [desk.sender[i] for i in range(len(items))]
+    return [assignment.sender[i] for i in range(len(items))]
 
 
-class _Desk:
-    """Items as they are given out so far."""
+class _SenderAssignment:
+    """Items assigned to senders so far."""
 
     def __init__(self, items: Sequence[Mapping[str, float]], load: dict[str, float]) -> None:
         self.items, self.load = items, load
         self.sender: dict[int, str] = {}
         self.of: dict[str, dict[int, None]] = {}
         """Sender: its items, in the order in which they came."""
-        self.looked = 0
+        self.examined = 0
 
     def give(self, item: int, sender: str) -> None:
         former = self.sender.get(item)
@@ -51,7 +54,7 @@ class _Desk:
         self.load[sender] = self.load.get(sender, 0) + self.items[item][sender]
         self.of.setdefault(sender, {})[item] = None
 
-    def relieve(self) -> bool:
+    def relieve_heaviest(self) -> bool:
         """Take one item from the heaviest sender, by the shortest chain; False if there is none."""
         if not self.of:
             return False
@@ -68,7 +71,7 @@ class _Desk:
                 if freed <= 0 or (giver in came and self.load[giver] + added - freed >= most):
                     continue
                 for taker, cost in self.items[item].items():
-                    self.looked += 1
+                    self.examined += 1
                     if taker in came or taker == heaviest:
                         continue
                     came[taker] = item

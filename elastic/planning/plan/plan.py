@@ -1,4 +1,4 @@
-"""The text form of a plan, and what a plan must satisfy.
+"""Text form of a plan, and the validation of plans.
 
     plan epoch=4 layers=6 microbatches=8 tp=1 backup=stream+snapshot
     pipeline 0 microbatches=0-3 schedule=zero-bubble: node0[0:2] node1[2:4]+recompute node3[4:6]
@@ -7,10 +7,11 @@
     spares node5
     reason 2 pipelines of depths 3+1
 
-A unit prints as NODE or, when the node has several TP groups or it is not the first, as NODE/GROUP. A schedule that
-is not named is 1f1b; under the interleaved one stages are listed in model order, and so their units repeat. Lines
-without content are left out; blank lines and lines that begin with # are skipped when read. In a reason, backslash,
-newline and carriage return are written \\\\, \\n and \\r. `parse_plan(format_plan(p)) == p` for every plan.
+A unit prints as NODE. It prints as NODE/GROUP if the node has several TP groups, or if the group is
+not the first. The default schedule is 1f1b. Stages are listed in model order, so units repeat under
+the interleaved schedule. The formatter omits empty lines; the parser skips blank lines and lines
+that begin with #. A reason escapes backslash, newline and carriage return as \\\\, \\n and \\r.
+`parse_plan(format_plan(p)) == p` holds for every plan.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _UNESCAPES = {text: char for char, text in _ESCAPES.items()}
 
 
 def format_plan(plan: Plan) -> str:
-    """Return the text form. Raises FieldError for node names that could not be read back."""
+    """Return the text form. Raises FieldError for node names that the parser would reject."""
     _check_names(plan)
     groups = Counter(unit.node for unit in dict.fromkeys(plan.units()))
     lines = [
-        f"plan epoch={plan.epoch} layers={plan.n_layers} microbatches={plan.n_microbatches} tp={plan.tp} "
-        f"backup={plan.gradients}+{plan.state}"
+        f"plan epoch={plan.epoch} layers={plan.n_layers} microbatches={plan.n_microbatches} "
+        f"tp={plan.tp} backup={plan.gradients}+{plan.state}"
     ]
     for number, pipeline in enumerate(plan.pipelines):
         stages = "".join(f" {_format_stage(stage, groups)}" for stage in pipeline.stages)
@@ -58,7 +59,10 @@ def format_plan(plan: Plan) -> str:
 
 
 def parse_plan(text: str) -> Plan:
-    """Read the text form; what it says is not checked further (`validate_plan` does). Raises FieldError."""
+    """Parse the text form. Raises FieldError for malformed text.
+
+    `validate_plan` checks whether the parsed plan can run.
+    """
     text = text.replace("\r\n", "\n")
     lines = [
         line for line in text.split("\n") if line.strip() and not line.lstrip().startswith("#")
@@ -95,7 +99,7 @@ def parse_plan(text: str) -> Plan:
 
 
 def validate_plan(plan: Plan) -> None:
-    """Raise FieldError naming the first thing that makes `plan` impossible to run."""
+    """Raise FieldError for the first reason why `plan` cannot run."""
     for name, value, least in (
         ("epoch", plan.epoch, 0),
         ("layers", plan.n_layers, 1),
@@ -137,7 +141,7 @@ def _parse_pipeline(line: str, expected: int) -> Pipeline:
             raise FieldError(
                 f"plan.pipeline {expected}",
                 item,
-                "write a stage as NODE[FIRST:LAST] or NODE/GROUP[...], with +recompute if it does",
+                "write a stage as NODE[FIRST:LAST] or NODE/GROUP[...]; +recompute may follow",
             )
         unit = Unit(stage[1], int(stage[2] or 0))
         stages.append(Stage(unit, int(stage[3]), int(stage[4]), recompute=bool(stage[5])))
@@ -148,7 +152,9 @@ def _parse_pipeline(line: str, expected: int) -> Pipeline:
 def _parse_peer(item: str) -> tuple[str, str]:
     match = _PEER.fullmatch(item)
     if not match:
-        raise FieldError("plan.peers", item, "write NODE>NODE THAT KEEPS ITS BACKUPS")
+        raise FieldError(
+            "plan.peers", item, "write NODE>PEER; the peer keeps the backups of the node"
+        )
     return match[1], match[2]
 
 
@@ -177,7 +183,7 @@ def _check_cover(field: str, pipeline: Pipeline, n_layers: int) -> None:
 
 
 def _check_schedule(field: str, pipeline: Pipeline) -> None:
-    """The schedule exists and fits the stages; a unit's stages come round and round."""
+    """Check that the schedule exists and fits, and that the units repeat in a fixed order."""
     units = units_of(pipeline)
     try:
         check_stages(pipeline.schedule, len(units), len(pipeline.stages))
@@ -186,7 +192,9 @@ def _check_schedule(field: str, pipeline: Pipeline) -> None:
     for s, stage in enumerate(pipeline.stages):
         if stage.unit != units[s % len(units)]:
             wanted = units[s % len(units)]
-            remedy = f"units take turns: stage {s} belongs on {wanted.node}/{wanted.group}"
+            remedy = (
+                f"units repeat in a fixed order: stage {s} belongs on {wanted.node}/{wanted.group}"
+            )
             raise FieldError(f"{field}.schedule", f"{stage.unit.node}/{stage.unit.group}", remedy)
 
 
@@ -198,11 +206,14 @@ def _check_units(plan: Plan) -> None:
         if unit.group < 0:
             raise FieldError("plan.unit", f"{unit.node}/{unit.group}", "groups count from 0")
         if seen.setdefault(unit, number) != number:
-            remedy = "a unit takes stages of one pipeline; give another node"
+            remedy = "a unit holds stages of one pipeline only; use another node"
             raise FieldError("plan.unit", f"{unit.node}/{unit.group}", remedy)
         for layer in stage.layers:
             if layers.setdefault((unit.node, layer), unit) != unit:
-                remedy = f"layer {layer} may lie on a node only once; put the other pipeline on another node"
+                remedy = (
+                    f"a node holds layer {layer} at most once; "
+                    "put the other pipeline on another node"
+                )
                 raise FieldError("plan.unit", unit.node, remedy)
 
 

@@ -1,7 +1,7 @@
-"""Ranks of an epoch: who each worker of a plan is, and with whom it communicates. Pure.
+"""Ranks of an epoch: the rank, stages and communication partners of each worker of a plan.
 
-Ranks follow the plan: pipelines in order, their units in order, TP ranks in order. Spares have no rank. A unit has one
-stage, or several under the interleaved schedule.
+Ranks follow the plan: pipelines in order, their units in order, TP ranks in order. Spares have no
+rank. A unit has one stage, or several under the interleaved schedule.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from elastic.planning.schedule.schedule import units_of
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One stage of a worker, and where its neighbours are."""
+    """One stage of a worker, and the ranks of its neighbours."""
 
     stage: Stage
     number: int
-    """Of the stage in its pipeline."""
+    """Index of the stage in its pipeline."""
     previous: int | None
-    """Rank that has the stage before; None: this is the first."""
+    """Rank of the previous stage; None for the first stage."""
     following: int | None
+    """Rank of the next stage; None for the last stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,14 @@ class Member:
     """TP rank."""
     pipeline: int
     stage: int
-    """Number of its first stage, which is also its place among the pipeline's units."""
+    """Index of its first stage, equal to the index of its unit in the pipeline."""
     layers: tuple[int, ...]
-    """All that it holds, of all of its stages, in ascending order."""
+    """Layers of all of its stages, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """All workers of an epoch; index in `members` is the rank."""
+    """All workers of an epoch. The index in `members` is the rank."""
 
     members: tuple[Member, ...]
     pipelines: tuple[Pipeline, ...]
@@ -54,20 +55,23 @@ class Roster:
         return len(self.members)
 
     def rank(self, unit: Unit, shard: int = 0) -> int:
-        """Rank of a worker. Raises FieldError if it holds no stage."""
+        """Return the rank of a worker. Raises FieldError if it holds no stage."""
         for rank, member in enumerate(self.members):
             if member.unit == unit and member.shard == shard:
                 return rank
         raise FieldError("unit", unit, "it holds no stage in this plan")
 
     def holders(self, layer: int, shard: int) -> tuple[int, ...]:
-        """Ranks that hold one (layer, TP rank), one a pipeline, in pipeline order."""
+        """Return the ranks that hold (layer, TP rank): one per pipeline, in pipeline order."""
         return tuple(
             r for r, m in enumerate(self.members) if m.shard == shard and layer in m.layers
         )
 
     def places(self, rank: int) -> tuple[Place, ...]:
-        """The stages of `rank`, in model order, with the ranks of their neighbours (of the same TP rank)."""
+        """Return the stages of `rank` in model order, with the ranks of their neighbours.
+
+        Neighbours have the same TP rank.
+        """
         me = self.members[rank]
         stages = self.pipelines[me.pipeline].stages
         ranks = {
@@ -86,21 +90,21 @@ class Roster:
         )
 
     def holder_sets(self) -> tuple[tuple[int, ...], ...]:
-        """Distinct sets of ranks that share a (layer, TP rank), those with more than one rank, sorted."""
+        """Return the distinct sets of several ranks that share a (layer, TP rank), sorted."""
         sets = {
             self.holders(layer, shard) for layer in range(self.n_layers) for shard in range(self.tp)
         }
         return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
 
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Every (sender, receiver) between neighbouring stages, both directions, sorted."""
+        """Return every (sender, receiver) of neighbouring stages, both directions, sorted."""
         places = ((rank, place) for rank in range(self.size) for place in self.places(rank))
         down = {(rank, place.following) for rank, place in places if place.following is not None}
         return tuple(sorted(down | {(following, rank) for rank, following in down}))
 
 
 def roster(plan: Plan) -> Roster:
-    """The ranks of `plan`."""
+    """Return the ranks of `plan`."""
     members = tuple(
         Member(
             unit,

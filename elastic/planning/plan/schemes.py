@@ -1,4 +1,7 @@
-"""Backup schemes by name: GRADIENTS+STATE, as stream:4+snapshot. What they do and cost: docs/design/backup.md."""
+"""Backup schemes by name: GRADIENTS+STATE, for example stream:4+snapshot.
+
+docs/design/backup.md describes the schemes and their costs.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ STATE_SCHEMES = (SNAPSHOT, REPLICA, REPLAY, NONE)
 SHARDED = "/sharded"
 MOST_EVERY = 1 << 20
 REPLAY_EVERY, MOST_REPLAY = 8, 64
-"""Updates between two whole states at the peer: of `replay`, and at most."""
+"""Updates between two whole states at the peer: default of `replay`, and maximum."""
 REMEDY = (
-    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches), reduce, reduce:K, log or recompute, "
-    "+ snapshot, replica, replay or replay:N (whole states every N updates), "
+    "auto, or GRADIENTS+STATE: stream, stream:K (every K micro-batches), reduce, reduce:K, log or "
+    "recompute, + snapshot, replica, replay or replay:N (whole states every N updates), "
     "with /sharded after it (not replica) where pipelines share the optimizer state"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """How finished micro-batches' gradients are kept."""
+    """Scheme that protects the gradients of finished micro-batches."""
 
     name: str
     every: int = 0
@@ -34,14 +37,19 @@ class Gradients:
 
     @property
     def share(self) -> float:
-        """Of a gradient's bytes, what is sent a micro-batch. Of a sum over k holders each sends 2 (k - 1) / k: here as
-        if they were two."""
+        """Fraction of gradient bytes sent per micro-batch.
+
+        In a sum over k holders each sends 2 (k - 1) / k; this assumes k = 2.
+        """
         often = self.every or self.rounds
         return 1 / often if often else 0.0
 
 
 def gradients_of(text: str, field: str = "gradients") -> Gradients:
-    """Read stream, stream:K, reduce, reduce:K, log, recompute or none. Raises FieldError naming `field`."""
+    """Parse stream, stream:K, reduce, reduce:K, log, recompute or none.
+
+    Raises FieldError with `field`.
+    """
     name, colon, number = text.partition(":")
     if name not in GRADIENT_SCHEMES:
         raise FieldError(
@@ -62,34 +70,36 @@ def gradients_of(text: str, field: str = "gradients") -> Gradients:
 
 
 def streamed(gradients: str) -> str:
-    """What takes the place of `reduce` where some layer has one holder only."""
+    """Return the scheme that replaces `reduce` if some layer has only one holder."""
     return gradients.replace(REDUCE, STREAM, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How parameters and optimizer state are kept."""
+    """Scheme that protects parameters and optimizer state."""
 
     name: str
     every: int = 0
-    """Updates between two whole copies of a layer at the peer; 0: none goes there."""
+    """Updates between two whole copies of a layer at the peer; 0: no copies."""
     sharded: bool = False
-    """Each of k holders of a layer has 1 / k of its optimizer state, makes that part of the update, and gets the other
-    parameters from the others."""
+    """Each of k holders of a layer has 1 / k of its optimizer state.
+
+    It updates that part and receives the other parameters from the other holders.
+    """
 
     @property
     def away(self) -> bool:
-        """The peer can make the state of every layer."""
+        """Whether the peer can restore the state of every layer."""
         return self.every > 0
 
     @property
     def updates(self) -> bool:
-        """Between whole copies the peer gets what each update takes."""
+        """Whether the peer receives the input of each update between whole copies."""
         return self.every > 1
 
 
 def state_of(text: str, field: str = "state") -> State:
-    """Read snapshot, replica, replay, replay:N or none. Raises FieldError naming `field`."""
+    """Parse snapshot, replica, replay, replay:N or none. Raises FieldError with `field`."""
     scheme, slash, _ = text.partition("/")
     if slash and text != scheme + SHARDED:
         raise FieldError(
@@ -109,13 +119,16 @@ def state_of(text: str, field: str = "state") -> State:
     if colon and (
         not number.isascii() or not number.isdigit() or not 2 <= int(number) <= MOST_REPLAY
     ):
-        remedy = f"{name}:N with N from 2 to {MOST_REPLAY}; for whole states after every update take snapshot"
+        remedy = (
+            f"{name}:N with N from 2 to {MOST_REPLAY}; "
+            "for whole states after every update take snapshot"
+        )
         raise FieldError(field, text, remedy)
     return State(name, int(number or REPLAY_EVERY), sharded=bool(slash))
 
 
 def portion_of(plan: Plan, node: str, layer: int) -> Portion:
-    """What `node` has of the optimizer state of `layer`, which it holds."""
+    """Return the part of the optimizer state of `layer` that its holder `node` has."""
     if not state_of(plan.state).sharded:
         return WHOLE
     nodes = [unit.node for unit in plan.holders(layer)]
@@ -123,7 +136,7 @@ def portion_of(plan: Plan, node: str, layer: int) -> Portion:
 
 
 def schemes_of(backup: str, field: str = "backup") -> tuple[Gradients, str]:
-    """Read GRADIENTS+STATE. Raises FieldError naming `field`."""
+    """Parse GRADIENTS+STATE. Raises FieldError with `field`."""
     gradients, plus, state = backup.partition("+")
     if not plus or state.partition("/")[0].partition(":")[0] not in STATE_SCHEMES:
         raise FieldError(field, backup, REMEDY)
@@ -132,7 +145,10 @@ def schemes_of(backup: str, field: str = "backup") -> tuple[Gradients, str]:
 
 
 def refuse_useless(backup: str, pipelines: str, field: str = "--backup") -> None:
-    """Raise FieldError for pairs that protect nothing, with the reason. `pipelines`: as the user fixed them."""
+    """Raise FieldError, with the reason, for pairs that protect nothing.
+
+    `pipelines` is the value of --pipelines.
+    """
     gradients, state = schemes_of(backup, field)
     if state == NONE and gradients.name != NONE:
         why = f"{gradients.name} without the state it belongs to recovers nothing"

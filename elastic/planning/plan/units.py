@@ -44,7 +44,7 @@ def duration_of(field: str, value: object) -> float:
 
 
 def _text(value: object) -> str:
-    """Numbers as text without an exponent; anything but numbers and text as text that fits nothing."""
+    """Return numbers without exponent; return "?" for values that are no number or text."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return "?"
     if isinstance(value, str):

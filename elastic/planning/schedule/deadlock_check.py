@@ -1,4 +1,4 @@
-"""Runs the lists of a pipeline against each other without computing anything, and so finds what would hang."""
+"""Validation of a pipeline's action lists by a dry run that detects deadlocks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from elastic.planning.schedule.schedule import Action, Kind, message_of
 def validate(
     lists: Sequence[Sequence[Action]], *, unreceived: int | None = None
 ) -> tuple[int, ...]:
-    """Check the lists of a whole pipeline, first unit first, and run them dry.
+    """Check the lists of a whole pipeline and run them without computing.
 
     Args:
-        lists: one action list a unit. Stage s is on unit s % len(lists).
-        unreceived: messages under way from one unit before its next send waits for the oldest; None: any number.
+        lists: one action list per unit, first unit first. Stage s is on unit s % len(lists).
+        unreceived: maximum unreceived messages of one unit; its next send waits. None: no limit.
 
     Returns:
         Per unit, the most micro-batches in flight at once (`peak`).
 
     Raises:
-        FieldError: an action is missing, doubled or out of place, or the units would wait for each other for ever.
+        FieldError: an action is missing, doubled or out of order, or the units deadlock.
     """
     n_stages = max([len(lists), *(a.stage + 1 for actions in lists for a in actions)])
     for unit, actions in enumerate(lists):
@@ -34,10 +34,10 @@ def validate(
 
 
 def peak(actions: Sequence[Action], weights: Mapping[int, float] | None = None) -> float:
-    """What a unit must hold at most: micro-batches between F and the end of their backward pass (B or W).
+    """Return the maximum number of micro-batches in flight: between F and B or W.
 
-    With several stages each counts by itself. `weights` (stage: bytes of one micro-batch's activations; -1 where
-    actions name no stage) gives bytes instead of a number.
+    Each stage of the unit counts separately. With `weights` (stage -> bytes of one micro-batch's
+    activations; key -1 if actions name no stage) the result is in bytes.
     """
     held = most = 0.0
     for action in actions:
@@ -48,20 +48,20 @@ def peak(actions: Sequence[Action], weights: Mapping[int, float] | None = None) 
 
 
 def _check_unit(unit: int, n_units: int, n_stages: int, actions: Sequence[Action]) -> None:
-    """Each action exactly once, after what it needs, and none is missing."""
+    """Check that each action occurs exactly once, after its dependencies."""
     done: set[Action] = set()
     for i, action in enumerate(actions):
         where = f"unit {unit} action {i}"
         stage = unit if action.stage < 0 else action.stage
         if stage % n_units != unit or (action.stage < 0 and n_stages > n_units):
-            raise FieldError(where, str(action), f"its stage is not on this one of {n_units} units")
+            raise FieldError(where, str(action), f"its stage is not on this unit ({n_units} units)")
         needs = _needs(stage, n_stages)
         if action.kind not in needs:
             raise FieldError(
                 where, str(action), f"stage {stage} of {n_stages} has no neighbour on that side"
             )
         if action in done:
-            raise FieldError(where, str(action), "it is there already")
+            raise FieldError(where, str(action), "it is a duplicate; remove it")
         before = [Action(kind, action.microbatch, action.stage) for kind in needs[action.kind]]
         if before and not done.intersection(before):
             raise FieldError(
@@ -70,13 +70,11 @@ def _check_unit(unit: int, n_units: int, n_stages: int, actions: Sequence[Action
         done.add(action)
     missing = sorted(str(action) for action in _missing(n_stages, unit, done))
     if missing:
-        raise FieldError(
-            f"unit {unit}", missing, "these actions are missing, or one too many is there"
-        )
+        raise FieldError(f"unit {unit}", missing, "these actions are missing or redundant")
 
 
 def _needs(stage: int, n_stages: int) -> dict[Kind, tuple[Kind, ...]]:
-    """Kinds that a stage uses, each with those of which one must come before it for the same micro-batch."""
+    """Return the kinds that a stage uses, each with its alternative predecessors."""
     gradient = (Kind.F,) if stage == n_stages - 1 else (Kind.RECV_B,)
     needs: dict[Kind, tuple[Kind, ...]] = {
         Kind.F: () if stage == 0 else (Kind.RECV_F,),
@@ -92,7 +90,7 @@ def _needs(stage: int, n_stages: int) -> dict[Kind, tuple[Kind, ...]]:
 
 
 def _missing(n_stages: int, unit: int, done: set[Action]) -> set[Action]:
-    """Actions without which the others make no whole; also a B beside the two parts of the same one."""
+    """Return missing actions, and parts I and W that duplicate a whole B."""
     wanted: set[Action] = set()
     for m, number in {(action.microbatch, action.stage) for action in done}:
         stage = unit if number < 0 else number
@@ -119,14 +117,14 @@ def _check_same_microbatches(lists: Sequence[Sequence[Action]], n_stages: int) -
 
 @dataclass(slots=True)
 class _Message:
-    """A message under way, as the action that receives it."""
+    """A message in flight, as the action that receives it."""
 
     action: Action
     received: bool = False
 
 
 def _dry_run(lists: Sequence[Sequence[Action]], unreceived: int | None) -> None:
-    """Run all lists against each other; each pair of units has a queue a direction."""
+    """Run all lists together; each pair of units has one queue per direction."""
     n_units, position = len(lists), [0] * len(lists)
     wires: dict[tuple[int, int], deque[_Message]] = {}
     sent: list[deque[_Message]] = [deque() for _ in lists]
@@ -139,7 +137,10 @@ def _dry_run(lists: Sequence[Sequence[Action]], unreceived: int | None) -> None:
             if not wire:
                 return False
             if wire[0].action != action:
-                text = f"unit {other} sends what {wire[0].action} receives first; receive in the order of sending"
+                text = (
+                    f"unit {other} sends the message of {wire[0].action} first; "
+                    "receive in the order of sending"
+                )
                 raise FieldError(f"unit {unit} action {position[unit]}", str(action), text)
             wire.popleft().received = True
         elif not action.kind.computes:
@@ -162,4 +163,4 @@ def _dry_run(lists: Sequence[Sequence[Action]], unreceived: int | None) -> None:
                 moved = True
     stuck = [f"unit {u} at {lists[u][p]}" for u, p in enumerate(position) if p < len(lists[u])]
     if stuck:
-        raise FieldError("schedule", "; ".join(stuck), "they wait for each other for ever: reorder")
+        raise FieldError("schedule", "; ".join(stuck), "the units deadlock: reorder the actions")

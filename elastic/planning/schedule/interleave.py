@@ -1,4 +1,4 @@
-"""From one stage a unit to several: the stages of the interleaved schedule."""
+"""Stages of the interleaved schedule: several per unit."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ _HALVINGS = 40
 
 
 def can_interleave(n_layers: int, n_units: int, chunks: int = 2) -> bool:
-    """Whether so many units can have so many stages each."""
+    """Return whether `n_units` units can have `chunks` stages each."""
     return n_units >= 2 and chunks >= 2 and n_units * chunks <= n_layers
 
 
 def interleave(pipeline: Pipeline, seconds: Sequence[Sequence[float]], chunks: int = 2) -> Pipeline:
-    """Give every unit of `pipeline` `chunks` stages, cut so that the slowest stage is as fast as can be.
+    """Give every unit of `pipeline` `chunks` stages; minimise the time of the slowest stage.
 
     Args:
         pipeline: units in order; a unit that recomputes does so on all of its stages.
         seconds: per unit, the seconds (or figures in proportion) of each layer on it.
 
-    Raises FieldError where there are too few layers or units (`can_interleave`).
+    Raises:
+        FieldError: there are too few layers or units (`can_interleave`).
     """
     units, n_layers = units_of(pipeline), pipeline.stages[-1].last
     if not can_interleave(n_layers, len(units), chunks):
@@ -45,9 +46,10 @@ def interleave(pipeline: Pipeline, seconds: Sequence[Sequence[float]], chunks: i
 
 
 def _cut(sums: Sequence[Sequence[float]], n_layers: int) -> list[int]:
-    """Ends of consecutive stages, the first at 0, whose slowest is fastest. `sums`: per stage, prefix sums of layers.
+    """Return the stage boundaries that minimise the time of the slowest stage.
 
-    A limit is feasible if stages that take as many layers as they can within it reach the end.
+    `sums` has, per stage, the prefix sums of the layers' seconds. Bisection finds the smallest time
+    limit under which greedily filled stages cover all layers.
     """
     low, high = 0.0, max(row[-1] for row in sums)
     best = _reach(sums, n_layers, high)
@@ -60,7 +62,7 @@ def _cut(sums: Sequence[Sequence[float]], n_layers: int) -> list[int]:
 
 
 def _reach(sums: Sequence[Sequence[float]], n_layers: int, limit: float) -> list[int] | None:
-    """Ends of stages of at most `limit` each; None if they cannot hold all layers, at least one each."""
+    """Return boundaries of stages within `limit`; None if they cannot cover all layers."""
     ends = [0]
     for s, row in enumerate(sums):
         last = bisect_right(row, row[ends[-1]] + limit) - 1
@@ -72,7 +74,10 @@ def _reach(sums: Sequence[Sequence[float]], n_layers: int, limit: float) -> list
 
 
 def scheduled(pipeline: Pipeline, schedule: str, seconds: Sequence[Sequence[float]]) -> Pipeline:
-    """`pipeline` under `schedule`, or as it is where that cannot be (one unit, too few layers). `seconds`: as above."""
+    """Return `pipeline` under `schedule`, or unchanged if the schedule does not fit it.
+
+    One unit or too few layers do not fit. `seconds` is as in `interleave`.
+    """
     units = units_of(pipeline)
     if schedule == INTERLEAVED and can_interleave(pipeline.stages[-1].last, len(units)):
         return interleave(pipeline, seconds)

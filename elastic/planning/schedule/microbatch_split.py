@@ -1,7 +1,7 @@
-"""Sharing micro-batches over pipelines so that the last one to finish finishes earliest.
+"""Split of micro-batches over pipelines with the earliest finish of the last pipeline.
 
-A pipeline's cost grows with every micro-batch that it is given, so handing out one at a time, each to the
-pipeline that would finish it first, is optimal.
+A pipeline's cost grows with every micro-batch. So the greedy choice is optimal: each micro-batch
+goes to the pipeline that would finish it first.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import heapq
 from collections.abc import Callable, Sequence
 
 Cost = Callable[[int], float]
-"""Finishing time of a pipeline as a function of its micro-batches; never falls; inf when it cannot take so
-many."""
+"""Finish time of a pipeline by number of micro-batches: non-decreasing, inf above its limit."""
 
 
 def allot(total: int, costs: Sequence[Cost], least: int = 1) -> tuple[int, ...]:
-    """Return how many of `total` micro-batches each pipeline gets, at least `least` each; earlier ones win
-    ties.
+    """Return the number of micro-batches of each pipeline, at least `least` each.
 
-    Needs total >= least * len(costs).
+    Earlier pipelines win ties. Needs total >= least * len(costs).
     """
     counts = [least] * len(costs)
     heap = [(cost(least + 1), i) for i, cost in enumerate(costs)]
@@ -31,7 +29,7 @@ def allot(total: int, costs: Sequence[Cost], least: int = 1) -> tuple[int, ...]:
 
 
 def deal(microbatches: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Cut `microbatches` into consecutive runs of the given lengths."""
+    """Cut `microbatches` into consecutive ranges of the given lengths."""
     dealt, start = [], 0
     for count in counts:
         dealt.append(tuple(microbatches[start : start + count]))

@@ -1,8 +1,8 @@
-"""Action lists of micro-batches that only some layers run: an excerpt of a pipeline.
+"""Action lists of micro-batches that run through only some layers of a pipeline.
 
-Each group of micro-batches through the same layers is a small 1F1B over the stages that hold any of them; groups follow
-each other, on every unit in the same order, so none waits for what comes later elsewhere. Where a unit has several of
-these stages (interleaved), micro-batches go through one by one.
+Each group of micro-batches with the same layers runs as a small 1F1B over the stages that hold
+these layers. All units run the groups in the same order, so they cannot deadlock. If a unit has
+several of these stages (interleaved), the micro-batches run one by one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORWARD = (Kind.RECV_F, Kind.F, Kind.SEND_F)
 def groups(
     runs: Sequence[PartialRun], pipeline: int
 ) -> list[tuple[tuple[int, int], tuple[PartialRun, ...]]]:
-    """((first, last) layer, runs) of one pipeline: runs of the same layers that follow each other, together."""
+    """Group consecutive runs of one pipeline by layers: ((first, last), runs)."""
     mine = [run for run in runs if run.pipeline == pipeline]
     return [
         (span, tuple(found)) for span, found in groupby(mine, lambda run: (run.first, run.last))
@@ -28,9 +28,10 @@ def groups(
 
 
 def excerpt(pipeline: Pipeline, first: int, last: int, microbatches: tuple[int, ...]) -> Lists:
-    """What each unit of `pipeline` (`units_of`) does to take `microbatches` through layers [first, last).
+    """Return each unit's actions that run `microbatches` through layers [first, last).
 
-    The first stage has no receives, nor the last: what they start from is given to them.
+    The order is that of `units_of`. The first stage gets its inputs, and the last stage its output
+    gradients, from the caller, without receives.
     """
     units = units_of(pipeline)
     inside = [
@@ -54,7 +55,7 @@ def excerpt(pipeline: Pipeline, first: int, last: int, microbatches: tuple[int, 
 
 
 def _one_after_another(rows: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
-    """The stages of one unit: of each micro-batch forward through all of them, then backward."""
+    """Merge the stages of one unit: per micro-batch all forward, then all backward."""
     if len(rows) < 2:
         return tuple(action for row in rows for action in row)
     order = dict.fromkeys(action.microbatch for action in rows[0])

@@ -1,15 +1,17 @@
-"""Schedules: what one unit does in a step, as a list of actions that prints, parses and can be checked.
+"""Schedules: the action list of each unit in a step, with its text form.
 
-A unit runs its actions in order. Receives wait for the neighbour, sends never wait for it (up to a bound on
-the number of messages under way), and messages from one unit to another arrive in the order in which they
-were sent.
+A unit runs its actions in order. A receive waits for the neighbour. A send does not wait, up to a
+bound on the messages in flight. Messages between two units arrive in the order of sending.
 
-    F3  forward pass of micro-batch 3    SF3  activations to the next stage        RF3  from the previous one
-    B3  backward pass                    SB3  gradient to the previous stage       RB3  from the next one
-    I3  its part that finds the gradient of the stage's input
-    W3  its part that finds the parameters' gradients; I3 and W3 together are B3
+    F3  forward pass of micro-batch 3  SF3  send activations to the next stage
+                                       RF3  receive activations from the previous stage
+    B3  backward pass                  SB3  send the gradient to the previous stage
+                                       RB3  receive the gradient from the next stage
+    I3  part of B3 that computes the gradient of the stage's input
+    W3  part of B3 that computes the gradients of the parameters
 
-Where a unit has several stages the stage comes first: 2F3 is F3 of stage 2. `docs/design/schedules.md` draws them.
+If a unit has several stages, the stage number comes first: 2F3 is F3 of stage 2.
+`docs/design/schedules.md` has drawings.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = SCHEDULES = ("1f1b", "interleaved", "zer
 
 
 class Kind(StrEnum):
-    """What an action does; the value is how it prints."""
+    """Kind of an action. The value is its text form."""
 
     F = "F"
     B = "B"
@@ -45,12 +47,12 @@ class Kind(StrEnum):
 
     @property
     def receives(self) -> bool:
-        """The unit may have to wait for a neighbour here."""
+        """Whether the unit may wait for a neighbour here."""
         return self in (Kind.RECV_F, Kind.RECV_B)
 
     @property
     def finishes(self) -> bool:
-        """After it the stage has the micro-batch's gradients, and its activations are free."""
+        """Whether it completes the micro-batch's gradients and frees its activations."""
         return self in (Kind.B, Kind.WEIGHT)
 
 
@@ -62,14 +64,14 @@ class Action:
     kind: Kind
     microbatch: int
     stage: int = -1
-    """Stage of the pipeline; -1: the only one that the unit has."""
+    """Stage of the pipeline; -1: the only stage of the unit."""
 
     def __str__(self) -> str:
         return f"{'' if self.stage < 0 else self.stage}{self.kind.value}{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that prints as `text`. Raises FieldError."""
+        """Parse the text form. Raises FieldError."""
         match = _TEXT.fullmatch(text)
         kinds = {kind.value: kind for kind in Kind}
         if match is None or match[2] not in kinds:
@@ -80,7 +82,7 @@ class Action:
 
 
 Lists = tuple[tuple[Action, ...], ...]
-"""What each unit of a pipeline does, first unit first."""
+"""Actions of each unit of a pipeline, first unit first."""
 
 
 def format_actions(actions: Iterable[Action]) -> str:
@@ -92,14 +94,15 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
 
 def units_of(pipeline: Pipeline) -> tuple[Unit, ...]:
-    """The units of a pipeline, each once, in the order of their first stages."""
+    """Return the distinct units of a pipeline, in the order of their first stages."""
     return tuple(dict.fromkeys(stage.unit for stage in pipeline.stages))
 
 
 def actions_of(pipeline: Pipeline, microbatches: tuple[int, ...] | None = None) -> Lists:
-    """What the units of `pipeline` do (`units_of`), for its own micro-batches or for those given.
+    """Return the actions of the units of `pipeline`, in the order of `units_of`.
 
-    The one place from which engine, timeline and validation take a pipeline's lists. Raises FieldError.
+    `microbatches` defaults to those of the pipeline. Engine, timeline and validation all take their
+    lists from here. Raises FieldError.
     """
     indices = pipeline.microbatches if microbatches is None else microbatches
     return lists(pipeline.schedule, len(units_of(pipeline)), len(pipeline.stages), indices)
@@ -107,7 +110,7 @@ def actions_of(pipeline: Pipeline, microbatches: tuple[int, ...] | None = None) 
 
 @lru_cache(maxsize=64)
 def lists(schedule: str, n_units: int, n_stages: int, microbatches: tuple[int, ...]) -> Lists:
-    """The lists of any schedule for any number of micro-batches. Stage s is on unit s % n_units.
+    """Return the action lists of a schedule. Stage s is on unit s % n_units.
 
     Raises FieldError if the schedule is unknown or does not fit the numbers.
     """
@@ -117,7 +120,7 @@ def lists(schedule: str, n_units: int, n_stages: int, microbatches: tuple[int, .
 def computing(
     schedule: str, n_units: int, n_stages: int, microbatches: Sequence[int]
 ) -> list[Iterator[Action]]:
-    """What each unit computes, in order, without its messages. Raises FieldError as `lists` does."""
+    """Return each unit's compute actions, without messages. Raises FieldError as `lists` does."""
     check_stages(schedule, n_units, n_stages)
     if schedule == INTERLEAVED:
         chunks = n_stages // n_units
@@ -127,7 +130,7 @@ def computing(
 
 
 def check_stages(schedule: str, n_units: int, n_stages: int) -> None:
-    """Raise FieldError if `schedule` does not exist or cannot run `n_stages` stages on `n_units` units."""
+    """Raise FieldError if `schedule` is unknown or does not fit the stages and units."""
     if schedule not in SCHEDULES:
         raise FieldError("schedule", schedule, f"one of {', '.join(SCHEDULES)}")
     if schedule != INTERLEAVED and n_stages != n_units:
@@ -141,9 +144,9 @@ def check_stages(schedule: str, n_units: int, n_stages: int) -> None:
 
 
 def one_f_one_b(stage: int, n_stages: int, microbatches: tuple[int, ...]) -> tuple[Action, ...]:
-    """The 1F1B list of `stage`: one forward pass ahead per stage behind it, then one of each in turn.
+    """Return the 1F1B list of `stage`: warm-up forwards, alternation, then the backwards left.
 
-    At most `n_stages - stage` micro-batches are between their forward and backward pass at any moment.
+    At most `n_stages - stage` micro-batches are in flight at any moment.
     """
     if not 0 <= stage < n_stages:
         raise FieldError("stage", stage, f"between 0 and {n_stages - 1}")
@@ -151,7 +154,10 @@ def one_f_one_b(stage: int, n_stages: int, microbatches: tuple[int, ...]) -> tup
 
 
 def _one_f_one_b(stage: int, n_stages: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    """PipeDream-Flush (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training")."""
+    """PipeDream-Flush.
+
+    Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training".
+    """
     ahead = min(n_stages - stage - 1, len(microbatches))
     for m in microbatches[:ahead]:
         yield Action(Kind.F, m)
@@ -163,11 +169,12 @@ def _one_f_one_b(stage: int, n_stages: int, microbatches: Sequence[int]) -> Iter
 
 
 def _zero_bubble(stage: int, n_stages: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    """ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): 1F1B with its backward passes in two parts.
+    """ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): 1F1B with split backward passes.
 
-    Stage s begins its weight parts s micro-batches late, so that gradients reach the first stage earlier and
-    what is left fills the end. At most min(n_stages, micro-batches) are in flight, as on the first stage of
-    1F1B. That stage needs no gradient of its input, and would run both parts in a row: it keeps them whole.
+    Stage s delays its weight parts by s micro-batches. Gradients so reach the first stage earlier,
+    and the delayed parts fill the bubble at the end. At most min(n_stages, micro-batches) are in
+    flight, as on the first stage of 1F1B. The first stage would run both parts in a row, so it runs
+    whole backward passes.
     """
     late: deque[int] = deque()
     for action in _one_f_one_b(stage, n_stages, microbatches):
@@ -185,11 +192,13 @@ def _zero_bubble(stage: int, n_stages: int, microbatches: Sequence[int]) -> Iter
 def _interleaved(
     unit: int, n_units: int, chunks: int, microbatches: Sequence[int]
 ) -> Iterator[Action]:
-    """Interleaved 1F1B (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters").
+    """Interleaved 1F1B.
 
-    Micro-batches go through in groups; a unit takes a group through one of its stages, then through the next.
-    Groups of just `n_units` keep all busy with the least memory (Megatron-LM requires them). Here all numbers
-    of micro-batches run: groups differ by one at most, and are no smaller than `n_units` unless there are fewer.
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
+    A unit runs a group of micro-batches through one of its stages, then through its next one.
+    Groups of exactly `n_units` keep all units busy with the least memory (Megatron-LM requires
+    them). Here any number of micro-batches runs: group sizes differ by at most one, and are at
+    least `n_units` unless there are fewer micro-batches.
     """
     groups = _groups(microbatches, n_units)
     forwards = [(c, m) for group in groups for c in range(chunks) for m in group]
@@ -206,7 +215,7 @@ def _interleaved(
 
 
 def _groups(microbatches: Sequence[int], least: int) -> list[Sequence[int]]:
-    """Cut into groups of at least `least` (or one group), as many as possible, larger ones first."""
+    """Cut into as many groups of at least `least` as possible (or one), larger groups first."""
     n_groups = max(1, len(microbatches) // least)
     size, larger = divmod(len(microbatches), n_groups)
     ends = [(i + 1) * size + min(i + 1, larger) for i in range(n_groups)]
@@ -214,10 +223,10 @@ def _groups(microbatches: Sequence[int], least: int) -> list[Sequence[int]]:
 
 
 def _connect(compute: Sequence[Iterable[Action]], n_stages: int) -> Lists:
-    """Put sends right after what makes a message, and receives right before what needs it.
+    """Add sends right after the producing action, and receives right before the consuming one.
 
-    A unit receives in the order in which the other sends; where it needs a later message first, the earlier ones are
-    received with it. That costs no time: they are there already.
+    A unit receives in the other unit's order of sending. If it needs a later message first, it also
+    receives the earlier ones then. That costs no time, because they have arrived already.
     """
     sent = [tuple(_with_sends(u, actions, n_stages)) for u, actions in enumerate(compute)]
     n_units, queues = len(sent), defaultdict[tuple[int, int], deque[Action]](deque)
@@ -245,7 +254,7 @@ def _with_sends(unit: int, actions: Iterable[Action], n_stages: int) -> Iterator
 
 
 def message_of(unit: int, send: Action, n_units: int) -> tuple[int, Action]:
-    """The unit that `send` goes to, and the action that receives it."""
+    """Return the destination unit of `send` and the action that receives it."""
     step = 1 if send.kind is Kind.SEND_F else -1
     kind = Kind.RECV_F if send.kind is Kind.SEND_F else Kind.RECV_B
     stage = -1 if send.stage < 0 else send.stage + step
@@ -255,7 +264,7 @@ def message_of(unit: int, send: Action, n_units: int) -> tuple[int, Action]:
 def _with_receives(
     unit: int, actions: Iterable[Action], n_stages: int, sender: Callable[[int], deque[Action]]
 ) -> Iterator[Action]:
-    """`sender(step)`: what the next (1) or the previous (-1) unit sends here, in its order; emptied."""
+    """Insert receives. `sender(step)` is the queue of the next (1) or previous (-1) unit."""
     here: set[Action] = set()
     for action in actions:
         stage = unit if action.stage < 0 else action.stage

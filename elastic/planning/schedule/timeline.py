@@ -1,8 +1,8 @@
-"""Runs the action lists of a pipeline against the clock of the cost model: when does each action begin and end?
+"""Simulation of a pipeline's action lists: start and end of each action.
 
-A unit runs its list in order; a receive waits until the neighbour's message is there; a message is there `hop_s`
-after it was sent; sending takes no time of the sender. This is what the engine does, and so the finest
-prediction that the planner has.
+A unit runs its list in order. A receive waits for the neighbour's message, which arrives `hop_s`
+after the send. Sending takes no time on the sender. The engine follows the same rules, so this is
+the most precise prediction that the planner has.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class StageTimes:
     forward_s: float
     backward_s: float
     backward_input_s: float = 0.0
-    """For schedules that run the two parts of the backward pass apart."""
+    """Input part, for schedules that split the backward pass."""
     backward_weight_s: float = 0.0
     hop_s: float = 0.0
-    """From this stage to the following one, and back: each message."""
+    """One message between this stage and the next one, in either direction."""
 
     def of(self, kind: Kind) -> float:
-        """Seconds of a compute action."""
+        """Return the seconds of a compute action; 0 for messages."""
         match kind:
             case Kind.F:
                 return self.forward_s
@@ -46,7 +46,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One compute action on the clock."""
+    """One compute action with its start and end."""
 
     stage: int
     action: Action
@@ -60,22 +60,22 @@ class Timeline:
 
     spans: tuple[Span, ...]
     makespan_s: float
-    """When the last action of the last unit ends."""
+    """End of the last action of all units."""
     busy_s: tuple[float, ...]
     """Per unit: seconds spent computing."""
     finish_s: tuple[float, ...]
-    """Per unit: when its last action ends."""
+    """Per unit: end of its last action."""
 
     def unit_of(self, span: Span) -> int:
-        """Index of the unit that ran it."""
+        """Return the index of the unit that runs `span`."""
         return span.stage % len(self.busy_s)
 
 
 def simulate(lists: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> Timeline:
-    """Run `lists` (one a unit, from `elastic.planning.schedule.schedule.actions_of`) with `times` (one a stage).
+    """Simulate `lists` (one per unit, see `schedule.actions_of`) with `times` (one per stage).
 
-    Exact for the rules above, in time proportional to the number of actions. Raises FieldError if the units wait for
-    each other for ever (`elastic.planning.schedule.deadlock_check` says more).
+    The result is exact for the rules above, in time linear in the number of actions. Raises
+    FieldError if the units deadlock (`deadlock_check` explains the cycle).
     """
     run = _Run(lists, times)
     ready = deque(range(len(lists)))
@@ -83,14 +83,17 @@ def simulate(lists: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> 
         ready.extend(run.advance(ready.popleft()))
     if any(at < len(actions) for at, actions in zip(run.position, lists, strict=True)):
         raise FieldError(
-            "schedule", f"stuck at {run.position}", "its units wait for each other for ever"
+            "schedule", f"stuck at {run.position}", "the units deadlock: each waits for another"
         )
     spans = sorted((span for row in run.spans for span in row), key=lambda s: (s.start_s, s.stage))
     return Timeline(tuple(spans), max(run.clock, default=0.0), tuple(run.busy), tuple(run.clock))
 
 
 def makespan(schedule: str, n_units: int, microbatches: int, times: Sequence[StageTimes]) -> float:
-    """`simulate(...).makespan_s` of a schedule's own lists, to the last bit, without the rest: for comparing plans."""
+    """Return `simulate(...).makespan_s` of a schedule, bit-exact and faster.
+
+    `times` has one entry per stage. Plan comparison uses this function.
+    """
     hops = [stage.hop_s for stage in times] + [0.0]
     seconds = [stage.of(kind) for stage in times for kind in _COMPUTE]
     program = _program(schedule, n_units, len(times), microbatches)
@@ -108,29 +111,29 @@ _COMPUTE = (Kind.F, Kind.B, Kind.INPUT, Kind.WEIGHT)
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """Compute actions of a pipeline in an order in which all that one waits for comes before it."""
+    """Compute actions of a pipeline in topological order of their dependencies."""
 
     unit: array[int]
     slot: array[int]
-    """Stage and kind: which seconds it takes."""
+    """Index of its duration, from stage and kind."""
     before: array[int]
-    """The action whose message it waits for; the last entry, which never runs: none."""
+    """Index of the action whose message it waits for; one past the end for none."""
     hop: array[int]
-    """Whose `hop_s` the message takes; the last entry, which is 0: none."""
+    """Stage whose `hop_s` the message takes; one past the end for none."""
 
 
 @lru_cache(maxsize=512)
 def _program(schedule: str, n_units: int, n_stages: int, microbatches: int) -> _Program:
-    """Follow the lists; what is received earlier than it is needed costs no time."""
+    """Order the actions. An early receive costs no time, so messages need no own action."""
     lists = [list(row) for row in computing(schedule, n_units, n_stages, range(microbatches))]
     total = sum(map(len, lists))
-    made = _Program(array("i"), array("i"), array("i"), array("i"))
+    program = _Program(array("i"), array("i"), array("i"), array("i"))
     done: dict[tuple[int, bool, int], int] = {}
     position = [0] * n_units
     ready = deque(range(n_units))
     while ready:
         unit = ready.popleft()
-        told = set[int]()
+        notified = set[int]()
         while position[unit] < len(lists[unit]):
             action = lists[unit][position[unit]]
             stage = unit if action.stage < 0 else action.stage
@@ -141,21 +144,21 @@ def _program(schedule: str, n_units: int, n_stages: int, microbatches: int) -> _
             if before < 0:
                 break
             if action.kind is not Kind.WEIGHT:
-                done[stage, forward, action.microbatch] = len(made.unit)
-                told.add((stage + 1 if forward else stage - 1) % n_units)
-            made.unit.append(unit)
-            made.slot.append(stage * len(_COMPUTE) + _COMPUTE.index(action.kind))
-            made.before.append(before)
-            made.hop.append(min(stage, source) if waits else n_stages)
+                done[stage, forward, action.microbatch] = len(program.unit)
+                notified.add((stage + 1 if forward else stage - 1) % n_units)
+            program.unit.append(unit)
+            program.slot.append(stage * len(_COMPUTE) + _COMPUTE.index(action.kind))
+            program.before.append(before)
+            program.hop.append(min(stage, source) if waits else n_stages)
             position[unit] += 1
         ready.extend(
-            other for other in told if other != unit and position[other] < len(lists[other])
+            other for other in notified if other != unit and position[other] < len(lists[other])
         )
-    return made
+    return program
 
 
 class _Run:
-    """State of a simulation: per unit a position, a clock, and a queue for what each other unit sends it."""
+    """State of a simulation: position and clock per unit, and the messages between units."""
 
     def __init__(self, lists: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> None:
         self._lists, self._hops = lists, [stage.hop_s for stage in times]
@@ -166,12 +169,12 @@ class _Run:
         self.clock, self.busy = [0.0] * len(lists), [0.0] * len(lists)
         self.spans: list[list[Span]] = [[] for _ in lists]
         self._wires: dict[tuple[int, int], deque[float]] = defaultdict(deque)
-        """(receiver, sender): when each message will be there, in order."""
+        """(receiver, sender): arrival times of the messages, in order."""
 
     def advance(self, unit: int) -> list[int]:
-        """Run a unit until it must wait. Return the units that got a message meanwhile."""
+        """Run `unit` until it must wait. Return the unfinished units that it sent messages to."""
         actions, n_units = self._lists[unit], len(self._lists)
-        clock, at, told = self.clock[unit], self.position[unit], set[int]()
+        clock, at, notified = self.clock[unit], self.position[unit], set[int]()
         while at < len(actions):
             action = actions[at]
             kind, stage = action.kind, unit if action.stage < 0 else action.stage
@@ -186,7 +189,7 @@ class _Run:
                 )
                 other = (unit + step) % n_units
                 self._wires[other, unit].append(clock + hop)
-                told.add(other)
+                notified.add(other)
             else:
                 wire = self._wires[unit, (unit + (1 if kind is Kind.RECV_B else -1)) % n_units]
                 if not wire:
@@ -194,4 +197,4 @@ class _Run:
                 clock = max(clock, wire.popleft())
             at += 1
         self.clock[unit], self.position[unit] = clock, at
-        return [other for other in told if self.position[other] < len(self._lists[other])]
+        return [other for other in notified if self.position[other] < len(self._lists[other])]
