@@ -1,15 +1,18 @@
-"""What backups cost without failures: step time with each pair of schemes over step time without.
+"""Cost of backups without failures: step time with each pair of schemes over step time without.
 
     python -m benchmarks.backup_overhead [--pairs 30] [--tokens 512]
 
-Four nodes in one pipeline and in two. One job trains throughout; its backup is switched on and off in blocks of steps,
-so that both sides share processes, memory and whatever else the machine does. The first step of a block is not counted:
-it still carries the last one's transfers, or does not carry its own yet. The figure is the median over pairs of
-neighbouring blocks. `auto` is run first, until it has weighed its pairs by what it measured; what it takes is then
-compared like the others. Exposed are the seconds in which a worker's main thread copied or waited; sent is what all
-nodes send in a step.
+Four nodes run one pipeline, then two. One job trains throughout; its backup is switched on and off
+in blocks of steps, so that both sides share the processes, the memory and the other load of the
+machine. The first step of a block is not counted, because transfers cross the border of the
+block. The result is the median over pairs of neighbouring blocks.
 
-`reduce` cannot be switched within a job: its row compares jobs, one after the other, with `recompute`, which sums once.
+`auto` runs first, until it has compared its pairs by measured times. The pair that it takes is then
+measured like the others. "Exposed" is the time that a worker's main thread spent copying or
+waiting. "Sent" is the number of bytes that all nodes send per step.
+
+`reduce` cannot be switched within a job. Its row compares whole jobs, one after the other, with
+`recompute`, which sums once.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ def train(pairs: int, sizes: argparse.Namespace) -> None:
     from examples import train_gpt
 
     class Switched(Protection):
-        """Publishes in the blocks that are on. Nothing would be recoverable: this is a measurement."""
+        """Publishes only in blocks with backup on; without it the job could not recover."""
 
         on = True
 
@@ -128,8 +131,10 @@ def n_steps(pairs: int) -> int:
 
 def script_flags(steps: int, sizes: argparse.Namespace) -> list[str]:
     flags = {
-        "layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads, "seq-len": sizes.sequence,
-        "micro-batch-size": sizes.tokens[0] // sizes.sequence, "num-microbatches": 8, "steps": steps,
+        "layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads,
+        "seq-len": sizes.sequence,
+        "micro-batch-size": sizes.tokens[0] // sizes.sequence, "num-microbatches": 8,
+        "steps": steps,
         "dtype": sizes.dtype,
     }  # fmt: skip
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
@@ -152,11 +157,12 @@ class Measured:
 def run(
     backup: str, pipelines: int, script: Sequence[str], scratch: str, flags: Sequence[str] = ()
 ) -> tuple[Path, dict[str, Any]]:
-    """Run one job; return its directory and summary. Raises RuntimeError with its output if it fails."""
+    """Run one job; return its directory and summary. Raises RuntimeError with its output."""
     run_dir = Path(tempfile.mkdtemp(dir=scratch)) / "run"
     command = [
         sys.executable, "-m", "elastic", "run", "--standalone", "--nnodes", str(NODES),
-        "--pipelines", str(pipelines), "--backup", backup, "--run-dir", str(run_dir), *flags, *script,
+        "--pipelines", str(pipelines), "--backup", backup, "--run-dir", str(run_dir), *flags,
+        *script,
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -172,8 +178,10 @@ def measure(
 ) -> Measured:
     """Run one job, with these flags of `elastic run` besides, and compare its blocks."""
     script = [
-        "-m", "benchmarks.backup_overhead", "--worker", "--pairs", str(pairs), "--layers", str(sizes.layers),
-        "--hidden", str(sizes.hidden), "--tokens", str(sizes.tokens[0]), "--heads", str(sizes.heads),
+        "-m", "benchmarks.backup_overhead", "--worker", "--pairs", str(pairs), "--layers",
+        str(sizes.layers),
+        "--hidden", str(sizes.hidden), "--tokens", str(sizes.tokens[0]), "--heads",
+        str(sizes.heads),
         "--sequence", str(sizes.sequence), "--dtype", sizes.dtype,
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
@@ -260,7 +268,10 @@ def main() -> int:
         return 0
     found = []
     for pipelines, pairs in PAIRS.items():
-        where = f"{NODES} nodes, {pipelines} pipeline{'s' * (pipelines > 1)}, {args.tokens[0]} tokens a micro-batch"
+        where = (
+            f"{NODES} nodes, {pipelines} pipeline{'s' * (pipelines > 1)}, "
+            f"{args.tokens[0]} tokens a micro-batch"
+        )
         backup = train_alone("auto", pipelines, WEIGHED, args)["backup"]
         auto = f"{backup['gradients']}+{backup['state']}"
         found += rows_of(

@@ -1,11 +1,11 @@
-"""Our engine against torch.distributed.pipelining's Schedule1F1B.
+"""Our engine against `Schedule1F1B` of torch.distributed.pipelining.
 
     python -m benchmarks.engine [--stages 2 4] [--pairs 12] [--hidden 256] [--tokens 512] ...
 
-Same processes, same layer objects, same cuts, same micro-batches, gloo for both. The two take turns, step by
-step, the first of each pair alternating; a step's time is that of its slowest rank. The figure is the median
-over pairs of torch's time over
-ours: above 1 we are faster. Both compute the same gradients, which is checked once, before anything is timed.
+Both use the same processes, layer objects, stages and micro-batches, and gloo. They take turns step
+by step, and the first of each pair alternates. The time of a step is that of its slowest rank. The
+result is the median over pairs of torch's time over ours: above 1 we are faster. Both compute the
+same gradients, which is checked once before the timing starts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What backups cost and how fast vaults move bytes: `python -m benchmarks.vault`.
+"""Cost of backups, and speed at which vaults move bytes: `python -m benchmarks.vault`.
 
-Pairs of (ours, bare socket) are measured in turns in one run; the ratio is the median of the pairs. The peer
-is a process of its own.
+Pairs of (our vault, bare socket) are measured in turns in one run. The ratio is the median of the
+pairs. The peer is a separate process.
 """
 
 from __future__ import annotations

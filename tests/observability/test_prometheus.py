@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a job in which a node is killed: names, rules, an alert, all queries of the dashboard."""
+"""A real Prometheus scrapes a job that loses a node: names, rules, an alert, dashboard queries."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def encoded(value: Any) -> bytes:
 
 
 def sample(kind: Any, inside: tuple[Any, ...] = ()) -> Any:
-    """Some value of an annotation, every field filled; `inside`: the classes around it, each at most twice."""
+    """A value of an annotation with every field filled; `inside` (outer classes) limits nesting."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         if args[-1] is Ellipsis:
@@ -79,7 +79,7 @@ json_values = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), data=st.data())
 def test_damaged_messages_are_refused_or_read(kind: str, data: st.DataObject) -> None:
-    """Replace one field of a good message by anything: a FieldError or a value, never another error."""
+    """Any value in one field of a good message gives a FieldError or a value, no other error."""
     body = msgspec.msgpack.decode(pack(sample(KINDS[kind]), term=0, epoch=0).body)
     field = data.draw(st.sampled_from([*sorted(body), "unknown"]))
     body[field] = data.draw(json_values)

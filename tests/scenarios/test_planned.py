@@ -18,7 +18,7 @@ SLACK_S = 0.2
 
 
 def microbatch_s(run: Run, recovery: dict[str, Any]) -> float:
-    """Time of one micro-batch on one stage under the plan before the change, from the job's own steps."""
+    """Time of one micro-batch on one stage under the plan before the change, from step times."""
     events = [e for e in run.events if e["kind"] == "step" and e["epoch"] == recovery["epoch"] - 1]
     plan = next(
         e for e in run.events if e["kind"] == "plan" and e["epoch"] == recovery["epoch"] - 1

@@ -289,7 +289,7 @@ def test_too_large_a_question_is_refused(bench: Bench, authority: Authority) -> 
 
 
 def test_a_stranger_makes_nobody_read_much(bench: Bench, authority: Authority) -> None:
-    """gRPC reads a message before anybody can ask for a proof: it is told to read no more than a piece."""
+    """gRPC reads a message before the proof is checked, so it must limit the message size."""
     certs = certs_of(bench, authority)
     with open_channel(grpc, bench.address, client_options(5.0), secure(certs)) as channel:
         asked = Envelope(0, 0, "echo", bytes(PIECE_BYTES + channel_options.SPARE_BYTES))

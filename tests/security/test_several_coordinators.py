@@ -1,4 +1,4 @@
-"""Several addresses, each with TLS and token: the newest is followed, and nobody who only says that it is."""
+"""Several addresses with TLS and token: nodes follow the newest genuine leader, no impostor."""
 
 from __future__ import annotations
 

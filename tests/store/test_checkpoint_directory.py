@@ -49,7 +49,8 @@ def test_files_are_plain_safetensors(tmp_path: Path) -> None:
 
 
 def portions_of(layer: int, step: int, number: int) -> list[bytes]:
-    """A layer's state as its holders share it: of the weight's 8 elements the first has all, cut at grains."""
+    """A layer's state in parts, cut at grains: the first holder has all 8 elements of the
+    weight."""
     header, data = read_header(memoryview(layer_run(layer, step))), layer_run(layer, step)
     rows = [(e.name, e.dtype, e.shape, e.shard_dim) for e in header.tensors]
     runs = []

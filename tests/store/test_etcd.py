@@ -1,4 +1,4 @@
-"""What only the store on etcd has: outages, members, compaction, passwords and certificates, lost answers."""
+"""Behaviour of the etcd store alone: outages, members, compaction, passwords, TLS, lost answers."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_certificates(tmp_path: Path) -> None:
 
 
 def certificates(folder: Path) -> dict[str, str]:
-    """Files of an authority, of a server and a client that it vouches for, and of another authority."""
+    """Files of an authority, of its server and client certificates, and of another authority."""
     made: dict[str, str] = {}
 
     def write(name: str, key: ec.EllipticCurvePrivateKey, cert: x509.Certificate) -> None:
