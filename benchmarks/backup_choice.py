@@ -99,7 +99,8 @@ def measure(cell: Cell, pair: str, steps: int, folder: Path) -> float:
         *shaped(cell.link),
     ]
     summary = run(cell.profile(), flags, MICROBATCHES, steps + SKIP, folder)
-    return median(summary["step_s"][SKIP:])
+    step_s: list[float] = summary["step_s"]
+    return median(step_s[SKIP:])
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
 from benchmarks.results import Row, load, save
+from elastic.worker.backup.policy import Protection
 
 BLOCK = 4
 """Steps of a block; the first is not counted."""
@@ -56,66 +57,66 @@ def switched_on(step: int) -> bool:
     return step < BLOCK or (step // BLOCK) % 2 == 0
 
 
+class SwitchedProtection(Protection):
+    """Publishes only in blocks with backup on; without it the job could not recover."""
+
+    on = True
+    used: ClassVar[list[float]] = []
+    sent: ClassVar[list[int]] = []
+    exposed: ClassVar[list[float]] = []
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.log is not None:
+            keep = self.log.keep
+            setattr(self.log, "keep", lambda *told: keep(*told) if self.on else None)  # noqa: B010
+
+    def after_microbatch(self, step: int) -> None:
+        self.on = switched_on(step)
+        if self.on:
+            super().after_microbatch(step)
+        else:
+            self.enter()
+
+    def after_microbatches(self) -> None:
+        if self.on:
+            super().after_microbatches()
+
+    def before_commit(self, step: int, reduced: Any) -> None:
+        if self.on:
+            super().before_commit(step, reduced)
+
+    def before_update(self, reduced: Any, clip: float) -> None:
+        if self.on:
+            super().before_update(reduced, clip)
+
+    def after_update(self) -> None:
+        if self.on:
+            super().after_update()
+        traffic = self._publisher.traffic.take()
+        if self.on:
+            self.sent.append(traffic.sent_bytes)
+            self.exposed.append(traffic.copied_s + traffic.waited_s)
+        self.used.append(cpu_s())
+
+    def finish(self) -> None:
+        told = {
+            "sent": statistics.mean(self.sent),
+            "exposed": statistics.median(self.exposed),
+            "cpu_s": self.used,
+        }
+        path = Path(os.environ["ELASTIC_RUN_DIR"]) / f"node-{os.environ['ELASTIC_NODE']}.json"
+        path.write_text(json.dumps(told))
+        super().after_update()
+        super().finish()
+
+
 def train(pairs: int, sizes: argparse.Namespace) -> None:
-    """What every worker runs: the example's model, with the backup switched on and off."""
+    """Train the example's model in a worker, with the backup switched on and off."""
     from elastic.worker import trainer as runtime
-    from elastic.worker.backup.policy import Protection
     from examples import train_gpt
 
-    class Switched(Protection):
-        """Publishes only in blocks with backup on; without it the job could not recover."""
-
-        on = True
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            if self.log is not None:
-                keep = self.log.keep
-                setattr(self.log, "keep", lambda *told: keep(*told) if self.on else None)  # noqa: B010
-
-        def after_microbatch(self, step: int) -> None:
-            self.on = switched_on(step)
-            if self.on:
-                super().after_microbatch(step)
-            else:
-                self.enter()
-
-        def after_microbatches(self) -> None:
-            if self.on:
-                super().after_microbatches()
-
-        def before_commit(self, step: int, reduced: Any) -> None:
-            if self.on:
-                super().before_commit(step, reduced)
-
-        def before_update(self, reduced: Any, clip: float) -> None:
-            if self.on:
-                super().before_update(reduced, clip)
-
-        def after_update(self) -> None:
-            if self.on:
-                super().after_update()
-            traffic = self._publisher.traffic.take()
-            if self.on:
-                sent.append(traffic.sent_bytes)
-                exposed.append(traffic.copied_s + traffic.waited_s)
-            used.append(cpu_s())
-
-        def finish(self) -> None:
-            told = {
-                "sent": statistics.mean(sent),
-                "exposed": statistics.median(exposed),
-                "cpu_s": used,
-            }
-            path = Path(os.environ["ELASTIC_RUN_DIR"]) / f"node-{os.environ['ELASTIC_NODE']}.json"
-            path.write_text(json.dumps(told))
-            super().after_update()
-            super().finish()
-
-    used: list[float] = []
-    sent: list[int] = []
-    exposed: list[float] = []
-    setattr(runtime, "Protection", Switched)  # noqa: B010
+    setattr(runtime, "Protection", SwitchedProtection)  # noqa: B010
     train_gpt.main(script_flags(n_steps(pairs), sizes))
 
 

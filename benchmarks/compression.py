@@ -145,7 +145,9 @@ def codecs() -> Iterator[Codec]:
 
 def measure(name: str, data: Bytes, codec: Codec, turns: int) -> tuple[list[Row], float, float]:
     """Rows of one codec on one copy, the remaining fraction, and bytes packed per CPU second."""
-    view, packing, unpacking = memoryview(data), [], []  # type: ignore[var-annotated]
+    view = memoryview(data)  # type: ignore[arg-type]
+    packing: list[float] = []
+    unpacking: list[float] = []
     pieces = [view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES)]
     blocks: list[bytes] = []
     for _ in range(turns):

@@ -243,7 +243,10 @@ def work(setting: Setting, rank: int, store: str, pipe: Connection) -> None:
     host, port = store.split(":")
     rendezvous = dist.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("torch", rendezvous), rank=rank, world_size=setting.stages
+        "gloo",
+        store=dist.PrefixStore("torch", rendezvous),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=setting.stages,
     )
     replicas = build(setting, roster(plan_of(setting)).members[rank].layers)
     shape = (setting.microbatches * setting.sequences, SEQ + 1)
@@ -260,8 +263,8 @@ def work(setting: Setting, rank: int, store: str, pipe: Connection) -> None:
     found = []
     for i in range(setting.pairs):
         if i % 2:
-            b = timed(ours.step)
-            found.append((timed(theirs.step), b))
+            our_time = timed(ours.step)
+            found.append((timed(theirs.step), our_time))
         else:
             found.append((timed(theirs.step), timed(ours.step)))
         theirs.gradients()

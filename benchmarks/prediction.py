@@ -138,7 +138,8 @@ def measure(shape: Shape, steps: int, run_dir: Path) -> float:
     if done.returncode:
         raise RuntimeError(done.stdout.decode(errors="replace"))
     summary = json.loads((out / "summary.json").read_text())
-    return median(summary["step_s"][SKIP:])
+    step_s: list[float] = summary["step_s"]
+    return median(step_s[SKIP:])
 
 
 def run(plan: str, words: list[str]) -> int:

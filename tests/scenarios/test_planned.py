@@ -24,9 +24,8 @@ def microbatch_s(run: Run, recovery: dict[str, Any]) -> float:
         e for e in run.events if e["kind"] == "plan" and e["epoch"] == recovery["epoch"] - 1
     )
     depth, m = plan["text"].count("[", 0, plan["text"].index("peers")), 6
-    return median([e["seconds"] for e in events[1:]] or [e["seconds"] for e in events]) / (
-        m + depth - 1
-    )
+    seconds: list[float] = [e["seconds"] for e in events]
+    return median(seconds[1:] or seconds) / (m + depth - 1)
 
 
 FLAGS = exact(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,9 @@ def certs(request: pytest.FixtureRequest, authority: Authority) -> Path | None:
 @pytest.fixture
 def node(places: list[str], certs: Path | None) -> Iterator[tuple[Recorder, CoordinatorSession]]:
     told = Recorder()
-    callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
+    callbacks: dict[str, Any] = {
+        name: told.callback(name) for name in ("on_message", "on_up", "on_down")
+    }
     session = CoordinatorSession(
         ",".join(places), sender="node0", secure=secure(certs), **callbacks
     )

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,7 +192,7 @@ def _torn_manifest(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:50])
 
 
-def _change(path: Path, **changes: object) -> None:
+def _change(path: Path, **changes: Any) -> None:
     manifest = checkpoint_directory.read_manifest(path)
     (path / "manifest.json").write_text(codec.dumps(dataclasses.replace(manifest, **changes)))
 

@@ -173,7 +173,7 @@ class _Losing:
         return answer
 
 
-class _Lost(grpc.RpcError):
+class _Lost(grpc.RpcError):  # type: ignore[misc]
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNAVAILABLE
 
@@ -206,7 +206,7 @@ def test_history_is_compacted(server: Etcd, monkeypatch: pytest.MonkeyPatch) -> 
     revision = None
     for number in range(60):
         revision = store.put_if("k", str(number).encode(), revision, token).revision
-    request = etcdrpc.RangeRequest(key=b"test/k/k", revision=revision - 50)
+    request = etcdrpc.RangeRequest(key=b"test/k/k", revision=(revision or 0) - 50)
     with pytest.raises(StoreError, match="compacted"):
         try:
             store._connection.call("Range", request)
