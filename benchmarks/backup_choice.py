@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from tqdm import tqdm
 
@@ -119,7 +120,7 @@ class Outcome:
         )
 
 
-def compare(cell: Cell, steps: int, folder: Path, bar: tqdm[None]) -> tuple[float, list[str]]:
+def compare(cell: Cell, steps: int, folder: Path, bar: tqdm[Any]) -> tuple[float, list[str]]:
     """Return (expected slowdown of auto's pair against the best in percent, lines of the table)."""
     plan = cell.plan()
     options = estimates(plan, cell.by(), nodes())

@@ -85,7 +85,7 @@ def transfers(directory: Path) -> list[Row]:
     for sequence in range(1, TURNS + 3):
         copy = describe(data, sequence)
         figures = {
-            "bare": timed(lambda: (bare.sendall(data), bare.recv(1))),
+            "bare": timed(lambda: (bare.sendall(data), bare.recv(1))),  # type: ignore[func-returns-value]
             "put": timed(lambda copy=copy: client.put([(copy, data)])),  # type: ignore[misc]
             "get": timed(lambda copy=copy: client.get(copy, out)),  # type: ignore[misc]
         }

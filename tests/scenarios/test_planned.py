@@ -23,9 +23,11 @@ def microbatch_s(run: Run, recovery: dict[str, Any]) -> float:
     plan = next(
         e for e in run.events if e["kind"] == "plan" and e["epoch"] == recovery["epoch"] - 1
     )
-    depth, m = plan["text"].count("[", 0, plan["text"].index("peers")), 6
+    text: str = plan["text"]
+    depth, m = text.count("[", 0, text.index("peers")), 6
     seconds: list[float] = [e["seconds"] for e in events]
-    return median(seconds[1:] or seconds) / (m + depth - 1)
+    typical = float(median(seconds[1:] or seconds))
+    return typical / (m + depth - 1)
 
 
 FLAGS = exact(

@@ -96,7 +96,9 @@ def test_another_authority_at_one_address_is_not_followed(
     places: list[str], authority: Authority
 ) -> None:
     told = Recorder()
-    callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
+    callbacks: dict[str, Any] = {
+        name: told.callback(name) for name in ("on_message", "on_up", "on_down")
+    }
     stranger = Bench(places[0], 99, SecuritySettings(authority.foreign, "", TOKEN))
     with refused(Reason.HANDSHAKE, "agent"):
         session = CoordinatorSession(

@@ -13,6 +13,7 @@ import pytest
 from elastic.agent.vault import server as vault_server
 from elastic.agent.vault.server import VaultServer
 from elastic.domain.errors import VaultError
+from elastic.rpc.bulk.handshake import HANDSHAKE_S
 from elastic.rpc.security import unauthenticated
 from elastic.rpc.security.rejections import Reason
 from tests.patience import LONG_S
@@ -82,7 +83,7 @@ def test_who_drips_bytes_is_held_no_longer_than_the_greeting_may_take(
     server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A header sent byte by byte: the TLS handshake and the greeting share one deadline."""
-    greeting_s = vault_server.HANDSHAKE_S
+    greeting_s = HANDSHAKE_S
     monkeypatch.setattr(vault_server, "HANDSHAKE_S", 1.0)
     certs = certs_of(server, authority)
     for before_tls in (True, False):

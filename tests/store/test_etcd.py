@@ -132,7 +132,7 @@ def test_a_watch_survives_compaction(server: Etcd) -> None:
         KeyChange("kept", b"1", kept.revision),
     ]
     other, away = opened(server), threading.Event()
-    reach, store._connection.client = store._connection.client, lambda: _unless(away, reach)
+    reach, store._connection.client = store._connection.client, lambda: _unless(away, reach)  # type: ignore[method-assign]
     away.set()
     assert watch._stream is not None
     watch._stream.cancel()  # the connection is lost, and back only after the compaction
