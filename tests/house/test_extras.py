@@ -137,6 +137,7 @@ def test_a_coordinator_needs_no_torch(tmp_path: Path) -> None:
         assert coordinator.returncode == 0, said
         assert [agent.wait(60) for agent in agents] == [0, 0]
     finally:
-        for process in [coordinator, *agents]:
-            process.kill()
+        coordinator.kill()
+        for agent in agents:
+            agent.kill()
     assert len(json.loads((tmp_path / "run" / "summary.json").read_text())["loss"]) == 30

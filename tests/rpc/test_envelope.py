@@ -37,7 +37,7 @@ def sample(kind: Any, inside: tuple[Any, ...] = ()) -> Any:
         return sample(next(arg for arg in args if arg is not type(None)), inside)
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return kind(
+        return kind(  # type: ignore[operator]
             **{f.name: sample(hints[f.name], (*inside, kind)) for f in dataclasses.fields(kind)}
         )
     if issubclass(kind, Enum):

@@ -45,7 +45,10 @@ def test_payload_larger_than_any_buffer(pair: tuple[socket.socket, socket.socket
 
 def test_drain_keeps_frames_in_step(pair: tuple[socket.socket, socket.socket]) -> None:
     sender = in_thread(
-        lambda: [FrameStream(pair[0]).send(i, (memoryview(bytes(1 << 20)),)) for i in range(3)]
+        lambda: [
+            FrameStream(pair[0]).send(i, (memoryview(bytes(1 << 20)),))  # type: ignore[func-returns-value]
+            for i in range(3)
+        ]
     )
     stream = FrameStream(pair[1])
     for i in range(3):

@@ -61,7 +61,7 @@ def test_out_of_reach_is_one_error_in_bounded_time(server: Etcd) -> None:
     )
     (member,) = server.members
     for stop, back in ((lambda: member.signal(signal.SIGSTOP), None), (server.kill, server.start)):
-        stop()
+        stop()  # type: ignore[no-untyped-call]
         for call in calls[: 2 if back is None else None]:
             begun = time.monotonic()
             with pytest.raises(StoreUnavailable, match="no etcd answers at etcd://"):
