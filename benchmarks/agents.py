@@ -1,12 +1,17 @@
-"""Many simulated agents in one process: real gRPC streams, real messages, the real `elastic.core.node.node`; no workers.
+r"""Many simulated agents in one process, without workers.
 
-    python -m benchmarks.agents --address HOST:PORT --first 0 --count 500 --layers 96 --microbatches 1024
+    python -m benchmarks.agents --address HOST:PORT --first 0 --count 500 --layers 96 \
+        --microbatches 1024
 
-Each has a connection of its own, says its heartbeats in time and does at once what it is told: its workers attach,
-halt, install and protect in no time. Its vault's inventory has the states of its layers and of those that it keeps.
-Standard input takes `close NODE` (its connection ends, as when its machine is lost) and `mute NODE` (it stays
-connected and says nothing any more); standard output has a JSON line whenever all of them run in a new epoch, and
-one for each that was told that it is lost although it lives.
+The gRPC streams, the messages and the node logic (`elastic.core.node.node`) are the real ones. Each
+agent has its own connection, sends its heartbeats on time and carries out each instruction at once:
+its workers attach, halt, install and protect in no time. The inventory of its vault lists the
+states of its own layers and of the layers that it backs up.
+
+Standard input takes two commands. `close NODE` ends the connection of an agent, as when its machine
+is lost. `mute NODE` leaves the connection open, but the agent sends nothing more. Standard output
+gets one JSON line whenever all agents run in a new epoch, and one for each live agent that the
+coordinator declares lost.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ RAMP_S = 0.5
 
 
 def spec_of(layers: int, microbatches: int) -> JobSpec:
-    """A deep model of equal layers, with the proportions of a transformer of 100 M parameters a layer."""
+    """A deep model of equal layers with a transformer's proportions, 100 M parameters per layer."""
     layer = LayerSpec(
         200 << 20, 1200 << 20, 400 << 20, 0.02, 0.04, activation_bytes=1 << 24, output_bytes=1 << 24
     )
@@ -47,7 +52,7 @@ def spec_of(layers: int, microbatches: int) -> JobSpec:
 
 
 def read(envelope: Envelope) -> Any:
-    """All agents are told the same, but for recipes, which nobody here follows: it is decoded once."""
+    """Decode each instruction once: all agents get the same ones, apart from unused recipes."""
     return _decoded(
         envelope.kind, NO_RECIPES if envelope.common else envelope.body, envelope.common
     )
@@ -86,7 +91,7 @@ class Agent:
         self.task = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
-        """As real agents do, it tries again when it cannot get through: hundreds of others come at the same moment."""
+        """Retry failed connections, as real agents do: hundreds of agents connect at once."""
         while not self._heard:
             try:
                 await self._speak()
@@ -194,8 +199,8 @@ class Crowd:
         self.agents: dict[str, Agent] = {}
         self._places: Places | None = None
         self.turn = asyncio.Lock()
-        """What agents are told they do one after another, and heartbeats in between: on a machine of its own nobody's
-        heartbeat would wait until a thousand others have reported."""
+        """What agents are told they do one after another, and heartbeats in between: on a machine
+        of its own nobody's heartbeat would wait until a thousand others have reported."""
         self.late_s = 0.0
         """How late a heartbeat was at most: this process, too, has but one core."""
         self._epoch, self._halts, self._installs = 0, (0.0, 0.0), set[str]()

@@ -1,12 +1,15 @@
-"""Does `--backup auto` choose well? Every pair of schemes is run on shaped links, and held against the one it takes.
+"""Compare the backup schemes that `--backup auto` chooses with every other pair.
 
     python -m benchmarks.backup_choice [--steps 6] [--cells 100Mbit/1/short ...] [--quick]
 
-Four nodes in one or two pipelines, links of 100 Mbit/s to 100 Gbit/s (`--link`), micro-batches of 15 ms and of 150 ms
-a stage: workers wait these times instead of computing (`--emulate`), and copy, send and reduce real tensors.
-Measured is the median step of each pair. Expected is that step with losses: measured seconds * (1 + losses a second *
-seconds that a loss costs under the pair, from the cost model), at the rate of AWS P3 spot instances (0.61 losses per
-node-hour). The figure is what `auto`'s pair is expected to take over what the best pair is.
+Four nodes run one or two pipelines on links of 100 Mbit/s to 100 Gbit/s (`--link`). A micro-batch
+takes 15 ms or 150 ms per stage: workers wait these times instead of computing (`--emulate`), but
+they copy, send and reduce real tensors.
+
+The measured value of a pair is its median step time. The expected step time includes losses:
+measured seconds * (1 + losses per second * seconds per loss). The cost model gives the seconds per
+loss under the pair. The loss rate is that of AWS P3 spot instances (0.61 losses per node-hour). The
+result is the expected step time of the pair that `auto` takes over that of the best pair.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from tqdm import tqdm
 
@@ -35,7 +39,8 @@ LINKS = {"100Mbit": 12.5e6, "1Gbit": 125e6, "10Gbit": 1.25e9, "100Gbit": 12.5e9}
 STAGE_S = {"short": 0.015, "long": 0.150}
 """Seconds of a stage of two layers, forward and backward."""
 HAZARD_PER_S = 0.61 / 3600
-"""Losses per node and second: AWS P3 spot instances, in the recorded trace of Bamboo (Thorpe et al., NSDI 2023)."""
+"""Losses per node and second on AWS P3 spot instances (trace of Bamboo, Thorpe et al., NSDI
+2023)."""
 SKIP = 2
 TARGET = 3.0
 TABLE = DIRECTORY / "backup-choice.csv"
@@ -95,7 +100,8 @@ def measure(cell: Cell, pair: str, steps: int, folder: Path) -> float:
         *shaped(cell.link),
     ]
     summary = run(cell.profile(), flags, MICROBATCHES, steps + SKIP, folder)
-    return median(summary["step_s"][SKIP:])
+    step_s: list[float] = summary["step_s"]
+    return median(step_s[SKIP:])
 
 
 @dataclass(frozen=True)
@@ -114,8 +120,8 @@ class Outcome:
         )
 
 
-def compare(cell: Cell, steps: int, folder: Path, bar: tqdm[None]) -> tuple[float, list[str]]:
-    """Return (percent by which auto's pair is expected to be slower than the best, lines of the table)."""
+def compare(cell: Cell, steps: int, folder: Path, bar: tqdm[Any]) -> tuple[float, list[str]]:
+    """Return (expected slowdown of auto's pair against the best in percent, lines of the table)."""
     plan = cell.plan()
     options = estimates(plan, cell.by(), nodes())
     chosen, _ = choose(options)

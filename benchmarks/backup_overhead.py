@@ -1,15 +1,18 @@
-"""What backups cost without failures: step time with each pair of schemes over step time without.
+"""Cost of backups without failures: step time with each pair of schemes over step time without.
 
     python -m benchmarks.backup_overhead [--pairs 30] [--tokens 512]
 
-Four nodes in one pipeline and in two. One job trains throughout; its backup is switched on and off in blocks of steps,
-so that both sides share processes, memory and whatever else the machine does. The first step of a block is not counted:
-it still carries the last one's transfers, or does not carry its own yet. The figure is the median over pairs of
-neighbouring blocks. `auto` is run first, until it has weighed its pairs by what it measured; what it takes is then
-compared like the others. Exposed are the seconds in which a worker's main thread copied or waited; sent is what all
-nodes send in a step.
+Four nodes run one pipeline, then two. One job trains throughout; its backup is switched on and off
+in blocks of steps, so that both sides share the processes, the memory and the other load of the
+machine. The first step of a block is not counted, because transfers cross the border of the
+block. The result is the median over pairs of neighbouring blocks.
 
-`reduce` cannot be switched within a job: its row compares jobs, one after the other, with `recompute`, which sums once.
+`auto` runs first, until it has compared its pairs by measured times. The pair that it takes is then
+measured like the others. "Exposed" is the time that a worker's main thread spent copying or
+waiting. "Sent" is the number of bytes that all nodes send per step.
+
+`reduce` cannot be switched within a job. Its row compares whole jobs, one after the other, with
+`recompute`, which sums once.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
 from benchmarks.results import Row, load, save
+from elastic.worker.backup.policy import Protection
 
 BLOCK = 4
 """Steps of a block; the first is not counted."""
@@ -53,66 +57,66 @@ def switched_on(step: int) -> bool:
     return step < BLOCK or (step // BLOCK) % 2 == 0
 
 
+class SwitchedProtection(Protection):
+    """Publishes only in blocks with backup on; without it the job could not recover."""
+
+    on = True
+    used: ClassVar[list[float]] = []
+    sent: ClassVar[list[int]] = []
+    exposed: ClassVar[list[float]] = []
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.log is not None:
+            keep = self.log.keep
+            setattr(self.log, "keep", lambda *told: keep(*told) if self.on else None)  # noqa: B010
+
+    def after_microbatch(self, step: int) -> None:
+        self.on = switched_on(step)
+        if self.on:
+            super().after_microbatch(step)
+        else:
+            self.enter()
+
+    def after_microbatches(self) -> None:
+        if self.on:
+            super().after_microbatches()
+
+    def before_commit(self, step: int, reduced: Any) -> None:
+        if self.on:
+            super().before_commit(step, reduced)
+
+    def before_update(self, reduced: Any, clip: float) -> None:
+        if self.on:
+            super().before_update(reduced, clip)
+
+    def after_update(self) -> None:
+        if self.on:
+            super().after_update()
+        traffic = self._publisher.traffic.take()
+        if self.on:
+            self.sent.append(traffic.sent_bytes)
+            self.exposed.append(traffic.copied_s + traffic.waited_s)
+        self.used.append(cpu_s())
+
+    def finish(self) -> None:
+        told = {
+            "sent": statistics.mean(self.sent),
+            "exposed": statistics.median(self.exposed),
+            "cpu_s": self.used,
+        }
+        path = Path(os.environ["ELASTIC_RUN_DIR"]) / f"node-{os.environ['ELASTIC_NODE']}.json"
+        path.write_text(json.dumps(told))
+        super().after_update()
+        super().finish()
+
+
 def train(pairs: int, sizes: argparse.Namespace) -> None:
-    """What every worker runs: the example's model, with the backup switched on and off."""
+    """Train the example's model in a worker, with the backup switched on and off."""
     from elastic.worker import trainer as runtime
-    from elastic.worker.backup.policy import Protection
     from examples import train_gpt
 
-    class Switched(Protection):
-        """Publishes in the blocks that are on. Nothing would be recoverable: this is a measurement."""
-
-        on = True
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            if self.log is not None:
-                keep = self.log.keep
-                setattr(self.log, "keep", lambda *told: keep(*told) if self.on else None)  # noqa: B010
-
-        def after_microbatch(self, step: int) -> None:
-            self.on = switched_on(step)
-            if self.on:
-                super().after_microbatch(step)
-            else:
-                self.enter()
-
-        def after_microbatches(self) -> None:
-            if self.on:
-                super().after_microbatches()
-
-        def before_commit(self, step: int, reduced: Any) -> None:
-            if self.on:
-                super().before_commit(step, reduced)
-
-        def before_update(self, reduced: Any, clip: float) -> None:
-            if self.on:
-                super().before_update(reduced, clip)
-
-        def after_update(self) -> None:
-            if self.on:
-                super().after_update()
-            traffic = self._publisher.traffic.take()
-            if self.on:
-                sent.append(traffic.sent_bytes)
-                exposed.append(traffic.copied_s + traffic.waited_s)
-            used.append(cpu_s())
-
-        def finish(self) -> None:
-            told = {
-                "sent": statistics.mean(sent),
-                "exposed": statistics.median(exposed),
-                "cpu_s": used,
-            }
-            path = Path(os.environ["ELASTIC_RUN_DIR"]) / f"node-{os.environ['ELASTIC_NODE']}.json"
-            path.write_text(json.dumps(told))
-            super().after_update()
-            super().finish()
-
-    used: list[float] = []
-    sent: list[int] = []
-    exposed: list[float] = []
-    setattr(runtime, "Protection", Switched)  # noqa: B010
+    setattr(runtime, "Protection", SwitchedProtection)  # noqa: B010
     train_gpt.main(script_flags(n_steps(pairs), sizes))
 
 
@@ -128,8 +132,10 @@ def n_steps(pairs: int) -> int:
 
 def script_flags(steps: int, sizes: argparse.Namespace) -> list[str]:
     flags = {
-        "layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads, "seq-len": sizes.sequence,
-        "micro-batch-size": sizes.tokens[0] // sizes.sequence, "num-microbatches": 8, "steps": steps,
+        "layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads,
+        "seq-len": sizes.sequence,
+        "micro-batch-size": sizes.tokens[0] // sizes.sequence, "num-microbatches": 8,
+        "steps": steps,
         "dtype": sizes.dtype,
     }  # fmt: skip
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
@@ -152,11 +158,12 @@ class Measured:
 def run(
     backup: str, pipelines: int, script: Sequence[str], scratch: str, flags: Sequence[str] = ()
 ) -> tuple[Path, dict[str, Any]]:
-    """Run one job; return its directory and summary. Raises RuntimeError with its output if it fails."""
+    """Run one job; return its directory and summary. Raises RuntimeError with its output."""
     run_dir = Path(tempfile.mkdtemp(dir=scratch)) / "run"
     command = [
         sys.executable, "-m", "elastic", "run", "--standalone", "--nnodes", str(NODES),
-        "--pipelines", str(pipelines), "--backup", backup, "--run-dir", str(run_dir), *flags, *script,
+        "--pipelines", str(pipelines), "--backup", backup, "--run-dir", str(run_dir), *flags,
+        *script,
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -172,8 +179,10 @@ def measure(
 ) -> Measured:
     """Run one job, with these flags of `elastic run` besides, and compare its blocks."""
     script = [
-        "-m", "benchmarks.backup_overhead", "--worker", "--pairs", str(pairs), "--layers", str(sizes.layers),
-        "--hidden", str(sizes.hidden), "--tokens", str(sizes.tokens[0]), "--heads", str(sizes.heads),
+        "-m", "benchmarks.backup_overhead", "--worker", "--pairs", str(pairs), "--layers",
+        str(sizes.layers),
+        "--hidden", str(sizes.hidden), "--tokens", str(sizes.tokens[0]), "--heads",
+        str(sizes.heads),
         "--sequence", str(sizes.sequence), "--dtype", sizes.dtype,
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
@@ -260,7 +269,10 @@ def main() -> int:
         return 0
     found = []
     for pipelines, pairs in PAIRS.items():
-        where = f"{NODES} nodes, {pipelines} pipeline{'s' * (pipelines > 1)}, {args.tokens[0]} tokens a micro-batch"
+        where = (
+            f"{NODES} nodes, {pipelines} pipeline{'s' * (pipelines > 1)}, "
+            f"{args.tokens[0]} tokens a micro-batch"
+        )
         backup = train_alone("auto", pipelines, WEIGHED, args)["backup"]
         auto = f"{backup['gradients']}+{backup['state']}"
         found += rows_of(

@@ -1,7 +1,10 @@
-"""What lossless compression makes of copies, and how fast: `python -m benchmarks.compression [--quick]`.
+"""Ratio and speed of lossless compression of copies.
 
-The example GPT is trained for some steps here, without agents; what is measured are the very bytes that its vaults
-would send. One core, 1 MiB at a time, as on the wire. `zstandard` and `lz4` are compared too where they are installed.
+    python -m benchmarks.compression [--quick]
+
+The benchmark trains the example GPT for some steps, without agents, and compresses the very bytes
+that its vaults would send. It uses one core and 1 MiB at a time, as on the wire. `zstandard` and
+`lz4` take part where they are installed.
 """
 
 from __future__ import annotations
@@ -141,8 +144,10 @@ def codecs() -> Iterator[Codec]:
 
 
 def measure(name: str, data: Bytes, codec: Codec, turns: int) -> tuple[list[Row], float, float]:
-    """Rows of one codec on one copy; also the fraction left and bytes packed a second. CPU time: others run too."""
-    view, packing, unpacking = memoryview(data), [], []  # type: ignore[var-annotated]
+    """Rows of one codec on one copy, the remaining fraction, and bytes packed per CPU second."""
+    view = memoryview(data)  # type: ignore[arg-type]
+    packing: list[float] = []
+    unpacking: list[float] = []
     pieces = [view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES)]
     blocks: list[bytes] = []
     for _ in range(turns):

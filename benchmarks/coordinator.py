@@ -1,15 +1,17 @@
-"""One coordinator on one core, and up to 2,000 agents: CPU, memory, how soon a loss is known and decided on.
+"""Load of one coordinator on one core with up to 2,000 agents, and its time to handle a loss.
 
     python -m benchmarks.coordinator [--agents 100,250,500,1000,2000] [--quick]
 
-The coordinator is the real process, pinned to a core; the agents (`benchmarks.agents`) share the others. They join, get
-a plan for a model of 96 layers, and heartbeat as agents of `elastic run` would. Then
+The coordinator is the real process, pinned to a core. The agents (`benchmarks.agents`) share the
+other cores. They join, get a plan for a model of 96 layers, and send heartbeats like the agents of
+`elastic run`. Then three measurements follow:
 
-- for a while nothing happens: the coordinator's share of its core, and how late it looks at the time;
-- an agent's connection ends: detection goes from there to the decision to halt, which waits 0.15 s for it to come back;
-  decision from there to the new plan, the reports of everybody's vault between them;
-- another one falls silent and stays connected, just after that change, and one more when nothing has happened for a
-  while: detection goes from its last sign of life, and its lease is part of it.
+- Idle: the coordinator's share of its core, and the delay of its timer.
+- A connection ends. Detection is the time until the decision to halt, which allows 0.15 s for the
+  agent to reconnect. Decision is the time from there to the new plan; it includes the reports of
+  all vaults.
+- An agent falls silent but stays connected: one just after that change, and one after an idle
+  period. Detection starts at its last message, so it includes the lease.
 """
 
 from __future__ import annotations
@@ -157,7 +159,7 @@ class Crowd:
         return at
 
     def all_there(self) -> None:
-        """Raise RuntimeError if agents that live were lost: another change of plan is under way than is measured."""
+        """Raise RuntimeError if live agents were lost: then another plan change is under way."""
         if self.fenced:
             words = f"{len(self.fenced)} agents that live were told that they are lost"
             raise RuntimeError(f"{words}, the latest {self.fenced[-1]:g} s after its last word")
@@ -189,7 +191,8 @@ def serving(
     JobConfig(
         job_id="benchmark", run_dir=str(run_dir), memory_dir=str(run_dir / "memory"),
         checkpoint_dir=str(run_dir / "checkpoints"), command=WorkerCommand(script="x"),
-        min_nodes=agents, max_nodes=agents, heartbeat_s=heartbeat_s(agents, lease_s), lease_s=lease_s,
+        min_nodes=agents, max_nodes=agents, heartbeat_s=heartbeat_s(agents, lease_s),
+        lease_s=lease_s,
         backup="stream+snapshot",
     ).save()  # fmt: skip
     address = f"127.0.0.1:{free_port()}"

@@ -1,4 +1,5 @@
-"""Runs of `elastic run --emulate` for benchmarks: equal layers that wait, real copies, shaped links."""
+"""Runs of `elastic run --emulate` for benchmarks: equal layers that wait, real copies, shaped
+links."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ OUTPUT_BYTES = 1 << 14
 def equal_layers(
     n: int, parameters: int, seconds: float, bytes_per_s: float, copy_bytes_per_s: float = 1e9
 ) -> Profile:
-    """`n` layers of `parameters` (4 bytes each, 8 more of optimizer state, 4 of gradient) that take `seconds` forward
-    and backward, on a link of `bytes_per_s`."""
+    """`n` layers of `parameters` (4 bytes each, 8 more of optimizer state, 4 of gradient) that take
+    `seconds` forward and backward, on a link of `bytes_per_s`."""
     times = LayerTimes(seconds / 3, 2 * seconds / 3, seconds / 3, seconds / 3)
     layer = LayerSpec(
         4 * parameters,
@@ -43,11 +44,12 @@ def equal_layers(
 def run(
     profile: Profile, flags: Sequence[str], microbatches: int, steps: int, folder: Path
 ) -> dict[str, Any]:
-    """Train for `steps` steps; return the summary. Raises RuntimeError with the run's output if it fails."""
+    """Train for `steps` steps; return the summary. Raises RuntimeError with the run's output."""
     folder.mkdir(parents=True)
     (folder / "profile.json").write_text(format_profile(profile))
     words = [
-        "run", "--standalone", "--schedule", "1f1b", "--emulate", str(folder / "profile.json"), "--device", "a",
+        "run", "--standalone", "--schedule", "1f1b", "--emulate", str(folder / "profile.json"),
+        "--device", "a",
         "--run-dir", str(folder / "run"), *flags, "-m", "benchmarks.waiting",
         "--num-microbatches", str(microbatches), "--steps", str(steps), "--moments",
     ]  # fmt: skip

@@ -1,11 +1,11 @@
-"""Our engine against torch.distributed.pipelining's Schedule1F1B.
+"""Our engine against `Schedule1F1B` of torch.distributed.pipelining.
 
     python -m benchmarks.engine [--stages 2 4] [--pairs 12] [--hidden 256] [--tokens 512] ...
 
-Same processes, same layer objects, same cuts, same micro-batches, gloo for both. The two take turns, step by
-step, the first of each pair alternating; a step's time is that of its slowest rank. The figure is the median
-over pairs of torch's time over
-ours: above 1 we are faster. Both compute the same gradients, which is checked once, before anything is timed.
+Both use the same processes, layer objects, stages and micro-batches, and gloo. They take turns step
+by step, and the first of each pair alternates. The time of a step is that of its slowest rank. The
+result is the median over pairs of torch's time over ours: above 1 we are faster. Both compute the
+same gradients, which is checked once before the timing starts.
 """
 
 from __future__ import annotations
@@ -243,7 +243,10 @@ def work(setting: Setting, rank: int, store: str, pipe: Connection) -> None:
     host, port = store.split(":")
     rendezvous = dist.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("torch", rendezvous), rank=rank, world_size=setting.stages
+        "gloo",
+        store=dist.PrefixStore("torch", rendezvous),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=setting.stages,
     )
     replicas = build(setting, roster(plan_of(setting)).members[rank].layers)
     shape = (setting.microbatches * setting.sequences, SEQ + 1)
@@ -260,8 +263,8 @@ def work(setting: Setting, rank: int, store: str, pipe: Connection) -> None:
     found = []
     for i in range(setting.pairs):
         if i % 2:
-            b = timed(ours.step)
-            found.append((timed(theirs.step), b))
+            our_time = timed(ours.step)
+            found.append((timed(theirs.step), our_time))
         else:
             found.append((timed(theirs.step), timed(ours.step)))
         theirs.gradients()

@@ -1,8 +1,11 @@
-"""How long a job is without a leader: `python -m benchmarks.failover [--rounds N]`.
+"""Time that a job is without a leader.
 
-A small training run with three coordinators on a real etcd. Again and again the leader is killed (SIGKILL), or paused
-(SIGSTOP) and let go on once another one leads. Time runs to the successor's `adopted`, from which on it decides, and to
-the first step that a node told it.
+    python -m benchmarks.failover [--rounds N]
+
+A small training run has three coordinators on a real etcd. Again and again the leader is killed
+(SIGKILL), or paused (SIGSTOP) and continued once another one leads. Two times are measured: until
+the successor's `adopted` event, after which it decides, and until the first step that a node
+reports to it.
 """
 
 from __future__ import annotations

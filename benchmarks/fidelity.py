@@ -1,15 +1,20 @@
-"""The simulator's micro-batch level against the real engine, out of sample: throughput and each phase of recoveries.
+"""Compare the simulator's micro-batch level with the real engine: throughput and recovery phases.
 
     python -m benchmarks.fidelity [--quick] [--repeat 3] [--keep DIR]
 
-Runs of `elastic run --emulate`, on local nodes: one process a worker, real messages, copies, planner and
-recoveries; workers wait a profile's times instead of computing, so that two cores do not distort it. From some of
-them, which have their own faults, come the constants of this machine (`elastic-sim validate --calibrate`). The others
-have other faults (losses of other nodes at other moments, two losses close to each other, nodes that come in pairs)
-and are compared with their simulation (`elastic-sim validate --physics`). Nothing is fitted on these. A phase of a
-recovery takes 20 to 200 ms, and a fault that strikes 10 ms later may find another worker in the middle of a long piece
-of work: so faults strike at other micro-batches in every run, and all runs are taken together. Means have targets, for
-throughput is made of them; medians of few values that cluster at two places are given beside them.
+All runs are `elastic run --emulate` on local nodes: one process per worker, real messages, copies,
+planner and recoveries. Workers wait the times of a profile instead of computing, so that two cores
+do not distort the result.
+
+Some runs calibrate the constants of this machine (`elastic-sim validate --calibrate`). The others
+are compared with their simulation (`elastic-sim validate --physics`); nothing is fitted on them.
+Their faults differ from those of the calibration: losses of other nodes at other moments, two
+losses close together, and nodes that join in pairs.
+
+A phase of a recovery takes 20 to 200 ms, and a fault 10 ms later may find another worker in the
+middle of a long operation. Faults therefore strike at other micro-batches in every run, and all
+runs are pooled. The targets apply to means, because throughput follows from means. Medians of a few
+values in two clusters are printed beside them.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from elastic.core.protocol.fault_spec import format_fault, parse_fault
 LINK, BYTES_PER_S = "80Mbit", 10e6
 COPY_BYTES_PER_S = 1e9
 TAKEN, ATTEMPTS = "is not usable", 3
-"""What a run says when another process was faster to take the coordinator's port, and how often that is borne."""
+"""Message of a run that lost the race for the coordinator's port, and the number of retries."""
 
 
 @dataclass(frozen=True)

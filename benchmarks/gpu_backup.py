@@ -1,11 +1,12 @@
-"""What backups cost on a GPU: copies to host memory and on to another process, against none.
+"""Cost of backups on a GPU: copies to host memory and on to another process, against none.
 
     python -m benchmarks.gpu_backup [--pairs 6] [--layers 24 --hidden 2048]
 
-One node trains a GPT of more than a billion parameters in bf16, with float32 masters; a second one has no memory for
-layers, so it is a spare that keeps the copies. Blocks of steps with and without backup alternate in one job
-(`benchmarks.backup_overhead`). Copies leave the GPU on streams of their own (`elastic.worker.backup.copier`). Needs a GPU with
-40 GB free, and host memory for four copies of the state.
+One node trains a GPT of more than a billion parameters in bf16 with float32 master weights. A
+second node has no memory for layers, so it is a spare that keeps the copies. Blocks of steps with
+and without backup alternate in one job (`benchmarks.backup_overhead`). Copies leave the GPU on
+separate streams (`elastic.worker.backup.copier`). The benchmark needs a GPU with 40 GB free, and
+host memory for four copies of the state.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def main() -> int:
     rows = []
     for pair in PAIRS[: 1 if args.quick else None]:
         found = measure(pair, 1, 2 if args.quick else args.pairs, args, FLAGS)
-        where = f"{args.layers} layers of {args.hidden}, {args.dtype}, {args.tokens[0]} tokens a micro-batch"
+        where = (
+            f"{args.layers} layers of {args.hidden}, {args.dtype}, "
+            f"{args.tokens[0]} tokens a micro-batch"
+        )
         rows += rows_of(pair, where, found, TARGET)
     if not args.quick and not args.cpu:
         save("gpu_backup", rows)

@@ -1,15 +1,17 @@
-"""Ours against models of each rival under one physics: recorded spot traces, and failures every 10 minutes to 6 hours.
+"""Compare this runtime with models of its rivals under one physics.
 
     python -m benchmarks.headline [--data DIR] [--keep DIR] [--seeds 5] [--quick]
 
-Two sweeps (`elastic-sim sweep`) for each type of node: AWS p3 and g4dn as recorded, unscaled, losses spread over the
-minute of their record; and 30 nodes for 12 hours with a loss every 10 min, 30 min, 1 h, 3 h and 6 h, replaced within 20
-minutes. Oobleck's five models run on A40s as in its artifact, Llama-3 on nodes of today that it fits on.
-Ours alone also on p3 with AWS's two minutes' notice of each loss, which most rivals' models do not use.
-docs/simulator/headline.md has ours and the best rival of each scenario, compared seed by seed.
-benchmarks/results/headline-policies.csv has all policies. Goodput is a share of the feasible
-oracle's samples.
-`--quick`: one model, short, no recorded traces; writes nothing.
+Each type of node has two sweeps (`elastic-sim sweep`). The first replays the recorded spot traces
+of AWS p3 and g4dn unscaled, with the losses spread over the minute of their record. The second has
+30 nodes for 12 hours with a loss every 10 min, 30 min, 1 h, 3 h and 6 h; a lost node is replaced
+within 20 minutes. Oobleck's five models run on A40s as in its artifact, Llama-3 on current nodes
+that have room for it. Only ours also runs on p3 with AWS's two-minute notice of each loss, which
+most rivals' models do not use.
+
+docs/simulator/headline.md gets ours and the best rival of each scenario, compared seed by seed.
+benchmarks/results/headline-policies.csv gets all policies. Goodput is a share of the samples of the
+feasible oracle. `--quick` runs one model briefly, without recorded traces, and writes nothing.
 """
 
 from __future__ import annotations
@@ -202,7 +204,10 @@ def main() -> int:
         folder = args.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         if args.quick:
-            options = "--mtbf 10m --nodes 6 --duration 1h --seeds 2 --model bert-large --microbatches 16 --workers 1"
+            options = (
+                "--mtbf 10m --nodes 6 --duration 1h --seeds 2 --model bert-large --microbatches 16 "
+                "--workers 1"
+            )
             found = places(sweep(folder / "rates", *options.split()))
             print(table(found))
             return 0
@@ -231,7 +236,8 @@ def main() -> int:
             )
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(
-        f"{before}{BEGIN}\n{table(found)}\n\n{notice_table(found, told)}\n{END}{rest.partition(END)[2]}"
+        f"{before}{BEGIN}\n{table(found)}\n\n{notice_table(found, told)}\n{END}"
+        f"{rest.partition(END)[2]}"
     )
     CSV.write_text(all_goodputs(found))
     save("headline", rows_of(found, told))

@@ -6,8 +6,8 @@
 - Speed: median seconds of `make_plan` in a warm process.
 - Quality: step time over a proven lower bound (`benchmarks.planner_bound`) on random clusters of
   two or three device types.
-- Rivals: models of Oobleck's and Varuna's planners (`elastic_sim.steps.rival_planners`) for 2 to 64 nodes
-  on five models. The same cost model prices every plan. The table is written to
+- Rivals: models of Oobleck's and Varuna's planners (`elastic_sim.steps.rival_planners`) for 2 to 64
+  nodes on five models. The same cost model prices every plan. The table is written to
   benchmarks/results/planner-rivals.csv.
 
 `--quick` runs a small part of each and writes nothing.

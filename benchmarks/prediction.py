@@ -2,13 +2,20 @@
 
     python -m benchmarks.prediction [--steps 10] [--keep DIR]
 
-Every plan runs for real, as `elastic run --emulate`: one process a worker, real messages, gradient sums, backups,
-reduction and commit, but workers wait a profile's times instead of computing, so that two cores do not distort it.
-Three runs come first, from which the profile takes what belongs to the engine on this machine and not to the plan:
-what a layer costs besides its waits for each micro-batch (adding up and copying its gradient; one node with few and
-with many micro-batches), what a step costs besides its micro-batches (the same runs; it becomes the update's time),
-and what a message between two stages costs (two nodes; it becomes the link's latency). Then nothing is fitted any
-more: the error is |measured - predicted| over predicted, measured being the median over the steps but the first two.
+Every plan runs as `elastic run --emulate`: one process per worker, real messages, gradient sums,
+backups, reduction and commit. Workers wait the times of a profile instead of computing, so that two
+cores do not distort the result.
+
+Three runs come first. They give the profile the costs of the engine on this machine, which do not
+depend on the plan:
+
+- the cost of a layer per micro-batch besides its waits (adding and copying its gradient), from one
+  node with few and with many micro-batches;
+- the cost of a step besides its micro-batches, from the same runs; it becomes the update's time;
+- the cost of a message between two stages, from two nodes; it becomes the link's latency.
+
+Nothing is fitted afterwards. The error is |measured - predicted| / predicted. Measured is the
+median over all steps but the first two.
 """
 
 from __future__ import annotations
@@ -39,8 +46,8 @@ SKIP = 2
 """Steps that warm up."""
 
 Shape = tuple[str, str, tuple[tuple[tuple[int, ...], int], ...]]
-"""Schedule, device types of the nodes, pipelines as (layers of each stage, micro-batches). Under the interleaved
-schedule there are twice as many stages as units."""
+"""Schedule, device types of the nodes, pipelines as (layers of each stage, micro-batches). Under
+the interleaved schedule there are twice as many stages as units."""
 PLANS: tuple[Shape, ...] = (
     ("1f1b", "a", (((12,), 4),)),
     ("1f1b", "aaa", (((4, 4, 4), 8),)),
@@ -120,7 +127,8 @@ def measure(shape: Shape, steps: int, run_dir: Path) -> float:
     words = [
         "--standalone", "--nnodes", str(len(shape[1])), "--emulate", str(run_dir / "given.json"),
         "--device", ",".join(shape[1]), "--run-dir", str(out),
-        "-m", "benchmarks.waiting", "--num-microbatches", str(plan.n_microbatches), "--steps", str(steps + SKIP),
+        "-m", "benchmarks.waiting", "--num-microbatches", str(plan.n_microbatches), "--steps",
+        str(steps + SKIP),
     ]  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.prediction", "--run", format_plan(plan), *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -130,7 +138,8 @@ def measure(shape: Shape, steps: int, run_dir: Path) -> float:
     if done.returncode:
         raise RuntimeError(done.stdout.decode(errors="replace"))
     summary = json.loads((out / "summary.json").read_text())
-    return median(summary["step_s"][SKIP:])
+    step_s: list[float] = summary["step_s"]
+    return median(step_s[SKIP:])
 
 
 def run(plan: str, words: list[str]) -> int:
@@ -152,7 +161,7 @@ def predicted(shape: Shape, given: Profile) -> float:
 
 
 def calibrated(steps: int, folder: Path) -> Engine:
-    """What the engine costs here: from one node with few and with many micro-batches, and from a pair of nodes."""
+    """Costs of the engine here: one node with few and many micro-batches, and two nodes."""
     few, many, pair = (
         measure(s, steps, folder / n) for s, n in ((FEW, "few"), (MANY, "many"), (PAIR, "pair"))
     )

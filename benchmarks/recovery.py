@@ -1,11 +1,11 @@
-"""How long a kill stops training: 20 kills on 4 local nodes, varying node and micro-batch.
+"""Time that a kill stops training: 20 kills on 4 local nodes, varying node and micro-batch.
 
     python -m benchmarks.recovery [--kills 20] [--keep DIR]
 
-Every kill is a run of its own of the default example on one pipeline of four nodes, cut short after the
-recovery: SIGKILL of the whole node in front of a backward pass of step 2. total_s goes from the kill to the
-first micro-batch computed afterwards. No more micro-batches may be replayed than the lost stage had in
-flight, plus the one whose backup was not yet acknowledged.
+Every kill has its own run of the default example on one pipeline of four nodes. SIGKILL hits the
+whole node before a backward pass of step 2, and the run ends soon after the recovery. total_s goes
+from the kill to the first micro-batch computed afterwards. The run may replay no more micro-batches
+than the lost stage had in flight, plus the one whose backup was not yet acknowledged.
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ class Kill:
 def kill(node: int, microbatch: int, run_dir: Path) -> Kill:
     """Run the example with this kill. Raises RuntimeError if it did not recover and finish."""
     command = [
-        sys.executable, "-m", "elastic", "run", "--standalone", "--nnodes", str(NODES), "--pipelines", "1",
-        "--run-dir", str(run_dir), "--fault", f"kill node={node} step={STEP} microbatch={microbatch}",
-        "-m", "examples.train_gpt", "--num-microbatches", str(MICROBATCHES), "--steps", str(STEP + 3),
+        sys.executable, "-m", "elastic", "run", "--standalone", "--nnodes", str(NODES),
+        "--pipelines", "1",
+        "--run-dir", str(run_dir), "--fault",
+        f"kill node={node} step={STEP} microbatch={microbatch}",
+        "-m", "examples.train_gpt", "--num-microbatches", str(MICROBATCHES), "--steps",
+        str(STEP + 3),
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

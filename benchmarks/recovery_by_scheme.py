@@ -1,12 +1,16 @@
-"""Where the time of a recovery goes: pairs of backup schemes, 4 and 8 nodes, models of three sizes, links of 1 Gbit/s.
+"""Time of each phase of a recovery, by pair of backup schemes.
 
     python -m benchmarks.recovery_by_scheme [--nodes 4 8] [--sizes 1 4 16] [--quick]
 
-One node is killed in the fourth step, when four of eight micro-batches are done. Layers wait 5 ms forward and backward
-instead of computing (`--emulate`); states, gradients and messages are real. Reported, from the run's summary: from the
-fault to the decision, halting and planning, fetching and installing, connecting anew, the whole, and bytes that vaults
-sent. The bound is those bytes over the link's bandwidth, as if one vault sent all: several send at once, so a recovery
-may beat it.
+The runs vary the number of nodes (4 and 8) and the model size (three) on links of 1 Gbit/s. One
+node is killed in the fourth step, after four of eight micro-batches. Layers wait 5 ms in each
+forward and backward pass instead of computing (`--emulate`); states, gradients and messages are
+real.
+
+The table comes from the run's summary: time from the fault to the decision, for halting and
+planning, for fetching and installing, for reconnecting, in total, and the bytes that vaults sent.
+The bound is these bytes over the bandwidth of one link, as if one vault sent everything. Several
+vaults send at once, so a recovery may be faster than the bound.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     """The first recovery of the run."""
     profile = equal_layers(LAYERS, PARAMETERS * case.size, LAYER_S, BYTES_PER_S)
     flags = [
-        "--nnodes", str(case.nodes), "--pipelines", str(case.pipelines), "--backup", case.pair, *shaped(LINK),
+        "--nnodes", str(case.nodes), "--pipelines", str(case.pipelines), "--backup", case.pair,
+        *shaped(LINK),
         "--fault", "kill node=1 step=3 microbatch=4",
     ]  # fmt: skip
     found: dict[str, Any] = run(profile, flags, MICROBATCHES, 6, folder)["recoveries"][0]

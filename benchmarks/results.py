@@ -1,4 +1,4 @@
-"""Results of a benchmark: rows that print as a table and are kept as benchmarks/results/NAME.json."""
+"""Benchmark results: rows that print as a table and are saved in benchmarks/results/NAME.json."""
 
 from __future__ import annotations
 

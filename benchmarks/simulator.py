@@ -1,11 +1,12 @@
-"""How fast the simulator is, and how it grows with nodes and events.
+"""Speed of the simulator, and its growth with nodes and events.
 
     python -m benchmarks.simulator [--quick]
 
-11 hours of 32 nodes with every policy (losses as on AWS p3: 0.6 per node-hour), and a month of 1,000 nodes with ours
-(traces/month-1000.csv: 7 losses per 1,000 node-days, about Meta's RSC-1). Tables of plans are remembered, so both times
-are given: of the first run in a process, and of the next seed. Each is seconds of processor time and of the clock,
-which differ where the machine does other things, too.
+Two cases are measured: 11 hours of 32 nodes with every policy (losses as on AWS p3: 0.6 per
+node-hour), and a month of 1,000 nodes with our policy (traces/month-1000.csv: 7 losses per 1,000
+node-days, about the rate of Meta's RSC-1). Tables of plans are cached, so the table shows the first
+run in a process and the next seed. Both are given in CPU seconds and in wall-clock seconds, which
+differ on a busy machine.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def timed(work: Callable[[], object]) -> Took:
 
 
 def like_p3(nodes: int, hours: float, model: str, often: float = 1.0) -> Scenario:
-    """Losses of AWS p3 in proportion to the nodes, 0.61 per node-hour, 2.1 at once; or so many times as `often`."""
+    """Losses of AWS p3 per node: 0.61 per node-hour, 2.1 at once, multiplied by `often`."""
     market = Market(
         nodes=nodes,
         mtbf_s=3600 * 2.1 / (0.61 * nodes * often),
@@ -87,7 +88,7 @@ def month(days: float) -> list[Row]:
 
 
 def growth(sizes: tuple[int, ...], hours: float) -> list[Row]:
-    """With nodes: as many losses, whatever their number. With events: up to 16 times as many in the same time."""
+    """Grow the nodes at a constant number of losses, or the losses up to 16 times at equal time."""
     by_nodes = [
         an_event(like_p3(nodes, hours * NODES / nodes, "gpt3-6.7b"), nodes) for nodes in sizes
     ]

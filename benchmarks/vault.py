@@ -1,7 +1,7 @@
-"""What backups cost and how fast vaults move bytes: `python -m benchmarks.vault`.
+"""Cost of backups, and speed at which vaults move bytes: `python -m benchmarks.vault`.
 
-Pairs of (ours, bare socket) are measured in turns in one run; the ratio is the median of the pairs. The peer
-is a process of its own.
+Pairs of (our vault, bare socket) are measured in turns in one run. The ratio is the median of the
+pairs. The peer is a separate process.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def transfers(directory: Path) -> list[Row]:
     for sequence in range(1, TURNS + 3):
         copy = describe(data, sequence)
         figures = {
-            "bare": timed(lambda: (bare.sendall(data), bare.recv(1))),
+            "bare": timed(lambda: (bare.sendall(data), bare.recv(1))),  # type: ignore[func-returns-value]
             "put": timed(lambda copy=copy: client.put([(copy, data)])),  # type: ignore[misc]
             "get": timed(lambda copy=copy: client.get(copy, out)),  # type: ignore[misc]
         }

@@ -1,11 +1,16 @@
-"""One vault sending copies to another against a plain socket: `python -m benchmarks.vault_transport [--quick]`.
+"""One vault that sends copies to another, against a plain socket.
 
-Both go to a second process over loopback with the same socket options. The vault's way is the real one: `VaultClient`,
-`VaultServer`, checksums, slots in shared memory, one acknowledgement a copy. The plain way is `sendall`, `recv_into` a
-buffer that is there already, and one byte back; nothing is checked. They take turns, the first of each pair
-alternating; the ratio is the median over pairs. The smallest copies go in bundles too, as a worker's layers do: one
-acknowledgement for all. And a state is read as a worker does that crashed on a healthy node, from its own node's vault
-through shared memory, against reading it from a peer's.
+    python -m benchmarks.vault_transport [--quick]
+
+Both send to a second process over loopback with the same socket options. The vault side is the real
+code: `VaultClient`, `VaultServer`, checksums, slots in shared memory, one acknowledgement per copy.
+The plain side is `sendall`, `recv_into` an existing buffer, and one byte back; nothing is checked.
+They take turns, and the first of each pair alternates. The ratio is the median over pairs. The
+smallest copies are also sent in bundles with one acknowledgement each, as a worker sends its
+layers.
+
+A second measurement reads a state from the vault of the same node through shared memory, as a
+restarted worker does, against reading it from the vault of a peer.
 """
 
 from __future__ import annotations

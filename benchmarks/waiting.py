@@ -1,6 +1,7 @@
-"""A training script whose layers are nothing: for `elastic run --emulate PROFILE -m benchmarks.waiting`.
+"""Training script with empty layers, for `elastic run --emulate PROFILE -m benchmarks.waiting`.
 
-The profile's layers take their place, so the script starts fast and all of its time is the profile's.
+The profile's layers replace the empty ones. The script thus starts fast, and the profile alone
+sets its times.
 """
 
 from __future__ import annotations

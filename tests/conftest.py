@@ -1,4 +1,4 @@
-"""For every area: one torch thread a process, and property tests that a busy machine cannot fail."""
+"""Shared setup: one torch thread per process, and property tests that tolerate a busy machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import settings
 from elastic.config import JobConfig, WorkerCommand
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Only who has it may use the Ray clusters of the tests. Ray reads it when it is imported, which any test may do first.
+# Grants use of the tests' Ray clusters. Ray reads it on import, which any test may do first.
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ.pop("RAY_ADDRESS", None)
@@ -26,7 +26,7 @@ settings.load_profile("suite")
 
 
 LATER_S = 100.0
-"""After a test's own time limit, which a signal tells: what a call that does not return, or drops the signal, gets."""
+"""Extra seconds after a test's time limit (a signal) for a call that blocks or drops the signal."""
 TEARDOWN_S = 300.0
 """For the cleaning up of one test, also of one that failed: the other watches end there."""
 _stderr = pytest.StashKey[int]()

@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 LONG_S = 120.0
-"""Seconds after which something that is sure to happen has not: no machine is as slow and as busy as that."""
+"""Seconds after which a certain event counts as missing, even on a slow and busy machine."""

@@ -107,7 +107,8 @@ def command_part(path: str, command: click.Command) -> str:
     own = [
         option for name, rows in command.sections.items() if name not in SECTIONS for option in rows
     ]
-    return f"{title} Besides the flags of `elastic run`, without Ray's:\n\n{table(map(option_row, own))}"
+    rows = table(map(option_row, own))
+    return f"{title} Besides the flags of `elastic run`, without Ray's:\n\n{rows}"
 
 
 def example_part() -> str:

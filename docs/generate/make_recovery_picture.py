@@ -117,7 +117,8 @@ def copies(axes: Axes, before: Plan, after: Plan, columns: dict[str, float]) -> 
         layers = {n for _, _, st in before.stages() if st.unit.node == node for n in st.layers}
         for holder in sorted({new for new, layer in moved(before, after) if layer in layers}):
             axes.annotate("", (columns[holder] + 8, 22.8), (keeper, 27.4),
-                          arrowprops={"arrowstyle": "->", "color": GREEN, "linewidth": 2})  # fmt: skip
+                          arrowprops={"arrowstyle": "->", "color": GREEN,
+                                      "linewidth": 2})  # fmt: skip
 
 
 def microbatches(axes: Axes, total: int, repeated: int) -> None:

@@ -394,7 +394,7 @@ def readme_block(results: dict[str, dict[str, Any]]) -> str:
   [prediction](docs/results.md#predicted-step-time)).
 - In simulation this runtime trains more samples than the best modelled rival in {counts["ahead"]:.0f} of
   {sum(counts.values()):.0f} scenarios and fewer in {counts["behind"]:.0f} ([comparison](docs/simulator/headline.md)).
-"""
+"""  # noqa: E501
 
 
 def updated(readme: str, block: str) -> str:

@@ -4,8 +4,8 @@
     (little-endian)
 
 `FrameStream` carries frames with bulk payloads (vaults). `Channel` carries the dataclasses of
-`elastic.core.protocol.messages` between a worker and its agent. Any end of a connection (end of file, reset,
-a closed descriptor) is a `ChannelClosed`; a malformed frame is a `FieldError`.
+`elastic.core.protocol.messages` between a worker and its agent. Any end of a connection (end of
+file, reset, a closed descriptor) is a `ChannelClosed`; a malformed frame is a `FieldError`.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send a dataclass of `elastic.core.protocol.messages`. Raises ChannelClosed if the peer is gone."""
+        """Send a protocol message. Raises ChannelClosed if the peer is gone."""
         name = type(message).__name__
         if KINDS.get(name) is not type(message):
             raise FieldError(

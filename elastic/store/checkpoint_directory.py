@@ -1,7 +1,7 @@
 """Durable checkpoints: directories that are either complete or absent.
 
     DIR/step-00000012.tmp/          several nodes write their files here
-        layer-0003-tp-0.safetensors     state of one (layer, TP rank), as in `elastic.domain.state_layout`
+        layer-0003-tp-0.safetensors     state of one (layer, TP rank): `elastic.domain.state_layout`
         layer-0003-tp-0.json            its size and checksum, written after it
         layer-0003-tp-0-part-1-of-2..   one portion of a state that several holders share
     DIR/step-00000012/              the same directory, renamed after the last file, with
@@ -97,8 +97,8 @@ def write_part(
 ) -> CheckpointFile:
     """Write and sync the state of one layer, or a portion, into the staging directory of `step`.
 
-    `run` is the state as bytes (`elastic.domain.state_layout`). Raises VaultError if `run` is not a state,
-    FieldError if its version is not `step` or the disk refuses.
+    `run` is the state as bytes (`elastic.domain.state_layout`). Raises VaultError if `run` is not a
+    state, FieldError if its version is not `step` or the disk refuses.
     """
     header = read_header(run)
     if header.version != step:

@@ -129,7 +129,10 @@ class SqliteStore:
             self._db.execute("UPDATE leases SET expires_at = NULL WHERE token = ?", (lease.token,))
 
     def current(self, name: str) -> Lease | None:
-        query = "SELECT name, holder, token, ttl_s, expires_at FROM leases WHERE name = ? ORDER BY token DESC"
+        query = (
+            "SELECT name, holder, token, ttl_s, expires_at FROM leases "
+            "WHERE name = ? ORDER BY token DESC"
+        )
         with self._errors():
             row = self._db.execute(query + " LIMIT 1", (name,)).fetchone()
         return Lease(*row) if row and row[-1] is not None else None

@@ -1,4 +1,4 @@
-"""The benchmark of compression, a small part of it: codecs are undone exactly, and the chosen one shrinks copies."""
+"""Compression benchmark on small data: codecs are lossless, and the chosen one shrinks copies."""
 
 from __future__ import annotations
 

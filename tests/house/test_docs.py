@@ -1,4 +1,5 @@
-"""What README and docs/ say is so: examples run, links and paths exist, generated pages are current."""
+"""README and docs/ are correct: examples run, links and paths exist, generated pages are
+current."""
 
 from __future__ import annotations
 

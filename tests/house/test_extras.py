@@ -60,15 +60,18 @@ def test_a_plain_torch_model_needs_no_extra(tmp_path: Path) -> None:
     ("package", "extra", "words"),
     [
         ("ray", "ray", ("elastic", "run", "--backend", "ray", "mine.py")),
-        ("etcd3", "etcd", ("elastic", "run", "--standalone", "--store", "etcd://127.0.0.1:1", "mine.py")),
+        ("etcd3", "etcd",
+            ("elastic", "run", "--standalone", "--store", "etcd://127.0.0.1:1", "mine.py")),
         ("yaml", "kubernetes", ("elastic", "kubernetes", "render", "--help")),
         ("megatron", "megatron", ("examples.train_gpt", "--steps", "1")),
         (
             "plotly",
             "simulator",
-            ("elastic_sim.cli.cli", "traces", "stats", str(ROOT / "traces/steady-32.csv"), "--html", "t.html"),
+            ("elastic_sim.cli.cli", "traces", "stats", str(ROOT / "traces/steady-32.csv"),
+                "--html", "t.html"),
         ),
-        ("jinja2", "simulator", ("elastic_sim.cli.cli", "replay", "--mtbf", "1h", "--duration", "1h",
+        ("jinja2", "simulator",
+            ("elastic_sim.cli.cli", "replay", "--mtbf", "1h", "--duration", "1h",
                                  "--model", "gpt2", "--policy", "oracle", "--html", "r.html")),
     ],
 )  # fmt: skip
@@ -134,6 +137,7 @@ def test_a_coordinator_needs_no_torch(tmp_path: Path) -> None:
         assert coordinator.returncode == 0, said
         assert [agent.wait(60) for agent in agents] == [0, 0]
     finally:
-        for process in [coordinator, *agents]:
-            process.kill()
+        coordinator.kill()
+        for agent in agents:
+            agent.kill()
     assert len(json.loads((tmp_path / "run" / "summary.json").read_text())["loss"]) == 30

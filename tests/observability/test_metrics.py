@@ -340,6 +340,7 @@ def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
         ) as connection:
             connection.request("GET", "/metrics")
             shown = connection.sock.getpeercert(True)
+            assert shown is not None
             return connection.getresponse().read(), shown
 
     page, first = read(ours, ours)

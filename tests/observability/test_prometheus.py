@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a job in which a node is killed: names, rules, an alert, all queries of the dashboard."""
+"""A real Prometheus scrapes a job that loses a node: names, rules, an alert, dashboard queries."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_killed_node_is_seen(tmp_path: Path) -> None:
             until(lambda: losses(run_dir, killed), "the kill is recovered from")
             until(lambda: "NodeLost" in alerts(server), "the alert fires")
             for panel, query in queries(name):
-                until(lambda q=query: server.finite(q, began), f"{panel} has data: {query}")
+                until(lambda q=query: server.finite(q, began), f"{panel} has data: {query}")  # type: ignore[misc]
             figures_are_right(server, name, run_dir, killed)
 
 
@@ -169,4 +169,4 @@ def figures_are_right(server: Prometheus, name: str, run_dir: Path, killed: floa
     )
     for figure in ("predicted", "measured"):  # not in the first steps of a plan
         query = f"elastic_plan_{figure}_step_seconds{selector}"
-        until(lambda q=query: value(server, q) > 0, f"the plan's steps are {figure}")
+        until(lambda q=query: value(server, q) > 0, f"the plan's steps are {figure}")  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Every alert fires on series that show what it is about, and none does on those of a job that is well (promtool)."""
+"""Every alert fires on its own series and is silent on the series of a healthy job (promtool)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ ILL: dict[str, Series] = {
     "MessagesRefused": {"elastic_messages_refused_total": "0+30" + STEADY},
     "TargetDown": {'up{job="j", instance="a", role="agent"}': "1x50 0x11"},
 }
-"""Alert: what differs from a job that is well; a series by its whole name, or by its metric where there is one."""
+"""Alert: series that differ from a healthy job, by full name or, where there is one, by metric."""
 
 
 def series(changes: Series) -> list[dict[str, str]]:

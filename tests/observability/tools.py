@@ -84,7 +84,8 @@ class Prometheus:
 
 @contextlib.contextmanager
 def prometheus(folder: Path, run_dir: Path) -> Iterator[Prometheus]:
-    """With the rules and the configuration that are shipped, looking every two seconds at the processes of `run_dir`.
+    """With the rules and the configuration that are shipped, looking every two seconds at the
+    processes of `run_dir`.
 
     That is also how long they have to answer.
     """
@@ -101,7 +102,8 @@ def prometheus(folder: Path, run_dir: Path) -> Iterator[Prometheus]:
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     found = Prometheus(f"127.0.0.1:{free_port()}")
     command = [
-        "prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}",
+        "prometheus", f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address={found.address}", "--log.level=warn",
     ]  # fmt: skip
     with (folder / "log").open("wb") as log:
@@ -129,7 +131,8 @@ def job(folder: Path, *flags: str) -> Iterator[Path]:
     (folder / "profile.json").write_text(format_profile(profile))
     run_dir = folder / "run"
     command = [
-        sys.executable, "-m", "elastic", "run", "--standalone", "--run-dir", str(run_dir), "--lease", "30",
+        sys.executable, "-m", "elastic", "run", "--standalone", "--run-dir", str(run_dir),
+        "--lease", "30",
         "--emulate", str(folder / "profile.json"), "--metrics-port", "0", *flags,
         "-m", "benchmarks.waiting", "--num-microbatches", "8", "--steps", "100000",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A server and a session whose callbacks are recorded, so that tests wait for events and never sleep."""
+"""A server and a session that record their callbacks: tests wait for events and never sleep."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import msgspec
 import pytest
@@ -62,9 +63,8 @@ def test_what_is_common_travels_deflated_and_within_bounds() -> None:
     assert from_wire(to_wire(envelope)) == envelope
     text = zlib.decompress(envelope.common)
     bombs = (b"no zlib", envelope.common[:-1], zlib.compress(bytes(MAX_BODY_BYTES + 1)))
-    others = [
-        zlib.compress(msgspec.msgpack.encode(other)) for other in ({}, [], 3, {"assignment": []})
-    ]
+    values: tuple[Any, ...] = ({}, [], 3, {"assignment": []})
+    others = [zlib.compress(msgspec.msgpack.encode(other)) for other in values]
     for wrong in (*bombs, *others, zlib.compress(text + b"\x90")):
         with pytest.raises(FieldError, match=r"Install\.common"):
             unpack(replace(envelope, common=wrong))

@@ -25,7 +25,7 @@ def encoded(value: Any) -> bytes:
 
 
 def sample(kind: Any, inside: tuple[Any, ...] = ()) -> Any:
-    """Some value of an annotation, every field filled; `inside`: the classes around it, each at most twice."""
+    """A value of an annotation with every field filled; `inside` (outer classes) limits nesting."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         if args[-1] is Ellipsis:
@@ -37,7 +37,7 @@ def sample(kind: Any, inside: tuple[Any, ...] = ()) -> Any:
         return sample(next(arg for arg in args if arg is not type(None)), inside)
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return kind(
+        return kind(  # type: ignore[operator]
             **{f.name: sample(hints[f.name], (*inside, kind)) for f in dataclasses.fields(kind)}
         )
     if issubclass(kind, Enum):
@@ -79,7 +79,7 @@ json_values = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), data=st.data())
 def test_damaged_messages_are_refused_or_read(kind: str, data: st.DataObject) -> None:
-    """Replace one field of a good message by anything: a FieldError or a value, never another error."""
+    """Any value in one field of a good message gives a FieldError or a value, no other error."""
     body = msgspec.msgpack.decode(pack(sample(KINDS[kind]), term=0, epoch=0).body)
     field = data.draw(st.sampled_from([*sorted(body), "unknown"]))
     body[field] = data.draw(json_values)

@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,10 @@ def test_payload_larger_than_any_buffer(pair: tuple[socket.socket, socket.socket
 
 def test_drain_keeps_frames_in_step(pair: tuple[socket.socket, socket.socket]) -> None:
     sender = in_thread(
-        lambda: [FrameStream(pair[0]).send(i, (memoryview(bytes(1 << 20)),)) for i in range(3)]
+        lambda: [
+            FrameStream(pair[0]).send(i, (memoryview(bytes(1 << 20)),))  # type: ignore[func-returns-value]
+            for i in range(3)
+        ]
     )
     stream = FrameStream(pair[1])
     for i in range(3):
@@ -121,12 +125,13 @@ def test_every_message_is_known_and_nothing_else() -> None:
 
 def test_bad_messages_leave_the_channel_usable(pair: tuple[socket.socket, socket.socket]) -> None:
     stream, channel = FrameStream(pair[0]), Channel(pair[1])
-    for bad in (
+    malformed: tuple[Any, ...] = (
         {"kind": "Evil", "body": {}},
         [],
         {"kind": "BundleAcknowledged", "body": {"bundle": "x"}},
         {"kind": "BundleAcknowledged"},
-    ):
+    )
+    for bad in malformed:
         stream.send(bad)
         with pytest.raises(FieldError):
             channel.receive()

@@ -1,4 +1,4 @@
-"""Several coordinators: nodes follow the one with the highest term, also away from one that is only paused."""
+"""Several coordinators: nodes follow the highest term, also when the old leader is only paused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A small training script whose device breaks: `python -m tests.scenarios.broken_device --node node1 --times 1`."""
+"""Small script whose device breaks: `python -m tests.scenarios.broken_device --node node1 --times
+1`."""
 
 from __future__ import annotations
 

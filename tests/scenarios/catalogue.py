@@ -1,7 +1,7 @@
 """The fault scenarios that must end with the parameters of a failure-free run, bit for bit.
 
-Faults are addressed by node, step, micro-batch and phase; nothing depends on time. `make scenarios` runs all of them;
-`make test` runs those marked `small`.
+Faults are addressed by node, step, micro-batch and phase; nothing depends on time. `make scenarios`
+runs all of them; `make test` runs those marked `small`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="kill-in-reduction-one-pipeline", faults=("kill node=2 step=2 phase=reduce",)),
     Scenario(name="kill-in-optimizer", faults=("kill node=1 step=2 phase=optimizer",)),
     Scenario(name="kill-teller-in-optimizer", faults=("kill node=0 step=2 phase=optimizer",)),
-    Scenario(name="kill-in-optimizer-two-pipelines", faults=("kill node=2 step=2 phase=optimizer",), pipelines="2"),
+    Scenario(name="kill-in-optimizer-two-pipelines",
+        faults=("kill node=2 step=2 phase=optimizer",), pipelines="2"),
     Scenario(
         name="two-nodes-in-one-step",
         faults=("kill node=0 step=2 microbatch=1", "kill node=2 step=2 microbatch=4"),
@@ -88,43 +89,56 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(name="kill-worker", faults=("kill-worker node=1 step=2 microbatch=2",)),
     Scenario(
-        name="kill-worker-on-a-single-node", faults=("kill-worker node=0 step=2 microbatch=2",), nodes="1"
+        name="kill-worker-on-a-single-node", faults=("kill-worker node=0 step=2 microbatch=2",),
+        nodes="1"
     ),
     Scenario(name="hang", faults=("stop node=2 step=2 microbatch=2",)),
-    Scenario(name="partition", faults=("partition node=1 step=2 microbatch=2 duration=6",), flags=("--steps", "8")),
-    Scenario(name="drain", faults=("drain node=1 step=2 deadline=60",), nothing_lost=True, nodes_after=3),
+    Scenario(name="partition", faults=("partition node=1 step=2 microbatch=2 duration=6",),
+        flags=("--steps", "8")),
+    Scenario(name="drain", faults=("drain node=1 step=2 deadline=60",), nothing_lost=True,
+        nodes_after=3),
     Scenario(
-        name="join", faults=("join step=1",), nodes="3:4", nothing_lost=True, nodes_after=4, flags=("--steps", "400")
+        name="join", faults=("join step=1",), nodes="3:4", nothing_lost=True, nodes_after=4,
+        flags=("--steps", "400")
     ),
     Scenario(
         name="four-three-two-four",
-        faults=("kill node=3 step=1 microbatch=3", "kill node=1 step=2 microbatch=1", "join step=3", "join step=3"),
+        faults=("kill node=3 step=1 microbatch=3", "kill node=1 step=2 microbatch=1",
+            "join step=3", "join step=3"),
         nodes="2:4",
         flags=("--steps", "400"),
         recoveries=3,
         nodes_after=4,
     ),
     Scenario(
-        name="two-pipelines", faults=("kill node=3 step=2 microbatch=4",), pipelines="2+2", nodes_after=3
+        name="two-pipelines", faults=("kill node=3 step=2 microbatch=4",), pipelines="2+2",
+        nodes_after=3
     ),
-    Scenario(name="three-plus-one", faults=("kill node=1 step=2 microbatch=2",), pipelines="3+1", nodes_after=3),
-    Scenario(name="three-plus-one-loses-the-one", faults=("kill node=3 step=2 microbatch=4",), pipelines="3+1"),
-    Scenario(name="four-pipelines", faults=("kill node=2 step=2 microbatch=3",), pipelines="4", nodes_after=3),
+    Scenario(name="three-plus-one", faults=("kill node=1 step=2 microbatch=2",), pipelines="3+1",
+        nodes_after=3),
+    Scenario(name="three-plus-one-loses-the-one", faults=("kill node=3 step=2 microbatch=4",),
+        pipelines="3+1"),
+    Scenario(name="four-pipelines", faults=("kill node=2 step=2 microbatch=3",), pipelines="4",
+        nodes_after=3),
     Scenario(
         name="tensor-parallel", faults=("kill node=1 step=2 microbatch=2",), model="tp2", nodes="2",
         flags=("--nproc-per-node", "2"), small=True,
     ),
     Scenario(
-        name="tensor-parallel-loses-one-rank", faults=("kill-worker node=1 worker=1 step=2 microbatch=2",), model="tp2",
+        name="tensor-parallel-loses-one-rank",
+        faults=("kill-worker node=1 worker=1 step=2 microbatch=2",), model="tp2",
         nodes="3", flags=("--nproc-per-node", "2"),
     ),
     Scenario(name="tied-embeddings", faults=("kill node=0 step=2 microbatch=2",), model="tied"),
-    Scenario(name="tied-embeddings-optimizer", faults=("kill node=3 step=2 phase=optimizer",), model="tied"),
-    Scenario(name="tied-two-pipelines", faults=("kill node=0 step=2 microbatch=2",), model="tied", pipelines="2"),
+    Scenario(name="tied-embeddings-optimizer", faults=("kill node=3 step=2 phase=optimizer",),
+        model="tied"),
+    Scenario(name="tied-two-pipelines", faults=("kill node=0 step=2 microbatch=2",), model="tied",
+        pipelines="2"),
     Scenario(name="dropout", faults=("kill node=2 step=2 microbatch=2",), model="dropout"),
     Scenario(name="bf16", faults=("kill node=2 step=2 microbatch=2",), model="bf16"),
     Scenario(
-        name="everything-at-once", faults=("kill node=2 step=2 microbatch=2",), model="everything", pipelines="2",
+        name="everything-at-once", faults=("kill node=2 step=2 microbatch=2",), model="everything",
+        pipelines="2",
         small=True,
     ),
 )  # fmt: skip

@@ -18,7 +18,8 @@ LEASE_S = "30"
 """Seconds of silence after which a node is lost."""
 DEADLINE_S = 560.0
 ELASTIC_FLAGS = ("--nproc-per-node", "--backup")
-"""Flags of a scenario that belong to `elastic run`, each with a value; the others are the script's."""
+"""Flags of a scenario that belong to `elastic run`, each with a value; the script gets the
+others."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def elastic_run(
 ) -> Run:
     """`elastic run --standalone FLAGS --run-dir RUN_DIR SCRIPT...`, to its end.
 
-    Only where a node is cut off is silence what tells: elsewhere a busy machine must not make anybody lost.
+    Only where a node is cut off is silence what tells: elsewhere a busy machine must not make
+    anybody lost.
     """
     silent = "--lease" in flags or any("partition" in flag for flag in flags)
     command = [

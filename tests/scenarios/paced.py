@@ -1,4 +1,4 @@
-"""Training whose steps take their time, and not the machine's, until everything has happened that a test is about."""
+"""Training with steps of a set length, until all events that a test waits for have happened."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every pair of backup schemes: whatever is lost, the parameters are those of a failure-free run, bit for bit; and what
-is run again is what the scheme promises."""
+"""Every pair of backup schemes: whatever is lost, the parameters are those of a failure-free run,
+bit for bit; and what is run again is what the scheme promises."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ def test_same_parameters_under_every_pair(
 def test_what_is_lost_is_what_the_scheme_promises(
     gradients: str, most: int, tmp_path: Path
 ) -> None:
-    """The last stage is killed before the backward pass of the last of six micro-batches: nothing but that is in flight
-    there. Streamed, at most three K are not yet acknowledged; recomputed, all that the stage ran is lost."""
+    """The last stage is killed before the backward pass of the last of six micro-batches: nothing
+    but that is in flight there. Streamed, at most three K are not yet acknowledged; recomputed, all
+    that the stage ran is lost."""
     run = run_with(
         tmp_path, f"{gradients}+snapshot", "1", *faults("kill node=3 step=2 microbatch=5")
     )
@@ -121,7 +122,7 @@ def test_what_is_lost_is_what_the_scheme_promises(
 def test_a_shared_optimizer_state_survives_one_loss(
     lost: tuple[int, ...], source: str, tmp_path: Path
 ) -> None:
-    """Four pipelines, so a quarter of every layer's optimizer state on each node, kept by the next one."""
+    """Four pipelines: each node has a quarter of every layer's optimizer state, the next a copy."""
     kills = [f"kill node={node} step=3 phase=reduce" for node in lost]
     run = run_with(
         tmp_path,
@@ -187,8 +188,9 @@ def test_a_shared_state_goes_on_with_any_number_of_pipelines(before: str, tmp_pa
 
 
 def test_what_was_summed_over_the_holders_is_not_run_again(tmp_path: Path) -> None:
-    """The last stage of the second pipeline is killed before the backward pass of the last of its six micro-batches. It
-    had finished five; the other pipeline has all but those of three rounds."""
+    """The last stage of the second pipeline is killed before the backward pass of the last of its
+    six micro-batches. It had finished five; the other pipeline has all but those of three
+    rounds."""
     more = ["--num-microbatches", "12"]
     run = run_with(
         tmp_path, "reduce+replica", "2", *faults("kill node=3 step=2 microbatch=11"), script=more
@@ -215,8 +217,8 @@ def test_what_was_summed_over_the_holders_is_not_run_again(tmp_path: Path) -> No
 def test_states_are_made_again_from_what_updates_took(
     backup: str, pipelines: str, phase: str, tmp_path: Path
 ) -> None:
-    """Since the beginning not all layers of node 1 had their turn to go to the peer whole: three updates and more
-    lead on from there."""
+    """Since the beginning not all layers of node 1 had their turn to go to the peer whole: three
+    updates and more lead on from there."""
     run = run_with(tmp_path, backup, pipelines, *faults(f"kill node=1 step=3 {phase}"))
     assert run.code == 0, run.output
     assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
@@ -234,8 +236,8 @@ def test_states_are_made_again_from_what_updates_took(
     ],
 )
 def test_a_full_vault_costs_protection_not_the_job(fault: str, tmp_path: Path) -> None:
-    """64 KiB hold no layer's state: the copies are not kept, everybody hears of it, and a loss falls back to the
-    checkpoint, with the parameters of a failure-free run."""
+    """64 KiB hold no layer's state: the copies are not kept, everybody hears of it, and a loss
+    falls back to the checkpoint, with the parameters of a failure-free run."""
     flags = [
         "--nnodes",
         "3",
@@ -267,8 +269,8 @@ def test_a_full_vault_costs_protection_not_the_job(fault: str, tmp_path: Path) -
     ],
 )
 def test_flipped_bytes_never_become_parameters(pipelines: str, source: str, tmp_path: Path) -> None:
-    """What the vaults keep of node 1 gets flipped bytes; then it is lost. Where another pipeline holds its layers
-    they come from there, else from the checkpoint."""
+    """What the vaults keep of node 1 gets flipped bytes; then it is lost. Where another pipeline
+    holds its layers they come from there, else from the checkpoint."""
     corrupt = [
         f"corrupt node={node} step=3 microbatch=5" for node in (2, 3)
     ]  # when all states have arrived
@@ -310,8 +312,8 @@ def held_by(node: str, plan: dict[str, Any]) -> set[int]:
 def test_with_logged_messages_only_the_lost_stage_computes_again(
     fault: str, in_flight: int, tmp_path: Path
 ) -> None:
-    """Of six micro-batches all but those in flight on the lost stage run through its layers alone; whoever added one
-    twice would fail in the commit."""
+    """Of six micro-batches all but those in flight on the lost stage run through its layers alone;
+    whoever added one twice would fail in the commit."""
     run = run_with(tmp_path, "log+snapshot", "1", *faults(fault))
     assert run.code == 0, run.output
     summary, (before, after) = run.summary, plan_events(run)
@@ -366,8 +368,8 @@ def test_with_logged_messages_only_the_lost_stage_computes_again(
 def test_logged_messages_under_several_faults(
     pipelines: str, injected: tuple[str, ...], script: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """in-part: node 0 runs micro-batches from 3 up only when it helps out for node 3. Where state or both of its copies
-    are gone, the checkpoint of the last step is what there is."""
+    """in-part: node 0 runs micro-batches from 3 up only when it helps out for node 3. Where state
+    or both of its copies are gone, the checkpoint of the last step is what there is."""
     more = ["--checkpoint-every", "1", *script]
     run = run_with(tmp_path, "log+snapshot", pipelines, *faults(*injected), script=more)
     assert run.code == 0, run.output
@@ -398,8 +400,8 @@ def test_logged_messages_with_tensor_parallelism_and_other_schedules(
 
 
 def test_crashed_workers_get_their_layers_from_shared_memory(tmp_path: Path) -> None:
-    """Two nodes cannot hold the model, so node 1's workers are waited for: nothing goes over the network, and the plan
-    is the same."""
+    """Two nodes cannot hold the model, so node 1's workers are waited for: nothing goes over the
+    network, and the plan is the same."""
     flags = exact(
         "--nnodes",
         "3",

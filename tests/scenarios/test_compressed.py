@@ -1,4 +1,5 @@
-"""Copies that travel compressed: the parameters are those of a failure-free run, and the log says why."""
+"""Compressed copies: the parameters equal those of a failure-free run, and the log gives
+reasons."""
 
 from __future__ import annotations
 

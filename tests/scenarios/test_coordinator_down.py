@@ -16,7 +16,7 @@ DOWN_S = 6
 LONGER = ("--steps", "40", "--hidden", "128", "--seq-len", "128")
 """So long that the outage is within the run."""
 STEADY = ("--backup", "stream+snapshot")
-"""No epoch changes but those that are provoked: the choice of schemes may change with how busy the machine is."""
+"""Only provoked epoch changes: on a busy machine, the choice of schemes might cause others."""
 
 
 def outage(run: Run) -> tuple[float, float]:
@@ -28,7 +28,7 @@ def outage(run: Run) -> tuple[float, float]:
 
 
 def steps_during(run: Run) -> set[int]:
-    """Steps that ended while nobody coordinated: by their own durations, from the last one that was told before."""
+    """Steps that ended without a coordinator: by their durations, from the last reported one."""
     _, back = outage(run)
     events = [e for e in run.events if e["kind"] == "step"]
     before = max((e for e in events if e["at"] < back), key=lambda e: e["step"])

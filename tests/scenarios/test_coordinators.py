@@ -1,4 +1,4 @@
-"""Several coordinators on a real etcd: leaders killed and paused, etcd lost and back. Training does not feel it.
+"""Several coordinators on a real etcd: leaders are killed or paused, etcd fails; training goes on.
 
 A leader that a busy machine holds up loses the lead, too: how often it changes is not counted.
 """
@@ -30,7 +30,7 @@ HURRY = "hurry"
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """start(NAME, words...) starts `elastic` words in tmp_path/NAME, at a pace until tmp_path/hurry exists."""
+    """start(NAME, words...) runs `elastic` in tmp_path/NAME, paced until tmp_path/hurry exists."""
     jobs: list[Job] = []
 
     def begin(name: str, *words: str) -> Job:
@@ -43,7 +43,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def undisturbed(job: Job) -> dict[str, Any]:
-    """The summary of a run that hurries to its end from here, ends well and whose steps all counted once."""
+    """The summary of a run that now speeds up and ends well, with every step counted once."""
     (job.run_dir.parent / HURRY).touch()
     run = job.finish()
     assert run.code == 0, run.output
@@ -168,8 +168,8 @@ def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path
 
 
 def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
-    """Each with a run directory and a certificate of its own; they find the job by --rdzv-id, the nodes find them by a
-    list."""
+    """Each with a run directory and a certificate of its own; they find the job by --rdzv-id, the
+    nodes find them by a list."""
     make_certificates(tmp_path / "certs", [["head0"], ["head1"], ["node0"], ["node1"]])
     token = tmp_path / "token"
     token.write_text("of all machines of this job\n")

@@ -22,7 +22,7 @@ MEMORY = Path("/dev/shm")
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:
-    """Everything that runs for this run, by the environment it was started with or its command line."""
+    """All processes of this run, found by their start environment or their command line."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -80,7 +80,7 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
 
 
 def test_workers_that_the_signal_ended_did_not_crash(tmp_path: Path) -> None:
-    """It goes to all of a node's processes: a busy agent may see its workers end before it looks for signals."""
+    """Signal all processes of a node: a busy agent may see its workers end before the signal."""
     job = Job(
         tmp_path / "run", ["run", "--standalone", "--nnodes", "2"], [*SCRIPT, "--steps", "5000"]
     )

@@ -1,5 +1,5 @@
-"""A script that fails on several machines: a job runner learns from `elastic coordinator` and `elastic agent` that all
-is over, and from `elastic run` what torchrun would have told."""
+"""A script that fails on several machines: a job runner learns from `elastic coordinator` and
+`elastic agent` that all is over, and from `elastic run` what torchrun would have told."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def data(step, index):
     return Microbatch(step, index, {})
 
 adam = OptimizerSpec(factory=torch.optim.Adam, lr=lambda step: 1e-2)
-Trainer(stack=ListStack([lambda: Layer(4, 4)], seed=0), optimizer=adam, data=data, steps=4, microbatches=2).run()
+stack = ListStack([lambda: Layer(4, 4)], seed=0)
+Trainer(stack=stack, optimizer=adam, data=data, steps=4, microbatches=2).run()
 """
 
 

@@ -1,4 +1,4 @@
-"""A stage and the node that keeps its backup, killed together; checkpoints, and what they are good for."""
+"""A stage and the node with its backup are killed together; training resumes from checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT = "step=5 microbatch=2"
 
 
 def both() -> list[str]:
-    """Who keeps node0's backups, and node0 itself before there are others: however slow the machine is."""
+    """The node that keeps node0's backups; node0 itself before other nodes exist."""
     return faults(f"kill node=1 {AT}", "kill node=0 step=5 phase=recovery")
 
 

@@ -1,4 +1,4 @@
-"""--accumulate fast: gradients add up in whatever order they come, so a recovered run is close, not equal."""
+"""--accumulate fast: gradients add up in any order, so a recovered run is close but not equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that stops without dying is found, killed and replaced; one that is merely slow never is."""
+"""A worker that hangs is found, killed and replaced; a worker that is merely slow is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Things that go wrong with a node, for real: classified rightly, with evidence, and the right thing is done.
+"""Real faults of a node are classified correctly, with evidence, and handled accordingly.
 
 A hung worker is in `test_hang`, a slowed node in `test_slow`.
 """
@@ -66,7 +66,7 @@ def crash_loop(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: Path) -> None:
     """Restarted twice; then the job goes on without the node, until its quarantine is over.
 
-    Steps take seconds, so that there are enough of them however long restarts take; they hurry once all is told.
+    Steps take seconds, so that enough remain after slow restarts; they speed up at the end.
     """
     hurry = tmp_path / "hurry"
     flags = ["run", "--standalone", "--nnodes", "2:3", "--quarantine", "15"]
@@ -133,13 +133,17 @@ def test_a_full_disk_is_told_of_and_training_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_node_without_room_is_refused_and_joins_when_there_is_some(tmp_path: Path) -> None:
-    """Where pre-flight is strict, a disk without room for checkpoints keeps a node out; it looks again by itself."""
+    """Under strict pre-flight, a disk without room for checkpoints keeps a node out until it
+    has."""
     disk = tmp_path / "disk"
     with small_disk(disk, "1m"):
         script = [*SCRIPT, "--steps", "2"]
         flags = ["--nnodes", "1", "--checkpoint-dir", str(disk), "--preflight", "strict"]
         events = tmp_path / "run" / "events.jsonl"
-        grow = f"until grep -qs make.room {events}; do sleep 0.05; done; mount -o remount,size=64m {disk}"
+        grow = (
+            f"until grep -qs make.room {events}; do sleep 0.05; done; "
+            f"mount -o remount,size=64m {disk}"
+        )
         helper = subprocess.Popen(["sh", "-c", grow])
         try:
             run = elastic_run(tmp_path / "run", flags, script)

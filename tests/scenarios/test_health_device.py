@@ -1,4 +1,4 @@
-"""A device breaks under a worker, for real but for the device: the job goes on, unless it is the script after all."""
+"""A simulated device fault under a real worker: the job goes on, unless the script is the cause."""
 
 from __future__ import annotations
 

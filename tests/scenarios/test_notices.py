@@ -1,4 +1,4 @@
-"""Real jobs whose nodes are noticed: every one is drained before its deadline, and no micro-batch is lost."""
+"""Real jobs with preemption notices: each node drains before its deadline without any loss."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def kinds(run: Run, kind: str) -> list[dict[str, Any]]:
 
 
 def assert_nothing_was_lost(run: Run, drained: list[str]) -> None:
-    """These nodes left in this order, each before its deadline; nobody else was lost, and no micro-batch."""
+    """These nodes left in this order before their deadlines; no other node or micro-batch was
+    lost."""
     assert run.code == 0, run.output
     end = kinds(run, "end")[0]["at"]
     assert [event["node"] for event in kinds(run, "drained")] == drained
@@ -97,7 +98,7 @@ def assert_nothing_was_lost(run: Run, drained: list[str]) -> None:
 
 
 def test_every_cloud_in_one_job(tmp_path: Path) -> None:
-    """AWS, GCP and Azure take a node each; then Azure takes its word back, and that node comes back by itself."""
+    """AWS, GCP and Azure each take a node; Azure then cancels, and its node rejoins by itself."""
     aws, gcp, azure = FakeAws(uses=3), FakeGcp(), FakeAzure()
     environ = {
         "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{aws.address}/${{node}}",

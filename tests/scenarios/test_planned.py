@@ -18,15 +18,16 @@ SLACK_S = 0.2
 
 
 def microbatch_s(run: Run, recovery: dict[str, Any]) -> float:
-    """Time of one micro-batch on one stage under the plan before the change, from the job's own steps."""
+    """Time of one micro-batch on one stage under the plan before the change, from step times."""
     events = [e for e in run.events if e["kind"] == "step" and e["epoch"] == recovery["epoch"] - 1]
     plan = next(
         e for e in run.events if e["kind"] == "plan" and e["epoch"] == recovery["epoch"] - 1
     )
-    depth, m = plan["text"].count("[", 0, plan["text"].index("peers")), 6
-    return median([e["seconds"] for e in events[1:]] or [e["seconds"] for e in events]) / (
-        m + depth - 1
-    )
+    text: str = plan["text"]
+    depth, m = text.count("[", 0, text.index("peers")), 6
+    seconds: list[float] = [e["seconds"] for e in events]
+    typical = float(median(seconds[1:] or seconds))
+    return typical / (m + depth - 1)
 
 
 FLAGS = exact(

@@ -1,4 +1,4 @@
-"""Training on a real Ray cluster of four nodes whose raylets are killed: bit for bit what a plain run gives."""
+"""Training on a real four-node Ray cluster with killed raylets equals a plain run bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 FOUR_NEEDED = ("--node-memory", "14KiB")
-"""Three nodes, which need 16 KB each, have no room: the job waits for a fourth, however long that takes to come."""
+"""Three nodes of 16 KB each have no room: the job waits for a fourth node, however long."""
 TOLD_OFTEN = ("--heartbeat", "0.1")
 
 

@@ -1,4 +1,4 @@
-"""Real runs through real faults: the parameters must be those of a failure-free run, bit for bit."""
+"""Real runs with real faults: the parameters equal those of a failure-free run bit for bit."""
 
 from __future__ import annotations
 

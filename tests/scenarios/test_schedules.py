@@ -1,4 +1,4 @@
-"""The schedule changes when things are computed, never what: the same parameters, bit for bit, faults or none."""
+"""All schedules give the same parameters bit for bit, with and without faults."""
 
 from __future__ import annotations
 

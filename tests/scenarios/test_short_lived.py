@@ -1,4 +1,4 @@
-"""A node that will not stay long comes, and is left as a spare: training goes on without a pause."""
+"""A short-lived node joins and stays a spare: training goes on without a pause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node turns slow: it gets fewer layers or micro-batches, and nobody is evicted. Compute is emulated."""
+"""A slow node gets fewer layers or micro-batches, and no node is evicted. Compute is emulated."""
 
 from __future__ import annotations
 

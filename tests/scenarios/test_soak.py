@@ -39,7 +39,7 @@ def hold_up_an_agent(pid: int) -> None:
 
 
 def soak(folder: Path, seconds: float, a_core: int, every_s: float) -> None:
-    """Train for so long beside `a_core` busy processes for each core; every so often an agent is held up."""
+    """Train beside `a_core` busy processes per core; an agent is paused at intervals."""
     script = [
         "-m",
         "examples.train_gpt",

@@ -1,4 +1,4 @@
-"""A script that knows nothing of this project: the same results and exit codes as under torchrun."""
+"""A script without any code of this project: same results and exit codes as under torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates of every kind that must be refused, strangers that say nothing, and counters that are waited for."""
+"""Certificates that must be refused, clients that stay silent, and counters to wait for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def silent(where: tuple[str, int], count: int, source: str = "") -> Iterator[lis
 
 @contextmanager
 def refused(reason: Reason, port: str, times: int = 1) -> Iterator[None]:
-    """What happens inside is refused for `reason` at `port`, `times` times at least, within the deadline."""
+    """Inside, `port` refuses for `reason`, at least `times` times within the deadline."""
     enough = threading.Event()
     wanted = REJECTIONS.total(reason, port) + times
 

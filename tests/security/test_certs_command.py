@@ -1,4 +1,4 @@
-"""`elastic certs`, and what the command line does with certificates, tokens and addresses that others reach."""
+"""`elastic certs`, and certificates, tokens and public addresses on the command line."""
 
 from __future__ import annotations
 

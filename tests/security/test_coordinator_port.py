@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import msgspec
@@ -87,7 +88,9 @@ def session(
     bench: Bench, mine: SecuritySettings, sender: str = "node0"
 ) -> tuple[Recorder, CoordinatorSession]:
     told = Recorder()
-    callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
+    callbacks: dict[str, Any] = {
+        name: told.callback(name) for name in ("on_message", "on_up", "on_down")
+    }
     return told, CoordinatorSession(bench.address, sender=sender, secure=mine, **callbacks)
 
 
@@ -220,7 +223,7 @@ def shown(
             metadata = (("nonce", nonce), ("proof", proof or "none"))
             return from_wire(stub.call(question, timeout=5, metadata=metadata)).body
         except grpc.RpcError as error:
-            raise UsageError(f"{error.details()} --join-token-file") from error  # type: ignore[attr-defined]
+            raise UsageError(f"{error.details()} --join-token-file") from error
 
 
 def test_a_proof_is_good_once_and_for_its_question(bench: Bench, authority: Authority) -> None:
@@ -289,7 +292,7 @@ def test_too_large_a_question_is_refused(bench: Bench, authority: Authority) -> 
 
 
 def test_a_stranger_makes_nobody_read_much(bench: Bench, authority: Authority) -> None:
-    """gRPC reads a message before anybody can ask for a proof: it is told to read no more than a piece."""
+    """gRPC reads a message before the proof is checked, so it must limit the message size."""
     certs = certs_of(bench, authority)
     with open_channel(grpc, bench.address, client_options(5.0), secure(certs)) as channel:
         asked = Envelope(0, 0, "echo", bytes(PIECE_BYTES + channel_options.SPARE_BYTES))
@@ -381,13 +384,12 @@ def test_rubbish_on_the_port(bench: Bench, raw: bytes, http: bool) -> None:
 def test_rubbish_left_the_port_serving(bench: Bench, authority: Authority) -> None:
     certs = certs_of(bench, authority)
     before = sum(REJECTIONS.counts().values())
-    test_rubbish_on_the_port.hypothesis.inner_test(
-        bench, b"\x16\x03\x01\xff\xff" + b"\0" * 300, False
-    )
+    inner_test = test_rubbish_on_the_port.hypothesis.inner_test  # type: ignore[attr-defined]
+    inner_test(bench, b"\x16\x03\x01\xff\xff" + b"\0" * 300, False)
     serves(bench, certs)
     if certs is not None:
         with refused(Reason.HANDSHAKE, PORT):
-            test_rubbish_on_the_port.hypothesis.inner_test(bench, b"\xff" * 40, False)
+            inner_test(bench, b"\xff" * 40, False)
         assert sum(REJECTIONS.counts().values()) > before
 
 

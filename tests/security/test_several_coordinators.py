@@ -1,9 +1,10 @@
-"""Several addresses, each with TLS and token: the newest is followed, and nobody who only says that it is."""
+"""Several addresses with TLS and token: nodes follow the newest genuine leader, no impostor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,9 @@ def certs(request: pytest.FixtureRequest, authority: Authority) -> Path | None:
 @pytest.fixture
 def node(places: list[str], certs: Path | None) -> Iterator[tuple[Recorder, CoordinatorSession]]:
     told = Recorder()
-    callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
+    callbacks: dict[str, Any] = {
+        name: told.callback(name) for name in ("on_message", "on_up", "on_down")
+    }
     session = CoordinatorSession(
         ",".join(places), sender="node0", secure=secure(certs), **callbacks
     )
@@ -93,7 +96,9 @@ def test_another_authority_at_one_address_is_not_followed(
     places: list[str], authority: Authority
 ) -> None:
     told = Recorder()
-    callbacks = {name: told.callback(name) for name in ("on_message", "on_up", "on_down")}
+    callbacks: dict[str, Any] = {
+        name: told.callback(name) for name in ("on_message", "on_up", "on_down")
+    }
     stranger = Bench(places[0], 99, SecuritySettings(authority.foreign, "", TOKEN))
     with refused(Reason.HANDSHAKE, "agent"):
         session = CoordinatorSession(

@@ -1,4 +1,4 @@
-"""Every message that the coordinator may be sent: who may say it, and that nobody else's changes anything."""
+"""Every message to the coordinator: only permitted senders have an effect."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ def test_a_former_member_tells_of_the_past_and_changes_nothing() -> None:
 
 def test_all_other_messages_are_not_for_nodes_to_say() -> None:
     said = {
-        m.NodeReport, m.Heartbeat, m.StepDone, m.BackupNote, m.CheckpointPart, m.RefusalNote, m.Notice, HealthReport,
+        m.NodeReport, m.Heartbeat, m.StepDone, m.BackupNote, m.CheckpointPart, m.RefusalNote,
+        m.Notice, HealthReport,
     }  # fmt: skip
     for name, kind in KINDS.items():
         if kind in said:
@@ -179,7 +180,9 @@ HEALTH = HealthReport(
     disks=(DiskSpace("run", "/x", 1, 2),) * MAX_ENTRIES,
     devices=(DeviceHealth(0, "gpu"),) * MAX_ENTRIES,
     links=(LinkTraffic("node1", 1, 1, 1.0, 1.0),) * MAX_ENTRIES,
-    failed_operations=(FailedOperation("checkpoint", "/x" * (MAX_TEXT_LENGTH // 2), "y" * MAX_TEXT_LENGTH),) * MAX_ENTRIES,
+    failed_operations=(
+        FailedOperation("checkpoint", "/x" * (MAX_TEXT_LENGTH // 2), "y" * MAX_TEXT_LENGTH),
+    ) * MAX_ENTRIES,
 )  # fmt: skip
 TAKEN_BACK = m.Notice("node0", "i1", NoticeKind.LEAVE, "file", 30.0)
 MEASURED = m.MicrobatchTiming(4, 2, 0, 0.1, 0.2, traffic=m.BackupTraffic(1, 0.1, 0.1, 1, 0.1))
@@ -216,7 +219,7 @@ def test_what_is_out_of_bounds_is_refused(message: object) -> None:
 
 
 def test_the_largest_that_a_node_says_is_taken() -> None:
-    """A thousand layers, logged messages of a thousand micro-batches, a report as long as its sender lets it be."""
+    """A thousand layers, messages of a thousand micro-batches, and a report of maximal length."""
     copies = [
         replace(
             make(content(layer % 3), layer=layer, microbatches=frozenset(range(1024))), node="node0"

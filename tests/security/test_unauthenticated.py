@@ -53,7 +53,7 @@ def drained(sock: socket.socket) -> bool:
 def test_strangers_hold_no_handshake_that_others_need(
     tls: Bench, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All places are taken by silent ones: the first of them leaves for who comes, long before its time is over."""
+    """Silent clients take all places: the first one is dropped early when a new client comes."""
     monkeypatch.setattr(connection_watch, "MAX_HANDSHAKES", 4)
     told, mine = session(tls, secure(authority.good))
     told.expect("on_up")

@@ -250,7 +250,7 @@ JSON = st.recursive(
 def test_a_copy_with_any_field_hurts_nobody(
     server: VaultServer, authority: Authority, vault: Vault, field: str, value: object
 ) -> None:
-    """Every field of a copy that is sent, with anything in its place: refused, or kept as said, never half."""
+    """Any value in any field of a sent copy: the vault refuses it or keeps it whole."""
     stream = dial(server, certs_of(server, authority))
     with contextlib.suppress(ChannelClosed, TimeoutError):
         enter(stream)

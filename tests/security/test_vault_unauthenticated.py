@@ -1,4 +1,4 @@
-"""Who takes up a vault's port: strangers have places and time of their own, and cost members neither."""
+"""Limits of a vault's port: unauthenticated clients have separate places and cost members none."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from elastic.agent.vault import server as vault_server
 from elastic.agent.vault.server import VaultServer
 from elastic.domain.errors import VaultError
+from elastic.rpc.bulk.handshake import HANDSHAKE_S
 from elastic.rpc.security import unauthenticated
 from elastic.rpc.security.rejections import Reason
 from tests.patience import LONG_S
@@ -40,7 +41,7 @@ def test_too_many_connections(
 def test_strangers_take_no_members_place(
     server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent ones fill all places of theirs: who was there first leaves, and members come and stay."""
+    """Silent clients fill their places: the oldest is dropped, and members connect and stay."""
     monkeypatch.setattr(vault_server, "MAX_UNAUTHENTICATED", 3)
     monkeypatch.setattr(vault_server, "HANDSHAKE_S", LONG_S)
     monkeypatch.setattr(vault_server, "MAX_CONNECTIONS", 4)
@@ -81,8 +82,8 @@ def in_time(attempt: Callable[[], T]) -> T:
 def test_who_drips_bytes_is_held_no_longer_than_the_greeting_may_take(
     server: VaultServer, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A header byte by byte, each well in time: TLS, where it is spoken, and the greeting have one deadline."""
-    greeting_s = vault_server.HANDSHAKE_S
+    """A header sent byte by byte: the TLS handshake and the greeting share one deadline."""
+    greeting_s = HANDSHAKE_S
     monkeypatch.setattr(vault_server, "HANDSHAKE_S", 1.0)
     certs = certs_of(server, authority)
     for before_tls in (True, False):

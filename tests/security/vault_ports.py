@@ -39,7 +39,7 @@ def serves(server: VaultServer, certs: Path | None, kept: int = 0) -> None:
 
 
 def dial(server: VaultServer, certs: Path | None) -> FrameStream:
-    """A connection on which anything can be said; TLS, with a good certificate, where that is spoken."""
+    """A connection that sends arbitrary bytes, with a valid certificate where TLS is on."""
     host, _, port = server.address.rpartition(":")
     sock: socket.socket = socket.create_connection((host, int(port)), timeout=LONG_S)
     if certs is not None:

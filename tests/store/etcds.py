@@ -43,7 +43,8 @@ class Member:
             str(BINARY), "--name", self.name, "--data-dir", str(self._directory / self.name),
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-            "--initial-cluster", self.cluster, "--unsafe-no-fsync", "--log-level", "warn", *self._flags,
+            "--initial-cluster", self.cluster, "--unsafe-no-fsync", "--log-level", "warn",
+            *self._flags,
         ]  # fmt: skip
         with (self._directory / f"{self.name}.log").open("ab") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out)

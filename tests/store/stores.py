@@ -29,7 +29,7 @@ def count(path: str, times: int) -> None:
 
 
 def lead(path: str, rounds: int) -> None:
-    """Take the lease again and again and write under it; prints the tokens whose write was accepted."""
+    """Acquire the lease repeatedly and write under it; print the tokens of accepted writes."""
     store, name = SqliteStore(path), sys.argv[4]
     tokens = []
     print("ready", flush=True)

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,8 @@ def test_files_are_plain_safetensors(tmp_path: Path) -> None:
 
 
 def portions_of(layer: int, step: int, number: int) -> list[bytes]:
-    """A layer's state as its holders share it: of the weight's 8 elements the first has all, cut at grains."""
+    """A layer's state in parts, cut at grains: the first holder has all 8 elements of the
+    weight."""
     header, data = read_header(memoryview(layer_run(layer, step))), layer_run(layer, step)
     rows = [(e.name, e.dtype, e.shape, e.shard_dim) for e in header.tensors]
     runs = []
@@ -190,7 +192,7 @@ def _torn_manifest(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:50])
 
 
-def _change(path: Path, **changes: object) -> None:
+def _change(path: Path, **changes: Any) -> None:
     manifest = checkpoint_directory.read_manifest(path)
     (path / "manifest.json").write_text(codec.dumps(dataclasses.replace(manifest, **changes)))
 

@@ -369,7 +369,7 @@ def test_a_lost_watch_goes_on_where_it_was(bench: Bench, store: Store, token: in
     bench.restart()
     second = bench.open().put_if("job/a", b"2", first.revision, token)
     bench.open().delete_if("job/a", second.revision, token)
-    seen = []
+    seen: list[KeyChange] = []
     while not seen or seen[-1].value is not None:
         change = watch.next(LONG_S)
         assert change is not None
@@ -407,6 +407,7 @@ def _outcome(store: Store, key: str, operation: str) -> object:
         token = lease.token if lease else 0
         if operation == "put":
             return store.put_if(key, b"v", entry.revision if entry else None, token)
-        return store.delete_if(key, entry.revision if entry else 1, token)
+        store.delete_if(key, entry.revision if entry else 1, token)
+        return None
     except (Conflict, StaleError) as error:
         return str(error)

@@ -1,4 +1,4 @@
-"""What only the store on etcd has: outages, members, compaction, passwords and certificates, lost answers."""
+"""Behaviour of the etcd store alone: outages, members, compaction, passwords, TLS, lost answers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_out_of_reach_is_one_error_in_bounded_time(server: Etcd) -> None:
     )
     (member,) = server.members
     for stop, back in ((lambda: member.signal(signal.SIGSTOP), None), (server.kill, server.start)):
-        stop()
+        stop()  # type: ignore[no-untyped-call]
         for call in calls[: 2 if back is None else None]:
             begun = time.monotonic()
             with pytest.raises(StoreUnavailable, match="no etcd answers at etcd://"):
@@ -132,7 +132,7 @@ def test_a_watch_survives_compaction(server: Etcd) -> None:
         KeyChange("kept", b"1", kept.revision),
     ]
     other, away = opened(server), threading.Event()
-    reach, store._connection.client = store._connection.client, lambda: _unless(away, reach)
+    reach, store._connection.client = store._connection.client, lambda: _unless(away, reach)  # type: ignore[method-assign]
     away.set()
     assert watch._stream is not None
     watch._stream.cancel()  # the connection is lost, and back only after the compaction
@@ -173,7 +173,7 @@ class _Losing:
         return answer
 
 
-class _Lost(grpc.RpcError):
+class _Lost(grpc.RpcError):  # type: ignore[misc]
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNAVAILABLE
 
@@ -206,7 +206,7 @@ def test_history_is_compacted(server: Etcd, monkeypatch: pytest.MonkeyPatch) -> 
     revision = None
     for number in range(60):
         revision = store.put_if("k", str(number).encode(), revision, token).revision
-    request = etcdrpc.RangeRequest(key=b"test/k/k", revision=revision - 50)
+    request = etcdrpc.RangeRequest(key=b"test/k/k", revision=(revision or 0) - 50)
     with pytest.raises(StoreError, match="compacted"):
         try:
             store._connection.call("Range", request)
@@ -289,7 +289,7 @@ def test_certificates(tmp_path: Path) -> None:
 
 
 def certificates(folder: Path) -> dict[str, str]:
-    """Files of an authority, of a server and a client that it vouches for, and of another authority."""
+    """Files of an authority, of its server and client certificates, and of another authority."""
     made: dict[str, str] = {}
 
     def write(name: str, key: ec.EllipticCurvePrivateKey, cert: x509.Certificate) -> None:

@@ -194,7 +194,7 @@ def test_missing_folder_and_folder_as_file(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_a_store_that_is_away(tmp_path: Path) -> None:
-    """Nothing of the write is kept, and the same one is made once there is room; fencing goes on meanwhile."""
+    """A failed write leaves nothing and succeeds once there is room; fencing works meanwhile."""
     with small_disk(tmp_path / "disk", "1m"):
         store = SqliteStore(tmp_path / "disk" / "store.db")
         lease = store.acquire("coordinator", "a", 60.0, 0.0)

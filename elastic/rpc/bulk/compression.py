@@ -1,8 +1,8 @@
 """Decides which copies of a node are sent compressed, from its link and from samples of the copies.
 
 There is one policy per node, for copies that it sends and for copies that others read from its
-vault. The rule is `elastic.core.protocol.compression`; each change of the decision is logged with its
-reason.
+vault. The rule is `elastic.core.protocol.compression`; each change of the decision is logged with
+its reason.
 """
 
 from __future__ import annotations

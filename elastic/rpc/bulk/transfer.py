@@ -6,7 +6,8 @@ its blocks (`elastic.rpc.bulk.blocks`) take the place of its bytes; payload leng
 still count raw bytes. Every request is answered by a `Reply`, whose `error` is empty on success.
 
     Put(copies) + bytes   verified, then kept: all or none; the reply is the acknowledgement.
-                          Large bundles `ask` between header and bytes: after an error no bytes follow
+                          Large bundles `ask` between header and bytes: after an error no
+                          bytes follow
     Get(key)              the copy's bytes
     Locate(key, node)     position of the copy in shared memory; only on the vault's own node
     Inventory()           all whole copies

@@ -1,10 +1,10 @@
 """A node's side of its stream to the coordinator, and single calls.
 
-A `CoordinatorSession` tries to reach its coordinator for as long as it is open; it finds a coordinator again
-about half a second after its return. Nothing is kept while the coordinator is away: in `on_up` a
-node sends its whole condition anew. Among several coordinators the one with the highest term is
-followed (`elastic.core.protocol.election`). All addresses are tried all the time, so a new leader is found
-even while the former one is only paused and its stream open.
+A `CoordinatorSession` tries to reach its coordinator for as long as it is open; it finds a
+coordinator again about half a second after its return. Nothing is kept while the coordinator is
+away: in `on_up` a node sends its whole condition anew. Among several coordinators the one with the
+highest term is followed (`elastic.core.protocol.election`). All addresses are tried all the time,
+so a new leader is found even while the former one is only paused and its stream open.
 """
 
 from __future__ import annotations

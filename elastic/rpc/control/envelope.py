@@ -1,4 +1,4 @@
-"""Wire format of control messages: an envelope around one dataclass of `elastic.core.protocol.messages`.
+"""Wire format of control messages: an envelope around one protocol message.
 
 Envelopes and messages are MessagePack, written and read by msgspec. MessagePack was chosen over
 JSON because it carries NaN, infinities and bytes as they are: a training that diverges reports such

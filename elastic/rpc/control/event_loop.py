@@ -8,8 +8,8 @@ messages and keepalives.
 gRPC's poller thread wakes the loop by one byte per event, through a socket that holds a few
 hundred. gRPC's reader handles all events that are there, but takes one byte, so each event cost a
 turn of the loop. When turns became long, as with a busy second thread, the socket was full, the
-poller waited for one byte per turn, and messages waited for seconds. `GrpcEventLoop` therefore takes all
-bytes but one (decision 023).
+poller waited for one byte per turn, and messages waited for seconds. `GrpcEventLoop` therefore
+takes all bytes but one (decision 023).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ read is answered with `Rejected`, and the session goes on. A bad call ends with 
 sender that knows a newer term than this server shows that another coordinator took over: its
 session is refused.
 
-With certificates (`elastic.rpc.security.tls`) gRPC serves mutual TLS (1.2 or 1.3). With a join token a
-session or call is accepted only with a proof over a nonce of this server
+With certificates (`elastic.rpc.security.tls`) gRPC serves mutual TLS (1.2 or 1.3). With a join
+token a session or call is accepted only with a proof over a nonce of this server
 (`elastic.rpc.security.token_proof`); the call CHALLENGE returns one. Rejections are counted
 (`elastic.rpc.security.rejections`), also those of repeated messages.
 """
@@ -250,7 +250,8 @@ class Server:
             if envelope.term > self._term():
                 REJECTIONS.count(PORT, Reason.STALE, session, f"it knows term {envelope.term}")
                 raise StaleError(
-                    f"this coordinator has term {self._term()}, {session.sender} knows {envelope.term}"
+                    f"this coordinator has term {self._term()}, "
+                    f"{session.sender} knows {envelope.term}"
                 )
             begun += envelope.body
             if len(begun) > MAX_BODY_BYTES:

@@ -26,7 +26,8 @@ TOKEN_FILE = "join.token"
 here."""
 LEAST_TOKEN_CHARS = 16
 WORKERS = (
-    "traffic between workers (gloo or NCCL, and their rendezvous store) is not encrypted: this torch "
+    "traffic between workers (gloo or NCCL, and their rendezvous store) is not encrypted: this "
+    "torch "
     "has no TLS for it; keep those ports in a private network (docs/operate/security.md)"
 )
 """Warning at the start of every job that uses certificates."""
@@ -183,7 +184,10 @@ def check_token(field_name: str, token: str, shown: str) -> str:
     Raises FieldError, which shows `shown` in its place, if it is too short or not printable.
     """
     if len(token) < LEAST_TOKEN_CHARS or not token.isascii() or not token.isprintable():
-        remedy = f"a token of {LEAST_TOKEN_CHARS} printable characters or more, as `openssl rand -hex 32` makes"
+        remedy = (
+            f"a token of {LEAST_TOKEN_CHARS} printable characters or more, "
+            "as `openssl rand -hex 32` makes"
+        )
         raise FieldError(field_name, shown, remedy)
     return token
 

@@ -8,9 +8,9 @@
   lease's key with the token. A coordinator that lost its lease cannot write.
 - **Tokens and revisions** are etcd's own store revision. It only grows, also over restarts.
 - **A lease has expired** when a candidate has seen no renewal for the whole time of the lease, by
-  its own clock (`elastic.core.protocol.election`). A candidate must therefore call `acquire` several times
-  in that time. The store ignores the argument `now` of other machines. It does not use etcd's own
-  leases; docs/decisions/016-etcd-and-several-coordinators.md says why.
+  its own clock (`elastic.core.protocol.election`). A candidate must therefore call `acquire`
+  several times in that time. The store ignores the argument `now` of other machines. It does not
+  use etcd's own leases; docs/decisions/016-etcd-and-several-coordinators.md says why.
 - **A lost answer** leaves open whether a write was made. The same call repeats the write and
   recognizes the first attempt by its write id. So no write is made twice, and no compare-and-set
   fails because of its own first attempt.
