@@ -82,7 +82,7 @@ def shaper_of(directory: Path | str, limit: LinkProfile) -> LinkShaper | None:
 
 
 def pace_of(directory: Path | str, limit: LinkProfile) -> Callable[[int], None] | None:
-    """The `pace` of bulk connections of that node (`elastic.rpc.frames.Stream`)."""
+    """The `pace` of bulk connections of that node (`elastic.rpc.frames.FrameStream`)."""
     shaper = shaper_of(directory, limit)
     return shaper.pass_on if shaper else None
 

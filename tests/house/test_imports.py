@@ -36,7 +36,7 @@ def test_command_line_starts_without_heavy_packages(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["elastic.rpc.client", "elastic.rpc.server", "elastic.rpc.frames"]
+    "module", ["elastic.rpc.control.client", "elastic.rpc.control.server", "elastic.rpc.frames"]
 )
 def test_rpc_needs_no_torch(module: str) -> None:
     assert not loaded_by(f"import {module}").intersection({"torch", "numpy", "megatron"})

@@ -256,7 +256,7 @@ def test_a_full_vault_costs_protection_not_the_job(fault: str, tmp_path: Path) -
     assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
     short = [event for event in run.events if event["kind"] == "backup-short"]
     assert short and all("--vault-memory" in event["detail"] for event in short)
-    assert "training goes on without them" in run.output
+    assert "training continues without them" in run.output
     sources = [recovery["state_source"] for recovery in run.summary["recoveries"]]
     assert sources == (["checkpoint"] if fault else [])
 

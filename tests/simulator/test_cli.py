@@ -128,7 +128,7 @@ def test_a_wrong_unit_in_a_trace_file_causes_a_warning(
         (
             "bamboo",
             "0,add,a\n9,remove,b\n",
-            "source, line 2: '9,remove,b' is not usable: b is not there",
+            "source, line 2: '9,remove,b' is not usable: b is not present",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_files_that_are_too_large_are_not_read(
 ) -> None:
     source = tmp_path / "p3.csv"
     source.write_text("0,add,n1\n60000,remove,n1\n")
-    monkeypatch.setattr(traces, "MOST_BYTES", 20)
+    monkeypatch.setattr(traces, "MAX_BYTES", 20)
     done = run("traces", "import", "bamboo", str(source), str(tmp_path / "out.csv"))
     assert done.exit_code == 2 and "too many: at most 20" in done.output
 
@@ -216,7 +216,7 @@ def test_repairs_are_listed(tmp_path: Path) -> None:
     path.write_text(GOOD.replace("10,remove,a", "10,remove,b"))
     assert run("traces", "stats", str(path)).exit_code == 2
     done = run("traces", "convert", str(path), str(out), "--repair")
-    assert done.exit_code == 0 and "line 3: dropped: b is not there" in done.output
+    assert done.exit_code == 0 and "line 3: dropped: b is not present" in done.output
 
 
 @pytest.mark.parametrize(

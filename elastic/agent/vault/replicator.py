@@ -239,7 +239,7 @@ class Replicator:
         if self._reported_full != (bundle.round, peer):
             self._reported_full = bundle.round, peer
             log.warning(
-                "%s has no room for copies of this node; training goes on without them: %s",
+                "%s has no room for copies of this node; training continues without them: %s",
                 peer,
                 error,
             )

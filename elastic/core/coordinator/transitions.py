@@ -11,7 +11,7 @@ the same decisions.
                           PAUSED                           the next epoch
 
 In PAUSED no plan fits the available nodes. A fault in HALTING or INSTALLING is a second fault
-during a recovery: `elastic.core.job.epoch_change.begin_change` decides it.
+during a recovery: `elastic.core.job.epoch_change` says how it is decided.
 """
 
 from __future__ import annotations

@@ -8,14 +8,15 @@ An epoch change answers a fault, or a planned change of the cluster:
 3. When the first micro-batch of the epoch was computed, the change is complete
    (`elastic.core.coordinator.transitions`).
 
-**A second fault during a recovery** is decided in `begin_change`. The rules of the phases HALTING
-and INSTALLING call it again while `state.change` is set. The new change takes the next epoch, and
-inherits from the unfinished one its causes, lost nodes, old plan, start time and the micro-batches
-to replay. It inherits nothing from a planned change, whose step may still be running.
+**A second fault during a recovery.** While nodes halt after a fault, a further loss joins the change
+in progress: `decide_plan` counts it among the lost nodes. While the plan is installed, and during a
+planned halt, a loss calls `begin_change` again. The new change takes the next epoch, and inherits
+from an unfinished recovery its causes, lost nodes, old plan, start time and the micro-batches to
+replay. It inherits nothing from a planned change, whose step may still be running.
 
 **Micro-batches**: `Assignment.todo` and `Assignment.partial` list the micro-batches that each
 pipeline runs in the resumed step; the solver derives them from the ledgers in the inventory. The
-workers add the gradients to the ledgers (`elastic.worker.engine`).
+workers add the gradients to the ledgers (`elastic.worker.replica.replica`).
 """
 
 from __future__ import annotations

@@ -352,7 +352,7 @@ class CheckpointPart:
 
 @dataclass(frozen=True, slots=True)
 class RefusalNote:
-    """A port of this node refused a connection or message (`elastic.rpc.refusals`)."""
+    """A port of this node refused a connection or message (`elastic.rpc.security.rejections`)."""
 
     node: str
     port: str

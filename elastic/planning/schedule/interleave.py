@@ -62,15 +62,28 @@ def _cut(sums: Sequence[Sequence[float]], n_layers: int) -> list[int]:
 
 
 def _reach(sums: Sequence[Sequence[float]], n_layers: int, limit: float) -> list[int] | None:
-    """Return boundaries of stages within `limit`; None if they cannot cover all layers."""
+    """Ends of stages of at most `limit` each; None if they cannot hold all layers.
+
+    Each stage holds at least one layer. The stages are as long as possible, the first ones first.
+    """
+    ends_at = [[n_layers]]
+    for left, row in enumerate(reversed(sums)):
+        begins = range(len(sums) - left - 1, n_layers - left)
+        ends_at.append([b for b in begins if _longest(row, b, limit, ends_at[-1]) is not None])
+    if 0 not in ends_at[-1]:
+        return None
     ends = [0]
-    for s, row in enumerate(sums):
-        last = bisect_right(row, row[ends[-1]] + limit) - 1
-        last = min(last, n_layers - (len(sums) - s - 1))
-        if last <= ends[-1]:
-            return None
+    for row, allowed in zip(sums, reversed(ends_at[:-1]), strict=True):
+        last = _longest(row, ends[-1], limit, allowed)
+        assert last is not None
         ends.append(last)
-    return ends if ends[-1] == n_layers else None
+    return ends
+
+
+def _longest(row: Sequence[float], first: int, limit: float, allowed: list[int]) -> int | None:
+    """The largest allowed end of a stage that begins at `first` and takes at most `limit`."""
+    place = bisect_right(allowed, bisect_right(row, row[first] + limit) - 1) - 1
+    return allowed[place] if place >= 0 and allowed[place] > first else None
 
 
 def scheduled(pipeline: Pipeline, schedule: str, seconds: Sequence[Sequence[float]]) -> Pipeline:

@@ -11,7 +11,6 @@ It measures:
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import subprocess
@@ -167,20 +166,17 @@ def _measure(rank: int, store: str, repeat: int) -> dict[str, object]:
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    module = "elastic.worker.transport.link_probe"
-    parser = argparse.ArgumentParser(prog=module)
-    parser.add_argument("--store", default="")
-    parser.add_argument("--repeat", type=int, default=20)
-    args = parser.parse_args(argv)
-    if args.store:
-        probe(1, args.store, args.repeat)
+def main() -> int:
+    """Arguments: the number of repetitions; the second process also gets the store's address."""
+    repeat, *second = sys.argv[1:]
+    if second:
+        probe(1, second[0], int(repeat))
         return 0
     store, address = host_store()
-    command = [sys.executable, "-m", module, "--store", address, "--repeat", str(args.repeat)]
-    other = subprocess.Popen(command)
+    module = "elastic.worker.transport.link_probe"
+    other = subprocess.Popen([sys.executable, "-m", module, repeat, address])
     try:
-        print(json.dumps(probe(0, address, args.repeat)), flush=True)
+        print(json.dumps(probe(0, address, int(repeat))), flush=True)
         return other.wait(TIMEOUT_S)
     finally:
         other.kill()
