@@ -190,7 +190,8 @@ def _steps(path: str) -> Iterator[str | int]:
 
 
 def _fits(kind: Any, data: Any, strict: bool = True) -> bool:
-    """Whether msgspec takes `data` as a `kind`. Not `strict`: an integer may be text, as in a key."""
+    """Whether msgspec takes `data` as a `kind`. Not `strict`: an integer may be text, as in a
+    key."""
     try:
         msgspec.convert(data, kind, str_keys=True, strict=strict)
     except msgspec.ValidationError:

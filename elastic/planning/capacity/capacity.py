@@ -21,7 +21,8 @@ from elastic.planning.search.search import PlanRequest, make_plan
 
 
 def cluster_profile(cluster: Cluster, measured: Profile | None = None) -> Profile:
-    """The profile that the cluster's plans are made from: the measured one, or the catalogue's. Raises FieldError."""
+    """The profile that the cluster's plans are made from: the measured one, or the catalogue's.
+    Raises FieldError."""
     links = {name: link for name in LINKS if (link := getattr(cluster, name)) is not None}
     if measured is None:
         return published_profile(
@@ -149,7 +150,8 @@ def plan_request(cluster: Cluster, profile: Profile) -> PlanRequest:
 
 
 def alternatives(request: PlanRequest, best: Plan) -> tuple[tuple[str, float], ...]:
-    """Plans with other numbers of pipelines, and with other schedules: (what, predicted seconds of a step), the
+    """Plans with other numbers of pipelines, and with other schedules: (what, predicted seconds of
+    a step), the
     fastest first; inf: memory is short. What the request fixes stays."""
     asked: list[dict[str, Any]] = []
     if request.shape == "auto":

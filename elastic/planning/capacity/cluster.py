@@ -12,7 +12,8 @@
     inside = { bandwidth = "300GB/s" }
     link = { bandwidth = "100Gbit", latency = "10us" }
 
-Every key and its default: `Cluster`, `Group`, and docs/guide/capacity.md. Text in, values out: files are read elsewhere,
+Every key and its default: `Cluster`, `Group`, and docs/guide/capacity.md. Text in, values out:
+files are read elsewhere,
 and `elastic.planning.capacity.capacity` makes requests of it.
 """
 
@@ -65,7 +66,8 @@ class Cluster:
     microbatches: int
     """Of a step."""
     microbatch_size: int = 0
-    """Sequences of a micro-batch; 0: 1, or unknown with a measured profile, where it only counts samples."""
+    """Sequences of a micro-batch; 0: 1, or unknown with a measured profile, where it only counts
+    samples."""
     sequence: int = 0
     """Tokens of a sequence; 0: as published."""
     tp: int = 0

@@ -1,4 +1,5 @@
-"""What a plan is expected to do, in figures for people: seconds, samples, bubbles, memory, and what limits it."""
+"""What a plan is expected to do, in figures for people: seconds, samples, bubbles, memory, and what
+limits it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class UnitReport:
     layers: str
     """Its ranges of layers, FIRST:LAST with commas between them."""
     compute_s: float
-    """For one micro-batch: forward and backward, recomputation, and what streaming its gradient adds."""
+    """For one micro-batch: forward and backward, recomputation, and what streaming its gradient
+    adds."""
     hop_s: float
     """To the next stage and back, for one micro-batch, over all its stages."""
     busy: float
@@ -59,7 +61,8 @@ class Report:
     tail_s: float
     """Of `step_s`: reduction over pipelines, and update, after the last micro-batch."""
     stream_s: float
-    """Of `step_s`: what streaming gradients to peers adds, where the network is slower than the compute."""
+    """Of `step_s`: what streaming gradients to peers adds, where the network is slower than the
+    compute."""
     samples_per_s: float
     """0: how many samples a micro-batch has is not known."""
     tokens_per_s: float
@@ -67,7 +70,8 @@ class Report:
 
     @property
     def bubble(self) -> float:
-        """Share of the step, on all units that hold stages, in which nothing is computed; the tail counts as such."""
+        """Share of the step, on all units that hold stages, in which nothing is computed; the tail
+        counts as such."""
         busy = sum(sum(p.timeline.busy_s) for p in self.pipelines)
         units = sum(len(p.units) for p in self.pipelines)
         return 1 - busy / (units * self.step_s) if self.step_s > 0 else 0.0
@@ -141,7 +145,8 @@ def _compute(schedule: str, times: StageTimes) -> float:
 
 
 def _fixed(stages: Sequence[Stage], profile: Profile, tp: int) -> float:
-    """Bytes of a worker whatever is in flight; a recomputing stage has room for a micro-batch's activations too."""
+    """Bytes of a worker whatever is in flight; a recomputing stage has room for a micro-batch's
+    activations too."""
     layers = profile.layers
     held = [layers[i] for stage in stages for i in stage.layers]
     again = sum(
@@ -151,7 +156,8 @@ def _fixed(stages: Sequence[Stage], profile: Profile, tp: int) -> float:
 
 
 def _kept(stages: Sequence[Stage], numbers: Sequence[int], profile: Profile) -> dict[int, float]:
-    """Bytes that each stage keeps of a micro-batch in flight, for `dryrun.peak`: its activations, or its input."""
+    """Bytes that each stage keeps of a micro-batch in flight, for `dryrun.peak`: its activations,
+    or its input."""
     layers, found = profile.layers, {}
     for stage, number in zip(stages, numbers, strict=True):
         entry = layers[stage.first - 1].output_bytes if stage.first else 0

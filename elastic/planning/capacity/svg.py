@@ -1,6 +1,8 @@
-"""A pipeline's timeline as an SVG picture: one row a unit, one box a compute action, on a common time axis.
+"""A pipeline's timeline as an SVG picture: one row a unit, one box a compute action, on a common
+time axis.
 
-Plain SVG 1.1 text without scripts, fonts or links, so that it opens anywhere; every box says in its own title what
+Plain SVG 1.1 text without scripts, fonts or links, so that it opens anywhere; every box says in its
+own title what
 it is and when, and the whole has a title and a description for those who cannot see it.
 """
 
@@ -19,7 +21,8 @@ COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#f0e442", "W": "#009e73"}
 NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
 OTHER = "#999999"
 CHART, WIDEST, MARGIN, GUTTER = 1080.0, 6000.0, 16.0, 12.0
-"""Widths in pixels: of the time axis at least and at most, around everything, between a row's name and its boxes."""
+"""Widths in pixels: of the time axis at least and at most, around everything, between a row's name
+and its boxes."""
 COMFORT = 18.0
 """Width of the median box for which the time axis is made wider."""
 ROW, BOX, HEAD, FOOT = 26.0, 22.0, 30.0, 30.0
@@ -65,7 +68,7 @@ def draw(title: str, panels: Sequence[Panel]) -> str:
             f'<title id="title">{shown}</title>',
             f'<desc id="summary">{_text(summary(panels))}</desc>',
             '<rect width="100%" height="100%" fill="#ffffff"/>',
-            f'<text x="{MARGIN:.0f}" y="{MARGIN + 12:.0f}" font-size="15" font-weight="bold">{shown}</text>',
+            f'<text x="{MARGIN:.0f}" y="{MARGIN + 12:.0f}" font-size="15" font-weight="bold">{shown}</text>',  # noqa: E501
             *_legend(panels, MARGIN + HEAD),
             *body,
             "</svg>",
@@ -85,7 +88,7 @@ def summary(panels: Sequence[Panel]) -> str:
             else 0.0
         )
         parts.append(
-            f"{panel.title}: {len(panel.rows)} units, {seconds(found.makespan_s)}, {busy:.1%} of it computing"
+            f"{panel.title}: {len(panel.rows)} units, {seconds(found.makespan_s)}, {busy:.1%} of it computing"  # noqa: E501
         )
     return ". ".join(parts)
 
@@ -107,12 +110,12 @@ def _median(panels: Sequence[Panel]) -> float:
 def _panel(panel: Panel, left: float, top: float, scale: float, until: float) -> Iterable[str]:
     bottom = top + HEAD + ROW * len(panel.rows)
     yield f"<g><title>{_text(panel.title)}</title>"
-    yield f'<text x="{MARGIN:.0f}" y="{top + 18:.0f}" font-weight="bold">{_text(panel.title)}</text>'
+    yield f'<text x="{MARGIN:.0f}" y="{top + 18:.0f}" font-weight="bold">{_text(panel.title)}</text>'  # noqa: E501
     for mark in marks(until):
         x = left + mark * scale
         yield (
-            f'<line x1="{x:.1f}" y1="{top + HEAD:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="#dddddd"/>'
-            f'<text x="{x:.1f}" y="{bottom + 14:.1f}" text-anchor="middle" fill="#555555">{seconds(mark)}</text>'
+            f'<line x1="{x:.1f}" y1="{top + HEAD:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="#dddddd"/>'  # noqa: E501
+            f'<text x="{x:.1f}" y="{bottom + 14:.1f}" text-anchor="middle" fill="#555555">{seconds(mark)}</text>'  # noqa: E501
         )
     for row, name in enumerate(panel.rows):
         y = top + HEAD + ROW * row + 15
@@ -134,7 +137,7 @@ def _box(span: Span, unit: str, left: float, top: float, scale: float) -> str:
     if width < LETTER * len(number) + 2:
         return box
     return (
-        f'{box}<text x="{x + width / 2:.2f}" y="{top + 15:.1f}" text-anchor="middle" font-size="11" '
+        f'{box}<text x="{x + width / 2:.2f}" y="{top + 15:.1f}" text-anchor="middle" font-size="11" '  # noqa: E501
         f'fill="#000000" pointer-events="none">{number}</text>'
     )
 
@@ -147,7 +150,7 @@ def _legend(panels: Sequence[Panel], top: float) -> Iterable[str]:
             yield f'<rect x="{x:.0f}" y="{top - 8:.0f}" width="14" height="14" fill="{colour}"/>'
             yield f'<text x="{x + 20:.0f}" y="{top + 4:.0f}">{NAMES[kind]}</text>'
             x += 40 + LETTER * len(NAMES[kind])
-    yield f'<text x="{x:.0f}" y="{top + 4:.0f}" fill="#555555">numbers are micro-batches; white is waiting</text>'
+    yield f'<text x="{x:.0f}" y="{top + 4:.0f}" fill="#555555">numbers are micro-batches; white is waiting</text>'  # noqa: E501
 
 
 def marks(until: float) -> list[float]:

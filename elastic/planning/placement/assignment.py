@@ -1,8 +1,12 @@
-"""Slots and nodes matched at least cost: first the bytes that a node lacks, then the layers that it has to load.
+"""Slots and nodes matched at least cost: first the bytes that a node lacks, then the layers that it
+has to load.
 
-Up to some thousand nodes by the shortest augmenting paths of `scipy.optimize.linear_sum_assignment` (Crouse 2016,
-after Jonker and Volgenant 1987). Beyond that, where nodes fall into few sorts, as flows between sorts: a transportation
-problem, whose basic solutions are whole numbers (its constraints are totally unimodular), solved by the simplex method
+Up to some thousand nodes by the shortest augmenting paths of `scipy.optimize.linear_sum_assignment`
+(Crouse 2016,
+after Jonker and Volgenant 1987). Beyond that, where nodes fall into few sorts, as flows between
+sorts: a transportation
+problem, whose basic solutions are whole numbers (its constraints are totally unimodular), solved by
+the simplex method
 of HiGHS. Costs that differ by less than 1e-7 of the largest count as equal there.
 """
 
@@ -32,8 +36,10 @@ def cheapest(
 ) -> list[tuple[int, int]]:
     """Return a least-cost matching of all slots as (slot, node).
 
-    `wanted` is the layers of each slot, `sorts` what each node has; there are at least as many nodes. Costs are whole
-    numbers below 2^53 (bytes are divided by their common divisor), so that float64 sums are exact, unless a plan moves
+    `wanted` is the layers of each slot, `sorts` what each node has; there are at least as many
+    nodes. Costs are whole
+    numbers below 2^53 (bytes are divided by their common divisor), so that float64 sums are exact,
+    unless a plan moves
     petabytes of oddly sized layers: then bytes may be off in the 16th digit.
     """
     distinct, which = _number(tuple(layers) for layers in wanted)
@@ -52,7 +58,8 @@ def cheapest(
 
 
 def _small(costs: list[list[float]]) -> list[tuple[int, int]]:
-    """By trying all sets of nodes: a few nodes are not worth the half second that the library takes to import."""
+    """By trying all sets of nodes: a few nodes are not worth the half second that the library takes
+    to import."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for row in costs:
         following: dict[int, tuple[float, tuple[int, ...]]] = {}

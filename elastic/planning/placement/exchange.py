@@ -1,7 +1,10 @@
-"""Exchanges nodes among slots where that costs nothing, so that pipelines stay inside failure domains.
+"""Exchanges nodes among slots where that costs nothing, so that pipelines stay inside failure
+domains.
 
-Links between domains are slow, and replicas of a layer should not fail together: so each pipeline is put into as few
-domains as a greedy choice finds, and different pipelines into different domains where there is a choice.
+Links between domains are slow, and replicas of a layer should not fail together: so each pipeline
+is put into as few
+domains as a greedy choice finds, and different pipelines into different domains where there is a
+choice.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ class Host(NamedTuple):
 
 
 Pool = tuple[int, tuple[int, ...] | None]
-"""What nodes of a pool share: kind, and layers that each of them will hold (None: they hold nothing yet, and may go
+"""What nodes of a pool share: kind, and layers that each of them will hold (None: they hold nothing
+yet, and may go
 anywhere)."""
 
 
@@ -43,9 +47,12 @@ def deal(
 ) -> list[str]:
     """Return the node of each slot.
 
-    `hosts` are the chosen nodes with the slot that each was chosen for, in order of preference. Slots with equal
-    layers may exchange their nodes, and so may all nodes that hold nothing (not in `known`). Pipeline by pipeline,
-    the domain that can fill most of its slots does so, of these the one used least so far; then the next for what is
+    `hosts` are the chosen nodes with the slot that each was chosen for, in order of preference.
+    Slots with equal
+    layers may exchange their nodes, and so may all nodes that hold nothing (not in `known`).
+    Pipeline by pipeline,
+    the domain that can fill most of its slots does so, of these the one used least so far; then the
+    next for what is
     left. Without named domains, nodes of one `team` (former pipeline) stay together.
     """
     named = any(host.domain for host, _ in hosts)
@@ -102,7 +109,8 @@ class _Dealer:
         return [pool for pool in pools if self.stock.get(pool)]
 
     def _mates(self, left: Sequence[int], *, begun: bool) -> str:
-        """The former pipeline that leads: the first slot's; for what it cannot fill, new nodes before others'."""
+        """The former pipeline that leads: the first slot's; for what it cannot fill, new nodes
+        before others'."""
         pools = [pool for s in left for pool in self._pools(s)]
         if begun and any("" in self.stock[pool] for pool in pools):
             return ""

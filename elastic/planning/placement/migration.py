@@ -1,17 +1,24 @@
-"""From one plan to the next: which layers move, from where, in which order, and how long that takes.
+"""From one plan to the next: which layers move, from where, in which order, and how long that
+takes.
 
-What has to move is given by the two plans: a layer that a node's worker shall hold and does not. If the node's own
-vault keeps a whole copy it is loaded from there; else some other living node sends it that holds the layer or keeps a
-whole copy. The bytes over the network are therefore the least possible for these plans (which node takes which slot
-is `elastic.planning.placement.placement`), and what remains to choose are the senders, so that none is the bottleneck
+What has to move is given by the two plans: a layer that a node's worker shall hold and does not. If
+the node's own
+vault keeps a whole copy it is loaded from there; else some other living node sends it that holds
+the layer or keeps a
+whole copy. The bytes over the network are therefore the least possible for these plans (which node
+takes which slot
+is `elastic.planning.placement.placement`), and what remains to choose are the senders, so that none
+is the bottleneck
 (`elastic.planning.placement.balance`).
 
-Every node sends and receives at once, over its own link; with tensor parallelism each worker its part of a layer over
+Every node sends and receives at once, over its own link; with tensor parallelism each worker its
+part of a layer over
 its own. The transfers take
 
     seconds = max over nodes of max(seconds sending, seconds receiving) + the longest latency
 
-which is a lower bound for any order, and is reached when transfers may be interrupted (Gonzalez and Sahni 1976, open
+which is a lower bound for any order, and is reached when transfers may be interrupted (Gonzalez and
+Sahni 1976, open
 shop with preemption).
 """
 
@@ -30,8 +37,10 @@ from elastic.planning.placement.placement import Holdings
 from elastic.planning.plan.schemes import state_of
 
 HELD, KEPT, LOCAL, CHECKPOINT, FRESH = "held", "kept", "local", "checkpoint", "fresh"
-"""Kinds of moves: from a node that holds the layer | that keeps a peer's copy | from the target's own vault | nobody
-alive has the layer, and the checkpoint is read | there was no plan before: the layer is initialised."""
+"""Kinds of moves: from a node that holds the layer | that keeps a peer's copy | from the target's
+own vault | nobody
+alive has the layer, and the checkpoint is read | there was no plan before: the layer is
+initialised."""
 
 Links = Callable[[str, str], LinkProfile]
 """The link from one node to another."""
@@ -48,7 +57,8 @@ class Move:
     nbytes: int
     kind: str
     staged: bool = False
-    """The target has to keep what it drops until it was read: for a while it needs room for both."""
+    """The target has to keep what it drops until it was read: for a while it needs room for
+    both."""
 
     @property
     def sent(self) -> bool:
@@ -89,7 +99,8 @@ def transition(
 ) -> Transition:
     """Return the moves that lead from `old` to `new`.
 
-    `dead` nodes have nothing any more. `gradients`: accumulated gradients move with parameters and optimizer state,
+    `dead` nodes have nothing any more. `gradients`: accumulated gradients move with parameters and
+    optimizer state,
     as in the middle of a step. Without `links` they are taken as infinitely fast.
     """
     between = links or (lambda source, target: LinkProfile())
@@ -153,8 +164,10 @@ def _sources(
 
 
 def _ordered(moves: Sequence[Move], held: Holdings, new: Plan) -> list[Move]:
-    """Moves in a good order: the layers that are needed first come first, but before anything comes to a node, what
-    it drops has been read from it. Where nodes exchange layers that cannot be: the move is then `staged`."""
+    """Moves in a good order: the layers that are needed first come first, but before anything comes
+    to a node, what
+    it drops has been read from it. Where nodes exchange layers that cannot be: the move is then
+    `staged`."""
     keeps: dict[str, set[int]] = {}
     for _, _, stage in new.stages():
         keeps.setdefault(stage.unit.node, set()).update(stage.layers)

@@ -1,27 +1,39 @@
 """Which node takes which slot of a plan, so that as few bytes as possible move.
 
-A slot is what one node is to hold: the layers of its stages in one pipeline. Only nodes of the slot's kind (device
-type, units, memory) may take it. What a node's worker holds already is free; what its vault keeps for a peer is free
+A slot is what one node is to hold: the layers of its stages in one pipeline. Only nodes of the
+slot's kind (device
+type, units, memory) may take it. What a node's worker holds already is free; what its vault keeps
+for a peer is free
 of network; the rest has to come from other nodes. `assign` finds, among all assignments, one
 
 1. with the fewest bytes over the network,
 2. of these with the fewest layers that a worker has to load at all,
-3. of these one that keeps pipelines inside failure domains and spreads pipelines over them, as far as a greedy
+3. of these one that keeps pipelines inside failure domains and spreads pipelines over them, as far
+as a greedy
    choice does, for links between domains are slow and replicas should not fail together,
 4. and else in the order in which slots and nodes are given.
 
-1 and 2 are exact (`elastic.planning.placement.assignment`). To be quick where nearly everything stays, most is settled before:
+1 and 2 are exact (`elastic.planning.placement.assignment`). To be quick where nearly everything
+stays, most is settled before:
 
-  Nodes with equal holdings are alike, and so are slots with equal layers. Join first nodes that hold exactly a slot's
-  layers: these pairs cost nothing, so they are a cheapest matching of their slots, and a cheapest matching of all
-  slots follows by one shortest augmenting path for each of the R slots that are left. A shortest path need not
-  meet two nodes that are alike, for one could go to the second at once, and the way between them, a cycle, is never
-  negative. So each path breaks at most one pair of each sort, R paths at most R: whatever more pairs there are of
+  Nodes with equal holdings are alike, and so are slots with equal layers. Join first nodes that
+  hold exactly a slot's
+  layers: these pairs cost nothing, so they are a cheapest matching of their slots, and a cheapest
+  matching of all
+  slots follows by one shortest augmenting path for each of the R slots that are left. A shortest
+  path need not
+  meet two nodes that are alike, for one could go to the second at once, and the way between them, a
+  cycle, is never
+  negative. So each path breaks at most one pair of each sort, R paths at most R: whatever more
+  pairs there are of
   one sort is in a cheapest matching. Likewise no path needs more than one free node of each sort.
 
-Where nothing lies in vaults, even all such pairs may be fixed, by the triangle inequality: let node a hold exactly
-slot s, but take t while node b takes s. With |X| the bytes of a set of layers, exchanging them costs
-|t \\ b| <= |t \\ a| + |a \\ b| = |t \\ a| + |s \\ b|, which is what both cost before. With vaults that is wrong: a may
+Where nothing lies in vaults, even all such pairs may be fixed, by the triangle inequality: let node
+a hold exactly
+slot s, but take t while node b takes s. With |X| the bytes of a set of layers, exchanging them
+costs
+|t \\ b| <= |t \\ a| + |a \\ b| = |t \\ a| + |s \\ b|, which is what both cost before. With vaults
+that is wrong: a may
 hold s and keep t for a peer that was lost, when b holds s too.
 """
 
@@ -56,7 +68,8 @@ class Holdings:
     def of(
         cls, current: Plan | None, layers: Sequence[LayerSpec], *, gradients: bool = True
     ) -> Holdings:
-        """Read them off the current plan; none if the number of layers differs. `gradients`: what a node lacks is
+        """Read them off the current plan; none if the number of layers differs. `gradients`: what a
+        node lacks is
         counted with accumulated gradients, as in the middle of a step."""
         if current is None or current.n_layers != len(layers):
             return cls()
@@ -89,7 +102,8 @@ class Holdings:
         ]
 
     def missing(self, node: str, full_bytes: Sequence[int]) -> list[int]:
-        """Prefix sums over layers of the cost for `node` to have them: first bytes over the network, then layers
+        """Prefix sums over layers of the cost for `node` to have them: first bytes over the
+        network, then layers
         to load, as one number."""
         live, weight = self.live.get(node, frozenset()), len(full_bytes) + 1
         costs = (b * weight + (i not in live) for i, b in enumerate(self.fetched(node, full_bytes)))
@@ -99,7 +113,8 @@ class Holdings:
 def assign(
     slots: Sequence[Slot], nodes: Sequence[Host], holdings: Holdings, full_bytes: Sequence[int]
 ) -> list[str]:
-    """Return the node of each slot. There must be enough nodes of each kind; `full_bytes[i]` is what a node has to
+    """Return the node of each slot. There must be enough nodes of each kind; `full_bytes[i]` is
+    what a node has to
     get for layer i if it has nothing of it."""
     taken: dict[int, Host] = {}
     for kind in dict.fromkeys(slot.kind for slot in slots):
@@ -174,17 +189,22 @@ def _few(items: Iterable[T], sort: Callable[[T], Sort], most: int) -> list[T]:
 def recut(
     reach: Sequence[Sequence[int]], moved: Sequence[Sequence[int]], cuts: Sequence[int]
 ) -> tuple[int, ...]:
-    """Cut one pipeline again so that its nodes, already chosen, fetch least; `cuts` are its cuts now.
+    """Cut one pipeline again so that its nodes, already chosen, fetch least; `cuts` are its cuts
+    now.
 
-    `reach[s][i]` is the last layer + 1 that stage s may hold when it begins with layer i (within its limits of time
-    and memory; whatever ends earlier must be within them too), `moved[s]` prefix sums over layers of what stage s
-    would have to fetch (`Holdings.missing`; for a node with several stages, each stage counts its own). Of equals the
+    `reach[s][i]` is the last layer + 1 that stage s may hold when it begins with layer i (within
+    its limits of time
+    and memory; whatever ends earlier must be within them too), `moved[s]` prefix sums over layers
+    of what stage s
+    would have to fetch (`Holdings.missing`; for a node with several stages, each stage counts its
+    own). Of equals the
     cuts nearest to `cuts` are taken. `cuts` themselves must be within `reach`.
     """
     n_layers, depth = cuts[-1], len(cuts) - 1
     if all(moved[s][cuts[s + 1]] == moved[s][cuts[s]] for s in range(depth)):
         return tuple(cuts)
-    # best[i]: (cost, distance from `cuts`, cuts so far) with the stages so far ending before layer i.
+    # best[i]: (cost, distance from `cuts`, cuts so far) with the stages so far ending before layer
+    # i.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
     for s in range(depth):
         following: dict[int, tuple[int, int, tuple[int, ...]]] = {}

@@ -235,12 +235,14 @@ def _connect(compute: Sequence[Iterable[Action]], n_stages: int) -> Lists:
             if not action.kind.computes:
                 other, receive = message_of(u, action, n_units)
                 queues[u, other].append(receive)
-    return tuple(
-        tuple(
-            _with_receives(u, actions, n_stages, lambda step, u=u: queues[(u + step) % n_units, u])
-        )  # type: ignore[misc]
-        for u, actions in enumerate(sent)
-    )
+
+    def with_receives(u: int, actions: Sequence[Action]) -> tuple[Action, ...]:
+        def incoming(step: int) -> deque[Action]:
+            return queues[(u + step) % n_units, u]
+
+        return tuple(_with_receives(u, actions, n_stages, incoming))
+
+    return tuple(with_receives(u, actions) for u, actions in enumerate(sent))
 
 
 def _with_sends(unit: int, actions: Iterable[Action], n_stages: int) -> Iterator[Action]:

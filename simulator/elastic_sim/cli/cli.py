@@ -211,9 +211,8 @@ def fetch_command(names: tuple[str, ...], directory: Path, host: str) -> None:
     if unknown:
         raise FieldError("trace", unknown[0], f"one of {', '.join(PUBLISHED_TRACES)}")
     for name in names or PUBLISHED_TRACES:
-        click.echo(
-            f"{name}: {fetch(PUBLISHED_TRACES[name], directory, host)} ({PUBLISHED_TRACES[name].format})"
-        )
+        original = PUBLISHED_TRACES[name]
+        click.echo(f"{name}: {fetch(original, directory, host)} ({original.format})")
 
 
 @main.command("reproduce")

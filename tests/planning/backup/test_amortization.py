@@ -51,7 +51,7 @@ def test_two_minutes_are_too_short_for_long_pauses() -> None:
     verdict = worth(outlook, speedup=4 / 3, lifetime_s=120.0, nodes=4)
     assert not verdict.use
     assert verdict.reason == (
-        "expected to stay 120 s, 33.3 % more speed: pauses of 30 s in and 30 s out need 210 s to pay"
+        "expected to stay 120 s, 33.3 % more speed: pauses of 30 s in and 30 s out need 210 s to pay"  # noqa: E501
     )
     assert worth(outlook, speedup=4 / 3, lifetime_s=240.0, nodes=4).use
     assert worth(outlook, speedup=2.0, lifetime_s=120.0, nodes=2).use
@@ -69,7 +69,7 @@ def test_nodes_that_go_often_make_joining_worth_less() -> None:
     refused = worth(rough, speedup=4 / 3, lifetime_s=inf, nodes=4)
     assert not refused.use
     assert refused.reason == (
-        "to the next change expected: 45 s, 33.3 % more speed: pauses of 20 s in and 0 s out need 80 s to pay"
+        "to the next change expected: 45 s, 33.3 % more speed: pauses of 20 s in and 0 s out need 80 s to pay"  # noqa: E501
     )
 
 

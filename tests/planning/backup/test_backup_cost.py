@@ -70,7 +70,8 @@ def test_free_links_and_copies_cost_nothing() -> None:
 
 
 def test_a_stream_is_exposed_by_copies_contention_and_its_last_transfer() -> None:
-    """One layer a node, 4 MB at 40 MB/s beside 0.3 s of computing: 0.1 s, a fifth of it felt; copies at 400 MB/s."""
+    """One layer a node, 4 MB at 40 MB/s beside 0.3 s of computing: 0.1 s, a fifth of it felt;
+    copies at 400 MB/s."""
     found = priced("stream+replica", link=40 * MB, contention=0.2, copy=400 * MB)
     each = 0.2 * 0.1 + 0.01
     state = 16 / 400
@@ -83,7 +84,8 @@ def test_a_stream_is_exposed_by_copies_contention_and_its_last_transfer() -> Non
     "pair", ["stream:2+snapshot", "reduce+replica", "log+replay:4", "recompute+replica"]
 )
 def test_workers_of_a_node_copy_and_send_beside_each_other(pair: str) -> None:
-    """Two workers that share layers of twice the bytes cost what one of the half costs; their node keeps and sends
+    """Two workers that share layers of twice the bytes cost what one of the half costs; their node
+    keeps and sends
     twice as much."""
     by = Weighing(profile=profile(link=100 * MB, contention=0.2, copy=400 * MB), hazard_per_s=1e-4)
     twice = tuple(
@@ -145,7 +147,8 @@ def test_sums_in_rounds_send_as_often_and_leave_little_to_run_again() -> None:
 
 
 def test_what_the_link_cannot_carry_holds_the_step_up() -> None:
-    """16 MB of state and eight gradients of 4 MB at 1 MB/s take 48 s; the step computes for a few."""
+    """16 MB of state and eight gradients of 4 MB at 1 MB/s take 48 s; the step computes for a
+    few."""
     found = priced("stream+snapshot", link=1 * MB)
     step = 3.3
     assert found.exposed_s == pytest.approx(48 - step, rel=0.1)

@@ -58,7 +58,8 @@ def test_bytes_and_loads_are_least(seed: int) -> None:
     ]
     held = random_holdings(rng, [node.name for node in nodes], n_layers, full)
     takers = rng.sample(nodes, rng.randint(1, len(nodes)))
-    # Slots as a plan has them: few different ones, many equal, so that pairs are settled before the search.
+    # Slots as a plan has them: few different ones, many equal, so that pairs are settled before the
+    # search.
     spans = [
         range(a, rng.randint(a + 1, n_layers)) for a in (rng.randrange(n_layers) for _ in range(3))
     ]
@@ -73,7 +74,8 @@ def test_bytes_and_loads_are_least(seed: int) -> None:
 
 
 def test_a_pair_that_fits_is_broken_where_a_vault_makes_that_cheaper() -> None:
-    """Fixing all nodes that hold a slot exactly would be wrong: a's vault has what nobody else has."""
+    """Fixing all nodes that hold a slot exactly would be wrong: a's vault has what nobody else
+    has."""
     slots = [Slot(0, range(1), 0), Slot(0, range(1, 2), 0)]
     held = Holdings(live={"a": frozenset({0}), "b": frozenset({0})}, kept={"a": {1: 10}})
     assert assign(slots, [Host("a", 0, ""), Host("b", 0, "")], held, [10, 10]) == ["b", "a"]

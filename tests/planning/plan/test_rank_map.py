@@ -57,7 +57,7 @@ def test_a_unit_with_several_stages_is_one_worker() -> None:
     ranks = roster(
         parse_plan(
             "plan epoch=1 layers=6 microbatches=2 tp=1 backup=none+none\n"
-            "pipeline 0 microbatches=0-1 schedule=interleaved: a[0:1] b[1:3] c[3:4] a[4:5]+recompute b[5:6] c[6:7]\n"
+            "pipeline 0 microbatches=0-1 schedule=interleaved: a[0:1] b[1:3] c[3:4] a[4:5]+recompute b[5:6] c[6:7]\n"  # noqa: E501
             "pipeline 1 microbatches=1: d[0:7]"
         )
     )

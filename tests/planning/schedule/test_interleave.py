@@ -1,4 +1,5 @@
-"""Stages of the interleaved schedule: cut as well as can be, valid, and refused where they do not fit."""
+"""Stages of the interleaved schedule: cut as well as can be, valid, and refused where they do not
+fit."""
 
 from __future__ import annotations
 

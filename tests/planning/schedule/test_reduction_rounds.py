@@ -1,4 +1,5 @@
-"""Rounds of sums over the holders: what falls into them, that no list of actions hangs on them, and how far a lost
+"""Rounds of sums over the holders: what falls into them, that no list of actions hangs on them, and
+how far a lost
 worker can have been ahead of what the others have."""
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class World:
         return worker.joined > worker.ended and all(w.joined > worker.ended for w in holders)
 
     def move(self, worker: Worker, eager: bool) -> bool:
-        """Do its next thing. `eager`: look at rounds first; else only where it must wait for them."""
+        """Do its next thing. `eager`: look at rounds first; else only where it must wait for
+        them."""
         p, rounds = worker.pipeline, self.rounds
         due = worker.joined < rounds.number and rounds.due(p, worker.joined) <= worker.slowest
         full = worker.joined - worker.ended >= rounds.windows[p]
@@ -126,7 +128,8 @@ class World:
             unit, receive = message_of(worker.unit, action, self.sizes[p])
             self.arrived.add((p, unit, receive))
         worker.at += 1
-        # the engine counts before its next action that computes or receives: after the sends that follow
+        # the engine counts before its next action that computes or receives: after the sends that
+        # follow
         follows = worker.actions[worker.at : worker.at + 1]
         if action.kind.finishes:
             worker.finished[action.stage] += 1
@@ -141,7 +144,8 @@ class World:
         return sum(worker.joined + worker.slowest for worker in self.workers)
 
     def check_bound(self) -> None:
-        """Whoever is lost now has run no more than the bound says, given what another holder has."""
+        """Whoever is lost now has run no more than the bound says, given what another holder
+        has."""
         for lost in self.workers:
             for other in (w for w in self.workers if w is not lost and w.layers & lost.layers):
                 saved = self.rounds.due(lost.pipeline, other.ended - 1) if other.ended else 0
@@ -191,7 +195,8 @@ def test_the_interleaved_schedule_needs_the_longer_window() -> None:
 
 
 def stuck_at(pipe: Pipeline, share: int) -> int:
-    """By how much stages can stay behind, when each stops as soon as it has finished some number."""
+    """By how much stages can stay behind, when each stops as soon as it has finished some
+    number."""
     worst = 0
     for stop in range(1, share + 1):
         world = World([pipe], [share], share)

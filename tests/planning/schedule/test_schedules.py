@@ -44,12 +44,14 @@ def test_interleaved_runs_any_number_of_microbatches(units: int, chunks: int, n:
 
 @pytest.mark.parametrize(("units", "n"), [(8, 23), (16, 47), (32, 63), (32, 64), (32, 95)])
 def test_messages_under_way_are_few(units: int, n: int) -> None:
-    """Most where groups are half as large again as there are units; `elastic.worker.engine.step` allows for them."""
+    """Most where groups are half as large again as there are units; `elastic.worker.engine.step`
+    allows for them."""
     validate(lists("interleaved", units, 2 * units, tuple(range(n))), unreceived=units + 2)
 
 
 def test_compute_order_of_zb_h1() -> None:
-    """As in figure 2 of the paper, but for the first stage, whose parts run in a row and so stay whole."""
+    """As in figure 2 of the paper, but for the first stage, whose parts run in a row and so stay
+    whole."""
     compute = [
         format_actions(action for action in actions if action.kind.computes)
         for actions in lists("zero-bubble", 4, 4, tuple(range(6)))
@@ -120,7 +122,8 @@ def test_a_pipeline_has_one_list_a_unit() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "units", "stages"),
-    [("gpipe", 2, 2), ("1f1b", 2, 4), ("zero-bubble", 1, 2), ("interleaved", 1, 2), ("interleaved", 2, 5),
+    [("gpipe", 2, 2), ("1f1b", 2, 4), ("zero-bubble", 1, 2), ("interleaved", 1, 2),
+     ("interleaved", 2, 5),
      ("interleaved", 3, 3)],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(schedule: str, units: int, stages: int) -> None:

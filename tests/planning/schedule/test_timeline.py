@@ -40,7 +40,8 @@ def test_1f1b_of_equal_stages(depth: int, n: int, f: float, b: float) -> None:
 
 @given(depth=st.integers(1, 8), n=counts, f=seconds, bi=seconds, share=st.integers(1, 8))
 def test_zero_bubble_of_equal_stages(depth: int, n: int, f: float, bi: float, share: int) -> None:
-    """ZB-H1: bubble (D-1)(f+bi-bw), while weight parts are no longer than the others and fill all gaps."""
+    """ZB-H1: bubble (D-1)(f+bi-bw), while weight parts are no longer than the others and fill all
+    gaps."""
     bw = min(f, bi) * share / 8
     bubble = (depth - 1) * (f + bi) - (min(depth, n) - 1) * bw
     assert (
@@ -75,7 +76,8 @@ uneven = st.lists(
     part=st.sampled_from([0.25, 0.5, 0.75]),
 )
 def test_uneven_stages_are_bounded(data: st.DataObject, n: int, ratio: float, part: float) -> None:
-    """sum + (m-1) max is an upper bound where the backward pass is as many forward passes on every stage."""
+    """sum + (m-1) max is an upper bound where the backward pass is as many forward passes on every
+    stage."""
     sizes = data.draw(st.lists(st.tuples(seconds, st.integers(0, 4)), min_size=1, max_size=6))
     stages = [times(f, f * ratio * part, f * ratio * (1 - part), hop) for f, hop in sizes]
     tau = [s.forward_s + s.backward_s + 2 * s.hop_s for s in stages]
