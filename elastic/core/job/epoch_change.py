@@ -9,9 +9,8 @@ An epoch change answers a fault, or a planned change of the cluster:
    (`elastic.core.coordinator.transitions`).
 
 **A second fault during a recovery.** While nodes halt after a fault, a further loss joins the
-change
-in progress: `decide_plan` counts it among the lost nodes. While the plan is installed, and during a
-planned halt, a loss calls `begin_change` again. The new change takes the next epoch, and inherits
+change in progress: `decide_plan` counts it among the lost nodes. While the plan is installed, and
+during a planned halt, a loss calls `begin_change` again. The new change takes the next epoch, and inherits
 from an unfinished recovery its causes, lost nodes, old plan, start time and the micro-batches to
 replay. It inherits nothing from a planned change, whose step may still be running.
 

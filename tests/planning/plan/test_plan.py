@@ -191,9 +191,8 @@ def test_a_pipeline_without_microbatches_is_refused() -> None:
 
 SCHEDULED = """\
 plan epoch=2 layers=4 microbatches=6 tp=1 backup=stream+snapshot
-pipeline 0 microbatches=0-2 schedule=interleaved: node0[0:1] node1[1:2] node0[2:3]+recompute
-node1[3:4]
-pipeline 1 microbatches=3-5 schedule=zero-bubble: node2[0:2] node3[2:4]+recompute"""
+pipeline 0 microbatches=0-2 schedule=interleaved: node0[0:1] node1[1:2] node0[2:3]+recompute node1[3:4]
+pipeline 1 microbatches=3-5 schedule=zero-bubble: node2[0:2] node3[2:4]+recompute"""  # noqa: E501
 
 
 def test_schedules_and_recomputation_are_in_the_text() -> None:

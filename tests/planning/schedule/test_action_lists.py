@@ -73,7 +73,7 @@ def test_a_doubled_action_is_found(n_stages: int, n: int, data: st.DataObject) -
     s = data.draw(st.integers(0, n_stages - 1))
     i = data.draw(st.integers(0, len(stages[s]) - 1))
     stages[s] = (*stages[s], stages[s][i])
-    with pytest.raises(FieldError, match="there already"):
+    with pytest.raises(FieldError, match="it is a duplicate"):
         validate(stages)
 
 
@@ -106,7 +106,7 @@ def test_a_deadlock_is_named() -> None:
 def test_receiving_out_of_order_is_named() -> None:
     first = "F0 SF0 F1 SF1 RB0 B0 RB1 B1"
     second = "RF1 F1 RF0 F0 B0 SB0 B1 SB1"
-    with pytest.raises(FieldError, match="unit 0 sends what RF0 receives first"):
+    with pytest.raises(FieldError, match="unit 0 sends the message of RF0 first"):
         validate([parse_actions(first), parse_actions(second)])
 
 
