@@ -80,7 +80,7 @@ class Places:
 class Agent:
     """One of them."""
 
-    def __init__(self, crowd: Crowd, name: str) -> None:
+    def __init__(self, crowd: SimulatedAgents, name: str) -> None:
         self.crowd, self.name, self.term, self.muted = crowd, name, 0, False
         self.state = core.NodeState(
             NodeInfo(name, f"{name}-1", "127.0.0.1:9", memory_bytes=MEMORY_BYTES)
@@ -191,7 +191,7 @@ class Agent:
         )
 
 
-class Crowd:
+class SimulatedAgents:
     """All agents of this process."""
 
     def __init__(self, address: str, spec: JobSpec, heartbeat_s: float) -> None:
@@ -258,7 +258,7 @@ class Crowd:
             agent.task.cancel()
 
 
-async def live(crowd: Crowd, first: int, count: int) -> None:
+async def live(crowd: SimulatedAgents, first: int, count: int) -> None:
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -283,7 +283,9 @@ def main() -> None:
     crowd_spec = spec_of(args.layers, args.microbatches)
 
     async def start() -> None:
-        await live(Crowd(args.address, crowd_spec, args.heartbeat), args.first, args.count)
+        await live(
+            SimulatedAgents(args.address, crowd_spec, args.heartbeat), args.first, args.count
+        )
 
     with asyncio.Runner(loop_factory=GrpcEventLoop) as runner:
         runner.run(start())

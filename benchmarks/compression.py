@@ -40,14 +40,14 @@ CHOSEN = "blosc bit shuffle lz4"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class CompressionSetting:
     hidden: int = 256
     steps: int = 4
     microbatches: int = 4
     turns: int = 5
 
 
-QUICK = Setting(hidden=64, steps=2, microbatches=2, turns=1)
+QUICK = CompressionSetting(hidden=64, steps=2, microbatches=2, turns=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Codec:
     unpack: Callable[[bytes], object]
 
 
-def train(setting: Setting, accumulate: Accumulate, dtype: str) -> dict[str, Bytes]:
+def train(setting: CompressionSetting, accumulate: Accumulate, dtype: str) -> dict[str, Bytes]:
     """A middle layer's gradient and state at the end of the last two steps: copies by name."""
     config = GPTConfig(
         layers=2, hidden=setting.hidden, heads=4, seq_len=128, micro_batch_size=4, dtype=dtype
@@ -178,7 +178,7 @@ def measure(name: str, data: Bytes, codec: Codec, turns: int) -> tuple[list[Row]
     )
 
 
-def rows(setting: Setting) -> list[Row]:
+def rows(setting: CompressionSetting) -> list[Row]:
     copies = train(setting, Accumulate.EXACT, "fp32") | train(setting, Accumulate.FAST, "bf16")
     for name in ("state, fp32", "state, bf16"):
         before = copies.pop(f"{name}, before")
@@ -207,7 +207,7 @@ def main() -> None:
         for row in rows(QUICK):
             print(f"{row.metric}: {row.value:.4g} {row.unit}")
     else:
-        save("compression", rows(Setting()))
+        save("compression", rows(CompressionSetting()))
 
 
 if __name__ == "__main__":

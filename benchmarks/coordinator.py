@@ -95,7 +95,7 @@ def heartbeat_s(agents: int, lease_s: float) -> float:
     return budget(lease_s, nodes=agents).heartbeat_s
 
 
-class Crowd:
+class AgentCrowd:
     """Processes of simulated agents."""
 
     def __init__(self, address: str, agents: int, size: Size, cores: Sequence[int]) -> None:
@@ -246,7 +246,7 @@ def measure(agents: int, size: Size, folder: Path) -> Found:
     run_dir = folder / f"run-{agents}"
     with serving(run_dir, agents, size.lease_s, cores[0]) as (address, process):
         began = time.time()
-        crowd = Crowd(address, agents, size, cores[1:] or cores)
+        crowd = AgentCrowd(address, agents, size, cores[1:] or cores)
         try:
             started = crowd.running(1)
             until(lambda: at(run_dir, "protected", 1), "the first plan is protected")

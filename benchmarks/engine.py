@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class EngineSetting:
     stages: int
     layers: int
     hidden: int
@@ -129,7 +129,7 @@ class NoHooks:
         return None
 
 
-def plan_of(setting: Setting) -> Plan:
+def plan_of(setting: EngineSetting) -> Plan:
     """One pipeline with equal numbers of blocks per stage; embedding and head at its ends."""
     n, per = setting.layers + 2, setting.layers // setting.stages
     cuts = [0, *(1 + per * s for s in range(1, setting.stages)), n]
@@ -138,7 +138,7 @@ def plan_of(setting: Setting) -> Plan:
     return Plan(1, n, setting.microbatches, 1, (Pipeline(stages, microbatches),))
 
 
-def build(setting: Setting, layers: Sequence[int]) -> list[LayerReplica]:
+def build(setting: EngineSetting, layers: Sequence[int]) -> list[LayerReplica]:
     blocks: list[Callable[[], nn.Module]] = [lambda: Block(setting.hidden)] * setting.layers
     stack = ListStack(
         [lambda: Embed(setting.hidden), *blocks, lambda: Head(setting.hidden)], seed=0
@@ -154,7 +154,12 @@ def build(setting: Setting, layers: Sequence[int]) -> list[LayerReplica]:
 
 class Ours:
     def __init__(
-        self, setting: Setting, rank: int, store: str, replicas: list[LayerReplica], batch: Tensor
+        self,
+        setting: EngineSetting,
+        rank: int,
+        store: str,
+        replicas: list[LayerReplica],
+        batch: Tensor,
     ) -> None:
         ranks = roster(plan_of(setting))
         links = Links.open(
@@ -200,7 +205,7 @@ class Ours:
 
 class Torchs:
     def __init__(
-        self, setting: Setting, rank: int, replicas: list[LayerReplica], batch: Tensor
+        self, setting: EngineSetting, rank: int, replicas: list[LayerReplica], batch: Tensor
     ) -> None:
         self._module = Chain([replica.module for replica in replicas])
         stage = PipelineStage(self._module, rank, setting.stages, CPU)
@@ -237,7 +242,7 @@ def timed(step: Callable[[], None]) -> Timing:
     return Timing(float(wall), float(used))
 
 
-def work(setting: Setting, rank: int, store: str, pipe: Connection) -> None:
+def work(setting: EngineSetting, rank: int, store: str, pipe: Connection) -> None:
     """One rank: check that both engines give the same gradients, then time them in turns."""
     torch.set_num_threads(1)
     host, port = store.split(":")
@@ -272,7 +277,7 @@ def work(setting: Setting, rank: int, store: str, pipe: Connection) -> None:
     pipe.recv()
 
 
-def measure(setting: Setting) -> list[Row]:
+def measure(setting: EngineSetting) -> list[Row]:
     store, address = host_store()
     context, pipes, processes = multiprocessing.get_context("spawn"), [], []
     for rank in range(setting.stages):
@@ -316,7 +321,7 @@ def main() -> None:
     args = vars(parser.parse_args())
     rows = []
     for stages in args.pop("stages"):
-        rows += measure(Setting(stages=stages, **args))
+        rows += measure(EngineSetting(stages=stages, **args))
     print(f"written to {save('engine', rows)}")
 
 

@@ -44,7 +44,7 @@ TAKEN, ATTEMPTS = "is not usable", 3
 
 
 @dataclass(frozen=True)
-class Case:
+class FidelityCase:
     """A job and the faults of both of its runs."""
 
     nodes: int
@@ -58,7 +58,7 @@ class Case:
     validation: tuple[str, ...]
 
 
-FULL = Case(
+FULL = FidelityCase(
     nodes=8,
     layers=16,
     parameters=1 << 16,
@@ -93,7 +93,7 @@ FULL = Case(
         "kill node=9 step=58 microbatch=3",
     ),
 )
-QUICK = Case(
+QUICK = FidelityCase(
     nodes=3,
     layers=6,
     parameters=1 << 14,
@@ -120,7 +120,7 @@ SHIFT = 5
 """Micro-batches by which faults strike later in each further run."""
 
 
-def real(case: Case, faults: tuple[str, ...], folder: Path) -> Path:
+def real(case: FidelityCase, faults: tuple[str, ...], folder: Path) -> Path:
     """Make one run, unless it is there; its run directory. Raises RuntimeError if it fails."""
     profile = equal_layers(
         case.layers, case.parameters, case.layer_s, BYTES_PER_S, COPY_BYTES_PER_S
@@ -149,7 +149,7 @@ def real(case: Case, faults: tuple[str, ...], folder: Path) -> Path:
     raise RuntimeError(f"{folder}: the coordinator found no free port, {ATTEMPTS} times")
 
 
-def shifted(case: Case, faults: tuple[str, ...], number: int) -> tuple[str, ...]:
+def shifted(case: FidelityCase, faults: tuple[str, ...], number: int) -> tuple[str, ...]:
     """The faults of run `number`: at other micro-batches than in the runs before."""
     specs = [parse_fault(text) for text in faults]
     return tuple(
@@ -163,7 +163,7 @@ def shifted(case: Case, faults: tuple[str, ...], number: int) -> tuple[str, ...]
 
 
 def compared(
-    case: Case, repeat: int, folder: Path
+    case: FidelityCase, repeat: int, folder: Path
 ) -> tuple[ValidationReport, list[ValidationReport]]:
     """What all runs say together, and each by itself."""
     known = [

@@ -41,7 +41,7 @@ WARM = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class TransportSetting:
     sizes: tuple[int, ...] = (MIB, 16 * MIB, 64 * MIB)
     turns: int = 21
     turn_bytes: int = 32 * MIB
@@ -50,7 +50,7 @@ class Setting:
     """Copies of the smallest size that go together."""
 
 
-QUICK = Setting(sizes=(MIB // 4, MIB), turns=2, turn_bytes=MIB)
+QUICK = TransportSetting(sizes=(MIB // 4, MIB), turns=2, turn_bytes=MIB)
 
 
 def serve(directory: str, largest: int, pipe: Connection) -> None:
@@ -82,7 +82,11 @@ def send_all(sock: socket.socket, times: int, data: memoryview, bundle: int = 1)
 
 
 def measure(
-    client: VaultClient, plain: socket.socket, data: memoryview, setting: Setting, bundle: int = 1
+    client: VaultClient,
+    plain: socket.socket,
+    data: memoryview,
+    setting: TransportSetting,
+    bundle: int = 1,
 ) -> list[Row]:
     """Rows for copies of the size of `data`, `bundle` of them together."""
     times = max(bundle, setting.turn_bytes // data.nbytes // bundle * bundle)
@@ -117,7 +121,9 @@ def _next(copy: Copy, sequence: int, layer: int = 0) -> Copy:
     return replace(copy, sequence=sequence, step=sequence, layer=layer)
 
 
-def fetches(client: VaultClient, address: str, data: memoryview, setting: Setting) -> list[Row]:
+def fetches(
+    client: VaultClient, address: str, data: memoryview, setting: TransportSetting
+) -> list[Row]:
     """A state read by a worker on the node of the vault that has it, and by one on another node."""
     kept = replace(describe(data, 1, "b"), layer=99)
     client.put([(kept, data)])
@@ -138,7 +144,7 @@ def fetches(client: VaultClient, address: str, data: memoryview, setting: Settin
     ]
 
 
-def rows(setting: Setting) -> list[Row]:
+def rows(setting: TransportSetting) -> list[Row]:
     directory = memory_directory()
     context = multiprocessing.get_context("spawn")
     pipe, there = context.Pipe()
@@ -180,7 +186,7 @@ def main() -> None:
         for row in rows(QUICK):
             print(f"{row.metric}: {row.value:.4g} {row.unit}")
     else:
-        save("vault_transport", rows(Setting()))
+        save("vault_transport", rows(TransportSetting()))
 
 
 if __name__ == "__main__":

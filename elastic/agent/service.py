@@ -33,7 +33,7 @@ from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.agent.workers.channels import FromWorker, WorkerChannels
-from elastic.agent.workers.processes import WorkerContext, WorkerExit, WorkerGroup
+from elastic.agent.workers.processes import WorkerEnvironment, WorkerExit, WorkerGroup
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
 from elastic.core.node import node as core
@@ -419,7 +419,7 @@ class NodeAgent:
         self._generation += 1
         generation = self._generation
         socket_path = str(self._directory / "agent.sock")
-        context = WorkerContext(self._node, socket_path, self._host, self._info.device)
+        context = WorkerEnvironment(self._node, socket_path, self._host, self._info.device)
 
         def ended(exit: WorkerExit) -> None:
             self._workers.drain(generation, exit.local_rank)

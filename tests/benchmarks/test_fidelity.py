@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from elastic_sim.microbatches.validate import ComparedFigure, ValidationReport
 
-from benchmarks.fidelity import FULL, QUICK, Case, compared, rows_of, shifted
+from benchmarks.fidelity import FULL, QUICK, FidelityCase, compared, rows_of, shifted
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, parse_fault
 
 
@@ -35,7 +35,7 @@ def test_errors_are_those_of_all_runs_and_the_worst_one_is_told() -> None:
 
 
 @pytest.mark.parametrize("case", [FULL, QUICK])
-def test_runs_have_faults_of_their_own_in_steps_that_come(case: Case) -> None:
+def test_runs_have_faults_of_their_own_in_steps_that_come(case: FidelityCase) -> None:
     for number in range(4):
         points = [
             {parse_fault(text) for text in shifted(case, f, number)}
@@ -45,7 +45,7 @@ def test_runs_have_faults_of_their_own_in_steps_that_come(case: Case) -> None:
         check_points(case, points)
 
 
-def check_points(case: Case, both: list[set[FaultSpec]]) -> None:
+def check_points(case: FidelityCase, both: list[set[FaultSpec]]) -> None:
     for faults in both:
         assert all(fault.step < case.steps for fault in faults)
     kills = [{f for f in faults if f.kind is FaultKind.KILL} for faults in both]

@@ -66,7 +66,7 @@ class ProcessState:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerContext:
+class WorkerEnvironment:
     """Values of the node for the environment of its workers."""
 
     node: str
@@ -136,7 +136,7 @@ SECRET_VARIABLES = ("ELASTIC_JOIN_TOKEN", "ELASTIC_NOTICE_TOKEN")
 def worker_environment(
     config: JobConfig,
     launch: Launch,
-    context: WorkerContext,
+    context: WorkerEnvironment,
     local_rank: int,
     tp_store: str,
     base: Mapping[str, str],
@@ -197,7 +197,7 @@ class WorkerGroup:
         self,
         config: JobConfig,
         launch: Launch,
-        context: WorkerContext,
+        context: WorkerEnvironment,
         on_exit: Callable[[WorkerExit], None],
         console: tuple[int, int] = (1, 2),
     ) -> None:

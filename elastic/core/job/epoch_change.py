@@ -10,9 +10,9 @@ An epoch change answers a fault, or a planned change of the cluster:
 
 **A second fault during a recovery.** While nodes halt after a fault, a further loss joins the
 change in progress: `decide_plan` counts it among the lost nodes. While the plan is installed, and
-during a planned halt, a loss calls `begin_change` again. The new change takes the next epoch, and inherits
-from an unfinished recovery its causes, lost nodes, old plan, start time and the micro-batches to
-replay. It inherits nothing from a planned change, whose step may still be running.
+during a planned halt, a loss calls `begin_change` again. The new change takes the next epoch, and
+inherits from an unfinished recovery its causes, lost nodes, old plan, start time and the
+micro-batches to replay. It inherits nothing from a planned change, whose step may still be running.
 
 **Micro-batches**: `Assignment.todo` and `Assignment.partial` list the micro-batches that each
 pipeline runs in the resumed step; the solver derives them from the ledgers in the inventory. The

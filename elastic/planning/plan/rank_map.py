@@ -14,7 +14,7 @@ from elastic.planning.schedule.schedule import units_of
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """One stage of a worker, and the ranks of its neighbours."""
 
     stage: Stage
@@ -27,7 +27,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RankMember:
     """One worker in an epoch."""
 
     unit: Unit
@@ -44,7 +44,7 @@ class Member:
 class Roster:
     """All workers of an epoch. The index in `members` is the rank."""
 
-    members: tuple[Member, ...]
+    members: tuple[RankMember, ...]
     pipelines: tuple[Pipeline, ...]
     n_layers: int
     n_microbatches: int
@@ -67,7 +67,7 @@ class Roster:
             r for r, m in enumerate(self.members) if m.shard == shard and layer in m.layers
         )
 
-    def places(self, rank: int) -> tuple[Place, ...]:
+    def places(self, rank: int) -> tuple[RankPlace, ...]:
         """Return the stages of `rank` in model order, with the ranks of their neighbours.
 
         Neighbours have the same TP rank.
@@ -84,7 +84,7 @@ class Roster:
             return ranks[stages[number].unit] if 0 <= number < len(stages) else None
 
         return tuple(
-            Place(stage, s, at(s - 1), at(s + 1))
+            RankPlace(stage, s, at(s - 1), at(s + 1))
             for s, stage in enumerate(stages)
             if stage.unit == me.unit
         )
@@ -106,7 +106,7 @@ class Roster:
 def roster(plan: Plan) -> Roster:
     """Return the ranks of `plan`."""
     members = tuple(
-        Member(
+        RankMember(
             unit,
             shard,
             p,

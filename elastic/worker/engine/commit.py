@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 
 from elastic.domain.errors import LedgerError
-from elastic.planning.plan.rank_map import Member, Roster
+from elastic.planning.plan.rank_map import RankMember, Roster
 from elastic.worker.transport.links import Links
 
 _HEADER = 4
@@ -131,7 +131,7 @@ def pack(contribution: Contribution, roster: Roster) -> list[int]:
     return words + [0] * (row_length(roster) - len(words))
 
 
-def unpack(words: Sequence[int], member: Member, roster: Roster) -> Contribution:
+def unpack(words: Sequence[int], member: RankMember, roster: Roster) -> Contribution:
     """Decode the contribution of `member`."""
     n_words, at, layers = _n_words(roster.n_microbatches), _HEADER, []
     for _ in member.layers:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from elastic.domain.types import Assignment, Copy, PartialRun
-from elastic.planning.plan.rank_map import Member, Roster
+from elastic.planning.plan.rank_map import RankMember, Roster
 from elastic.planning.schedule.partial_schedule import excerpt, groups
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import read_message
@@ -21,7 +21,7 @@ from elastic.worker.engine.stage_runner import Hooks, StageRunner
 from elastic.worker.replica.replica import LayerReplica
 
 
-def needed_messages(assignment: Assignment, member: Member) -> Iterator[Copy]:
+def needed_messages(assignment: Assignment, member: RankMember) -> Iterator[Copy]:
     """Copies of logged messages that `member` needs for its partial replays."""
     for run in assignment.partial:
         if run.pipeline != member.pipeline:

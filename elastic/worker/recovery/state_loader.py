@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elastic.domain.errors import VaultError
 from elastic.domain.types import REDUCED, WHOLE, Assignment, Copy, Portion, Recipe, StepRecord
-from elastic.planning.plan.rank_map import Member
+from elastic.planning.plan.rank_map import RankMember
 from elastic.planning.plan.schemes import portion_of
 from elastic.worker.engine.partial import needed_messages
 from elastic.worker.model.layers import Tied
@@ -57,7 +57,7 @@ class StateLoader:
 
     @staticmethod
     def usable(
-        assignment: Assignment, member: Member, live: dict[int, LayerReplica]
+        assignment: Assignment, member: RankMember, live: dict[int, LayerReplica]
     ) -> dict[int, LayerReplica]:
         """Live replicas of layers that `member` keeps with the same portion of the state.
 
@@ -67,7 +67,7 @@ class StateLoader:
         return {layer: r for layer, r in live.items() if r.portion == portions.get(layer)}
 
     def install(
-        self, assignment: Assignment, member: Member, live: dict[int, LayerReplica]
+        self, assignment: Assignment, member: RankMember, live: dict[int, LayerReplica]
     ) -> LoadedStage:
         """Return the stage's replicas at the assignment's version and ledger.
 
@@ -243,7 +243,7 @@ def _sum_tied(
             reduced[owners[mine].gradient_slice(name)] = total
 
 
-def _portions(assignment: Assignment, member: Member) -> dict[int, Portion]:
+def _portions(assignment: Assignment, member: RankMember) -> dict[int, Portion]:
     """Layer -> portion of its state that `member` holds."""
     return {layer: portion_of(assignment.plan, member.unit.node, layer) for layer in member.layers}
 

@@ -47,7 +47,7 @@ class NodeType:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingJob:
+class TrainingSetup:
     """A model with its batch."""
 
     model: str
@@ -68,16 +68,16 @@ _LLAMA = (
     "micro-batch of one sequence"
 )
 JOBS = (
-    TrainingJob(model="bert-large", samples=8192, microbatch=32, source=_ARTIFACT),
-    TrainingJob(model="gpt2", samples=1024, microbatch=8, source=_ARTIFACT),
-    TrainingJob(model="gpt3-medium", samples=819, microbatch=7, source=_ARTIFACT),
-    TrainingJob(model="gpt3-2.7b", samples=512, microbatch=4, source=_ARTIFACT),
-    TrainingJob(model="gpt3-6.7b", samples=1024, microbatch=4, source=_ARTIFACT),
-    TrainingJob(
+    TrainingSetup(model="bert-large", samples=8192, microbatch=32, source=_ARTIFACT),
+    TrainingSetup(model="gpt2", samples=1024, microbatch=8, source=_ARTIFACT),
+    TrainingSetup(model="gpt3-medium", samples=819, microbatch=7, source=_ARTIFACT),
+    TrainingSetup(model="gpt3-2.7b", samples=512, microbatch=4, source=_ARTIFACT),
+    TrainingSetup(model="gpt3-6.7b", samples=1024, microbatch=4, source=_ARTIFACT),
+    TrainingSetup(
         model="llama3-8b", samples=512, microbatch=1, source="4M tokens per step (assumed)"
     ),
-    TrainingJob(model="llama3-70b", samples=2048, microbatch=1, source=_LLAMA),
-    TrainingJob(model="llama3-405b", samples=2048, microbatch=1, source=_LLAMA),
+    TrainingSetup(model="llama3-70b", samples=2048, microbatch=1, source=_LLAMA),
+    TrainingSetup(model="llama3-405b", samples=2048, microbatch=1, source=_LLAMA),
 )
 
 _AWS = "AWS list price, us-east-1; network bandwidth of the instance type; spot taken as 35 % of it"
@@ -118,7 +118,7 @@ NODE_TYPES = (
 )  # fmt: skip
 
 
-def training_of(model: str) -> TrainingJob:
+def training_of(model: str) -> TrainingSetup:
     """The job of a model by name. Raises FieldError."""
     found = next((job for job in JOBS if job.model == model), None)
     if found is None:

@@ -14,7 +14,7 @@ from typing import Any
 from elastic.domain.errors import FieldError
 from elastic.planning.cost.catalogue import HARDWARE
 from elastic.planning.cost.profile import Profile, parse_profile
-from elastic_sim.steps.clusters import NodeType, TrainingJob, node_type_of, training_of
+from elastic_sim.steps.clusters import NodeType, TrainingSetup, node_type_of, training_of
 from elastic_sim.steps.physics import physics_from_settings
 from elastic_sim.steps.world import SimulatedWorld
 from elastic_sim.traces import importers
@@ -178,7 +178,7 @@ def _measured(
         known = node_type_of(nodes_of[0])
         check_profile_matches(known, profile)
         kind = replace(kind, name=known.name, on_demand=known.on_demand, spot=known.spot)
-    training = TrainingJob(
+    training = TrainingSetup(
         model=profile.model, samples=microbatches, microbatch=1, source=str(path)
     )
     return SimulatedWorld(training, (kind,), settings, profile)

@@ -15,7 +15,7 @@ from elastic.planning.cost.predict import predict
 from elastic.planning.cost.profile import Profile
 from elastic.planning.cost.published_profiles import published_profile
 from elastic.planning.search.search import PlanRequest, make_plan
-from elastic_sim.steps.clusters import NodeType, TrainingJob
+from elastic_sim.steps.clusters import NodeType, TrainingSetup
 from elastic_sim.steps.physics import ClusterPhysics
 from elastic_sim.steps.rival_planners import EqualNodes, plan_grid, plan_oobleck, plan_varuna
 from elastic_sim.traces.trace import Event
@@ -51,7 +51,7 @@ class SimulatedWorld:
     sizes and rates.
     """
 
-    training: TrainingJob
+    training: TrainingSetup
     types: tuple[NodeType, ...]
     physics: ClusterPhysics = field(default_factory=ClusterPhysics)
     profile: Profile = None  # type: ignore[assignment]

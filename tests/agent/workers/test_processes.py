@@ -21,7 +21,7 @@ from elastic.agent.workers.processes import (
     IDLE_S,
     DescendantSampler,
     ProcessState,
-    WorkerContext,
+    WorkerEnvironment,
     WorkerExit,
     WorkerGroup,
     descendant_cpu_s,
@@ -44,7 +44,7 @@ LAUNCH = Launch(
     master_port=1234,
     restart=3,
 )
-PLACE = WorkerContext(node="node1", agent="/tmp/agent.sock", host="10.0.0.2")
+PLACE = WorkerEnvironment(node="node1", agent="/tmp/agent.sock", host="10.0.0.2")
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 Running = tuple[WorkerGroup, "queue.Queue[WorkerExit]"]
 MakeConfig = Callable[..., JobConfig]

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 from elastic_sim.replay.replay import PolicyRun, replay, run_one
-from elastic_sim.steps.clusters import JOBS, TrainingJob, node_type_of, training_of
+from elastic_sim.steps.clusters import JOBS, TrainingSetup, node_type_of, training_of
 from elastic_sim.steps.engine import SimulationResult
 from elastic_sim.steps.physics import (
     ClusterPhysics,
@@ -347,7 +347,7 @@ def test_unknown_policies_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.model)
-def test_every_job_has_a_plan_on_large_nodes(job: TrainingJob) -> None:
+def test_every_job_has_a_plan_on_large_nodes(job: TrainingSetup) -> None:
     there = SimulatedWorld(job, (node_type_of("p5.48xlarge"),), QUIET)
     found = there.varuna(32)
     assert found is not None and 0 < found.step_s < 24 * 3600

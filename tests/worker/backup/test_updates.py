@@ -26,7 +26,7 @@ from elastic.domain.types import (
     StepRecord,
     Unit,
 )
-from elastic.planning.plan.rank_map import Member, roster
+from elastic.planning.plan.rank_map import RankMember, roster
 from elastic.worker.backup.policy import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.backup.snapshot_schedule import SnapshotSchedule
@@ -257,7 +257,7 @@ def install(
     loader = StateLoader(
         lambda layer, *_: empty[layer], fetcher, OPTIMIZERS[name].lr, lambda: None, lambda: None, ()
     )
-    member: Member = roster(NEXT).members[0]
+    member: RankMember = roster(NEXT).members[0]
     try:
         return loader.install(assignment, member, live or {}).replicas
     finally:
