@@ -334,11 +334,11 @@ AGENT = """
 import sys, signal
 from elastic import lifeline
 from elastic.config import load_config
-from elastic.agent.workers.processes import WorkerContext, WorkerGroup
+from elastic.agent.workers.processes import WorkerEnvironment, WorkerGroup
 from elastic.core.protocol.messages import Launch
 if len(sys.argv) > 2: lifeline.watch(int(sys.argv[2]))
 launch = Launch(0, 1, 0, 2, "127.0.0.1", 1, 0)
-group = WorkerGroup(load_config(sys.argv[1]), launch, WorkerContext("n", ""), lambda e: None)
+group = WorkerGroup(load_config(sys.argv[1]), launch, WorkerEnvironment("n", ""), lambda e: None)
 group.start()
 print(*group.pids.values(), flush=True)
 signal.pause()
