@@ -36,7 +36,7 @@ def with_record(state: JobState, node: str, record: NodeHealth) -> JobState:
 
 
 def is_quarantined(state: JobState, node: str) -> bool:
-    """Whether plans leave this node out at present."""
+    """Return whether the planner leaves this node out now."""
     return record_of(state, node).quarantined
 
 

@@ -1,4 +1,4 @@
-"""Makes a plan of a solution: nodes for the shapes, cuts that move less, schedules and backups."""
+"""Turns a solution into a plan: assigns nodes, cuts, schedules and backups."""
 
 from __future__ import annotations
 

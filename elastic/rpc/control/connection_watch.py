@@ -86,7 +86,7 @@ class ConnectionWatch:
         self._look_in(max(0.0, self._looked_at + SHORTEST_LOOK_S - self._loop.time()))
 
     def _look_in(self, seconds: float) -> None:
-        """Look once more, no later than in so many seconds."""
+        """Schedule the next look at the connections, at most this many seconds from now."""
         if self._closed or (
             self._timer is not None and self._timer.when() <= self._loop.time() + seconds
         ):
