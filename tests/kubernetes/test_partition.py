@@ -48,7 +48,7 @@ def test_a_minority_that_is_a_whole_pipeline(tmp_path: Path) -> None:
         assert asked.returncode == 2 and b"elastic nodes:" in asked.stderr
         wait_for(
             "detection of the cut",
-            lambda: all("coordinator away" in log_of(p) for p in cut),
+            lambda: all("the coordinator cannot be reached" in log_of(p) for p in cut),
             job.cluster,
         )
         for pod in cut:

@@ -49,7 +49,7 @@ def test_a_stopped_worker_is_found_killed_and_replaced(tmp_path: Path) -> None:
     killed = [
         line
         for line in agent_log(run, "node2")
-        if "workers are killed" in line and "stopped" in line
+        if "killing the workers" in line and "stopped" in line
     ]
     assert killed, agent_log(run, "node2")
 
@@ -65,7 +65,7 @@ def assert_nobody_was_killed(run: Run, nodes: int, until: float = float("inf")) 
     assert [e["epoch"] for e in events if e["kind"] == "halt"] == [1], "the plan was changed"
     assert not [e for e in events if e["kind"] in ("lost", "recovery") and e["at"] < end]
     for node in range(nodes):
-        assert not [line for line in agent_log(run, f"node{node}") if "workers are killed" in line]
+        assert not [line for line in agent_log(run, f"node{node}") if "killing the workers" in line]
 
 
 @pytest.mark.chaos  # test_soak has the same with more of everything

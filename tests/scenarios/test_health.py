@@ -141,7 +141,7 @@ def test_a_node_without_room_is_refused_and_joins_when_there_is_some(tmp_path: P
         flags = ["--nnodes", "1", "--checkpoint-dir", str(disk), "--preflight", "strict"]
         events = tmp_path / "run" / "events.jsonl"
         grow = (
-            f"until grep -qs make.room {events}; do sleep 0.05; done; "
+            f"until grep -qs free.space {events}; do sleep 0.05; done; "
             f"mount -o remount,size=64m {disk}"
         )
         helper = subprocess.Popen(["sh", "-c", grow])
