@@ -141,7 +141,7 @@ def test_a_node_without_room_is_refused_and_joins_when_there_is_some(tmp_path: P
         flags = ["--nnodes", "1", "--checkpoint-dir", str(disk), "--preflight", "strict"]
         events = tmp_path / "run" / "events.jsonl"
         grow = (
-            f"until grep -qs free.space {events}; do sleep 0.05; done; "
+            f"until grep -qs bytes.left {events}; do sleep 0.05; done; "
             f"mount -o remount,size=64m {disk}"
         )
         helper = subprocess.Popen(["sh", "-c", grow])
@@ -152,7 +152,7 @@ def test_a_node_without_room_is_refused_and_joins_when_there_is_some(tmp_path: P
             helper.wait()
     assert run.code == 0, run.output
     first, *_, last = [e for e in run.events if e["kind"] == "preflight"]
-    assert not first["ok"] and "make room" in first["reason"] and first["retry_s"] == 5.0
+    assert not first["ok"] and "bytes left" in first["reason"] and first["retry_s"] == 5.0
     assert last["ok"] and last["figures"]["disk:checkpoints"] > 16 << 20
     (joined,) = [e for e in run.events if e["kind"] == "joined"]
     assert joined["at"] - first["at"] >= 4.9
