@@ -387,7 +387,8 @@ def readme_block(results: dict[str, dict[str, Any]]) -> str:
   20 kills ([recovery](docs/results.md#recovery)).
 - With the backups that `auto` chooses, a step takes {one:.2f} times (one pipeline) and {two:.2f} times
   (two pipelines) as long as without backups ([overhead](docs/results.md#backup-overhead)).
-- The engine is {speed:.2f} times as fast as torch's `Schedule1F1B` ([engine](docs/results.md#pipeline-engine)).
+- The engine is {speed:.2f} times as fast as torch's `Schedule1F1B`
+  ([engine](docs/results.md#pipeline-engine)).
 - The planner takes {plan:.2g} s for 1,024 nodes of three types and {again:.2g} s after a loss; its plans
   are {median:.1f} % (median) to {worst:.1f} % (worst) above a proven bound ([planner](docs/results.md#planner)).
 - Predicted step times are off by {error:.1f} % (median) and {largest:.1f} % (worst of 12 plans;
