@@ -1,4 +1,5 @@
-"""The part of the controllers: makes pods from manifests, with volumes, names and environment."""
+"""Plays the controllers of Kubernetes: makes pods from manifests, with volumes, names and
+environment."""
 
 from __future__ import annotations
 
@@ -202,7 +203,7 @@ class Cluster:
 def wait_for(
     what: str, condition: Callable[[], Any], cluster: Cluster, timeout_s: float = 150.0
 ) -> Any:
-    """The first true value of `condition`; fails with the pods' logs after the timeout."""
+    """Wait until `condition` returns a true value; after the timeout, fail with the pods' logs."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < end, (

@@ -19,7 +19,7 @@ _counter = itertools.count()
 
 
 def missing() -> str:
-    """Why this machine cannot have such a network; "" if it can."""
+    """Reason why this machine cannot have such a network; "" if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "unshare", "nsenter", "setpriv", "mount", "chroot"):
@@ -44,7 +44,7 @@ def missing() -> str:
 
 
 def ip(*words: str) -> str:
-    """Run ip(8); return what it printed. Raises CalledProcessError."""
+    """Run ip(8) and return its output. Raises CalledProcessError."""
     return subprocess.run(["ip", *words], check=True, capture_output=True).stdout.decode()
 
 

@@ -27,7 +27,7 @@ def lost(job: JobRun) -> set[str]:
 
 
 def test_a_minority_that_is_a_whole_pipeline(tmp_path: Path) -> None:
-    """Two of five pods reach only each other; they lack the gradients of the others."""
+    """Two of five pods reach only each other; they lack the other pods' gradients."""
     with JobRun(
         tmp_path, "statefulset", 5, f"--env=PET_LEASE={LEASE_S}", "--env=PET_PIPELINES=2"
     ) as job:
@@ -76,7 +76,7 @@ def test_a_minority_that_is_a_whole_pipeline(tmp_path: Path) -> None:
 @pytest.mark.chaos
 @pytest.mark.parametrize("cut_s", [0.5, 6.0])
 def test_a_short_cut_costs_nobody_his_place(cut_s: float, tmp_path: Path) -> None:
-    """Shorter than the lease: packets come again, and training goes on where it stood."""
+    """The cut is shorter than the lease. Afterwards training continues where it stood."""
     with JobRun(
         tmp_path, "statefulset", 3, f"--env=PET_LEASE={LEASE_S}", "--env=PET_PIPELINES=1"
     ) as job:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("namespaces")
 
 
 def same(summary: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Whether parameters and losses are bit-identical and every micro-batch ran once."""
+    """Return whether parameters and losses are bit-identical and every micro-batch ran once."""
     fields = ("params_sha256", "loss", "ledger")
     return summary["ledger"] == {"double": 0, "missing": 0} and all(
         summary[f] == expected[f] for f in fields

@@ -19,7 +19,7 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
 
 
 class Layer(nn.Module):
-    """Real arithmetic; at one point of the training it raises what a broken device does."""
+    """Linear layer that raises a simulated device error once, at a given point of the training."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The fault scenarios that must end with the parameters of a failure-free run, bit for bit.
+"""Fault scenarios that must end with the parameters of a failure-free run, bit for bit.
 
-Faults are addressed by node, step, micro-batch and phase; nothing depends on time. `make scenarios`
-runs all of them; `make test` runs those marked `small`.
+Faults are addressed by node, step, micro-batch and phase, so nothing depends on time. `make chaos`
+runs all scenarios; `make test` runs those marked `small`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BASE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One run with faults and what it must show."""
+    """One run with faults, and the outcome that it must have."""
 
     name: str
     faults: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Runs `elastic run` for real and reads what it left behind."""
+"""Runs `elastic run` as a process and reads the files that the run leaves."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Run:
 def elastic_run(
     run_dir: Path, flags: Sequence[str], script: Sequence[str], deadline_s: float = DEADLINE_S
 ) -> Run:
-    """`elastic run --standalone FLAGS --run-dir RUN_DIR SCRIPT...`, to its end.
+    """Run `elastic run --standalone FLAGS --run-dir RUN_DIR SCRIPT...` to its end.
 
-    Only where a node is cut off is silence what tells: elsewhere a busy machine must not make
-    anybody lost.
+    The silence limit is long, because a busy machine must not make a node lost. Tests that cut a
+    node off set a short limit.
     """
     silent = "--lease" in flags or any("partition" in flag for flag in flags)
     command = [

@@ -1,4 +1,4 @@
-"""Jobs that are watched while they run, and disturbed when their own events say so."""
+"""Jobs that run in the background while a test follows their events and injects faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = LONG_S
 
 
 class Job:
-    """`elastic WORDS... --run-dir RUN_DIR` in the background; killed at the latest by `kill`."""
+    """`elastic WORDS... --run-dir RUN_DIR` in the background; `kill` ends it if nothing else did."""
 
     def __init__(self, run_dir: Path, words: Sequence[str], script: Sequence[str]) -> None:
         self.run_dir, self._log = run_dir, run_dir.with_suffix(".out")
@@ -50,7 +50,7 @@ class Job:
         return [event for event in self.events if event["kind"] == kind]
 
     def wait(self, what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
-        """The first true value of `condition`; the job must not end before."""
+        """Wait until `condition` returns a true value and return it. Fails if the job ends before."""
         end = time.monotonic() + timeout_s
         while True:
             found = condition()
@@ -61,11 +61,11 @@ class Job:
             time.sleep(0.02)
 
     def steps(self, after: int = -1) -> list[int]:
-        """Steps in the event log above `after`, in its order."""
+        """Steps of the event log that are later than `after`, in the order of the log."""
         return [event["step"] for event in self.of("step") if event["step"] > after]
 
     def await_steps(self, count: int) -> int:
-        """Wait until so many more steps are in the event log; return the last one."""
+        """Wait for this many further steps in the event log; return the last one."""
         here = max(self.steps(), default=-1)
         found = self.wait(f"{count} steps after {here}", lambda: self._beyond(here + count))
         return int(found[0])
@@ -75,11 +75,12 @@ class Job:
         return [last] if last >= step else []
 
     def leader(self) -> dict[str, Any]:
-        """Address, pid and term of the coordinator that leads."""
+        """Address, process ID and term of the leading coordinator."""
         return dict(json.loads((self.run_dir / "coordinator.json").read_text()))
 
     def ask(self, kind: str) -> dict[str, Any]:
-        """The leader's answer, to one who knows what lies in the run directory."""
+        """Send a request to the leader with the credentials of the run directory; return its
+        answer."""
         return call(
             self.leader()["address"], kind, {}, timeout_s=LONG_S, secure=load(self.run_dir, "")
         )
@@ -96,7 +97,7 @@ class Job:
         return Run(self.process.wait(timeout_s), self.output, self.run_dir)
 
     def kill(self) -> None:
-        """End the launcher and with it all its children, stopped ones too."""
+        """Kill the launcher and all its children, including stopped ones."""
         for child in (
             psutil.Process(self.process.pid).children() if self.process.poll() is None else []
         ):

@@ -1,4 +1,4 @@
-"""Training with steps of a set length, until all events that a test waits for have happened."""
+"""Training with steps of a fixed length, which a test ends once its events have happened."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _done: list[Run] = []
 
 
 def paced(hurry: Path) -> list[str]:
-    """The script and its flags; from when the file `hurry` exists on, steps take no time."""
+    """Script and flags. Once the file `hurry` exists, steps take no extra time."""
     return [*TRAIN, *PACE, "--hurry", str(hurry)]
 
 
 def paced_reference(directory: Path) -> Run:
-    """The same training without faults and pace; made in `directory` when it is first asked for."""
+    """The same training without faults and extra time. The first call runs it in `directory`."""
     if not _done:
         run = elastic_run(
             directory / "paced-reference", ["--nnodes", "1", "--accumulate", "exact"], TRAIN

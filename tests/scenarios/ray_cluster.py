@@ -1,4 +1,4 @@
-"""A real Ray cluster of several nodes on this machine, and jobs that run on it."""
+"""A real Ray cluster of several nodes on this machine, and jobs on it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def ray_cluster(nodes: int, **head: Any) -> Iterator[Any]:
 
 
 def raylet(node: Any) -> psutil.Process:
-    """The raylet of a node of the cluster."""
+    """The raylet process of a node of the cluster."""
     return psutil.Process(node.all_processes["raylet"][0].process.pid)
 
 
 def has_agent(node: Any) -> bool:
-    """Whether an agent runs below the node's raylet."""
+    """Return whether the raylet has an agent of ours among its descendants."""
     return any(SERVICES[0] in words(child) for child in raylet(node).children(recursive=True))
 
 
@@ -60,7 +60,7 @@ def words(process: psutil.Process) -> list[str]:
 
 
 class Job:
-    """`elastic run --backend ray` while it runs."""
+    """A running `elastic run --backend ray`."""
 
     def __init__(self, run_dir: Path, flags: Sequence[str], script: Sequence[str]) -> None:
         self.run_dir = run_dir
@@ -97,7 +97,7 @@ class Job:
     def until(
         self, condition: Callable[[dict[str, Any]], bool], deadline_s: float = 3 * LONG_S
     ) -> dict[str, Any]:
-        """Follow the job's own progress until `condition` holds for an entry; return that entry."""
+        """Follow the job's progress until an entry meets `condition`; return that entry."""
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
             for entry in self._progress.read():
@@ -116,7 +116,7 @@ class Job:
             raise AssertionError(f"it does not end; last: {self.last}\n{self.output}") from None
 
     def processes(self) -> list[psutil.Process]:
-        """Coordinator, agents and workers of this job, wherever they are."""
+        """All processes of this job: coordinator, agents and workers."""
         return [process for process in psutil.process_iter() if self._mine(process)]
 
     def agent(self, node: str) -> psutil.Process:

@@ -1,4 +1,4 @@
-"""Small runs that several files of tests compare with. Every one is made once a session."""
+"""Small reference runs that several test files compare with. Each is made once per session."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _done: dict[tuple[str, ...], Run] = {}
 
 
 def exact(*flags: str) -> list[str]:
-    """Flags of `elastic run` for a run that is compared bit for bit."""
+    """Flags of `elastic run` for a run whose parameters are compared bit for bit."""
     return ["--accumulate", "exact", *flags]
 
 
 def reference(directory: Path, *script_flags: str, accumulate: str = "exact") -> Run:
-    """The failure-free run on one node; made in `directory` when it is first asked for."""
+    """The failure-free run on one node. The first call runs it in `directory`."""
     key = (accumulate, *script_flags)
     if key not in _done:
         flags = ["--nnodes", "1", "--accumulate", accumulate]
@@ -31,7 +31,7 @@ def reference(directory: Path, *script_flags: str, accumulate: str = "exact") ->
 
 
 def faults(*texts: str) -> list[str]:
-    """The flags that inject these faults."""
+    """Command-line flags that inject these faults."""
     return [word for text in texts for word in ("--fault", text)]
 
 

@@ -1,5 +1,7 @@
-"""Every pair of backup schemes: whatever is lost, the parameters are those of a failure-free run,
-bit for bit; and what is run again is what the scheme promises."""
+"""Every pair of backup schemes recovers exactly and repeats only the work that it promises.
+
+After each loss, the parameters equal those of a failure-free run, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -99,9 +101,11 @@ def test_same_parameters_under_every_pair(
 def test_what_is_lost_is_what_the_scheme_promises(
     gradients: str, most: int, tmp_path: Path
 ) -> None:
-    """The last stage is killed before the backward pass of the last of six micro-batches: nothing
-    but that is in flight there. Streamed, at most three K are not yet acknowledged; recomputed, all
-    that the stage ran is lost."""
+    """The last stage is killed before the backward pass of the last of six micro-batches.
+
+    No other micro-batch is in flight there. With `stream:K`, at most 3 K gradients are not yet
+    acknowledged. With `recompute`, the whole work of the stage is lost.
+    """
     run = run_with(
         tmp_path, f"{gradients}+snapshot", "1", *faults("kill node=3 step=2 microbatch=5")
     )
@@ -122,7 +126,8 @@ def test_what_is_lost_is_what_the_scheme_promises(
 def test_a_shared_optimizer_state_survives_one_loss(
     lost: tuple[int, ...], source: str, tmp_path: Path
 ) -> None:
-    """Four pipelines: each node has a quarter of every layer's optimizer state, the next a copy."""
+    """Each of four pipelines has a quarter of every layer's optimizer state, and the next one a
+    copy."""
     kills = [f"kill node={node} step=3 phase=reduce" for node in lost]
     run = run_with(
         tmp_path,
@@ -163,7 +168,7 @@ def test_pipelines_of_other_cuts_share_a_state(shape: tuple[str, ...], tmp_path:
 
 @pytest.mark.parametrize("before", ["3", *(pytest.param(n, marks=pytest.mark.chaos) for n in "41")])
 def test_a_shared_state_goes_on_with_any_number_of_pipelines(before: str, tmp_path: Path) -> None:
-    """From a checkpoint that pipelines wrote together, on two nodes."""
+    """A run on two nodes starts from a checkpoint that several pipelines wrote together."""
     flags = ["--checkpoint-dir", str(tmp_path / "kept"), "--backup", "stream+snapshot/sharded"]
     shape = ["--nnodes", before, "--pipelines", before]
     if before == "1":
@@ -188,9 +193,11 @@ def test_a_shared_state_goes_on_with_any_number_of_pipelines(before: str, tmp_pa
 
 
 def test_what_was_summed_over_the_holders_is_not_run_again(tmp_path: Path) -> None:
-    """The last stage of the second pipeline is killed before the backward pass of the last of its
-    six micro-batches. It had finished five; the other pipeline has all but those of three
-    rounds."""
+    """The last stage of the second pipeline is killed before its last backward pass.
+
+    It had finished five of its six micro-batches. The other pipeline holds the sums of all but
+    those of three rounds.
+    """
     more = ["--num-microbatches", "12"]
     run = run_with(
         tmp_path, "reduce+replica", "2", *faults("kill node=3 step=2 microbatch=11"), script=more
@@ -217,8 +224,8 @@ def test_what_was_summed_over_the_holders_is_not_run_again(tmp_path: Path) -> No
 def test_states_are_made_again_from_what_updates_took(
     backup: str, pipelines: str, phase: str, tmp_path: Path
 ) -> None:
-    """Since the beginning not all layers of node 1 had their turn to go to the peer whole: three
-    updates and more lead on from there."""
+    """Not every layer of node 1 has sent a whole state since the start, so that at least three
+    updates must be repeated from their inputs."""
     run = run_with(tmp_path, backup, pipelines, *faults(f"kill node=1 step=3 {phase}"))
     assert run.code == 0, run.output
     assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
@@ -236,8 +243,11 @@ def test_states_are_made_again_from_what_updates_took(
     ],
 )
 def test_a_full_vault_costs_protection_not_the_job(fault: str, tmp_path: Path) -> None:
-    """64 KiB hold no layer's state: the copies are not kept, everybody hears of it, and a loss
-    falls back to the checkpoint, with the parameters of a failure-free run."""
+    """A vault of 64 KiB cannot keep the state of any layer.
+
+    The copies are refused, the other nodes learn of it, and a loss falls back to the checkpoint.
+    The parameters equal those of a failure-free run.
+    """
     flags = [
         "--nnodes",
         "3",
@@ -269,8 +279,10 @@ def test_a_full_vault_costs_protection_not_the_job(fault: str, tmp_path: Path) -
     ],
 )
 def test_flipped_bytes_never_become_parameters(pipelines: str, source: str, tmp_path: Path) -> None:
-    """What the vaults keep of node 1 gets flipped bytes; then it is lost. Where another pipeline
-    holds its layers they come from there, else from the checkpoint."""
+    """Bytes of node 1's copies are flipped in the vaults; then node 1 is lost.
+
+    If another pipeline holds its layers, they come from there, else from the checkpoint.
+    """
     corrupt = [
         f"corrupt node={node} step=3 microbatch=5" for node in (2, 3)
     ]  # when all states have arrived
@@ -294,7 +306,7 @@ def plan_events(run: Run) -> list[dict[str, Any]]:
 
 
 def held_by(node: str, plan: dict[str, Any]) -> set[int]:
-    """Layers of a node in the plan of an event."""
+    """Layers that the plan of an event gives to a node."""
     stages = [st for _, _, st in parse_plan(plan["text"]).stages() if st.unit.node == node]
     return {layer for stage in stages for layer in stage.layers}
 
@@ -312,8 +324,10 @@ def held_by(node: str, plan: dict[str, Any]) -> set[int]:
 def test_with_logged_messages_only_the_lost_stage_computes_again(
     fault: str, in_flight: int, tmp_path: Path
 ) -> None:
-    """Of six micro-batches all but those in flight on the lost stage run through its layers alone;
-    whoever added one twice would fail in the commit."""
+    """Of six micro-batches, all but those in flight on the lost stage repeat only its layers.
+
+    If a gradient were added twice, the commit would fail.
+    """
     run = run_with(tmp_path, "log+snapshot", "1", *faults(fault))
     assert run.code == 0, run.output
     summary, (before, after) = run.summary, plan_events(run)
@@ -368,8 +382,11 @@ def test_with_logged_messages_only_the_lost_stage_computes_again(
 def test_logged_messages_under_several_faults(
     pipelines: str, injected: tuple[str, ...], script: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """in-part: node 0 runs micro-batches from 3 up only when it helps out for node 3. Where state
-    or both of its copies are gone, the checkpoint of the last step is what there is."""
+    """Several nodes are lost, one after the other or together.
+
+    In the case in-part, node 0 runs micro-batches from 3 on only when it replaces node 3. Where a
+    state and both its copies are lost, the checkpoint of the last step is used.
+    """
     more = ["--checkpoint-every", "1", *script]
     run = run_with(tmp_path, "log+snapshot", pipelines, *faults(*injected), script=more)
     assert run.code == 0, run.output
@@ -400,8 +417,10 @@ def test_logged_messages_with_tensor_parallelism_and_other_schedules(
 
 
 def test_crashed_workers_get_their_layers_from_shared_memory(tmp_path: Path) -> None:
-    """Two nodes cannot hold the model, so node 1's workers are waited for: nothing goes over the
-    network, and the plan is the same."""
+    """Two nodes cannot hold the model, so the job waits for new workers on node 1.
+
+    They load their state from the node's own memory, and the plan stays the same.
+    """
     flags = exact(
         "--nnodes",
         "3",

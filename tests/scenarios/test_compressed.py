@@ -1,5 +1,4 @@
-"""Compressed copies: the parameters equal those of a failure-free run, and the log gives
-reasons."""
+"""With compressed copies the parameters equal those of a failure-free run; the log gives reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ FAULTS = {
 
 
 def told(run_dir: Path) -> str:
-    """What the agents' logs say of compression."""
+    """Lines of the agents' logs about compression."""
     texts = [path.read_text() for path in (run_dir / "logs").glob("node*.log")]
     return "".join(
         line
@@ -61,7 +60,7 @@ def test_same_parameters_from_compressed_copies(fault: str, tmp_path: Path) -> N
 def test_auto_switches_on_where_the_link_is_slow(
     link: str, compressed: bool, tmp_path: Path
 ) -> None:
-    """On a machine that is not busy; loopback moves GB/s."""
+    """`auto` compresses on a shaped link and not on loopback. Needs a machine that is not busy."""
     flags = ["--nnodes", "3", "--pipelines", "1", "--backup", "stream:2+snapshot", "--link", link]
     run = elastic_run(tmp_path / "run", exact(*flags), [*SCRIPT, "--hidden", "128"])
     assert run.code == 0, run.output

@@ -1,4 +1,4 @@
-"""The coordinator is off the training path: steps are made while there is none."""
+"""Training continues while no coordinator runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEADY = ("--backup", "stream+snapshot")
 
 
 def outage(run: Run) -> tuple[float, float]:
-    """From the kill of the first coordinator to the start of the second, seconds since 1970."""
+    """Kill of the first coordinator and start of the second, in seconds since 1970."""
     fired = min(path.stat().st_mtime for path in (run.run_dir / "faults").glob("0.*fired"))
     starts = [event["at"] for event in run.events if event["kind"] == "coordinator"]
     assert len(starts) == 2, starts
@@ -28,7 +28,7 @@ def outage(run: Run) -> tuple[float, float]:
 
 
 def steps_during(run: Run) -> set[int]:
-    """Steps that ended without a coordinator: by their durations, from the last reported one."""
+    """Number of steps that ended without a coordinator, by their durations after the last report."""
     _, back = outage(run)
     events = [e for e in run.events if e["kind"] == "step"]
     before = max((e for e in events if e["at"] < back), key=lambda e: e["step"])

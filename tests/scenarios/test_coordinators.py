@@ -1,6 +1,8 @@
-"""Several coordinators on a real etcd: leaders are killed or paused, etcd fails; training goes on.
+"""Several coordinators on a real etcd: leaders are killed or paused, etcd fails, training
+continues.
 
-A leader that a busy machine holds up loses the lead, too: how often it changes is not counted.
+On a busy machine a leader may also lose the lead by being slow. Therefore changes of the lead are
+not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ HURRY = "hurry"
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """start(NAME, words...) runs `elastic` in tmp_path/NAME, paced until tmp_path/hurry exists."""
+    """start(NAME, words...) runs `elastic` in tmp_path/NAME, with steps of fixed length until
+    tmp_path/hurry exists."""
     jobs: list[Job] = []
 
     def begin(name: str, *words: str) -> Job:
@@ -43,7 +46,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def undisturbed(job: Job) -> dict[str, Any]:
-    """The summary of a run that now speeds up and ends well, with every step counted once."""
+    """Let the run finish at full speed; return its summary, in which every step counts once."""
     (job.run_dir.parent / HURRY).touch()
     run = job.finish()
     assert run.code == 0, run.output
@@ -54,7 +57,7 @@ def undisturbed(job: Job) -> dict[str, Any]:
 
 
 def newest(job: Job) -> dict[str, Any]:
-    """The coordinator that took the lead last; {}: none did."""
+    """Discovery data of the coordinator that took the lead last; {} if there is none."""
     return max(job.of("coordinator"), key=lambda event: int(event["term"]), default={})
 
 
@@ -64,7 +67,7 @@ def one_a_term(job: Job) -> bool:
 
 
 def metrics(job: Job) -> list[float]:
-    """Of each coordinator that serves metrics: its term if it leads by them, else 0."""
+    """Term of each coordinator according to its metrics; 0 for those that do not lead."""
     found = []
     for file in sorted((job.run_dir / "metrics").glob("coordinator*.json")):
         with contextlib.suppress(OSError):  # left over from one that was killed
@@ -168,8 +171,10 @@ def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path
 
 
 def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
-    """Each with a run directory and a certificate of its own; they find the job by --rdzv-id, the
-    nodes find them by a list."""
+    """Each coordinator has a run directory and a certificate of its own.
+
+    They find the job by --rdzv-id; the nodes find them by a list of addresses.
+    """
     make_certificates(tmp_path / "certs", [["head0"], ["head1"], ["node0"], ["node1"]])
     token = tmp_path / "token"
     token.write_text("of all machines of this job\n")

@@ -1,4 +1,4 @@
-"""Signals in the middle of training: everything ends and nothing is left behind."""
+"""Signals during training end all processes and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEMORY = Path("/dev/shm")
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:
-    """All processes of this run, found by their start environment or their command line."""
+    """All processes of this run, found by their environment or their command line."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -38,7 +38,7 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
 def wait_for_steps(
     run_dir: Path, run: subprocess.Popen[bytes], lines: int, deadline_s: float = LONG_S
 ) -> None:
-    """Return when the event log has so many steps."""
+    """Wait until the event log has this many steps."""
     end = time.monotonic() + deadline_s
     while True:
         path = run_dir / "events.jsonl"
@@ -80,7 +80,11 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
 
 
 def test_workers_that_the_signal_ended_did_not_crash(tmp_path: Path) -> None:
-    """Signal all processes of a node: a busy agent may see its workers end before the signal."""
+    """The signal goes to all processes of a node.
+
+    A busy agent may see its workers end before it gets the signal itself. It must not report a
+    crash.
+    """
     job = Job(
         tmp_path / "run", ["run", "--standalone", "--nnodes", "2"], [*SCRIPT, "--steps", "5000"]
     )
@@ -101,7 +105,7 @@ def test_workers_that_the_signal_ended_did_not_crash(tmp_path: Path) -> None:
 
 
 def memory_of(run_dir: Path) -> Path:
-    """The job's directory in shared memory."""
+    """Directory of the job in shared memory."""
     from elastic.config import load_config
 
     return Path(load_config(run_dir).memory_dir)

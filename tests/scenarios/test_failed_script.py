@@ -1,5 +1,8 @@
-"""A script that fails on several machines: a job runner learns from `elastic coordinator` and
-`elastic agent` that all is over, and from `elastic run` what torchrun would have told."""
+"""A script that fails on several machines ends all commands with the exit codes of torchrun.
+
+A job runner learns the end from `elastic coordinator` and `elastic agent`, and a user from `elastic
+run`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ Trainer(stack=stack, optimizer=adam, data=data, steps=4, microbatches=2).run()
 
 
 def codes(tmp_path: Path, source: str, *commands: list[str]) -> list[int]:
-    """Exit codes of these commands, run beside each other with the same script."""
+    """Exit codes of these commands, run at the same time with the same script."""
     script = tmp_path / "script.py"
     script.write_text(source)
     with ExitStack() as stack:

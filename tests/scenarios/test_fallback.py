@@ -19,12 +19,12 @@ AT = "step=5 microbatch=2"
 
 
 def both() -> list[str]:
-    """The node that keeps node0's backups; node0 itself before other nodes exist."""
+    """The node that keeps node0's backups, and node0."""
     return faults(f"kill node=1 {AT}", "kill node=0 step=5 phase=recovery")
 
 
 def assert_pair(run: Run, node: str, peer: str) -> None:
-    """The test killed what it meant to: a node and the keeper of its backups."""
+    """Check that the test killed a node and the keeper of its backups."""
     text = next(e["text"] for e in run.events if e["kind"] == "plan")
     assert parse_plan(text).peer_of(node) == peer
 

@@ -1,4 +1,4 @@
-"""--accumulate fast: gradients add up in any order, so a recovered run is close but not equal."""
+"""With --accumulate fast gradients add up in any order, so a recovered run is close but not equal."""
 
 from __future__ import annotations
 

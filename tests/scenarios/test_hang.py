@@ -1,4 +1,4 @@
-"""A worker that hangs is found, killed and replaced; a worker that is merely slow is not."""
+"""A worker that hangs is found, killed and replaced; a worker that is only slow is not."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def agent_log(run: Run, node: str) -> list[str]:
 
 
 def assert_nobody_was_killed(run: Run, nodes: int, until: float = float("inf")) -> None:
-    """Nobody was, before the end of the job or `until` (seconds since 1970)."""
+    """Check that no worker was killed before the end of the job, or before `until` (seconds since
+    1970)."""
     events = [e for e in run.events if e["at"] < until]
     end = next((e["at"] for e in events if e["kind"] == "end"), float("inf"))
     assert [e["epoch"] for e in events if e["kind"] == "halt"] == [1], "the plan was changed"

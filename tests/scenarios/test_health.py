@@ -1,6 +1,6 @@
-"""Real faults of a node are classified correctly, with evidence, and handled accordingly.
+"""Real faults of a node are classified with evidence and handled accordingly.
 
-A hung worker is in `test_hang`, a slowed node in `test_slow`.
+Hung workers are in `test_hang`, slow nodes in `test_slow`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def health(run: Run, node: str = "") -> list[dict[str, Any]]:
 
 
 def test_a_slow_link_is_found_and_its_node_replaced(tmp_path: Path) -> None:
-    """Six times slower than it was; the spare comes at the end of a step.
+    """A link becomes six times slower, and a spare replaces its node at the end of a step.
 
-    Links are so slow that steps wait for them, also where a busy machine computes slowly.
+    All links are slow enough that steps wait for them, also on a busy machine.
     """
     flags = [
         "--nnodes",
@@ -58,15 +58,16 @@ def test_a_slow_link_is_found_and_its_node_replaced(tmp_path: Path) -> None:
 
 
 def crash_loop(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is found about node1, but for how fast it computes: the machine may be busy."""
+    """Findings about node1, without those on its compute speed, because the machine may be busy."""
     found = [e for e in events if e["kind"] == "health" and e["node"] == "node1"]
     return [e for e in found if e["class"] in ("process", "host") and "slow" not in e["evidence"]]
 
 
 def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: Path) -> None:
-    """Restarted twice; then the job goes on without the node, until its quarantine is over.
+    """A worker that crashes again after two restarts puts its node into quarantine.
 
-    Steps take seconds, so that enough remain after slow restarts; they speed up at the end.
+    The job continues without the node until the quarantine ends. Steps take seconds, so that enough
+    of them remain after slow restarts; at the end they take no extra time.
     """
     hurry = tmp_path / "hurry"
     flags = ["run", "--standalone", "--nnodes", "2:3", "--quarantine", "15"]
@@ -110,7 +111,7 @@ def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: 
 
 
 def test_a_full_disk_is_told_of_and_training_goes_on(tmp_path: Path) -> None:
-    """Every checkpoint is refused by the disk; the result is that of a run without any."""
+    """The disk refuses every checkpoint; the result equals that of a run without checkpoints."""
     disk = tmp_path / "disk"
     with small_disk(disk, "256k"):
         flags = ["--nnodes", "2", "--pipelines", "1", "--checkpoint-dir", str(disk)]
@@ -133,8 +134,8 @@ def test_a_full_disk_is_told_of_and_training_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_node_without_room_is_refused_and_joins_when_there_is_some(tmp_path: Path) -> None:
-    """Under strict pre-flight, a disk without room for checkpoints keeps a node out until it
-    has."""
+    """With strict pre-flight checks, a node without disk space for checkpoints joins once it has
+    space."""
     disk = tmp_path / "disk"
     with small_disk(disk, "1m"):
         script = [*SCRIPT, "--steps", "2"]

@@ -1,4 +1,4 @@
-"""A simulated device fault under a real worker: the job goes on, unless the script is the cause."""
+"""A simulated device fault in a real worker; the job continues unless the script is the cause."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_a_broken_device_is_a_crash_of_its_worker_and_the_job_goes_on(tmp_path: 
 
 
 def test_the_same_error_everywhere_ends_the_job(tmp_path: Path) -> None:
-    """An illegal access that comes back each time is a bug of the script, whatever it is called."""
+    """An illegal access that occurs on every device is a bug of the script, whatever its error
+    says."""
     text = "CUDA error: an illegal memory access was encountered"
     run = broken(tmp_path / "run", "--node", "any", "--times", "99", "--text", text)
     assert run.code == 1, run.output

@@ -1,4 +1,4 @@
-"""Real jobs with preemption notices: each node drains before its deadline without any loss."""
+"""Real jobs with preemption notices: each node drains before its deadline, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE_S = 200.0
 
 
 class Job:
-    """A running `elastic run`, and its event log."""
+    """A running `elastic run` and its event log."""
 
     def __init__(
         self, run_dir: Path, command: list[str], environ: dict[str, str], output: Path
@@ -45,7 +45,7 @@ class Job:
         return [json.loads(line) for line in lines]
 
     def wait_for(self, what: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The first such event, as soon as it is there."""
+        """Wait for an event that meets the condition; return the first one."""
         end = time.monotonic() + DEADLINE_S
         while True:
             for event in self.events:
@@ -82,7 +82,7 @@ def kinds(run: Run, kind: str) -> list[dict[str, Any]]:
 
 
 def assert_nothing_was_lost(run: Run, drained: list[str]) -> None:
-    """These nodes left in this order before their deadlines; no other node or micro-batch was
+    """Check that these nodes left in this order before their deadlines, and that nothing else was
     lost."""
     assert run.code == 0, run.output
     end = kinds(run, "end")[0]["at"]
@@ -98,7 +98,7 @@ def assert_nothing_was_lost(run: Run, drained: list[str]) -> None:
 
 
 def test_every_cloud_in_one_job(tmp_path: Path) -> None:
-    """AWS, GCP and Azure each take a node; Azure then cancels, and its node rejoins by itself."""
+    """AWS, GCP and Azure each take a node away. Azure then cancels, and its node rejoins."""
     aws, gcp, azure = FakeAws(uses=3), FakeGcp(), FakeAzure()
     environ = {
         "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{aws.address}/${{node}}",

@@ -1,4 +1,4 @@
-"""Nodes that come and nodes that leave with notice: nothing is lost, and training hardly pauses."""
+"""Nodes that join, and nodes that leave with notice, cost no micro-batch and only a short pause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLACK_S = 0.2
 
 
 def microbatch_s(run: Run, recovery: dict[str, Any]) -> float:
-    """Time of one micro-batch on one stage under the plan before the change, from step times."""
+    """Seconds of one micro-batch on one stage before the change, computed from step times."""
     events = [e for e in run.events if e["kind"] == "step" and e["epoch"] == recovery["epoch"] - 1]
     plan = next(
         e for e in run.events if e["kind"] == "plan" and e["epoch"] == recovery["epoch"] - 1
@@ -65,7 +65,7 @@ def test_drain_and_join_lose_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 def test_drain_and_join_hardly_pause(tmp_path: Path) -> None:
-    """On a machine with nothing else to do."""
+    """Measures a pause, so it needs a machine without other work."""
     run = elastic_run(tmp_path / "run", FLAGS, [*SCRIPT, *STEPS])
     assert run.code == 0, run.output
     for recovery in run.summary["recoveries"]:

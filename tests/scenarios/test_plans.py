@@ -1,4 +1,4 @@
-"""The same job on any number of nodes, in any shape: the same parameters, bit for bit."""
+"""The same job gives the same parameters with any number of nodes and any plan, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = (
 def test_parameters_do_not_depend_on_the_plan(
     nodes: str, pipelines: str, depths: str, tmp_path: Path
 ) -> None:
-    """The reference runs on one node."""
+    """The reference is a run on one node."""
     expected = reference(tmp_path).summary
     run = elastic_run(tmp_path / "run", exact("--nnodes", nodes, "--pipelines", pipelines), SCRIPT)
     assert run.code == 0, run.output

@@ -45,7 +45,7 @@ def start(cluster: Any, run_dir: Path, *flags: str) -> Job:
 
 
 def mid_step(step: int) -> Any:
-    """Holds for progress well inside this step or a later one."""
+    """Return a condition that holds for progress well inside this step or a later one."""
 
     def holds(entry: dict[str, Any]) -> bool:
         running = entry.get("phase") == "running" and entry.get("loss") is None
@@ -91,7 +91,7 @@ def test_a_raylet_is_killed_in_a_step_and_a_node_added(cluster: Any, tmp_path: P
 
 
 def scraped(discovery: Path, certs: Path) -> str:
-    """What a process says at the address that its discovery file tells."""
+    """Metrics that a process serves at the address in its discovery file."""
     ((found,),) = [one["targets"] for one in json.loads(discovery.read_text())]
     contexts = Certificates(certs)
     host, _, port = found.rpartition(":")

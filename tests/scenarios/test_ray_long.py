@@ -1,4 +1,4 @@
-"""More of Ray than `make test` has time for: many losses, the autoscaler, `ray job submit`."""
+"""Longer tests on Ray: many losses, the autoscaler, `ray job submit`."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ LISTS = (
 
 
 class Autoscaling:
-    """A head node without CPUs and Ray's own autoscaler, whose machines are processes here."""
+    """A head node without CPUs, and Ray's autoscaler, whose machines are processes here."""
 
     def __init__(self, folder: Path, port: int, client_port: int, most: int) -> None:
         self.address, self.client = f"{own_host()}:{port}", f"ray://{own_host()}:{client_port}"
@@ -191,7 +191,7 @@ def own_host() -> str:
 
 @pytest.mark.parametrize("outside", [False, True], ids=["inside", "client"])
 def test_the_autoscaler_brings_the_nodes(outside: bool, tmp_path: Path) -> None:
-    """From inside the cluster, and from a client of it."""
+    """The job is started inside the cluster, or by a client outside."""
     from elastic.launcher.run.rundir import free_port
 
     scaling = Autoscaling(tmp_path, free_port(), free_port(), most=2)

@@ -1,4 +1,4 @@
-"""Real runs with real faults: the parameters equal those of a failure-free run bit for bit."""
+"""Real runs with real faults end with the parameters of a failure-free run, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _parameters() -> list[object]:
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    """Failure-free runs, one for each (model, flags); on one node."""
+    """Failure-free runs on one node, one for each (model, flags)."""
     done: dict[tuple[str, ...], Run] = {}
 
     def reference(scenario: Scenario) -> Run:

@@ -1,4 +1,4 @@
-"""All schedules give the same parameters bit for bit, with and without faults."""
+"""All schedules give the same parameters, with and without faults, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _case(
     model: tuple[str, ...] = DROPOUT,
     small: bool = False,
 ) -> ParameterSet:
-    """One run: flags of `elastic run`, and of the script."""
+    """Flags of `elastic run` and of the script for one run."""
     marks = () if small else (pytest.mark.chaos,)
     words = ("--nnodes", nodes, "--pipelines", pipelines, *flags, *(faults(fault) if fault else ()))
     return pytest.param(schedule, words, model, id=name, marks=marks)
@@ -66,7 +66,7 @@ def _check(run: Run, expected: Run, words: tuple[str, ...]) -> None:
 
 
 def _expected(directory: Path, model: tuple[str, ...]) -> Run:
-    """The failure-free run under 1F1B; with TP 2 on nodes of two workers."""
+    """The failure-free run with 1F1B; with TP 2, nodes have two workers."""
     if model != TP:
         return reference(directory, *model)
     flags = exact(
@@ -94,7 +94,7 @@ RECOMPUTING = (
 
 @pytest.mark.parametrize(("schedule", "fault"), RECOMPUTING)
 def test_nor_on_recomputation(schedule: str, fault: str, tmp_path: Path) -> None:
-    """Memory is short, before and after the loss."""
+    """Memory is short before and after the loss, so activations are recomputed."""
     words = ("--nnodes", "3", "--pipelines", "1", *(faults(fault) if fault else ()))
     flags = exact("--schedule", schedule, "--node-memory", "4MiB", *words)
     run = elastic_run(tmp_path / "run", flags, [*SCRIPT, *DROPOUT])

@@ -1,4 +1,4 @@
-"""A short-lived node joins and stays a spare: training goes on without a pause."""
+"""A node that will soon leave again stays a spare, and training does not pause for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.scenarios.shared import exact, faults
 
 
 def test_a_short_lived_node_is_left_as_a_spare(tmp_path: Path) -> None:
-    """It says that it goes after two seconds, when it may not even have started its workers."""
+    """The node has a notice of two seconds, less than the start of its workers may take."""
     flags, hurry = (
         exact("--nnodes", "2:3", "--lifetime", "0,0,2", *faults("join step=1")),
         tmp_path / "hurry",

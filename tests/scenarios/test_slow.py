@@ -1,4 +1,4 @@
-"""A slow node gets fewer layers or micro-batches, and no node is evicted. Compute is emulated."""
+"""A slow node gets fewer layers or micro-batches and is not evicted. Compute times are emulated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FACTOR = 2.0
 
 
 def profile(scale: float = 1.0) -> Profile:
-    """Layers of 60 ms, so that what a busy machine does to a step hardly counts."""
+    """Layers of 60 ms: long enough that a busy machine changes the length of a step little."""
     layer = LayerSpec(4096, 0, 4096, 0.02, 0.04, output_bytes=8192)
     times = LayerTimes(0.02 * scale, 0.04 * scale, 0.02 * scale, 0.02 * scale)
     devices = (Device("a", (times,) * LAYERS),)
@@ -53,7 +53,7 @@ def slowed(folder: Path) -> Run:
 
 
 def told_of(done: Run, kind: str) -> list[dict[str, Any]]:
-    """Of a busy machine other nodes may turn slow, too."""
+    """Findings about this node. On a busy machine other nodes may be slow, too."""
     return [e for e in done.events if e["kind"] == kind and e["node"] == "node1"]
 
 
@@ -90,7 +90,7 @@ def test_a_slow_node_gets_less_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.chaos
 def test_its_pace_is_measured_and_steps_are_as_long_as_predicted(tmp_path: Path) -> None:
-    """On a machine with nothing else to do."""
+    """Compares times, so it needs a machine without other work."""
     done = slowed(tmp_path)
     (change,) = done.summary["recoveries"]
     assert factor_of(change) == pytest.approx(FACTOR, rel=0.15)
@@ -105,7 +105,7 @@ def test_its_pace_is_measured_and_steps_are_as_long_as_predicted(tmp_path: Path)
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
-    """Before anything is computed."""
+    """The refusal comes before anything is computed."""
     (tmp_path / "profile.json").write_text(format_profile(profile()))
     flags = ["--nnodes", "1", "--profile", str(tmp_path / "profile.json")]
     done = elastic_run(tmp_path / "run", flags, ["-m", "benchmarks.waiting", "--layers", "5"])

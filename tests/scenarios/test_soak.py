@@ -1,6 +1,6 @@
-"""Training on a loaded machine: nothing is done about anybody, however slow everything gets.
+"""Training on a loaded machine: nodes are slow, and the job must not act against any of them.
 
-`make soak` runs the long one for half an hour (ELASTIC_SOAK_S).
+`make soak` runs it for half an hour (ELASTIC_SOAK_S).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def agents_of(pid: int) -> list[psutil.Process]:
 
 
 def hold_up_an_agent(pid: int) -> None:
-    """Stop an agent for a while: what its workers say meanwhile lies unread."""
+    """Stop an agent for a while; messages of its workers stay unread in the meantime."""
     agent = agents_of(pid)[0]
     agent.suspend()
     time.sleep(HELD_S)
@@ -39,7 +39,7 @@ def hold_up_an_agent(pid: int) -> None:
 
 
 def soak(folder: Path, seconds: float, a_core: int, every_s: float) -> None:
-    """Train beside `a_core` busy processes per core; an agent is paused at intervals."""
+    """Train beside `a_core` busy processes per core, and pause one agent at intervals."""
     script = [
         "-m",
         "examples.train_gpt",
@@ -81,7 +81,9 @@ def soak(folder: Path, seconds: float, a_core: int, every_s: float) -> None:
     ], halts
     assert not [e for e in during if e["kind"] == "lost"]
     for node in range(3):
-        assert not [line for line in agent_log(done, f"node{node}") if "killing the workers" in line]
+        assert not [
+            line for line in agent_log(done, f"node{node}") if "killing the workers" in line
+        ]
     acted = [e for e in done.events if e["kind"] == "health" and e["action"] != "none"]
     assert not acted, acted
     assert not [e for e in done.events if e["kind"] == "preflight" and not e["ok"]]
