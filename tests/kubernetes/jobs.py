@@ -138,7 +138,7 @@ _reference: list[Run] = []
 
 
 def reference(folder: Path) -> dict[str, Any]:
-    """Summary of the same training without network namespaces and failures; run once per session."""
+    """Summary of the same training without namespaces and failures; run once per session."""
     if not _reference:
         flags = ["--nnodes", "2", "--pipelines", "1", "--accumulate", "exact"]
         _reference.append(elastic_run(folder / "reference", flags, TRAIN))

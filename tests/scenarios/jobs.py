@@ -23,7 +23,7 @@ WAIT_S = LONG_S
 
 
 class Job:
-    """`elastic WORDS... --run-dir RUN_DIR` in the background; `kill` ends it if nothing else did."""
+    """`elastic WORDS... --run-dir RUN_DIR` in the background. `kill` ends it in any state."""
 
     def __init__(self, run_dir: Path, words: Sequence[str], script: Sequence[str]) -> None:
         self.run_dir, self._log = run_dir, run_dir.with_suffix(".out")
@@ -50,7 +50,7 @@ class Job:
         return [event for event in self.events if event["kind"] == kind]
 
     def wait(self, what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
-        """Wait until `condition` returns a true value and return it. Fails if the job ends before."""
+        """Wait until `condition` is true and return its value. Fails if the job ends before."""
         end = time.monotonic() + timeout_s
         while True:
             found = condition()

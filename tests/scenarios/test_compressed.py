@@ -1,4 +1,4 @@
-"""With compressed copies the parameters equal those of a failure-free run; the log gives reasons."""
+"""With compressed copies the parameters are those of a failure-free run; the log gives reasons."""
 
 from __future__ import annotations
 

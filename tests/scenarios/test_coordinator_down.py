@@ -28,7 +28,7 @@ def outage(run: Run) -> tuple[float, float]:
 
 
 def steps_during(run: Run) -> set[int]:
-    """Number of steps that ended without a coordinator, by their durations after the last report."""
+    """Number of steps without a coordinator, by their durations after the last report."""
     _, back = outage(run)
     events = [e for e in run.events if e["kind"] == "step"]
     before = max((e for e in events if e["at"] < back), key=lambda e: e["step"])

@@ -1,4 +1,4 @@
-"""With --accumulate fast gradients add up in any order, so a recovered run is close but not equal."""
+"""With --accumulate fast gradients add up in any order; a recovered run is close, not equal."""
 
 from __future__ import annotations
 
