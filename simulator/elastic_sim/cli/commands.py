@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,7 @@ def replay(
             err=True,
         )
     if out is not None:
-        found_json = show.as_json(
-            scenario.name(), scenario.model, found, scenario=json.loads(scenario.dumps())
-        )
+        found_json = show.as_json(scenario, asdict(scenario), found)
         write_output(out, json.dumps(found_json, indent=2) + "\n")
     if html is not None:
         write_output(html, replay_page(scenario, found, names, seeds))
@@ -159,12 +158,11 @@ def advise(
     if best.within and math.isfinite(best.per_million_samples.value):
         click.echo(f"\n{advice.answer_text(best)}")
     if out is not None:
-        offers = [
-            {**row, "spares": one.spares, "backup": one.backup, "backup_share": one.backup_share}
-            for row, one in zip(show.offers_json(found), found, strict=True)
-        ]
-        traces_json = [one.name() for one in scenarios]
-        found_json = {"traces": traces_json, "model": scenarios[0].model, "offers": offers}
+        found_json = {
+            "traces": [one.name() for one in scenarios],
+            "model": scenarios[0].model,
+            "offers": show.offers_json(found),
+        }
         write_output(out, json.dumps(found_json, indent=2) + "\n")
 
 

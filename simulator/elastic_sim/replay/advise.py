@@ -16,10 +16,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import fmean
 
 from elastic.domain.errors import FieldError
-from elastic_sim.replay.replay import Mean, PlanInForce, PolicyRun, mean_of, run_one
+from elastic_sim.replay.replay import Mean, dollars_for, mean_of, run_one
 from elastic_sim.steps.clusters import NodeType, node_type_of
 from elastic_sim.steps.engine import SimulationResult
 from elastic_sim.steps.physics import node_lifetimes
@@ -78,10 +79,13 @@ class Offer:
 class Trial:
     """Result of a mix on one trace with one policy and one seed."""
 
-    run: PolicyRun
+    samples: int
+    samples_per_s: float
     cost: float
     """Dollars."""
     hours: float
+    time: dict[str, float]
+    """Node-seconds by use; booting nodes are idle."""
     spare_s: float
     """Node-seconds of usable nodes that wait."""
     pairs: Counter[str]
@@ -89,7 +93,7 @@ class Trial:
 
     @property
     def per_million_samples(self) -> float:
-        return 1e6 * self.cost / self.run.samples if self.run.samples else math.inf
+        return 1e6 * self.cost / self.samples if self.samples else math.inf
 
 
 def mixes(sizes: Sequence[int], steps: int) -> list[Mix]:
@@ -133,7 +137,8 @@ def answer_text(best: Offer) -> str:
 def blended(trace: Trace, mix: Mix) -> Trace:
     """Trace of a mix: on-demand nodes, and `mix.spot` nodes of the trace and its shifted copies."""
     fixed = [Event(0.0, ADD, f"on-demand-{i}", ON_DEMAND) for i in range(mix.on_demand)]
-    most = _most(trace)
+    changes = (1 if event.kind == ADD else -1 for event in trace.events)
+    most = max(accumulate(changes, initial=0))
     if not most and mix.spot:
         raise FieldError("trace", trace.origin[:60], "it has no nodes; name another one")
     events: list[Event] = []
@@ -146,14 +151,6 @@ def blended(trace: Trace, mix: Mix) -> Trace:
     return Trace(tuple(rows), trace.end_s, trace.origin)
 
 
-def _most(trace: Trace) -> int:
-    n = most = 0
-    for event in trace.events:
-        n += 1 if event.kind == ADD else -1
-        most = max(most, n)
-    return most
-
-
 def _shifted(trace: Trace, copy: int) -> Trace:
     """The same market, shifted in time by a golden fraction of the trace, with wrap-around.
 
@@ -164,12 +161,8 @@ def _shifted(trace: Trace, copy: int) -> Trace:
         return trace
     late, early = window(trace, shift, trace.end_s), window(trace, 0.0, shift)
     events = [replace(e, node=f"{e.node}.{copy}") for e in late.events]
-    left: dict[str, Event] = {}
-    for event in events:
-        if event.kind == ADD:
-            left[event.node] = event
-        else:
-            del left[event.node]
+    lives = node_lifetimes(replace(late, events=tuple(events)))
+    left = {added.node: added for added, removed, _ in lives if removed is None}
     names: dict[str, str] = {}
     for event in early.events:
         if event.kind == ADD:
@@ -235,11 +228,13 @@ def _trial(world: SimulatedWorld, kind: NodeType, trace: Trace, policy: str, see
     run = run_one(world, trace, policy, seed, keep=True)
     assert run.outcome is not None
     return Trial(
-        run=replace(run, outcome=None, seen=()),  # large
-        cost=_cost(kind, trace),
+        samples=run.samples,
+        samples_per_s=run.samples_per_s,
+        cost=dollars_for(trace, lambda e: kind.on_demand if e.zone == ON_DEMAND else kind.spot),
         hours=trace.end_s / 3600,
+        time=run.time,
         spare_s=run.outcome.account.totals()[Use.IDLE] / 1000,
-        pairs=_pairs(run.outcome, run.seen),
+        pairs=_pairs(run.outcome),
     )
 
 
@@ -257,13 +252,11 @@ def ranked(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
     return sorted(found, key=lambda o: (o.per_million_samples.value, o.dollars_per_h.value))
 
 
-def _pairs(outcome: SimulationResult, plans: Sequence[PlanInForce | None]) -> Counter[str]:
+def _pairs(outcome: SimulationResult) -> Counter[str]:
     """Milliseconds in which each pair of backup schemes was in force."""
-    made = outcome.decisions
-    ends = [*(decision.at for decision in made[1:]), outcome.ended]
     found = Counter[str]()
-    for decision, until, seen in zip(made, ends, plans, strict=True):
-        if seen is not None:
+    for decision, until in outcome.decision_spans():
+        if (seen := decision.change.in_force) is not None:
             found[f"{seen.plan.gradients}+{seen.plan.state}"] += until - decision.at
     return found
 
@@ -284,7 +277,7 @@ def _offer(
 
     tokens = world.profile.tokens_per_microbatch / world.training.microbatch
     dollars = over(lambda one: one.cost / one.hours)
-    whole = sum(sum(one.run.time.values()) for one in every) or 1.0
+    whole = sum(sum(one.time.values()) for one in every) or 1.0
     best = world.best(mix.on_demand + mix.spot)
     full = world.samples / best.step_s if best else math.inf
     pairs = sum((one.pairs for one in every), Counter[str]())
@@ -292,12 +285,12 @@ def _offer(
     return Offer(
         mix=mix,
         policy=policy,
-        samples_per_s=over(lambda one: one.run.samples_per_s),
+        samples_per_s=over(lambda one: one.samples_per_s),
         dollars_per_h=dollars,
         per_million_samples=over(lambda one: one.per_million_samples),
         per_million_tokens=over(lambda one: one.per_million_samples / tokens),
-        goodput=over(lambda one: one.run.samples_per_s / full),
-        idle=sum(one.run.time["idle"] for one in every) / whole,
+        goodput=over(lambda one: one.samples_per_s / full),
+        idle=sum(one.time["idle"] for one in every) / whole,
         spares=sum(one.spare_s for one in every) / sum(3600 * one.hours for one in every),
         backup=backup,
         backup_share=longest / pairs.total() if backup else 0.0,
@@ -305,19 +298,9 @@ def _offer(
         by_trace=tuple(
             (
                 name,
-                fmean(o.run.samples_per_s for o in seeds),
+                fmean(o.samples_per_s for o in seeds),
                 fmean(o.per_million_samples / tokens for o in seeds),
             )
             for name, seeds in trials.items()
         ),
-    )
-
-
-def _cost(kind: NodeType, trace: Trace) -> float:
-    """Dollars for all nodes while they are present, each at its price."""
-    return sum(
-        (kind.on_demand if added.zone == ON_DEMAND else kind.spot)
-        * ((removed.seconds if removed else trace.end_s) - added.seconds)
-        / 3600
-        for added, removed in node_lifetimes(trace)
     )

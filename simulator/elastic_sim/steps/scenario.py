@@ -1,12 +1,8 @@
-"""A scenario: a trace or a failure rate, a model, and a kind of cluster.
-
-It converts to JSON and back, so that it can be sent to other processes and compared.
-"""
+"""A scenario: a trace or a failure rate, a model, and a kind of cluster."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -84,25 +80,6 @@ class Scenario:
     def world(self) -> SimulatedWorld:
         """The simulated world, cached because its plans are expensive. Raises FieldError."""
         return _world(self.model, self.microbatches, self.nodes_of, self.physics)
-
-    def dumps(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-def parse_scenario(text: str) -> Scenario:
-    """The scenario that `Scenario.dumps` wrote. Raises FieldError."""
-    try:
-        values: dict[str, Any] = json.loads(text)
-        market = values.pop("market")
-        if market is not None:
-            market["bulk"] = tuple((int(n), float(w)) for n, w in market["bulk"])
-            market["zones"] = tuple(market["zones"])
-            market = Market(**market)
-        for name in ("nodes_of", "physics"):
-            values[name] = tuple(values[name])
-        return Scenario(market=market, **values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise FieldError("scenario", text[:80], f"as Scenario.dumps writes it: {error}") from error
 
 
 @lru_cache(maxsize=8)

@@ -42,6 +42,10 @@ class PricedPlan:
     depth: int
     """Stages of the deepest pipeline."""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.pipelines, self.depth
+
 
 @dataclass(eq=False)
 class SimulatedWorld:

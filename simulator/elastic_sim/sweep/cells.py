@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import traceback
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.domain.version import VERSION
@@ -77,15 +77,13 @@ def result_or_raise(cell: SweepCell, found: Result | str) -> Result:
     return found
 
 
-class Backend(Protocol):
-    """Runs cells and yields each result when it is ready, in any order. Raises CellFailed."""
-
-    def __call__(self, cells: Sequence[SweepCell]) -> Generator[tuple[SweepCell, Result]]: ...
+Backend = Callable[[Sequence[SweepCell]], Generator[tuple[SweepCell, Result]]]
+"""Runs cells and yields each result when it is ready, in any order. Raises CellFailed."""
 
 
 def scenario_json(scenario: Scenario) -> dict[str, Any]:
     """Return a scenario as JSON, with names and SHA-256 of its files. Raises FieldError."""
-    found: dict[str, Any] = json.loads(scenario.dumps())
+    found = asdict(scenario)
     for name, path in scenario.files().items():
         found[name], found[f"{name}_sha256"] = Path(path).name, _sha256(path)
     return found
@@ -147,7 +145,6 @@ def run_of(cell: SweepCell, result: Result) -> PolicyRun:
         seed=cell.seed,
         samples=int(result["samples"]),
         samples_per_s=float(result["samples_per_s"]),
-        goodput=0.0,
         cost=float(result["cost"]),
         time={use.value: float(result["time"][use.value]) for use in Use},
         changes=int(result["changes"]),

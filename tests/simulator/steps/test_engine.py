@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from elastic_sim.steps.engine import (
+    ElasticPolicy,
     JobView,
     Reconfiguration,
     Setup,
@@ -23,10 +24,8 @@ from hypothesis import strategies as st
 from tests.simulator.microbatches.sample_runs import node_ms
 
 
-class FixedPolicy:
+class FixedPolicy(ElasticPolicy):
     """Steps take ten seconds. A loss costs `pauses` and `lost_ms`, or a rollback (`every`)."""
-
-    name = "fixed"
 
     def __init__(self, *pauses: tuple[Use, int], lost_ms: int = 0, every: int = 0) -> None:
         self._pauses, self._lost_ms, self._every = pauses, lost_ms, every
@@ -44,21 +43,9 @@ class FixedPolicy:
         back = self._saved if self._every and lost else -1
         return Reconfiguration(self._pauses, self.setup(job), self._lost_ms if lost else 0, back)
 
-    def on_notice(self, job: JobView, leaving: Sequence[Event]) -> None:
-        return None
-
     def on_step_end(self, job: JobView) -> None:
         if self._every and job.steps % self._every == 0:
             self._saved = job.steps
-
-    def on_speed_change(self, job: JobView) -> None:
-        return None
-
-    def on_timer(self, job: JobView, name: str) -> None:
-        return None
-
-    def take_timers(self) -> list[tuple[int, str]]:
-        return []
 
 
 def trace_of(*events: tuple[float, str, str], end_s: float = 100.0) -> Trace:
@@ -117,19 +104,16 @@ def test_finished_share_of_a_step_survives_a_change_of_length() -> None:
     assert found.account.totals()[Use.IDLE] == 45_000
 
 
-class RandomPolicy:
+class RandomPolicy(ElasticPolicy):
     """Answers every event at random."""
-
-    name = "wild"
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
-        self._asked: list[tuple[int, str]] = []
 
     def any(self, job: JobView) -> Reconfiguration:
         draw = self._draw
         if draw.random() < 0.5:
-            self._asked.append((draw.randrange(1, 50_000), "again"))
+            job.set_timer(draw.randrange(1, 50_000) / 1000, "again")
         pauses = tuple(
             (draw.choice(list(Use)), draw.randrange(5000)) for _ in range(draw.randrange(4))
         )
@@ -166,10 +150,6 @@ class RandomPolicy:
     def on_timer(self, job: JobView, name: str) -> Reconfiguration | None:
         return self.any(job) if self._draw.random() < 0.5 else None
 
-    def take_timers(self) -> list[tuple[int, str]]:
-        asked, self._asked = self._asked, []
-        return asked
-
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.floats(5, 500), st.floats(0, 300), st.floats(0, 30))
@@ -193,7 +173,6 @@ def test_every_node_millisecond_has_one_use(
     assert all(amount >= 0 for amount in totals.values())
     assert first.ended == first.account.ended == 600_000
     assert _comparable(first) == _comparable(again)
-    assert first.progress[-1] == (600_000, first.samples)
 
 
 def _comparable(outcome: SimulationResult) -> object:
@@ -202,7 +181,6 @@ def _comparable(outcome: SimulationResult) -> object:
         outcome.samples,
         outcome.account.spans,
         outcome.decisions,
-        outcome.progress,
     )
 
 

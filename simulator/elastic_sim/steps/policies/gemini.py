@@ -50,7 +50,7 @@ class GeminiPolicy(CheckpointRestartPolicy):
         if not lost and job.setup is not None:
             return None
         self._loss_events += bool(lost)
-        change = self.restart_without_copies(job, self._start(job), lost)
+        change = self.restart_without_copies(job, lost)
         self.saved_step = change.back_to
         return change
 
@@ -58,7 +58,7 @@ class GeminiPolicy(CheckpointRestartPolicy):
         self.write_checkpoint_in_background(job)
         self.saved_step, self._copies_lost, self._lost = job.steps, False, set()
         self._peers = _pair_up(list(job.alive)[: self._nominal.nodes if self._nominal else 0])
-        return self.restart(job, "nodes joined", detect_s=0.0) if self.should_grow(job) else None
+        return self.restart(job, "nodes joined", loss=False) if self.should_grow(job) else None
 
     def read_s(self, job: JobView) -> float:
         """All nodes read their share from the memory of a peer at the same time."""

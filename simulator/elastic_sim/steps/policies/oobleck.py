@@ -30,9 +30,6 @@ class OobleckPolicy(PolicyBase):
         self._copies_lost = False
         """No node holds the whole state: it is read from storage."""
 
-    def on_start(self, job: JobView) -> Reconfiguration:
-        return Reconfiguration(setup=self._regroup(job))
-
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
     ) -> Reconfiguration | None:
@@ -41,7 +38,7 @@ class OobleckPolicy(PolicyBase):
         self._loss_events += bool(lost)
         self._copies_lost |= not job.alive
         if self._copies_lost:
-            return self.restart_without_copies(job, self._regroup(job), lost)
+            return self.restart_without_copies(job, lost)
         if not lost:
             return self._repeat_step(job, "nodes joined")
         plan = self._plan
@@ -51,7 +48,7 @@ class OobleckPolicy(PolicyBase):
             if self._all_replicas_lost(plan, len(job.alive) + len(lost), len(lost)):
                 self._copies_lost = True
                 reason = f"{len(lost)} lost, no replica left"
-                return self.restart_from_checkpoint(job, self._regroup(job), reason)
+                return self.restart_from_checkpoint(job, self.start(job), reason)
         return self._repeat_step(job, f"{len(lost)} lost")
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
@@ -65,7 +62,7 @@ class OobleckPolicy(PolicyBase):
         if not self.pays_off(job, larger, groups_s + copy_s):
             return None
         parts = pauses((Use.PLAN, groups_s), (Use.TRANSFER, copy_s))
-        return Reconfiguration(parts, self._regroup(job), reason="nodes joined")
+        return Reconfiguration(parts, self.start(job), reason="nodes joined")
 
     def _regroup_costs_s(self, plan: PricedPlan) -> tuple[float, float]:
         """(building groups, the slowest copy: a whole stage)."""
@@ -74,7 +71,7 @@ class OobleckPolicy(PolicyBase):
 
     def _repeat_step(self, job: JobView, reason: str) -> Reconfiguration:
         """New pipelines repeat the whole running step."""
-        setup, plan = self._regroup(job), self._plan
+        setup, plan = self.start(job), self._plan
         groups_s, copy_s = self._regroup_costs_s(plan) if plan else (0.0, 0.0)
         parts = pauses((Use.DETECT, self.detect_s), (Use.PLAN, groups_s), (Use.TRANSFER, copy_s))
         return Reconfiguration(parts, setup, lost_ms=job.now, reason=reason)
@@ -93,6 +90,5 @@ class OobleckPolicy(PolicyBase):
         ]
         return bool(set.intersection(*stages_lost))
 
-    def _regroup(self, job: JobView) -> Setup | None:
-        self._plan = self.world.oobleck(len(job.alive))
-        return self.run_plan(job, self._plan)
+    def start(self, job: JobView) -> Setup | None:
+        return self.run_plan(job, self.world.oobleck(len(job.alive)))

@@ -30,8 +30,8 @@ class OraclePolicy(_BoundPolicy):
         source="integral of X*(n(t)); goodput is measured against it",
     )
 
-    def on_start(self, job: JobView) -> Reconfiguration:
-        return Reconfiguration(setup=self.run_plan(job, self.world.best(len(job.alive))))
+    def start(self, job: JobView) -> Setup | None:
+        return self.run_plan(job, self.world.best(len(job.alive)))
 
     def with_stragglers(self, job: JobView) -> Setup | None:
         """All nodes of the oracle have their full speed."""
@@ -47,9 +47,9 @@ class CeilingPolicy(_BoundPolicy):
         source="node-seconds present, at the rate of a block's forward and backward pass",
     )
 
-    def on_start(self, job: JobView) -> Reconfiguration:
+    def start(self, job: JobView) -> Setup | None:
         n = len(job.alive)
         if not n:
-            return Reconfiguration()
+            return None
         step_ms = max(1, to_ms(self.world.compute_s / n))
-        return Reconfiguration(setup=Setup(n, step_ms, self.world.samples, text="ceiling"))
+        return Setup(n, step_ms, self.world.samples, text="ceiling")

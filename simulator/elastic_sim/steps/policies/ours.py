@@ -22,7 +22,7 @@ from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import NodeInfo, Plan
 from elastic.planning.backup.backup_cost import Weighing, estimate
 from elastic.planning.placement.migration import CHECKPOINT, links_of, transition
-from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
+from elastic_sim.steps.engine import JobView, PlanInForce, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses, to_ms
 from elastic_sim.steps.policies.lost_work import LostWork, lost_work
 from elastic_sim.steps.time_accounting import Use
@@ -55,12 +55,11 @@ class OurPolicy(PolicyBase):
         self.state = JobState(policy=policy, spec=world.spec)
         self._true_profile = replace(world.profile, contention=world.physics.contention)
         self._running: PricedPlan | None = None
+        self._in_force: PlanInForce | None = None
         self._held: tuple[Plan | None, dict[str, Event]] = None, {}
         """The last plan whose transfers were complete, and its nodes."""
         self._hosts: dict[str, Event] = {}
         """Nodes of the running plan, with the event at which they joined."""
-        self._needed_by: Plan | None = None
-        self._needed_nodes: set[str] = set()
         self._drains: set[str] = set()
         self._prefetched = False
         """Whether the joining nodes have their layers."""
@@ -111,7 +110,7 @@ class OurPolicy(PolicyBase):
         if job.setup is None or not self._needed() & self._drains:
             return None
         if left_s < (job.length_ms - job.progress_ms) / 1000 + DEADLINE_MARGIN_S:
-            self.set_timer(max(0.0, left_s - DEADLINE_MARGIN_S), "deadline")
+            job.set_timer(max(0.0, left_s - DEADLINE_MARGIN_S), "deadline")
         return None
 
     def on_timer(self, job: JobView, name: str) -> Reconfiguration | None:
@@ -125,8 +124,13 @@ class OurPolicy(PolicyBase):
         self._slow_steps = 0
         if self.state.plan is None or self._nominal is None:
             return None
-        setup = self._run(job, self.state.plan)
-        return Reconfiguration(setup=setup, reason="a node changed its speed", keep_pauses=True)
+        self._run(job, self.state.plan)
+        return Reconfiguration(
+            setup=self._nominal,
+            reason="a node changed its speed",
+            keep_pauses=True,
+            in_force=self._in_force,
+        )
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
         self.write_checkpoint_in_background(job)
@@ -149,11 +153,7 @@ class OurPolicy(PolicyBase):
     def _needed(self) -> set[str]:
         """Nodes without which the running plan cannot continue."""
         plan = self.state.plan
-        if plan is not self._needed_by:
-            self._needed_by, self._needed_nodes = plan, set()
-            if plan is not None:
-                self._needed_nodes = {*plan.nodes(), *(peer for _, peer in plan.peers)}
-        return self._needed_nodes
+        return {*plan.nodes(), *(peer for _, peer in plan.peers)} if plan else set()
 
     def _update_members(
         self, job: JobView, joined: Collection[Event], lost: Sequence[Event]
@@ -204,23 +204,23 @@ class OurPolicy(PolicyBase):
             parts, reason = pauses((Use.DETECT, detect_s)), f"{cause}; paused: {error}"
             return Reconfiguration(parts, None, to_ms(loss.seconds), back_to, reason)
         assert plan is not None
-        infos = tuple(member.report.info for member in state.members.values())
         moved = transition(
             old,
             plan,
             self.world.spec.layers,
             dead=self._nodes_without_state(old, job),
-            links=links_of(self.world.profile, infos),
+            links=links_of(self.world.profile, self._infos()),
             gradients=not boundary,
         )
         work_s = self._adopt(job, state, plan)
         reason = f"{cause}; {plan.reason}"
         if old is None:
-            return Reconfiguration(pauses((Use.PLAN, work_s)), self._nominal, reason=reason)
+            parts = pauses((Use.PLAN, work_s))
+            return Reconfiguration(parts, self._nominal, reason=reason, in_force=self._in_force)
         transfer_s, lost_ms = moved.seconds, to_ms(loss.seconds)
         fallback = any(move.kind == CHECKPOINT for move in moved.moves)
         if fallback:
-            transfer_s = self.world.checkpoint_s(len(job.alive))
+            transfer_s = self.checkpoint_s(job)
             lost_ms, back_to = 0, self.durable_step(job)
             reason += "; back to the checkpoint"
         parts = pauses((Use.DETECT, detect_s), (Use.PLAN, work_s), (Use.TRANSFER, transfer_s))
@@ -228,7 +228,9 @@ class OurPolicy(PolicyBase):
             lasted = sum(length for _, length in parts) / 1000
             recent = (*self.state.pauses, lasted)[-join_policy.MAX_PAUSES :]
             self.state = self.state.of(pauses=recent)
-        return Reconfiguration(parts, self._nominal, lost_ms, back_to, reason)
+        return Reconfiguration(
+            parts, self._nominal, lost_ms, back_to, reason, in_force=self._in_force
+        )
 
     def _adopt(self, job: JobView, state: JobState, plan: Plan) -> float:
         """Run `plan` from now on; returns the seconds of planning and building groups."""
@@ -262,10 +264,8 @@ class OurPolicy(PolicyBase):
         if self.state.joining:
             depth = self._running.depth if self._running else 1
             self._prefetched = False
-            self.set_timer(
-                self.transfer_s(self.world.state_bytes / max(1, depth)),
-                f"prefetched {self.state.epoch}",
-            )
+            prefetch_s = self.transfer_s(self.world.state_bytes / max(1, depth))
+            job.set_timer(prefetch_s, f"prefetched {self.state.epoch}")
 
     def _replans_for_stragglers(self, job: JobView) -> bool:
         """Give the coordinator's straggler rule the speeds that heartbeats would report."""
@@ -312,13 +312,14 @@ class OurPolicy(PolicyBase):
 
     # ---- the running plan ----
 
-    def _run(self, job: JobView, plan: Plan) -> Setup | None:
+    def _run(self, job: JobView, plan: Plan) -> None:
         """Run `plan` with its true duration: slow nodes, and backups under true contention."""
         infos = self._infos()
         slow = tuple((node, factor) for node, factor in job.slow.items() if node in plan.nodes())
         running = self.world.running(plan, infos, slow)
         step_s = running.step_s + self._exposed_s(plan, infos)
         self._running = replace(running, step_s=step_s)
+        self._in_force = PlanInForce(plan, infos)
         depths = "+".join(str(len(p.stages)) for p in plan.pipelines)
         self._nominal = Setup(
             nodes=running.nodes,
@@ -326,7 +327,6 @@ class OurPolicy(PolicyBase):
             samples=self.world.samples,
             text=f"{depths} {plan.gradients}+{plan.state}",
         )
-        return self._nominal
 
     def with_stragglers(self, job: JobView) -> Setup | None:
         return self._nominal

@@ -22,13 +22,10 @@ class TorchFTPolicy(PolicyBase):
     )
     detect_s = 4.9
 
-    def on_start(self, job: JobView) -> Reconfiguration:
-        return Reconfiguration(setup=self._new_grid(job))
-
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
     ) -> Reconfiguration | None:
-        if self._grid is None:
+        if self._plan is None:
             return self.on_start(job)
         before = self._nominal
         self._loss_events += bool(lost)
@@ -38,9 +35,8 @@ class TorchFTPolicy(PolicyBase):
         if setup == before and (not lost or unharmed):
             return None
         if setup is None or before is None:
-            return self.restart_from_checkpoint(
-                job, setup, "no replica group is complete", detect_s=0.0
-            )
+            reason = "no replica group is complete"
+            return self.restart_from_checkpoint(job, setup, reason, loss=False)
         grown = setup.nodes > before.nodes
         parts = pauses(
             (Use.DETECT, self.detect_s if lost else 0.0),
@@ -53,17 +49,16 @@ class TorchFTPolicy(PolicyBase):
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
         """Restart with more groups, or groups of another depth, if that pays off."""
         self.write_checkpoint_in_background(job)
-        larger = self.world.varuna(len(job.alive))
-        return self.grow_grid(job, larger, self._grid, self._new_grid)
+        return self.grow_grid(job)
 
-    def _new_grid(self, job: JobView) -> Setup | None:
-        self._grid = self.world.varuna(len(job.alive))
-        self._depth = self._grid.depth if self._grid else 0
+    def start(self, job: JobView) -> Setup | None:
+        self._plan = self.world.varuna(len(job.alive))
+        self._depth = self._plan.depth if self._plan else 0
         return self._form_groups(job)
 
     def _form_groups(self, job: JobView) -> Setup | None:
         """Each complete group does its share of the full batch; other nodes do nothing."""
-        grid = self._grid
+        grid = self._plan
         groups = min(len(job.alive) // self._depth, grid.pipelines) if grid else 0
         if grid is None or groups == 0:
             self._nominal = None
