@@ -13,14 +13,15 @@ from elastic.command_line import TIME, CommandLine
 from elastic.domain.errors import FieldError
 from elastic_sim.cli.commands import advise, policies, replay, sweep
 from elastic_sim.cli.options import (
+    BULK,
     FILE,
+    OUTPUT,
     RATE,
     PerNode,
-    check_outputs,
     mtbf_of,
     option,
-    sizes_of,
     warn_if_implausible,
+    write_json,
     write_output,
 )
 from elastic_sim.microbatches.physics import MicrobatchPhysics
@@ -47,10 +48,9 @@ def traces_group() -> None:
 @traces_group.command("stats")
 @click.argument("file", type=FILE)
 @option("--json", "as_json", is_flag=True, help="as JSON")
-@option("--html", type=FILE, help="write a page with plots there")
+@option("--html", type=OUTPUT, help="write a page with plots there")
 def stats(file: Path, as_json: bool, html: Path | None) -> None:
     """Nodes, losses, lifetimes of a trace."""
-    check_outputs(html)
     if html is not None:
         from elastic_sim.report.trace_page import trace_page
     found, _ = traces.read(file)
@@ -142,7 +142,7 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
     help="time until a lost node is replaced; 0: never",
 )
 @option("--notice", "notice_s", type=TIME, default="0", help="time between notice and loss")
-@option("--bulk", default="1", help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)")
+@option("--bulk", type=BULK, default="1", help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)")
 @option("--diurnal", type=float, default=0.0, help="swing of the loss rate over a day, 0 to 1")
 @option(
     "--shape",
@@ -177,7 +177,7 @@ def generate_command(
     duration: float,
     mtbf: float | PerNode,
     notice_s: float,
-    bulk: str,
+    bulk: tuple[tuple[int, float], ...],
     zones: str,
     like: Path | None,
     inference: int | None,
@@ -192,10 +192,13 @@ def generate_command(
         if like is not None:
             market = fit_market(traces.read(like)[0], zones=names)
         else:
-            sizes, zone_names = sizes_of(bulk), names or ("a",)
-            mtbf_s = mtbf_of(mtbf, nodes, sizes)
             market = Market(
-                nodes=nodes, mtbf_s=mtbf_s, bulk=sizes, notice_s=notice_s, zones=zone_names, **rates
+                nodes=nodes,
+                mtbf_s=mtbf_of(mtbf, nodes, bulk),
+                bulk=bulk,
+                notice_s=notice_s,
+                zones=names or ("a",),
+                **rates,
             )
         made = generate(market, duration, seed)
     _write(made, out)
@@ -227,8 +230,7 @@ def reproduce(what: str, data: Path | None, out: Path | None) -> None:
     """Recompute published values from the rules and constants of their authors."""
     rows = tables.TABLES[what](tables.data_directory(data) if what in tables.RECORDED else Path())
     click.echo(tables.describe(rows))
-    if out is not None:
-        write_output(out, json.dumps({"rows": rows}, indent=2) + "\n")
+    write_json(out, {"rows": rows})
 
 
 @main.command("validate")
@@ -258,8 +260,7 @@ def validate_command(
         run_dirs, read_physics(physics) if physics is not None else MicrobatchPhysics()
     )
     click.echo(format_report(report))
-    if as_json is not None:
-        write_output(as_json, json.dumps(report_json(report), indent=1) + "\n")
+    write_json(as_json, report_json(report))
 
 
 def _table(found: Statistics) -> str:

@@ -20,7 +20,7 @@ from itertools import accumulate
 from statistics import fmean
 
 from elastic.domain.errors import FieldError
-from elastic_sim.replay.replay import Mean, dollars_for, mean_of, run_one
+from elastic_sim.replay.replay import Mean, PolicyRun, dollars_for, mean_of, run_one
 from elastic_sim.steps.clusters import NodeType, node_type_of
 from elastic_sim.steps.engine import SimulationResult
 from elastic_sim.steps.physics import node_lifetimes
@@ -79,13 +79,10 @@ class Offer:
 class Trial:
     """Result of a mix on one trace with one policy and one seed."""
 
-    samples: int
-    samples_per_s: float
+    run: PolicyRun
     cost: float
     """Dollars."""
     hours: float
-    time: dict[str, float]
-    """Node-seconds by use; booting nodes are idle."""
     spare_s: float
     """Node-seconds of usable nodes that wait."""
     pairs: Counter[str]
@@ -93,7 +90,7 @@ class Trial:
 
     @property
     def per_million_samples(self) -> float:
-        return 1e6 * self.cost / self.samples if self.samples else math.inf
+        return 1e6 * self.cost / self.run.samples if self.run.samples else math.inf
 
 
 def mixes(sizes: Sequence[int], steps: int) -> list[Mix]:
@@ -228,11 +225,9 @@ def _trial(world: SimulatedWorld, kind: NodeType, trace: Trace, policy: str, see
     run = run_one(world, trace, policy, seed, keep=True)
     assert run.outcome is not None
     return Trial(
-        samples=run.samples,
-        samples_per_s=run.samples_per_s,
+        run=replace(run, outcome=None),  # large
         cost=dollars_for(trace, lambda e: kind.on_demand if e.zone == ON_DEMAND else kind.spot),
         hours=trace.end_s / 3600,
-        time=run.time,
         spare_s=run.outcome.account.totals()[Use.IDLE] / 1000,
         pairs=_pairs(run.outcome),
     )
@@ -277,7 +272,7 @@ def _offer(
 
     tokens = world.profile.tokens_per_microbatch / world.training.microbatch
     dollars = over(lambda one: one.cost / one.hours)
-    whole = sum(sum(one.time.values()) for one in every) or 1.0
+    whole = sum(one.run.node_s for one in every) or 1.0
     best = world.best(mix.on_demand + mix.spot)
     full = world.samples / best.step_s if best else math.inf
     pairs = sum((one.pairs for one in every), Counter[str]())
@@ -285,12 +280,12 @@ def _offer(
     return Offer(
         mix=mix,
         policy=policy,
-        samples_per_s=over(lambda one: one.samples_per_s),
+        samples_per_s=over(lambda one: one.run.samples_per_s),
         dollars_per_h=dollars,
         per_million_samples=over(lambda one: one.per_million_samples),
         per_million_tokens=over(lambda one: one.per_million_samples / tokens),
-        goodput=over(lambda one: one.samples_per_s / full),
-        idle=sum(one.time["idle"] for one in every) / whole,
+        goodput=over(lambda one: one.run.samples_per_s / full),
+        idle=sum(one.run.time["idle"] for one in every) / whole,
         spares=sum(one.spare_s for one in every) / sum(3600 * one.hours for one in every),
         backup=backup,
         backup_share=longest / pairs.total() if backup else 0.0,
@@ -298,7 +293,7 @@ def _offer(
         by_trace=tuple(
             (
                 name,
-                fmean(o.samples_per_s for o in seeds),
+                fmean(o.run.samples_per_s for o in seeds),
                 fmean(o.per_million_samples / tokens for o in seeds),
             )
             for name, seeds in trials.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean, stdev
 
 from scipy.special import stdtrit
@@ -14,11 +14,10 @@ from elastic_sim.steps.physics import (
     draw_slowdowns,
     node_lifetimes,
     node_ms,
-    spread_losses,
     step_noise,
     usable_trace,
 )
-from elastic_sim.steps.policies import policy_factory
+from elastic_sim.steps.policies import policy_class
 from elastic_sim.steps.policies.parcae import ParcaePolicy
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import SimulatedWorld
@@ -37,15 +36,12 @@ class Mean:
     margin: float = 0.0
 
     def __str__(self) -> str:
-        return self._text(".4g", ".2g")
+        return format(self)
 
     def __format__(self, spec: str) -> str:
-        """Both numbers in one format, as `f"{mean:.3f}"`."""
-        return self._text(spec, spec) if spec else str(self)
-
-    def _text(self, value_spec: str, margin_spec: str) -> str:
-        margin = f" ± {self.margin:{margin_spec}}" if self.margin else ""
-        return f"{self.value:{value_spec}}{margin}"
+        """Both numbers by `spec`; without it, with four significant digits and with two."""
+        margin = f" ± {self.margin:{spec or '.2g'}}" if self.margin else ""
+        return f"{self.value:{spec or '.4g'}}{margin}"
 
     @property
     def percent(self) -> Mean:
@@ -75,6 +71,10 @@ class PolicyRun:
     """Number of reconfigurations."""
     outcome: SimulationResult | None = field(default=None, compare=False)
 
+    @property
+    def node_s(self) -> float:
+        return sum(self.time.values())
+
 
 @dataclass(frozen=True, slots=True)
 class PolicySummary:
@@ -96,15 +96,15 @@ def run_one(
     world: SimulatedWorld, trace: Trace, policy: str, seed: int, *, keep: bool = False
 ) -> PolicyRun:
     """Simulate one policy. `keep`: also store the simulation result."""
-    made = policy_factory(policy)(world, seed)
+    made = policy_class(policy)(world, seed)
     usable = usable_trace(trace, world.physics, seed)
     if isinstance(made, ParcaePolicy):
         made.set_future(usable)
     slowdowns = draw_slowdowns(world.physics, usable, seed)
     outcome = Simulation(usable, made, step_noise(world.physics, seed), slowdowns).run()
     totals = outcome.account.totals()
-    booting_ms = node_ms(spread_losses(trace, world.physics, seed)) - node_ms(usable)
-    totals[Use.IDLE] += booting_ms
+    paid = usable_trace(trace, replace(world.physics, boot_s=0.0), seed)
+    totals[Use.IDLE] += node_ms(paid) - node_ms(usable)  # booting nodes
     return PolicyRun(
         policy=policy,
         seed=seed,
@@ -145,7 +145,7 @@ def replay(
 
 def summarize(runs: Sequence[PolicyRun], oracles: Sequence[PolicyRun]) -> PolicySummary:
     """Summary of the runs of one policy; `oracles`: the oracle's runs with the same seeds."""
-    whole = sum(sum(run.time.values()) for run in runs) or 1.0
+    whole = sum(run.node_s for run in runs) or 1.0
     costs = [1e6 * run.cost / run.samples if run.samples else math.inf for run in runs]
     goodputs = [
         run.samples / oracle.samples if oracle.samples else 0.0

@@ -38,7 +38,7 @@ def _policy(one: PolicySummary) -> dict[str, Any]:
         "margins": {name: mean["margin"] for name, mean in figures.items()},
         "time": one.time,
         "seeds": [run.seed for run in one.runs],
-        "node_s": sum(sum(run.time.values()) for run in one.runs) / len(one.runs),
+        "node_s": sum(run.node_s for run in one.runs) / len(one.runs),
     }
 
 
@@ -86,7 +86,7 @@ def policies(found: Sequence[PolicyDescription]) -> str:
     """A paragraph per policy: name, behaviour, source."""
     lines = []
     for about in found:
-        mark = "" if about.ours or about.name in ("oracle", "ceiling") else " (a model of it)"
+        mark = " (a model of it)" if about.model else ""
         lines += [f"{about.name}{mark}", f"    {about.what}", f"    {about.source}"]
     return "\n".join(lines)
 

@@ -15,6 +15,7 @@ from elastic.domain.errors import needs_extra
 from elastic.planning.capacity.svg import COLOURS, NAMES, Panel, seconds
 from elastic_sim.replay.replay import ORACLE, Mean
 from elastic_sim.report.durations import axis_unit, clock, duration
+from elastic_sim.steps.policies import policy_class
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.traces.statistics import node_counts
 from elastic_sim.traces.trace import ADD, Trace
@@ -27,7 +28,7 @@ with needs_extra("simulator", "An HTML page"):
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b3a100")
 """Colours of policies: Okabe and Ito's palette for colour-blind readers, with a darker yellow."""
 GREY = "#8c8c8c"
-"""Colour of the oracle and the ceiling."""
+"""Colour of the upper bounds."""
 LOSS = "#d55e00"
 USES = {
     Use.USEFUL: "#009e73",
@@ -77,7 +78,7 @@ def html(figure: Any, name: str) -> str:
 
 def colour(policy: str, index: int) -> str:
     """Return the colour of a policy, the `index`-th of a page."""
-    return GREY if policy in ("oracle", "ceiling") else PALETTE[index % len(PALETTE)]
+    return GREY if policy_class(policy).about.bound else PALETTE[index % len(PALETTE)]
 
 
 def goodput_bars(goodputs: Mapping[str, Mean]) -> Any:
@@ -194,10 +195,10 @@ def pipelines(panels: Sequence[Panel]) -> Any:
     shown = set[str]()
     for i, panel in enumerate(panels, 1):
         spans = [(span, panel.timeline.unit_of(span)) for span in panel.timeline.spans]
-        for kind in [
-            kind for kind in NAMES if any(span.action.kind.value == kind for span, _ in spans)
-        ]:
+        for kind in NAMES:
             mine = [(span, row) for span, row in spans if span.action.kind.value == kind]
+            if not mine:
+                continue
             bar = go.Bar(
                 orientation="h",
                 name=NAMES[kind],

@@ -18,6 +18,7 @@ from elastic.planning.schedule.schedule import actions_of
 from elastic.planning.schedule.timeline import Timeline, simulate
 from elastic_sim.replay.replay import Mean, PolicySummary, mean_of
 from elastic_sim.report import assumptions, charts
+from elastic_sim.report.assumptions import about
 from elastic_sim.report.command_line import replay_command
 from elastic_sim.report.durations import clock, duration, round_step
 from elastic_sim.report.pages import chart, page
@@ -45,7 +46,7 @@ def replay_page(
     outcomes = {run.policy: run.outcome for run in first if run.outcome is not None}
     trace = scenario.trace_of(first[0].seed)
     window = round_step(trace.end_s, MAX_WINDOWS)
-    ours = next((run.outcome for run in first if assumptions.about(run.policy).ours), None)
+    ours = next((run.outcome for run in first if about(run.policy).ours), None)
     goodput = charts.goodput_bars({one.policy: one.goodput for one in found})
     uses = charts.time_bars({one.policy: one.time for one in found})
     curves = charts.over_time(
@@ -73,7 +74,7 @@ def replay_page(
             "pipelines": pictures,
             "setting": assumptions.setting(scenario, world),
             "constants": assumptions.constants(world.physics),
-            "abouts": assumptions.described(policies),
+            "abouts": [about(policy) for policy in policies],
             "seeds": seeds,
             "command": replay_command(scenario, policies, seeds),
         },
@@ -82,7 +83,7 @@ def replay_page(
 
 def _real(found: Sequence[PolicySummary]) -> list[PolicySummary]:
     """Return the summaries of policies that a real system could follow."""
-    return [one for one in found if one.policy not in assumptions.BOUNDS]
+    return [one for one in found if not about(one.policy).bound]
 
 
 def _rows(found: Sequence[PolicySummary]) -> list[dict[str, Any]]:
@@ -91,13 +92,12 @@ def _rows(found: Sequence[PolicySummary]) -> list[dict[str, Any]]:
     best = max((one.goodput.value for one in real), default=0.0)
     rows = []
     for i, one in enumerate(found):
-        about = assumptions.about(one.policy)
         rows.append(
             {
                 "name": one.policy,
                 "colour": charts.colour(one.policy, i),
-                "ours": about.ours,
-                "model": assumptions.is_model(about),
+                "ours": about(one.policy).ours,
+                "model": about(one.policy).model,
                 "samples_per_s": str(one.samples_per_s),
                 "goodput": f"{one.goodput.percent:.1f} %",
                 "cost": f"${one.cost:,.0f}",
@@ -143,7 +143,7 @@ def headline(found: Sequence[PolicySummary]) -> str:
     real = _real(found)
     if not real:
         return f"The {found[0].policy} makes {found[0].samples_per_s.value:.4g} samples/s."
-    ours = [one for one in real if assumptions.about(one.policy).ours]
+    ours = [one for one in real if about(one.policy).ours]
     first = max(ours or real, key=lambda one: one.goodput.value)
     name = "Our policy" if ours else f"Our model of {first.policy}"
     text = (
@@ -158,7 +158,7 @@ def headline(found: Sequence[PolicySummary]) -> str:
 
 def _comparison(first: PolicySummary, other: PolicySummary) -> str:
     """Compare samples in pairs of the same seed, without claims that the seeds do not allow."""
-    model = assumptions.is_model(assumptions.about(other.policy))
+    model = about(other.policy).model
     name = f"our model of {other.policy}" if model else other.policy
     if not all(run.samples for run in other.runs):
         return f"{name}, the next best, makes none in some runs"
@@ -189,18 +189,17 @@ def throughput(outcome: SimulationResult, window_s: float) -> list[float]:
     width = window_s * 1000
     n = max(1, -(-outcome.ended // round(width)))
     found = [0.0] * n
-    starts = [decision.at for decision in outcome.decisions]
-    for span in outcome.account.spans:
-        if span.use is not Use.USEFUL:
+    useful = [span for span in outcome.account.spans if span.use is Use.USEFUL]
+    ends = [span.ended for span in useful]
+    for decision, until in outcome.decision_spans():
+        setup = decision.change.setup
+        if setup is None:
             continue
-        index = bisect_right(starts, span.began) - 1
-        at = span.began
-        while at < span.ended:
-            until = min(span.ended, starts[index + 1] if index + 1 < len(starts) else span.ended)
-            setup = outcome.decisions[index].change.setup if index >= 0 else None
-            if setup is not None and until > at:
-                _spread(found, at, until, setup.samples / setup.step_ms, width)
-            at, index = max(at, until), index + 1
+        for span in useful[bisect_right(ends, decision.at) :]:
+            if span.began >= until:
+                break
+            per_ms = setup.samples / setup.step_ms
+            _spread(found, max(span.began, decision.at), min(span.ended, until), per_ms, width)
     lengths = [min(width, outcome.ended - i * width) for i in range(n)]
     both = zip(found, lengths, strict=True)
     return [samples / length * 1000 if length > 0 else 0.0 for samples, length in both]

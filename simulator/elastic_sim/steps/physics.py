@@ -153,30 +153,18 @@ def node_lifetimes(trace: Trace) -> list[Lifetime]:
     return found
 
 
-def spread_losses(trace: Trace, physics: ClusterPhysics, seed: int) -> Trace:
-    """The trace with the losses of one moment spread over the time before it."""
+def usable_trace(trace: Trace, physics: ClusterPhysics, seed: int) -> Trace:
+    """The trace that a job sees: new nodes appear once they have booted.
+
+    The losses of one moment are spread over the time before it. Nodes that are present for no time
+    are left out.
+    """
     rng = random.Random(f"{seed} spread")
-    lifetimes = []
+    events: list[Event] = []
     for event, removal, until in node_lifetimes(trace):
+        begin = event.seconds + (physics.boot_s if event.seconds > 0 else 0.0)
         if removal:
             until = max(event.seconds, until - rng.uniform(0.0, physics.spread_s))
-        lifetimes.append((event.seconds, (event, removal, until)))
-    return _from_lifetimes(trace, lifetimes)
-
-
-def usable_trace(trace: Trace, physics: ClusterPhysics, seed: int) -> Trace:
-    """The trace that a job sees: losses are spread, and new nodes appear once they have booted."""
-    lifetimes = []
-    for one in node_lifetimes(spread_losses(trace, physics, seed)):
-        added_s = one[0].seconds
-        lifetimes.append((added_s + physics.boot_s if added_s > 0 else 0.0, one))
-    return _from_lifetimes(trace, lifetimes)
-
-
-def _from_lifetimes(trace: Trace, lifetimes: Sequence[tuple[float, Lifetime]]) -> Trace:
-    """A trace from (begin, lifetime), without nodes that are present for no time."""
-    events: list[Event] = []
-    for begin, (event, removal, until) in lifetimes:
         if begin < until:
             events.append(replace(event, seconds=begin))
             if removal:

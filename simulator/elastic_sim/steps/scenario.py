@@ -147,6 +147,7 @@ def _measured(
         device=device,
         devices=profile.tp,
         link_bytes_per_s=profile.link.bytes_per_s * profile.tp,
+        inside_bytes_per_s=0.0,
         on_demand=0.0,
         spot=0.0,
         source=str(path),
@@ -155,9 +156,7 @@ def _measured(
         known = node_type_of(nodes_of[0])
         check_profile_matches(known, profile)
         kind = replace(kind, name=known.name, on_demand=known.on_demand, spot=known.spot)
-    training = TrainingSetup(
-        model=profile.model, samples=microbatches, microbatch=1, source=str(path)
-    )
+    training = TrainingSetup(profile.model, samples=microbatches, microbatch=1, source=str(path))
     return SimulatedWorld(training, (kind,), settings, profile)
 
 

@@ -56,8 +56,9 @@ class SweepCell:
 
     def run(self) -> Result:
         """Simulate the cell. Raises FieldError."""
-        world = self.scenario.world()
-        return _result(run_one(world, self.scenario.trace_of(self.seed), self.policy, self.seed))
+        trace = self.scenario.trace_of(self.seed)
+        run = run_one(self.scenario.world(), trace, self.policy, self.seed)
+        return {name: getattr(run, name) for name in FIGURES}
 
 
 def attempt(cell: SweepCell) -> Result | str:
@@ -68,6 +69,11 @@ def attempt(cell: SweepCell) -> Result | str:
         return str(error)
     except Exception:  # noqa: BLE001 - the caller raises it again
         return traceback.format_exc()
+
+
+def died(cell: SweepCell) -> CellFailed:
+    """The error of a cell whose processes died too often."""
+    return CellFailed(f"{cell}: {MAX_DEATHS} processes died while they ran it")
 
 
 def result_or_raise(cell: SweepCell, found: Result | str) -> Result:
@@ -123,17 +129,6 @@ def check_cells(cells: Sequence[SweepCell]) -> None:
     for scenario in dict.fromkeys(cell.scenario for cell in cells):
         scenario.world()
         scenario.trace_of(0)
-
-
-def _result(run: PolicyRun) -> Result:
-    return {
-        "samples": run.samples,
-        "samples_per_s": run.samples_per_s,
-        "cost": run.cost,
-        "time": run.time,
-        "changes": run.changes,
-        "node_s": sum(run.time.values()),
-    }
 
 
 def run_of(cell: SweepCell, result: Result) -> PolicyRun:

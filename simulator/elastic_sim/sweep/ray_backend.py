@@ -11,7 +11,6 @@ import os
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -23,11 +22,11 @@ from elastic.domain.errors import FieldError
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep.cells import (
     MAX_DEATHS,
-    Backend,
     CellFailed,
     Result,
     SweepCell,
     attempt,
+    died,
     plan_key,
     result_or_raise,
 )
@@ -41,13 +40,11 @@ Files = Mapping[str, bytes]
 """Contents by path, for machines of the cluster."""
 
 
-def on_ray(address: str) -> Backend:
-    """Return a backend on the cluster at an address, or LOCAL."""
-    return partial(_connected, address=address)
+def run_on_ray(cells: Sequence[SweepCell], address: str) -> Generator[tuple[SweepCell, Result]]:
+    """Run cells on the cluster at `address`, or LOCAL. Raises CellFailed.
 
-
-def _connected(cells: Sequence[SweepCell], address: str) -> Generator[tuple[SweepCell, Result]]:
-    """Raise FieldError if there is no cluster, and CellFailed."""
+    Raises FieldError if there is no cluster.
+    """
     ours = Path(__file__).resolve().parents[2]
     runtime = Path(version.__file__).resolve().parents[2]
     sources = dict.fromkeys((str(ours), str(runtime)))
@@ -82,9 +79,7 @@ def _run(cells: Sequence[SweepCell]) -> Iterator[tuple[SweepCell, Result]]:
             found = ray.get(done)
         except DIED as error:
             if len(batch) == 1:
-                raise CellFailed(
-                    f"{batch[0]}: {MAX_DEATHS} processes died while they ran it"
-                ) from error
+                raise died(batch[0]) from error
             running |= {task.remote([cell], files): [cell] for cell in batch}
             continue
         except exceptions.RayError as error:

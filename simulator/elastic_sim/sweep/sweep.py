@@ -35,9 +35,7 @@ class CellLog:
 
     def add(self, cell: SweepCell, result: Result) -> None:
         """Append a result; it is on disk when this returns."""
-        line = json.dumps(
-            {"key": cell.key, "cell": cell.definition(), "result": result}, sort_keys=True
-        )
+        line = json.dumps(_line(cell, result), sort_keys=True)
         self.file.write(line.encode() + b"\n")
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -83,6 +81,10 @@ def open_log(out: Path, cells: Sequence[SweepCell]) -> Iterator[CellLog]:
         if torn:
             file.truncate(file.tell() - len(torn))
         yield CellLog(file, done)
+
+
+def _line(cell: SweepCell, result: Result) -> dict[str, Any]:
+    return {"key": cell.key, "cell": cell.definition(), "result": result}
 
 
 def _read(path: Path, lines: Sequence[bytes], cells: Mapping[str, SweepCell]) -> dict[str, Result]:
@@ -168,10 +170,7 @@ def _summary_text(
     """Return JSON of the scenarios, as `replay --json` writes them, and of the cells."""
     summary_json = {
         "cells": sorted(
-            (
-                {"key": cell.key, "cell": cell.definition(), "result": done[cell.key]}
-                for cell in cells
-            ),
+            (_line(cell, done[cell.key]) for cell in cells),
             key=lambda line: json.dumps(line["cell"], sort_keys=True),
         ),
         "scenarios": [

@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic_sim.replay.replay import ORACLE, PolicySummary
 from elastic_sim.report import assumptions, charts
+from elastic_sim.report.assumptions import about
 from elastic_sim.report.durations import duration
 from elastic_sim.report.pages import chart, page
 from elastic_sim.report.replay_page import format_cost, lead
@@ -49,7 +50,7 @@ def sweep_page(rows: Sequence[SweepRow], seeds: int, command: str) -> str:
             "costs": list(zip(labels, oracles, costs, strict=True)),
             "settings": list(zip(labels, settings, strict=True)),
             "constants": assumptions.constants(rows[0].scenario.world().physics),
-            "abouts": assumptions.described([*names, ORACLE]),
+            "abouts": [about(name) for name in (*names, ORACLE)],
             "seeds": seeds,
             "command": command,
         },
@@ -70,8 +71,8 @@ def _label(scenario: Scenario) -> str:
 def _headline(rows: Sequence[SweepRow]) -> str:
     """Return in how many scenarios our policy is ahead of all others, and in how many behind."""
     names = [one.policy for one in rows[0].found]
-    ours = next((name for name in names if assumptions.about(name).ours), None)
-    others = [name for name in names if assumptions.is_model(assumptions.about(name))]
+    ours = next((name for name in names if about(name).ours), None)
+    others = [name for name in names if about(name).model]
     if ours is None or not others:
         return "Goodput of each policy, as a share of what the oracle makes with the same nodes."
     won = lost = 0

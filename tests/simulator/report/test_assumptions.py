@@ -43,9 +43,7 @@ def test_every_constant_has_its_source() -> None:
 
 def test_policies_say_what_they_are() -> None:
     assert assumptions.about("ours:stream:2+snapshot").ours
-    assert assumptions.is_model(assumptions.about("varuna")) and not assumptions.is_model(
-        assumptions.about("ceiling")
-    )
+    assert assumptions.about("varuna").model and not assumptions.about("ceiling").model
     with pytest.raises(FieldError, match="--policy"):
         assumptions.about("absent")
 

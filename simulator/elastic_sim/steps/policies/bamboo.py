@@ -8,7 +8,6 @@ from math import ceil
 
 from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
@@ -56,7 +55,7 @@ class BambooPolicy(PolicyBase):
         assert self._nominal is not None
         step_ms = self._nominal.step_ms * (1 if self._doubled else self.TAKEOVER_FACTOR)
         self._doubled = True
-        parts = pauses((Use.DETECT, self.detect_s), (Use.PLAN, self._groups_s(job)))
+        parts = pauses(detect_s=self.detect_s, plan_s=self._groups_s(job))
         setup = self.adjust_setup(job, step_ms=round(step_ms), nodes=len(self._places))
         return Reconfiguration(parts, setup, reason=f"{lost} lost: predecessors take over")
 
@@ -77,7 +76,7 @@ class BambooPolicy(PolicyBase):
         setup = self.start(job)
         if setup is None:
             return None
-        parts = pauses((Use.PLAN, groups_s), (Use.TRANSFER, copy_s))
+        parts = pauses(plan_s=groups_s, transfer_s=copy_s)
         return Reconfiguration(parts, setup, reason="rebalanced")
 
     def _groups_s(self, job: JobView) -> float:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elastic_sim.steps.engine import ElasticPolicy, JobView, Reconfiguration, Setup
+from elastic_sim.steps.engine import ElasticPolicy, JobView, PlanInForce, Reconfiguration, Setup
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
@@ -24,8 +24,16 @@ def to_ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def pauses(*parts: tuple[Use, float]) -> Pauses:
-    """Pauses in milliseconds from pauses in seconds, without the empty ones."""
+def pauses(
+    *, detect_s: float = 0.0, write_s: float = 0.0, plan_s: float = 0.0, transfer_s: float = 0.0
+) -> Pauses:
+    """Pauses in this order, without the empty ones. `write_s`: writing a checkpoint."""
+    parts = (
+        (Use.DETECT, detect_s),
+        (Use.TRANSFER, write_s),
+        (Use.PLAN, plan_s),
+        (Use.TRANSFER, transfer_s),
+    )
     return tuple((use, to_ms(seconds)) for use, seconds in parts if seconds > 0)
 
 
@@ -37,6 +45,13 @@ class PolicyDescription:
     what: str
     source: str
     ours: bool = False
+    bound: bool = False
+    """It bounds the other policies; no system can follow it."""
+
+    @property
+    def model(self) -> bool:
+        """Whether it models another system."""
+        return not self.ours and not self.bound
 
 
 class PolicyBase(ElasticPolicy):
@@ -51,6 +66,7 @@ class PolicyBase(ElasticPolicy):
         self.rng = random.Random(f"{seed} {self.about.name}")
         self._nominal: Setup | None = None
         """The running setup, if all nodes had their full speed."""
+        self._in_force: PlanInForce | None = None
         self._loss_events = 0
         """Moments at which nodes were lost."""
         self._durable_step, self._checkpoint_began_ms = 0, 0
@@ -73,22 +89,23 @@ class PolicyBase(ElasticPolicy):
         if self._nominal is None:
             return None
         return Reconfiguration(
-            setup=self.with_stragglers(job), reason="a node changed its speed", keep_pauses=True
+            setup=self.with_stragglers(job),
+            reason="a node changed its speed",
+            keep_pauses=True,
+            in_force=self._in_force,
         )
 
     # ---- helpers for subclasses ----
 
-    def run_plan(
-        self, job: JobView, plan: PricedPlan | None, *, text: str = "", samples: int = 0
-    ) -> Setup | None:
-        """Run `plan` from now on. `samples` per step; 0: the full batch."""
+    def run_plan(self, job: JobView, plan: PricedPlan | None) -> Setup | None:
+        """Run `plan` from now on."""
         self._plan, self._nominal = plan, None
         if plan is not None:
             self._nominal = Setup(
                 nodes=min(plan.nodes, len(job.alive)),
                 step_ms=max(1, to_ms(plan.step_s)),
-                samples=samples or self.world.samples,
-                text=text or f"{plan.pipelines} x {plan.depth}",
+                samples=self.world.samples,
+                text=f"{plan.pipelines} x {plan.depth}",
             )
         return self.with_stragglers(job)
 
@@ -130,9 +147,9 @@ class PolicyBase(ElasticPolicy):
         `loss`: detection takes time. With no `setup`, nothing starts yet.
         """
         parts = pauses(
-            (Use.DETECT, self.detect_s if loss else 0.0),
-            (Use.PLAN, self.restart_s(job)),
-            (Use.TRANSFER, self.checkpoint_s(job)),
+            detect_s=self.detect_s if loss else 0.0,
+            plan_s=self.restart_s(job),
+            transfer_s=self.checkpoint_s(job),
         )
         back_to = self.durable_step(job)
         return Reconfiguration(parts if setup else parts[:1], setup, back_to=back_to, reason=reason)
@@ -153,16 +170,15 @@ class PolicyBase(ElasticPolicy):
         return (1 - rate / new_rate) * until_loss_s > pause_s
 
     def grow_grid(self, job: JobView) -> Reconfiguration | None:
-        """Write a checkpoint and restart on Varuna's best grid, if it is larger and pays off."""
+        """At the end of a step: restart on Varuna's best grid, if it is larger and pays off."""
+        self.write_checkpoint_in_background(job)
         larger = self.world.varuna(len(job.alive))
         if larger is None or self._plan is None or larger.nodes <= self._plan.nodes:
             return None
         checkpoint_s, restart_s = self.checkpoint_s(job), self.restart_s(job)
         if not self.pays_off(job, larger, 2 * checkpoint_s + restart_s):
             return None
-        parts = pauses(
-            (Use.TRANSFER, checkpoint_s), (Use.PLAN, restart_s), (Use.TRANSFER, checkpoint_s)
-        )
+        parts = pauses(write_s=checkpoint_s, plan_s=restart_s, transfer_s=checkpoint_s)
         return Reconfiguration(parts, self.start(job), reason="a larger grid")
 
     def hits_used_nodes(self, job: JobView, lost: Sequence[Event]) -> bool:

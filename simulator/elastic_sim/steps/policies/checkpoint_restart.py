@@ -11,7 +11,6 @@ from math import ceil, sqrt
 
 from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
@@ -57,9 +56,8 @@ class CheckpointRestartPolicy(PolicyBase):
 
     def should_grow(self, job: JobView) -> bool:
         """Whether nodes that joined are worth a restart after the next checkpoint."""
-        now, larger = self._nominal, self.plan_for(len(job.alive))
-        if now is None or larger is None or len(job.alive) <= self._planned_for:
-            return False
+        n = len(job.alive)
+        larger = self.plan_for(n) if n > self._planned_for else None
         return self.pays_off(job, larger, self.restart_s(job) + self.read_s(job))
 
     # ---- events ----
@@ -91,7 +89,7 @@ class CheckpointRestartPolicy(PolicyBase):
         seconds = self.checkpoint_s(job)
         self._last_checkpoint_ms = job.now + round(1000 * seconds)
         self._write = job.steps, self._last_checkpoint_ms
-        parts = pauses((Use.TRANSFER, seconds))
+        parts = pauses(write_s=seconds)
         return Reconfiguration(parts, self.with_stragglers(job), reason=reason)
 
     def restart(
@@ -101,10 +99,10 @@ class CheckpointRestartPolicy(PolicyBase):
         self._write = None
         setup = self.start(job)
         parts = pauses(
-            (Use.DETECT, self.detect_s if loss else 0.0),
-            (Use.TRANSFER, write_s),
-            (Use.PLAN, self.restart_s(job)),
-            (Use.TRANSFER, self.read_s(job)),
+            detect_s=self.detect_s if loss else 0.0,
+            write_s=write_s,
+            plan_s=self.restart_s(job),
+            transfer_s=self.read_s(job),
         )
         self._last_checkpoint_ms = job.now + sum(length for _, length in parts)
         back_to = self.step_after_restart(job)

@@ -67,8 +67,7 @@ class GeminiPolicy(CheckpointRestartPolicy):
 
 def _pair_up(nodes: Sequence[str]) -> dict[str, str]:
     """Peer of each node. An odd last node uses the one before it; a single node uses itself."""
-    pairs = {}
-    for i, node in enumerate(nodes):
-        other = i ^ 1
-        pairs[node] = nodes[other if other < len(nodes) else max(0, i - 1)]
-    return pairs
+    last = len(nodes) - 1
+    return {
+        node: nodes[i ^ 1 if i ^ 1 <= last else max(0, last - 1)] for i, node in enumerate(nodes)
+    }

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
@@ -61,7 +60,7 @@ class OobleckPolicy(PolicyBase):
         groups_s, copy_s = self._regroup_costs_s(larger)
         if not self.pays_off(job, larger, groups_s + copy_s):
             return None
-        parts = pauses((Use.PLAN, groups_s), (Use.TRANSFER, copy_s))
+        parts = pauses(plan_s=groups_s, transfer_s=copy_s)
         return Reconfiguration(parts, self.start(job), reason="nodes joined")
 
     def _regroup_costs_s(self, plan: PricedPlan) -> tuple[float, float]:
@@ -73,7 +72,7 @@ class OobleckPolicy(PolicyBase):
         """New pipelines repeat the whole running step."""
         setup, plan = self.start(job), self._plan
         groups_s, copy_s = self._regroup_costs_s(plan) if plan else (0.0, 0.0)
-        parts = pauses((Use.DETECT, self.detect_s), (Use.PLAN, groups_s), (Use.TRANSFER, copy_s))
+        parts = pauses(detect_s=self.detect_s, plan_s=groups_s, transfer_s=copy_s)
         return Reconfiguration(parts, setup, lost_ms=job.now, reason=reason)
 
     def _all_replicas_lost(self, plan: PricedPlan, before: int, lost: int) -> bool:

@@ -28,6 +28,7 @@ class OraclePolicy(_BoundPolicy):
         name="oracle",
         what="the best plan for the nodes present; changes cost nothing",
         source="integral of X*(n(t)); goodput is measured against it",
+        bound=True,
     )
 
     def start(self, job: JobView) -> Setup | None:
@@ -45,6 +46,7 @@ class CeilingPolicy(_BoundPolicy):
         name="ceiling",
         what="every node present computes all the time",
         source="node-seconds present, at the rate of a block's forward and backward pass",
+        bound=True,
     )
 
     def start(self, job: JobView) -> Setup | None:

@@ -10,7 +10,6 @@ from functools import lru_cache
 
 from elastic_sim.steps.engine import JobView, Reconfiguration
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import ADD, Event, Trace
 
@@ -97,8 +96,8 @@ class ParcaePolicy(PolicyBase):
             return Reconfiguration((), None, reason=f"{reason}: too few nodes")
         groups_s, move_s = self._migration_s(old, new)
         if old is None and job.steps:
-            move_s = self.world.checkpoint_s(len(job.alive))
-        parts = pauses((Use.PLAN, groups_s), (Use.TRANSFER, move_s))
+            move_s = self.checkpoint_s(job)
+        parts = pauses(plan_s=groups_s, transfer_s=move_s)
         return Reconfiguration(parts, setup, reason=reason)
 
     def _migration_s(self, old: PricedPlan | None, new: PricedPlan) -> tuple[float, float]:
@@ -168,9 +167,6 @@ class ParcaeTrendPolicy(ParcaePolicy):
         super().__init__(world, seed)
         self._past: list[int] = []
 
-    def set_future(self, trace: Trace) -> None:
-        """Ignore the future."""
-
     def forecast(self, job: JobView) -> tuple[int, ...]:
         """The falling trend of the last minutes, from the nodes present now."""
         self._past = [*self._past, len(job.alive)][-LOOK_AHEAD:]
@@ -189,5 +185,5 @@ class ParcaeTrendPolicy(ParcaePolicy):
 
     def _after_loss(self, job: JobView, lost: Sequence[Event]) -> Reconfiguration:
         change = super()._after_loss(job, lost)
-        parts = pauses((Use.DETECT, self.detect_s)) + change.pauses
+        parts = pauses(detect_s=self.detect_s) + change.pauses
         return Reconfiguration(parts, change.setup, lost_ms=job.now, reason=change.reason)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses, to_ms
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan
 from elastic_sim.traces.trace import Event
 
@@ -41,7 +40,6 @@ class ReCyclePolicy(PolicyBase):
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
         """Restart on a larger grid if that pays off."""
-        self.write_checkpoint_in_background(job)
         return self.grow_grid(job)
 
     def _fill_holes(self, job: JobView, loss: bool) -> Reconfiguration:
@@ -61,9 +59,9 @@ class ReCyclePolicy(PolicyBase):
         copy_s = self.transfer_s(self.world.state_bytes / plan.depth) if free and holes else 0.0
         groups_s = self.physics.groups_s(plan.pipelines, plan.depth)
         parts = pauses(
-            (Use.DETECT, self.detect_s if loss else 0.0),
-            (Use.PLAN, self.physics.decide_s + groups_s),
-            (Use.TRANSFER, copy_s),
+            detect_s=self.detect_s if loss else 0.0,
+            plan_s=self.physics.decide_s + groups_s,
+            transfer_s=copy_s,
         )
         lost_ms = to_ms(plan.slowest_stage_s * plan.depth) if loss else 0
         reason = f"at most {worst} of {d} peers lost"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.traces.trace import Event
 
 
@@ -39,16 +38,15 @@ class TorchFTPolicy(PolicyBase):
             return self.restart_from_checkpoint(job, setup, reason, loss=False)
         grown = setup.nodes > before.nodes
         parts = pauses(
-            (Use.DETECT, self.detect_s if lost else 0.0),
-            (Use.PLAN, self.physics.groups_s(len(job.alive) // self._depth, self._depth)),
-            (Use.TRANSFER, self.transfer_s(self.world.state_bytes / self._depth) if grown else 0.0),
+            detect_s=self.detect_s if lost else 0.0,
+            plan_s=self.physics.groups_s(len(job.alive) // self._depth, self._depth),
+            transfer_s=self.transfer_s(self.world.state_bytes / self._depth) if grown else 0.0,
         )
         reason = f"{len(lost)} lost, {len(joined)} joined"
         return Reconfiguration(parts, setup, lost_ms=job.now if lost else 0, reason=reason)
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
         """Restart with more groups, or groups of another depth, if that pays off."""
-        self.write_checkpoint_in_background(job)
         return self.grow_grid(job)
 
     def start(self, job: JobView) -> Setup | None:
@@ -63,7 +61,10 @@ class TorchFTPolicy(PolicyBase):
         if grid is None or groups == 0:
             self._nominal = None
             return None
-        samples = self.world.samples * groups // grid.pipelines
-        text = f"{groups} of {grid.pipelines} groups of {self._depth}"
-        self.run_plan(job, grid, samples=samples, text=text)
-        return self.adjust_setup(job, nodes=groups * self._depth)
+        self.run_plan(job, grid)
+        return self.adjust_setup(
+            job,
+            nodes=groups * self._depth,
+            samples=self.world.samples * groups // grid.pipelines,
+            text=f"{groups} of {grid.pipelines} groups of {self._depth}",
+        )
