@@ -13,7 +13,7 @@ and shifted in time, so that losses coincide as rarely as in the recording."""
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -206,16 +206,12 @@ def offers(
         check_profile_matches(kind, world.profile)
     found = []
     for mix in options:
-        traces = {
-            one: {seed: blended(one.trace_of(seed), mix) for seed in seeds} for one in scenarios
-        }
+        cases = [(one, seed) for one in scenarios for seed in seeds]
+        traces = [blended(one.trace_of(seed), mix) for one, seed in cases]
         for policy in policies:
-            trials = {
-                one.name(): [
-                    _trial(world, kind, trace, policy, seed) for seed, trace in traces[one].items()
-                ]
-                for one in scenarios
-            }
+            trials = defaultdict[str, list[Trial]](list)
+            for (one, seed), trace in zip(cases, traces, strict=True):
+                trials[one.name()].append(_trial(world, kind, trace, policy, seed))
             found.append(_offer(world, mix, policy, trials, budget_per_h))
             progress()
     return ranked(found, budget_per_h)

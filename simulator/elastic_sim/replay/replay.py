@@ -24,8 +24,6 @@ from elastic_sim.steps.world import SimulatedWorld
 from elastic_sim.traces.trace import Event, Trace
 
 ORACLE = "oracle"
-TraceOf = Callable[[int], Trace]
-"""The trace for a seed: always the same recorded one, or another generated one each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,7 @@ def run_one(
 
 def replay(
     world: SimulatedWorld,
-    trace_of: TraceOf,
+    trace_of: Callable[[int], Trace],
     policies: Sequence[str],
     seeds: Sequence[int] = (0,),
     *,
@@ -127,7 +125,8 @@ def replay(
 ) -> list[PolicySummary]:
     """Run all policies, in the given order. The oracle always runs, to measure goodput.
 
-    `keep`: store the simulation results of the first seed. Raises FieldError.
+    `trace_of`: the trace for a seed. `keep`: store the simulation results of the first seed. Raises
+    FieldError.
     """
 
     def runs_of(policy: str) -> list[PolicyRun]:

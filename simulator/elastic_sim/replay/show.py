@@ -12,8 +12,6 @@ from elastic_sim.steps.policies.base import PolicyDescription
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.steps.time_accounting import Use
 
-USES = tuple(use.value for use in Use)
-
 
 def as_json(
     scenario: Scenario, scenario_json: dict[str, Any], found: Sequence[PolicySummary]
@@ -59,7 +57,7 @@ def _finite(value: float) -> float | None:
 def table(found: Sequence[PolicySummary]) -> str:
     """One row per policy: figures with intervals, and shares of node time. No costs without
     prices."""
-    shares = (f"{use} %" for use in USES)
+    shares = (f"{use} %" for use in Use)
     head = ["policy", "samples/s", "goodput", "cost $", "$/M samples", *shares]
     rows = [
         [
@@ -68,7 +66,7 @@ def table(found: Sequence[PolicySummary]) -> str:
             f"{one.goodput:.3f}",
             f"{one.cost.value:.0f}" if one.cost.value else "-",
             f"{one.cost_per_million.value:.4g}" if one.cost.value else "-",
-            *(f"{100 * one.time[use]:.1f}" for use in USES),
+            *(f"{100 * one.time[use]:.1f}" for use in Use),
         ]
         for one in found
     ]

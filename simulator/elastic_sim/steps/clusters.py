@@ -97,18 +97,16 @@ NODE_TYPES = (
 
 def training_of(model: str) -> TrainingSetup:
     """The job of a model by name. Raises FieldError."""
-    found = next((job for job in JOBS if job.model == model), None)
-    if found is None:
-        remedy = f"one of {', '.join(job.model for job in JOBS)}; or the file of a measured profile"
-        raise FieldError("--model", model, remedy)
-    return found
+    for job in JOBS:
+        if job.model == model:
+            return job
+    remedy = f"one of {', '.join(job.model for job in JOBS)}; or the file of a measured profile"
+    raise FieldError("--model", model, remedy)
 
 
 def node_type_of(name: str) -> NodeType:
     """A node type by name. Raises FieldError."""
-    found = next((kind for kind in NODE_TYPES if kind.name == name), None)
-    if found is None:
-        raise FieldError(
-            "--nodes-of", name, f"one of {', '.join(kind.name for kind in NODE_TYPES)}"
-        )
-    return found
+    for kind in NODE_TYPES:
+        if kind.name == name:
+            return kind
+    raise FieldError("--nodes-of", name, f"one of {', '.join(kind.name for kind in NODE_TYPES)}")

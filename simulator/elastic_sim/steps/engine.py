@@ -84,11 +84,6 @@ class JobView:
     timers: list[tuple[int, str]] = field(default_factory=list)
     """(milliseconds from now, name) of each timer that the policy requested."""
 
-    @property
-    def fraction(self) -> float:
-        """Finished share of the running step."""
-        return self.progress_ms / self.length_ms
-
     def set_timer(self, after_s: float, name: str) -> None:
         self.timers.append((round(after_s * 1000), name))
 

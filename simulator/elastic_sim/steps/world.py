@@ -179,19 +179,12 @@ class SimulatedWorld:
         """As many equal pipelines of one depth as fit."""
         return self._fastest(plan_grid, nodes, depth)
 
-    def _plan_ours(self, cluster: EqualNodes, nodes: Sequence[NodeInfo]) -> list[Plan]:
+    def _plan_ours(self, cluster: EqualNodes, nodes: tuple[NodeInfo, ...]) -> list[Plan]:
+        request = PlanRequest(
+            spec=self.spec, nodes=nodes, epoch=1, profile=cluster.profile, backup="none+none"
+        )
         try:
-            return [
-                make_plan(
-                    PlanRequest(
-                        spec=self.spec,
-                        nodes=tuple(nodes),
-                        epoch=1,
-                        profile=cluster.profile,
-                        backup="none+none",
-                    )
-                )
-            ]
+            return [make_plan(request)]
         except InfeasiblePlan:
             return []
 

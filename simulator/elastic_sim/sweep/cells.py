@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,8 @@ def cells_of(scenarios: Iterable[Scenario], policies: Sequence[str], seeds: int)
     Cells with the same plans are neighbours.
     """
     named = tuple(dict.fromkeys((ORACLE, *policies)))
-    found = [
-        SweepCell(scenario, p, seed)
-        for scenario in scenarios
-        for seed in range(seeds)
-        for p in named
-    ]
+    combinations = product(scenarios, range(seeds), named)
+    found = (SweepCell(scenario, policy, seed) for scenario, seed, policy in combinations)
     unique = {cell.key: cell for cell in found}
     return sorted(unique.values(), key=lambda cell: plan_key(cell.scenario))
 
@@ -132,7 +129,7 @@ def check_cells(cells: Sequence[SweepCell]) -> None:
 
 
 def run_of(cell: SweepCell, result: Result) -> PolicyRun:
-    """Return the run of a cell, without goodput. Raises ValueError for a malformed result."""
+    """Return the run that gave a result. Raises ValueError for a malformed result."""
     if set(result) != set(FIGURES) or set(result["time"]) != {use.value for use in Use}:
         raise ValueError(f"figures of a cell are {', '.join(FIGURES)}")
     return PolicyRun(

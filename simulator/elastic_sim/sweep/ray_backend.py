@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import exceptions
@@ -117,7 +118,7 @@ def read_files(cells: Sequence[SweepCell]) -> Files:
 
 def with_local_files(scenario: Scenario, files: Files) -> Scenario:
     """Return the scenario with copies of its files on this machine, in folders named by content."""
-    copies = {}
+    copies: dict[str, Any] = {}
     for name, path in scenario.files().items():
         folder = Path(tempfile.gettempdir(), f"elastic-sim-{os.getuid()}")
         folder /= hashlib.sha256(files[path]).hexdigest()
@@ -128,8 +129,4 @@ def with_local_files(scenario: Scenario, files: Files) -> Scenario:
             fresh.write_bytes(files[path])
             fresh.replace(copy)
         copies[name] = str(copy)
-    return replace(
-        scenario,
-        trace=copies.get("trace", scenario.trace),
-        model=copies.get("model", scenario.model),
-    )
+    return replace(scenario, **copies)

@@ -80,8 +80,7 @@ class BambooPolicy(PolicyBase):
         return Reconfiguration(parts, setup, reason="rebalanced")
 
     def _groups_s(self, job: JobView) -> float:
-        pipelines = len(job.alive) // self._depth
-        return self.physics.decide_s + self.physics.groups_s(pipelines, self._depth)
+        return self.regroup_s(len(job.alive) // self._depth, self._depth)
 
     def start(self, job: JobView) -> Setup | None:
         self._doubled, self._places, self._holes = False, {}, set()

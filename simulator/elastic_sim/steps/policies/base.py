@@ -14,7 +14,6 @@ from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
-Pauses = tuple[tuple[Use, int], ...]
 CHECKPOINT_INTERVAL_S = 600.0
 """Time between durable checkpoints that are written in the background (assumed). If a checkpoint
 takes more than half of this, the interval is twice its duration."""
@@ -26,7 +25,7 @@ def to_ms(seconds: float) -> int:
 
 def pauses(
     *, detect_s: float = 0.0, write_s: float = 0.0, plan_s: float = 0.0, transfer_s: float = 0.0
-) -> Pauses:
+) -> tuple[tuple[Use, int], ...]:
     """Pauses in this order, without the empty ones. `write_s`: writing a checkpoint."""
     parts = (
         (Use.DETECT, detect_s),
@@ -194,6 +193,10 @@ class PolicyBase(ElasticPolicy):
     def restart_s(self, job: JobView) -> float:
         """Seconds to restart all processes, without loading the state."""
         return self.physics.restart_s(self.world.devices(len(job.alive)))
+
+    def regroup_s(self, pipelines: int, depth: int) -> float:
+        """Seconds to decide on a plan and to build its process groups while processes stay."""
+        return self.physics.decide_s + self.physics.groups_s(pipelines, depth)
 
     def transfer_s(self, nbytes: float) -> float:
         """Seconds to send bytes over the link of one node."""

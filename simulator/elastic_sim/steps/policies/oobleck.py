@@ -65,8 +65,8 @@ class OobleckPolicy(PolicyBase):
 
     def _regroup_costs_s(self, plan: PricedPlan) -> tuple[float, float]:
         """(building groups, the slowest copy: a whole stage)."""
-        groups_s = self.physics.decide_s + self.physics.groups_s(plan.pipelines, plan.depth)
-        return groups_s, self.transfer_s(self.world.state_bytes / plan.depth)
+        copy_s = self.transfer_s(self.world.state_bytes / plan.depth)
+        return self.regroup_s(plan.pipelines, plan.depth), copy_s
 
     def _repeat_step(self, job: JobView, reason: str) -> Reconfiguration:
         """New pipelines repeat the whole running step."""

@@ -172,9 +172,8 @@ class OurPolicy(PolicyBase):
         loss = LostWork()
         if not boundary and self._nominal is not None and self._running is not None:
             updated = not job.paused  # otherwise nothing was computed since the last recovery
-            loss = lost_work(
-                self.world, self._running, lost, job.fraction, self.rng, updated=updated
-            )
+            done = job.progress_ms / job.length_ms
+            loss = lost_work(self.world, self._running, lost, done, self.rng, updated=updated)
         back_to = job.steps - 1 if loss.whole_step and job.steps else -1
         try:
             if not epoch_change.candidates(state):
@@ -223,7 +222,7 @@ class OurPolicy(PolicyBase):
         self._planned_at = job.steps
         self._hosts = {node: job.alive[node] for node in (*plan.nodes(), *plan.spares)}
         running = self._run(job, plan)
-        return self.physics.decide_s + self.physics.groups_s(running.pipelines, running.depth)
+        return self.regroup_s(running.pipelines, running.depth)
 
     def _consider_joining(self, job: JobView) -> None:
         """If new nodes are worth a change, let them prefetch their layers first."""

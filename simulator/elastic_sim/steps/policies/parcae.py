@@ -5,13 +5,15 @@ Each minute, a dynamic program over the forecast chooses the grid with the most 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 
 from elastic_sim.steps.engine import JobView, Reconfiguration
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
-from elastic_sim.traces.trace import ADD, Event, Trace
+from elastic_sim.traces.statistics import node_counts
+from elastic_sim.traces.trace import Event, Trace
 
 INTERVAL_S, LOOK_AHEAD = 60.0, 12
 """Length of a forecast interval, and the number of intervals of a forecast."""
@@ -40,16 +42,9 @@ class ParcaePolicy(PolicyBase):
 
     def set_future(self, trace: Trace) -> None:
         """Give the policy the trace, for its perfect forecast."""
-        n, at, counts = 0, 0.0, list[int]()
-        for event in trace.events:
-            while event.seconds > at:
-                counts.append(n)
-                at += INTERVAL_S
-            n += 1 if event.kind == ADD else -1
-        while at <= trace.end_s + INTERVAL_S * LOOK_AHEAD:
-            counts.append(n)
-            at += INTERVAL_S
-        self._future = counts
+        times, counts = zip(*node_counts(trace), strict=True)
+        minutes = range(int(trace.end_s / INTERVAL_S) + LOOK_AHEAD + 1)
+        self._future = [counts[bisect_right(times, INTERVAL_S * i) - 1] for i in minutes]
 
     def forecast(self, job: JobView) -> tuple[int, ...]:
         """Number of nodes at the end of each of the next minutes."""
@@ -67,7 +62,7 @@ class ParcaePolicy(PolicyBase):
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
     ) -> Reconfiguration | None:
         fits = self._plan is not None and self._plan.nodes <= len(job.alive)
-        if not lost or (fits and not self._hits_grid(job, lost)):
+        if not lost or (fits and not self.hits_used_nodes(job, lost)):
             return None
         return self._after_loss(job, lost)
 
@@ -81,7 +76,7 @@ class ParcaePolicy(PolicyBase):
 
     # ---- parts ----
 
-    def _hits_grid(self, job: JobView, lost: Sequence[Event]) -> bool:
+    def hits_used_nodes(self, job: JobView, lost: Sequence[Event]) -> bool:
         """Never: Parcae moves nodes that are about to be lost out of the grid."""
         return False
 
@@ -178,10 +173,8 @@ class ParcaeTrendPolicy(ParcaePolicy):
             max(1, round(len(job.alive) + min(0.0, slope) * (i + 1))) for i in range(LOOK_AHEAD)
         )
 
-    def _hits_grid(self, job: JobView, lost: Sequence[Event]) -> bool:
-        used = self._plan.nodes if self._plan else 0
-        before = len(job.alive) + len(lost)
-        return any(self.rng.random() < used / before for _ in lost)
+    def hits_used_nodes(self, job: JobView, lost: Sequence[Event]) -> bool:
+        return PolicyBase.hits_used_nodes(self, job, lost)
 
     def _after_loss(self, job: JobView, lost: Sequence[Event]) -> Reconfiguration:
         change = super()._after_loss(job, lost)

@@ -57,10 +57,9 @@ class ReCyclePolicy(PolicyBase):
         step_ms = round(to_ms(plan.step_s) * factor)
         setup = self.adjust_setup(job, step_ms=step_ms, nodes=len(self._places))
         copy_s = self.transfer_s(self.world.state_bytes / plan.depth) if free and holes else 0.0
-        groups_s = self.physics.groups_s(plan.pipelines, plan.depth)
         parts = pauses(
             detect_s=self.detect_s if loss else 0.0,
-            plan_s=self.physics.decide_s + groups_s,
+            plan_s=self.regroup_s(plan.pipelines, plan.depth),
             transfer_s=copy_s,
         )
         lost_ms = to_ms(plan.slowest_stage_s * plan.depth) if loss else 0
