@@ -62,7 +62,7 @@ def policies_of(words: tuple[str, ...]) -> tuple[str, ...]:
 @WANTED
 @option("--seeds", type=click.IntRange(1, 10_000), default=1, help="runs of each policy")
 @JSON
-@option("--html", type=OUTPUT, help="write a page with tables, charts and decisions there")
+@option("--html", type=OUTPUT, help="write a page with tables and charts to this file")
 @scenario_options()
 def replay(
     trace: Path | None,
@@ -72,7 +72,7 @@ def replay(
     html: Path | None,
     **scenario_values: Any,
 ) -> None:
-    """What each policy delivers and costs on a trace, or at a failure rate."""
+    """Compare throughput and cost of policies on a trace, or at a failure rate."""
     scenario, names = scenario_of(trace, scenario_values), policies_of(wanted)
     if html is not None:
         from elastic_sim.report.replay_page import replay_page
@@ -91,7 +91,7 @@ def replay(
 
 @click.command(cls=Command)
 def policies() -> None:
-    """What each policy does, and where its rules and constants come from."""
+    """Describe each policy and the source of its rules and constants."""
     click.echo(show.policies([kind.about for kind in known.policy_classes().values()]))
 
 
@@ -102,13 +102,13 @@ def policies() -> None:
     type=ValueList(click.IntRange(1, 100_000)),
     default=(),
     show_default=False,
-    help="nodes in all, spares included; several as 28,32,36 "
-    "[what the budget pays, else 32, and the best mix with an eighth fewer and more]",
+    help="total number of nodes with spares; several as 28,32,36 [as many as the budget pays for, "
+    "or 32; then the best mix with an eighth fewer and an eighth more]",
 )
-@option("--mixes", "steps", type=click.IntRange(1, 100), default=4, help="of spot and on-demand")
-@option("--budget", type=float, default=math.inf, show_default=False, help="dollars an hour [none]")
-@option("--policy", "wanted", multiple=True, default=("ours",), help="ours:PAIR for a backup")
-@option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each")
+@option("--mixes", "steps", type=click.IntRange(1, 100), default=4, help="steps of the spot share")
+@option("--budget", type=float, default=math.inf, show_default=False, help="$ per hour [none]")
+@option("--policy", "wanted", multiple=True, default=("ours",), help="ours:PAIR sets the backup")
+@option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each mix")
 @JSON
 @scenario_options()
 def advise(
@@ -121,7 +121,7 @@ def advise(
     out: Path | None,
     **scenario_values: Any,
 ) -> None:
-    """Which mix of spot and on-demand nodes to rent, how many spares, and which backup.
+    """Recommend a mix of spot and on-demand nodes, the number of spares, and a backup.
 
     Several traces have equal weights.
     """
@@ -160,7 +160,7 @@ def advise(
 
 @click.command(cls=Command)
 @click.argument("out", type=FILE)
-@option("--trace", "traces", type=FILE, multiple=True, help="repeatable")
+@option("--trace", "traces", type=FILE, multiple=True, help="a trace; repeatable")
 @option(
     "--mtbf", "rates", type=ValueList(RATE), default=(), help="failure rates, as 10m,1h,200h/node"
 )
@@ -173,10 +173,10 @@ def advise(
 )
 @WANTED
 @option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each")
-@option("--workers", type=click.IntRange(1, 1024), help="processes [one a core]")
-@option("--ray", is_flag=True, help="on a Ray cluster, in place of processes of this machine")
-@option("--address", help="with --ray: of the cluster [RAY_ADDRESS, or one that is started here]")
-@option("--html", type=OUTPUT, help="write a page with charts and tables there")
+@option("--workers", type=click.IntRange(1, 1024), help="number of processes [one per core]")
+@option("--ray", is_flag=True, help="run on a Ray cluster, not on this machine")
+@option("--address", help="with --ray: address of the cluster [RAY_ADDRESS, or start one]")
+@option("--html", type=OUTPUT, help="write a page with tables and charts to this file")
 @scenario_options(but=("model", "mtbf"))
 def sweep(
     out: Path,

@@ -91,13 +91,13 @@ OUTPUT = ParsedType("PATH", _output)
 
 Callback = Callable[..., None]
 option = click.option
-WANTED = option("--policy", "wanted", multiple=True, help="repeatable, or comma-separated; or all")
-JSON = option("--json", "out", type=OUTPUT, help="write the figures there")
+WANTED = option("--policy", "wanted", multiple=True, help="names, also comma-separated; or all")
+JSON = option("--json", "out", type=OUTPUT, help="write the figures to this file")
 
 _OPTIONS = {
     "model": option("--model", default="gpt3-6.7b", help="a name, or the file of a profile"),
     "microbatches": option(
-        "--microbatches", type=int, default=0, help="of a step; needed with the file of a profile"
+        "--microbatches", type=int, default=0, help="per step; needed with the file of a profile"
     ),
     "nodes_of": option(
         "--nodes-of",
@@ -106,9 +106,9 @@ _OPTIONS = {
         help="node types, comma-separated",
     ),
     "mtbf": option(
-        "--mtbf", type=RATE, help="no trace: mean time between losses; of each node, as 200h/node"
+        "--mtbf", type=RATE, help="mean time between losses, without a trace; per node as 200h/node"
     ),
-    "nodes": option("--nodes", type=int, default=32, help="with --mtbf: wanted at any time"),
+    "nodes": option("--nodes", type=int, default=32, help="with --mtbf: wanted number of nodes"),
     "duration_s": option(
         "--duration", "duration_s", type=TIME, default="12h", help="with --mtbf: length of the run"
     ),
@@ -130,9 +130,9 @@ _OPTIONS = {
         show_default=False,
         help="time between notice and loss",
     ),
-    "first_s": option("--from", "first_s", type=TIME, default="0", help="of a trace: begin here"),
+    "first_s": option("--from", "first_s", type=TIME, default="0", help="start in the trace"),
     "last_s": option(
-        "--to", "last_s", type=TIME, default=0.0, show_default=False, help="of a trace: end here"
+        "--to", "last_s", type=TIME, default=0.0, show_default=False, help="end in the trace"
     ),
     "physics": option(
         "--physics",
