@@ -301,15 +301,13 @@ def compare(model: str, nodes: int) -> PlanComparison:
     )
     cluster = EqualNodes(profile, microbatches, profile.devices[0].memory_bytes)
 
-    def price(plan: Plan | None) -> float:
-        return math.inf if plan is None else step_s(plan, request)
-
     try:
-        ours = price(make_plan(request))
+        ours = step_s(make_plan(request), request)
     except InfeasiblePlan:
         ours = math.inf
     theirs = [
-        price(planner(cluster, request.nodes, price)) for planner in (plan_oobleck, plan_varuna)
+        min((step_s(plan, request) for plan in planner(cluster, request.nodes)), default=math.inf)
+        for planner in (plan_oobleck, plan_varuna)
     ]
     return PlanComparison(model, nodes, ours, *theirs)
 

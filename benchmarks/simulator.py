@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from elastic_sim.replay.replay import run_one
-from elastic_sim.steps.policies import policy_factories
+from elastic_sim.steps.policies import policy_classes
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.traces.generate import Market
 
@@ -32,7 +32,7 @@ from elastic.planning.search.search import clear_caches
 HOURS, NODES = 11, 32
 DAY_S = 86400.0
 ROOT = Path(__file__).parents[1]
-EVERY = tuple(name for name in policy_factories() if not name.startswith("ours:"))
+EVERY = tuple(name for name in policy_classes() if not name.startswith("ours:"))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from elastic_sim.cli.cli import main
 from elastic_sim.cli.commands import policies_of
 from elastic_sim.reproduce import tables as reproduce
-from elastic_sim.steps.policies import policy_factories
+from elastic_sim.steps.policies import policy_classes
 from elastic_sim.traces import trace as traces
 from elastic_sim.traces.trace import Event, read
 
@@ -413,4 +413,4 @@ def test_implausible_replays_cause_warnings(tmp_path: Path) -> None:
 
 def test_all_policies_and_others_are_each_run_once() -> None:
     names = policies_of(("all,ours", "ours:log+snapshot"))
-    assert names == tuple(dict.fromkeys((*policy_factories(), "ours:log+snapshot")))
+    assert names == tuple(dict.fromkeys((*policy_classes(), "ours:log+snapshot")))

@@ -13,14 +13,15 @@ from elastic.command_line import TIME, CommandLine
 from elastic.domain.errors import FieldError
 from elastic_sim.cli.commands import advise, policies, replay, sweep
 from elastic_sim.cli.options import (
+    BULK,
     FILE,
+    OUTPUT,
     RATE,
     PerNode,
-    check_outputs,
     mtbf_of,
     option,
-    sizes_of,
     warn_if_implausible,
+    write_json,
     write_output,
 )
 from elastic_sim.microbatches.physics import MicrobatchPhysics
@@ -46,11 +47,10 @@ def traces_group() -> None:
 
 @traces_group.command("stats")
 @click.argument("file", type=FILE)
-@option("--json", "as_json", is_flag=True, help="as JSON")
-@option("--html", type=FILE, help="write a page with plots there")
+@option("--json", "as_json", is_flag=True, help="print JSON")
+@option("--html", type=OUTPUT, help="write a page with plots to this file")
 def stats(file: Path, as_json: bool, html: Path | None) -> None:
-    """Nodes, losses, lifetimes of a trace."""
-    check_outputs(html)
+    """Show the nodes, losses and lifetimes of a trace."""
     if html is not None:
         from elastic_sim.report.trace_page import trace_page
     found, _ = traces.read(file)
@@ -64,14 +64,14 @@ def stats(file: Path, as_json: bool, html: Path | None) -> None:
 @click.argument("kind", type=click.Choice(sorted(FORMATS)))
 @click.argument("source", type=FILE)
 @click.argument("out", type=FILE)
-@option("--bid", type=float, help="spot-prices: a zone's nodes are there up to this price")
+@option("--bid", type=float, help="spot-prices: highest price at which a zone has nodes")
 @option(
     "--nodes",
     type=click.IntRange(1, traces.MAX_NODES),
     default=1,
-    help="spot-prices: nodes of a zone",
+    help="spot-prices: nodes per zone",
 )
-@option("--product", help="spot-prices: of these alone, as Linux/UNIX, where the file has several")
+@option("--product", help="spot-prices: the product to use, as Linux/UNIX, if there are several")
 @option("--hours", is_flag=True, help="counts: times are hours, not seconds")
 def import_command(
     kind: str,
@@ -103,9 +103,7 @@ def import_command(
 @traces_group.command("convert")
 @click.argument("source", type=FILE)
 @click.argument("out", type=FILE)
-@option(
-    "--repair", is_flag=True, help="drop, sort and complete what cannot be used; tells what it did"
-)
+@option("--repair", is_flag=True, help="drop, sort and complete invalid rows, and list the repairs")
 @option("--from", "first", type=TIME, default="0", help="begin here")
 @option("--to", "last", type=TIME, help="end here")
 def convert(source: Path, out: Path, repair: bool, first: float, last: float | None) -> None:
@@ -126,7 +124,7 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
 
 @traces_group.command("generate")
 @click.argument("out", type=FILE)
-@option("--nodes", type=int, default=32, help="wanted at any time")
+@option("--nodes", type=int, default=32, help="wanted number of nodes")
 @option("--duration", type=TIME, default="24h", help="length of the trace")
 @option(
     "--mtbf",
@@ -142,7 +140,7 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
     help="time until a lost node is replaced; 0: never",
 )
 @option("--notice", "notice_s", type=TIME, default="0", help="time between notice and loss")
-@option("--bulk", default="1", help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)")
+@option("--bulk", type=BULK, default="1", help="nodes lost at once, as 1 or 1:3,4:1 (size:weight)")
 @option("--diurnal", type=float, default=0.0, help="swing of the loss rate over a day, 0 to 1")
 @option(
     "--shape",
@@ -163,12 +161,14 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
     help="zones, comma-separated [a; with --like: the trace's]",
 )
 @option(
-    "--like", type=FILE, help="fitted to this trace; then only --duration, --zones and --seed count"
+    "--like",
+    type=FILE,
+    help="a trace to fit; then only --duration, --zones and --seed count",
 )
 @option(
     "--inference",
     type=int,
-    help="shared with inference, which leaves at least so many nodes by day",
+    help="share the nodes with inference, which leaves at least this many by day",
 )
 @option("--seed", type=int, default=0)
 def generate_command(
@@ -177,7 +177,7 @@ def generate_command(
     duration: float,
     mtbf: float | PerNode,
     notice_s: float,
-    bulk: str,
+    bulk: tuple[tuple[int, float], ...],
     zones: str,
     like: Path | None,
     inference: int | None,
@@ -192,10 +192,13 @@ def generate_command(
         if like is not None:
             market = fit_market(traces.read(like)[0], zones=names)
         else:
-            sizes, zone_names = sizes_of(bulk), names or ("a",)
-            mtbf_s = mtbf_of(mtbf, nodes, sizes)
             market = Market(
-                nodes=nodes, mtbf_s=mtbf_s, bulk=sizes, notice_s=notice_s, zones=zone_names, **rates
+                nodes=nodes,
+                mtbf_s=mtbf_of(mtbf, nodes, bulk),
+                bulk=bulk,
+                notice_s=notice_s,
+                zones=names or ("a",),
+                **rates,
             )
         made = generate(market, duration, seed)
     _write(made, out)
@@ -204,7 +207,7 @@ def generate_command(
 @traces_group.command("fetch")
 @click.argument("names", nargs=-1)
 @option("--to", "directory", type=FILE, default=Path("traces/originals"))
-@option("--host", default=HOST, help="a mirror of the authors' repositories")
+@option("--host", default=HOST, help="mirror of the authors' repositories")
 def fetch_command(names: tuple[str, ...], directory: Path, host: str) -> None:
     """Download recorded traces (all, or those named) and check them."""
     unknown = [name for name in names if name not in PUBLISHED_TRACES]
@@ -222,25 +225,24 @@ def fetch_command(names: tuple[str, ...], directory: Path, host: str) -> None:
     type=FILE,
     help="directory of recorded traces (default: ELASTIC_DATA, or ../shared/data)",
 )
-@option("--json", "out", type=FILE, help="write the rows there, too")
+@option("--json", "out", type=OUTPUT, help="also write the rows to this file")
 def reproduce(what: str, data: Path | None, out: Path | None) -> None:
     """Recompute published values from the rules and constants of their authors."""
     rows = tables.TABLES[what](tables.data_directory(data) if what in tables.RECORDED else Path())
     click.echo(tables.describe(rows))
-    if out is not None:
-        write_output(out, json.dumps({"rows": rows}, indent=2) + "\n")
+    write_json(out, {"rows": rows})
 
 
 @main.command("validate")
 @click.argument("run_dirs", metavar="RUN_DIR...", type=FILE, nargs=-1, required=True)
-@option("--physics", type=FILE, help="delays of the machine, as --calibrate writes them [defaults]")
+@option("--physics", type=FILE, help="file of delays that --calibrate wrote [default delays]")
 @option(
     "--calibrate",
     "out",
     type=FILE,
-    help="measure the delays of these runs and write them there, instead",
+    help="only measure the delays of these runs and write them to this file",
 )
-@option("--json", "as_json", type=FILE, help="write the figures there, too")
+@option("--json", "as_json", type=OUTPUT, help="also write the figures to this file")
 def validate_command(
     run_dirs: tuple[Path, ...], physics: Path | None, out: Path | None, as_json: Path | None
 ) -> None:
@@ -258,8 +260,7 @@ def validate_command(
         run_dirs, read_physics(physics) if physics is not None else MicrobatchPhysics()
     )
     click.echo(format_report(report))
-    if as_json is not None:
-        write_output(as_json, json.dumps(report_json(report), indent=1) + "\n")
+    write_json(as_json, report_json(report))
 
 
 def _table(found: Statistics) -> str:

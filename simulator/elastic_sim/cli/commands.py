@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,18 @@ from elastic.domain.errors import EXIT_INTERRUPTED, FieldError
 from elastic_sim.cli.options import (
     FILE,
     JSON,
+    OUTPUT,
     RATE,
     WANTED,
     PerNode,
     ValueList,
-    check_outputs,
     option,
     scenario_of,
     scenario_options,
     scenarios_of,
     sweep_scenarios,
     warn_of_traces,
+    write_json,
     write_output,
 )
 from elastic_sim.replay import advise as advice
@@ -49,10 +50,10 @@ def policies_of(words: tuple[str, ...]) -> tuple[str, ...]:
     names = [name.strip() for text in words for name in text.split(",") if name.strip()]
     names = names or list(DEFAULT_POLICIES)
     names = [
-        one for name in names for one in (known.policy_factories() if name == "all" else (name,))
+        one for name in names for one in (known.policy_classes() if name == "all" else (name,))
     ]
     for name in names:
-        known.policy_factory(name)
+        known.policy_class(name)
     return tuple(dict.fromkeys(names))
 
 
@@ -61,7 +62,7 @@ def policies_of(words: tuple[str, ...]) -> tuple[str, ...]:
 @WANTED
 @option("--seeds", type=click.IntRange(1, 10_000), default=1, help="runs of each policy")
 @JSON
-@option("--html", type=FILE, help="write a page with tables, charts and decisions there")
+@option("--html", type=OUTPUT, help="write a page with tables and charts to this file")
 @scenario_options()
 def replay(
     trace: Path | None,
@@ -71,9 +72,8 @@ def replay(
     html: Path | None,
     **scenario_values: Any,
 ) -> None:
-    """What each policy delivers and costs on a trace, or at a failure rate."""
+    """Compare throughput and cost of policies on a trace, or at a failure rate."""
     scenario, names = scenario_of(trace, scenario_values), policies_of(wanted)
-    check_outputs(out, html)
     if html is not None:
         from elastic_sim.report.replay_page import replay_page
     warn_of_traces([scenario])
@@ -84,39 +84,36 @@ def replay(
             f"elastic-sim: nothing ever runs: {scenario.model} does not fit on these nodes",
             err=True,
         )
-    if out is not None:
-        found_json = show.as_json(
-            scenario.name(), scenario.model, found, scenario=json.loads(scenario.dumps())
-        )
-        write_output(out, json.dumps(found_json, indent=2) + "\n")
+    write_json(out, show.as_json(scenario, asdict(scenario), found))
     if html is not None:
         write_output(html, replay_page(scenario, found, names, seeds))
 
 
 @click.command(cls=Command)
 def policies() -> None:
-    """What each policy does, and where its rules and constants come from."""
-    click.echo(show.policies(known.policy_descriptions()))
+    """Describe each policy and the source of its rules and constants."""
+    click.echo(show.policies([kind.about for kind in known.policy_classes().values()]))
 
 
 @click.command(cls=Command)
 @click.argument("traces", type=FILE, nargs=-1, metavar="[TRACE]...")
 @option(
     "--buy",
-    default="",
+    type=ValueList(click.IntRange(1, 100_000)),
+    default=(),
     show_default=False,
-    help="nodes in all, spares included; several as 28,32,36 "
-    "[what the budget pays, else 32, and the best mix with an eighth fewer and more]",
+    help="total number of nodes with spares; several as 28,32,36 [as many as the budget pays for, "
+    "or 32; then the best mix with an eighth fewer and an eighth more]",
 )
-@option("--mixes", "steps", type=click.IntRange(1, 100), default=4, help="of spot and on-demand")
-@option("--budget", type=float, default=math.inf, show_default=False, help="dollars an hour [none]")
-@option("--policy", "wanted", multiple=True, default=("ours",), help="ours:PAIR for a backup")
-@option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each")
+@option("--mixes", "steps", type=click.IntRange(1, 100), default=4, help="steps of the spot share")
+@option("--budget", type=float, default=math.inf, show_default=False, help="$ per hour [none]")
+@option("--policy", "wanted", multiple=True, default=("ours",), help="ours:PAIR sets the backup")
+@option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each mix")
 @JSON
 @scenario_options()
 def advise(
     traces: tuple[Path, ...],
-    buy: str,
+    buy: tuple[int, ...],
     steps: int,
     budget: float,
     wanted: tuple[str, ...],
@@ -124,7 +121,7 @@ def advise(
     out: Path | None,
     **scenario_values: Any,
 ) -> None:
-    """Which mix of spot and on-demand nodes to rent, how many spares, and which backup.
+    """Recommend a mix of spot and on-demand nodes, the number of spares, and a backup.
 
     Several traces have equal weights.
     """
@@ -136,10 +133,9 @@ def advise(
         kinds = ", ".join(kind.name for kind in NODE_TYPES)
         remedy = f"a profile has no prices: name what its nodes cost, one of {kinds}"
         raise FieldError("--nodes-of", "", remedy)
-    check_outputs(out)
     warn_of_traces(scenarios)
     if buy or math.isinf(budget):
-        mixes = advice.mixes(_sizes(buy or "32"), steps)
+        mixes = advice.mixes(buy or (32,), steps)
     else:
         mixes = advice.affordable(node_type_of(scenarios[0].nodes_of[0]), budget, steps)
     with tqdm(unit="mix", disable=not sys.stderr.isatty()) as bar:
@@ -158,29 +154,13 @@ def advise(
     best = found[0]
     if best.within and math.isfinite(best.per_million_samples.value):
         click.echo(f"\n{advice.answer_text(best)}")
-    if out is not None:
-        offers = [
-            {**row, "spares": one.spares, "backup": one.backup, "backup_share": one.backup_share}
-            for row, one in zip(show.offers_json(found), found, strict=True)
-        ]
-        traces_json = [one.name() for one in scenarios]
-        found_json = {"traces": traces_json, "model": scenarios[0].model, "offers": offers}
-        write_output(out, json.dumps(found_json, indent=2) + "\n")
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 < n <= 100_000 for n in found):
-        raise FieldError("--buy", text, "numbers of nodes from 1 up, as 32 or 28,32,36")
-    return found
+    traces_json, offers = [one.name() for one in scenarios], show.offers_json(found)
+    write_json(out, {"traces": traces_json, "model": scenarios[0].model, "offers": offers})
 
 
 @click.command(cls=Command)
 @click.argument("out", type=FILE)
-@option("--trace", "traces", type=FILE, multiple=True, help="repeatable")
+@option("--trace", "traces", type=FILE, multiple=True, help="a trace; repeatable")
 @option(
     "--mtbf", "rates", type=ValueList(RATE), default=(), help="failure rates, as 10m,1h,200h/node"
 )
@@ -193,10 +173,10 @@ def _sizes(text: str) -> list[int]:
 )
 @WANTED
 @option("--seeds", type=click.IntRange(1, 10_000), default=3, help="runs of each")
-@option("--workers", type=click.IntRange(1, 1024), help="processes [one a core]")
-@option("--ray", is_flag=True, help="on a Ray cluster, in place of processes of this machine")
-@option("--address", help="with --ray: of the cluster [RAY_ADDRESS, or one that is started here]")
-@option("--html", type=FILE, help="write a page with charts and tables there")
+@option("--workers", type=click.IntRange(1, 1024), help="number of processes [one per core]")
+@option("--ray", is_flag=True, help="run on a Ray cluster, not on this machine")
+@option("--address", help="with --ray: address of the cluster [RAY_ADDRESS, or start one]")
+@option("--html", type=OUTPUT, help="write a page with tables and charts to this file")
 @scenario_options(but=("model", "mtbf"))
 def sweep(
     out: Path,
@@ -217,7 +197,6 @@ def sweep(
     """
     scenarios, names = sweep_scenarios(traces, rates, models, scenario_values), policies_of(wanted)
     cells = cells_of(scenarios, names, seeds)
-    check_outputs(html)
     if html is not None:
         from elastic_sim.sweep.sweep_page import sweep_page
     backend = _backend(workers, ray, address)
@@ -257,8 +236,8 @@ def _backend(workers: int | None, ray: bool, address: str | None) -> Backend:
         remedy = "it goes without --ray, which has as many as the cluster has CPUs"
         raise FieldError("--workers", workers, remedy)
     try:
-        from elastic_sim.sweep.ray_backend import LOCAL, on_ray
+        from elastic_sim.sweep.ray_backend import LOCAL, run_on_ray
     except ImportError as error:
         remedy = f"ray is not installed ({error}); pip install 'elastic-runtime[ray]'"
         raise FieldError("--ray", True, remedy) from error
-    return on_ray(address or os.environ.get("RAY_ADDRESS") or LOCAL)
+    return partial(run_on_ray, address=address or os.environ.get("RAY_ADDRESS") or LOCAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -53,53 +54,85 @@ class ValueList(click.ParamType):  # type: ignore[type-arg]
     ) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
-        words = [word.strip() for word in str(value).split(",")]
-        return tuple(dict.fromkeys(self._of.convert(word, param, ctx) for word in words if word))
+        words = [word.strip() for word in str(value).split(",") if word.strip()]
+        if not words:
+            self.fail("name one at least", param, ctx)
+        return tuple(dict.fromkeys(self._of.convert(word, param, ctx) for word in words))
 
 
-RATE = ParsedType("TIME[/node]", _rate)
-FILE = click.Path(path_type=Path)
-
-
-def sizes_of(text: str) -> tuple[tuple[int, float], ...]:
+def _bulk(flag: str, text: str) -> tuple[tuple[int, float], ...]:
     """Parse (nodes lost at once, weight) from 1 or 1:3,4:1. Raises FieldError."""
     remedy = "sizes from 1 up, with weights above 0 if several: 1, or 1:3,4:1"
     try:
         pairs = [part.partition(":") for part in text.split(",")]
         found = tuple((int(size), float(weight) if colon else 1.0) for size, colon, weight in pairs)
     except ValueError:
-        raise FieldError("--bulk", text, remedy) from None
+        raise FieldError(flag, text, remedy) from None
     if not all(n >= 1 and w > 0 for n, w in found) or not math.isfinite(sum(w for _, w in found)):
-        raise FieldError("--bulk", text, remedy)
+        raise FieldError(flag, text, remedy)
     return found
+
+
+def _output(flag: str, text: str) -> Path:
+    """Parse the path of an output file. Raises FieldError if no file can be there."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise FieldError(flag, text, f"the folder {path.parent} does not exist; make it first")
+    if path.is_dir():
+        raise FieldError(flag, text, "it is a folder; name a file")
+    return path
+
+
+RATE = ParsedType("TIME[/node]", _rate)
+FILE = click.Path(path_type=Path)
+BULK = ParsedType("SIZE[:WEIGHT],...", _bulk)
+OUTPUT = ParsedType("PATH", _output)
 
 
 Callback = Callable[..., None]
 option = click.option
-WANTED = option("--policy", "wanted", multiple=True, help="repeatable, or comma-separated; or all")
-JSON = option("--json", "out", type=FILE, help="write the figures there")
+WANTED = option("--policy", "wanted", multiple=True, help="names, also comma-separated; or all")
+JSON = option("--json", "out", type=OUTPUT, help="write the figures to this file")
 
 _OPTIONS = {
     "model": option("--model", default="gpt3-6.7b", help="a name, or the file of a profile"),
     "microbatches": option(
-        "--microbatches", type=int, default=0, help="of a step; needed with the file of a profile"
+        "--microbatches", type=int, default=0, help="per step; needed with the file of a profile"
     ),
-    "nodes_of": option("--nodes-of", default="a40", help="node types, comma-separated"),
+    "nodes_of": option(
+        "--nodes-of",
+        type=ValueList(click.STRING),
+        default=("a40",),
+        help="node types, comma-separated",
+    ),
     "mtbf": option(
-        "--mtbf", type=RATE, help="no trace: mean time between losses; of each node, as 200h/node"
+        "--mtbf", type=RATE, help="mean time between losses, without a trace; per node as 200h/node"
     ),
-    "nodes": option("--nodes", type=int, default=32, help="with --mtbf: wanted at any time"),
-    "duration": option(
-        "--duration", type=TIME, default="12h", help="with --mtbf: length of the run"
+    "nodes": option("--nodes", type=int, default=32, help="with --mtbf: wanted number of nodes"),
+    "duration_s": option(
+        "--duration", "duration_s", type=TIME, default="12h", help="with --mtbf: length of the run"
     ),
-    "repair": option(
-        "--repair", type=TIME, default="20m", help="with --mtbf: time until a lost node is replaced"
+    "repair_s": option(
+        "--repair",
+        "repair_s",
+        type=TIME,
+        default="20m",
+        help="with --mtbf: time until a lost node is replaced",
     ),
-    "bulk": option("--bulk", default="1", help="with --mtbf: nodes lost at once, as 1:3,4:1"),
-    "notice": option("--notice", type=TIME, help="time between notice and loss"),
-    "first": option("--from", "first", type=TIME, default="0", help="of a trace: begin here"),
-    "last": option(
-        "--to", "last", type=TIME, default=0.0, show_default=False, help="of a trace: end here"
+    "bulk": option(
+        "--bulk", type=BULK, default="1", help="with --mtbf: nodes lost at once, as 1:3,4:1"
+    ),
+    "notice_s": option(
+        "--notice",
+        "notice_s",
+        type=TIME,
+        default=-1.0,
+        show_default=False,
+        help="time between notice and loss",
+    ),
+    "first_s": option("--from", "first_s", type=TIME, default="0", help="start in the trace"),
+    "last_s": option(
+        "--to", "last_s", type=TIME, default=0.0, show_default=False, help="end in the trace"
     ),
     "physics": option(
         "--physics",
@@ -107,6 +140,7 @@ _OPTIONS = {
         help="NAME=NUMBER, as boot_s=90; see docs/simulator/simulator.md",
     ),
 }
+"""Options by the name of their value."""
 
 
 def scenario_options(*, but: tuple[str, ...] = ()) -> Callable[[Callback], Callback]:
@@ -126,27 +160,12 @@ def scenario_of(trace: Path | None, options: dict[str, Any]) -> Scenario:
     if (trace is None) == (values["mtbf"] is None):
         given = "both" if trace is not None else "neither"
         raise FieldError("TRACE, --mtbf", given, "name a trace, or a failure rate with --mtbf")
-    market = None
+    rate, nodes, bulk = (values.pop(name) for name in ("mtbf", "nodes", "bulk"))
+    repair_s, market = values.pop("repair_s"), None
     if trace is None:
-        bulk = sizes_of(values["bulk"])
-        market = Market(
-            nodes=values["nodes"],
-            mtbf_s=mtbf_of(values["mtbf"], values["nodes"], bulk),
-            bulk=bulk,
-            repair_s=values["repair"],
-        )
-    return Scenario(
-        trace=str(trace) if trace is not None else "",
-        first_s=values["first"],
-        last_s=values["last"],
-        market=market,
-        duration_s=values["duration"],
-        model=values["model"],
-        microbatches=values["microbatches"],
-        nodes_of=tuple(name.strip() for name in values["nodes_of"].split(",")),
-        notice_s=-1.0 if values["notice"] is None else values["notice"],
-        physics=tuple(values["physics"]),
-    )
+        mtbf_s = mtbf_of(rate, nodes, bulk)
+        market = Market(nodes=nodes, mtbf_s=mtbf_s, bulk=bulk, repair_s=repair_s)
+    return Scenario(trace=str(trace) if trace is not None else "", market=market, **values)
 
 
 def scenarios_of(traces: Sequence[Path], options: dict[str, Any]) -> list[Scenario]:
@@ -187,8 +206,6 @@ def sweep_scenarios(
     if twice := next((name for name in names if names.count(name) > 1), None):
         remedy = "several files have this name, and tables could not tell them apart"
         raise FieldError("--trace", twice, remedy)
-    if not models:
-        raise FieldError("--model", "", "name one at least")
     markets: list[tuple[Path | None, float | PerNode | None]] = [(trace, None) for trace in traces]
     markets += [(None, rate) for rate in rates]
     return [
@@ -198,19 +215,15 @@ def sweep_scenarios(
     ]
 
 
+def write_json(out: Path | None, value: dict[str, Any]) -> None:
+    """Write a file, if one is named. Raises FieldError."""
+    if out is not None:
+        write_output(out, json.dumps(value, indent=2) + "\n")
+
+
 def write_output(out: Path, text: str) -> None:
     """Write a file. Raises FieldError."""
     try:
         out.write_text(text)
     except OSError as error:
         raise FieldError("output", str(out), f"it must be writable: {error}") from error
-
-
-def check_outputs(*paths: Path | None) -> None:
-    """Raise FieldError at the start if an output file cannot be written at the end."""
-    for path in paths:
-        if path is not None and not path.parent.is_dir():
-            remedy = f"the folder {path.parent} does not exist; make it first"
-            raise FieldError("output", str(path), remedy)
-        if path is not None and path.is_dir():
-            raise FieldError("output", str(path), "it is a folder; name a file")

@@ -13,13 +13,14 @@ and shifted in time, so that losses coincide as rarely as in the recording."""
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import fmean
 
 from elastic.domain.errors import FieldError
-from elastic_sim.replay.replay import Mean, PlanInForce, PolicyRun, mean_of, run_one
+from elastic_sim.replay.replay import Mean, PolicyRun, dollars_for, mean_of, run_one
 from elastic_sim.steps.clusters import NodeType, node_type_of
 from elastic_sim.steps.engine import SimulationResult
 from elastic_sim.steps.physics import node_lifetimes
@@ -133,7 +134,8 @@ def answer_text(best: Offer) -> str:
 def blended(trace: Trace, mix: Mix) -> Trace:
     """Trace of a mix: on-demand nodes, and `mix.spot` nodes of the trace and its shifted copies."""
     fixed = [Event(0.0, ADD, f"on-demand-{i}", ON_DEMAND) for i in range(mix.on_demand)]
-    most = _most(trace)
+    changes = (1 if event.kind == ADD else -1 for event in trace.events)
+    most = max(accumulate(changes, initial=0))
     if not most and mix.spot:
         raise FieldError("trace", trace.origin[:60], "it has no nodes; name another one")
     events: list[Event] = []
@@ -146,14 +148,6 @@ def blended(trace: Trace, mix: Mix) -> Trace:
     return Trace(tuple(rows), trace.end_s, trace.origin)
 
 
-def _most(trace: Trace) -> int:
-    n = most = 0
-    for event in trace.events:
-        n += 1 if event.kind == ADD else -1
-        most = max(most, n)
-    return most
-
-
 def _shifted(trace: Trace, copy: int) -> Trace:
     """The same market, shifted in time by a golden fraction of the trace, with wrap-around.
 
@@ -164,12 +158,8 @@ def _shifted(trace: Trace, copy: int) -> Trace:
         return trace
     late, early = window(trace, shift, trace.end_s), window(trace, 0.0, shift)
     events = [replace(e, node=f"{e.node}.{copy}") for e in late.events]
-    left: dict[str, Event] = {}
-    for event in events:
-        if event.kind == ADD:
-            left[event.node] = event
-        else:
-            del left[event.node]
+    lives = node_lifetimes(replace(late, events=tuple(events)))
+    left = {added.node: added for added, removed, _ in lives if removed is None}
     names: dict[str, str] = {}
     for event in early.events:
         if event.kind == ADD:
@@ -216,16 +206,12 @@ def offers(
         check_profile_matches(kind, world.profile)
     found = []
     for mix in options:
-        traces = {
-            one: {seed: blended(one.trace_of(seed), mix) for seed in seeds} for one in scenarios
-        }
+        cases = [(one, seed) for one in scenarios for seed in seeds]
+        traces = [blended(one.trace_of(seed), mix) for one, seed in cases]
         for policy in policies:
-            trials = {
-                one.name(): [
-                    _trial(world, kind, trace, policy, seed) for seed, trace in traces[one].items()
-                ]
-                for one in scenarios
-            }
+            trials = defaultdict[str, list[Trial]](list)
+            for (one, seed), trace in zip(cases, traces, strict=True):
+                trials[one.name()].append(_trial(world, kind, trace, policy, seed))
             found.append(_offer(world, mix, policy, trials, budget_per_h))
             progress()
     return ranked(found, budget_per_h)
@@ -235,11 +221,11 @@ def _trial(world: SimulatedWorld, kind: NodeType, trace: Trace, policy: str, see
     run = run_one(world, trace, policy, seed, keep=True)
     assert run.outcome is not None
     return Trial(
-        run=replace(run, outcome=None, seen=()),  # large
-        cost=_cost(kind, trace),
+        run=replace(run, outcome=None),  # large
+        cost=dollars_for(trace, lambda e: kind.on_demand if e.zone == ON_DEMAND else kind.spot),
         hours=trace.end_s / 3600,
         spare_s=run.outcome.account.totals()[Use.IDLE] / 1000,
-        pairs=_pairs(run.outcome, run.seen),
+        pairs=_pairs(run.outcome),
     )
 
 
@@ -257,13 +243,11 @@ def ranked(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
     return sorted(found, key=lambda o: (o.per_million_samples.value, o.dollars_per_h.value))
 
 
-def _pairs(outcome: SimulationResult, plans: Sequence[PlanInForce | None]) -> Counter[str]:
+def _pairs(outcome: SimulationResult) -> Counter[str]:
     """Milliseconds in which each pair of backup schemes was in force."""
-    made = outcome.decisions
-    ends = [*(decision.at for decision in made[1:]), outcome.ended]
     found = Counter[str]()
-    for decision, until, seen in zip(made, ends, plans, strict=True):
-        if seen is not None:
+    for decision, until in outcome.decision_spans():
+        if (seen := decision.change.in_force) is not None:
             found[f"{seen.plan.gradients}+{seen.plan.state}"] += until - decision.at
     return found
 
@@ -284,7 +268,7 @@ def _offer(
 
     tokens = world.profile.tokens_per_microbatch / world.training.microbatch
     dollars = over(lambda one: one.cost / one.hours)
-    whole = sum(sum(one.run.time.values()) for one in every) or 1.0
+    whole = sum(one.run.node_s for one in every) or 1.0
     best = world.best(mix.on_demand + mix.spot)
     full = world.samples / best.step_s if best else math.inf
     pairs = sum((one.pairs for one in every), Counter[str]())
@@ -310,14 +294,4 @@ def _offer(
             )
             for name, seeds in trials.items()
         ),
-    )
-
-
-def _cost(kind: NodeType, trace: Trace) -> float:
-    """Dollars for all nodes while they are present, each at its price."""
-    return sum(
-        (kind.on_demand if added.zone == ON_DEMAND else kind.spot)
-        * ((removed.seconds if removed else trace.end_s) - added.seconds)
-        / 3600
-        for added, removed in node_lifetimes(trace)
     )

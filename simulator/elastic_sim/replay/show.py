@@ -9,42 +9,47 @@ from typing import Any
 from elastic_sim.replay.advise import Offer
 from elastic_sim.replay.replay import Mean, PolicySummary
 from elastic_sim.steps.policies.base import PolicyDescription
+from elastic_sim.steps.scenario import Scenario
 from elastic_sim.steps.time_accounting import Use
 
-USES = tuple(use.value for use in Use)
 
-
-def as_json(trace: str, model: str, found: Sequence[PolicySummary], **more: Any) -> dict[str, Any]:
-    """{"trace", "model", "policies": {P: {"samples_per_s", "goodput", "cost", "time": {..}, ...}}}.
+def as_json(
+    scenario: Scenario, scenario_json: dict[str, Any], found: Sequence[PolicySummary]
+) -> dict[str, Any]:
+    """{"trace", "model", "scenario", "policies": {P: {"samples_per_s", "goodput", "cost", ...}}}.
 
     Figures are means over seeds; `margins` has half the widths of their 95 % intervals. Times are
     shares of all node-seconds.
     """
     return {
-        "trace": trace,
-        "model": model,
-        **more,
+        "trace": scenario.name(),
+        "model": scenario.model,
+        "scenario": scenario_json,
         "policies": {one.policy: _policy(one) for one in found},
     }
 
 
 def _policy(one: PolicySummary) -> dict[str, Any]:
-    figures = {
-        "samples_per_s": one.samples_per_s,
-        "goodput": one.goodput,
-        "cost": one.cost,
-        "cost_per_million": one.cost_per_million,
-    }
+    figures = _figures(one, "samples_per_s", "goodput", "cost", "cost_per_million")
     return {
-        **{name: finite(mean.value) for name, mean in figures.items()},
-        "margins": {name: finite(mean.margin) for name, mean in figures.items()},
+        **{name: mean["value"] for name, mean in figures.items()},
+        "margins": {name: mean["margin"] for name, mean in figures.items()},
         "time": one.time,
         "seeds": [run.seed for run in one.runs],
-        "node_s": sum(sum(run.time.values()) for run in one.runs) / len(one.runs),
+        "node_s": sum(run.node_s for run in one.runs) / len(one.runs),
     }
 
 
-def finite(value: float) -> float | None:
+def _figures(one: PolicySummary | Offer, *names: str) -> dict[str, dict[str, float | None]]:
+    """{"value", "margin"} of each `Mean` named."""
+    means: dict[str, Mean] = {name: getattr(one, name) for name in names}
+    return {
+        name: {"value": _finite(mean.value), "margin": _finite(mean.margin)}
+        for name, mean in means.items()
+    }
+
+
+def _finite(value: float) -> float | None:
     """The value, or None if it is infinite, which JSON cannot express."""
     return value if math.isfinite(value) else None
 
@@ -52,73 +57,47 @@ def finite(value: float) -> float | None:
 def table(found: Sequence[PolicySummary]) -> str:
     """One row per policy: figures with intervals, and shares of node time. No costs without
     prices."""
-    head = [
-        "policy",
-        "samples/s",
-        "goodput",
-        "cost $",
-        "$/M samples",
-        *(f"{use} %" for use in USES),
-    ]
+    shares = (f"{use} %" for use in Use)
+    head = ["policy", "samples/s", "goodput", "cost $", "$/M samples", *shares]
     rows = [
         [
             one.policy,
             str(one.samples_per_s),
-            three(one.goodput),
+            f"{one.goodput:.3f}",
             f"{one.cost.value:.0f}" if one.cost.value else "-",
             f"{one.cost_per_million.value:.4g}" if one.cost.value else "-",
-            *(f"{100 * one.time[use]:.1f}" for use in USES),
+            *(f"{100 * one.time[use]:.1f}" for use in Use),
         ]
         for one in found
     ]
     return aligned([head, *rows])
 
 
-def three(mean: Mean) -> str:
-    return f"{mean.value:.3f}" + (f" ± {mean.margin:.3f}" if mean.margin else "")
-
-
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Rows with aligned columns; the first one is left-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ([row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def policies(found: Sequence[PolicyDescription]) -> str:
     """A paragraph per policy: name, behaviour, source."""
     lines = []
     for about in found:
-        mark = "" if about.ours or about.name in ("oracle", "ceiling") else " (a model of it)"
+        mark = " (a model of it)" if about.model else ""
         lines += [f"{about.name}{mark}", f"    {about.what}", f"    {about.source}"]
     return "\n".join(lines)
 
 
 def advice(found: Sequence[Offer], budget: float) -> str:
     """The best offer in words, and all offers in a table. `found`: best first."""
-    head = [
-        "mix",
-        "policy",
-        "samples/s",
-        "goodput",
-        "$/h",
-        "$/M samples",
-        "$/M tokens",
-        "idle %",
-        "",
-    ]
+    head = "mix", "policy", "samples/s", "goodput", "$/h", "$/M samples", "$/M tokens", "idle %", ""
     rows = [
         [
             str(one.mix),
             one.policy,
             str(one.samples_per_s),
-            three(one.goodput),
+            f"{one.goodput:.3f}",
             str(one.dollars_per_h),
             str(one.per_million_samples),
             str(one.per_million_tokens),
@@ -160,19 +139,14 @@ def offers_json(found: Sequence[Offer]) -> list[dict[str, Any]]:
             "within_budget": one.within,
             "idle": one.idle,
             "by_trace": {
-                name: {"samples_per_s": rate, "per_million_tokens": finite(cost)}
+                name: {"samples_per_s": rate, "per_million_tokens": _finite(cost)}
                 for name, rate, cost in one.by_trace
             },
-            **{
-                name: {"value": finite(mean.value), "margin": finite(mean.margin)}
-                for name, mean in (
-                    ("samples_per_s", one.samples_per_s),
-                    ("goodput", one.goodput),
-                    ("dollars_per_h", one.dollars_per_h),
-                    ("per_million_samples", one.per_million_samples),
-                    ("per_million_tokens", one.per_million_tokens),
-                )
-            },
+            **_figures(one, "samples_per_s", "goodput", "dollars_per_h"),
+            **_figures(one, "per_million_samples", "per_million_tokens"),
+            "spares": one.spares,
+            "backup": one.backup,
+            "backup_share": one.backup_share,
         }
         for one in found
     ]

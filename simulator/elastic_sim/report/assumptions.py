@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -13,14 +12,12 @@ from elastic.domain.version import VERSION
 from elastic.planning.cost.catalogue import find_hardware, find_model
 from elastic_sim.report.durations import duration
 from elastic_sim.steps.physics import ClusterPhysics
-from elastic_sim.steps.policies import policy_descriptions, policy_factory
+from elastic_sim.steps.policies import policy_class
 from elastic_sim.steps.policies.base import PolicyDescription
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.steps.world import SimulatedWorld
 
 PROGRAM = f"elastic-sim {VERSION}"
-BOUNDS = ("oracle", "ceiling")
-"""Policies that bound the others; no system can follow them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +133,5 @@ def _market(scenario: Scenario) -> list[Assumption]:
 
 
 def about(policy: str) -> PolicyDescription:
-    """Return the description of a policy, even with an unlisted pair of schemes."""
-    known = next((one for one in policy_descriptions() if one.name == policy), None)
-    if known is not None:
-        return known
-    from elastic_sim.steps.policies.ours import OurPolicy
-
-    policy_factory(policy)
-    return OurPolicy.describe(policy.partition(":")[2])
-
-
-def is_model(policy: PolicyDescription) -> bool:
-    """Whether it models another system."""
-    return not policy.ours and policy.name not in BOUNDS
-
-
-def described(policies: Sequence[str]) -> list[tuple[PolicyDescription, bool]]:
-    """Return (description, whether it models another system) of policies."""
-    return [(one, is_model(one)) for one in map(about, policies)]
+    """Return the description of a policy. Raises FieldError."""
+    return policy_class(policy).about

@@ -6,16 +6,19 @@ Callers pass plain text and each function escapes it, because Plotly interprets 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from textwrap import wrap
 from typing import Any
 
 from elastic.domain.errors import needs_extra
 from elastic.planning.capacity.svg import COLOURS, NAMES, Panel, seconds
+from elastic_sim.replay.replay import ORACLE, Mean
 from elastic_sim.report.durations import axis_unit, clock, duration
+from elastic_sim.steps.policies import policy_class
 from elastic_sim.steps.time_accounting import Use
+from elastic_sim.traces.statistics import node_counts
+from elastic_sim.traces.trace import ADD, Trace
 
 with needs_extra("simulator", "An HTML page"):
     from plotly import graph_objects as go
@@ -25,7 +28,7 @@ with needs_extra("simulator", "An HTML page"):
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b3a100")
 """Colours of policies: Okabe and Ito's palette for colour-blind readers, with a darker yellow."""
 GREY = "#8c8c8c"
-"""Colour of the oracle and the ceiling."""
+"""Colour of the upper bounds."""
 LOSS = "#d55e00"
 USES = {
     Use.USEFUL: "#009e73",
@@ -63,31 +66,6 @@ TEMPLATE = go.layout.Template(
 CONFIG = {"responsive": True, "displayModeBar": False}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyThroughput:
-    """A policy in the chart over time."""
-
-    policy: str
-    colour: str
-    rates: Sequence[float]
-    """Samples per second, per window."""
-    changes: Sequence[tuple[float, str]]
-    """(seconds, reason) of each change of plan."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyCurve:
-    """A policy in the chart over failure rates."""
-
-    policy: str
-    rates_s: Sequence[float]
-    """Mean seconds between losses."""
-    goodput: Sequence[float]
-    """Percent."""
-    margin: Sequence[float]
-    """Half of the 95 % interval, in percent."""
-
-
 def library() -> str:
     """Return the source of plotly.js, which a page needs once."""
     return str(get_plotlyjs())
@@ -100,32 +78,33 @@ def html(figure: Any, name: str) -> str:
 
 def colour(policy: str, index: int) -> str:
     """Return the colour of a policy, the `index`-th of a page."""
-    return GREY if policy in ("oracle", "ceiling") else PALETTE[index % len(PALETTE)]
+    return GREY if policy_class(policy).about.bound else PALETTE[index % len(PALETTE)]
 
 
-def goodput_bars(policies: Sequence[str], values: Sequence[float], margins: Sequence[float]) -> Any:
-    """Return bars of the goodput of each policy with its 95 % interval, in percent."""
+def goodput_bars(goodputs: Mapping[str, Mean]) -> Any:
+    """Return bars of the goodput of each policy with its 95 % interval."""
+    percents = [goodput.percent for goodput in goodputs.values()]
     bar = go.Bar(
         orientation="h",
-        x=values,
-        y=_labels(policies),
-        error_x=_error(values, margins),
-        marker_color=[colour(policy, i) for i, policy in enumerate(policies)],
+        x=[percent.value for percent in percents],
+        y=_labels(goodputs),
+        error_x=_error(percents),
+        marker_color=[colour(policy, i) for i, policy in enumerate(goodputs)],
         hovertemplate="%{y}: %{x:.1f} %<extra></extra>",
     )
-    figure = _policy_bars([bar], len(policies), "goodput (% of the oracle)")
+    figure = _policy_bars([bar], len(goodputs), "goodput (% of the oracle)")
     return figure.update_xaxes(rangemode="nonnegative")
 
 
-def time_bars(policies: Sequence[str], shares: Sequence[dict[Use, float]]) -> Any:
-    """Return stacked bars of node time by use in percent, one bar per policy."""
+def time_bars(shares: Mapping[str, Mapping[str, float]]) -> Any:
+    """Return stacked bars of node time, one bar per policy. `shares`: by policy and use."""
     bars = [
         go.Bar(
             orientation="h",
             name=use.value,
-            x=[share[use] for share in shares],
-            y=_labels(policies),
-            text=[f"{share[use]:.1f} %" for share in shares],
+            x=[100 * share[use] for share in shares.values()],
+            y=_labels(shares),
+            text=[f"{100 * share[use]:.1f} %" for share in shares.values()],
             textposition="inside",
             textangle=0,
             textfont_color="black",
@@ -134,7 +113,7 @@ def time_bars(policies: Sequence[str], shares: Sequence[dict[Use, float]]) -> An
         )
         for use in Use
     ]
-    figure = _policy_bars(bars, len(policies), "share of node time (%)")
+    figure = _policy_bars(bars, len(shares), "share of node time (%)")
     return figure.update_layout(barmode="stack", xaxis_range=[0, 100])
 
 
@@ -147,48 +126,46 @@ def _policy_bars(bars: Sequence[Any], n: int, title: str) -> Any:
 
 
 def over_time(
-    end_s: float,
+    trace: Trace,
     window_s: float,
-    nodes: Sequence[tuple[float, int]],
-    losses: Sequence[tuple[float, str]],
-    rows: Sequence[PolicyThroughput],
-    behind: Sequence[float] = (),
+    rates: Mapping[str, Sequence[float]],
+    changes: Mapping[str, Sequence[tuple[float, str]]],
 ) -> Any:
     """Return charts of nodes and of each policy's throughput on one time axis.
 
-    `nodes`: (seconds, nodes from then on). `losses`: (seconds, text). `behind`: the oracle's
-    samples per second, per window, drawn grey behind the other policies.
+    `rates`: samples per second, per window; the oracle's are drawn grey behind the others.
+    `changes`: (seconds, reason) of each change of plan.
     """
-    unit, name = axis_unit(end_s)
-    titles = ["<b>nodes</b>", *(f"<b>{_label(row.policy)}</b>, samples/s" for row in rows)]
-    figure = _stacked([84, *(62 for _ in rows)], titles)
+    unit, name = axis_unit(trace.end_s)
+    titles = ["<b>nodes</b>", *(f"<b>{_label(policy)}</b>, samples/s" for policy in rates)]
+    figure = _stacked([84, *(62 for _ in rates)], titles)
+    nodes = node_counts(trace)
     tallest = max((n for _, n in nodes), default=0) or 1
+    lost: dict[float, list[str]] = {}
+    for event in trace.events:
+        if event.kind != ADD:
+            lost.setdefault(event.seconds, []).append(event.node)
+    losses = [(at, f"{' '.join(names)} lost") for at, names in lost.items()]
     figure.add_trace(_area(nodes, unit, GREY, "%{y} nodes"), row=1, col=1)
     figure.add_trace(_marks(losses, unit, 1.15 * tallest, "triangle-down", LOSS), row=1, col=1)
     figure.update_yaxes(range=[0, 1.25 * tallest], row=1, col=1)
-    most = max((rate for row in rows for rate in row.rates), default=0.0) or 1.0
-    for i, row in enumerate(rows, 2):
-        if behind and row.policy != "oracle":
-            steps = _windows(behind, window_s, end_s)
-            figure.add_trace(_area(steps, unit, GREY, "", width=0), row=i, col=1)
-        hover = f"{_label(row.policy)}: %{{y:.4g}} samples/s"
-        steps = _windows(row.rates, window_s, end_s)
-        figure.add_trace(_area(steps, unit, row.colour, hover), row=i, col=1)
-        figure.add_trace(
-            _marks(row.changes, unit, -0.12 * most, "line-ns", row.colour), row=i, col=1
-        )
-        figure.update_yaxes(range=[-0.25 * most, 1.05 * most], nticks=4, row=i, col=1)
-    figure.update_xaxes(range=[0, end_s / unit])
-    figure.update_xaxes(title=f"time ({name})", row=len(rows) + 1, col=1)
+    points = {
+        policy: [*((i * window_s, rate) for i, rate in enumerate(row)), (trace.end_s, row[-1])]
+        for policy, row in rates.items()
+    }
+    most = max((rate for row in rates.values() for rate in row), default=0.0) or 1.0
+    for i, (policy, steps) in enumerate(points.items()):
+        place = {"row": i + 2, "col": 1}
+        if ORACLE in points and policy != ORACLE:
+            figure.add_trace(_area(points[ORACLE], unit, GREY, "", width=0), **place)
+        line, hover = colour(policy, i), f"{_label(policy)}: %{{y:.4g}} samples/s"
+        figure.add_trace(_area(steps, unit, line, hover), **place)
+        marks = _marks(changes[policy], unit, -0.12 * most, "line-ns", line)
+        figure.add_trace(marks, **place)
+        figure.update_yaxes(range=[-0.25 * most, 1.05 * most], nticks=4, **place)
+    figure.update_xaxes(range=[0, trace.end_s / unit])
+    figure.update_xaxes(title=f"time ({name})", row=len(rates) + 1, col=1)
     return figure.update_layout(showlegend=False)
-
-
-def _windows(rates: Sequence[float], window_s: float, end_s: float) -> list[tuple[float, float]]:
-    """Return (seconds, rate from then on) up to the end."""
-    return [
-        *((i * window_s, rate) for i, rate in enumerate(rates)),
-        (end_s, rates[-1] if rates else 0.0),
-    ]
 
 
 def _marks(
@@ -218,10 +195,10 @@ def pipelines(panels: Sequence[Panel]) -> Any:
     shown = set[str]()
     for i, panel in enumerate(panels, 1):
         spans = [(span, panel.timeline.unit_of(span)) for span in panel.timeline.spans]
-        for kind in [
-            kind for kind in NAMES if any(span.action.kind.value == kind for span, _ in spans)
-        ]:
+        for kind in NAMES:
             mine = [(span, row) for span, row in spans if span.action.kind.value == kind]
+            if not mine:
+                continue
             bar = go.Bar(
                 orientation="h",
                 name=NAMES[kind],
@@ -255,33 +232,34 @@ def pipelines(panels: Sequence[Panel]) -> Any:
     return figure.update_layout(legend_y=1 + GAP / inner, margin_t=TOP + GAP, height=height)
 
 
-def failure_rates(curves: Sequence[PolicyCurve]) -> Any:
-    """Return curves of goodput over the mean time between losses."""
+def failure_rates(rates_s: Sequence[float], goodputs: Mapping[str, Sequence[Mean]]) -> Any:
+    """Return a curve of goodput per policy, over the mean seconds between losses."""
+    curves = {name: [one.percent for one in found] for name, found in goodputs.items()}
+    durations = [duration(rate) for rate in rates_s]
     drawn = [
         go.Scatter(
-            name=_label(curve.policy),
+            name=_label(policy),
             mode="lines+markers",
-            x=curve.rates_s,
-            y=curve.goodput,
-            error_y=_error(curve.goodput, curve.margin),
+            x=rates_s,
+            y=[percent.value for percent in curve],
+            error_y=_error(curve),
             line={
-                "color": colour(curve.policy, i),
+                "color": colour(policy, i),
                 "dash": DASHES[i // len(PALETTE) % len(DASHES)],
                 "width": 2 if i else 3,
             },
             marker={"symbol": SYMBOLS[i % len(SYMBOLS)], "size": 8},
             hovertemplate="%{fullData.name}, a loss every %{text}: %{y:.1f} %<extra></extra>",
-            text=[duration(rate) for rate in curve.rates_s],
+            text=durations,
         )
-        for i, curve in enumerate(curves)
+        for i, (policy, curve) in enumerate(curves.items())
     ]
     figure = _figure(drawn, 300, "mean time between losses", "goodput (% of the oracle)")
-    rates = sorted({rate for curve in curves for rate in curve.rates_s})
-    ticks = {"tickvals": rates, "ticktext": [duration(rate) for rate in rates]}
+    ticks = {"tickvals": rates_s, "ticktext": durations}
     figure.update_xaxes(type="log", showgrid=False, minor_ticks="", **ticks)
-    most = max([100.0, *(value for curve in curves for value in curve.goodput)])
+    most = max([100.0, *(percent.value for curve in curves.values() for percent in curve)])
     figure.update_yaxes(range=[0, 1.05 * most])
-    entry = 40 + LETTER * max((len(curve.policy) for curve in curves), default=0)
+    entry = 40 + LETTER * max(map(len, curves))
     lines = -(-len(curves) // max(1, NARROW // entry))
     figure.update_layout(showlegend=True, legend_maxheight=20 * lines + TOP)
     return figure.update_layout(
@@ -289,23 +267,20 @@ def failure_rates(curves: Sequence[PolicyCurve]) -> Any:
     )
 
 
-def heat(
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Sequence[Sequence[float]],
-    texts: Sequence[Sequence[str]],
-) -> Any:
-    """Return a heat map of goodput in percent; `texts` label the cells, the best of a row bold."""
-    marked = [
-        [
-            f"<b>{text}</b>" if value == max(line) > 0 else text
-            for value, text in zip(line, map(_text, row_texts), strict=True)
-        ]
-        for line, row_texts in zip(values, texts, strict=True)
-    ]
+def heat(rows: Sequence[str], columns: Sequence[str], goodputs: Sequence[Sequence[Mean]]) -> Any:
+    """Return a heat map of goodput in percent, the best of each row in bold."""
+    values, texts = [], []
+    for row in goodputs:
+        percents = [goodput.percent for goodput in row]
+        best = max(percent.value for percent in percents)
+        bold = [percent.value == best > 0 for percent in percents]
+        values.append([percent.value for percent in percents])
+        texts.append(
+            [f"<b>{p:.1f}</b>" if b else f"{p:.1f}" for p, b in zip(percents, bold, strict=True)]
+        )
     cells = go.Heatmap(
         z=values,
-        text=marked,
+        text=texts,
         texttemplate="%{text}",
         textfont_color="black",
         colorscale=[[0.0, "#ffffff"], [0.5, "#dceefa"], [1.0, "#56b4e9"]],
@@ -358,13 +333,13 @@ def _figure(traces: Sequence[Any], inner: int, across: str, up: str, top: int = 
     return figure.update_layout(xaxis_title=across, yaxis_title=up, margin_t=top)
 
 
-def _error(values: Sequence[float], margins: Sequence[float]) -> dict[str, Any]:
+def _error(means: Sequence[Mean]) -> dict[str, Any]:
     """Return error bars that do not reach below 0."""
     return {
-        "array": margins,
-        "arrayminus": [min(pair) for pair in zip(values, margins, strict=True)],
+        "array": [one.margin for one in means],
+        "arrayminus": [min(one.value, one.margin) for one in means],
         "symmetric": False,
-        "visible": any(margins),
+        "visible": any(one.margin for one in means),
         "thickness": 1.2,
     }
 
@@ -400,7 +375,7 @@ def _area(
     )
 
 
-def _labels(texts: Sequence[str]) -> list[str]:
+def _labels(texts: Iterable[str]) -> list[str]:
     return [_label(text) for text in texts]
 
 

@@ -13,8 +13,7 @@ def replay_command(scenario: Scenario, policies: Sequence[str], seeds: int) -> s
     words = ["elastic-sim", "replay"]
     if scenario.market is None:
         words.append(scenario.trace)
-    words += ["--model", scenario.model, "--policy", ",".join(policies), "--seeds", f"{seeds}"]
-    words += _scenario_words(scenario)
+    words += ["--model", scenario.model, *_shared_words(scenario, policies, seeds)]
     if scenario.market is not None:
         words += ["--mtbf", f"{scenario.market.mtbf_s:g}s"]
     return shlex.join(words)
@@ -29,15 +28,16 @@ def sweep_command(scenarios: Sequence[Scenario], policies: Sequence[str], seeds:
     words += [word for trace in traces for word in ("--trace", trace)]
     words += ["--mtbf", ",".join(rates)] if rates else []
     words += ["--model", ",".join(dict.fromkeys(one.model for one in scenarios))]
-    words += ["--policy", ",".join(policies), "--seeds", f"{seeds}"]
     synthetic = next((one for one in scenarios if one.market is not None), scenarios[0])
-    return shlex.join([*words, *_scenario_words(synthetic)])
+    return shlex.join([*words, *_shared_words(synthetic, policies, seeds)])
 
 
-def _scenario_words(scenario: Scenario) -> list[str]:
-    """Return options that differ from the defaults, and all options of a failure rate."""
+def _shared_words(scenario: Scenario, policies: Sequence[str], seeds: int) -> list[str]:
+    """Return policies, seeds, options that are not the defaults, and those of a failure rate."""
     default, market = Scenario(), scenario.market
     options = [
+        ("--policy", ",".join(policies), True),
+        ("--seeds", seeds, True),
         ("--microbatches", scenario.microbatches, scenario.microbatches != default.microbatches),
         ("--nodes-of", ",".join(scenario.nodes_of), scenario.nodes_of != default.nodes_of),
         ("--from", f"{scenario.first_s:g}s", bool(scenario.first_s)),

@@ -6,6 +6,7 @@ from typing import Any
 
 from elastic.domain.errors import needs_extra
 from elastic_sim.report import charts
+from elastic_sim.report.assumptions import PROGRAM
 
 with needs_extra("simulator", "An HTML page"):
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -22,7 +23,8 @@ def page(template: str, values: dict[str, Any]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template(template).render({**values, "plotly": Markup(charts.library())})
+    common = {"plotly": Markup(charts.library()), "version": PROGRAM}
+    return environment.get_template(template).render({**values, **common})
 
 
 def chart(figure: Any, name: str, label: str) -> Markup:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from elastic.domain.types import Pipeline, Plan
@@ -15,17 +16,16 @@ from elastic.planning.capacity.svg import Panel
 from elastic.planning.cost.predict import predict
 from elastic.planning.schedule.schedule import actions_of
 from elastic.planning.schedule.timeline import Timeline, simulate
-from elastic_sim.replay.replay import ORACLE, Mean, PlanInForce, PolicyRun, PolicySummary, mean_of
+from elastic_sim.replay.replay import Mean, PolicySummary, mean_of
 from elastic_sim.report import assumptions, charts
+from elastic_sim.report.assumptions import about
 from elastic_sim.report.command_line import replay_command
 from elastic_sim.report.durations import clock, duration, round_step
 from elastic_sim.report.pages import chart, page
-from elastic_sim.steps.engine import SimulationResult
+from elastic_sim.steps.engine import PlanInForce, SimulationResult
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import SimulatedWorld
-from elastic_sim.traces.statistics import node_counts
-from elastic_sim.traces.trace import ADD, Trace
 
 MAX_WINDOWS = 150
 """Windows of a throughput curve."""
@@ -37,55 +37,27 @@ NAMED_PIPELINES = 4
 """Pipelines that a title names."""
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyRow:
-    """A policy in the table."""
-
-    name: str
-    colour: str
-    ours: bool
-    model: bool
-    samples_per_s: str
-    goodput: str
-    cost: str
-    per_million: str
-    best: bool
-    changes: str
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyDecisions:
-    """Decisions of a policy in one run."""
-
-    name: str
-    colour: str
-    count: int
-    rows: tuple[tuple[str, int, str, str, str], ...]
-    """(time, nodes, plan, pause, reason)."""
-
-
-@dataclass(frozen=True, slots=True)
-class PipelinePicture:
-    """The pipelines of one plan."""
-
-    title: str
-    label: str
-    panels: tuple[Panel, ...]
-
-
 def replay_page(
     scenario: Scenario, found: Sequence[PolicySummary], policies: Sequence[str], seeds: int
 ) -> str:
     """Return the page. `found`: summaries of runs with outcomes, with the oracle if requested."""
     world = scenario.world()
     first = [one.runs[0] for one in found]
+    outcomes = {run.policy: run.outcome for run in first if run.outcome is not None}
     trace = scenario.trace_of(first[0].seed)
     window = round_step(trace.end_s, MAX_WINDOWS)
-    ours = next((run for run in first if assumptions.about(run.policy).ours), None)
-    curves = _over_time(trace, first, window)
+    ours = next((run.outcome for run in first if about(run.policy).ours), None)
+    goodput = charts.goodput_bars({one.policy: one.goodput for one in found})
+    uses = charts.time_bars({one.policy: one.time for one in found})
+    curves = charts.over_time(
+        trace,
+        window,
+        {policy: throughput(outcome, window) for policy, outcome in outcomes.items()},
+        {policy: _changes(outcome) for policy, outcome in outcomes.items()},
+    )
     pictures = [
-        (one.title, one.label, chart(charts.pipelines(one.panels), f"pipelines-{i}", one.label))
-        for i, one in enumerate(_pictures(world, ours))
+        (title, label, chart(charts.pipelines(panels), f"pipelines-{i}", label))
+        for i, (title, label, panels) in enumerate(_pictures(world, ours) if ours else ())
     ]
     return page(
         "replay.html",
@@ -93,119 +65,77 @@ def replay_page(
             "title": assumptions.title(scenario, world),
             "headline": headline(found),
             "lines": _rows(found),
-            "goodput": chart(_goodput(found), "goodput", "goodput of each policy"),
-            "uses": chart(_uses(found), "uses", "node time by use, for each policy"),
+            "goodput": chart(goodput, "goodput", "goodput of each policy"),
+            "uses": chart(uses, "uses", "node time by use, for each policy"),
             "over_time": chart(curves, "over-time", "nodes and throughput over time"),
             "seed": first[0].seed,
             "window": duration(window),
-            "choices": [_decisions(i, run) for i, run in enumerate(first)],
+            "choices": [_decisions(i, *one) for i, one in enumerate(outcomes.items())],
             "pipelines": pictures,
             "setting": assumptions.setting(scenario, world),
             "constants": assumptions.constants(world.physics),
-            "abouts": assumptions.described(policies),
+            "abouts": [about(policy) for policy in policies],
             "seeds": seeds,
             "command": replay_command(scenario, policies, seeds),
-            "version": assumptions.PROGRAM,
         },
     )
 
 
 def _real(found: Sequence[PolicySummary]) -> list[PolicySummary]:
     """Return the summaries of policies that a real system could follow."""
-    return [one for one in found if one.policy not in assumptions.BOUNDS]
+    return [one for one in found if not about(one.policy).bound]
 
 
-def _rows(found: Sequence[PolicySummary]) -> list[PolicyRow]:
+def _rows(found: Sequence[PolicySummary]) -> list[dict[str, Any]]:
+    """Return the rows of the table, as the template reads them."""
     real = _real(found)
     best = max((one.goodput.value for one in real), default=0.0)
     rows = []
     for i, one in enumerate(found):
-        about, goodput = assumptions.about(one.policy), one.goodput
         rows.append(
-            PolicyRow(
-                name=one.policy,
-                colour=charts.colour(one.policy, i),
-                ours=about.ours,
-                model=assumptions.is_model(about),
-                samples_per_s=format_mean(one.samples_per_s),
-                goodput=format_mean(Mean(100 * goodput.value, 100 * goodput.margin), 1, " %"),
-                cost=format_mean(one.cost, 0, "", "$"),
-                per_million=format_cost(one.cost_per_million),
-                best=one in real and goodput.value == best,
-                changes=f"{sum(run.changes for run in one.runs) / len(one.runs):.0f}",
-            )
+            {
+                "name": one.policy,
+                "colour": charts.colour(one.policy, i),
+                "ours": about(one.policy).ours,
+                "model": about(one.policy).model,
+                "samples_per_s": str(one.samples_per_s),
+                "goodput": f"{one.goodput.percent:.1f} %",
+                "cost": f"${one.cost:,.0f}",
+                "per_million": format_cost(one.cost_per_million),
+                "best": one in real and one.goodput.value == best,
+                "changes": f"{sum(run.changes for run in one.runs) / len(one.runs):.0f}",
+            }
         )
     return rows
 
 
-def format_mean(value: Mean, digits: int | None = None, unit: str = "", before: str = "") -> str:
-    """Format as 12.6 ± 0.3, with `digits` decimals or else four significant digits."""
+def format_cost(value: Mean) -> str:
+    """Format dollars, without cents from 100 up; "none made" if there are no samples."""
     if not math.isfinite(value.value):
         return "none made"
-    shown = f"{value.value:,.{digits}f}" if digits is not None else f"{value.value:.4g}"
-    if not value.margin:
-        return f"{before}{shown}{unit}"
-    margin = f"{value.margin:,.{digits}f}" if digits is not None else f"{value.margin:.2g}"
-    return f"{before}{shown} ± {margin}{unit}"
+    return f"${value:,.0f}" if value.value >= 100 else f"${value:,.2f}"
 
 
-def format_cost(value: Mean) -> str:
-    """Format dollars, without cents from 100 up."""
-    return format_mean(value, 0 if value.value >= 100 else 2, "", "$")
-
-
-def _goodput(found: Sequence[PolicySummary]) -> Any:
-    values = [100 * one.goodput.value for one in found]
-    margins = [100 * one.goodput.margin for one in found]
-    return charts.goodput_bars([one.policy for one in found], values, margins)
-
-
-def _uses(found: Sequence[PolicySummary]) -> Any:
-    shares = [{use: 100 * one.time[use.value] for use in Use} for one in found]
-    return charts.time_bars([one.policy for one in found], shares)
-
-
-def _over_time(trace: Trace, runs: Sequence[PolicyRun], window_s: float) -> Any:
-    """Return the chart of nodes and throughput, with losses and changes of plan."""
-    rows = [
-        charts.PolicyThroughput(
-            policy=run.policy,
-            colour=charts.colour(run.policy, i),
-            rates=throughput(_outcome(run), window_s),
-            changes=[
-                (decision.at / 1000, decision.change.reason or "another plan")
-                for decision in _outcome(run).decisions[1:]
-            ],
-        )
-        for i, run in enumerate(runs)
+def _changes(outcome: SimulationResult) -> list[tuple[float, str]]:
+    """Return (seconds, reason) of each change of plan."""
+    return [
+        (decision.at / 1000, decision.change.reason or "another plan")
+        for decision in outcome.decisions[1:]
     ]
-    oracle = next((row.rates for row in rows if row.policy == ORACLE), ())
-    losses: dict[float, list[str]] = {}
-    for event in trace.events:
-        if event.kind != ADD:
-            losses.setdefault(event.seconds, []).append(event.node)
-    marks = [(at, f"{' '.join(names)} lost") for at, names in losses.items()]
-    return charts.over_time(trace.end_s, window_s, node_counts(trace), marks, rows, oracle)
 
 
-def _outcome(run: PolicyRun) -> SimulationResult:
-    assert run.outcome is not None, "replay(..., keep=True)"
-    return run.outcome
-
-
-def _decisions(index: int, run: PolicyRun) -> PolicyDecisions:
-    decisions = _outcome(run).decisions
+def _decisions(index: int, policy: str, outcome: SimulationResult) -> dict[str, Any]:
+    """Return the decisions of a policy, as the template reads them."""
     rows = []
-    for decision in decisions[:MAX_DECISIONS]:
+    for decision in outcome.decisions[:MAX_DECISIONS]:
         change = decision.change
-        pauses = [f"{use.value} {ms / 1000:.1f} s" for use, ms in change.pauses]
-        pause = ", ".join(pauses)
+        pause = ", ".join(f"{use.value} {ms / 1000:.1f} s" for use, ms in change.pauses)
         if change.back_to >= 0:
             pause += "; " * bool(pause) + f"back to step {change.back_to}"
         plan = change.setup.text if change.setup is not None else "nothing runs"
         rows.append((clock(decision.at / 1000), decision.nodes, plan, pause, change.reason))
-    colour = charts.colour(run.policy, index)
-    return PolicyDecisions(run.policy, colour, len(decisions), tuple(rows))
+    colour = charts.colour(policy, index)
+    return {"name": policy, "colour": colour, "count": len(outcome.decisions), "rows": rows}
 
 
 def headline(found: Sequence[PolicySummary]) -> str:
@@ -213,7 +143,7 @@ def headline(found: Sequence[PolicySummary]) -> str:
     real = _real(found)
     if not real:
         return f"The {found[0].policy} makes {found[0].samples_per_s.value:.4g} samples/s."
-    ours = [one for one in real if assumptions.about(one.policy).ours]
+    ours = [one for one in real if about(one.policy).ours]
     first = max(ours or real, key=lambda one: one.goodput.value)
     name = "Our policy" if ours else f"Our model of {first.policy}"
     text = (
@@ -228,7 +158,7 @@ def headline(found: Sequence[PolicySummary]) -> str:
 
 def _comparison(first: PolicySummary, other: PolicySummary) -> str:
     """Compare samples in pairs of the same seed, without claims that the seeds do not allow."""
-    model = assumptions.is_model(assumptions.about(other.policy))
+    model = about(other.policy).model
     name = f"our model of {other.policy}" if model else other.policy
     if not all(run.samples for run in other.runs):
         return f"{name}, the next best, makes none in some runs"
@@ -259,18 +189,17 @@ def throughput(outcome: SimulationResult, window_s: float) -> list[float]:
     width = window_s * 1000
     n = max(1, -(-outcome.ended // round(width)))
     found = [0.0] * n
-    starts = [decision.at for decision in outcome.decisions]
-    for span in outcome.account.spans:
-        if span.use is not Use.USEFUL:
+    useful = [span for span in outcome.account.spans if span.use is Use.USEFUL]
+    ends = [span.ended for span in useful]
+    for decision, until in outcome.decision_spans():
+        setup = decision.change.setup
+        if setup is None:
             continue
-        index = bisect_right(starts, span.began) - 1
-        at = span.began
-        while at < span.ended:
-            until = min(span.ended, starts[index + 1] if index + 1 < len(starts) else span.ended)
-            setup = outcome.decisions[index].change.setup if index >= 0 else None
-            if setup is not None and until > at:
-                _spread(found, at, until, setup.samples / setup.step_ms, width)
-            at, index = max(at, until), index + 1
+        for span in useful[bisect_right(ends, decision.at) :]:
+            if span.began >= until:
+                break
+            per_ms = setup.samples / setup.step_ms
+            _spread(found, max(span.began, decision.at), min(span.ended, until), per_ms, width)
     lengths = [min(width, outcome.ended - i * width) for i in range(n)]
     both = zip(found, lengths, strict=True)
     return [samples / length * 1000 if length > 0 else 0.0 for samples, length in both]
@@ -285,37 +214,34 @@ def _spread(found: list[float], at: float, until: float, per_ms: float, width: f
         at = edge
 
 
-def _pictures(world: SimulatedWorld, run: PolicyRun | None) -> list[PipelinePicture]:
-    """Return pictures of our first plan and of the longest-lived one."""
-    if run is None or run.outcome is None:
-        return []
-    decisions = run.outcome.decisions
-    ends = [*(decision.at for decision in decisions[1:]), run.outcome.ended]
-    lasted: dict[str, int] = {}
-    first: dict[str, PlanInForce] = {}
-    for decision, seen, end in zip(decisions, run.seen, ends, strict=True):
-        if seen is not None and decision.change.setup is not None:
-            text = decision.change.setup.text
-            lasted[text] = lasted.get(text, 0) + end - decision.at
-            first.setdefault(text, seen)
+def _pictures(
+    world: SimulatedWorld, outcome: SimulationResult
+) -> list[tuple[str, str, tuple[Panel, ...]]]:
+    """Return (title, label, panels) of our first plan and of the longest-lived one."""
+    lasted, first = Counter[str](), dict[str, PlanInForce]()
+    for decision, end in outcome.decision_spans():
+        setup, seen = decision.change.setup, decision.change.in_force
+        if setup is not None and seen is not None:
+            lasted[setup.text] += end - decision.at
+            first.setdefault(setup.text, seen)
     if not lasted:
         return []
-    start, longest = next(iter(lasted)), max(lasted, key=lambda text: lasted[text])
-    share = f"({lasted[longest] / max(1, run.outcome.ended):.0%} of the time)"
+    start, ((longest, ms),) = next(iter(lasted)), lasted.most_common(1)
+    share = f"({ms / max(1, outcome.ended):.0%} of the time)"
     if start == longest:
         titles = {start: f"First plan, and the longest-lived one {share}"}
     else:
         titles = {start: "First plan", longest: f"Longest-lived plan {share}"}
-    return [_picture(world, title, text, first[text]) for text, title in titles.items()]
+    return [(title, *_picture(world, text, first[text])) for text, title in titles.items()]
 
 
-def _picture(world: SimulatedWorld, title: str, text: str, seen: PlanInForce) -> PipelinePicture:
+def _picture(world: SimulatedWorld, text: str, seen: PlanInForce) -> tuple[str, tuple[Panel, ...]]:
     found = plan_report(seen.plan, world.profile, seen.nodes, samples=world.training.microbatch)
     label = (
         f"{len(seen.plan.nodes())} nodes, pipelines of depth {text}; the planner expects a step of "
         f"{found.step_s:.4g} s, bubbles {found.bubble:.1%} of it"
     )
-    return PipelinePicture(title, label, tuple(_panels(world, seen, found.pipelines)))
+    return label, tuple(_panels(world, seen, found.pipelines))
 
 
 def _panels(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 from elastic_sim.report import charts
 from elastic_sim.report.pages import chart, page
-from elastic_sim.steps.physics import node_lifetimes
-from elastic_sim.traces.statistics import node_counts, statistics
+from elastic_sim.traces.statistics import lifetimes, node_counts, statistics
 from elastic_sim.traces.trace import ADD, Trace
 
 
@@ -41,16 +39,13 @@ def trace_page(trace: Trace, name: str) -> str:
             "origin": trace.origin,
             "table": table,
             "plots": plots,
-            "version": f"elastic-sim {version('elastic-runtime')}",
         },
     )
 
 
 def _lifetimes(trace: Trace) -> Any:
     """Return the chart of the share of lost nodes that lived longer."""
-    ended = sorted(
-        gone.seconds - came.seconds for came, gone in node_lifetimes(trace) if gone is not None
-    )
+    ended = sorted(lifetimes(trace)[0])
     rows = [
         (0.0, 100.0),
         *((length, 100.0 * (1 - (i + 1) / len(ended))) for i, length in enumerate(ended)),

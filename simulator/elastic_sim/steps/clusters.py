@@ -16,18 +16,18 @@ LATENCY_S = 50e-6
 """Latency between nodes of a cloud (assumed)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class NodeType:
     """A kind of machine that can be rented."""
 
     name: str
     device: str
     """Name in `elastic.planning.cost.catalogue`."""
-    devices: int = 1
+    devices: int
     """All devices of a node form one unit (tensor parallelism)."""
     link_bytes_per_s: float
     """Bandwidth between nodes, all devices of a node together."""
-    inside_bytes_per_s: float = 0.0
+    inside_bytes_per_s: float
     """Bandwidth between devices of a node; 0: a node has only one."""
     on_demand: float
     """Dollars per hour."""
@@ -46,7 +46,7 @@ class NodeType:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TrainingSetup:
     """A model with its batch."""
 
@@ -68,70 +68,45 @@ _LLAMA = (
     "micro-batch of one sequence"
 )
 JOBS = (
-    TrainingSetup(model="bert-large", samples=8192, microbatch=32, source=_ARTIFACT),
-    TrainingSetup(model="gpt2", samples=1024, microbatch=8, source=_ARTIFACT),
-    TrainingSetup(model="gpt3-medium", samples=819, microbatch=7, source=_ARTIFACT),
-    TrainingSetup(model="gpt3-2.7b", samples=512, microbatch=4, source=_ARTIFACT),
-    TrainingSetup(model="gpt3-6.7b", samples=1024, microbatch=4, source=_ARTIFACT),
-    TrainingSetup(
-        model="llama3-8b", samples=512, microbatch=1, source="4M tokens per step (assumed)"
-    ),
-    TrainingSetup(model="llama3-70b", samples=2048, microbatch=1, source=_LLAMA),
-    TrainingSetup(model="llama3-405b", samples=2048, microbatch=1, source=_LLAMA),
+    TrainingSetup("bert-large", 8192, 32, _ARTIFACT),
+    TrainingSetup("gpt2", 1024, 8, _ARTIFACT),
+    TrainingSetup("gpt3-medium", 819, 7, _ARTIFACT),
+    TrainingSetup("gpt3-2.7b", 512, 4, _ARTIFACT),
+    TrainingSetup("gpt3-6.7b", 1024, 4, _ARTIFACT),
+    TrainingSetup("llama3-8b", 512, 1, "4M tokens per step (assumed)"),
+    TrainingSetup("llama3-70b", 2048, 1, _LLAMA),
+    TrainingSetup("llama3-405b", 2048, 1, _LLAMA),
 )
 
 _AWS = "AWS list price, us-east-1; network bandwidth of the instance type; spot taken as 35 % of it"
 
 
-def _node(
-    name: str,
-    device: str,
-    devices: int,
-    gbit_per_s: float,
-    inside_bytes_per_s: float,
-    on_demand: float,
-    spot: float,
-    source: str,
-) -> NodeType:
-    return NodeType(
-        name=name,
-        device=device,
-        devices=devices,
-        link_bytes_per_s=gbit_per_s * 1e9 / 8,
-        inside_bytes_per_s=inside_bytes_per_s,
-        on_demand=on_demand,
-        spot=spot,
-        source=source,
-    )
-
-
 NODE_TYPES = (
-    _node("p3.2xlarge", "V100", 1, 10, 0.0, 3.06, 0.91,
-          "AWS; spot as in Oobleck's artifact; 'up to 10 Gbit/s'"),
-    _node("g4dn.xlarge", "T4", 1, 25, 0.0, 0.526, 0.158, "AWS; spot at 30 %; 'up to 25 Gbit/s'"),
-    _node("a40", "A40", 1, 10, 0.0, 3.06, 0.91,
-          "one device per node and prices as in Oobleck's artifact; the link as p3.2xlarge's"),
-    _node("g6e.12xlarge", "L40S", 4, 100, 25e9, 10.49, 3.67, _AWS),
-    _node("p4d.24xlarge", "A100-40", 8, 400, 300e9, 32.77, 11.47, _AWS),
-    _node("p4de.24xlarge", "A100-80", 8, 400, 300e9, 40.97, 14.34, _AWS),
-    _node("p5.48xlarge", "H100", 8, 3200, 450e9, 98.32, 34.41, _AWS),
+    NodeType("p3.2xlarge", "V100", 1, 1.25e9, 0.0, 3.06, 0.91,
+             "AWS; spot as in Oobleck's artifact; 'up to 10 Gbit/s'"),
+    NodeType("g4dn.xlarge", "T4", 1, 3.125e9, 0.0, 0.526, 0.158,
+             "AWS; spot at 30 %; 'up to 25 Gbit/s'"),
+    NodeType("a40", "A40", 1, 1.25e9, 0.0, 3.06, 0.91,
+             "one device per node and prices as in Oobleck's artifact; the link as p3.2xlarge's"),
+    NodeType("g6e.12xlarge", "L40S", 4, 12.5e9, 25e9, 10.49, 3.67, _AWS),
+    NodeType("p4d.24xlarge", "A100-40", 8, 50e9, 300e9, 32.77, 11.47, _AWS),
+    NodeType("p4de.24xlarge", "A100-80", 8, 50e9, 300e9, 40.97, 14.34, _AWS),
+    NodeType("p5.48xlarge", "H100", 8, 400e9, 450e9, 98.32, 34.41, _AWS),
 )  # fmt: skip
 
 
 def training_of(model: str) -> TrainingSetup:
     """The job of a model by name. Raises FieldError."""
-    found = next((job for job in JOBS if job.model == model), None)
-    if found is None:
-        remedy = f"one of {', '.join(job.model for job in JOBS)}; or the file of a measured profile"
-        raise FieldError("--model", model, remedy)
-    return found
+    for job in JOBS:
+        if job.model == model:
+            return job
+    remedy = f"one of {', '.join(job.model for job in JOBS)}; or the file of a measured profile"
+    raise FieldError("--model", model, remedy)
 
 
 def node_type_of(name: str) -> NodeType:
     """A node type by name. Raises FieldError."""
-    found = next((kind for kind in NODE_TYPES if kind.name == name), None)
-    if found is None:
-        raise FieldError(
-            "--nodes-of", name, f"one of {', '.join(kind.name for kind in NODE_TYPES)}"
-        )
-    return found
+    for kind in NODE_TYPES:
+        if kind.name == name:
+            return kind
+    raise FieldError("--nodes-of", name, f"one of {', '.join(kind.name for kind in NODE_TYPES)}")

@@ -9,10 +9,11 @@ therefore give the same result."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from elastic.domain.types import NodeInfo, Plan
 from elastic_sim.steps.time_accounting import TimeAccount, Use
 from elastic_sim.traces.trace import ADD, Event, Trace
 
@@ -35,6 +36,14 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanInForce:
+    """A plan and the nodes that were present when it was made."""
+
+    plan: Plan
+    nodes: tuple[NodeInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Reconfiguration:
     """Answer of a policy to an event."""
 
@@ -49,6 +58,8 @@ class Reconfiguration:
     reason: str = ""
     keep_pauses: bool = False
     """Finish the pauses of the previous reconfiguration first."""
+    in_force: PlanInForce | None = None
+    """Plan of the setup, for reports; None for rivals."""
 
 
 @dataclass(slots=True)
@@ -70,11 +81,11 @@ class JobView:
     setup: Setup | None = None
     paused: bool = False
     """Whether pauses of the last reconfiguration remain."""
+    timers: list[tuple[int, str]] = field(default_factory=list)
+    """(milliseconds from now, name) of each timer that the policy requested."""
 
-    @property
-    def fraction(self) -> float:
-        """Finished share of the running step."""
-        return self.progress_ms / self.length_ms
+    def set_timer(self, after_s: float, name: str) -> None:
+        self.timers.append((round(after_s * 1000), name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +98,31 @@ class Slowdown:
     factor: float
 
 
-class ElasticPolicy(Protocol):
+class ElasticPolicy:
     """Behaviour of a training system. An answer of None leaves everything as it is."""
 
-    @property
-    def name(self) -> str: ...
-
-    def on_start(self, job: JobView) -> Reconfiguration: ...
+    def on_start(self, job: JobView) -> Reconfiguration:
+        raise NotImplementedError
 
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
     ) -> Reconfiguration | None:
         """Nodes joined or were lost; `job.alive` is the state after that."""
+        raise NotImplementedError
 
     def on_notice(self, job: JobView, leaving: Sequence[Event]) -> Reconfiguration | None:
         """Nodes got notice that they will leave at `Event.seconds`."""
+        return None
 
     def on_speed_change(self, job: JobView) -> Reconfiguration | None:
         """A node became slow or recovered (`job.slow`)."""
+        return None
 
-    def on_step_end(self, job: JobView) -> Reconfiguration | None: ...
+    def on_step_end(self, job: JobView) -> Reconfiguration | None:
+        return None
 
-    def on_timer(self, job: JobView, name: str) -> Reconfiguration | None: ...
-
-    def take_timers(self) -> list[tuple[int, str]]:
-        """(milliseconds from now, name) of the timers requested since the last call."""
+    def on_timer(self, job: JobView, name: str) -> Reconfiguration | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +138,25 @@ class DecisionRecord:
 class SimulationResult:
     """Result of one simulation."""
 
-    policy: str
     ended: int
     """Milliseconds."""
     steps: int
     samples: int
     account: TimeAccount
     decisions: tuple[DecisionRecord, ...]
-    progress: tuple[tuple[int, int], ...]
-    """(milliseconds, samples so far) at every reconfiguration; a rollback lowers the samples."""
 
     @property
     def samples_per_s(self) -> float:
         return self.samples / self.ended * 1000 if self.ended else 0.0
 
+    def decision_spans(self) -> Iterator[tuple[DecisionRecord, int]]:
+        """(decision, milliseconds of the next one or of the end), in order."""
+        ends = [*(decision.at for decision in self.decisions[1:]), self.ended]
+        return zip(self.decisions, ends, strict=True)
+
 
 class Simulation:
-    """One policy on one trace. `observe` is called with every reconfiguration."""
+    """One policy on one trace."""
 
     def __init__(
         self,
@@ -151,10 +164,8 @@ class Simulation:
         policy: ElasticPolicy,
         noise: StepNoise | None = None,
         slowdowns: Sequence[Slowdown] = (),
-        observe: Callable[[Reconfiguration], None] | None = None,
     ) -> None:
-        self._trace, self._policy, self._observe = trace, policy, observe
-        self._noise, self._slowdowns = noise, slowdowns
+        self._trace, self._policy, self._noise, self._slowdowns = trace, policy, noise, slowdowns
         self._job, self._account = JobView(), TimeAccount()
         self._pauses: list[tuple[Use, int]] = []
         self._steps_begun = 0
@@ -168,7 +179,6 @@ class Simulation:
         """(time, priority, counter, kind of event, argument)."""
         self._counter = 0
         self._decisions: list[DecisionRecord] = []
-        self._progress: list[tuple[int, int]] = []
 
     def run(self) -> SimulationResult:
         end = round(self._trace.end_s * 1000)
@@ -180,15 +190,8 @@ class Simulation:
             self._advance(at)
             self._reconfigure(self._dispatch(kind, argument))
         self._advance(end)
-        self._record_progress()
         return SimulationResult(
-            self._policy.name,
-            end,
-            self._job.steps,
-            self._samples,
-            self._account,
-            tuple(self._decisions),
-            tuple(self._progress),
+            end, self._job.steps, self._samples, self._account, tuple(self._decisions)
         )
 
     def _fill_queue(self) -> None:
@@ -308,11 +311,9 @@ class Simulation:
             self._pauses = [*before, *(pause for pause in change.pauses if pause[1] > 0)]
             job.setup, job.paused = change.setup, bool(self._pauses)
             self._decisions.append(DecisionRecord(job.now, len(job.alive), change))
-            self._record_progress()
-            if self._observe is not None:
-                self._observe(change)
-        for after, name in self._policy.take_timers():
+        for after, name in job.timers:
             self._push(job.now + after, 2, "timer", name)
+        job.timers.clear()
 
     def _roll_back(self, steps: int) -> None:
         job = self._job
@@ -328,6 +329,3 @@ class Simulation:
     def _push(self, at: int, priority: int, kind: str, argument: Any) -> None:
         self._counter += 1
         heapq.heappush(self._queue, (at, priority, self._counter, kind, argument))
-
-    def _record_progress(self) -> None:
-        self._progress.append((self._job.now, self._samples))

@@ -19,6 +19,8 @@ from elastic_sim.traces.trace import ADD, Event, Trace
 
 NOISE_STEPS = 4096
 """Number of noise factors that are drawn; longer runs repeat them."""
+Lifetime = tuple[Event, Event | None, float]
+"""(add event, remove event or None, seconds until which the node is present) of a node."""
 MAX_NOISE = 3.0
 """With this value, one step in twenty takes 360 times its duration, or a 360th of it."""
 
@@ -124,8 +126,8 @@ def draw_slowdowns(physics: ClusterPhysics, trace: Trace, seed: int) -> list[Slo
         return []
     rng = random.Random(f"{seed} stragglers")
     found = []
-    for event, removal in node_lifetimes(trace):
-        at, until = event.seconds, removal.seconds if removal else trace.end_s
+    for event, _, until in node_lifetimes(trace):
+        at = event.seconds
         while True:
             at += rng.expovariate(physics.stragglers_per_node_h / 3600)
             ends = at + rng.expovariate(1 / physics.straggler_s)
@@ -137,59 +139,43 @@ def draw_slowdowns(physics: ClusterPhysics, trace: Trace, seed: int) -> list[Slo
     return found
 
 
-def node_lifetimes(trace: Trace) -> list[tuple[Event, Event | None]]:
-    """(add event, remove event or None) of every node, in the order in which nodes were added."""
-    found: dict[int, tuple[Event, Event | None]] = {}
+def node_lifetimes(trace: Trace) -> list[Lifetime]:
+    """The lifetimes of all nodes, in the order in which they were added."""
+    found: list[Lifetime] = []
     present: dict[str, int] = {}
-    for number, event in enumerate(trace.events):
+    for event in trace.events:
         if event.kind == ADD:
-            present[event.node] = number
-            found[number] = event, None
+            present[event.node] = len(found)
+            found.append((event, None, trace.end_s))
         else:
-            added = present.pop(event.node)
-            found[added] = found[added][0], event
-    return list(found.values())
-
-
-def spread_losses(trace: Trace, physics: ClusterPhysics, seed: int) -> Trace:
-    """The trace with the losses of one moment spread over the time before it."""
-    rng = random.Random(f"{seed} spread")
-    lifetimes = []
-    for event, removal in node_lifetimes(trace):
-        until = removal.seconds if removal else trace.end_s
-        if removal and physics.spread_s:
-            until = max(event.seconds, until - rng.uniform(0.0, physics.spread_s))
-        lifetimes.append((event, removal, event.seconds, until))
-    return _from_lifetimes(trace, lifetimes)
+            number = present.pop(event.node)
+            found[number] = found[number][0], event, event.seconds
+    return found
 
 
 def usable_trace(trace: Trace, physics: ClusterPhysics, seed: int) -> Trace:
-    """The trace that a job sees: losses are spread, and new nodes appear once they have booted."""
-    lifetimes = []
-    for event, removal in node_lifetimes(spread_losses(trace, physics, seed)):
+    """The trace that a job sees: new nodes appear once they have booted.
+
+    The losses of one moment are spread over the time before it. Nodes that are present for no time
+    are left out.
+    """
+    rng = random.Random(f"{seed} spread")
+    events: list[Event] = []
+    for event, removal, until in node_lifetimes(trace):
         begin = event.seconds + (physics.boot_s if event.seconds > 0 else 0.0)
-        lifetimes.append((event, removal, begin, removal.seconds if removal else trace.end_s))
-    return _from_lifetimes(trace, lifetimes)
-
-
-def _from_lifetimes(
-    trace: Trace, lifetimes: Sequence[tuple[Event, Event | None, float, float]]
-) -> Trace:
-    """A trace from (add, remove, from, until), without nodes that are present for no time."""
-    rows: list[tuple[float, Event]] = []
-    for event, removal, begin, until in lifetimes:
-        if begin >= until:
-            continue
-        rows.append((begin, replace(event, seconds=begin)))
         if removal:
-            rows.append((until, replace(removal, seconds=until)))
-    rows.sort(key=lambda row: (row[0], row[1].kind == ADD))
-    return Trace(tuple(event for _, event in rows), trace.end_s, trace.origin)
+            until = max(event.seconds, until - rng.uniform(0.0, physics.spread_s))
+        if begin < until:
+            events.append(replace(event, seconds=begin))
+            if removal:
+                events.append(replace(removal, seconds=until))
+    events.sort(key=lambda event: (event.seconds, event.kind == ADD))
+    return replace(trace, events=tuple(events))
 
 
 def node_ms(trace: Trace) -> int:
     """Node-milliseconds of all nodes while they are present, rounded as the engine rounds."""
     return sum(
-        round(1000 * (removal.seconds if removal else trace.end_s)) - round(1000 * event.seconds)
-        for event, removal in node_lifetimes(trace)
+        round(1000 * until) - round(1000 * event.seconds)
+        for event, _, until in node_lifetimes(trace)
     )

@@ -22,8 +22,8 @@ Both planners use the 1F1B schedule. Our cost model, which they do not have, mak
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
@@ -32,8 +32,6 @@ from math import inf
 from elastic.domain.types import NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.cost.profile import Profile
 
-StepSeconds = Callable[[Plan], float]
-"""Step time of a plan under the cost model that compares all plans."""
 MIN_PIPELINES = 2
 """Oobleck's f + 1."""
 MAX_PRICED = 4
@@ -59,41 +57,25 @@ class PipelineTemplate:
         return 4 * self.depth / self.seconds
 
 
-@dataclass(frozen=True, eq=False)
 class EqualNodes:
     """Equal nodes with one unit each. Lists are prefix sums over layers."""
 
-    profile: Profile
-    microbatches: int
-    memory_bytes: float
-    """Memory of one worker."""
-    time: dict[bool, list[float]] = field(init=False)
-    """Forward and backward seconds, by whether activations are recomputed."""
-    fixed: list[float] = field(init=False)
-    """Bytes of parameters, optimizer state and gradients."""
-    activation: list[float] = field(init=False)
-    """Bytes of activations per micro-batch."""
-    widest: float = field(init=False)
-    """Bytes of the largest output of a layer."""
-
-    def __post_init__(self) -> None:
-        times, layers, tp = self.profile.devices[0].layers, self.profile.layers, self.profile.tp
-        sums = {
-            recompute: list(
-                accumulate(
-                    (t.forward_s * (2 if recompute else 1) + t.backward_s for t in times),
-                    initial=0.0,
-                )
-            )
-            for recompute in (False, True)
-        }
-        held = [-(-(la.param_bytes + la.state_bytes + la.gradient_bytes) // tp) for la in layers]
-        object.__setattr__(self, "time", sums)
-        object.__setattr__(self, "fixed", list(accumulate(held, initial=0)))
-        object.__setattr__(
-            self, "activation", list(accumulate((la.activation_bytes for la in layers), initial=0))
-        )
-        object.__setattr__(self, "widest", max((la.output_bytes for la in layers[:-1]), default=0))
+    def __init__(self, profile: Profile, microbatches: int, memory_bytes: float) -> None:
+        self.profile, self.microbatches = profile, microbatches
+        self.memory_bytes = memory_bytes
+        """Memory of one worker."""
+        times, layers, tp = profile.devices[0].layers, profile.layers, profile.tp
+        keeping = (t.forward_s + t.backward_s for t in times)
+        recomputing = (t.forward_s * 2 + t.backward_s for t in times)
+        self.time = {False: _prefix_sums(keeping), True: _prefix_sums(recomputing)}
+        """Forward and backward seconds, by whether activations are recomputed."""
+        held = (-(-(la.param_bytes + la.state_bytes + la.gradient_bytes) // tp) for la in layers)
+        self.fixed = _prefix_sums(held)
+        """Bytes of parameters, optimizer state and gradients."""
+        self.activation = _prefix_sums(la.activation_bytes for la in layers)
+        """Bytes of activations per micro-batch."""
+        self.widest = max((la.output_bytes for la in layers[:-1]), default=0)
+        """Bytes of the largest output of a layer."""
 
     @property
     def n_layers(self) -> int:
@@ -119,43 +101,36 @@ class EqualNodes:
         )
 
 
-def plan_oobleck(
-    cluster: EqualNodes, nodes: Sequence[NodeInfo], seconds: StepSeconds
-) -> Plan | None:
-    """The best plan of Oobleck's templates, or None if no plan fits."""
-    return _best(cluster, nodes, seconds, _template_sets(cluster, len(nodes)))
+def _prefix_sums(values: Iterable[float]) -> list[float]:
+    return list(accumulate(values, initial=0))
 
 
-def plan_varuna(
-    cluster: EqualNodes, nodes: Sequence[NodeInfo], seconds: StepSeconds
-) -> Plan | None:
-    """The best grid of equal pipelines, Varuna's (P, D), or None if none fits."""
-    return _best(cluster, nodes, seconds, _grids(cluster, len(nodes)))
+def plan_oobleck(cluster: EqualNodes, nodes: Sequence[NodeInfo]) -> list[Plan]:
+    """Plans of Oobleck's templates; the fastest under the cost model is Oobleck's choice."""
+    return _candidates(cluster, nodes, _template_sets(cluster, len(nodes)))
 
 
-def plan_grid(cluster: EqualNodes, nodes: Sequence[NodeInfo], depth: int) -> Plan | None:
-    """As many equal pipelines of this depth as fit, or None.
+def plan_varuna(cluster: EqualNodes, nodes: Sequence[NodeInfo]) -> list[Plan]:
+    """Grids of equal pipelines; the fastest under the cost model is Varuna's (P, D)."""
+    return _candidates(cluster, nodes, _grids(cluster, len(nodes)))
+
+
+def plan_grid(cluster: EqualNodes, nodes: Sequence[NodeInfo], depth: int) -> list[Plan]:
+    """A plan of as many equal pipelines of this depth as fit; empty if none fits.
 
     Activations are recomputed only if memory requires it.
     """
-    found = list(_grids(cluster, len(nodes), depth))
-    if not found:
-        return None
-    shape = min(found, key=lambda made: made[0].seconds)
-    return _plan(cluster, nodes, shape, _split_microbatches(cluster, shape))
+    shapes = sorted(_grids(cluster, len(nodes), depth), key=lambda made: made[0].seconds)
+    return _candidates(cluster, nodes, shapes[:1])
 
 
-def _best(
-    cluster: EqualNodes,
-    nodes: Sequence[NodeInfo],
-    seconds: StepSeconds,
-    shapes: Iterable[list[PipelineTemplate]],
-) -> Plan | None:
-    """The fastest plan of the `MAX_PRICED` shapes that are best by the closed form."""
+def _candidates(
+    cluster: EqualNodes, nodes: Sequence[NodeInfo], shapes: Iterable[list[PipelineTemplate]]
+) -> list[Plan]:
+    """Plans of the `MAX_PRICED` shapes that are best by the closed form, the best first."""
     options = [(shape, _split_microbatches(cluster, shape)) for shape in shapes]
     options.sort(key=lambda option: _closed_form_s(cluster, *option))
-    plans = (_plan(cluster, nodes, *option) for option in options[:MAX_PRICED])
-    return min(plans, key=seconds, default=None)
+    return [_plan(cluster, nodes, *option) for option in options[:MAX_PRICED]]
 
 
 def _closed_form_s(
@@ -218,14 +193,13 @@ def _rate_table(cluster: EqualNodes, nodes: int) -> RateTable:
     }
     table: RateTable = [[(0.0, 0)] * (nodes + 1)]
     for pipelines in range(1, min(nodes, cluster.microbatches) + 1):
-        row = []
+        before, row = table[-1], []
         for n in range(nodes + 1):
-            before = table[-1]
-            options = [
+            options = (
                 (before[n - size][0] + rate, size)
                 for size, rate in rates.items()
                 if size <= n and (before[n - size][0] > 0 or (pipelines == 1 and size == n))
-            ]
+            )
             row.append(max(options, default=(0.0, 0)))
         table.append(row)
     return table
@@ -267,10 +241,8 @@ def _cut(cluster: EqualNodes, depth: int, recompute: bool) -> PipelineTemplate |
     for limit in sorted(spans):
         if time[-1] + (3 * depth + 1) * limit >= best_s:
             break
-        ends, begins = (
-            _ends(cluster, depth, recompute, limit),
-            _begins(cluster, depth, recompute, limit),
-        )
+        ends = _ends(cluster, depth, recompute, limit)
+        begins = _begins(cluster, depth, recompute, limit)
         for k in range(depth):
             for a, b in reversed(spans[limit]):
                 total = time[-1] + (3 * depth + k) * limit + time[-1] - time[a]
@@ -287,21 +259,14 @@ def _cut(cluster: EqualNodes, depth: int, recompute: bool) -> PipelineTemplate |
 
 def _ends(cluster: EqualNodes, depth: int, recompute: bool, limit: float) -> list[int]:
     """[s]: the last layer that the first s stages can reach; -1: impossible."""
-    found, n = [0], cluster.n_layers
+    found, time = [0], cluster.time[recompute]
     for s in range(depth):
-        far, ahead = found[-1], min(depth - s, cluster.microbatches)
-        end = _reach(cluster, far, ahead, recompute, limit) if far >= 0 else -1
-        found.append(end if end > s else -1)
-        assert end <= n
+        first, ahead = found[-1], min(depth - s, cluster.microbatches)
+        last = bisect_right(time, time[first] + limit + 1e-12) - 1 if first >= 0 else -1
+        while last > first and cluster.needs(first, last, ahead, recompute) > cluster.memory_bytes:
+            last -= 1
+        found.append(last if last > s else -1)
     return found
-
-
-def _reach(cluster: EqualNodes, first: int, ahead: int, recompute: bool, limit: float) -> int:
-    time = cluster.time[recompute]
-    last = bisect_right(time, time[first] + limit + 1e-12) - 1
-    while last > first and cluster.needs(first, last, ahead, recompute) > cluster.memory_bytes:
-        last -= 1
-    return last
 
 
 def _begins(cluster: EqualNodes, depth: int, recompute: bool, limit: float) -> list[int]:

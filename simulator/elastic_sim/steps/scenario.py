@@ -1,12 +1,8 @@
-"""A scenario: a trace or a failure rate, a model, and a kind of cluster.
-
-It converts to JSON and back, so that it can be sent to other processes and compared.
-"""
+"""A scenario: a trace or a failure rate, a model, and a kind of cluster."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -85,25 +81,6 @@ class Scenario:
         """The simulated world, cached because its plans are expensive. Raises FieldError."""
         return _world(self.model, self.microbatches, self.nodes_of, self.physics)
 
-    def dumps(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-def parse_scenario(text: str) -> Scenario:
-    """The scenario that `Scenario.dumps` wrote. Raises FieldError."""
-    try:
-        values: dict[str, Any] = json.loads(text)
-        market = values.pop("market")
-        if market is not None:
-            market["bulk"] = tuple((int(n), float(w)) for n, w in market["bulk"])
-            market["zones"] = tuple(market["zones"])
-            market = Market(**market)
-        for name in ("nodes_of", "physics"):
-            values[name] = tuple(values[name])
-        return Scenario(market=market, **values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise FieldError("scenario", text[:80], f"as Scenario.dumps writes it: {error}") from error
-
 
 @lru_cache(maxsize=8)
 def _read(path: str) -> Trace:
@@ -170,6 +147,7 @@ def _measured(
         device=device,
         devices=profile.tp,
         link_bytes_per_s=profile.link.bytes_per_s * profile.tp,
+        inside_bytes_per_s=0.0,
         on_demand=0.0,
         spot=0.0,
         source=str(path),
@@ -178,9 +156,7 @@ def _measured(
         known = node_type_of(nodes_of[0])
         check_profile_matches(known, profile)
         kind = replace(kind, name=known.name, on_demand=known.on_demand, spot=known.spot)
-    training = TrainingSetup(
-        model=profile.model, samples=microbatches, microbatch=1, source=str(path)
-    )
+    training = TrainingSetup(profile.model, samples=microbatches, microbatch=1, source=str(path))
     return SimulatedWorld(training, (kind,), settings, profile)
 
 

@@ -100,8 +100,3 @@ class TimeAccount:
             for use, amount in span.shares():
                 found[use] += amount
         return found
-
-    @property
-    def node_ms(self) -> int:
-        """Node-milliseconds of all nodes present."""
-        return sum(span.alive * (span.ended - span.began) for span in self.spans)

@@ -7,7 +7,7 @@ plan, ours or a rival's. Plans are cached, because a trace visits the same numbe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from elastic.domain.errors import FieldError, InfeasiblePlan
 from elastic.domain.types import JobSpec, NodeInfo, Plan
@@ -42,8 +42,11 @@ class PricedPlan:
     depth: int
     """Stages of the deepest pipeline."""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.pipelines, self.depth
 
-@dataclass(eq=False)
+
 class SimulatedWorld:
     """A job, its node types and its physics.
 
@@ -51,46 +54,46 @@ class SimulatedWorld:
     sizes and rates.
     """
 
-    training: TrainingSetup
-    types: tuple[NodeType, ...]
-    physics: ClusterPhysics = field(default_factory=ClusterPhysics)
-    profile: Profile = None  # type: ignore[assignment]
-    spec: JobSpec = field(init=False)
-    state_bytes: int = field(init=False)
-    """Parameters and optimizer state of the whole model."""
-    _cluster: EqualNodes = field(init=False)
-    _plans: dict[tuple[str, int, int], PricedPlan | None] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        first = self.types[0]
-        if any(kind.devices != first.devices for kind in self.types):
-            counts = ", ".join(f"{kind.name}: {kind.devices}" for kind in self.types)
+    def __init__(
+        self,
+        training: TrainingSetup,
+        types: tuple[NodeType, ...],
+        physics: ClusterPhysics,
+        profile: Profile | None = None,
+    ) -> None:
+        if any(kind.devices != types[0].devices for kind in types):
+            counts = ", ".join(f"{kind.name}: {kind.devices}" for kind in types)
             remedy = "node types of one job need the same number of devices"
             raise FieldError("--nodes-of", counts, remedy)
-        if self.profile is None:
-            profile = published_profile(
-                self.training.model,
-                [kind.device for kind in self.types],
-                microbatch=self.training.microbatch,
-                tp=first.devices,
-                inside=first.inside,
-                link=min((kind.link for kind in self.types), key=lambda link: link.bytes_per_s),
-            )
-            self.profile = replace(
-                profile,
-                contention=ASSUMED_CONTENTION,
-                copy_bytes_per_s=self.physics.exposed_copy_bytes_per_s,
-            )
+        self.training, self.types, self.physics = training, types, physics
+        self.profile = profile or self._published_profile()
         self.spec = JobSpec(
             layers=self.profile.layers,
-            n_microbatches=self.training.microbatches,
+            n_microbatches=training.microbatches,
             n_steps=ENDLESS_STEPS,
             tp=self.profile.tp,
             tokens_per_microbatch=self.profile.tokens_per_microbatch,
         )
         self.state_bytes = sum(la.param_bytes + la.state_bytes for la in self.profile.layers)
+        """Parameters and optimizer state of the whole model."""
         memory = self.profile.devices[0].memory_bytes or 1 << 60
         self._cluster = EqualNodes(self.profile, self.spec.n_microbatches, memory)
+        self._plans: dict[tuple[object, ...], PricedPlan | None] = {}
+
+    def _published_profile(self) -> Profile:
+        profile = published_profile(
+            self.training.model,
+            [kind.device for kind in self.types],
+            microbatch=self.training.microbatch,
+            tp=self.types[0].devices,
+            inside=self.types[0].inside,
+            link=min((kind.link for kind in self.types), key=lambda link: link.bytes_per_s),
+        )
+        return replace(
+            profile,
+            contention=ASSUMED_CONTENTION,
+            copy_bytes_per_s=self.physics.exposed_copy_bytes_per_s,
+        )
 
     # ---- sizes ----
 
@@ -160,54 +163,39 @@ class SimulatedWorld:
 
     def best(self, nodes: int) -> PricedPlan | None:
         """The fastest plan of all planners for `nodes` equal nodes."""
-        known = (self._ours(nodes), self.varuna(nodes), self.oobleck(nodes))
-        found = (plan for plan in known if plan is not None)
+        ours = self._fastest(self._plan_ours, nodes)
+        found = (plan for plan in (ours, self.varuna(nodes), self.oobleck(nodes)) if plan)
         return min(found, key=lambda plan: plan.step_s, default=None)
 
     def varuna(self, nodes: int) -> PricedPlan | None:
         """The best grid of equal pipelines: the plan of Varuna's planner."""
-        return self._cached("varuna", nodes, 0, lambda infos: self._rival(plan_varuna, infos))
+        return self._fastest(plan_varuna, nodes)
 
     def oobleck(self, nodes: int) -> PricedPlan | None:
         """The best pipelines from Oobleck's templates."""
-        return self._cached("oobleck", nodes, 0, lambda infos: self._rival(plan_oobleck, infos))
+        return self._fastest(plan_oobleck, nodes)
 
     def grid(self, nodes: int, depth: int) -> PricedPlan | None:
         """As many equal pipelines of one depth as fit."""
-        return self._cached(
-            "grid", nodes, depth, lambda infos: plan_grid(self._cluster, infos, depth)
+        return self._fastest(plan_grid, nodes, depth)
+
+    def _plan_ours(self, cluster: EqualNodes, nodes: tuple[NodeInfo, ...]) -> list[Plan]:
+        request = PlanRequest(
+            spec=self.spec, nodes=nodes, epoch=1, profile=cluster.profile, backup="none+none"
         )
+        try:
+            return [make_plan(request)]
+        except InfeasiblePlan:
+            return []
 
-    def _ours(self, nodes: int) -> PricedPlan | None:
-        def find(infos: tuple[NodeInfo, ...]) -> Plan | None:
-            try:
-                return make_plan(
-                    PlanRequest(
-                        spec=self.spec,
-                        nodes=infos,
-                        epoch=1,
-                        profile=self.profile,
-                        backup="none+none",
-                    )
-                )
-            except InfeasiblePlan:
-                return None
-
-        return self._cached("ours", nodes, 0, find)
-
-    def _rival(self, planner: Callable[..., Plan | None], infos: Sequence[NodeInfo]) -> Plan | None:
-        return planner(self._cluster, infos, lambda plan: self.running(plan, infos).step_s)
-
-    def _cached(
-        self,
-        planner: str,
-        nodes: int,
-        depth: int,
-        find: Callable[[tuple[NodeInfo, ...]], Plan | None],
+    def _fastest(
+        self, planner: Callable[..., list[Plan]], nodes: int, *more: int
     ) -> PricedPlan | None:
-        key = (planner, nodes, depth)
+        """The fastest of a planner's plans for `nodes` equal nodes, cached."""
+        key = (planner, nodes, *more)
         if key not in self._plans:
             infos = self.equal_nodes(nodes)
-            plan = find(infos) if nodes > 0 else None
-            self._plans[key] = self.running(plan, infos) if plan is not None else None
+            plans = planner(self._cluster, infos, *more) if nodes > 0 else []
+            priced = (self.running(plan, infos) for plan in plans)
+            self._plans[key] = min(priced, key=lambda plan: plan.step_s, default=None)
         return self._plans[key]

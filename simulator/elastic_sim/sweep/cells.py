@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import traceback
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.domain.version import VERSION
@@ -56,8 +57,9 @@ class SweepCell:
 
     def run(self) -> Result:
         """Simulate the cell. Raises FieldError."""
-        world = self.scenario.world()
-        return _result(run_one(world, self.scenario.trace_of(self.seed), self.policy, self.seed))
+        trace = self.scenario.trace_of(self.seed)
+        run = run_one(self.scenario.world(), trace, self.policy, self.seed)
+        return {name: getattr(run, name) for name in FIGURES}
 
 
 def attempt(cell: SweepCell) -> Result | str:
@@ -70,6 +72,11 @@ def attempt(cell: SweepCell) -> Result | str:
         return traceback.format_exc()
 
 
+def died(cell: SweepCell) -> CellFailed:
+    """The error of a cell whose processes died too often."""
+    return CellFailed(f"{cell}: {MAX_DEATHS} processes died while they ran it")
+
+
 def result_or_raise(cell: SweepCell, found: Result | str) -> Result:
     """Return the result of `attempt`. Raises CellFailed."""
     if isinstance(found, str):
@@ -77,15 +84,13 @@ def result_or_raise(cell: SweepCell, found: Result | str) -> Result:
     return found
 
 
-class Backend(Protocol):
-    """Runs cells and yields each result when it is ready, in any order. Raises CellFailed."""
-
-    def __call__(self, cells: Sequence[SweepCell]) -> Generator[tuple[SweepCell, Result]]: ...
+Backend = Callable[[Sequence[SweepCell]], Generator[tuple[SweepCell, Result]]]
+"""Runs cells and yields each result when it is ready, in any order. Raises CellFailed."""
 
 
 def scenario_json(scenario: Scenario) -> dict[str, Any]:
     """Return a scenario as JSON, with names and SHA-256 of its files. Raises FieldError."""
-    found: dict[str, Any] = json.loads(scenario.dumps())
+    found = asdict(scenario)
     for name, path in scenario.files().items():
         found[name], found[f"{name}_sha256"] = Path(path).name, _sha256(path)
     return found
@@ -105,12 +110,8 @@ def cells_of(scenarios: Iterable[Scenario], policies: Sequence[str], seeds: int)
     Cells with the same plans are neighbours.
     """
     named = tuple(dict.fromkeys((ORACLE, *policies)))
-    found = [
-        SweepCell(scenario, p, seed)
-        for scenario in scenarios
-        for seed in range(seeds)
-        for p in named
-    ]
+    combinations = product(scenarios, range(seeds), named)
+    found = (SweepCell(scenario, policy, seed) for scenario, seed, policy in combinations)
     unique = {cell.key: cell for cell in found}
     return sorted(unique.values(), key=lambda cell: plan_key(cell.scenario))
 
@@ -127,19 +128,8 @@ def check_cells(cells: Sequence[SweepCell]) -> None:
         scenario.trace_of(0)
 
 
-def _result(run: PolicyRun) -> Result:
-    return {
-        "samples": run.samples,
-        "samples_per_s": run.samples_per_s,
-        "cost": run.cost,
-        "time": run.time,
-        "changes": run.changes,
-        "node_s": sum(run.time.values()),
-    }
-
-
 def run_of(cell: SweepCell, result: Result) -> PolicyRun:
-    """Return the run of a cell, without goodput. Raises ValueError for a malformed result."""
+    """Return the run that gave a result. Raises ValueError for a malformed result."""
     if set(result) != set(FIGURES) or set(result["time"]) != {use.value for use in Use}:
         raise ValueError(f"figures of a cell are {', '.join(FIGURES)}")
     return PolicyRun(
@@ -147,7 +137,6 @@ def run_of(cell: SweepCell, result: Result) -> PolicyRun:
         seed=cell.seed,
         samples=int(result["samples"]),
         samples_per_s=float(result["samples_per_s"]),
-        goodput=0.0,
         cost=float(result["cost"]),
         time={use.value: float(result["time"][use.value]) for use in Use},
         changes=int(result["changes"]),

@@ -13,14 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import wait as readable
 
-from elastic_sim.sweep.cells import (
-    MAX_DEATHS,
-    CellFailed,
-    Result,
-    SweepCell,
-    attempt,
-    result_or_raise,
-)
+from elastic_sim.sweep.cells import MAX_DEATHS, Result, SweepCell, attempt, died, result_or_raise
 
 
 def run_locally(cells: Sequence[SweepCell], workers: int) -> Generator[tuple[SweepCell, Result]]:
@@ -41,9 +34,7 @@ def run_locally(cells: Sequence[SweepCell], workers: int) -> Generator[tuple[Swe
             for cell in list(running.values()) or [waiting[0]]:
                 deaths[cell] += 1
                 if deaths[cell] >= MAX_DEATHS:
-                    raise CellFailed(
-                        f"{cell}: {MAX_DEATHS} processes died while they ran it"
-                    ) from None
+                    raise died(cell) from None
             waiting.extendleft(reversed(running.values()))
         finally:
             for process in set(multiprocessing.active_children()) - before:

@@ -11,9 +11,9 @@ import os
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import exceptions
@@ -23,11 +23,11 @@ from elastic.domain.errors import FieldError
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep.cells import (
     MAX_DEATHS,
-    Backend,
     CellFailed,
     Result,
     SweepCell,
     attempt,
+    died,
     plan_key,
     result_or_raise,
 )
@@ -41,13 +41,11 @@ Files = Mapping[str, bytes]
 """Contents by path, for machines of the cluster."""
 
 
-def on_ray(address: str) -> Backend:
-    """Return a backend on the cluster at an address, or LOCAL."""
-    return partial(_connected, address=address)
+def run_on_ray(cells: Sequence[SweepCell], address: str) -> Generator[tuple[SweepCell, Result]]:
+    """Run cells on the cluster at `address`, or LOCAL. Raises CellFailed.
 
-
-def _connected(cells: Sequence[SweepCell], address: str) -> Generator[tuple[SweepCell, Result]]:
-    """Raise FieldError if there is no cluster, and CellFailed."""
+    Raises FieldError if there is no cluster.
+    """
     ours = Path(__file__).resolve().parents[2]
     runtime = Path(version.__file__).resolve().parents[2]
     sources = dict.fromkeys((str(ours), str(runtime)))
@@ -82,9 +80,7 @@ def _run(cells: Sequence[SweepCell]) -> Iterator[tuple[SweepCell, Result]]:
             found = ray.get(done)
         except DIED as error:
             if len(batch) == 1:
-                raise CellFailed(
-                    f"{batch[0]}: {MAX_DEATHS} processes died while they ran it"
-                ) from error
+                raise died(batch[0]) from error
             running |= {task.remote([cell], files): [cell] for cell in batch}
             continue
         except exceptions.RayError as error:
@@ -122,7 +118,7 @@ def read_files(cells: Sequence[SweepCell]) -> Files:
 
 def with_local_files(scenario: Scenario, files: Files) -> Scenario:
     """Return the scenario with copies of its files on this machine, in folders named by content."""
-    copies = {}
+    copies: dict[str, Any] = {}
     for name, path in scenario.files().items():
         folder = Path(tempfile.gettempdir(), f"elastic-sim-{os.getuid()}")
         folder /= hashlib.sha256(files[path]).hexdigest()
@@ -133,8 +129,4 @@ def with_local_files(scenario: Scenario, files: Files) -> Scenario:
             fresh.write_bytes(files[path])
             fresh.replace(copy)
         copies[name] = str(copy)
-    return replace(
-        scenario,
-        trace=copies.get("trace", scenario.trace),
-        model=copies.get("model", scenario.model),
-    )
+    return replace(scenario, **copies)

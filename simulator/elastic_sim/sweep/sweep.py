@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import IO, Any
 
 from elastic.domain.errors import FieldError
 from elastic_sim.replay import show
-from elastic_sim.replay.replay import ORACLE, PolicySummary, summarize, with_goodput
+from elastic_sim.replay.replay import ORACLE, PolicyRun, PolicySummary, summarize
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep.cells import Backend, Result, SweepCell, run_of, scenario_json
 
@@ -34,9 +35,7 @@ class CellLog:
 
     def add(self, cell: SweepCell, result: Result) -> None:
         """Append a result; it is on disk when this returns."""
-        line = json.dumps(
-            {"key": cell.key, "cell": cell.definition(), "result": result}, sort_keys=True
-        )
+        line = json.dumps(_line(cell, result), sort_keys=True)
         self.file.write(line.encode() + b"\n")
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -82,6 +81,10 @@ def open_log(out: Path, cells: Sequence[SweepCell]) -> Iterator[CellLog]:
         if torn:
             file.truncate(file.tell() - len(torn))
         yield CellLog(file, done)
+
+
+def _line(cell: SweepCell, result: Result) -> dict[str, Any]:
+    return {"key": cell.key, "cell": cell.definition(), "result": result}
 
 
 def _read(path: Path, lines: Sequence[bytes], cells: Mapping[str, SweepCell]) -> dict[str, Result]:
@@ -147,16 +150,12 @@ def _rows(cells: Sequence[SweepCell], done: Mapping[str, Result]) -> list[SweepR
     found = []
     scenarios = dict.fromkeys(cell.scenario for cell in cells)
     for scenario in sorted(scenarios, key=_sort_key):
-        runs: dict[str, dict[int, Any]] = {}
-        for cell in cells:
+        runs = defaultdict[str, list[PolicyRun]](list)
+        for cell in sorted(cells, key=lambda cell: cell.seed):
             if cell.scenario == scenario:
-                runs.setdefault(cell.policy, {})[cell.seed] = run_of(cell, done[cell.key])
-        oracles = runs[ORACLE]
-        summaries = [
-            summarize([with_goodput(run, oracles[seed]) for seed, run in sorted(by_seed.items())])
-            for by_seed in runs.values()
-        ]
-        found.append(SweepRow(scenario, tuple(summaries)))
+                runs[cell.policy].append(run_of(cell, done[cell.key]))
+        summaries = tuple(summarize(by_seed, runs[ORACLE]) for by_seed in runs.values())
+        found.append(SweepRow(scenario, summaries))
     return found
 
 
@@ -171,20 +170,11 @@ def _summary_text(
     """Return JSON of the scenarios, as `replay --json` writes them, and of the cells."""
     summary_json = {
         "cells": sorted(
-            (
-                {"key": cell.key, "cell": cell.definition(), "result": done[cell.key]}
-                for cell in cells
-            ),
+            (_line(cell, done[cell.key]) for cell in cells),
             key=lambda line: json.dumps(line["cell"], sort_keys=True),
         ),
         "scenarios": [
-            show.as_json(
-                row.scenario.name(),
-                row.scenario.model,
-                row.found,
-                scenario=scenario_json(row.scenario),
-            )
-            for row in rows
+            show.as_json(row.scenario, scenario_json(row.scenario), row.found) for row in rows
         ],
     }
     return json.dumps(summary_json, indent=1, sort_keys=True) + "\n"
@@ -214,7 +204,7 @@ def table(rows: Sequence[SweepRow]) -> str:
         [
             f"{row.scenario.model}, {row.scenario.name()}",
             str(row.of(ORACLE).samples_per_s),
-            *(show.three(row.of(name).goodput) for name in names),
+            *(f"{row.of(name).goodput:.3f}" for name in names),
         ]
         for row in rows
     ]

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_sim.replay.replay import ORACLE, Mean, PolicySummary
+from elastic_sim.replay.replay import ORACLE, PolicySummary
 from elastic_sim.report import assumptions, charts
+from elastic_sim.report.assumptions import about
 from elastic_sim.report.durations import duration
 from elastic_sim.report.pages import chart, page
-from elastic_sim.report.replay_page import format_cost, format_mean, lead
+from elastic_sim.report.replay_page import format_cost, lead
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.sweep.sweep import SweepRow, policies_of
 
@@ -30,10 +31,14 @@ def sweep_page(rows: Sequence[SweepRow], seeds: int, command: str) -> str:
         for i, (model, figure) in enumerate(_failure_rates(rows, names))
     ]
     labels = [_label(row.scenario) for row in rows]
-    oracles = [format_mean(row.of(ORACLE).samples_per_s) for row in rows]
+    oracles = [str(row.of(ORACLE).samples_per_s) for row in rows]
     costs = [[_cost(row.of(name)) for name in names] for row in rows]
     settings = [assumptions.setting(row.scenario, row.scenario.world()) for row in rows]
-    heat = chart(_heat(rows, names), "goodput", "goodput by scenario and policy") if names else ""
+    heat: Any = ""
+    if names:
+        goodputs = [[row.of(name).goodput for name in names] for row in rows]
+        figure = charts.heat(labels, names, goodputs)
+        heat = chart(figure, "goodput", "goodput by scenario and policy")
     return page(
         "sweep.html",
         {
@@ -45,10 +50,9 @@ def sweep_page(rows: Sequence[SweepRow], seeds: int, command: str) -> str:
             "costs": list(zip(labels, oracles, costs, strict=True)),
             "settings": list(zip(labels, settings, strict=True)),
             "constants": assumptions.constants(rows[0].scenario.world().physics),
-            "abouts": assumptions.described([*names, ORACLE]),
+            "abouts": [about(name) for name in (*names, ORACLE)],
             "seeds": seeds,
             "command": command,
-            "version": assumptions.PROGRAM,
         },
     )
 
@@ -67,8 +71,8 @@ def _label(scenario: Scenario) -> str:
 def _headline(rows: Sequence[SweepRow]) -> str:
     """Return in how many scenarios our policy is ahead of all others, and in how many behind."""
     names = [one.policy for one in rows[0].found]
-    ours = next((name for name in names if assumptions.about(name).ours), None)
-    others = [name for name in names if assumptions.is_model(assumptions.about(name))]
+    ours = next((name for name in names if about(name).ours), None)
+    others = [name for name in names if about(name).model]
     if ours is None or not others:
         return "Goodput of each policy, as a share of what the oracle makes with the same nodes."
     won = lost = 0
@@ -92,45 +96,19 @@ def _headline(rows: Sequence[SweepRow]) -> str:
 
 def _failure_rates(rows: Sequence[SweepRow], names: Sequence[str]) -> list[tuple[str, Any]]:
     """Return (model, figure) for each model with failure rates."""
-    groups: dict[str, list[SweepRow]] = {}
+    groups: dict[str, dict[float, SweepRow]] = {}
     for row in rows:
         if row.scenario.market is not None and names:
-            groups.setdefault(row.scenario.model, []).append(row)
-    return [
-        (
-            Path(model).name if "/" in model else model,
-            charts.failure_rates([_curve(name, group) for name in names]),
-        )
-        for model, group in groups.items()
-    ]
-
-
-def _curve(name: str, rows: Sequence[SweepRow]) -> charts.PolicyCurve:
-    markets = [row.scenario.market for row in rows]
-    found = [row.of(name).goodput for row in rows]
-    return charts.PolicyCurve(
-        policy=name,
-        rates_s=[market.mtbf_s for market in markets if market is not None],
-        goodput=[100 * one.value for one in found],
-        margin=[100 * one.margin for one in found],
-    )
-
-
-def _heat(rows: Sequence[SweepRow], names: Sequence[str]) -> Any:
-    found = [[row.of(name).goodput for name in names] for row in rows]
-    return charts.heat(
-        [_label(row.scenario) for row in rows],
-        names,
-        [[100 * one.value for one in line] for line in found],
-        [[_percent(one) for one in line] for line in found],
-    )
+            groups.setdefault(row.scenario.model, {})[row.scenario.market.mtbf_s] = row
+    found = []
+    for model, by_rate in groups.items():
+        goodputs = {name: [row.of(name).goodput for row in by_rate.values()] for name in names}
+        figure = charts.failure_rates(list(by_rate), goodputs)
+        found.append((Path(model).name if "/" in model else model, figure))
+    return found
 
 
 def _cost(one: PolicySummary) -> str:
     if math.isfinite(one.cost_per_million.value):
         return format_cost(one.cost_per_million)
     return "none made in some runs" if any(run.samples for run in one.runs) else "none made"
-
-
-def _percent(value: Mean) -> str:
-    return f"{100 * value.value:.1f}" + (f" ± {100 * value.margin:.1f}" if value.margin else "")

@@ -11,6 +11,7 @@ from typing import Any
 from elastic_sim.microbatches.meter import MicrobatchResult
 from elastic_sim.microbatches.physics import MicrobatchPhysics
 from elastic_sim.microbatches.world import MicrobatchJob, simulate
+from elastic_sim.steps.time_accounting import TimeAccount
 from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 
 from elastic.core.protocol.fault_spec import FaultSpec, parse_fault
@@ -138,6 +139,11 @@ def config(job: MicrobatchJob, known: Profile, faults: tuple[FaultSpec, ...]) ->
         "heartbeat_s": job.heartbeat_s,
         "lease_s": job.lease_s,
     }
+
+
+def present_ms(account: TimeAccount) -> int:
+    """Return the node-milliseconds of all nodes present."""
+    return sum(span.alive * (span.ended - span.began) for span in account.spans)
 
 
 def node_ms(of: Trace) -> int:

@@ -23,6 +23,7 @@ from tests.simulator.microbatches.sample_runs import (
     came,
     dumped,
     lost,
+    present_ms,
     profile,
     random_trace,
     samples_once,
@@ -157,7 +158,7 @@ def test_an_unrecoverable_loss_ends_the_job_with_a_reason() -> None:
 def test_without_enough_nodes_the_job_waits() -> None:
     outcome = simulate(steady(2, 30.0), profile(), replace(JOB, min_nodes=3), EXACT)
     assert outcome.phase == "waiting" and not outcome.steps and outcome.samples_per_s == 0
-    assert outcome.account.totals()[Use.IDLE] == outcome.account.node_ms == 60_000
+    assert outcome.account.totals()[Use.IDLE] == present_ms(outcome.account) == 60_000
 
 
 @settings(max_examples=15, deadline=None)
@@ -168,7 +169,7 @@ def test_any_pair_survives_any_trace_or_says_why_not(seed: int, pair: str, every
     job = replace(JOB, backup=pair, checkpoint_every=every, steps=30)
     outcome = simulate(trace, profile(), job, MicrobatchPhysics(), seed)
     samples_once(outcome)
-    assert sum(outcome.account.totals().values()) == outcome.account.node_ms
+    assert sum(outcome.account.totals().values()) == present_ms(outcome.account)
     spans = outcome.account.spans
     assert all(a.ended == b.began for a, b in itertools.pairwise(spans))
     if outcome.phase == "failed":

@@ -9,7 +9,7 @@ from elastic_sim.replay.replay import Mean
 from elastic_sim.report import assumptions
 from elastic_sim.report.command_line import replay_command
 from elastic_sim.report.durations import axis_unit, clock, duration, round_step
-from elastic_sim.report.replay_page import MAX_WINDOWS, format_mean
+from elastic_sim.report.replay_page import MAX_WINDOWS, format_cost
 from elastic_sim.steps.physics import ClusterPhysics
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.traces.generate import Market
@@ -43,24 +43,16 @@ def test_every_constant_has_its_source() -> None:
 
 def test_policies_say_what_they_are() -> None:
     assert assumptions.about("ours:stream:2+snapshot").ours
-    assert assumptions.is_model(assumptions.about("varuna")) and not assumptions.is_model(
-        assumptions.about("ceiling")
-    )
+    assert assumptions.about("varuna").model and not assumptions.about("ceiling").model
     with pytest.raises(FieldError, match="--policy"):
         assumptions.about("absent")
 
 
-@pytest.mark.parametrize(
-    ("value", "digits", "wanted"),
-    [
-        (Mean(12.5), None, "12.5"),
-        (Mean(12.5, 0.25), None, "12.5 ± 0.25"),
-        (Mean(1234.5, 20.0), 0, "$1,234 ± 20"),
-        (Mean(float("inf")), 0, "none made"),
-    ],
-)
-def test_means_print(value: Mean, digits: int | None, wanted: str) -> None:
-    assert format_mean(value, digits, "", "$" if digits == 0 else "") == wanted
+def test_means_print() -> None:
+    assert [str(Mean(12.5)), f"{Mean(12.5, 0.25)}"] == ["12.5", "12.5 ± 0.25"]
+    assert f"{Mean(0.12345, 0.002).percent:.1f}" == "12.3 ± 0.2"
+    costs = [Mean(1234.5, 20.0), Mean(12.5), Mean(float("inf"))]
+    assert [format_cost(cost) for cost in costs] == ["$1,234 ± 20", "$12.50", "none made"]
 
 
 def test_durations_are_round() -> None:

@@ -12,10 +12,10 @@ from elastic_sim.steps.engine import SimulationResult
 from elastic_sim.steps.physics import (
     ClusterPhysics,
     physics_from_settings,
-    spread_losses,
     usable_trace,
 )
-from elastic_sim.steps.policies import policy_descriptions, policy_factories, policy_factory
+from elastic_sim.steps.policies import ORACLES, RIVALS, policy_class, policy_classes
+from elastic_sim.steps.policies.ours import SCHEMES
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import SimulatedWorld
 from elastic_sim.traces.generate import Market, generate
@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.domain.errors import FieldError
-from tests.simulator.microbatches.sample_runs import node_ms
+from tests.simulator.microbatches.sample_runs import node_ms, present_ms
 
 QUIET = ClusterPhysics(boot_s=0.0, noise=0.0)
 RANDOM = (
@@ -93,10 +93,12 @@ def test_nothing_is_counted_twice(
     found = outcome(first)
     totals = found.account.totals()
     assert (
-        sum(totals.values()) == found.account.node_ms == node_ms(usable_trace(made, physics, seed))
+        sum(totals.values())
+        == present_ms(found.account)
+        == node_ms(usable_trace(made, physics, seed))
     )
-    paid = node_ms(spread_losses(made, physics, seed))
-    assert round(1000 * sum(first.time.values())) == paid >= found.account.node_ms
+    paid = node_ms(usable_trace(made, replace(physics, boot_s=0.0), seed))
+    assert round(1000 * sum(first.time.values())) == paid >= present_ms(found.account)
     assert all(amount >= 0 for amount in totals.values())
     assert found.account.spans == outcome(again).account.spans
     assert (found.samples, found.decisions) == (outcome(again).samples, outcome(again).decisions)
@@ -112,7 +114,7 @@ def test_no_policy_beats_the_oracle_by_more_than_a_step(seed: int, mtbf_s: float
     market = Market(nodes=6, mtbf_s=mtbf_s, repair_s=200.0, bulk=((1, 3), (2, 1)))
     made = generate(market, 1800.0, seed)
     best = run("oracle", made).samples
-    for policy in policy_factories():
+    for policy in policy_classes():
         if policy != "ceiling":
             assert run(policy, made).samples <= best * 1.005 + world().samples, policy
     assert run("ceiling", made).samples >= best - world().samples
@@ -335,15 +337,15 @@ def test_cost_includes_booting_nodes() -> None:
 
 
 def test_every_policy_names_its_source() -> None:
-    names = [about.name for about in policy_descriptions()]
-    assert names == list(policy_factories()) and len(set(names)) == len(names)
-    assert all(len(about.source) > 20 and about.what for about in policy_descriptions())
+    found = policy_classes()
+    assert len(found) == len(SCHEMES) + len(RIVALS) + len(ORACLES), "no name twice"
+    assert all(len(kind.about.source) > 20 and kind.about.what for kind in found.values())
 
 
 @pytest.mark.parametrize("name", ["nobody", "ours:", "ours:stream", "ours:stream+nothing", ""])
 def test_unknown_policies_are_refused(name: str) -> None:
     with pytest.raises(FieldError):
-        policy_factory(name)
+        policy_class(name)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def cluster() -> Iterator[Any]:
 
 def test_a_cluster_gives_the_same_though_workers_are_killed(cluster: Any, tmp_path: Path) -> None:
     """One that had done a cell of its batch, and one three times over: its batch is taken apart."""
-    from elastic_sim.sweep.ray_backend import batches, on_ray
+    from elastic_sim.sweep.ray_backend import batches, run_on_ray
 
     trace = tmp_path / "trace.csv"
     trace.write_text(format_trace(generate(MARKET, 1800.0, 5)))
@@ -64,7 +65,7 @@ def test_a_cluster_gives_the_same_though_workers_are_killed(cluster: Any, tmp_pa
     doomed = {first[1]: (once, 1), second[-1]: (often, MAX_DEATHS)}
     told = [deadly(cell, *doomed[cell]) if cell in doomed else cell for cell in cells]
     out, wanted = tmp_path / "ray", tmp_path / "here"
-    sweep.run(out, told, on_ray(cluster.address))
+    sweep.run(out, told, partial(run_on_ray, address=cluster.address))
     assert (once.read_text(), often.read_text()) == ("x", "x" * MAX_DEATHS)
     sweep.run(wanted, cells, here)
     assert (out / sweep.SUMMARY_FILE).read_bytes() == (wanted / sweep.SUMMARY_FILE).read_bytes()
@@ -95,11 +96,11 @@ def test_the_command(cluster: Any, tmp_path: Path) -> None:
 
 def test_an_error_in_a_cell_names_it(cluster: Any, tmp_path: Path) -> None:
     from elastic_sim.sweep.cells import CellFailed
-    from elastic_sim.sweep.ray_backend import on_ray
+    from elastic_sim.sweep.ray_backend import run_on_ray
 
     cell = SweepCell(Scenario(market=MARKET, duration_s=600.0, model="gpt2"), "absent", 0)
     with pytest.raises(CellFailed, match=r"absent, gpt2, mtbf 300 s, seed 0: --policy"):
-        sweep.run(tmp_path, [cell], on_ray(cluster.address))
+        sweep.run(tmp_path, [cell], partial(run_on_ray, address=cluster.address))
 
 
 def test_batches_are_of_one_world_and_keep_everybody_busy() -> None:

@@ -8,7 +8,6 @@ from math import ceil
 
 from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
@@ -34,17 +33,13 @@ class BambooPolicy(PolicyBase):
         self._holes: set[int] = set()
         """Lost places, done by their predecessors until the grid is rebalanced."""
 
-    def on_start(self, job: JobView) -> Reconfiguration:
-        return Reconfiguration(setup=self._build_grid(job))
-
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
     ) -> Reconfiguration | None:
         if not lost:
             if self._nominal is not None:
                 return None
-            setup = self._build_grid(job)
-            return self.restart_from_checkpoint(job, setup, "nodes joined", detect_s=0.0)
+            return self.restart_from_checkpoint(job, self.start(job), "nodes joined", loss=False)
         self._loss_events += 1
         used = [place for e in lost if (place := self._places.pop(e.node, None)) is not None]
         if self._nominal is not None and not used:
@@ -53,14 +48,14 @@ class BambooPolicy(PolicyBase):
         adjacent = any(place % self._depth and place - 1 in self._holes for place in self._holes)
         if adjacent or self._nominal is None or len(job.alive) < self._depth:
             reason = f"{len(lost)} lost, adjacent" if adjacent else "too few nodes"
-            return self.restart_from_checkpoint(job, self._build_grid(job), reason)
+            return self.restart_from_checkpoint(job, self.start(job), reason)
         return self._take_over(job, len(lost))
 
     def _take_over(self, job: JobView, lost: int) -> Reconfiguration:
         assert self._nominal is not None
         step_ms = self._nominal.step_ms * (1 if self._doubled else self.TAKEOVER_FACTOR)
         self._doubled = True
-        parts = pauses((Use.DETECT, self.detect_s), (Use.PLAN, self._groups_s(job)))
+        parts = pauses(detect_s=self.detect_s, plan_s=self._groups_s(job))
         setup = self.adjust_setup(job, step_ms=round(step_ms), nodes=len(self._places))
         return Reconfiguration(parts, setup, reason=f"{lost} lost: predecessors take over")
 
@@ -78,17 +73,16 @@ class BambooPolicy(PolicyBase):
             redundant = replace(larger, step_s=larger.step_s * (1 + self.REDUNDANT_SHARE))
             if not self.pays_off(job, redundant, groups_s + copy_s):
                 return None
-        setup = self._build_grid(job)
+        setup = self.start(job)
         if setup is None:
             return None
-        parts = pauses((Use.PLAN, groups_s), (Use.TRANSFER, copy_s))
+        parts = pauses(plan_s=groups_s, transfer_s=copy_s)
         return Reconfiguration(parts, setup, reason="rebalanced")
 
     def _groups_s(self, job: JobView) -> float:
-        pipelines = len(job.alive) // self._depth
-        return self.physics.decide_s + self.physics.groups_s(pipelines, self._depth)
+        return self.regroup_s(len(job.alive) // self._depth, self._depth)
 
-    def _build_grid(self, job: JobView) -> Setup | None:
+    def start(self, job: JobView) -> Setup | None:
         self._doubled, self._places, self._holes = False, {}, set()
         if not self._depth and (plain := self.world.varuna(len(job.alive))):
             self._depth = min(ceil(self.DEPTH_FACTOR * plain.depth), self.world.spec.n_layers - 2)

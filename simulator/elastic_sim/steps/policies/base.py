@@ -6,15 +6,14 @@ how long that takes."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
+from elastic_sim.steps.engine import ElasticPolicy, JobView, PlanInForce, Reconfiguration, Setup
 from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
-Pauses = tuple[tuple[Use, int], ...]
 CHECKPOINT_INTERVAL_S = 600.0
 """Time between durable checkpoints that are written in the background (assumed). If a checkpoint
 takes more than half of this, the interval is twice its duration."""
@@ -24,8 +23,16 @@ def to_ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def pauses(*parts: tuple[Use, float]) -> Pauses:
-    """Pauses in milliseconds from pauses in seconds, without the empty ones."""
+def pauses(
+    *, detect_s: float = 0.0, write_s: float = 0.0, plan_s: float = 0.0, transfer_s: float = 0.0
+) -> tuple[tuple[Use, int], ...]:
+    """Pauses in this order, without the empty ones. `write_s`: writing a checkpoint."""
+    parts = (
+        (Use.DETECT, detect_s),
+        (Use.TRANSFER, write_s),
+        (Use.PLAN, plan_s),
+        (Use.TRANSFER, transfer_s),
+    )
     return tuple((use, to_ms(seconds)) for use, seconds in parts if seconds > 0)
 
 
@@ -37,10 +44,17 @@ class PolicyDescription:
     what: str
     source: str
     ours: bool = False
+    bound: bool = False
+    """It bounds the other policies; no system can follow it."""
+
+    @property
+    def model(self) -> bool:
+        """Whether it models another system."""
+        return not self.ours and not self.bound
 
 
-class PolicyBase:
-    """A policy that ignores all events and runs every node at the speed of the slowest one."""
+class PolicyBase(ElasticPolicy):
+    """A policy that runs every node at the speed of the slowest one."""
 
     about: PolicyDescription
     detect_s = 5.0
@@ -51,64 +65,46 @@ class PolicyBase:
         self.rng = random.Random(f"{seed} {self.about.name}")
         self._nominal: Setup | None = None
         """The running setup, if all nodes had their full speed."""
+        self._in_force: PlanInForce | None = None
         self._loss_events = 0
         """Moments at which nodes were lost."""
         self._durable_step, self._checkpoint_began_ms = 0, 0
         """Step of the newest durable checkpoint, and when the last write began."""
         self._step_being_written: int | None = None
-        self._timers: list[tuple[int, str]] = []
+        self._plan: PricedPlan | None = None
+        """The plan of the last call of `run_plan`."""
 
-    @property
-    def name(self) -> str:
-        return self.about.name
-
-    # ---- the `ElasticPolicy` protocol ----
+    # ---- answers to events ----
 
     def on_start(self, job: JobView) -> Reconfiguration:
-        raise NotImplementedError
+        return Reconfiguration(setup=self.start(job))
 
-    def on_membership(
-        self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
-    ) -> Reconfiguration | None:
+    def start(self, job: JobView) -> Setup | None:
+        """Choose a plan for the nodes present and run it from now on; None: none fits."""
         raise NotImplementedError
-
-    def on_notice(self, job: JobView, leaving: Sequence[Event]) -> Reconfiguration | None:
-        return None
 
     def on_speed_change(self, job: JobView) -> Reconfiguration | None:
         """Keep the setup: all nodes wait for the slowest one."""
         if self._nominal is None:
             return None
         return Reconfiguration(
-            setup=self.with_stragglers(job), reason="a node changed its speed", keep_pauses=True
+            setup=self.with_stragglers(job),
+            reason="a node changed its speed",
+            keep_pauses=True,
+            in_force=self._in_force,
         )
-
-    def on_step_end(self, job: JobView) -> Reconfiguration | None:
-        return None
-
-    def on_timer(self, job: JobView, name: str) -> Reconfiguration | None:
-        return None
-
-    def take_timers(self) -> list[tuple[int, str]]:
-        timers, self._timers = self._timers, []
-        return timers
 
     # ---- helpers for subclasses ----
 
-    def set_timer(self, after_s: float, name: str) -> None:
-        self._timers.append((to_ms(after_s), name))
-
-    def run_plan(
-        self, job: JobView, plan: PricedPlan | None, *, text: str = "", samples: int = 0
-    ) -> Setup | None:
-        """Run `plan` from now on. `samples` per step; 0: the full batch."""
-        self._nominal = None
+    def run_plan(self, job: JobView, plan: PricedPlan | None) -> Setup | None:
+        """Run `plan` from now on."""
+        self._plan, self._nominal = plan, None
         if plan is not None:
             self._nominal = Setup(
                 nodes=min(plan.nodes, len(job.alive)),
                 step_ms=max(1, to_ms(plan.step_s)),
-                samples=samples or self.world.samples,
-                text=text or f"{plan.pipelines} x {plan.depth}",
+                samples=self.world.samples,
+                text=f"{plan.pipelines} x {plan.depth}",
             )
         return self.with_stragglers(job)
 
@@ -127,7 +123,7 @@ class PolicyBase:
 
     def write_checkpoint_in_background(self, job: JobView) -> None:
         """Begin or complete a durable checkpoint; training continues meanwhile."""
-        write_ms = 1000 * self.world.checkpoint_s(len(job.alive))
+        write_ms = 1000 * self.checkpoint_s(job)
         age_ms = job.now - self._checkpoint_began_ms
         if self._step_being_written is not None and age_ms >= write_ms:
             self._durable_step = min(self._step_being_written, job.steps)
@@ -143,63 +139,64 @@ class PolicyBase:
         return min(self._durable_step, job.steps)
 
     def restart_from_checkpoint(
-        self, job: JobView, setup: Setup | None, reason: str, *, detect_s: float | None = None
+        self, job: JobView, setup: Setup | None, reason: str, *, loss: bool = True
     ) -> Reconfiguration:
-        """Restart all processes from the durable checkpoint. With no `setup`, nothing starts
-        yet."""
+        """Restart all processes from the durable checkpoint.
+
+        `loss`: detection takes time. With no `setup`, nothing starts yet.
+        """
         parts = pauses(
-            (Use.DETECT, self.detect_s if detect_s is None else detect_s),
-            (Use.PLAN, self.physics.restart_s(self.world.devices(len(job.alive)))),
-            (Use.TRANSFER, self.world.checkpoint_s(len(job.alive))),
+            detect_s=self.detect_s if loss else 0.0,
+            plan_s=self.restart_s(job),
+            transfer_s=self.checkpoint_s(job),
         )
         back_to = self.durable_step(job)
         return Reconfiguration(parts if setup else parts[:1], setup, back_to=back_to, reason=reason)
 
-    def restart_without_copies(
-        self, job: JobView, setup: Setup | None, lost: Sequence[Event]
-    ) -> Reconfiguration:
+    def restart_without_copies(self, job: JobView, lost: Sequence[Event]) -> Reconfiguration:
         """Restart from the durable checkpoint, because no node holds the whole state any more."""
         reason = f"{len(lost)} lost, no node has the state" if lost else "nodes joined"
-        detect_s = None if lost else 0.0
-        return self.restart_from_checkpoint(job, setup, reason, detect_s=detect_s)
+        return self.restart_from_checkpoint(job, self.start(job), reason, loss=bool(lost))
 
-    def pays_off(
-        self, job: JobView, plan: PricedPlan | None, pause_s: float, samples: int = 0
-    ) -> bool:
+    def pays_off(self, job: JobView, plan: PricedPlan | None, pause_s: float) -> bool:
         """Whether `plan` gains more until the next expected loss than its pause costs."""
         now = self._nominal
         if now is None or plan is None:
             return False
         rate = now.samples / now.step_ms
-        new_rate = (samples or self.world.samples) / (1000 * plan.step_s)
+        new_rate = self.world.samples / (1000 * plan.step_s)
         until_loss_s = (job.now / 1000 + 3600.0) / (self._loss_events + 1)
         return (1 - rate / new_rate) * until_loss_s > pause_s
 
-    def grow_grid(
-        self,
-        job: JobView,
-        larger: PricedPlan | None,
-        current: PricedPlan | None,
-        start: Callable[[JobView], Setup | None],
-    ) -> Reconfiguration | None:
-        """Write a checkpoint and restart on a larger grid, if that pays off."""
-        if larger is None or current is None or larger.nodes <= current.nodes:
+    def grow_grid(self, job: JobView) -> Reconfiguration | None:
+        """At the end of a step: restart on Varuna's best grid, if it is larger and pays off."""
+        self.write_checkpoint_in_background(job)
+        larger = self.world.varuna(len(job.alive))
+        if larger is None or self._plan is None or larger.nodes <= self._plan.nodes:
             return None
-        n = len(job.alive)
-        checkpoint_s = self.world.checkpoint_s(n)
-        restart_s = self.physics.restart_s(self.world.devices(n))
+        checkpoint_s, restart_s = self.checkpoint_s(job), self.restart_s(job)
         if not self.pays_off(job, larger, 2 * checkpoint_s + restart_s):
             return None
-        parts = pauses(
-            (Use.TRANSFER, checkpoint_s), (Use.PLAN, restart_s), (Use.TRANSFER, checkpoint_s)
-        )
-        return Reconfiguration(parts, start(job), reason="a larger grid")
+        parts = pauses(write_s=checkpoint_s, plan_s=restart_s, transfer_s=checkpoint_s)
+        return Reconfiguration(parts, self.start(job), reason="a larger grid")
 
     def hits_used_nodes(self, job: JobView, lost: Sequence[Event]) -> bool:
         """Whether the plan used one of the lost nodes. The used nodes are drawn at random."""
         used = self._nominal.nodes if self._nominal else 0
         before = len(job.alive) + len(lost)
         return any(self.rng.random() < used / before for _ in lost)
+
+    def checkpoint_s(self, job: JobView) -> float:
+        """Seconds to write a durable checkpoint or to read one."""
+        return self.world.checkpoint_s(len(job.alive))
+
+    def restart_s(self, job: JobView) -> float:
+        """Seconds to restart all processes, without loading the state."""
+        return self.physics.restart_s(self.world.devices(len(job.alive)))
+
+    def regroup_s(self, pipelines: int, depth: int) -> float:
+        """Seconds to decide on a plan and to build its process groups while processes stay."""
+        return self.physics.decide_s + self.physics.groups_s(pipelines, depth)
 
     def transfer_s(self, nbytes: float) -> float:
         """Seconds to send bytes over the link of one node."""

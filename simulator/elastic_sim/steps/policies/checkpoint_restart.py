@@ -11,7 +11,6 @@ from math import ceil, sqrt
 
 from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
@@ -45,32 +44,23 @@ class CheckpointRestartPolicy(PolicyBase):
     def checkpoint_due(self, job: JobView) -> bool:
         """Young's interval, from the losses so far; one loss per hour is expected at first."""
         mtbf_s = (job.now / 1000 + 3600.0) / (self._loss_events + 1)
-        interval_s = sqrt(2 * self.world.checkpoint_s(len(job.alive)) * mtbf_s)
+        interval_s = sqrt(2 * self.checkpoint_s(job) * mtbf_s)
         return job.now - self._last_checkpoint_ms >= 1000 * interval_s
-
-    def write_s(self, job: JobView) -> float:
-        """Seconds that training stops for a checkpoint."""
-        return self.world.checkpoint_s(len(job.alive))
 
     def read_s(self, job: JobView) -> float:
         """Seconds to load a checkpoint."""
-        return self.world.checkpoint_s(len(job.alive))
+        return self.checkpoint_s(job)
 
     def step_after_restart(self, job: JobView) -> int:
         return min(self.saved_step, job.steps)
 
     def should_grow(self, job: JobView) -> bool:
         """Whether nodes that joined are worth a restart after the next checkpoint."""
-        now, larger = self._nominal, self.plan_for(len(job.alive))
-        if now is None or larger is None or len(job.alive) <= self._planned_for:
-            return False
-        pause_s = self.physics.restart_s(self.world.devices(len(job.alive))) + self.read_s(job)
-        return self.pays_off(job, larger, pause_s)
+        n = len(job.alive)
+        larger = self.plan_for(n) if n > self._planned_for else None
+        return self.pays_off(job, larger, self.restart_s(job) + self.read_s(job))
 
     # ---- events ----
-
-    def on_start(self, job: JobView) -> Reconfiguration:
-        return Reconfiguration(setup=self._start(job))
 
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
@@ -82,44 +72,43 @@ class CheckpointRestartPolicy(PolicyBase):
             if enough and not self.hits_used_nodes(job, lost):
                 return None
             return self.restart(job, f"{len(lost)} lost")
-        return self.restart(job, "nodes joined", detect_s=0.0) if job.setup is None else None
+        return self.restart(job, "nodes joined", loss=False) if job.setup is None else None
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
         self._complete_write(job)
         if not self.checkpoint_due(job):
             return None
         if self.should_grow(job):
-            write_s = self.write_s(job)
             self.saved_step = job.steps
-            return self.restart(job, "nodes joined", detect_s=0.0, write_s=write_s)
+            return self.restart(job, "nodes joined", loss=False, write_s=self.checkpoint_s(job))
         return self.write_checkpoint(job)
 
     # ---- parts ----
 
     def write_checkpoint(self, job: JobView, reason: str = "checkpoint") -> Reconfiguration:
-        seconds = self.write_s(job)
+        seconds = self.checkpoint_s(job)
         self._last_checkpoint_ms = job.now + round(1000 * seconds)
         self._write = job.steps, self._last_checkpoint_ms
-        parts = pauses((Use.TRANSFER, seconds))
+        parts = pauses(write_s=seconds)
         return Reconfiguration(parts, self.with_stragglers(job), reason=reason)
 
     def restart(
-        self, job: JobView, reason: str, *, detect_s: float | None = None, write_s: float = 0.0
+        self, job: JobView, reason: str, *, loss: bool = True, write_s: float = 0.0
     ) -> Reconfiguration:
         """Restart all processes from the newest complete checkpoint."""
         self._write = None
-        setup = self._start(job)
+        setup = self.start(job)
         parts = pauses(
-            (Use.DETECT, self.detect_s if detect_s is None else detect_s),
-            (Use.TRANSFER, write_s),
-            (Use.PLAN, self.physics.restart_s(self.world.devices(len(job.alive)))),
-            (Use.TRANSFER, self.read_s(job)),
+            detect_s=self.detect_s if loss else 0.0,
+            write_s=write_s,
+            plan_s=self.restart_s(job),
+            transfer_s=self.read_s(job),
         )
         self._last_checkpoint_ms = job.now + sum(length for _, length in parts)
         back_to = self.step_after_restart(job)
         return Reconfiguration(parts if setup else parts[:1], setup, back_to=back_to, reason=reason)
 
-    def _start(self, job: JobView) -> Setup | None:
+    def start(self, job: JobView) -> Setup | None:
         self._planned_for = len(job.alive)
         return self.run_plan(job, self.plan_for(len(job.alive)))
 
@@ -150,13 +139,11 @@ class SparesPolicy(CheckpointRestartPolicy):
         return self._grid
 
     def should_grow(self, job: JobView) -> bool:
-        n = len(job.alive)
-        larger = self._grid_with_spares(n)
-        pause_s = self.physics.restart_s(self.world.devices(n)) + self.read_s(job)
-        if not self.pays_off(job, larger, pause_s):
-            return False
-        self._grid = larger
-        return True
+        larger = self._grid_with_spares(len(job.alive))
+        grows = self.pays_off(job, larger, self.restart_s(job) + self.read_s(job))
+        if grows:
+            self._grid = larger
+        return grows
 
     def _grid_with_spares(self, nodes: int) -> PricedPlan | None:
         return self.world.varuna(nodes - ceil(self.SPARE_SHARE * nodes))

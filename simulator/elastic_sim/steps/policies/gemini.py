@@ -50,7 +50,7 @@ class GeminiPolicy(CheckpointRestartPolicy):
         if not lost and job.setup is not None:
             return None
         self._loss_events += bool(lost)
-        change = self.restart_without_copies(job, self._start(job), lost)
+        change = self.restart_without_copies(job, lost)
         self.saved_step = change.back_to
         return change
 
@@ -58,7 +58,7 @@ class GeminiPolicy(CheckpointRestartPolicy):
         self.write_checkpoint_in_background(job)
         self.saved_step, self._copies_lost, self._lost = job.steps, False, set()
         self._peers = _pair_up(list(job.alive)[: self._nominal.nodes if self._nominal else 0])
-        return self.restart(job, "nodes joined", detect_s=0.0) if self.should_grow(job) else None
+        return self.restart(job, "nodes joined", loss=False) if self.should_grow(job) else None
 
     def read_s(self, job: JobView) -> float:
         """All nodes read their share from the memory of a peer at the same time."""
@@ -67,8 +67,7 @@ class GeminiPolicy(CheckpointRestartPolicy):
 
 def _pair_up(nodes: Sequence[str]) -> dict[str, str]:
     """Peer of each node. An odd last node uses the one before it; a single node uses itself."""
-    pairs = {}
-    for i, node in enumerate(nodes):
-        other = i ^ 1
-        pairs[node] = nodes[other if other < len(nodes) else max(0, i - 1)]
-    return pairs
+    last = len(nodes) - 1
+    return {
+        node: nodes[i ^ 1 if i ^ 1 <= last else max(0, last - 1)] for i, node in enumerate(nodes)
+    }

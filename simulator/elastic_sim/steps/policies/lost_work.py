@@ -32,8 +32,6 @@ class LostWork:
     """Part of the running step's time that is repeated."""
     whole_step: bool = False
     """Whether the last finished step is repeated, too."""
-    microbatches: float = 0.0
-    """Micro-batches of all pipelines that run again because their gradients were not saved."""
 
 
 def lost_work(
@@ -51,7 +49,7 @@ def lost_work(
     """
     scheme, state_scheme = gradients_of(running.plan.gradients), state_of(running.plan.state)
     link = world.link_bytes_per_s
-    again_s = count = 0.0
+    again_s = 0.0
     whole_step = False
     for pipeline in running.plan.pipelines:
         lost = [stage for stage in pipeline.stages if stage.unit.node in nodes]
@@ -73,7 +71,6 @@ def lost_work(
         else:
             unsaved = finished
         unsaved = min(finished, unsaved)
-        count += unsaved
         share = compute_share * running.depth if scheme.name == LOG else 1.0
         again_s += unsaved * running.slowest_stage_s * min(1.0, share) / running.pipelines
         copied = state_scheme.name not in (REPLICA, NONE)
@@ -84,7 +81,7 @@ def lost_work(
             else:
                 whole_step = True
     seconds = min(fraction * running.step_s, running.pipeline_latency_s + again_s)
-    return LostWork(seconds, whole_step, count)
+    return LostWork(seconds, whole_step)
 
 
 def _compute_share(world: SimulatedWorld, first: int, last: int) -> float:

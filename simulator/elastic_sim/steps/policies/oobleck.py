@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
@@ -30,9 +29,6 @@ class OobleckPolicy(PolicyBase):
         self._copies_lost = False
         """No node holds the whole state: it is read from storage."""
 
-    def on_start(self, job: JobView) -> Reconfiguration:
-        return Reconfiguration(setup=self._regroup(job))
-
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
     ) -> Reconfiguration | None:
@@ -41,7 +37,7 @@ class OobleckPolicy(PolicyBase):
         self._loss_events += bool(lost)
         self._copies_lost |= not job.alive
         if self._copies_lost:
-            return self.restart_without_copies(job, self._regroup(job), lost)
+            return self.restart_without_copies(job, lost)
         if not lost:
             return self._repeat_step(job, "nodes joined")
         plan = self._plan
@@ -51,7 +47,7 @@ class OobleckPolicy(PolicyBase):
             if self._all_replicas_lost(plan, len(job.alive) + len(lost), len(lost)):
                 self._copies_lost = True
                 reason = f"{len(lost)} lost, no replica left"
-                return self.restart_from_checkpoint(job, self._regroup(job), reason)
+                return self.restart_from_checkpoint(job, self.start(job), reason)
         return self._repeat_step(job, f"{len(lost)} lost")
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
@@ -64,19 +60,19 @@ class OobleckPolicy(PolicyBase):
         groups_s, copy_s = self._regroup_costs_s(larger)
         if not self.pays_off(job, larger, groups_s + copy_s):
             return None
-        parts = pauses((Use.PLAN, groups_s), (Use.TRANSFER, copy_s))
-        return Reconfiguration(parts, self._regroup(job), reason="nodes joined")
+        parts = pauses(plan_s=groups_s, transfer_s=copy_s)
+        return Reconfiguration(parts, self.start(job), reason="nodes joined")
 
     def _regroup_costs_s(self, plan: PricedPlan) -> tuple[float, float]:
         """(building groups, the slowest copy: a whole stage)."""
-        groups_s = self.physics.decide_s + self.physics.groups_s(plan.pipelines, plan.depth)
-        return groups_s, self.transfer_s(self.world.state_bytes / plan.depth)
+        copy_s = self.transfer_s(self.world.state_bytes / plan.depth)
+        return self.regroup_s(plan.pipelines, plan.depth), copy_s
 
     def _repeat_step(self, job: JobView, reason: str) -> Reconfiguration:
         """New pipelines repeat the whole running step."""
-        setup, plan = self._regroup(job), self._plan
+        setup, plan = self.start(job), self._plan
         groups_s, copy_s = self._regroup_costs_s(plan) if plan else (0.0, 0.0)
-        parts = pauses((Use.DETECT, self.detect_s), (Use.PLAN, groups_s), (Use.TRANSFER, copy_s))
+        parts = pauses(detect_s=self.detect_s, plan_s=groups_s, transfer_s=copy_s)
         return Reconfiguration(parts, setup, lost_ms=job.now, reason=reason)
 
     def _all_replicas_lost(self, plan: PricedPlan, before: int, lost: int) -> bool:
@@ -93,6 +89,5 @@ class OobleckPolicy(PolicyBase):
         ]
         return bool(set.intersection(*stages_lost))
 
-    def _regroup(self, job: JobView) -> Setup | None:
-        self._plan = self.world.oobleck(len(job.alive))
-        return self.run_plan(job, self._plan)
+    def start(self, job: JobView) -> Setup | None:
+        return self.run_plan(job, self.world.oobleck(len(job.alive)))

@@ -28,10 +28,11 @@ class OraclePolicy(_BoundPolicy):
         name="oracle",
         what="the best plan for the nodes present; changes cost nothing",
         source="integral of X*(n(t)); goodput is measured against it",
+        bound=True,
     )
 
-    def on_start(self, job: JobView) -> Reconfiguration:
-        return Reconfiguration(setup=self.run_plan(job, self.world.best(len(job.alive))))
+    def start(self, job: JobView) -> Setup | None:
+        return self.run_plan(job, self.world.best(len(job.alive)))
 
     def with_stragglers(self, job: JobView) -> Setup | None:
         """All nodes of the oracle have their full speed."""
@@ -45,11 +46,12 @@ class CeilingPolicy(_BoundPolicy):
         name="ceiling",
         what="every node present computes all the time",
         source="node-seconds present, at the rate of a block's forward and backward pass",
+        bound=True,
     )
 
-    def on_start(self, job: JobView) -> Reconfiguration:
+    def start(self, job: JobView) -> Setup | None:
         n = len(job.alive)
         if not n:
-            return Reconfiguration()
+            return None
         step_ms = max(1, to_ms(self.world.compute_s / n))
-        return Reconfiguration(setup=Setup(n, step_ms, self.world.samples, text="ceiling"))
+        return Setup(n, step_ms, self.world.samples, text="ceiling")

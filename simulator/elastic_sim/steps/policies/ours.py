@@ -22,10 +22,9 @@ from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import NodeInfo, Plan
 from elastic.planning.backup.backup_cost import Weighing, estimate
 from elastic.planning.placement.migration import CHECKPOINT, links_of, transition
-from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
+from elastic_sim.steps.engine import JobView, PlanInForce, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses, to_ms
 from elastic_sim.steps.policies.lost_work import LostWork, lost_work
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
@@ -39,45 +38,33 @@ DEADLINE_MARGIN_S = 2.0
 
 
 class OurPolicy(PolicyBase):
-    """This project's runtime, with one pair of backup schemes or `auto`."""
+    """This project's runtime; `our_policy` makes a class for each pair of backup schemes."""
 
     detect_s = 3.0
+    pair: str
 
-    def __init__(self, world: SimulatedWorld, seed: int = 0, pair: str = "auto") -> None:
-        self.about = self.describe(pair)
+    def __init__(self, world: SimulatedWorld, seed: int = 0) -> None:
         super().__init__(world, seed)
         policy = Policy(
             max_nodes=NO_NODE_LIMIT,
             workers_per_node=world.profile.tp,
-            backup=pair,
+            backup=self.pair,
             profile=world.profile,
         )
         self.state = JobState(policy=policy, spec=world.spec)
         self._true_profile = replace(world.profile, contention=world.physics.contention)
         self._running: PricedPlan | None = None
         self._held: tuple[Plan | None, dict[str, Event]] = None, {}
-        """The last plan whose transfers were complete, and its nodes."""
+        """The last plan whose transfers were complete, and its nodes. A node that was lost and
+        joined again under the same name has another event, and none of the state."""
         self._hosts: dict[str, Event] = {}
         """Nodes of the running plan, with the event at which they joined."""
-        self._needed_by: Plan | None = None
-        self._needed_nodes: set[str] = set()
         self._drains: set[str] = set()
         self._prefetched = False
         """Whether the joining nodes have their layers."""
         self._slow_steps = 0
         self._planned_at = 0
         """Step at which the running plan was made."""
-        self._exposed: dict[object, float] = {}
-
-    @staticmethod
-    def describe(pair: str) -> PolicyDescription:
-        return PolicyDescription(
-            name="ours" if pair == "auto" else f"ours:{pair}",
-            what="adaptive pipelines, micro-batch recovery, backup " + pair,
-            source="elastic.core and elastic.planning themselves; a silent node is lost after its "
-            "lease of 3 s; times of planning and building groups from physics",
-            ours=True,
-        )
 
     # ---- events ----
 
@@ -111,7 +98,7 @@ class OurPolicy(PolicyBase):
         if job.setup is None or not self._needed() & self._drains:
             return None
         if left_s < (job.length_ms - job.progress_ms) / 1000 + DEADLINE_MARGIN_S:
-            self.set_timer(max(0.0, left_s - DEADLINE_MARGIN_S), "deadline")
+            job.set_timer(max(0.0, left_s - DEADLINE_MARGIN_S), "deadline")
         return None
 
     def on_timer(self, job: JobView, name: str) -> Reconfiguration | None:
@@ -123,10 +110,9 @@ class OurPolicy(PolicyBase):
 
     def on_speed_change(self, job: JobView) -> Reconfiguration | None:
         self._slow_steps = 0
-        if self.state.plan is None or self._nominal is None:
-            return None
-        setup = self._run(job, self.state.plan)
-        return Reconfiguration(setup=setup, reason="a node changed its speed", keep_pauses=True)
+        if self.state.plan is not None and self._nominal is not None:
+            self._run(job, self.state.plan)
+        return super().on_speed_change(job)
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
         self.write_checkpoint_in_background(job)
@@ -149,11 +135,7 @@ class OurPolicy(PolicyBase):
     def _needed(self) -> set[str]:
         """Nodes without which the running plan cannot continue."""
         plan = self.state.plan
-        if plan is not self._needed_by:
-            self._needed_by, self._needed_nodes = plan, set()
-            if plan is not None:
-                self._needed_nodes = {*plan.nodes(), *(peer for _, peer in plan.peers)}
-        return self._needed_nodes
+        return {*plan.nodes(), *(peer for _, peer in plan.peers)} if plan else set()
 
     def _update_members(
         self, job: JobView, joined: Collection[Event], lost: Sequence[Event]
@@ -183,16 +165,15 @@ class OurPolicy(PolicyBase):
         """
         if not job.paused:  # unfinished transfers count for nothing: the state is where it was
             self._held = self.state.plan, self._hosts
-        now, old = job.now / 1000, self._held[0]
+        now, (old, hosts) = job.now / 1000, self._held
         state = self.state.of(epoch=self.state.epoch + 1, updated_at=now, change=None, plan=old)
         detect_s = 0.0 if boundary or known or not lost else self.detect_s
         self._prefetched = False
         loss = LostWork()
         if not boundary and self._nominal is not None and self._running is not None:
             updated = not job.paused  # otherwise nothing was computed since the last recovery
-            loss = lost_work(
-                self.world, self._running, lost, job.fraction, self.rng, updated=updated
-            )
+            done = job.progress_ms / job.length_ms
+            loss = lost_work(self.world, self._running, lost, done, self.rng, updated=updated)
         back_to = job.steps - 1 if loss.whole_step and job.steps else -1
         try:
             if not epoch_change.candidates(state):
@@ -201,34 +182,36 @@ class OurPolicy(PolicyBase):
             plan = join_policy.plan_for_change(state, request, now).plan
         except InfeasiblePlan as error:
             self.state, self._nominal = state.of(joining=()), None
-            parts, reason = pauses((Use.DETECT, detect_s)), f"{cause}; paused: {error}"
+            parts, reason = pauses(detect_s=detect_s), f"{cause}; paused: {error}"
             return Reconfiguration(parts, None, to_ms(loss.seconds), back_to, reason)
         assert plan is not None
-        infos = tuple(member.report.info for member in state.members.values())
         moved = transition(
             old,
             plan,
             self.world.spec.layers,
-            dead=self._nodes_without_state(old, job),
-            links=links_of(self.world.profile, infos),
+            dead={node for node in hosts if job.alive.get(node) is not hosts[node]},
+            links=links_of(self.world.profile, self._infos()),
             gradients=not boundary,
         )
         work_s = self._adopt(job, state, plan)
         reason = f"{cause}; {plan.reason}"
         if old is None:
-            return Reconfiguration(pauses((Use.PLAN, work_s)), self._nominal, reason=reason)
+            parts = pauses(plan_s=work_s)
+            return Reconfiguration(parts, self._nominal, reason=reason, in_force=self._in_force)
         transfer_s, lost_ms = moved.seconds, to_ms(loss.seconds)
         fallback = any(move.kind == CHECKPOINT for move in moved.moves)
         if fallback:
-            transfer_s = self.world.checkpoint_s(len(job.alive))
+            transfer_s = self.checkpoint_s(job)
             lost_ms, back_to = 0, self.durable_step(job)
             reason += "; back to the checkpoint"
-        parts = pauses((Use.DETECT, detect_s), (Use.PLAN, work_s), (Use.TRANSFER, transfer_s))
+        parts = pauses(detect_s=detect_s, plan_s=work_s, transfer_s=transfer_s)
         if job.setup is not None and not fallback:
             lasted = sum(length for _, length in parts) / 1000
             recent = (*self.state.pauses, lasted)[-join_policy.MAX_PAUSES :]
             self.state = self.state.of(pauses=recent)
-        return Reconfiguration(parts, self._nominal, lost_ms, back_to, reason)
+        return Reconfiguration(
+            parts, self._nominal, lost_ms, back_to, reason, in_force=self._in_force
+        )
 
     def _adopt(self, job: JobView, state: JobState, plan: Plan) -> float:
         """Run `plan` from now on; returns the seconds of planning and building groups."""
@@ -238,17 +221,8 @@ class OurPolicy(PolicyBase):
         )
         self._planned_at = job.steps
         self._hosts = {node: job.alive[node] for node in (*plan.nodes(), *plan.spares)}
-        self._run(job, plan)
-        running = self._running
-        assert running is not None
-        return self.physics.decide_s + self.physics.groups_s(running.pipelines, running.depth)
-
-    def _nodes_without_state(self, old: Plan | None, job: JobView) -> set[str]:
-        """Nodes of the old plan that were lost, or joined again under the same name."""
-        if old is None:
-            return set()
-        hosts = self._held[1]
-        return {node for node in hosts if job.alive.get(node) is not hosts[node]}
+        running = self._run(job, plan)
+        return self.regroup_s(running.pipelines, running.depth)
 
     def _consider_joining(self, job: JobView) -> None:
         """If new nodes are worth a change, let them prefetch their layers first."""
@@ -262,10 +236,8 @@ class OurPolicy(PolicyBase):
         if self.state.joining:
             depth = self._running.depth if self._running else 1
             self._prefetched = False
-            self.set_timer(
-                self.transfer_s(self.world.state_bytes / max(1, depth)),
-                f"prefetched {self.state.epoch}",
-            )
+            prefetch_s = self.transfer_s(self.world.state_bytes / depth)
+            job.set_timer(prefetch_s, f"prefetched {self.state.epoch}")
 
     def _replans_for_stragglers(self, job: JobView) -> bool:
         """Give the coordinator's straggler rule the speeds that heartbeats would report."""
@@ -287,9 +259,9 @@ class OurPolicy(PolicyBase):
 
         Links and contention are constant, so the rule is evaluated after 1, 2, 4, ... periods.
         """
-        plan, periods = self.state.plan, (job.steps - self._planned_at) / MIN_STEPS
-        doubled = periods >= 1 and periods == int(periods) and not int(periods) & (int(periods) - 1)
-        if plan is None or self.state.policy.backup != "auto" or not doubled:
+        plan, (periods, rest) = self.state.plan, divmod(job.steps - self._planned_at, MIN_STEPS)
+        doubled = not rest and periods > 0 and periods.bit_count() == 1
+        if plan is None or self.pair != "auto" or not doubled:
             return False
         profile = self._true_profile
         gauge = BackupMetrics(
@@ -312,13 +284,17 @@ class OurPolicy(PolicyBase):
 
     # ---- the running plan ----
 
-    def _run(self, job: JobView, plan: Plan) -> Setup | None:
+    def _run(self, job: JobView, plan: Plan) -> PricedPlan:
         """Run `plan` with its true duration: slow nodes, and backups under true contention."""
         infos = self._infos()
         slow = tuple((node, factor) for node, factor in job.slow.items() if node in plan.nodes())
         running = self.world.running(plan, infos, slow)
-        step_s = running.step_s + self._exposed_s(plan, infos)
+        step_s = running.step_s
+        if plan.peers:
+            by, pair = Weighing(profile=self._true_profile), f"{plan.gradients}+{plan.state}"
+            step_s += max(0.0, estimate(plan, pair, by, infos).exposed_s)
         self._running = replace(running, step_s=step_s)
+        self._in_force = PlanInForce(plan, infos)
         depths = "+".join(str(len(p.stages)) for p in plan.pipelines)
         self._nominal = Setup(
             nodes=running.nodes,
@@ -326,27 +302,19 @@ class OurPolicy(PolicyBase):
             samples=self.world.samples,
             text=f"{depths} {plan.gradients}+{plan.state}",
         )
-        return self._nominal
+        return self._running
 
     def with_stragglers(self, job: JobView) -> Setup | None:
         return self._nominal
 
-    def _exposed_s(self, plan: Plan, infos: Sequence[NodeInfo]) -> float:
-        """Seconds that backups add to a step. Plans that differ only in node names share a
-        value."""
-        if not plan.peers:
-            return 0.0
-        shapes = tuple(
-            (
-                p.schedule,
-                len(p.microbatches),
-                tuple((s.first, s.last, s.recompute) for s in p.stages),
-            )
-            for p in plan.pipelines
-        )
-        devices = tuple(info.device for info in infos) if len(self.world.types) > 1 else ()
-        key = (shapes, plan.gradients, plan.state, devices)
-        if key not in self._exposed:
-            by, pair = Weighing(profile=self._true_profile), f"{plan.gradients}+{plan.state}"
-            self._exposed[key] = estimate(plan, pair, by, infos).exposed_s
-        return max(0.0, self._exposed[key])
+
+def our_policy(pair: str) -> type[OurPolicy]:
+    """Our policy with one pair of backup schemes, or `auto`."""
+    about = PolicyDescription(
+        name="ours" if pair == "auto" else f"ours:{pair}",
+        what="adaptive pipelines, micro-batch recovery, backup " + pair,
+        source="elastic.core and elastic.planning themselves; a silent node is lost after its "
+        "lease of 3 s; times of planning and building groups from physics",
+        ours=True,
+    )
+    return type("OurPolicy", (OurPolicy,), {"about": about, "pair": pair})

@@ -5,14 +5,15 @@ Each minute, a dynamic program over the forecast chooses the grid with the most 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 
 from elastic_sim.steps.engine import JobView, Reconfiguration
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan, SimulatedWorld
-from elastic_sim.traces.trace import ADD, Event, Trace
+from elastic_sim.traces.statistics import node_counts
+from elastic_sim.traces.trace import Event, Trace
 
 INTERVAL_S, LOOK_AHEAD = 60.0, 12
 """Length of a forecast interval, and the number of intervals of a forecast."""
@@ -35,23 +36,15 @@ class ParcaePolicy(PolicyBase):
 
     def __init__(self, world: SimulatedWorld, seed: int = 0) -> None:
         super().__init__(world, seed)
-        self._grid: PricedPlan | None = None
         self._future: list[int] = []
         """Number of nodes at the end of every minute."""
         self._best_grid = lru_cache(maxsize=None)(self._solve)
 
     def set_future(self, trace: Trace) -> None:
         """Give the policy the trace, for its perfect forecast."""
-        n, at, counts = 0, 0.0, list[int]()
-        for event in trace.events:
-            while event.seconds > at:
-                counts.append(n)
-                at += INTERVAL_S
-            n += 1 if event.kind == ADD else -1
-        while at <= trace.end_s + INTERVAL_S * LOOK_AHEAD:
-            counts.append(n)
-            at += INTERVAL_S
-        self._future = counts
+        times, counts = zip(*node_counts(trace), strict=True)
+        minutes = range(int(trace.end_s / INTERVAL_S) + LOOK_AHEAD + 1)
+        self._future = [counts[bisect_right(times, INTERVAL_S * i) - 1] for i in minutes]
 
     def forecast(self, job: JobView) -> tuple[int, ...]:
         """Number of nodes at the end of each of the next minutes."""
@@ -62,29 +55,28 @@ class ParcaePolicy(PolicyBase):
     # ---- events ----
 
     def on_start(self, job: JobView) -> Reconfiguration:
-        self.set_timer(INTERVAL_S, "minute")
+        job.set_timer(INTERVAL_S, "minute")
         return self._adapt(job, "start")
 
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
     ) -> Reconfiguration | None:
-        fits = self._grid is not None and self._grid.nodes <= len(job.alive)
-        if not lost or (fits and not self._hits_grid(job, lost)):
+        fits = self._plan is not None and self._plan.nodes <= len(job.alive)
+        if not lost or (fits and not self.hits_used_nodes(job, lost)):
             return None
         return self._after_loss(job, lost)
 
     def on_timer(self, job: JobView, name: str) -> Reconfiguration | None:
-        self.set_timer(INTERVAL_S, "minute")
+        job.set_timer(INTERVAL_S, "minute")
         if job.paused:
             return None
         grid = self._choose(job)
-        if grid is self._grid or (grid and self._grid and _same_shape(grid, self._grid)):
-            return None
-        return self._adapt(job, "forecast", grid)
+        same = grid is self._plan or (grid and self._plan and grid.shape == self._plan.shape)
+        return None if same else self._adapt(job, "forecast", grid)
 
     # ---- parts ----
 
-    def _hits_grid(self, job: JobView, lost: Sequence[Event]) -> bool:
+    def hits_used_nodes(self, job: JobView, lost: Sequence[Event]) -> bool:
         """Never: Parcae moves nodes that are about to be lost out of the grid."""
         return False
 
@@ -93,15 +85,14 @@ class ParcaePolicy(PolicyBase):
         return self._adapt(job, f"{len(lost)} lost")
 
     def _adapt(self, job: JobView, reason: str, grid: PricedPlan | None = None) -> Reconfiguration:
-        old, new = self._grid, grid or self._choose(job)
-        self._grid = new
+        old, new = self._plan, grid or self._choose(job)
         setup = self.run_plan(job, new)
         if new is None or setup is None:
             return Reconfiguration((), None, reason=f"{reason}: too few nodes")
         groups_s, move_s = self._migration_s(old, new)
         if old is None and job.steps:
-            move_s = self.world.checkpoint_s(len(job.alive))
-        parts = pauses((Use.PLAN, groups_s), (Use.TRANSFER, move_s))
+            move_s = self.checkpoint_s(job)
+        parts = pauses(plan_s=groups_s, transfer_s=move_s)
         return Reconfiguration(parts, setup, reason=reason)
 
     def _migration_s(self, old: PricedPlan | None, new: PricedPlan) -> tuple[float, float]:
@@ -118,42 +109,31 @@ class ParcaePolicy(PolicyBase):
         return groups_s + (self.RENDEZVOUS_S if grows else 0.0), stage_s if moves else 0.0
 
     def _choose(self, job: JobView) -> PricedPlan | None:
-        old = (self._grid.pipelines, self._grid.depth) if self._grid else None
-        forecast = self.forecast(job)
-        return self._best_grid(len(job.alive), forecast, old)
+        old = self._plan.shape if self._plan else None
+        return self._best_grid(len(job.alive), self.forecast(job), old)
 
     def _solve(
         self, nodes: int, forecast: tuple[int, ...], old: tuple[int, int] | None
     ) -> PricedPlan | None:
         """The grid for now with the most steps over the forecast, less the time of migrations."""
         grids = {n: self._grids(n) for n in {nodes, *forecast}}
-        value: dict[tuple[int, int], float] = {}
+        by_shape = {grid.shape: grid for found in grids.values() for grid in found}
+        later: dict[tuple[int, int], float] = {}  # steps of the rest, by the shape before it
+
+        def steps(grid: PricedPlan, before: PricedPlan | None) -> float:
+            return self._steps_per_interval(grid, before) + later.get(grid.shape, 0.0)
+
         for n in reversed(forecast):
-            value = {
-                key: max(
-                    (
-                        self._steps_per_interval(grid, now)
-                        + value.get((grid.pipelines, grid.depth), 0.0)
-                        for grid in grids[n]
-                    ),
-                    default=0.0,
-                )
-                for key, now in {
-                    (g.pipelines, g.depth): g for ns in grids.values() for g in ns
-                }.items()
+            later = {
+                shape: max((steps(grid, before) for grid in grids[n]), default=0.0)
+                for shape, before in by_shape.items()
             }
         start = self.world.grid(old[0] * old[1], old[1]) if old else None
-        return max(
-            grids[nodes],
-            key=lambda g: (
-                self._steps_per_interval(g, start) + value.get((g.pipelines, g.depth), 0.0)
-            ),
-            default=None,
-        )
+        return max(grids[nodes], key=lambda grid: steps(grid, start), default=None)
 
     def _steps_per_interval(self, grid: PricedPlan, before: PricedPlan | None) -> float:
         """Steps in one interval, after the migration from `before`."""
-        if before is not None and _same_shape(grid, before):
+        if before is not None and grid.shape == before.shape:
             return INTERVAL_S / grid.step_s
         return max(0.0, INTERVAL_S - sum(self._migration_s(before, grid))) / grid.step_s
 
@@ -182,9 +162,6 @@ class ParcaeTrendPolicy(ParcaePolicy):
         super().__init__(world, seed)
         self._past: list[int] = []
 
-    def set_future(self, trace: Trace) -> None:
-        """Ignore the future."""
-
     def forecast(self, job: JobView) -> tuple[int, ...]:
         """The falling trend of the last minutes, from the nodes present now."""
         self._past = [*self._past, len(job.alive)][-LOOK_AHEAD:]
@@ -196,16 +173,10 @@ class ParcaeTrendPolicy(ParcaePolicy):
             max(1, round(len(job.alive) + min(0.0, slope) * (i + 1))) for i in range(LOOK_AHEAD)
         )
 
-    def _hits_grid(self, job: JobView, lost: Sequence[Event]) -> bool:
-        used = self._grid.nodes if self._grid else 0
-        before = len(job.alive) + len(lost)
-        return any(self.rng.random() < used / before for _ in lost)
+    def hits_used_nodes(self, job: JobView, lost: Sequence[Event]) -> bool:
+        return PolicyBase.hits_used_nodes(self, job, lost)
 
     def _after_loss(self, job: JobView, lost: Sequence[Event]) -> Reconfiguration:
         change = super()._after_loss(job, lost)
-        parts = pauses((Use.DETECT, self.detect_s)) + change.pauses
+        parts = pauses(detect_s=self.detect_s) + change.pauses
         return Reconfiguration(parts, change.setup, lost_ms=job.now, reason=change.reason)
-
-
-def _same_shape(a: PricedPlan, b: PricedPlan) -> bool:
-    return (a.pipelines, a.depth) == (b.pipelines, b.depth)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses, to_ms
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import PricedPlan
 from elastic_sim.traces.trace import Event
 
@@ -22,31 +21,26 @@ class ReCyclePolicy(PolicyBase):
         "restart from a checkpoint that is at most an hour old; detection assumed",
     )
 
-    def on_start(self, job: JobView) -> Reconfiguration:
-        return Reconfiguration(setup=self._build_grid(job))
-
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
     ) -> Reconfiguration | None:
         plan = self._plan
         if plan is None:
             reason = "nodes joined" if joined else "too few nodes"
-            return self.restart_from_checkpoint(job, self._build_grid(job), reason)
+            return self.restart_from_checkpoint(job, self.start(job), reason)
         self._loss_events += bool(lost)
         used = [event.node for event in lost if self._places.pop(event.node, None) is not None]
         holes = len(self._places) < plan.nodes
         if not used and not (joined and holes):
             return None
         if lost and max(self._lost_per_stage(plan)) >= plan.pipelines:
-            setup = self._build_grid(job)
-            return self.restart_from_checkpoint(job, setup, "a stage lost all its peers")
+            reason = "a stage lost all its peers"
+            return self.restart_from_checkpoint(job, self.start(job), reason)
         return self._fill_holes(job, bool(used))
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
         """Restart on a larger grid if that pays off."""
-        self.write_checkpoint_in_background(job)
-        larger = self.world.varuna(len(job.alive))
-        return self.grow_grid(job, larger, self._plan, self._build_grid)
+        return self.grow_grid(job)
 
     def _fill_holes(self, job: JobView, loss: bool) -> Reconfiguration:
         """Free nodes take the places of lost ones and copy the state from a peer of the stage."""
@@ -63,11 +57,10 @@ class ReCyclePolicy(PolicyBase):
         step_ms = round(to_ms(plan.step_s) * factor)
         setup = self.adjust_setup(job, step_ms=step_ms, nodes=len(self._places))
         copy_s = self.transfer_s(self.world.state_bytes / plan.depth) if free and holes else 0.0
-        groups_s = self.physics.groups_s(plan.pipelines, plan.depth)
         parts = pauses(
-            (Use.DETECT, self.detect_s if loss else 0.0),
-            (Use.PLAN, self.physics.decide_s + groups_s),
-            (Use.TRANSFER, copy_s),
+            detect_s=self.detect_s if loss else 0.0,
+            plan_s=self.regroup_s(plan.pipelines, plan.depth),
+            transfer_s=copy_s,
         )
         lost_ms = to_ms(plan.slowest_stage_s * plan.depth) if loss else 0
         reason = f"at most {worst} of {d} peers lost"
@@ -80,8 +73,8 @@ class ReCyclePolicy(PolicyBase):
             missing[place % plan.depth] -= 1
         return missing
 
-    def _build_grid(self, job: JobView) -> Setup | None:
-        self._plan = self.world.varuna(len(job.alive))
+    def start(self, job: JobView) -> Setup | None:
+        setup = self.run_plan(job, self.world.varuna(len(job.alive)))
         nodes = list(job.alive)[: self._plan.nodes if self._plan else 0]
         self._places = {node: place for place, node in enumerate(nodes)}
-        return self.run_plan(job, self._plan)
+        return setup

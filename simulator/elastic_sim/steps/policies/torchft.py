@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from elastic_sim.steps.engine import JobView, Reconfiguration, Setup
 from elastic_sim.steps.policies.base import PolicyBase, PolicyDescription, pauses
-from elastic_sim.steps.time_accounting import Use
 from elastic_sim.traces.trace import Event
 
 
@@ -22,13 +21,10 @@ class TorchFTPolicy(PolicyBase):
     )
     detect_s = 4.9
 
-    def on_start(self, job: JobView) -> Reconfiguration:
-        return Reconfiguration(setup=self._new_grid(job))
-
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
     ) -> Reconfiguration | None:
-        if self._grid is None:
+        if self._plan is None:
             return self.on_start(job)
         before = self._nominal
         self._loss_events += bool(lost)
@@ -38,37 +34,37 @@ class TorchFTPolicy(PolicyBase):
         if setup == before and (not lost or unharmed):
             return None
         if setup is None or before is None:
-            return self.restart_from_checkpoint(
-                job, setup, "no replica group is complete", detect_s=0.0
-            )
+            reason = "no replica group is complete"
+            return self.restart_from_checkpoint(job, setup, reason, loss=False)
         grown = setup.nodes > before.nodes
         parts = pauses(
-            (Use.DETECT, self.detect_s if lost else 0.0),
-            (Use.PLAN, self.physics.groups_s(len(job.alive) // self._depth, self._depth)),
-            (Use.TRANSFER, self.transfer_s(self.world.state_bytes / self._depth) if grown else 0.0),
+            detect_s=self.detect_s if lost else 0.0,
+            plan_s=self.physics.groups_s(len(job.alive) // self._depth, self._depth),
+            transfer_s=self.transfer_s(self.world.state_bytes / self._depth) if grown else 0.0,
         )
         reason = f"{len(lost)} lost, {len(joined)} joined"
         return Reconfiguration(parts, setup, lost_ms=job.now if lost else 0, reason=reason)
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
         """Restart with more groups, or groups of another depth, if that pays off."""
-        self.write_checkpoint_in_background(job)
-        larger = self.world.varuna(len(job.alive))
-        return self.grow_grid(job, larger, self._grid, self._new_grid)
+        return self.grow_grid(job)
 
-    def _new_grid(self, job: JobView) -> Setup | None:
-        self._grid = self.world.varuna(len(job.alive))
-        self._depth = self._grid.depth if self._grid else 0
+    def start(self, job: JobView) -> Setup | None:
+        self._plan = self.world.varuna(len(job.alive))
+        self._depth = self._plan.depth if self._plan else 0
         return self._form_groups(job)
 
     def _form_groups(self, job: JobView) -> Setup | None:
         """Each complete group does its share of the full batch; other nodes do nothing."""
-        grid = self._grid
+        grid = self._plan
         groups = min(len(job.alive) // self._depth, grid.pipelines) if grid else 0
         if grid is None or groups == 0:
             self._nominal = None
             return None
-        samples = self.world.samples * groups // grid.pipelines
-        text = f"{groups} of {grid.pipelines} groups of {self._depth}"
-        self.run_plan(job, grid, samples=samples, text=text)
-        return self.adjust_setup(job, nodes=groups * self._depth)
+        self.run_plan(job, grid)
+        return self.adjust_setup(
+            job,
+            nodes=groups * self._depth,
+            samples=self.world.samples * groups // grid.pipelines,
+            text=f"{groups} of {grid.pipelines} groups of {self._depth}",
+        )

@@ -31,7 +31,7 @@ class VarunaPolicy(CheckpointRestartPolicy):
     def on_notice(self, job: JobView, leaving: Sequence[Event]) -> None:
         """Schedule a checkpoint so late that it is just complete before the nodes leave."""
         left_s = min(event.seconds for event in leaving) - job.now / 1000
-        self.set_timer(max(0.0, left_s - self.write_s(job) - 0.5), "notice")
+        job.set_timer(max(0.0, left_s - self.checkpoint_s(job) - 0.5), "notice")
 
     def on_timer(self, job: JobView, name: str) -> Reconfiguration | None:
         self._complete_write(job)
