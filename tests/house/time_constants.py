@@ -119,7 +119,7 @@ CONSTANTS = {
     "rpc/security/token_proof.py GOOD_S": "lock",
     "store/etcd/connection.py CALL_S": "lock",
     "store/etcd/connection.py PATIENCE_S": "lock",
-    "store/sqlite.py POLL_S": "interval",
+    "store/sqlite.py BUSY_S": "lock",
     "worker/control/agent_client.py HEARTBEAT_S": "interval",
     "worker/profiling/emulated.py MAX_CARRYOVER_S": "decision",
     "worker/transport/gloo.py DISCONNECT_GRACE_S": "evidence",
