@@ -73,7 +73,7 @@ def send_blocks(stream: FrameStream, data: memoryview) -> tuple[int, float]:
 
 
 def read_blocks(
-    stream: FrameStream, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None
+    stream: FrameStream, out: memoryview, on_chunk: Callable[[memoryview], object]
 ) -> VaultError | None:
     """Read a compressed copy into `out`; `on_chunk` gets it piece by piece.
 
@@ -89,8 +89,7 @@ def read_blocks(
             except VaultError as error:
                 problem = error
             else:
-                if on_chunk is not None:
-                    on_chunk(piece)
+                on_chunk(piece)
     return problem
 
 

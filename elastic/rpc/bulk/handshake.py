@@ -1,10 +1,9 @@
-"""Opens a bulk connection: TLS where certificates are set, and then both sides prove that they know
-the join token.
+"""Opens a bulk connection: TLS if certificates are set, then both sides prove the join token.
 
-    client -> vault   {"kind": "Hello", "body": {"node", "nonce"}} vault -> client   {"nonce",
-    "proof"}                            over both nonces client -> vault   {"kind": "Proof", "body":
-    {"proof"}}          over the vault's nonce and the node vault -> client   {"error"}
-    "": accepted
+    client -> vault   {"kind": "Hello", "body": {"node", "nonce"}}
+    vault -> client   {"nonce", "proof"}                    proof over both nonces
+    client -> vault   {"kind": "Proof", "body": {"proof"}}  proof over the vault's nonce and node
+    vault -> client   {"error"}                             "": accepted
 
 Until then the vault reads nothing but these messages, of at most MAX_BYTES each.
 """
