@@ -174,10 +174,7 @@ class ConnectionWatch:
                     sock.shutdown(socket.SHUT_RDWR)
 
     def _count_failures(self, gone: list[Peer]) -> None:
-        """Count the handshakes that are over without a call.
-
-        `gone`: peers of those that were seen to end.
-        """
+        """Count the handshakes that ended without a call. `gone`: peers whose end was seen."""
         failed = self._began - self._passed - self._shut - len(self._waiting)
         for _ in range(failed - self._failed):
             peer = _text(gone.pop()) if gone else ""
@@ -188,10 +185,7 @@ class ConnectionWatch:
 
 
 def peer_of(text: str) -> Peer | None:
-    """Address and port from gRPC's name of a peer, e.g.
-
-    `ipv6:%5B::1%5D:443`; None for anything else.
-    """
+    """Address and port from gRPC's name of a peer, such as `ipv6:%5B::1%5D:443`, or None."""
     scheme, _, rest = urllib.parse.unquote(text).partition(":")
     host, _, port = rest.rpartition(":")
     if scheme not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -200,9 +194,7 @@ def peer_of(text: str) -> Peer | None:
 
 
 def _plain(host: str) -> str:
-    """An IP address in one spelling: a port for both protocols sees IPv4 addresses inside IPv6
-    ones.
-    """
+    """An IP address in one spelling. A port for both protocols reports IPv4 inside IPv6."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address)
 
@@ -213,9 +205,7 @@ def _text(peer: Peer) -> str:
 
 @contextlib.contextmanager
 def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
-    """The socket behind a descriptor that another thread may close; None if it is no longer the
-    same one.
-    """
+    """The socket behind a descriptor that another thread may close; None: it was closed."""
     try:
         copy = os.dup(descriptor)
     except OSError:

@@ -3,8 +3,8 @@
 The server gives a nonce. The client answers with an HMAC over the nonce, its own name and its
 request. A nonce is valid once, for a short time, and only in the process that gave it, so a
 captured answer is useless. Each nonce carries a proof of its origin, so a client that asks for many
-fills no memory. Both sides prove themselves: an answer from a server that does not know the token
-is not believed.
+fills no memory. Both sides prove themselves: a client rejects a server that does not know the
+token.
 """
 
 from __future__ import annotations
@@ -67,10 +67,7 @@ class TokenGate:
         return prove(self._token, "server", *words)
 
     def check(self, nonce: str, proof: str, *words: str) -> Reason | None:
-        """Return why the answer to `nonce` is rejected, or None.
-
-        A nonce is valid for one right answer.
-        """
+        """Return why the answer to `nonce` is rejected, or None. A right answer uses up a nonce."""
         if self.open:
             return None
         body, _, origin = nonce.rpartition(".")
