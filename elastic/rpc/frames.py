@@ -113,15 +113,21 @@ class FrameStream:
 
         The caller must read or drain the payload.
         """
-        (length,) = _HEADER.unpack(self._exactly(_HEADER.size))
+        (length,) = _HEADER.unpack(self.read(_HEADER.size))
         _limit("header", length, self.most_header)
-        rest = self._exactly(length + _PAYLOAD.size)
+        rest = self.read(length + _PAYLOAD.size)
         text, (nbytes,) = rest[:length], _PAYLOAD.unpack_from(rest, length)
         _limit("payload", nbytes, self.most_payload)
         try:
             return json.loads(text), nbytes
         except (ValueError, RecursionError) as error:
             raise FieldError("frame header", bytes(text[:80]), f"not JSON: {error}") from error
+
+    def read(self, nbytes: int) -> bytearray:
+        """Return the next `nbytes`."""
+        data = bytearray(nbytes)
+        self.read_into(memoryview(data))
+        return data
 
     def read_into(
         self, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None
@@ -182,11 +188,6 @@ class FrameStream:
         if left_s <= 0:
             raise TimeoutError("it took too long altogether")
         return left_s if self.timeout_s is None else min(left_s, self.timeout_s)
-
-    def _exactly(self, nbytes: int) -> bytearray:
-        data = bytearray(nbytes)
-        self.read_into(memoryview(data))
-        return data
 
     def _write(self, data: memoryview, flags: int = 0) -> None:
         """Send `data` in chunks, so that the time limit applies to a chunk and not to all."""

@@ -100,16 +100,11 @@ def drain_blocks(stream: FrameStream, nbytes: int) -> None:
 
 
 def _read_block(stream: FrameStream, raw: int) -> bytearray:
-    head = bytearray(_LENGTH.size)
-    stream.read_into(memoryview(head))
-    (length,) = _LENGTH.unpack(head)
+    (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
     if length > raw + _OVERHEAD:
-        raise FieldError(
-            "compressed block bytes", length, f"at most {raw + _OVERHEAD} hold {raw} bytes"
-        )
-    block = bytearray(length)
-    stream.read_into(memoryview(block))
-    return block
+        text = f"at most {raw + _OVERHEAD} hold {raw} bytes"
+        raise FieldError("compressed block bytes", length, text)
+    return stream.read(length)
 
 
 def _pieces(data: memoryview) -> Iterator[memoryview]:
