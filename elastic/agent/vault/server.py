@@ -29,7 +29,7 @@ from elastic.domain.errors import (
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.blocks import CODECS, drain_blocks
 from elastic.rpc.bulk.compression import CompressionPolicy
-from elastic.rpc.bulk.handshake import HANDSHAKE_S, HandshakeRejected, verify_client, wrap_server
+from elastic.rpc.bulk.handshake import HANDSHAKE_S, verify_client, wrap_server
 from elastic.rpc.bulk.transfer import (
     REQUESTS,
     Get,
@@ -210,11 +210,11 @@ class VaultServer:
             return None
         if self._gate.open:
             return ""
-        found = verify_client(stream, self._gate)
-        if isinstance(found, HandshakeRejected):
-            REJECTIONS.count(PORT, found.reason, peer, found.text)
+        node, problem = verify_client(stream, self._gate)
+        if problem is not None:
+            REJECTIONS.count(PORT, problem, peer, f"as {node}" if node else "no proof")
             return None
-        return found
+        return node
 
     def _answer(self, stream: FrameStream, header: Any, nbytes: int, node: str) -> None:
         """Carry out one request of `node`. An error is the reply; the connection goes on."""

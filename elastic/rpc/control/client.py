@@ -145,10 +145,8 @@ class CoordinatorSession:
                 while self._stamp() == stamp:
                     started = time.monotonic()
                     await self._attempt(address, channel)
-                    lived_s = time.monotonic() - started
-                    delay_s = (
-                        RETRY_MIN_S if lived_s > RETRY_MAX_S else min(2 * delay_s, RETRY_MAX_S)
-                    )
+                    lived = time.monotonic() - started > RETRY_MAX_S
+                    delay_s = RETRY_MIN_S if lived else min(2 * delay_s, RETRY_MAX_S)
                     await asyncio.sleep(random.uniform(delay_s / 2, delay_s))
 
     def _stamp(self) -> tls.Stamp:
@@ -173,7 +171,9 @@ class CoordinatorSession:
                 self._silent.add(address)
                 if "andshake" in str(error.details()) or "ertificate" in str(error.details()):
                     REJECTIONS.count("agent", Reason.HANDSHAKE, address, error.details())
-                await _ready(channel)
+                # The next attempt reports why there is no connection.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
                 return
             except ElasticError as error:
                 REJECTIONS.count("agent", Reason.TOKEN, address, error)
@@ -226,9 +226,8 @@ class CoordinatorSession:
 
     def _follow(self, call: Any, term: int) -> bool:
         """Whether to use this stream from now on. If so, the stream in use is cancelled."""
-        if not accepts_term(
-            term, self.term, self._active_term if self._active is not None else None
-        ):
+        active_term = self._active_term if self._active is not None else None
+        if not accepts_term(term, self.term, active_term):
             return False
         if self._active is not None:
             self._left.add(self._active)
@@ -253,11 +252,7 @@ class CoordinatorSession:
             log.error("the coordinator sent a message that cannot be read: %s", error)
             return
         if isinstance(message, Rejected):
-            log.error(
-                "the coordinator could not read a message of kind %s: %s",
-                message.kind,
-                message.text,
-            )
+            log.error("the coordinator could not read a %s: %s", message.kind, message.text)
             return
         self._dispatcher.post(partial(self._on_message, message, envelope))
 
@@ -319,12 +314,6 @@ def _channel(
     credentials = grpc.ssl_channel_credentials(ca, key, cert)
     named = [("grpc.ssl_target_name_override", secure.name)] if secure.name else []
     return api.secure_channel(address, credentials, options=[*options, *named])
-
-
-async def _ready(channel: grpc.aio.Channel) -> None:
-    """Wait a short time for the connection. The next attempt reports why there is none."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
 
 
 def _proof(

@@ -160,11 +160,8 @@ class Server:
         problem = self._gate.check(nonce, proof, *words)
         if problem is not None:
             REJECTIONS.count(PORT, problem, context.peer(), " ".join(words[:2]))
-            text = (
-                "the join token is missing or wrong"
-                if problem is Reason.TOKEN
-                else "this proof was used before"
-            )
+            wrong = "the join token is missing or wrong"
+            text = wrong if problem is Reason.TOKEN else "this proof was used before"
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
     def _peer(self, context: Any) -> str:
@@ -209,32 +206,27 @@ class Server:
                 REJECTIONS.count(PORT, Reason.MALFORMED, session, error)
                 raise
             if envelope.sequence <= newest and newest:
-                REJECTIONS.count(
-                    PORT, Reason.REPLAYED, session, f"{envelope.kind} {envelope.sequence}"
-                )
+                detail = f"{envelope.kind} {envelope.sequence}"
+                REJECTIONS.count(PORT, Reason.REPLAYED, session, detail)
                 session.send(Rejected(envelope.kind[:80], "it was received before"), 0)
                 continue
             newest = envelope.sequence
             if envelope.term > self._term():
                 REJECTIONS.count(PORT, Reason.STALE, session, f"it knows term {envelope.term}")
-                raise StaleError(
-                    f"this coordinator has term {self._term()}, "
-                    f"{session.sender} knows {envelope.term}"
-                )
+                known = f"{session.sender} knows {envelope.term}"
+                raise StaleError(f"this coordinator has term {self._term()}, {known}")
             begun += envelope.body
             if len(begun) > MAX_BODY_BYTES:
-                REJECTIONS.count(PORT, Reason.OVERSIZE, session, f"{len(begun)} bytes and more")
-                raise FieldError(
-                    "body", f"{len(begun)} bytes and more", f"at most {MAX_BODY_BYTES}"
-                )
+                size = f"{len(begun)} bytes and more"
+                REJECTIONS.count(PORT, Reason.OVERSIZE, session, size)
+                raise FieldError("body", size, f"at most {MAX_BODY_BYTES}")
             if envelope.kind == PIECE:
                 continue
             envelope, begun = replace(envelope, body=bytes(begun)), bytearray()
             try:
                 if envelope.common:
-                    raise FieldError(
-                        f"{envelope.kind}.common", "...", "only a coordinator sends it"
-                    )
+                    field = f"{envelope.kind}.common"
+                    raise FieldError(field, "...", "only a coordinator sends it")
                 message = unpack(envelope)
             except FieldError as error:
                 REJECTIONS.count(PORT, Reason.MALFORMED, session, error)
@@ -247,20 +239,20 @@ class Server:
         peer = self._peer(context)
         if len(request) > MAX_CALL_BYTES:
             REJECTIONS.count(PORT, Reason.OVERSIZE, peer, f"a call of {len(request)} bytes")
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"at most {MAX_CALL_BYTES} bytes may be asked"
-            )
+            text = f"at most {MAX_CALL_BYTES} bytes may be asked"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         try:
             envelope = from_wire(request)
+            if envelope.kind != CHALLENGE:
+                await self._admit(context, "call", envelope.kind, digest(envelope.body))
+            body = unpack_call(envelope)
         except FieldError as error:
             REJECTIONS.count(PORT, Reason.MALFORMED, peer, error)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _words(error))
-        if envelope.kind != CHALLENGE:
-            await self._admit(context, "call", envelope.kind, digest(envelope.body))
         try:
-            body = self._question(envelope, peer)
             if envelope.kind == CHALLENGE:
-                return pack_call(CHALLENGE, self._challenge(body), self._term())
+                challenge = self._gate.challenge(str(body.get("nonce", "")))
+                return pack_call(CHALLENGE, challenge, self._term())
             answer = await event_loop().run_in_executor(
                 self._pool, self._on_call, envelope.kind, body
             )
@@ -271,32 +263,15 @@ class Server:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _words(error))
         raise AssertionError("abort raises")
 
-    def _question(self, envelope: Envelope, peer: str) -> dict[str, Any]:
-        try:
-            return unpack_call(envelope)
-        except FieldError as error:
-            REJECTIONS.count(PORT, Reason.MALFORMED, peer, error)
-            raise
-
-    def _challenge(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a nonce, and this server's own proof over the client's nonce."""
-        nonce, theirs = self._gate.nonce(), str(body.get("nonce", ""))
-        return {"nonce": nonce, "proof": self._gate.show(theirs, nonce)}
-
 
 def _credentials(
     certificates: tls.Certificates, began: Callable[[], None]
 ) -> grpc.ServerCredentials:
-    """Mutual TLS with certificates that may be replaced.
-
-    `began` is called for each handshake, from any thread.
-    """
+    """Mutual TLS with replaceable certificates. Each handshake calls `began`, on any thread."""
 
     def configuration() -> grpc.ServerCertificateConfiguration:
-        authority, chain, key = certificates.pem()
-        return grpc.ssl_server_certificate_configuration(
-            [(key, chain)], root_certificates=authority
-        )
+        ca, chain, key = certificates.pem()
+        return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=ca)
 
     served = certificates.server()
 

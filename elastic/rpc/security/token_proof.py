@@ -62,9 +62,10 @@ class TokenGate:
         body = f"{self._clock():.3f}.{new_nonce()}"
         return f"{body}.{prove(self._secret, body)}"
 
-    def show(self, *words: str) -> str:
-        """Return the server's own proof."""
-        return prove(self._token, "server", *words)
+    def challenge(self, theirs: str) -> dict[str, str]:
+        """Return a new nonce, and the server's proof over it and the client's nonce."""
+        nonce = self.nonce()
+        return {"nonce": nonce, "proof": prove(self._token, "server", theirs, nonce)}
 
     def check(self, nonce: str, proof: str, *words: str) -> Reason | None:
         """Return why the answer to `nonce` is rejected, or None. A right answer uses up a nonce."""
