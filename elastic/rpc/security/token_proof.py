@@ -71,12 +71,10 @@ class TokenGate:
         """Return why the answer to `nonce` is rejected, or None. A right answer uses up a nonce."""
         if self.open:
             return None
-        body, _, origin = nonce.rpartition(".")
-        mine = proved(self._secret, origin, body)
         if not proved(self._token, proof, "client", nonce, *words):
             return Reason.TOKEN
-        now = self._clock()
-        if not mine or now - float(body.partition(".")[0]) > GOOD_S:
+        now, (body, _, origin) = self._clock(), nonce.rpartition(".")
+        if not proved(self._secret, origin, body) or now - float(body.partition(".")[0]) > GOOD_S:
             return Reason.REPLAYED
         with self._lock:
             self._used = {old: at for old, at in self._used.items() if now - at <= GOOD_S}
