@@ -104,15 +104,11 @@ class SqliteStore:
 
     def acquire(self, holder: str, ttl_s: float, now: float) -> Lease:
         check_lease(holder, ttl_s)
-        newest = (
-            "SELECT holder, expires_at FROM leases WHERE expires_at IS NOT NULL"
-            " AND token = (SELECT max(token) FROM leases)"
-        )
         insert = (
             "INSERT INTO leases (name, holder, ttl_s, expires_at) VALUES ('coordinator', ?, ?, ?)"
         )
         with self._transaction():
-            other, expires_at = self._db.execute(newest).fetchone() or (holder, now)
+            _, other, expires_at = self._newest_lease()
             if other != holder and expires_at > now:
                 raise lease_conflict(other, expires_at - now)
             token = self._db.execute(insert, (holder, ttl_s, now + ttl_s)).lastrowid
@@ -202,10 +198,12 @@ class SqliteStore:
             remedy = "the file is damaged or not a store; move it away, or restore it from a backup"
             raise StoreError(f"store {self.path}: {error}; {remedy}") from error
 
+    def _newest_lease(self) -> tuple[int, str, float]:
+        """(token, holder, expiry); (0, "", 0.0) if it was released or there is none."""
+        query = "SELECT token, holder, expires_at FROM leases ORDER BY token DESC LIMIT 1"
+        row = self._db.execute(query).fetchone()
+        return row if row and row[2] is not None else (0, "", 0.0)
+
     def _fence(self, token: int) -> None:
-        query = (
-            "SELECT 1 FROM leases WHERE token = ? AND expires_at IS NOT NULL"
-            " AND token = (SELECT max(token) FROM leases)"
-        )
-        if self._db.execute(query, (token,)).fetchone() is None:
+        if token <= 0 or token != self._newest_lease()[0]:
             raise stale_token(token)

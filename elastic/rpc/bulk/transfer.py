@@ -40,7 +40,7 @@ from elastic.domain.errors import (
     VaultFull,
 )
 from elastic.domain.types import Copy
-from elastic.rpc.bulk.blocks import CODECS, read_blocks, send_blocks
+from elastic.rpc.bulk.blocks import read_copy, send_copy
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.bulk.handshake import authenticate, wrap_client
 from elastic.rpc.frames import FrameStream
@@ -283,33 +283,6 @@ class VaultClient:
             except BaseException:
                 self._drop()
                 raise
-
-
-def send_copy(stream: FrameStream, data: memoryview, how: str) -> tuple[int, float]:
-    """Send a copy, uncompressed ("") or by a codec.
-
-    Returns bytes sent and seconds spent on compression.
-    """
-    if how:
-        return send_blocks(stream, data)
-    stream.write(data)
-    return data.nbytes, 0.0
-
-
-def read_copy(
-    stream: FrameStream, out: memoryview, how: str, on_chunk: Callable[[memoryview], object]
-) -> VaultError | None:
-    """Read a copy with the codec `how` into `out`; `on_chunk` gets it piece by piece.
-
-    Returns the error of corrupt blocks, which are read to their end all the same. Raises FieldError
-    for an unknown codec.
-    """
-    if how not in CODECS:
-        raise FieldError("codec", how[:80], f"one of {', '.join(filter(None, CODECS))}")
-    if how:
-        return read_blocks(stream, out, on_chunk)
-    stream.read_into(out, on_chunk)
-    return None
 
 
 def _begin(stream: FrameStream, request: Any, nbytes: int = 0, waits: bool = False) -> None:

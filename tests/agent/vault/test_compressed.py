@@ -20,9 +20,9 @@ from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, FieldError, VaultError
 from elastic.domain.types import Copy
 from elastic.rpc.bulk import blocks
-from elastic.rpc.bulk.blocks import BLOCK_BYTES, BLOSC, pack, unpack
+from elastic.rpc.bulk.blocks import BLOCK_BYTES, BLOSC, pack, read_copy, unpack
 from elastic.rpc.bulk.compression import LEAST_SENDS, SAMPLE_EVERY, SENDS, TURN_S, CompressionPolicy
-from elastic.rpc.bulk.transfer import Put, Reply, VaultClient, read_copy, split_address
+from elastic.rpc.bulk.transfer import Put, Reply, VaultClient, split_address
 from elastic.rpc.frames import FrameStream
 from tests.agent.vault.copies import gradient, make, put
 from tests.patience import LONG_S
