@@ -42,15 +42,12 @@ class SecuritySettings:
     """Name that peers' certificates must carry. Empty: the host or address of the connection."""
     token: str = field(default="", repr=False)
     """Join token, required for sessions, calls and vault connections. Empty: none is required."""
+    certificates: Certificates | None = field(init=False, repr=False, compare=False)
+    """The files in `certs`; None: no TLS."""
 
     def __post_init__(self) -> None:
-        if self.certs is not None:
-            object.__setattr__(self, "_certificates", Certificates(self.certs))
-
-    @property
-    def certificates(self) -> Certificates | None:
-        """The files in `certs`; None: no TLS."""
-        return getattr(self, "_certificates", None)
+        made = Certificates(self.certs) if self.certs is not None else None
+        object.__setattr__(self, "certificates", made)
 
 
 class Certificates:
