@@ -103,7 +103,7 @@ CONSTANTS = {
     "metrics.py RECOVERY_S": "decision",
     "metrics.py SILENT_S": "program",
     "metrics.py STEP_S": "decision",
-    "rpc/bulk/compression.py TURN_S": "decision",
+    "rpc/bulk/compression.py OVERHEAD_S": "decision",
     "rpc/bulk/handshake.py HANDSHAKE_S": "evidence",
     "rpc/control/channel_options.py CONNECT_TIMEOUT_S": "interval",
     "rpc/control/channel_options.py IDLE_S": "evidence",

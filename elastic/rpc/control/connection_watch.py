@@ -47,10 +47,10 @@ class _Connection:
 
 
 class ConnectionWatch:
-    """Watches the connections to one port of this process. Not thread-safe, but for `began`."""
+    """Watches the connections to one port of this process. Only `began` is thread-safe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """`loop` runs everything but `began`."""
+        """`loop` runs everything except `began`."""
         self.port = 0
         """Set before the first handshake."""
         self._loop = loop

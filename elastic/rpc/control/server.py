@@ -132,9 +132,8 @@ class Server:
             ),
             "Call": grpc.unary_unary_rpc_method_handler(self._call, response_serializer=to_wire),
         }
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, methods),)
-        )
+        handler = grpc.method_handlers_generic_handler(SERVICE, methods)
+        self._server.add_generic_rpc_handlers((handler,))
         try:
             if self._certificates is None:
                 port = self._server.add_insecure_port(address)
