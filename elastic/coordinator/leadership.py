@@ -23,7 +23,7 @@ from elastic.domain.errors import ElasticError, StaleError
 from elastic.store.interface import Conflict, Lease, Store, StoreUnavailable
 
 log = logging.getLogger("elastic.coordinator")
-LEASE_NAME, STATE_KEY, RUN_KEY, OVER_KEY = "coordinator", "job/state", "job/run", "job/over"
+STATE_KEY, RUN_KEY, OVER_KEY = "job/state", "job/run", "job/over"
 LEASE_S = 10.0
 """Duration of the lease of a single coordinator; nobody waits for it to expire."""
 SHARED_LEASE_S = 1.5
@@ -43,7 +43,7 @@ def stand_by(
     while True:
         try:
             run.join_current()
-            lease = store.acquire(LEASE_NAME, holder, ttl_s, now())
+            lease = store.acquire(holder, ttl_s, now())
             log.info("%s leads with term %d", holder, lease.token)
             return lease
         except (Conflict, StoreUnavailable) as error:

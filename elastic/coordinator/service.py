@@ -118,7 +118,6 @@ class Coordinator:
             on_call=self._call,
             term=lambda: self._lease.token,
             keepalive_s=config.timeouts.keepalive_s,
-            prompt=True,
         )
         endpoint.lead(lambda: (self._state, self._status()))
 

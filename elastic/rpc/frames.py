@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from elastic.core.protocol import messages
@@ -39,14 +40,21 @@ _MORE = getattr(socket, "MSG_MORE", 0)
 reader."""
 _HEADER, _PAYLOAD = struct.Struct("<I"), struct.Struct("<Q")
 
-KINDS: dict[str, type] = {
-    name: kind
-    for name, kind in vars(messages).items()
-    if dataclasses.is_dataclass(kind)
-    and isinstance(kind, type)
-    and kind.__module__ == messages.__name__
-}
-"""Every message that may be sent, by class name."""
+
+def dataclasses_of(*modules: ModuleType) -> dict[str, type]:
+    """Return the dataclasses that the modules define, by name."""
+    return {
+        name: kind
+        for module in modules
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        if kind.__module__ == module.__name__
+    }
+
+
+KINDS = dataclasses_of(messages)
+"""Every message that a `Channel` carries, by class name."""
+_KINDS_NEEDED = "a message of elastic.core.protocol.messages is needed"
 
 
 class TooLarge(FieldError):
@@ -54,14 +62,10 @@ class TooLarge(FieldError):
 
 
 class FrameStream:
-    """Frames over a connected socket.
-
-    Not thread-safe, but for `close`, which wakes a blocked call.
-    """
+    """Frames over a connected socket. Only `close` is thread-safe; it wakes a blocked call."""
 
     def __init__(self, sock: socket.socket, timeout_s: float | None = None) -> None:
         self._sock: socket.socket | ssl.SSLSocket = sock
-        self._plain = not isinstance(sock, ssl.SSLSocket)
         self._ended = False
         self.timeout_s = timeout_s
         """Seconds without progress after which a call raises TimeoutError; None: no limit."""
@@ -81,13 +85,15 @@ class FrameStream:
             self.write(part)
 
     def begin(self, header: Any, nbytes: int, waits: bool = False) -> None:
-        """Send a frame without its payload of `nbytes`, which `write` sends next, or later if it
-        `waits`.
+        """Send a frame without its payload of `nbytes`, which `write` sends.
+
+        `waits`: the caller does something else first, so the header is sent at once.
         """
         text = json.dumps(header, separators=(",", ":")).encode()
         _limit("header", len(text), MAX_HEADER_BYTES)
         _limit("payload", nbytes, MAX_PAYLOAD_BYTES)
-        more = _MORE if self._plain and nbytes and self.pace is None and not waits else 0
+        plain = not isinstance(self._sock, ssl.SSLSocket)
+        more = _MORE if plain and nbytes and self.pace is None and not waits else 0
         self._write(memoryview(_HEADER.pack(len(text)) + text + _PAYLOAD.pack(nbytes)), more)
         if self.pace is not None and nbytes:
             self.pace(0)
@@ -103,18 +109,25 @@ class FrameStream:
             self._write(piece)
 
     def receive(self) -> tuple[Any, int]:
-        """Return the next frame's header and its payload's bytes, which the caller must read or
-        drain.
+        """Return the header of the next frame and the size of its payload.
+
+        The caller must read or drain the payload.
         """
-        (length,) = _HEADER.unpack(self._exactly(_HEADER.size))
+        (length,) = _HEADER.unpack(self.read(_HEADER.size))
         _limit("header", length, self.most_header)
-        rest = self._exactly(length + _PAYLOAD.size)
+        rest = self.read(length + _PAYLOAD.size)
         text, (nbytes,) = rest[:length], _PAYLOAD.unpack_from(rest, length)
         _limit("payload", nbytes, self.most_payload)
         try:
             return json.loads(text), nbytes
         except (ValueError, RecursionError) as error:
             raise FieldError("frame header", bytes(text[:80]), f"not JSON: {error}") from error
+
+    def read(self, nbytes: int) -> bytearray:
+        """Return the next `nbytes`."""
+        data = bytearray(nbytes)
+        self.read_into(memoryview(data))
+        return data
 
     def read_into(
         self, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None
@@ -146,22 +159,18 @@ class FrameStream:
         Raises OSError (ssl.SSLError) if the handshake fails.
         """
         self._sock.settimeout(self._patience())
-        secure = wrap(self._sock)
-        self._sock, self._plain = secure, False
+        self._sock = secure = wrap(self._sock)
         if self._ended:  # while `wrap` had taken the socket over
             raise ChannelClosed("this side has closed the connection")
         try:
             secure.do_handshake()
-        except OSError:  # an untrue certificate is a ValueError, too
+        except OSError:  # the error of a bad certificate is also a ValueError
             raise
         except (AttributeError, ValueError) as error:
             raise ChannelClosed(f"this side has closed: {error}") from error
 
     def hang_up(self) -> None:
-        """Wake a blocked call, whose thread then calls `close`.
-
-        The descriptor stays reserved until then.
-        """
+        """Wake a blocked call. Its thread must call `close`, which frees the descriptor."""
         self._ended = True
         with contextlib.suppress(OSError, ValueError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -170,14 +179,9 @@ class FrameStream:
         self.hang_up()
         self._sock.close()
 
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
     def _patience(self) -> float | None:
-        """Seconds that the next call may wait; None: no limit.
-
-        Raises TimeoutError after the deadline.
-        """
+        """Seconds that the next call may wait (None: no limit). Raises TimeoutError if `until` is
+        over."""
         if self.until is None:
             return self.timeout_s
         left_s = self.until - time.monotonic()
@@ -185,13 +189,8 @@ class FrameStream:
             raise TimeoutError("it took too long altogether")
         return left_s if self.timeout_s is None else min(left_s, self.timeout_s)
 
-    def _exactly(self, nbytes: int) -> bytearray:
-        data = bytearray(nbytes)
-        self.read_into(memoryview(data))
-        return data
-
     def _write(self, data: memoryview, flags: int = 0) -> None:
-        """Send all of `data` in chunks, because the socket's timeout bounds a whole `sendall`."""
+        """Send `data` in chunks, so that the time limit applies to a chunk and not to all."""
         with _closing_errors():
             self._sock.settimeout(self._patience())
             for start in range(0, len(data), 8 * CHUNK_BYTES):
@@ -209,35 +208,23 @@ class Channel:
         """Send a protocol message. Raises ChannelClosed if the peer is gone."""
         name = type(message).__name__
         if KINDS.get(name) is not type(message):
-            raise FieldError(
-                "message", name, "a message of elastic.core.protocol.messages is needed"
-            )
+            raise FieldError("message", name, _KINDS_NEEDED)
         frame = {"kind": name, "body": codec.encode(message)}
         with self._sending:
             self._stream.send(frame)
 
     def receive(self) -> Any:
-        """Block for the next message.
-
-        A FieldError leaves the channel usable: the frame was read whole.
-        """
+        """Wait for the next message. The channel stays usable after a FieldError."""
         header, nbytes = self._stream.receive()
         self._stream.drain(nbytes)
-        if not isinstance(header, dict) or header.get("kind") not in KINDS:
-            raise FieldError(
-                "message.kind",
-                str(header)[:80],
-                "a message of elastic.core.protocol.messages is needed",
-            )
-        kind = KINDS[header["kind"]]
+        kind = KINDS.get(str(header.get("kind"))) if isinstance(header, dict) else None
+        if kind is None:
+            raise FieldError("message.kind", str(header)[:80], _KINDS_NEEDED)
         return codec.decode(kind, header.get("body"))
 
     def close(self) -> None:
         """Wake a blocked `receive` with ChannelClosed."""
         self._stream.close()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
 
 
 def listen_unix(path: Path) -> socket.socket:

@@ -2,8 +2,8 @@
 
 All processes of a node share one link. A file in the node's shared memory holds the time until
 which the link is taken. A sender reserves time behind the reservations so far, and sends when its
-time has come. There are two lanes: training messages pass copies that wait, as in a network with
-priorities. A copy is sent in pieces, and each piece is reserved when the one before is gone.
+time has come. There are two lanes: training messages overtake waiting copies, as in a network with
+priorities. A copy is sent in pieces, and each piece is reserved when the previous one has left.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pathlib import Path
 from elastic.planning.cost.profile import LinkProfile
 
 _TAKEN = struct.Struct("<ddd")
-"""End of the reservations of each lane; factor by which the link is slower than its limit (0:
-none)."""
+"""Ends of the reservations of training and copies; factor that slows the link down (0: none)."""
 
 
 class LinkShaper:
@@ -35,45 +34,39 @@ class LinkShaper:
         """Reserve the link for `nbytes`. Returns the end of the reservation (time.monotonic)."""
         if self.limit.bytes_per_s <= 0:
             return time.monotonic()
-        with self._locked() as descriptor:
-            ahead, behind, factor = _read(descriptor)
+        with self._locked() as taken:
+            ahead, behind, factor = taken
             spent = nbytes / self.limit.bytes_per_s * max(factor, 1.0)
             start: float = max(time.monotonic(), ahead if training else max(ahead, behind))
             end = start + spent
-            taken = (end, max(behind, start) + spent) if training else (ahead, end)
-            os.pwrite(descriptor, _TAKEN.pack(*taken, factor), 0)
+            taken[:2] = (end, max(behind, start) + spent) if training else (ahead, end)
         return end
 
     def slow_down(self, factor: float) -> None:
         """Divide the link's speed by `factor` from now on, for all processes of the node."""
-        with self._locked() as descriptor:
-            ahead, behind, _ = _read(descriptor)
-            os.pwrite(descriptor, _TAKEN.pack(ahead, behind, factor), 0)
+        with self._locked() as taken:
+            taken[2] = factor
 
     def pass_on(self, nbytes: int) -> None:
         """Wait until a piece of a copy has left; 0 bytes: wait for the latency."""
-        if nbytes:
-            wait_until(self.reserve(nbytes))
-        else:
-            time.sleep(self.limit.latency_s)
+        wait_s = self.reserve(nbytes) - time.monotonic() if nbytes else self.limit.latency_s
+        time.sleep(max(0.0, wait_s))
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
-        """The file, locked. It is opened each time, so that threads exclude each other too."""
+    def _locked(self) -> Iterator[list[float]]:
+        """Lock the file and yield its numbers, which are written back at the end.
+
+        The file is opened each time, so that threads exclude each other, too.
+        """
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield descriptor
+            raw = os.pread(descriptor, _TAKEN.size, 0)  # a new file is empty
+            taken = list(_TAKEN.unpack(raw.ljust(_TAKEN.size, b"\0")))
+            yield taken
+            os.pwrite(descriptor, _TAKEN.pack(*taken), 0)
         finally:
             os.close(descriptor)
-
-
-def _read(descriptor: int) -> tuple[float, float, float]:
-    raw = os.pread(descriptor, _TAKEN.size, 0)
-    if len(raw) != _TAKEN.size:
-        return 0.0, 0.0, 0.0
-    ahead, behind, factor = _TAKEN.unpack(raw)
-    return float(ahead), float(behind), float(factor)
 
 
 def shaper_of(directory: Path | str, limit: LinkProfile) -> LinkShaper | None:
@@ -85,10 +78,3 @@ def pace_of(directory: Path | str, limit: LinkProfile) -> Callable[[int], None] 
     """The `pace` of bulk connections of that node (`elastic.rpc.frames.FrameStream`)."""
     shaper = shaper_of(directory, limit)
     return shaper.pass_on if shaper else None
-
-
-def wait_until(moment: float) -> None:
-    """Sleep until `time.monotonic()` reaches `moment`."""
-    left = moment - time.monotonic()
-    if left > 0:
-        time.sleep(left)

@@ -38,9 +38,10 @@ from elastic.domain.state_layout import (
 )
 from elastic.domain.types import WHOLE, JobSpec, Portion, Slot, slot_of, whole_slots
 from elastic.store import safetensors_stream
+from elastic.store.safetensors_stream import RawTensor
 
 FORMAT, MANIFEST = "elastic-checkpoint-1", "manifest.json"
-_FINAL = re.compile(r"step-(\d{8,})$")
+_FINAL = re.compile(r"step-\d{8,}$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,6 @@ class Manifest:
         return found
 
 
-def final_path(directory: Path, step: int) -> Path:
-    return directory / f"step-{step:08d}"
-
-
 def staging_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}.tmp"
 
@@ -118,9 +115,8 @@ def write_part(
     except OSError as error:
         with contextlib.suppress(OSError):
             fresh.unlink()
-        raise FieldError(
-            "checkpoint directory", str(directory), f"cannot be written: {error}"
-        ) from error
+        text = f"cannot be written: {error}"
+        raise FieldError("checkpoint directory", str(directory), text) from error
     return part
 
 
@@ -131,15 +127,14 @@ def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Pat
     FieldError, which names the missing files, if the checkpoint is not complete.
     """
     directory = Path(directory)
-    staging, final = staging_path(directory, step), final_path(directory, step)
-    replaced = directory / f"{final.name}.replaced"
+    staging = staging_path(directory, step)
+    final, replaced = staging.with_suffix(""), staging.with_suffix(".replaced")
     with _locked(directory):
         if not staging.is_dir():
             if (final / MANIFEST).is_file():
                 return final
-            raise FieldError(
-                "checkpoint", str(staging), "its files must be written before the commit"
-            )
+            text = "its files must be written before the commit"
+            raise FieldError("checkpoint", str(staging), text)
         manifest = _collect(staging, step, (spec.n_layers, spec.tp) if spec is not None else None)
         try:
             _write_json(staging / MANIFEST, codec.dumps(manifest))
@@ -167,14 +162,11 @@ def latest(directory: Path | str) -> Path | None:
     if (directory / MANIFEST).is_file():
         read_manifest(directory)
         return directory
-    for path in sorted(
-        (p for p in directory.iterdir() if _FINAL.match(p.name)), key=_step, reverse=True
-    ):
-        try:
+    finals = [path for path in directory.iterdir() if _FINAL.match(path.name)]
+    for path in sorted(finals, key=lambda path: int(path.name[len("step-") :]), reverse=True):
+        with contextlib.suppress(FieldError):
             read_manifest(path)
-        except FieldError:
-            continue
-        return path
+            return path
     return None
 
 
@@ -186,31 +178,15 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, FieldError) as error:
         raise FieldError("checkpoint", str(path), f"{remedy}: {error}") from error
     if manifest.format != FORMAT:
-        raise FieldError(
-            "checkpoint", str(path), f"its format is {manifest.format!r}, not {FORMAT!r}"
-        )
-    problem = _incomplete(manifest.parts, manifest.n_layers, manifest.tp)
-    if problem:
+        text = f"its format is {manifest.format!r}, not {FORMAT!r}"
+        raise FieldError("checkpoint", str(path), text)
+    if problem := _incomplete(manifest.parts, manifest.n_layers, manifest.tp):
         raise FieldError("checkpoint", str(path), f"{remedy}: {problem}")
     for part in manifest.parts:
-        file = path / part.name
-        if (
-            Path(part.name).name != part.name
-            or not file.is_file()
-            or file.stat().st_size != part.nbytes
-        ):
-            raise FieldError(
-                "checkpoint", str(file), f"{remedy}: {part.nbytes} bytes are expected here"
-            )
-    return manifest
-
-
-def validate(path: Path | str) -> Manifest:
-    """Read all files and compare their checksums. Raises FieldError, which names a bad file."""
-    path = Path(path)
-    manifest = read_manifest(path)
-    for part in manifest.parts:
-        _verify(path, part)
+        file, name = path / part.name, Path(part.name).name
+        if name != part.name or not file.is_file() or file.stat().st_size != part.nbytes:
+            text = f"{remedy}: {part.nbytes} bytes are expected here"
+            raise FieldError("checkpoint", str(file), text)
     return manifest
 
 
@@ -238,8 +214,12 @@ def read_run(
 def _read_file(
     path: Path, part: CheckpointFile, allocate: Callable[[int], memoryview] | None = None
 ) -> memoryview:
-    _verify(path, part)
-    metadata, tensors = safetensors_stream.read(path / part.name)
+    file = path / part.name
+    digest = xxhash.xxh3_64_hexdigest(safetensors_stream.open_map(file))
+    if digest != part.checksum:
+        remedy = f"it is corrupt (checksum {digest}, not {part.checksum}); use another checkpoint"
+        raise FieldError("checkpoint", str(file), remedy)
+    metadata, tensors = safetensors_stream.read(file)
     found = {tensor.name: tensor for tensor in tensors}
     try:
         dims = json.loads(metadata["shard_dims"])
@@ -252,9 +232,7 @@ def _read_file(
             int(metadata["version"]), rows, json.loads(metadata["extra"]), part.portion
         )
     except (KeyError, ValueError, TypeError) as error:
-        raise FieldError(
-            "checkpoint", str(path / part.name), f"metadata is unusable: {error}"
-        ) from error
+        raise FieldError("checkpoint", str(file), f"metadata is unusable: {error}") from error
     run = allocate(nbytes) if allocate is not None else memoryview(bytearray(nbytes))
     run[: len(text)] = text
     end = len(text)
@@ -288,9 +266,8 @@ def _locked(directory: Path) -> Iterator[None]:
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError as error:
-        raise FieldError(
-            "checkpoint directory", str(directory), f"cannot be opened: {error}"
-        ) from error
+        text = f"cannot be opened: {error}"
+        raise FieldError("checkpoint directory", str(directory), text) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -298,11 +275,9 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _tensors(header: StateHeader, run: memoryview) -> list[safetensors_stream.RawTensor]:
+def _tensors(header: StateHeader, run: memoryview) -> list[RawTensor]:
     return [
-        safetensors_stream.RawTensor(
-            e.name, e.dtype, _shape(e, header.portion), run[e.offset : e.offset + e.nbytes]
-        )
+        RawTensor(e.name, e.dtype, _shape(e, header.portion), run[e.offset : e.offset + e.nbytes])
         for e in header.tensors
     ]
 
@@ -332,12 +307,11 @@ def _collect(staging: Path, step: int, shape: tuple[int, int] | None) -> Manifes
     parts = [part for part in parts if shape in (None, (part.n_layers, part.tp))]
     shapes = {(part.n_layers, part.tp) for part in parts}
     if len(shapes) != 1:
-        remedy = f"files of one job are needed, not of {len(shapes)}"
-        raise FieldError("checkpoint", str(staging), remedy)
+        text = f"files of one job are needed, not of {len(shapes)}"
+        raise FieldError("checkpoint", str(staging), text)
     n_layers, tp = shapes.pop()
     chosen = _one_division(parts)
-    problem = _incomplete(chosen, n_layers, tp)
-    if problem:
+    if problem := _incomplete(chosen, n_layers, tp):
         raise FieldError("checkpoint", str(staging), problem)
     return Manifest(FORMAT, step, n_layers, tp, chosen)
 
@@ -366,15 +340,6 @@ def _incomplete(parts: Sequence[CheckpointFile], n_layers: int, tp: int) -> str:
     return f"(layer, TP rank) {missing[:4]} are missing or too many" if missing or not parts else ""
 
 
-def _verify(path: Path, part: CheckpointFile) -> None:
-    found = xxhash.xxh3_64_hexdigest(safetensors_stream.open_map(path / part.name))
-    if found != part.checksum:
-        remedy = (
-            f"the file is corrupt (checksum {found}, not {part.checksum}); use another checkpoint"
-        )
-        raise FieldError("checkpoint", str(path / part.name), remedy)
-
-
 def _write_json(path: Path, text: str) -> None:
     """Replace `path` atomically and sync it."""
     fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -391,8 +356,3 @@ def _sync(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _step(path: Path) -> int:
-    match = _FINAL.match(path.name)
-    return int(match[1]) if match else -1

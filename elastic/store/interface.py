@@ -1,30 +1,29 @@
 """Interface of the coordinator store.
 
 The store keeps the state that a coordinator must not lose. It offers keys with revisions,
-compare-and-set, watches, and leases. The fencing token of a lease is the coordinator's term.
+compare-and-set, and one lease: the right to write. Its fencing token is the coordinator's term.
 
-- **Revisions** come from one counter for the whole store. Every change gets a higher revision.
-- **Tokens** come from one counter too, so a newer lease always has a higher token. Every write
-  carries the token of its lease. The store refuses the write with `StaleError` after the lease
-  was acquired again or released. The holder of an expired lease can still write until another
-  holder acquires the lease. An implementation may be stricter.
+- **Revisions** come from one counter for the whole store. Every write gets a higher revision.
+- **Tokens** only grow: a newer lease always has a higher token. Every write carries the token of
+  its lease. The store refuses the write with `StaleError` after the lease was acquired again or
+  released. The holder of an expired lease can still write until another holder acquires the
+  lease. An implementation may be stricter.
 - **Time is an argument**: the caller passes `now`, in seconds since 1970. A store with a clock of
   its own ignores `now`.
-- **Keys** are texts such as `job/plan` and sort as texts. Values are bytes.
+- **Keys** are texts such as `job/plan`. Values are bytes.
 
 All methods are thread-safe. `SqliteStore` is the default for one machine, `EtcdStore` serves
 several machines.
 
-Every method, except those of watches, raises `StoreUnavailable` after a bounded time if the store
-is unreachable or its disk is full. The write may or may not have been made. A repeated
-compare-and-set shows which. `StoreError` means that a retry does not help.
+Every method raises `StoreUnavailable` after a bounded time if the store is unreachable or its disk
+is full. The write may or may not have been made. A repeated compare-and-set shows which.
+`StoreError` means that a retry does not help.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from elastic.domain.errors import ElasticError, FieldError, StaleError, UsageError
 
@@ -52,50 +51,20 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyChange:
-    """The newest change of a key."""
-
-    key: str
-    value: bytes | None
-    """None: the key was deleted."""
-    revision: int
-
-
-@dataclass(frozen=True, slots=True)
 class Lease:
     """The right of one holder to write."""
 
-    name: str
     holder: str
     token: int
     """Fencing token, higher than that of every earlier lease of this store."""
     ttl_s: float
-    expires_at: float
-    """Seconds, by the clock of the caller's `now`."""
 
 
-class Watch(Protocol):
-    """Changes in the order of their revisions. Quick changes of one key may merge into the last."""
-
-    def next(self, timeout_s: float | None = None) -> KeyChange | None:
-        """Wait for the next change. None: `timeout_s` passed, or the watch was closed."""
-
-    def __iter__(self) -> Iterator[KeyChange]:
-        """Yield changes until the watch is closed."""
-
-    def close(self) -> None:
-        """End the watch and wake all threads that wait in `next`. Idempotent."""
-
-
-@runtime_checkable
 class Store(Protocol):
     """A key-value store with fenced writes. The module docstring states its rules."""
 
     def get(self, key: str) -> Entry | None:
         """Read one key. None: the key does not exist."""
-
-    def list(self, prefix: str) -> tuple[Entry, ...]:
-        """Return all entries whose key starts with `prefix`, by key, from one point in time."""
 
     def put_if(self, key: str, value: bytes, expected: int | None, token: int) -> Entry:
         """Write `key` if its revision is `expected` (None: the key does not exist).
@@ -103,30 +72,21 @@ class Store(Protocol):
         Raises Conflict for another revision, StaleError if `token` is not the newest of its lease.
         """
 
-    def delete_if(self, key: str, expected: int, token: int) -> None:
-        """Delete `key` if its revision is `expected`. Raises the same errors as `put_if`."""
-
-    def watch(self, prefix: str, from_revision: int = 0) -> Watch:
-        """Follow all keys that start with `prefix`, from the first change after `from_revision`."""
-
-    def acquire(self, name: str, holder: str, ttl_s: float, now: float) -> Lease:
-        """Acquire a lease. Every call returns a new, higher token.
+    def acquire(self, holder: str, ttl_s: float, now: float) -> Lease:
+        """Acquire the lease. Every call returns a new, higher token.
 
         The present holder may acquire its own lease again, for example after a restart. Raises
         Conflict for others until the lease is released or has expired.
         """
 
-    def renew(self, lease: Lease, now: float) -> Lease:
+    def renew(self, lease: Lease, now: float) -> None:
         """Extend the lease to `now` + ttl. Raises StaleError if it is no longer the newest."""
 
     def release(self, lease: Lease) -> None:
-        """Release the lease. Does nothing if `lease` is not the newest of its name."""
-
-    def current(self, name: str) -> Lease | None:
-        """Return the newest lease of `name`, even if expired. None: never taken, or released."""
+        """Release the lease. Does nothing if `lease` is not the newest."""
 
     def close(self) -> None:
-        """Release all resources. Leases stay as they are. Idempotent."""
+        """Release all resources. The lease stays as it is. Idempotent."""
 
 
 def check_key(key: str) -> None:
@@ -135,18 +95,17 @@ def check_key(key: str) -> None:
         raise FieldError("key", key, "a text of printable characters is needed")
 
 
-def check_lease(name: str, holder: str, ttl_s: float) -> None:
+def check_lease(holder: str, ttl_s: float) -> None:
     """Raise FieldError unless these are valid fields of a lease."""
-    if not name or not holder:
-        raise FieldError("lease", (name, holder), "a name and a holder are needed")
+    if not holder:
+        raise FieldError("holder", holder, "a name is needed")
     if not 0 < ttl_s < float("inf"):
         raise FieldError("ttl_s", ttl_s, "a positive number of seconds is needed")
 
 
-def lease_conflict(lease: Lease, now: float) -> Conflict:
-    """Return the error for a lease that another holder has."""
-    left_s = lease.expires_at - now
-    return Conflict(f"lease {lease.name}: held by {lease.holder} for another {left_s:.1f} s")
+def lease_conflict(holder: str, left_s: float) -> Conflict:
+    """Return the error for a lease that another holder has for `left_s` seconds."""
+    return Conflict(f"the lease is held by {holder} for another {left_s:.1f} s")
 
 
 def revision_conflict(key: str, expected: int | None, found: int | None) -> Conflict:
@@ -156,5 +115,5 @@ def revision_conflict(key: str, expected: int | None, found: int | None) -> Conf
 
 
 def stale_token(token: int) -> StaleError:
-    """Return the error for a token that a newer lease has replaced."""
-    return StaleError(f"token {token} is no longer the newest of its lease")
+    """Return the error for a token that is not that of the newest lease."""
+    return StaleError(f"token {token} is not that of the newest lease")

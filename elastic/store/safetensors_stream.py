@@ -51,25 +51,23 @@ def write(path: Path, tensors: Sequence[RawTensor], metadata: dict[str, str]) ->
     position = 0
     for tensor in ordered:
         end = position + tensor.data.nbytes
-        offsets = [position, end]
         header[tensor.name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": tensor.shape,
-            "data_offsets": offsets,
+            "data_offsets": [position, end],
         }
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
-    hasher, nbytes = xxhash.xxh3_64(), 0
-    with open(path, "xb", buffering=0) as file:
-        for part in (
-            memoryview(len(text).to_bytes(8, "little") + text),
-            *(t.data for t in ordered),
-        ):
+    start = memoryview(len(text).to_bytes(8, "little") + text)
+    hasher = xxhash.xxh3_64()
+    with open(path, "xb") as file:
+        for part in (start, *(tensor.data for tensor in ordered)):
             hasher.update(part)
-            nbytes += _write_all(file.fileno(), part)
+            file.write(part)
+        file.flush()
         os.fsync(file.fileno())
-    return nbytes, hasher.hexdigest()
+        return file.tell(), hasher.hexdigest()
 
 
 def read(path: Path) -> tuple[dict[str, str], list[RawTensor]]:
@@ -108,10 +106,3 @@ def _tensor(name: str, entry: dict[str, Any], data: memoryview) -> RawTensor:
     if not 0 <= start <= end <= len(data) or end - start != nbytes:
         raise ValueError(f"{name} at {start} to {end} of {len(data)} bytes")
     return RawTensor(name, dtype, shape, data[start:end])
-
-
-def _write_all(descriptor: int, data: memoryview) -> int:
-    done = 0
-    while done < len(data):
-        done += os.write(descriptor, data[done : done + (64 << 20)])
-    return done

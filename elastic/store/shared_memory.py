@@ -141,16 +141,12 @@ class SlotReader:
 class SlotPool:
     """Slots of one writer, reused because new pages are expensive. Not thread-safe."""
 
-    def __init__(
-        self, directory: Path, prefix: str, fallback: Path | None = None, limit: int = 0
-    ) -> None:
-        """Create `directory`, usually on /dev/shm. Slots go to `fallback` when it is full.
+    def __init__(self, directory: Path, prefix: str, limit: int = 0) -> None:
+        """Create `directory`, usually on /dev/shm. When it is full, slots go to `fallback_of` it.
 
         `limit` is the maximum size of all slots in bytes; 0: no limit.
         """
-        self.limit = limit
-        self.directory = directory
-        self._fallback = fallback or fallback_of(directory)
+        self.limit, self.directory = limit, directory
         self._prefix, self._made = f"{prefix}{time.monotonic_ns():x}-", 0
         self._free: list[SharedSlot] = []
         self.allocated_bytes = 0
@@ -199,7 +195,7 @@ class SlotPool:
         self._made += 1
         name = f"{self._prefix}{self._made}.slot"
         problems, full = [], False
-        for directory in (self.directory, self._fallback):
+        for directory in (self.directory, fallback_of(self.directory)):
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 slot = SharedSlot(directory / name, nbytes)

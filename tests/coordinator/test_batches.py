@@ -68,7 +68,7 @@ class Bench:
             backup="stream+snapshot",
         )
         self.folder, self.store = folder, CountingStore()
-        lease = self.store.acquire("coordinator", "a", 60.0, 0.0)
+        lease = self.store.acquire("a", 60.0, 0.0)
         self.endpoint = MetricsEndpoint(config, "coordinator", -1, lambda: 0.0)
         self.coordinator = Coordinator(
             config,

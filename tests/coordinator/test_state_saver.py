@@ -44,7 +44,7 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(saving, "retry_s", lambda failures: 0.0)
         self.store, self.done = UnreliableStore(), list[Any]()
-        self.lease = self.store.acquire("coordinator", "a", 1.0, 0.0)
+        self.lease = self.store.acquire("a", 1.0, 0.0)
         self.saver = StateSaver(self.store, self.lease, "k", None)
         self.saver.report = lambda kind, data: self.done.append(kind)
 
@@ -96,7 +96,7 @@ def test_a_store_that_refuses_counts_as_away(bench: Bench) -> None:
 def test_a_replaced_coordinator_ends_even_if_the_store_refused(bench: Bench) -> None:
     bench.store.refuses = True
     bench.decide(1)
-    bench.store.acquire("coordinator", "b", 1.0, 100.0)
+    bench.store.acquire("b", 1.0, 100.0)
     bench.store.refuses = False
     with pytest.raises(StaleError):
         bench.decide(2)
@@ -163,7 +163,7 @@ def test_a_save_whose_answer_was_lost_is_found_again(bench: Bench) -> None:
 def test_nothing_happens_after_the_lease_is_lost(bench: Bench) -> None:
     bench.store.away = True
     bench.decide(1)
-    bench.store.acquire("coordinator", "b", 1.0, 100.0)
+    bench.store.acquire("b", 1.0, 100.0)
     bench.store.away = False
     with pytest.raises(StaleError):
         bench.saver.retry()
@@ -173,7 +173,7 @@ def test_nothing_happens_after_the_lease_is_lost(bench: Bench) -> None:
 def test_a_keeper_renews_the_lease_and_reports_its_loss() -> None:
     store, lost, renewed = MemoryStore(), list[ElasticError](), threading.Event()
     told = threading.Event()
-    lease = store.acquire("coordinator", "a", 0.1, 0.0)
+    lease = store.acquire("a", 0.1, 0.0)
 
     def now() -> float:
         renewed.set()
@@ -185,7 +185,7 @@ def test_a_keeper_renews_the_lease_and_reports_its_loss() -> None:
 
     keeper = LeaseKeeper(store, lease, now, on_lost)
     assert renewed.wait(LONG_S) and not lost
-    store.acquire("coordinator", "b", 60.0, 200.0)
+    store.acquire("b", 60.0, 200.0)
     assert told.wait(LONG_S)
     assert isinstance(lost[0], StaleError)
     keeper.close()
@@ -193,7 +193,7 @@ def test_a_keeper_renews_the_lease_and_reports_its_loss() -> None:
 
 def test_a_standby_waits_for_the_lease(tmp_path: Path) -> None:
     store, times = MemoryStore(), iter([0.0, 1.0, 2.0, 11.0])
-    first = store.acquire("coordinator", "a", 10.0, 0.0)
+    first = store.acquire("a", 10.0, 0.0)
     lease = stand_by(store, RunMembership(store, tmp_path), "b", 10.0, lambda: next(times))
     assert lease.token > first.token and next(times, None) is None
 
@@ -201,7 +201,7 @@ def test_a_standby_waits_for_the_lease(tmp_path: Path) -> None:
 def test_runs_with_the_same_name(tmp_path: Path) -> None:
     """A standby keeps its own run, finished or not; a later coordinator begins a new one."""
     store = MemoryStore()
-    token = store.acquire("coordinator", "a", 10.0, 0.0).token
+    token = store.acquire("a", 10.0, 0.0).token
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         os.mkdir(folder)

@@ -48,14 +48,19 @@ def silent(where: tuple[str, int], count: int, source: str = "") -> Iterator[lis
         ]
 
 
+def rejected(reason: Reason, port: str) -> int:
+    """Number of rejections at `port` for `reason`."""
+    return REJECTIONS.counts().get((port, reason), 0)
+
+
 @contextmanager
 def refused(reason: Reason, port: str, times: int = 1) -> Iterator[None]:
     """Inside, `port` refuses for `reason`, at least `times` times within the deadline."""
     enough = threading.Event()
-    wanted = REJECTIONS.total(reason, port) + times
+    wanted = rejected(reason, port) + times
 
     def heard(notice: RejectionNotice) -> None:
-        if REJECTIONS.total(reason, port) >= wanted:
+        if rejected(reason, port) >= wanted:
             enough.set()
 
     former, rejections.EVERY_S = rejections.EVERY_S, 0.0

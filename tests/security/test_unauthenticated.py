@@ -9,10 +9,10 @@ import pytest
 
 from elastic.rpc.control import channel_options, connection_watch
 from elastic.rpc.security import unauthenticated
-from elastic.rpc.security.rejections import REJECTIONS, Reason
+from elastic.rpc.security.rejections import Reason
 from elastic.rpc.security.unauthenticated import UnauthenticatedConnections
 from tests.patience import LONG_S
-from tests.security.parts import Authority, refused, secure, silent
+from tests.security.parts import Authority, refused, rejected, secure, silent
 from tests.security.test_coordinator_port import PORT, Bench, serves, session
 
 
@@ -81,11 +81,11 @@ def test_members_that_come_all_at_once_wait_for_each_other(
 ) -> None:
     monkeypatch.setattr(connection_watch, "MAX_HANDSHAKES", 2)
     monkeypatch.setattr(connection_watch, "SPARED_S", 60.0)
-    before = REJECTIONS.total(Reason.TOO_MANY, PORT)
+    before = rejected(Reason.TOO_MANY, PORT)
     many = [session(tls, secure(authority.good), f"node{number}") for number in range(12)]
     for told, _ in many:
         told.expect("on_up")
-    assert REJECTIONS.total(Reason.TOO_MANY, PORT) == before
+    assert rejected(Reason.TOO_MANY, PORT) == before
     for _, mine in many:
         mine.close()
 
@@ -102,7 +102,7 @@ def test_a_flood_of_young_handshakes_is_bounded(
 
 
 def test_only_handshakes_that_fail_are_counted(tls: Bench, authority: Authority) -> None:
-    before = REJECTIONS.total(Reason.HANDSHAKE, PORT)
+    before = rejected(Reason.HANDSHAKE, PORT)
     told, mine = session(tls, secure(authority.good))
     told.expect("on_up")
     for _ in range(20):
@@ -114,7 +114,7 @@ def test_only_handshakes_that_fail_are_counted(tls: Bench, authority: Authority)
                 assert drained(sock)
     mine.close()
     serves(tls, authority.good)
-    assert REJECTIONS.total(Reason.HANDSHAKE, PORT) == before + 3
+    assert rejected(Reason.HANDSHAKE, PORT) == before + 3
 
 
 def test_silence_on_the_plain_port_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def lead(path: str, rounds: int) -> None:
     sys.stdin.readline()
     for _ in range(rounds):
         try:
-            lease = store.acquire("coordinator", name, 1e-4, time.time())
+            lease = store.acquire(name, 1e-4, time.time())
             entry = store.get("leader")
             store.put_if("leader", name.encode(), entry.revision if entry else None, lease.token)
             tokens.append(lease.token)
@@ -57,7 +57,7 @@ def open_new(path: str, times: int) -> None:
 def write_forever(path: str, _: int) -> None:
     """Write 64 KiB values without end; reports each committed number."""
     store = SqliteStore(path)
-    lease = store.acquire("coordinator", "writer", 60.0, time.time())
+    lease = store.acquire("writer", 60.0, time.time())
     entry, number = store.get("big"), 0
     while True:
         number += 1

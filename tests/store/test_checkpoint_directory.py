@@ -19,7 +19,14 @@ from elastic.domain.errors import FieldError, VaultError
 from elastic.domain.state_layout import plan_layout, read_header
 from elastic.domain.types import JobSpec, LayerSpec
 from elastic.store import checkpoint_directory, safetensors_stream
-from tests.agent.vault.checkpoints import N_LAYERS, layer_run, whole, write_all, write_and_die
+from tests.agent.vault.checkpoints import (
+    N_LAYERS,
+    layer_run,
+    verified,
+    whole,
+    write_all,
+    write_and_die,
+)
 from tests.patience import LONG_S
 
 
@@ -27,7 +34,7 @@ from tests.patience import LONG_S
 def test_every_run_comes_back_bit_for_bit(tmp_path: Path, tp: int) -> None:
     path = whole(tmp_path, 12, tp)
     assert path.name == "step-00000012"
-    manifest = checkpoint_directory.validate(path)
+    manifest = verified(path)
     assert (manifest.step, manifest.n_layers, manifest.tp) == (12, N_LAYERS, tp)
     for layer in range(N_LAYERS):
         for shard in range(tp):
@@ -75,7 +82,7 @@ def test_portions_are_put_together(tmp_path: Path) -> None:
             for run in portions_of(layer, 9, number)[left:]:
                 checkpoint_directory.write_part(tmp_path, 9, layer, 0, N_LAYERS, 1, memoryview(run))
     path = checkpoint_directory.commit(tmp_path, 9)
-    manifest = checkpoint_directory.validate(path)
+    manifest = verified(path)
     assert [part.portion for part in manifest.parts] == [(0, 2), (1, 2)] * N_LAYERS
     for layer in range(N_LAYERS):
         assert bytes(checkpoint_directory.read_run(path, manifest, layer, 0)) == layer_run(layer, 9)
@@ -121,14 +128,14 @@ def test_parts_of_another_shape_are_passed_over(tmp_path: Path) -> None:
         checkpoint_directory.commit(tmp_path, 5)
     layer = LayerSpec(1, 1, 1, 1.0, 1.0)
     path = checkpoint_directory.commit(tmp_path, 5, JobSpec((layer,) * N_LAYERS, 1, 9))
-    assert checkpoint_directory.validate(path).tp == 1
+    assert verified(path).tp == 1
 
 
 def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
     old = whole(tmp_path, 5)
     (old / "marker").touch()
     assert whole(tmp_path, 5) == old and not (old / "marker").exists()
-    checkpoint_directory.validate(old)
+    verified(old)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
@@ -155,7 +162,7 @@ def test_several_nodes_commit_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(LONG_S)
     assert paths == [tmp_path / "step-00000005"] * 4
-    checkpoint_directory.validate(paths[0])
+    verified(paths[0])
 
 
 @pytest.mark.parametrize("where", ["before a part is renamed", "before the commit"])
@@ -170,7 +177,7 @@ def test_a_crash_leaves_the_last_whole_one(tmp_path: Path, where: str) -> None:
     writer.join(LONG_S)
     assert checkpoint_directory.latest(tmp_path) == before
     after = whole(tmp_path, 7)
-    checkpoint_directory.validate(after)
+    verified(after)
     assert checkpoint_directory.latest(tmp_path) == after
 
 
@@ -218,7 +225,7 @@ def test_damaged_directories_are_refused_and_passed_over(tmp_path: Path, damage:
     older, newer = whole(tmp_path, 4), whole(tmp_path, 8)
     damage(newer)  # type: ignore[operator]
     with pytest.raises(FieldError) as caught:
-        checkpoint_directory.validate(newer)
+        verified(newer)
     assert str(newer) in str(caught.value)
     assert checkpoint_directory.latest(tmp_path) == older
 
@@ -231,7 +238,7 @@ def test_a_flipped_byte_is_found_when_read(tmp_path: Path) -> None:
     file.write_bytes(data)
     manifest = checkpoint_directory.read_manifest(path)
     for read in (
-        lambda: checkpoint_directory.validate(path),
+        lambda: verified(path),
         lambda: checkpoint_directory.read_run(path, manifest, 1, 0),
     ):
         with pytest.raises(FieldError, match=r"layer-0001.*corrupt"):

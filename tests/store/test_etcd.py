@@ -7,9 +7,8 @@ import ipaddress
 import random
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import StaleError
 from elastic.store.etcd import EtcdStore
 from elastic.store.etcd.connection import etcdrpc
-from elastic.store.etcd.watch import EtcdWatch
-from elastic.store.interface import KeyChange, StoreError, StoreUnavailable
+from elastic.store.interface import StoreError, StoreUnavailable
 from tests.patience import LONG_S
 from tests.store.etcds import CTL, PATIENT, Etcd, etcd
 
@@ -47,17 +45,14 @@ def test_out_of_reach_is_one_error_in_bounded_time(server: Etcd) -> None:
         opened(server),
         EtcdStore(StoreSpec(url=server.url), "test", call_s=0.3, patience_s=0.8),
     )
-    lease = patient.acquire("coordinator", "a", 60.0, NOW)
+    lease = patient.acquire("a", 60.0, NOW)
     entry = patient.put_if("k", b"1", None, lease.token)
     calls = (
         lambda: store.get("k"),
-        lambda: store.list(""),
         lambda: store.put_if("k", b"2", entry.revision, lease.token),
-        lambda: store.delete_if("k", entry.revision, lease.token),
-        lambda: store.acquire("coordinator", "a", 60.0, NOW),
+        lambda: store.acquire("a", 60.0, NOW),
         lambda: store.renew(lease, NOW),
         lambda: store.release(lease),
-        lambda: store.current("coordinator"),
     )
     (member,) = server.members
     for stop, back in ((lambda: member.signal(signal.SIGSTOP), None), (server.kill, server.start)):
@@ -79,18 +74,18 @@ def test_out_of_reach_is_one_error_in_bounded_time(server: Etcd) -> None:
 
 def test_time_without_etcd_does_not_count_against_the_holder(server: Etcd) -> None:
     holder, other = opened(server), opened(server)
-    lease = holder.acquire("coordinator", "a", 1.0, NOW)
+    lease = holder.acquire("a", 1.0, NOW)
     with pytest.raises(Exception, match=r"held by a for another 1\.0 s"):
-        other.acquire("coordinator", "b", 1.0, NOW)
+        other.acquire("b", 1.0, NOW)
     server.kill()
     end = time.monotonic() + 1.5
     while time.monotonic() < end:
         with pytest.raises(StoreUnavailable):
-            other.acquire("coordinator", "b", 1.0, NOW)
+            other.acquire("b", 1.0, NOW)
     server.start()
     server.await_ready()
     with pytest.raises(Exception, match=r"held by a for another (1\.0|0\.9) s"):
-        other.acquire("coordinator", "b", 1.0, NOW)
+        other.acquire("b", 1.0, NOW)
     holder.renew(lease, NOW)
     holder.close()
     other.close()
@@ -99,10 +94,8 @@ def test_time_without_etcd_does_not_count_against_the_holder(server: Etcd) -> No
 def test_another_member_is_used_when_one_is_gone(tmp_path: Path) -> None:
     with etcd(tmp_path / "etcd", size=3) as cluster:
         store = opened(cluster)
-        lease = store.acquire("coordinator", "a", 60.0, NOW)
+        lease = store.acquire("a", 60.0, NOW)
         entry = store.put_if("k", b"0", None, lease.token)
-        watch = store.watch("")
-        assert watch.next(LONG_S) == KeyChange("k", b"0", entry.revision)
         used = next(
             member for member in cluster.members if member.endpoint == store._connection.endpoint
         )
@@ -115,45 +108,8 @@ def test_another_member_is_used_when_one_is_gone(tmp_path: Path) -> None:
             except StoreUnavailable:  # the members that are left elect a leader
                 assert time.monotonic() < end
         assert store._connection.endpoint != used.endpoint
-        assert watch.next(LONG_S) == KeyChange("k", b"1", entry.revision)
-        watch.close()
+        assert store.get("k") == entry
         store.close()
-
-
-def test_a_watch_survives_compaction(server: Etcd) -> None:
-    store = opened(server)
-    token = store.acquire("coordinator", "a", 60.0, NOW).token
-    gone = store.put_if("gone", b"1", None, token)
-    kept = store.put_if("kept", b"1", None, token)
-    watch = store.watch("")
-    assert isinstance(watch, EtcdWatch)
-    assert [watch.next(LONG_S), watch.next(LONG_S)] == [
-        KeyChange("gone", b"1", gone.revision),
-        KeyChange("kept", b"1", kept.revision),
-    ]
-    other, away = opened(server), threading.Event()
-    reach, store._connection.client = store._connection.client, lambda: _unless(away, reach)  # type: ignore[method-assign]
-    away.set()
-    assert watch._stream is not None
-    watch._stream.cancel()  # the connection is lost, and back only after the compaction
-    other.delete_if("gone", gone.revision, token)
-    newest = other.put_if("kept", b"2", kept.revision, token)
-    request = etcdrpc.CompactionRequest(revision=newest.revision)
-    other._connection.call("Compact", request)
-    away.clear()
-    assert watch.next(LONG_S) == KeyChange("kept", b"2", newest.revision)
-    assert watch.next(LONG_S) == KeyChange("gone", None, newest.revision)
-    more = other.put_if("more", b"", None, token)
-    assert watch.next(LONG_S) == KeyChange("more", b"", more.revision)
-    watch.close()
-    for opened_store in (store, other):
-        opened_store.close()
-
-
-def _unless(away: threading.Event, reach: Callable[[], Any]) -> Any:
-    if away.is_set():
-        raise StoreUnavailable("cut off")
-    return reach()
 
 
 class _Losing:
@@ -183,7 +139,7 @@ class _Lost(grpc.RpcError):  # type: ignore[misc]
 
 def test_a_write_whose_answer_was_lost_is_made_once(server: Etcd) -> None:
     store = opened(server)
-    token = store.acquire("coordinator", "a", 60.0, NOW).token
+    token = store.acquire("a", 60.0, NOW).token
     client = store._connection.client()
     client.kvstub = losing = _Losing(client.kvstub)
     entry = store.put_if("k", b"1", None, token)
@@ -191,8 +147,8 @@ def test_a_write_whose_answer_was_lost_is_made_once(server: Etcd) -> None:
     assert store.get("k") == entry
     client = store._connection.client()
     client.kvstub = losing = _Losing(client.kvstub)
-    newer = store.acquire("coordinator", "a", 60.0, NOW)
-    assert losing.lost == 1 and store.current("coordinator") == newer
+    newer = store.acquire("a", 60.0, NOW)
+    assert losing.lost == 1 and newer.token > token
     with pytest.raises(StaleError):
         store.put_if("k", b"2", entry.revision, token)
     store.put_if("k", b"2", entry.revision, newer.token)
@@ -202,7 +158,7 @@ def test_a_write_whose_answer_was_lost_is_made_once(server: Etcd) -> None:
 def test_history_is_compacted(server: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic.store.etcd.store.HISTORY", 20)
     store = opened(server)
-    token = store.acquire("coordinator", "a", 60.0, NOW).token
+    token = store.acquire("a", 60.0, NOW).token
     revision = None
     for number in range(60):
         revision = store.put_if("k", str(number).encode(), revision, token).revision
@@ -219,7 +175,7 @@ def test_history_is_compacted(server: Etcd, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_value_too_large_for_etcd_is_refused_in_words(server: Etcd) -> None:
     store = opened(server)
-    token = store.acquire("coordinator", "a", 60.0, NOW).token
+    token = store.acquire("a", 60.0, NOW).token
     store.put_if("text", b"x" * (4 << 20), None, token)  # compressed
     noise = random.Random(0).randbytes(3 << 20)
     with pytest.raises(StoreError, match="max-request-bytes"):
@@ -236,16 +192,13 @@ def test_user_and_password(server: Etcd, tmp_path: Path) -> None:
     password.write_text("secret\n")
     good = StoreSpec(url=server.url, user="root", password_file=str(password))
     store = EtcdStore(good, "test", **PATIENT)
-    lease = store.acquire("coordinator", "a", 60.0, NOW)
+    lease = store.acquire("a", 60.0, NOW)
     entry = store.put_if("k", b"1", None, lease.token)
-    watch = store.watch("")
-    assert watch.next(LONG_S) == KeyChange("k", b"1", entry.revision)
     (member,) = server.members
     member.kill()  # it forgets who is logged in
     member.start()
     server.await_ready(good)
     assert store.get("k") == entry
-    watch.close()
     store.close()
     password.write_text("wrong\n")
     with pytest.raises(StoreError, match="authentication failed"):
@@ -266,11 +219,9 @@ def test_certificates(tmp_path: Path) -> None:
         cluster.start()
         cluster.await_ready(spec)
         store = EtcdStore(spec, "test", **PATIENT)
-        lease = store.acquire("coordinator", "a", 60.0, NOW)
+        lease = store.acquire("a", 60.0, NOW)
         entry = store.put_if("k", b"1", None, lease.token)
-        watch = store.watch("")
-        assert watch.next(LONG_S) == KeyChange("k", b"1", entry.revision)
-        watch.close()
+        assert store.get("k") == entry
         store.close()
         for bad in (
             StoreSpec(url=cluster.url),

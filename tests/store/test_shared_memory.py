@@ -101,13 +101,16 @@ def test_pool_gives_empty_slots(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [] and pool.allocated_bytes == 0
 
 
-def test_pool_falls_back_and_then_says_what_is_short(tmp_path: Path) -> None:
-    full, spare = tmp_path / "full", tmp_path / "spare"
-    pool = SlotPool(full, "p-", spare)
+def test_pool_falls_back_and_then_says_what_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spare"))
+    full = tmp_path / "full"
+    pool = SlotPool(full, "p-")
     full.rmdir()
     full.write_text("not a directory, as a full one refuses files")
     slot = pool.take(100)
-    assert slot.path.parent == spare
+    assert slot.path.parent == fallback_of(full)
     with pytest.raises(VaultError, match=r"for a copy of 4611686018427387904 bytes .*spare"):
         pool.take(1 << 62)
 
@@ -130,7 +133,8 @@ def test_only_what_says_so_is_full(
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    pool = SlotPool(tmp_path / "slots", "x-", tmp_path / "spare")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spare"))
+    pool = SlotPool(tmp_path / "slots", "x-")
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(VaultError, match=os.strerror(number)) as found:
         pool.take(100)
@@ -148,7 +152,8 @@ def test_a_full_memory_and_a_broken_disk_are_full(
     def refuse(*_: object) -> None:
         raise OSError(next(numbers), "no")
 
-    pool = SlotPool(tmp_path / "slots", "x-", tmp_path / "spare")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spare"))
+    pool = SlotPool(tmp_path / "slots", "x-")
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(VaultFull):
         pool.take(100)

@@ -46,21 +46,21 @@ def race(processes: list[subprocess.Popen[str]]) -> list[str]:
 
 def test_survives_reopening(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
-    lease = store.acquire("coordinator", "a", 10.0, 0.0)
+    lease = store.acquire("a", 10.0, 0.0)
     entry = store.put_if("k", b"v", None, lease.token)
     store.close()
     store.close()
     again = SqliteStore(tmp_path / "store.db")
     assert again.get("k") == entry
-    assert again.current("coordinator") == lease
-    assert again.acquire("coordinator", "a", 10.0, 0.0).token > lease.token
+    assert again.put_if("k", b"w", entry.revision, lease.token).revision > entry.revision
+    assert again.acquire("a", 10.0, 0.0).token > lease.token
     again.close()
 
 
 def test_processes_race_for_a_counter(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteStore(path)
-    token = store.acquire("coordinator", "a", 60.0, 0.0).token
+    token = store.acquire("a", 60.0, 0.0).token
     race([start("count", path, 25, token) for _ in range(2)])
     entry = store.get("counter")
     assert entry is not None
@@ -92,9 +92,8 @@ def test_processes_race_for_a_lease(tmp_path: Path) -> None:
     assert tokens
     assert len(set(tokens)) == len(tokens), "no token is given out twice"
     store = SqliteStore(path)
-    entry, lease = store.get("leader"), store.current("coordinator")
-    assert entry is not None and lease is not None
-    assert entry.revision == len(tokens)
+    entry = store.get("leader")
+    assert entry is not None and entry.revision == len(tokens)
     store.close()
 
 
@@ -113,19 +112,8 @@ def test_a_writer_killed_at_any_point_leaves_the_last_committed_value(tmp_path: 
         assert entry is not None
         assert len(entry.value) == 1 << 16
         assert int(entry.value.lstrip(b".")) in (reported, reported + 1)
-        assert store.acquire("coordinator", "writer", 1.0, 0.0).token == 2 * round_ + 2
+        assert store.acquire("writer", 1.0, 0.0).token == 2 * round_ + 2
         store.close()
-
-
-def test_watch_sees_another_connection(tmp_path: Path) -> None:
-    one, two = SqliteStore(tmp_path / "store.db"), SqliteStore(tmp_path / "store.db")
-    watch = one.watch("k")
-    token = two.acquire("coordinator", "a", 10.0, 0.0).token
-    two.put_if("k", b"v", None, token)
-    change = watch.next(LONG_S)
-    assert change is not None and change.value == b"v"
-    for closing in (watch, one, two):
-        closing.close()
 
 
 def test_closed_store(tmp_path: Path) -> None:
@@ -146,7 +134,7 @@ def test_not_a_database(tmp_path: Path) -> None:
 def test_damaged(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteStore(path)
-    token = store.acquire("coordinator", "a", 10.0, 0.0).token
+    token = store.acquire("a", 10.0, 0.0).token
     for i in range(50):
         store.put_if(f"k{i}", bytes(2000), None, token)
     store.close()
@@ -197,7 +185,7 @@ def test_a_full_disk_is_a_store_that_is_away(tmp_path: Path) -> None:
     """A failed write leaves nothing and succeeds once there is room; fencing works meanwhile."""
     with small_disk(tmp_path / "disk", "1m"):
         store = SqliteStore(tmp_path / "disk" / "store.db")
-        lease = store.acquire("coordinator", "a", 60.0, 0.0)
+        lease = store.acquire("a", 60.0, 0.0)
         filler = fill(tmp_path / "disk")
         large = bytes(256 << 10)
         with pytest.raises(StoreUnavailable, match=r"full|disk I/O"):

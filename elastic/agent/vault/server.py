@@ -27,9 +27,9 @@ from elastic.domain.errors import (
     VaultFull,
 )
 from elastic.domain.types import Copy
-from elastic.rpc.bulk.blocks import CODECS, drain_blocks
+from elastic.rpc.bulk.blocks import CODECS, drain_copy, read_copy, send_copy
 from elastic.rpc.bulk.compression import CompressionPolicy
-from elastic.rpc.bulk.handshake import HANDSHAKE_S, HandshakeRejected, verify_client, wrap_server
+from elastic.rpc.bulk.handshake import HANDSHAKE_S, verify_client, wrap_server
 from elastic.rpc.bulk.transfer import (
     REQUESTS,
     Get,
@@ -39,8 +39,6 @@ from elastic.rpc.bulk.transfer import (
     Put,
     Reply,
     Verify,
-    read_copy,
-    send_copy,
     tune,
 )
 from elastic.rpc.frames import FrameStream, TooLarge
@@ -210,11 +208,11 @@ class VaultServer:
             return None
         if self._gate.open:
             return ""
-        found = verify_client(stream, self._gate)
-        if isinstance(found, HandshakeRejected):
-            REJECTIONS.count(PORT, found.reason, peer, found.text)
+        node, problem = verify_client(stream, self._gate)
+        if problem is not None:
+            REJECTIONS.count(PORT, problem, peer, f"as {node}" if node else "no proof")
             return None
-        return found
+        return node
 
     def _answer(self, stream: FrameStream, header: Any, nbytes: int, node: str) -> None:
         """Carry out one request of `node`. An error is the reply; the connection goes on."""
@@ -292,7 +290,7 @@ class VaultServer:
                     error = read_copy(stream, incoming[number].buffer, codec_name, hasher.update)
                     digests.append(hasher.hexdigest())
                 else:  # skip the rest of the payload, so that the connection stays usable
-                    drain_blocks(stream, copy.nbytes) if codec_name else stream.drain(copy.nbytes)
+                    drain_copy(stream, copy.nbytes, codec_name)
             if error is None:
                 error = self._commit(list(zip(incoming, digests, strict=True)))
             if error is None:

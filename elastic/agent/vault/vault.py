@@ -110,17 +110,16 @@ class Vault:
         node: str,
         directory: Path,
         *,
-        fallback: Path | None = None,
         limit: int = 0,
         on_corrupt: Callable[[Copy], None] = lambda copy: None,
     ) -> None:
-        """`directory` should be on /dev/shm; `fallback` is used when that is full. `limit`: maximum
-        bytes of copies from peers (0: all of the memory). `on_corrupt` gets each copy that is
-        dropped because its checksum does not match, from any thread."""
+        """`directory` should be on /dev/shm. `limit`: maximum bytes of copies from peers (0: all of
+        the memory). `on_corrupt` gets each copy that is dropped because its checksum does not
+        match, from any thread."""
         self._on_corrupt = on_corrupt
         self.node, self.directory = node, Path(directory)
         self._lock, self._arriving = threading.RLock(), threading.Lock()
-        self._pool = SlotPool(self.directory, "vault-", fallback, limit)
+        self._pool = SlotPool(self.directory, "vault-", limit)
         self._entries: dict[str, _VaultEntry] = {}
         self._groups: dict[RetentionGroup, set[str]] = {}
         self._keys_by_path: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Format of compressed copies on the wire.
+"""Copies on the wire, as they are or compressed.
 
-A copy of n bytes is sent as ceil(n / BLOCK_BYTES) blocks. Each block holds BLOCK_BYTES of the copy;
-the last block holds the rest:
+A compressed copy of n bytes is sent as ceil(n / BLOCK_BYTES) blocks. Each block holds BLOCK_BYTES
+of the copy; the last block holds the rest:
 
     u32  bytes of the block (little-endian) | a Blosc buffer: bit shuffle over 8 bytes, then LZ4
 
@@ -60,8 +60,11 @@ def unpack(block: bytes | bytearray, out: memoryview) -> None:
     out[:] = raw
 
 
-def send_blocks(stream: FrameStream, data: memoryview) -> tuple[int, float]:
-    """Send a copy compressed. Returns the bytes sent and the seconds spent on compression."""
+def send_copy(stream: FrameStream, data: memoryview, how: str) -> tuple[int, float]:
+    """Send a copy with the codec `how`. Returns bytes sent and seconds spent on compression."""
+    if not how:
+        stream.write(data)
+        return data.nbytes, 0.0
     sent, spent = 0, 0.0
     for piece in _pieces(data):
         began = time.perf_counter()
@@ -72,14 +75,19 @@ def send_blocks(stream: FrameStream, data: memoryview) -> tuple[int, float]:
     return sent, spent
 
 
-def read_blocks(
-    stream: FrameStream, out: memoryview, on_chunk: Callable[[memoryview], object] | None = None
+def read_copy(
+    stream: FrameStream, out: memoryview, how: str, on_chunk: Callable[[memoryview], object]
 ) -> VaultError | None:
-    """Read a compressed copy into `out`; `on_chunk` gets it piece by piece.
+    """Read a copy with the codec `how` into `out`; `on_chunk` gets it piece by piece.
 
     All blocks are read even if one is corrupt, so that the connection stays in step; the first
-    error is returned. Raises FieldError for an impossible length of a block.
+    error is returned. Raises FieldError for an unknown codec or an impossible length of a block.
     """
+    if how not in CODECS:
+        raise FieldError("codec", how[:80], f"one of {', '.join(filter(None, CODECS))}")
+    if not how:
+        stream.read_into(out, on_chunk)
+        return None
     problem: VaultError | None = None
     for piece in _pieces(out):
         block = _read_block(stream, len(piece))
@@ -89,28 +97,25 @@ def read_blocks(
             except VaultError as error:
                 problem = error
             else:
-                if on_chunk is not None:
-                    on_chunk(piece)
+                on_chunk(piece)
     return problem
 
 
-def drain_blocks(stream: FrameStream, nbytes: int) -> None:
-    """Read and discard the blocks of a copy of `nbytes`."""
+def drain_copy(stream: FrameStream, nbytes: int, how: str) -> None:
+    """Read and discard a copy of `nbytes` with the codec `how`."""
+    if not how:
+        stream.drain(nbytes)
+        return
     for start in range(0, nbytes, BLOCK_BYTES):
         _read_block(stream, min(BLOCK_BYTES, nbytes - start))
 
 
 def _read_block(stream: FrameStream, raw: int) -> bytearray:
-    head = bytearray(_LENGTH.size)
-    stream.read_into(memoryview(head))
-    (length,) = _LENGTH.unpack(head)
+    (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
     if length > raw + _OVERHEAD:
-        raise FieldError(
-            "compressed block bytes", length, f"at most {raw + _OVERHEAD} hold {raw} bytes"
-        )
-    block = bytearray(length)
-    stream.read_into(memoryview(block))
-    return block
+        text = f"at most {raw + _OVERHEAD} hold {raw} bytes"
+        raise FieldError("compressed block bytes", length, text)
+    return stream.read(length)
 
 
 def _pieces(data: memoryview) -> Iterator[memoryview]:

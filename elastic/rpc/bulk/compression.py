@@ -1,8 +1,8 @@
-"""Decides which copies of a node are sent compressed, from its link and from samples of the copies.
+"""Decides which copies a node sends compressed, from the link's speed and samples of the copies.
 
-There is one policy per node, for copies that it sends and for copies that others read from its
-vault. The rule is `elastic.core.protocol.compression`; each change of the decision is logged with
-its reason.
+Each node has one policy, for copies that it sends and for copies that others read from its vault.
+The rule is `elastic.core.protocol.compression`. Each change of the decision is logged with its
+reason.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ SAMPLE_EVERY = 64
 """Number of copies of a kind between two samples."""
 SAMPLE_BLOCKS = 4
 SENDS, LEAST_SENDS = 8, 4
-"""The link's speed is the best of SENDS sends, because this machine may slow a single one;
+"""The link's speed is the best of SENDS sends, because this machine may slow down a single one.
 LEAST_SENDS are needed."""
-TURN_S = 2e-3
-"""Part of each send that is not the link's: two processes wake up, bytes are checked, memory is
-allocated."""
-TELLING_BYTES = 1 << 20
+OVERHEAD_S = 2e-3
+"""Overhead per send: two processes wake up, bytes are checked, memory is allocated."""
+MIN_BYTES = 1 << 20
 """Smaller sends measure latency, not the link."""
 
 log = logging.getLogger(__name__)
@@ -56,9 +55,9 @@ class CompressionPolicy:
 
     def sent(self, nbytes: int, seconds: float) -> None:
         """Record that the link carried `nbytes` in `seconds`."""
-        if nbytes >= TELLING_BYTES and seconds > 0:
+        if nbytes >= MIN_BYTES and seconds > 0:
             with self._lock:
-                self._rates.append(nbytes / max(seconds - TURN_S, seconds / 10))
+                self._rates.append(nbytes / max(seconds - OVERHEAD_S, seconds / 10))
 
     @property
     def link_bytes_per_s(self) -> float:
@@ -74,9 +73,8 @@ class CompressionPolicy:
         if count % SAMPLE_EVERY:
             return
         stride = max(BLOCK_BYTES, len(data) // SAMPLE_BLOCKS // 8 * 8)
-        blocks = [data[start : start + BLOCK_BYTES] for start in range(0, len(data), stride)][
-            :SAMPLE_BLOCKS
-        ]
+        starts = range(0, len(data), stride)[:SAMPLE_BLOCKS]
+        blocks = [data[start : start + BLOCK_BYTES] for start in starts]
         began = self._clock()
         packed = sum(len(pack(block)) for block in blocks)
         seconds, taken = self._clock() - began, sum(map(len, blocks))
@@ -90,9 +88,5 @@ class CompressionPolicy:
             if self._logged.get(kind, False) is pays:
                 return
             self._logged[kind] = pays
-        log.info(
-            "copies of kind %s are sent %s from now on: %s",
-            kind,
-            "compressed" if pays else "uncompressed",
-            reason,
-        )
+        how = "compressed" if pays else "uncompressed"
+        log.info("copies of kind %s are sent %s from now on: %s", kind, how, reason)

@@ -1,10 +1,9 @@
-"""Opens a bulk connection: TLS where certificates are set, and then both sides prove that they know
-the join token.
+"""Opens a bulk connection: TLS if certificates are set, then both sides prove the join token.
 
-    client -> vault   {"kind": "Hello", "body": {"node", "nonce"}} vault -> client   {"nonce",
-    "proof"}                            over both nonces client -> vault   {"kind": "Proof", "body":
-    {"proof"}}          over the vault's nonce and the node vault -> client   {"error"}
-    "": accepted
+    client -> vault   {"kind": "Hello", "body": {"node", "nonce"}}
+    vault -> client   {"nonce", "proof"}                    proof over both nonces
+    client -> vault   {"kind": "Proof", "body": {"proof"}}  proof over the vault's nonce and node
+    vault -> client   {"error"}                             "": accepted
 
 Until then the vault reads nothing but these messages, of at most MAX_BYTES each.
 """
@@ -14,7 +13,6 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from elastic.domain.errors import FieldError, VaultError
@@ -27,14 +25,6 @@ MAX_BYTES = 1024
 """Longest header of the handshake."""
 HANDSHAKE_S = 10.0
 """Time limit of TLS and the proofs together."""
-
-
-@dataclass(frozen=True)
-class HandshakeRejected:
-    """Why a connection was rejected."""
-
-    reason: Reason
-    text: str
 
 
 def authenticate(stream: FrameStream, token: str, node: str) -> None:
@@ -51,26 +41,24 @@ def authenticate(stream: FrameStream, token: str, node: str) -> None:
         raise VaultError(f"the vault rejects this node: {error}")
 
 
-def verify_client(stream: FrameStream, gate: TokenGate) -> str | HandshakeRejected:
-    """Run the vault's side.
+def verify_client(stream: FrameStream, gate: TokenGate) -> tuple[str, Reason | None]:
+    """Run the vault's side. Raises the errors of `FrameStream`.
 
-    Returns the node, or why it is rejected. Raises the errors of `FrameStream`.
+    Returns the node that the client claims to be, and why it is rejected (None: it is accepted).
     """
     stream.most_header, stream.most_payload = MAX_BYTES, 0
     hello = _body(stream, "Hello")
     if hello is None:
         stream.send({"error": "a proof of the join token is needed first"})
-        return HandshakeRejected(Reason.TOKEN, "no proof")
-    node, theirs = str(hello.get("node", "")), str(hello.get("nonce", ""))
-    nonce = gate.nonce()
-    stream.send({"nonce": nonce, "proof": gate.show(theirs, nonce)})
+        return "", Reason.TOKEN
+    node, challenge = str(hello.get("node", "")), gate.challenge(str(hello.get("nonce", "")))
+    stream.send(challenge)
     proof = _body(stream, "Proof") or {}
-    problem = gate.check(nonce, str(proof.get("proof", "")), "vault", node)
+    problem = gate.check(challenge["nonce"], str(proof.get("proof", "")), "vault", node)
     stream.send({"error": "the join token is missing or wrong" if problem else ""})
-    if problem is not None:
-        return HandshakeRejected(problem, f"as {node}")
-    stream.most_header, stream.most_payload = MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
-    return node
+    if problem is None:
+        stream.most_header, stream.most_payload = MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
+    return node, problem
 
 
 def wrap_client(secure: SecuritySettings, host: str) -> Callable[[socket.socket], ssl.SSLSocket]:

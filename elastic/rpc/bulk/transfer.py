@@ -40,7 +40,7 @@ from elastic.domain.errors import (
     VaultFull,
 )
 from elastic.domain.types import Copy
-from elastic.rpc.bulk.blocks import CODECS, read_blocks, send_blocks
+from elastic.rpc.bulk.blocks import read_copy, send_copy
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.bulk.handshake import authenticate, wrap_client
 from elastic.rpc.frames import FrameStream
@@ -125,7 +125,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class VaultClient:
-    """One connection to a vault, opened when first needed, reused, and opened again after an error.
+    """One connection to a vault. The first call opens it, and the first call after an error again.
 
     Thread-safe; calls queue. `close` may come from any thread and ends a call in progress at once.
     """
@@ -163,9 +163,8 @@ class VaultClient:
         total = sum(data.nbytes for _, data in bundle)
         copies = tuple(copy for copy, _ in bundle)
         request = Put(copies, codecs if any(codecs) else (), ask=total >= ASK_BYTES)
-        with self._calling, self._connected() as stream:
-            with _reason_first():
-                _begin(stream, request, total, waits=request.ask)
+        with self._connected() as stream:
+            _begin(stream, request, total, waits=request.ask)
             if request.ask:
                 _reply(stream)
             sent, seconds = 0, -time.perf_counter()
@@ -177,14 +176,13 @@ class VaultClient:
             self._compressing.sent(sent, seconds + time.perf_counter())
 
     def get(self, copy: Copy, out: memoryview | None = None) -> memoryview:
-        """Read `copy`, verified, into `out` (of its size; the default is a new buffer), and return
-        the buffer.
+        """Read and verify `copy`. Return `out`, which has its size (None: a new buffer).
 
         Raises VaultError if the copy is gone or corrupt.
         """
         data = memoryview(bytearray(copy.nbytes)) if out is None else out
-        with self._calling, self._connected() as stream:
-            _ask(stream, Get(copy.key))
+        with self._connected() as stream:
+            _begin(stream, Get(copy.key))
             reply, nbytes = _reply(stream)
             if nbytes != copy.nbytes or len(data) != nbytes:
                 raise VaultError(
@@ -202,28 +200,22 @@ class VaultClient:
 
         Raises VaultError if it is gone or on another node.
         """
-        with self._calling, self._connected() as stream:
-            _ask(stream, Locate(copy.key, self._node))
-            reply, _ = _reply(stream)
+        reply = self._ask(Locate(copy.key, self._node))
         return reply.path, reply.offset
 
     def inventory(self) -> tuple[Copy, ...]:
-        with self._calling, self._connected() as stream:
-            _ask(stream, Inventory())
-            return _reply(stream)[0].copies
+        return self._ask(Inventory()).copies
 
     def verify(self, copy: Copy) -> bool:
         """Let the vault check the copy again. False: it was corrupt and is dropped."""
-        with self._calling, self._connected() as stream:
-            _ask(stream, Verify(copy.key))
-            return bool(_reply(stream)[0].copies)
+        return bool(self._ask(Verify(copy.key)).copies)
 
     def probe(self, nbytes: int) -> float:
         """Seconds from sending `nbytes` to the vault's answer; the vault discards them."""
-        with self._calling, self._connected() as stream:
+        with self._connected() as stream:
             began = time.perf_counter()
+            _begin(stream, Probe(), nbytes)
             with _reason_first():
-                _begin(stream, Probe(), nbytes)
                 stream.write(memoryview(bytes(nbytes)))
             _reply(stream)
             return time.perf_counter() - began
@@ -232,6 +224,11 @@ class VaultClient:
         """Close for good; calls in progress and later ones raise VaultError."""
         self._closed = True
         self._drop()
+
+    def _ask(self, request: Any) -> Reply:
+        with self._connected() as stream:
+            _begin(stream, request)
+            return _reply(stream)[0]
 
     def _drop(self) -> None:
         with self._lock:
@@ -266,61 +263,32 @@ class VaultClient:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[FrameStream]:
-        """The connection.
+        """Yield the connection to one call at a time.
 
-        After an error that is no clean answer it is dropped: it may be inside a frame.
+        The connection is dropped after any error that is not a whole reply, because it may be
+        inside a frame.
         """
-        try:
-            yield self._open()
-        except _Refused as refusal:
-            raise refusal.error from None
-        except TimeoutError as error:
-            self._drop()
-            raise VaultError(
-                f"vault {self.address} made no progress for {self._timeout_s:g} s"
-            ) from error
-        except (ChannelClosed, FieldError, OSError) as error:
-            self._drop()
-            raise VaultError(f"vault {self.address}: {error}") from error
-        except BaseException:
-            self._drop()
-            raise
+        with self._calling:
+            try:
+                yield self._open()
+            except _Refused as refusal:
+                raise refusal.error from None
+            except TimeoutError as error:
+                self._drop()
+                text = f"vault {self.address} made no progress for {self._timeout_s:g} s"
+                raise VaultError(text) from error
+            except (ChannelClosed, FieldError, OSError) as error:
+                self._drop()
+                raise VaultError(f"vault {self.address}: {error}") from error
+            except BaseException:
+                self._drop()
+                raise
 
 
-def send_copy(stream: FrameStream, data: memoryview, how: str) -> tuple[int, float]:
-    """Send a copy, uncompressed ("") or by a codec.
-
-    Returns bytes sent and seconds spent on compression.
-    """
-    if how:
-        return send_blocks(stream, data)
-    stream.write(data)
-    return data.nbytes, 0.0
-
-
-def read_copy(
-    stream: FrameStream, out: memoryview, how: str, on_chunk: Callable[[memoryview], object]
-) -> VaultError | None:
-    """Read a copy with the codec `how` into `out`; `on_chunk` gets it piece by piece.
-
-    Returns the error of corrupt blocks, which are read to their end all the same. Raises FieldError
-    for an unknown codec.
-    """
-    if how not in CODECS:
-        raise FieldError("codec", how[:80], f"one of {', '.join(filter(None, CODECS))}")
-    if how:
-        return read_blocks(stream, out, on_chunk)
-    stream.read_into(out, on_chunk)
-    return None
-
-
-def _ask(stream: FrameStream, request: Any) -> None:
+def _begin(stream: FrameStream, request: Any, nbytes: int = 0, waits: bool = False) -> None:
+    header = {"kind": type(request).__name__, "body": codec.encode(request)}
     with _reason_first():
-        _begin(stream, request, 0)
-
-
-def _begin(stream: FrameStream, request: Any, nbytes: int, waits: bool = False) -> None:
-    stream.begin({"kind": type(request).__name__, "body": codec.encode(request)}, nbytes, waits)
+        stream.begin(header, nbytes, waits)
 
 
 def _reason_first() -> contextlib.AbstractContextManager[None]:

@@ -21,28 +21,20 @@ class BroadcastEncoder:
     """Remembers the newest message. One thread at a time."""
 
     def __init__(self) -> None:
-        self._last: tuple[Any, int, int, Envelope] | None = None
+        self._key: tuple[Any, ...] = ()
+        self._envelope = Envelope(0, 0, "", b"")
         self._assignment: Assignment | None = None
         self._common = b""
         self._recipes: dict[str, list[tuple[str, Recipe]]] = {}
 
     def pack(self, message: Any, *, term: int, epoch: int, node: str) -> Envelope:
-        """Wrap a message for `node` as `elastic.rpc.control.envelope.pack` does; an empty `node`:
-        for any.
-        """
+        """Wrap a message as `elastic.rpc.control.envelope.pack` does, for `node` ("": for all)."""
         if isinstance(message, Install) and node:
             return self._install(message, term, epoch, node)
-        last = self._last
-        if (
-            last is not None
-            and last[1:3] == (term, epoch)
-            and type(last[0]) is type(message)
-            and last[0] == message
-        ):
-            return last[3]
-        envelope = pack(message, term=term, epoch=epoch)
-        self._last = (message, term, epoch, envelope)
-        return envelope
+        key = (type(message), message, term, epoch)
+        if key != self._key:
+            self._key, self._envelope = key, pack(message, term=term, epoch=epoch)
+        return self._envelope
 
     def _install(self, message: Install, term: int, epoch: int, node: str) -> Envelope:
         if message.assignment is not self._assignment:

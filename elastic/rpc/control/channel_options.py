@@ -54,10 +54,9 @@ def client_options(keepalive_s: float) -> list[tuple[str, int]]:
 
 
 def server_options(keepalive_s: float) -> list[tuple[str, int]]:
-    """One server per port, no limit on pings, and silent nodes noticed within two keepalive
-    intervals.
+    """One server per port, no limit on pings; a silent node is noticed in two keepalive intervals.
 
-    The largest message is a piece: gRPC reads a message whole before the server can require a
+    The largest message is a piece: gRPC reads a whole message before the server can require a
     proof.
     """
     return [

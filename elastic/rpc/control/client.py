@@ -1,10 +1,10 @@
 """A node's side of its stream to the coordinator, and single calls.
 
-A `CoordinatorSession` tries to reach its coordinator for as long as it is open; it finds a
-coordinator again about half a second after its return. Nothing is kept while the coordinator is
-away: in `on_up` a node sends its whole condition anew. Among several coordinators the one with the
-highest term is followed (`elastic.core.protocol.election`). All addresses are tried all the time,
-so a new leader is found even while the former one is only paused and its stream open.
+A `CoordinatorSession` tries to reach its coordinator for as long as it is open. It finds a returned
+coordinator within about half a second. It keeps no messages while the coordinator is away: in
+`on_up` a node sends its whole condition again. Of several coordinators, it follows the one with the
+highest term (`elastic.core.protocol.election`). It tries all addresses all the time, so it finds a
+new leader even if the former one is only paused and its stream is open.
 """
 
 from __future__ import annotations
@@ -68,13 +68,14 @@ class CoordinatorStub:
 
 
 class CoordinatorSession:
-    """Keeps one stream open, to the leader among `address` (host:port, several separated by
-    commas), from the moment it is made until `close`.
+    """Keeps a stream to the leader open until `close`.
+
+    `address` is host:port; several are separated by commas.
 
     Callbacks run on one thread of this session, in order: `on_up()` when the coordinator has
     accepted the stream, `on_message(message, envelope)`, `on_down(reason)` when it is lost; up and
-    down alternate. Messages of an older term than the highest seen are dropped (and counted in
-    `stale`).
+    down alternate. Messages of an older term than the highest seen are dropped and counted as
+    rejected.
     """
 
     def __init__(
@@ -94,8 +95,6 @@ class CoordinatorSession:
         self.address, self.sender = address, sender
         self.term = 0
         """Highest coordinator term seen."""
-        self.stale = 0
-        """Number of messages refused because their term was older."""
         self._on_message, self._on_up, self._on_down = on_message, on_up, on_down
         self._outbox: asyncio.Queue[Envelope] | None = None
         self._closed = False
@@ -114,10 +113,7 @@ class CoordinatorSession:
         return self._outbox is not None
 
     def send(self, message: Any, epoch: int) -> bool:
-        """Queue a message and return at once.
-
-        Thread-safe. False: the coordinator is away, nothing was queued.
-        """
+        """Queue a message. Thread-safe. False: the coordinator is away and nothing was queued."""
         outbox = self._outbox
         if outbox is None:
             return False
@@ -126,10 +122,7 @@ class CoordinatorSession:
         return True
 
     def close(self) -> None:
-        """End the stream.
-
-        Idempotent. Unless it is called from a callback, no callback runs when this returns.
-        """
+        """End the stream. Idempotent. No callback runs afterwards, except one that calls this."""
         if not self._closed:
             self._closed = True
             self._dispatcher.abandon()
@@ -142,10 +135,7 @@ class CoordinatorSession:
         return {asyncio.create_task(self._keep_up(address, keepalive_s)) for address in addresses}
 
     async def _keep_up(self, address: str, keepalive_s: float) -> None:
-        """Open one stream after another.
-
-        gRPC itself reconnects; the wait here is between streams.
-        """
+        """Open one stream after another. gRPC reconnects; the wait is between streams."""
         delay_s = RETRY_MIN_S
         while True:
             stamp = self._stamp()
@@ -155,10 +145,8 @@ class CoordinatorSession:
                 while self._stamp() == stamp:
                     started = time.monotonic()
                     await self._attempt(address, channel)
-                    lived_s = time.monotonic() - started
-                    delay_s = (
-                        RETRY_MIN_S if lived_s > RETRY_MAX_S else min(2 * delay_s, RETRY_MAX_S)
-                    )
+                    lived = time.monotonic() - started > RETRY_MAX_S
+                    delay_s = RETRY_MIN_S if lived else min(2 * delay_s, RETRY_MAX_S)
                     await asyncio.sleep(random.uniform(delay_s / 2, delay_s))
 
     def _stamp(self) -> tls.Stamp:
@@ -183,7 +171,9 @@ class CoordinatorSession:
                 self._silent.add(address)
                 if "andshake" in str(error.details()) or "ertificate" in str(error.details()):
                     REJECTIONS.count("agent", Reason.HANDSHAKE, address, error.details())
-                await _ready(channel)
+                # The next attempt reports why there is no connection.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
                 return
             except ElasticError as error:
                 REJECTIONS.count("agent", Reason.TOKEN, address, error)
@@ -236,9 +226,8 @@ class CoordinatorSession:
 
     def _follow(self, call: Any, term: int) -> bool:
         """Whether to use this stream from now on. If so, the stream in use is cancelled."""
-        if not accepts_term(
-            term, self.term, self._active_term if self._active is not None else None
-        ):
+        active_term = self._active_term if self._active is not None else None
+        if not accepts_term(term, self.term, active_term):
             return False
         if self._active is not None:
             self._left.add(self._active)
@@ -253,7 +242,6 @@ class CoordinatorSession:
 
     def _receive(self, address: str, envelope: Envelope) -> None:
         if envelope.term < self.term:
-            self.stale += 1
             what = f"{envelope.kind} of term {envelope.term}: term {self.term} rules"
             REJECTIONS.count("agent", Reason.STALE, address, what)
             return
@@ -264,11 +252,7 @@ class CoordinatorSession:
             log.error("the coordinator sent a message that cannot be read: %s", error)
             return
         if isinstance(message, Rejected):
-            log.error(
-                "the coordinator could not read a message of kind %s: %s",
-                message.kind,
-                message.text,
-            )
+            log.error("the coordinator could not read a %s: %s", message.kind, message.text)
             return
         self._dispatcher.post(partial(self._on_message, message, envelope))
 
@@ -280,20 +264,17 @@ def call(
     timeout_s: float = 5.0,
     secure: tls.SecuritySettings | None = None,
 ) -> dict[str, Any]:
-    """Ask the coordinator one question. `address` may list several, separated by commas: the first
-    that answers.
+    """Ask the first coordinator that answers a question.
 
-    Raises UsageError if no coordinator can be reached or it refuses the question, ElasticError if
-    it cannot do it; the texts are the coordinator's. `secure`: certificates and token of this side;
-    None: those of this process.
+    `address` is host:port; several are separated by commas. `secure`: certificates and token of
+    this side; None: those of this process. Raises UsageError if no coordinator can be reached or it
+    refuses the question, ElasticError if it cannot do it; the texts are the coordinator's.
     """
     secure = secure or tls.current()
     *others, last = addresses_of(address)
     for other in others:
-        try:
+        with contextlib.suppress(Unreachable):
             return _call(other, kind, body, timeout_s, secure)
-        except Unreachable:
-            continue
     return _call(last, kind, body, timeout_s, secure)
 
 
@@ -335,19 +316,10 @@ def _channel(
     return api.secure_channel(address, credentials, options=[*options, *named])
 
 
-async def _ready(channel: grpc.aio.Channel) -> None:
-    """Wait a short time for the connection. The next attempt reports why there is none."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
-
-
 def _proof(
     token: str, mine: str, reply: dict[str, Any], *words: str
 ) -> tuple[tuple[str, str], ...]:
-    """Metadata that answers a challenge.
-
-    Raises UsageError if the other side does not know the token.
-    """
+    """Metadata that answers a challenge. Raises UsageError if the server has another token."""
     nonce = str(reply.get("nonce", ""))
     if token and not proved(token, str(reply.get("proof", "")), "server", mine, nonce):
         raise UsageError("the coordinator does not know the join token: is it this job's?")

@@ -1,14 +1,12 @@
-"""Bounds the connections to gRPC's TLS port whose other side has not shown a valid certificate yet.
+"""Limits the number of unauthenticated connections to gRPC's TLS port.
 
-gRPC ends a handshake after HANDSHAKE_S, but it sets no limit on how many there are at a time, and
-it reports none that fails. A flood of silent connections could therefore use up this process's
-descriptors. The watch looks at the sockets of its own process instead: it knows from gRPC how many
-handshakes began, from the system which connections stand, and from the server which of them made a
-call. A connection is unauthenticated until its first call. Where too many are unauthenticated, the
-watch shuts the oldest ones down.
+gRPC ends a handshake after HANDSHAKE_S, but it does not limit their number, and it does not report
+those that fail. A flood of silent connections could therefore use up this process's descriptors.
+The watch looks at the sockets of its own process instead. gRPC tells it how many handshakes began,
+the system which connections are open, and the server which of them made a call. A connection is
+unauthenticated until its first call. If there are too many, the watch shuts the oldest ones down.
 
-gRPC keeps each socket; the watch only duplicates a descriptor for the moment in which it looks at
-it.
+gRPC keeps each socket. The watch duplicates a descriptor only while it looks at it.
 """
 
 from __future__ import annotations
@@ -49,10 +47,10 @@ class _Connection:
 
 
 class ConnectionWatch:
-    """Watches the connections to one port of this process. Not thread-safe, but for `began`."""
+    """Watches the connections to one port of this process. Only `began` is thread-safe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """`loop` runs everything but `began`."""
+        """`loop` runs everything except `began`."""
         self.port = 0
         """Set before the first handshake."""
         self._loop = loop
@@ -132,15 +130,14 @@ class ConnectionWatch:
         return found
 
     def _inspect(self, descriptor: int, inode: int) -> _Connection | None:
-        with _duplicate(descriptor, inode) as sock:
-            if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
-                return None
-            try:
-                if sock.getsockname()[1] != self.port:
+        try:
+            with _duplicate(descriptor, inode) as sock:
+                ip = sock.family in (socket.AF_INET, socket.AF_INET6)
+                if not ip or sock.getsockname()[1] != self.port:
                     return None
                 host, port = sock.getpeername()[:2]
-            except OSError:  # it listens, or has ended
-                return None
+        except OSError:  # it listens, or has ended
+            return None
         return _Connection(descriptor, (_plain(host), port), self._loop.time())
 
     def _enter(self, inode: int, found: _Connection) -> None:
@@ -165,33 +162,23 @@ class ConnectionWatch:
         assert found is not None
         self._waiting.leave(inode)
         self._shut += 1
-        REJECTIONS.count(
-            PORT, Reason.TOO_MANY, _text(found.peer), "its handshake is not over; others wait"
-        )
-        with _duplicate(found.descriptor, inode) as sock:
-            if sock is not None:
-                with contextlib.suppress(OSError):  # it has ended
-                    sock.shutdown(socket.SHUT_RDWR)
+        detail = "its handshake is not over; others wait"
+        REJECTIONS.count(PORT, Reason.TOO_MANY, _text(found.peer), detail)
+        with contextlib.suppress(OSError), _duplicate(found.descriptor, inode) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
 
     def _count_failures(self, gone: list[Peer]) -> None:
-        """Count the handshakes that are over without a call.
-
-        `gone`: peers of those that were seen to end.
-        """
+        """Count the handshakes that ended without a call. `gone`: peers whose end was seen."""
         failed = self._began - self._passed - self._shut - len(self._waiting)
+        detail = "no TLS with a certificate of the job's authority"
         for _ in range(failed - self._failed):
             peer = _text(gone.pop()) if gone else ""
-            REJECTIONS.count(
-                PORT, Reason.HANDSHAKE, peer, "no TLS with a certificate of the job's authority"
-            )
+            REJECTIONS.count(PORT, Reason.HANDSHAKE, peer, detail)
         self._failed = max(self._failed, failed)
 
 
 def peer_of(text: str) -> Peer | None:
-    """Address and port from gRPC's name of a peer, e.g.
-
-    `ipv6:%5B::1%5D:443`; None for anything else.
-    """
+    """Address and port from gRPC's name of a peer, such as `ipv6:%5B::1%5D:443`, or None."""
     scheme, _, rest = urllib.parse.unquote(text).partition(":")
     host, _, port = rest.rpartition(":")
     if scheme not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -200,9 +187,7 @@ def peer_of(text: str) -> Peer | None:
 
 
 def _plain(host: str) -> str:
-    """An IP address in one spelling: a port for both protocols sees IPv4 addresses inside IPv6
-    ones.
-    """
+    """An IP address in one spelling. A port for both protocols reports IPv4 inside IPv6."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address)
 
@@ -212,18 +197,11 @@ def _text(peer: Peer) -> str:
 
 
 @contextlib.contextmanager
-def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
-    """The socket behind a descriptor that another thread may close; None if it is no longer the
-    same one.
-    """
-    try:
-        copy = os.dup(descriptor)
-    except OSError:
-        yield None
-        return
+def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket]:
+    """The socket behind a descriptor. Raises OSError if another thread has closed it."""
+    copy = os.dup(descriptor)
     if os.fstat(copy).st_ino != inode:
         os.close(copy)
-        yield None
-        return
+        raise OSError(f"descriptor {descriptor} is another file now")
     with socket.socket(fileno=copy) as sock:
         yield sock

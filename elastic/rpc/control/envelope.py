@@ -10,8 +10,6 @@ JSON text.
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
 import zlib
 from collections.abc import Iterator
@@ -21,12 +19,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
-from elastic.core.protocol import health_report as vitals
-from elastic.core.protocol import messages
+from elastic.core.protocol import health_report, messages
 from elastic.core.protocol.messages import NodeReport
 from elastic.domain import codec
 from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec
+from elastic.rpc.frames import dataclasses_of
 
 MAX_BODY_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
@@ -84,17 +82,7 @@ _newest_spec: tuple[Any, JobSpec | None] = (None, None)
 once."""
 
 
-def _kinds() -> dict[str, type]:
-    found = {
-        name: kind
-        for module in (messages, vitals)
-        for name, kind in inspect.getmembers(module, inspect.isclass)
-        if dataclasses.is_dataclass(kind) and kind.__module__ == module.__name__
-    }
-    return found | {Rejected.__name__: Rejected}
-
-
-KINDS: dict[str, type] = _kinds()
+KINDS = dataclasses_of(messages, health_report) | {"Rejected": Rejected}
 """Every message that a session carries, by class name."""
 
 
@@ -106,7 +94,7 @@ def pack(message: Any, *, term: int, epoch: int, sender: str = "") -> Envelope:
     kind = type(message).__name__
     if KINDS.get(kind) is not type(message):
         raise FieldError(
-            "message", kind, "a dataclass of elastic.core.protocol.messages (or vitals) is needed"
+            "message", kind, "a class of elastic.core.protocol.messages or health_report is needed"
         )
     return Envelope(term, max(epoch, 0), kind, encode_body(kind, message), sender)
 
@@ -125,10 +113,8 @@ def unpack(envelope: Envelope) -> Any:
 
 
 def pack_call(kind: str, body: dict[str, Any], term: int = 0) -> Envelope:
-    """Wrap a question or an answer of the command line: any JSON object.
-
-    Raises FieldError if it is too large.
-    """
+    """Wrap a question or answer of the command line, a JSON object. Raises FieldError if too
+    large."""
     return Envelope(term, 0, kind, _checked(kind, codec.dumps(body).encode()))
 
 
@@ -145,10 +131,8 @@ def unpack_call(envelope: Envelope) -> dict[str, Any]:
 
 
 def encode_body(kind: str, value: Any) -> bytes:
-    """Return `value` as MessagePack.
-
-    Raises FieldError if it is too large or has an integer over 64 bits.
-    """
+    """Return `value` as MessagePack. Raises FieldError if it is too large or has an integer over
+    64 bits."""
     try:
         try:
             return _checked(kind, _ENCODER.encode(value))
@@ -221,9 +205,7 @@ def _joined(envelope: Envelope) -> Any:
 
 
 def _decode_report(data: dict[str, Any]) -> Any:
-    """Decode a NodeReport, and share the JobSpec with the reports of the other nodes if it is the
-    same.
-    """
+    """Decode a NodeReport. Reports with equal JobSpecs share one object."""
     global _newest_spec
     raw, (newest, spec) = data["spec"], _newest_spec
     if raw == newest:

@@ -1,9 +1,8 @@
-"""The event loop thread that runs all gRPC work of a process, and threads that run callbacks in
-order.
+"""The event loop thread that runs all gRPC work of a process, and threads for callbacks.
 
 There is one loop per process, because gRPC's asyncio layer shares one completion queue between
-loops and complains about several. Callbacks never run on it: a slow one would delay everybody's
-messages and keepalives.
+loops and complains about several. A callback that may be slow must not run on it, because it would
+delay everybody's messages and keepalives.
 
 gRPC's poller thread wakes the loop by one byte per event, through a socket that holds a few
 hundred. gRPC's reader handles all events that are there, but takes one byte, so each event cost a
@@ -81,10 +80,9 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and return when all have ended.
+    """Cancel tasks until all have ended.
 
-    They are cancelled repeatedly: in Python 3.11 `asyncio.wait_for` loses a cancellation at the end
-    of its wait.
+    In Python 3.11 `asyncio.wait_for` loses a cancellation at the end of its wait.
     """
     pending = set(tasks)
     while pending:
@@ -93,19 +91,12 @@ async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
-class InlineDispatcher:
-    """Replaces a `Dispatcher` where callbacks return at once: it runs them on the loop itself, in
-    order.
-    """
-
-    def post(self, callback: Callable[[], object]) -> None:
-        try:
-            callback()
-        except Exception:  # it is logged; the other callbacks must run
-            log.exception("a callback failed")
-
-    def close(self) -> None:
-        """Do nothing: every callback has run."""
+def run_callback(callback: Callable[[], object]) -> None:
+    """Call `callback`. An error is logged, so that the next callbacks run."""
+    try:
+        callback()
+    except Exception:
+        log.exception("a callback failed")
 
 
 class Dispatcher:
@@ -135,7 +126,4 @@ class Dispatcher:
 
     def _work(self) -> None:
         while (callback := self._queue.get()) is not None and not self._abandoned:
-            try:
-                callback()
-            except Exception:  # it is logged; the other callbacks must run
-                log.exception("a callback failed")
+            run_callback(callback)

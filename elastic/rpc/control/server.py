@@ -1,10 +1,12 @@
 """The coordinator's side: one session per node, and calls of the command line.
 
-Session callbacks `on_open`, `on_message` and `on_close` run on one thread, one after another, in
-order per session. `on_call` runs on a small pool beside it and may block. A message that cannot be
-read is answered with `Rejected`, and the session goes on. A bad call ends with INVALID_ARGUMENT. A
-sender that knows a newer term than this server shows that another coordinator took over: its
-session is refused.
+Session callbacks `on_open`, `on_message` and `on_close` run on the event loop, one after another,
+in order per session, and must return at once. With thousands of nodes, a switch to another thread
+would cost more than the callback. `on_call` runs on a small pool and may block.
+
+A message that cannot be read is answered with `Rejected`, and the session goes on. A bad call ends
+with INVALID_ARGUMENT. If a sender knows a newer term than this server, another coordinator took
+over: its session is refused.
 
 With certificates (`elastic.rpc.security.tls`) gRPC serves mutual TLS (1.2 or 1.3). With a join
 token a session or call is accepted only with a proof over a nonce of this server
@@ -44,7 +46,7 @@ from elastic.rpc.control.envelope import (
     unpack,
     unpack_call,
 )
-from elastic.rpc.control.event_loop import Dispatcher, InlineDispatcher, event_loop, run
+from elastic.rpc.control.event_loop import event_loop, run, run_callback
 from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.token_proof import TokenGate, digest
@@ -59,58 +61,36 @@ class ClientSession:
     """A node's open stream. All methods are thread-safe and return at once."""
 
     def __init__(
-        self,
-        sender: str,
-        peer: str,
-        term: Callable[[], int],
-        encoder: BroadcastEncoder | None = None,
+        self, sender: str, peer: str, term: Callable[[], int], encoder: BroadcastEncoder
     ) -> None:
         """`encoder` is shared by the sessions of one coordinator."""
-        self.sender, self.peer, self._encoder = sender, peer, encoder or BroadcastEncoder()
-        self._term = term
-        self._outbox: asyncio.Queue[Envelope | None] = asyncio.Queue()
-        self._open = True
+        self.sender, self.peer, self._term, self._encoder = sender, peer, term, encoder
+        self._outbox: asyncio.Queue[Envelope] = asyncio.Queue()
+        self.open = True
+        """False after the stream has ended."""
 
     def __repr__(self) -> str:
         return f"Session({self.sender or '?'} at {self.peer})"
 
-    @property
-    def open(self) -> bool:
-        return self._open
-
     def send(self, message: Any, epoch: int) -> bool:
         """Queue a message of `elastic.core.protocol.messages`.
 
-        False: the session is closed and nothing was sent.
+        False: the stream has ended and nothing was sent.
         """
-        if not self._open:
+        if not self.open:
             return False
-        self._put(self._encoder.pack(message, term=self._term(), epoch=epoch, node=self.sender))
+        envelope = self._encoder.pack(message, term=self._term(), epoch=epoch, node=self.sender)
+        event_loop().call_soon_threadsafe(self._outbox.put_nowait, envelope)
         return True
 
-    def close(self) -> None:
-        """End the stream after the queued messages were sent; `on_close` follows."""
-        self._put(None)
-
     async def write_to(self, context: Any) -> None:
-        """Send the queued messages until `close`."""
+        """Send the queued messages until cancelled."""
         for number in itertools.count(1):
-            envelope = await self._outbox.get()
-            if envelope is None:
-                return
-            await context.write(replace(envelope, sequence=number))
-
-    def ended(self) -> None:
-        """The stream has ended: nothing can be sent any more."""
-        self._open = False
-
-    def _put(self, envelope: Envelope | None) -> None:
-        event_loop().call_soon_threadsafe(self._outbox.put_nowait, envelope)
+            await context.write(replace(await self._outbox.get(), sequence=number))
 
 
 class Server:
-    """Serves on `address` (host:port; port 0: any free one) from the moment it is made until
-    `close`.
+    """Serves on `address` (host:port; port 0: any free one) until `close`.
 
     Raises FieldError if the address is not available. `term` is called for every envelope and must
     not block.
@@ -126,33 +106,21 @@ class Server:
         on_call: Callable[[str, dict[str, Any]], dict[str, Any]],
         term: Callable[[], int],
         keepalive_s: float = DEFAULT_TIMEOUTS.keepalive_s,
-        prompt: bool = False,
         secure: tls.SecuritySettings | None = None,
     ) -> None:
-        """`prompt`: the session callbacks return at once, so they run without a thread of their
-        own; with thousands of nodes, switching threads would cost more than the callbacks.
-        `secure`: required from clients; None: the settings of this process.
-        """
+        """`secure`: required from clients; None: the settings of this process."""
         check_address(address, lowest_port=0)
         secure = secure or tls.current()
         self._gate, self._certificates = TokenGate(secure.token), secure.certificates
         self._watch: ConnectionWatch | None = None
         self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
         self._on_call, self._term, self._encoder = on_call, term, BroadcastEncoder()
-        self._dispatcher: Dispatcher | InlineDispatcher = (
-            InlineDispatcher() if prompt else Dispatcher("rpc-server")
-        )
         self._pool = ThreadPoolExecutor(CALL_THREADS, "rpc-call")
-        try:
-            self.address = run(self._start(address, keepalive_s))
-        except BaseException:
-            self._dispatcher.close()
-            raise
+        self.address = run(self._start(address, keepalive_s))
 
     def close(self) -> None:
-        """End all sessions and free the port. Every `on_close` has run when this returns."""
+        """End all sessions and free the port."""
         run(self._stop())
-        self._dispatcher.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _start(self, address: str, keepalive_s: float) -> str:
@@ -164,9 +132,8 @@ class Server:
             ),
             "Call": grpc.unary_unary_rpc_method_handler(self._call, response_serializer=to_wire),
         }
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, methods),)
-        )
+        handler = grpc.method_handlers_generic_handler(SERVICE, methods)
+        self._server.add_generic_rpc_handlers((handler,))
         try:
             if self._certificates is None:
                 port = self._server.add_insecure_port(address)
@@ -192,11 +159,8 @@ class Server:
         problem = self._gate.check(nonce, proof, *words)
         if problem is not None:
             REJECTIONS.count(PORT, problem, context.peer(), " ".join(words[:2]))
-            text = (
-                "the join token is missing or wrong"
-                if problem is Reason.TOKEN
-                else "this proof was used before"
-            )
+            wrong = "the join token is missing or wrong"
+            text = wrong if problem is Reason.TOKEN else "this proof was used before"
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
     def _peer(self, context: Any) -> str:
@@ -212,7 +176,7 @@ class Server:
         metadata = dict(context.invocation_metadata() or ())
         session = ClientSession(str(metadata.get("sender", "")), peer, self._term, self._encoder)
         await self._admit(context, "session", session.sender)
-        self._dispatcher.post(partial(self._on_open, session))
+        run_callback(partial(self._on_open, session))
         tasks: set[asyncio.Task[None]] = set()
         try:
             # Before the writer starts: gRPC refuses two sends at a time.
@@ -225,8 +189,8 @@ class Server:
                 if isinstance(error, StaleError):
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         finally:
-            session.ended()
-            self._dispatcher.post(partial(self._on_close, session))
+            session.open = False
+            run_callback(partial(self._on_close, session))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -241,58 +205,53 @@ class Server:
                 REJECTIONS.count(PORT, Reason.MALFORMED, session, error)
                 raise
             if envelope.sequence <= newest and newest:
-                REJECTIONS.count(
-                    PORT, Reason.REPLAYED, session, f"{envelope.kind} {envelope.sequence}"
-                )
+                detail = f"{envelope.kind} {envelope.sequence}"
+                REJECTIONS.count(PORT, Reason.REPLAYED, session, detail)
                 session.send(Rejected(envelope.kind[:80], "it was received before"), 0)
                 continue
             newest = envelope.sequence
             if envelope.term > self._term():
                 REJECTIONS.count(PORT, Reason.STALE, session, f"it knows term {envelope.term}")
-                raise StaleError(
-                    f"this coordinator has term {self._term()}, "
-                    f"{session.sender} knows {envelope.term}"
-                )
+                known = f"{session.sender} knows {envelope.term}"
+                raise StaleError(f"this coordinator has term {self._term()}, {known}")
             begun += envelope.body
             if len(begun) > MAX_BODY_BYTES:
-                REJECTIONS.count(PORT, Reason.OVERSIZE, session, f"{len(begun)} bytes and more")
-                raise FieldError(
-                    "body", f"{len(begun)} bytes and more", f"at most {MAX_BODY_BYTES}"
-                )
+                size = f"{len(begun)} bytes and more"
+                REJECTIONS.count(PORT, Reason.OVERSIZE, session, size)
+                raise FieldError("body", size, f"at most {MAX_BODY_BYTES}")
             if envelope.kind == PIECE:
                 continue
             envelope, begun = replace(envelope, body=bytes(begun)), bytearray()
             try:
                 if envelope.common:
-                    raise FieldError(
-                        f"{envelope.kind}.common", "...", "only a coordinator sends it"
-                    )
+                    field = f"{envelope.kind}.common"
+                    raise FieldError(field, "...", "only a coordinator sends it")
                 message = unpack(envelope)
             except FieldError as error:
                 REJECTIONS.count(PORT, Reason.MALFORMED, session, error)
                 session.send(Rejected(envelope.kind[:80], str(error)), 0)
             else:
-                self._dispatcher.post(partial(self._on_message, session, message, envelope))
+                run_callback(partial(self._on_message, session, message, envelope))
 
     async def _call(self, request: bytes, context: Any) -> Envelope:
         """Answer one question of the command line."""
         peer = self._peer(context)
         if len(request) > MAX_CALL_BYTES:
             REJECTIONS.count(PORT, Reason.OVERSIZE, peer, f"a call of {len(request)} bytes")
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"at most {MAX_CALL_BYTES} bytes may be asked"
-            )
+            text = f"at most {MAX_CALL_BYTES} bytes may be asked"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         try:
             envelope = from_wire(request)
+            if envelope.kind != CHALLENGE:
+                await self._admit(context, "call", envelope.kind, digest(envelope.body))
+            body = unpack_call(envelope)
         except FieldError as error:
             REJECTIONS.count(PORT, Reason.MALFORMED, peer, error)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _words(error))
-        if envelope.kind != CHALLENGE:
-            await self._admit(context, "call", envelope.kind, digest(envelope.body))
         try:
-            body = self._question(envelope, peer)
             if envelope.kind == CHALLENGE:
-                return pack_call(CHALLENGE, self._challenge(body), self._term())
+                challenge = self._gate.challenge(str(body.get("nonce", "")))
+                return pack_call(CHALLENGE, challenge, self._term())
             answer = await event_loop().run_in_executor(
                 self._pool, self._on_call, envelope.kind, body
             )
@@ -303,32 +262,15 @@ class Server:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _words(error))
         raise AssertionError("abort raises")
 
-    def _question(self, envelope: Envelope, peer: str) -> dict[str, Any]:
-        try:
-            return unpack_call(envelope)
-        except FieldError as error:
-            REJECTIONS.count(PORT, Reason.MALFORMED, peer, error)
-            raise
-
-    def _challenge(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a nonce, and this server's own proof over the client's nonce."""
-        nonce, theirs = self._gate.nonce(), str(body.get("nonce", ""))
-        return {"nonce": nonce, "proof": self._gate.show(theirs, nonce)}
-
 
 def _credentials(
     certificates: tls.Certificates, began: Callable[[], None]
 ) -> grpc.ServerCredentials:
-    """Mutual TLS with certificates that may be replaced.
-
-    `began` is called for each handshake, from any thread.
-    """
+    """Mutual TLS with replaceable certificates. Each handshake calls `began`, on any thread."""
 
     def configuration() -> grpc.ServerCertificateConfiguration:
-        authority, chain, key = certificates.pem()
-        return grpc.ssl_server_certificate_configuration(
-            [(key, chain)], root_certificates=authority
-        )
+        ca, chain, key = certificates.pem()
+        return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=ca)
 
     served = certificates.server()
 

@@ -1,8 +1,7 @@
-"""Counts what the ports of this process reject, by port and reason, and reports it at a bounded
-rate.
+"""Counts the rejections of this process by port and reason, and reports them at a bounded rate.
 
 A sender of rubbish must neither fill the disk nor hide important news. Each pair of port and reason
-gives one log line and one notice per `EVERY_S` at most; the counts are exact all the same.
+gives one log line and one notice per `EVERY_S` at most. The counts are exact.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -51,7 +51,7 @@ class RejectionNotice:
     """One notice: the last rejection for a reason, and how many there were."""
 
     port: str
-    """Whose port: coordinator | vault | agent | metrics."""
+    """coordinator | vault | agent | metrics"""
     reason: Reason
     peer: str
     """The sender, as far as known."""
@@ -72,10 +72,7 @@ class Rejections:
         self._subscribers: list[Callable[[RejectionNotice], object]] = []
 
     def count(self, port: str, reason: Reason, peer: object = "", detail: object = "") -> None:
-        """Count one rejection.
-
-        `peer` and `detail` come from outside, so they are shortened and quoted.
-        """
+        """Count one rejection. `peer` and `detail` come from outside: shorten and quote them."""
         key, now = (port, reason), self._clock()
         with self._lock:
             total = self._counts[key] = self._counts.get(key, 0) + 1
@@ -97,22 +94,16 @@ class Rejections:
             subscriber(notice)
 
     def counts(self) -> Mapping[tuple[str, Reason], int]:
-        """Number of rejections per (port, reason); for metrics."""
+        """Number of rejections per (port, reason)."""
         with self._lock:
             return dict(self._counts)
 
     def by_reason(self) -> Mapping[str, int]:
         """Number of rejections per reason, over all ports."""
-        found: dict[str, int] = {}
+        found = Counter[str]()
         for (_, reason), number in self.counts().items():
-            found[reason.value] = found.get(reason.value, 0) + number
+            found[reason.value] += number
         return found
-
-    def total(self, reason: Reason, port: str = "") -> int:
-        """Number of rejections for `reason`, at `port` or at any."""
-        return sum(
-            n for (where, why), n in self.counts().items() if why is reason and port in ("", where)
-        )
 
     def subscribe(self, subscriber: Callable[[RejectionNotice], object]) -> None:
         """Call `subscriber` with every notice, on the thread that rejects; it must not block."""
@@ -131,6 +122,5 @@ REJECTIONS = Rejections()
 
 def _plain(text: object) -> str:
     """One printable line."""
-    return (
-        str(text)[:DETAIL_CHARS].encode("ascii", "backslashreplace").decode().replace("\n", "\\n")
-    )
+    line = str(text)[:DETAIL_CHARS].replace("\n", "\\n")
+    return line.encode("ascii", "backslashreplace").decode()

@@ -11,7 +11,6 @@ import logging
 import os
 import ssl
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,8 +26,7 @@ here."""
 LEAST_TOKEN_CHARS = 16
 WORKERS = (
     "traffic between workers (gloo or NCCL, and their rendezvous store) is not encrypted: this "
-    "torch "
-    "has no TLS for it; keep those ports in a private network (docs/operate/security.md)"
+    "torch has no TLS for it; keep those ports in a private network (docs/operate/security.md)"
 )
 """Warning at the start of every job that uses certificates."""
 Stamp = tuple[tuple[int, int, int], ...]
@@ -36,10 +34,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True)
 class SecuritySettings:
-    """What a process proves itself with and requires of others.
-
-    The default: plain text, no token.
-    """
+    """Certificates and token of a process. The default: plain text, no token."""
 
     certs: Path | None = None
     """Directory with CA, CERT and KEY: connections use mutual TLS. None: no TLS."""
@@ -47,47 +42,33 @@ class SecuritySettings:
     """Name that peers' certificates must carry. Empty: the host or address of the connection."""
     token: str = field(default="", repr=False)
     """Join token, required for sessions, calls and vault connections. Empty: none is required."""
+    certificates: Certificates | None = field(init=False, repr=False, compare=False)
+    """The files in `certs`; None: no TLS."""
 
     def __post_init__(self) -> None:
-        if self.certs is not None:
-            object.__setattr__(self, "_certificates", Certificates(self.certs))
-
-    @property
-    def certificates(self) -> Certificates | None:
-        """The files in `certs`; None: no TLS."""
-        return getattr(self, "_certificates", None)
+        made = Certificates(self.certs) if self.certs is not None else None
+        object.__setattr__(self, "certificates", made)
 
 
 class Certificates:
-    """TLS settings from a certificate directory, read again when its files have changed.
-
-    Thread-safe.
-    """
+    """TLS settings from a certificate directory. Changed files are read again. Thread-safe."""
 
     def __init__(self, certs: Path) -> None:
         """Raises FieldError if the files are missing or do not belong together."""
         self.certs = certs
         self._lock = threading.Lock()
-        self._made: dict[str, tuple[Stamp, ssl.SSLContext]] = {}
+        self._made: dict[int, tuple[Stamp, ssl.SSLContext]] = {}
         self._pem: tuple[bytes, bytes, bytes] | None = None
         self.server()
         self.pem()
 
     def server(self) -> ssl.SSLContext:
         """Settings for ports: TLS 1.3; clients need a certificate from the job's authority."""
-
-        def make() -> ssl.SSLContext:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.num_tickets = 0  # no resumption: every connection shows its certificate
-            return context
-
-        return self._get("server", make)
+        return self._get(ssl.PROTOCOL_TLS_SERVER)
 
     def client(self) -> ssl.SSLContext:
-        """Settings for clients: TLS 1.3; the server's certificate is from the authority and carries
-        its name.
-        """
-        return self._get("client", lambda: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        """Settings for clients: TLS 1.3; servers need one, too, and it must carry their name."""
+        return self._get(ssl.PROTOCOL_TLS_CLIENT)
 
     def pem(self) -> tuple[bytes, bytes, bytes]:
         """(authority, certificate chain, key) as PEM; the last ones while a file is missing."""
@@ -110,14 +91,14 @@ class Certificates:
             return ()
         return tuple((s.st_mtime_ns, s.st_ino, s.st_size) for s in found)
 
-    def _get(self, kind: str, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+    def _get(self, protocol: int) -> ssl.SSLContext:
         stamp = self.stamp()
         with self._lock:
-            known = self._made.get(kind)
+            known = self._made.get(protocol)
             if known is not None and known[0] == stamp:
                 return known[1]
             try:
-                context = self._filled(make())
+                context = self._read(protocol)
             except FieldError as error:
                 if known is None:
                     raise
@@ -125,10 +106,13 @@ class Certificates:
                 return known[1]
             if known is not None:
                 log.info("certificates in %s were read again", self.certs)
-            self._made[kind] = stamp, context
+            self._made[protocol] = stamp, context
             return context
 
-    def _filled(self, context: ssl.SSLContext) -> ssl.SSLContext:
+    def _read(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        if protocol == ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0  # no resumption: every connection shows its certificate
         try:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.verify_mode = ssl.CERT_REQUIRED
@@ -165,9 +149,9 @@ def load(run_dir: str | Path, certs: str, name: str = "") -> SecuritySettings:
 
 
 def read_token(path: Path, flag: str = "") -> str:
-    """Read the token from a file; "" if the file is missing and no `flag` names it.
+    """Read the token from a file. Raises FieldError.
 
-    Raises FieldError.
+    A missing file that no `flag` names gives "".
     """
     try:
         text = path.read_text().strip()
@@ -179,10 +163,8 @@ def read_token(path: Path, flag: str = "") -> str:
 
 
 def check_token(field_name: str, token: str, shown: str) -> str:
-    """Return `token`.
-
-    Raises FieldError, which shows `shown` in its place, if it is too short or not printable.
-    """
+    """Return `token`. If it is too short or not printable, raise FieldError with `shown` in its
+    place."""
     if len(token) < LEAST_TOKEN_CHARS or not token.isascii() or not token.isprintable():
         remedy = (
             f"a token of {LEAST_TOKEN_CHARS} printable characters or more, "

@@ -3,8 +3,8 @@
 The server gives a nonce. The client answers with an HMAC over the nonce, its own name and its
 request. A nonce is valid once, for a short time, and only in the process that gave it, so a
 captured answer is useless. Each nonce carries a proof of its origin, so a client that asks for many
-fills no memory. Both sides prove themselves: an answer from a server that does not know the token
-is not believed.
+fills no memory. Both sides prove themselves: a client rejects a server that does not know the
+token.
 """
 
 from __future__ import annotations
@@ -62,23 +62,19 @@ class TokenGate:
         body = f"{self._clock():.3f}.{new_nonce()}"
         return f"{body}.{prove(self._secret, body)}"
 
-    def show(self, *words: str) -> str:
-        """Return the server's own proof."""
-        return prove(self._token, "server", *words)
+    def challenge(self, theirs: str) -> dict[str, str]:
+        """Return a new nonce, and the server's proof over it and the client's nonce."""
+        nonce = self.nonce()
+        return {"nonce": nonce, "proof": prove(self._token, "server", theirs, nonce)}
 
     def check(self, nonce: str, proof: str, *words: str) -> Reason | None:
-        """Return why the answer to `nonce` is rejected, or None.
-
-        A nonce is valid for one right answer.
-        """
+        """Return why the answer to `nonce` is rejected, or None. A right answer uses up a nonce."""
         if self.open:
             return None
-        body, _, origin = nonce.rpartition(".")
-        mine = proved(self._secret, origin, body)
         if not proved(self._token, proof, "client", nonce, *words):
             return Reason.TOKEN
-        now = self._clock()
-        if not mine or now - float(body.partition(".")[0]) > GOOD_S:
+        now, (body, _, origin) = self._clock(), nonce.rpartition(".")
+        if not proved(self._secret, origin, body) or now - float(body.partition(".")[0]) > GOOD_S:
             return Reason.REPLAYED
         with self._lock:
             self._used = {old: at for old, at in self._used.items() if now - at <= GOOD_S}

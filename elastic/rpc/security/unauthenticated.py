@@ -30,9 +30,7 @@ class UnauthenticatedConnections(Generic[C]):
         self._of.setdefault(address, {})[connection] = None
 
     def crowded(self, address: str, most: int) -> C | None:
-        """The oldest connection from `address` if that holds `most` places already; never for
-        loopback.
-        """
+        """The oldest connection from `address` if that has `most` places, unless it is loopback."""
         mine = self._of.get(address, {})
         return next(iter(mine)) if len(mine) >= most and not _loopback(address) else None
 

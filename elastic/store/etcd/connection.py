@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from elastic.store.interface import StoreError, StoreUnavailable
 etcd3 = load_etcd3()
 etcdrpc: Any = etcd3.etcdrpc
 """etcd's messages and service stubs."""
-log = logging.getLogger(__name__)
 CALL_S = 1.0
 """Time limit of one request to one etcd member."""
 PATIENCE_S = 2.5
@@ -69,7 +67,8 @@ class EtcdConnection:
         self.spec, self._on_failure = spec, on_failure
         self._call_s, self._patience_s = call_s, patience_s
         self._lock = threading.Lock()
-        self._at, self._client, self._closed = 0, None, False
+        self._at, self._closed = 0, False
+        self._client: Any = None
 
     @property
     def endpoint(self) -> str:
@@ -97,7 +96,7 @@ class EtcdConnection:
             except grpc.RpcError as error:
                 failure = error
                 self._on_failure()
-                self.drop(client)
+                self._drop(client)
                 self._raise_if_refused(error)
             except ValueError as error:  # another thread has closed the client
                 failure = error
@@ -109,27 +108,28 @@ class EtcdConnection:
             if self._closed:
                 raise StoreError(f"the store at {self.spec.url} was closed")
             if self._client is None:
-                try:
-                    self._client = self._connect()
-                except grpc.RpcError:
-                    self._at += 1
-                    raise
+                self._client = self._connect()
             return self._client
-
-    def drop(self, client: Any) -> None:
-        """Close a client that failed. The next call uses the next member."""
-        with self._lock:
-            if client is not None and client is self._client:
-                self._client, self._at = None, self._at + 1
-                _close(client)
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
         with self._lock:
             self._closed = True
-            if self._client is not None:
-                _close(self._client)
-                self._client = None
+            self._close_client()
+
+    def _drop(self, client: Any) -> None:
+        """Close a client that failed (None: it did not connect). The next call uses the next
+        member."""
+        with self._lock:
+            if client is self._client:
+                self._at += 1
+                self._close_client()
+
+    def _close_client(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            with contextlib.suppress(grpc.RpcError, ValueError):
+                client.close()
 
     def _connect(self) -> Any:
         host, _, port = self.endpoint.rpartition(":")
@@ -159,16 +159,6 @@ class EtcdConnection:
         if too_large or (error.code() in _REFUSED and not passing):
             remedy = "; give etcd a larger --max-request-bytes" if too_large else ""
             raise StoreError(f"etcd at {self.spec.url} refuses: {details}{remedy}") from error
-
-
-def prefix_range(prefix: bytes) -> dict[str, bytes]:
-    """Return the request fields that select all keys starting with `prefix` (UTF-8, not empty)."""
-    return {"key": prefix, "range_end": prefix[:-1] + bytes([prefix[-1] + 1])}
-
-
-def _close(client: Any) -> None:
-    with contextlib.suppress(grpc.RpcError, ValueError):
-        client.close()
 
 
 def _text(error: Any) -> str:

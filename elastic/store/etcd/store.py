@@ -1,8 +1,8 @@
 """The coordinator store on etcd, for coordinators on several machines.
 
-    PREFIX/k/KEY    an entry: write id (16 bytes), form (1 byte), value (compressed if shorter)
-    PREFIX/l/NAME   holder of a lease; the revision of this key is the token
-    PREFIX/r/NAME   changed by every renewal of the lease
+    PREFIX/k/KEY           entry: write id (16 bytes), form (1 byte), value (compressed if shorter)
+    PREFIX/l/coordinator   holder of the lease; the revision of this key is the token
+    PREFIX/r/coordinator   changed by every renewal of the lease
 
 - **One write is one transaction.** It compares the revision of the key, and the revision of the
   lease's key with the token. A coordinator that lost its lease cannot write.
@@ -25,25 +25,17 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.protocol.election import LeaseObservation, observe_lease, seconds_to_expiry
 from elastic.core.protocol.store_spec import StoreSpec
-from elastic.store.etcd.connection import (
-    CALL_S,
-    PATIENCE_S,
-    EtcdConnection,
-    etcdrpc,
-    prefix_range,
-)
-from elastic.store.etcd.watch import EtcdWatch
+from elastic.store.etcd.connection import CALL_S, PATIENCE_S, EtcdConnection, etcdrpc
 from elastic.store.interface import (
     Entry,
     Lease,
     StoreError,
     StoreUnavailable,
-    Watch,
     check_key,
     check_lease,
     lease_conflict,
@@ -61,7 +53,7 @@ HISTORY = 1000
 
 @dataclass(frozen=True, slots=True)
 class _LeaseRecord:
-    """A lease as etcd holds it."""
+    """The lease as etcd holds it."""
 
     holder: str
     ttl_s: float
@@ -83,92 +75,68 @@ class EtcdStore:
         self, spec: StoreSpec, prefix: str, call_s: float = CALL_S, patience_s: float = PATIENCE_S
     ) -> None:
         self._root = prefix.strip("/").encode() + b"/"
+        self._lease_key = self._root + b"l/coordinator"
+        self._renewal_key = self._root + b"r/coordinator"
         self._lock = threading.Lock()
-        self._names: dict[int, str] = {}
-        self._sightings: dict[str, LeaseObservation] = {}
-        self._own: dict[str, tuple[int, Lease]] = {}
+        self._observation: LeaseObservation | None = None
         self._writes = 0
-        self._connection = EtcdConnection(spec, self._forget_sightings, call_s, patience_s)
+        self._connection = EtcdConnection(spec, self._forget_observation, call_s, patience_s)
 
     def get(self, key: str) -> Entry | None:
         check_key(key)
-        answer = self._range(key=self._entry_key(key))
-        return self._entry(answer.kvs[0]) if answer.kvs else None
-
-    def list(self, prefix: str) -> tuple[Entry, ...]:
-        start = self._root + b"k/" + prefix.encode("utf-8", "surrogatepass")
-        return tuple(self._entry(kv) for kv in self._range(**prefix_range(start)).kvs)
+        request = etcdrpc.RangeRequest(key=self._entry_key(key))
+        kvs = self._connection.call("Range", request).kvs
+        return Entry(key, _unpacked(key, bytes(kvs[0].value)), kvs[0].mod_revision) if kvs else None
 
     def put_if(self, key: str, value: bytes, expected: int | None, token: int) -> Entry:
         check_key(key)
-        write_id = os.urandom(WRITE_ID_BYTES)
-        put = _put(self._entry_key(key), write_id + _packed(bytes(value)))
-        revision = self._write(key, expected, token, write_id, put)
+        write_id, entry_key = os.urandom(WRITE_ID_BYTES), self._entry_key(key)
+        compares = [self._is_newest(token), _unchanged(entry_key, expected or 0)]
+        put = _put(entry_key, write_id + _packed(bytes(value)))
+        answer = self._transact(compares, [put], [_get(self._lease_key), _get(entry_key)])
+        revision = answer.header.revision
+        if not answer.succeeded:
+            leases, entries = (response.response_range.kvs for response in answer.responses)
+            if not leases or leases[0].mod_revision != token:
+                raise stale_token(token)
+            if not entries or not bytes(entries[0].value).startswith(write_id):
+                found = entries[0].mod_revision if entries else None
+                raise revision_conflict(key, expected, found)
+            revision = entries[0].mod_revision  # the answer to the first attempt was lost
         self._compact(revision)
         return Entry(key, bytes(value), revision)
 
-    def delete_if(self, key: str, expected: int, token: int) -> None:
-        check_key(key)
-        self._write(key, expected, token, b"", _delete(self._entry_key(key)))
-
-    def watch(self, prefix: str, from_revision: int = 0) -> Watch:
-        return EtcdWatch(
-            self._connection,
-            self._root + b"k/",
-            prefix,
-            from_revision,
-            lambda kv: self._entry(kv).value,
-        )
-
-    def acquire(self, name: str, holder: str, ttl_s: float, now: float) -> Lease:
-        check_lease(name, holder, ttl_s)
+    def acquire(self, holder: str, ttl_s: float, now: float) -> Lease:
+        check_lease(holder, ttl_s)
         write_id = os.urandom(WRITE_ID_BYTES).hex()
         text = json.dumps({"holder": holder, "ttl_s": ttl_s, "write": write_id}).encode()
-        lease_key, renewal_key = self._lease_key(name), self._renewal_key(name)
+        puts = [_put(self._lease_key, text), _put(self._renewal_key, text)]
         while True:
             asked = time.monotonic()
-            record = self._lease_record(name)
+            record = self._lease_record()
             if record is not None and record.write_id == write_id:  # the answer was lost
-                lease = Lease(name, holder, record.token, ttl_s, now + ttl_s)
-                return self._remember(lease, record.renewal)
+                return Lease(holder, record.token, ttl_s)
             if record is not None and record.holder != holder:
-                left_s = self._left_s(name, record, asked)
+                left_s = self._left_s(record, asked)
                 if left_s > 0:
-                    expires_at = now + left_s
-                    other = Lease(name, record.holder, record.token, record.ttl_s, expires_at)
-                    raise lease_conflict(other, now)
+                    raise lease_conflict(record.holder, left_s)
             token, renewal = (record.token, record.renewal) if record else (0, 0)
-            compares = [_unchanged(lease_key, token), _unchanged(renewal_key, renewal)]
-            answer = self._transact(compares, [_put(lease_key, text), _put(renewal_key, text)], [])
+            compares = [
+                _unchanged(self._lease_key, token),
+                _unchanged(self._renewal_key, renewal),
+            ]
+            answer = self._transact(compares, puts, [])
             if answer.succeeded:
-                revision = answer.header.revision
-                lease = Lease(name, holder, revision, ttl_s, now + ttl_s)
-                return self._remember(lease, revision)
+                return Lease(holder, answer.header.revision, ttl_s)
 
-    def renew(self, lease: Lease, now: float) -> Lease:
-        compare = _unchanged(self._lease_key(lease.name), lease.token)
-        put = _put(self._renewal_key(lease.name), os.urandom(WRITE_ID_BYTES))
-        answer = self._transact([compare], [put], [])
-        if lease.token <= 0 or not answer.succeeded:
+    def renew(self, lease: Lease, now: float) -> None:
+        put = _put(self._renewal_key, os.urandom(WRITE_ID_BYTES))
+        if not self._transact([self._is_newest(lease.token)], [put], []).succeeded:
             raise stale_token(lease.token)
-        renewed = replace(lease, expires_at=now + lease.ttl_s)
-        return self._remember(renewed, answer.header.revision)
 
     def release(self, lease: Lease) -> None:
-        keys = (self._lease_key(lease.name), self._renewal_key(lease.name))
-        self._transact([_unchanged(keys[0], lease.token)], [_delete(key) for key in keys], [])
-
-    def current(self, name: str) -> Lease | None:
-        """Return the newest lease. For a lease of another holder, `expires_at` is an estimate."""
-        asked = time.monotonic()
-        record = self._lease_record(name)
-        if record is None:
-            return None
-        renewal, own = self._own.get(name, (0, None))
-        if own is not None and renewal == record.renewal:
-            return own
-        expires_at = time.time() + self._left_s(name, record, asked)
-        return Lease(name, record.holder, record.token, record.ttl_s, expires_at)
+        deletions = [_delete(self._lease_key), _delete(self._renewal_key)]
+        self._transact([self._is_newest(lease.token)], deletions, [])
 
     def close(self) -> None:
         self._connection.close()
@@ -176,65 +144,20 @@ class EtcdStore:
     def _entry_key(self, key: str) -> bytes:
         return self._root + b"k/" + key.encode()
 
-    def _lease_key(self, name: str) -> bytes:
-        return self._root + b"l/" + name.encode()
-
-    def _renewal_key(self, name: str) -> bytes:
-        return self._root + b"r/" + name.encode()
-
-    def _entry(self, kv: Any) -> Entry:
-        key = bytes(kv.key).removeprefix(self._root + b"k/").decode()
-        body = bytes(kv.value)[WRITE_ID_BYTES:]
-        form, value = body[:1], body[1:]
-        try:
-            if form not in (PLAIN, PACKED):
-                raise ValueError("give this job another --rdzv-id")
-            value = zlib.decompress(value) if form == PACKED else value
-        except (ValueError, zlib.error) as error:
-            text = f"the value of {key} in etcd is from another program: {error}"
-            raise StoreError(text) from error
-        return Entry(key, value, kv.mod_revision)
-
-    def _range(self, **fields: bytes) -> Any:
-        return self._connection.call("Range", etcdrpc.RangeRequest(**fields))
-
     def _transact(
         self, compares: Sequence[Any], success: Sequence[Any], failure: Sequence[Any]
     ) -> Any:
         request = etcdrpc.TxnRequest(compare=compares, success=success, failure=failure)
         return self._connection.call("Txn", request)
 
-    def _write(
-        self, key: str, expected: int | None, token: int, write_id: bytes, change: Any
-    ) -> int:
-        """Return the revision of the change. `write_id` is empty for a deletion."""
-        lease_key, entry_key = self._lease_key(self._lease_name(token)), self._entry_key(key)
-        compares = [_unchanged(lease_key, token), _unchanged(entry_key, expected or 0)]
-        answer = self._transact(compares, [change], [_get(lease_key), _get(entry_key)])
-        if answer.succeeded:
-            return int(answer.header.revision)
-        leases, entries = (response.response_range.kvs for response in answer.responses)
-        if not leases or leases[0].mod_revision != token:
-            raise stale_token(token)
-        if write_id and entries and bytes(entries[0].value).startswith(write_id):
-            return int(entries[0].mod_revision)  # the answer to the first attempt was lost
-        raise revision_conflict(key, expected, entries[0].mod_revision if entries else None)
+    def _is_newest(self, token: int) -> Any:
+        """Compare the token of the newest lease with `token`. 0, which etcd's comparison takes for
+        an absent key, is never equal."""
+        return _unchanged(self._lease_key, token or -1)
 
-    def _lease_name(self, token: int) -> str:
-        """Return the name of the lease with `token`. Raises StaleError if there is none."""
-        with self._lock:
-            name = self._names.get(token)
-        if name is not None:
-            return name
-        start = self._root + b"l/"
-        for kv in self._range(**prefix_range(start)).kvs:
-            if kv.mod_revision == token:
-                return bytes(kv.key).removeprefix(start).decode()
-        raise stale_token(token)
-
-    def _lease_record(self, name: str) -> _LeaseRecord | None:
-        """Read both keys of a lease at one point in time."""
-        gets = [_get(self._lease_key(name)), _get(self._renewal_key(name))]
+    def _lease_record(self) -> _LeaseRecord | None:
+        """Read both keys of the lease at one point in time."""
+        gets = [_get(self._lease_key), _get(self._renewal_key)]
         answer = self._transact([], gets, [])
         leases, renewals = (response.response_range.kvs for response in answer.responses)
         if not leases:
@@ -243,32 +166,22 @@ class EtcdStore:
             data = json.loads(leases[0].value)
             holder, ttl_s, write_id = data["holder"], float(data["ttl_s"]), data["write"]
         except (ValueError, KeyError, TypeError) as error:
-            text = f"the lease {name} in etcd is from another program: {error}"
-            raise StoreError(text) from error
+            raise StoreError(f"the lease in etcd is from another program: {error}") from error
         renewal = renewals[0].mod_revision if renewals else 0
         return _LeaseRecord(holder, ttl_s, write_id, leases[0].mod_revision, renewal)
 
-    def _left_s(self, name: str, record: _LeaseRecord, asked: float) -> float:
+    def _left_s(self, record: _LeaseRecord, asked: float) -> float:
         """Seconds until the lease expires, as far as this store has observed its renewals."""
         mark, ttl_s = max(record.renewal, record.token), record.ttl_s
         with self._lock:
-            before = self._sightings.get(name)
-            seen = observe_lease(before, mark, asked, time.monotonic(), ttl_s)
-            self._sightings[name] = seen
-        return seconds_to_expiry(seen, ttl_s)
+            before, answered = self._observation, time.monotonic()
+            self._observation = observe_lease(before, mark, asked, answered, ttl_s)
+            return seconds_to_expiry(self._observation, ttl_s)
 
-    def _remember(self, lease: Lease, renewal: int) -> Lease:
-        """Note that this store holds `lease`, and return it."""
+    def _forget_observation(self) -> None:
+        """Start to observe the lease again. An outage of etcd must not expire it."""
         with self._lock:
-            self._names[lease.token] = lease.name
-            self._own[lease.name] = (renewal, lease)
-            self._sightings.pop(lease.name, None)
-        return lease
-
-    def _forget_sightings(self) -> None:
-        """Start the observation of all leases again. An outage of etcd must not expire a lease."""
-        with self._lock:
-            self._sightings.clear()
+            self._observation = None
 
     def _compact(self, revision: int) -> None:
         """Delete old revisions now and then. Without compaction etcd keeps all and becomes full."""
@@ -301,3 +214,15 @@ def _unchanged(key: bytes, revision: int) -> Any:
 def _packed(value: bytes) -> bytes:
     packed = zlib.compress(value, 1) if len(value) >= PACK_FROM else value
     return PACKED + packed if len(packed) < len(value) else PLAIN + value
+
+
+def _unpacked(key: str, body: bytes) -> bytes:
+    """Return the value of an entry. Raises StoreError if this program did not write it."""
+    form, value = body[WRITE_ID_BYTES:][:1], body[WRITE_ID_BYTES + 1 :]
+    try:
+        if form not in (PLAIN, PACKED):
+            raise ValueError("give this job another --rdzv-id")
+        return zlib.decompress(value) if form == PACKED else value
+    except (ValueError, zlib.error) as error:
+        text = f"the value of {key} in etcd is from another program: {error}"
+        raise StoreError(text) from error

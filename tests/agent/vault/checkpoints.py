@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 from elastic.store import checkpoint_directory
+from elastic.store.checkpoint_directory import Manifest
 from tests.agent.vault.copies import state_run
 
 N_LAYERS = 3
@@ -48,6 +49,14 @@ def write_all(directory: Path, step: int, tp: int = 1, skip: tuple[int, ...] = (
 def whole(directory: Path, step: int, tp: int = 1) -> Path:
     write_all(directory, step, tp)
     return checkpoint_directory.commit(directory, step)
+
+
+def verified(path: Path) -> Manifest:
+    """Read every state, which compares all checksums; return the manifest."""
+    manifest = checkpoint_directory.read_manifest(path)
+    for part in manifest.parts:
+        checkpoint_directory.read_run(path, manifest, part.layer, part.shard)
+    return manifest
 
 
 def write_and_die(directory: str, where: str, reached: object) -> None:

@@ -17,7 +17,7 @@ from elastic.core.protocol.messages import CheckpointPart, Published
 from elastic.domain.state_layout import plan_layout, read_header
 from elastic.domain.types import Pipeline, Plan, Stage, Unit
 from elastic.store import checkpoint_directory
-from tests.agent.vault.checkpoints import N_LAYERS, layer_run
+from tests.agent.vault.checkpoints import N_LAYERS, layer_run, verified
 from tests.agent.vault.copies import LocalWriter, gradient, make
 from tests.patience import LONG_S
 
@@ -82,7 +82,7 @@ def test_the_first_holders_write_a_checkpoint_together(node: Node, tmp_path: Pat
     assert others[0].written() == [(step, ((2, 0),)) for step in (2, 4, 5)]
     assert others[1].written() == [] and not others[1].writer.final
     path = checkpoint_directory.commit(node.directory, 4)
-    manifest = checkpoint_directory.validate(path)
+    manifest = verified(path)
     for layer in range(N_LAYERS):
         assert bytes(checkpoint_directory.read_run(path, manifest, layer, 0)) == layer_run(layer, 4)
     for each in others:
@@ -107,9 +107,9 @@ def test_states_are_copied_aside_at_once(node: Node) -> None:
         run = layer_run(2, step)
         checkpoint_directory.write_part(node.directory, step, 2, 0, N_LAYERS, 1, memoryview(run))
         path = checkpoint_directory.commit(node.directory, step)
-        assert bytes(
-            checkpoint_directory.read_run(path, checkpoint_directory.validate(path), 1, 0)
-        ) == layer_run(1, step)
+        assert bytes(checkpoint_directory.read_run(path, verified(path), 1, 0)) == layer_run(
+            1, step
+        )
 
 
 def test_what_is_announced_again_is_written_once(node: Node) -> None:

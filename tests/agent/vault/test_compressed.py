@@ -20,9 +20,15 @@ from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, FieldError, VaultError
 from elastic.domain.types import Copy
 from elastic.rpc.bulk import blocks
-from elastic.rpc.bulk.blocks import BLOCK_BYTES, BLOSC, pack, unpack
-from elastic.rpc.bulk.compression import LEAST_SENDS, SAMPLE_EVERY, SENDS, TURN_S, CompressionPolicy
-from elastic.rpc.bulk.transfer import Put, Reply, VaultClient, read_copy, split_address
+from elastic.rpc.bulk.blocks import BLOCK_BYTES, BLOSC, pack, read_copy, unpack
+from elastic.rpc.bulk.compression import (
+    LEAST_SENDS,
+    OVERHEAD_S,
+    SAMPLE_EVERY,
+    SENDS,
+    CompressionPolicy,
+)
+from elastic.rpc.bulk.transfer import Put, Reply, VaultClient, split_address
 from elastic.rpc.frames import FrameStream
 from tests.agent.vault.copies import gradient, make, put
 from tests.patience import LONG_S
@@ -278,10 +284,10 @@ def test_samples_are_taken_now_and_then() -> None:
 def test_turning_round_is_not_the_link() -> None:
     compressing = CompressionPolicy("auto", Clock())
     for _ in range(LEAST_SENDS):
-        compressing.sent(MIB, TURN_S + 1e-3)
+        compressing.sent(MIB, OVERHEAD_S + 1e-3)
     assert compressing.link_bytes_per_s == pytest.approx(MIB / 1e-3)
-    compressing.sent(MIB, 0.5 * TURN_S)
-    assert compressing.link_bytes_per_s == pytest.approx(20 * MIB / TURN_S)
+    compressing.sent(MIB, 0.5 * OVERHEAD_S)
+    assert compressing.link_bytes_per_s == pytest.approx(20 * MIB / OVERHEAD_S)
 
 
 @pytest.mark.parametrize("mode", ["on", "off"])
