@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -96,9 +97,8 @@ class CoordinatorMetrics:
             buckets=RECOVERY_S,
             registry=self.registry,
         )
-        for cause in ("lost", "worker", "hang", "contact", "drain", "join"):
-            for phase in PHASES:
-                self._recovery.labels(phase, cause)
+        for phase, cause in product(PHASES, CauseKind):  # at 0, so that a first one is an increase
+            self._recovery.labels(phase, cause)
         self._changes = self._counter(
             "epoch_changes", "Epoch changes begun", "cause", tuple(CauseKind)
         )

@@ -248,6 +248,13 @@ def test_a_loss_and_its_recovery_are_counted() -> None:
     )
 
 
+def test_recoveries_of_every_cause_begin_at_zero() -> None:
+    """A series that appears with its first recovery would show no increase to Prometheus."""
+    found = values(coordinator(RUNNING).registry)
+    for cause in CauseKind:
+        assert found[f"elastic_recovery_seconds_count{{cause={cause},phase=total}}"] == 0
+
+
 def test_steps_that_are_told_again_count_once() -> None:
     metrics = coordinator(RUNNING)
     done = m.StepDone(1, StepRecord(4, 1.0, 1.0, 2.0), 0.5, 0.1, tokens=100)
