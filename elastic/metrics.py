@@ -122,7 +122,11 @@ class Exposition:
         )
         self._thread.start()
         self.address = f"{where.host}:{self._server.server_port}"
-        self._file = _announce(self.address, where)
+        labels = {"job": where.job, "instance": where.name, "role": where.role}
+        labels |= {"__scheme__": "https"} if where.certs else {}
+        self._file = discovery(Path(where.run_dir), where.name)
+        found = [{"targets": [self.address], "labels": labels}]
+        write_discovery(self._file, (json.dumps(found) + "\n").encode())
 
     def close(self) -> None:
         """Free the port and remove the discovery file."""
@@ -146,15 +150,6 @@ def serve(registry: CollectorRegistry, where: MetricsAddress) -> Exposition | No
         return None
     log.info("metrics at http%s://%s/metrics", "s" if where.certs else "", found.address)
     return found
-
-
-def _announce(address: str, where: MetricsAddress) -> Path:
-    """Write the discovery file; return its path."""
-    labels = {"job": where.job, "instance": where.name, "role": where.role}
-    labels |= {"__scheme__": "https"} if where.certs else {}
-    path = discovery(Path(where.run_dir), where.name)
-    write_discovery(path, (json.dumps([{"targets": [address], "labels": labels}]) + "\n").encode())
-    return path
 
 
 def discovery(run_dir: Path, name: str) -> Path:

@@ -520,7 +520,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     early: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     config = load_config(args.run_dir)
-    configure_logging(args.node, Path(config.run_dir) / "logs" / f"{args.node}.log")
+    configure_logging(Path(config.run_dir) / "logs" / f"{args.node}.log")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:

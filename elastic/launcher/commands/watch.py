@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.domain.errors import EXIT_INTERRUPTED, EXIT_OK, ElasticError
 from elastic.launcher.run.event_tail import read_object
@@ -21,16 +21,6 @@ NO_ANSWER_S = 30.0
 """Time without answers after which the command fails, unless it knows the run directory."""
 MAX_NODES = 40
 """Rows of the table of nodes; nodes with problems come first."""
-
-
-class StatusView(Protocol):
-    """Shows answers of the coordinator."""
-
-    def show(self, answer: Answer) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def watch(
@@ -71,7 +61,7 @@ def watch(
         view.close()
 
 
-def status_view(args: SimpleNamespace, file: TextIO) -> StatusView:
+def status_view(args: SimpleNamespace, file: TextIO) -> StatusLines | StatusPage:
     if args.json or not file.isatty():
         return StatusLines(file, args.json)
     return StatusPage()

@@ -32,7 +32,7 @@ from elastic.launcher.flags.request import Request, memory_root
 from elastic.launcher.flags.validators import PRIVATE_CERTS, is_loopback
 from elastic.launcher.run.metrics_endpoint import remote_agent_flag
 from elastic.launcher.run.processes import Child, Lifeline
-from elastic.launcher.run.rundir import RunDir, locked
+from elastic.launcher.run.rundir import RunDir, remove_stale
 from elastic.launcher.run.supervisor import agent_args
 from elastic.metrics import FOLDER
 
@@ -145,7 +145,7 @@ class AgentHost:
         args = agent_args(config, spec.node, 0, spec.coordinator, spec.host)
         args += remote_agent_flag(config)
         with Path(config.log_dir, CONSOLE.format(node=spec.node)).open("ab") as out:
-            child = Child.start(spec.node, AGENT, args, Lifeline(), out)
+            child = Child(spec.node, AGENT, args, Lifeline(), out)
         self._child = child
         if self._stopped:
             child.terminate()
@@ -182,7 +182,7 @@ def _request(spec: AgentSpec) -> Request:
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise UsageError(f"{root} is open to other users: remove it, or set another TMPDIR")
-    remove_stale(root)
+    remove_stale(root.glob("*/"), "launcher.lock", NEW_LOCK_S)
     name = f"{spec.config.job_id}-{spec.node}"
     path, metrics_host = root / name, spec.config.metrics_host
     config = spec.config.of(
@@ -194,17 +194,6 @@ def _request(spec: AgentSpec) -> Request:
         metrics_host=metrics_host if is_loopback(metrics_host) else spec.host,
     )
     return Request(config=config, nodes=(spec.node,), hosts=False, signals=())
-
-
-def remove_stale(root: Path) -> None:
-    """Remove run directories that no process has locked: their processes were killed."""
-    for folder in root.glob("*/"):
-        with contextlib.suppress(OSError):  # another user's, or being removed
-            lock = folder / "launcher.lock"
-            new = time.time() - lock.stat().st_mtime < NEW_LOCK_S
-            if not new and (held := locked(lock, create=False)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(held)
 
 
 def write_secret(run_dir: Path, name: str, data: bytes) -> None:

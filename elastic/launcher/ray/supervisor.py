@@ -40,7 +40,7 @@ class RemoteAgent(Child):
     """An agent on another machine, as a child of the supervisor. It never raises if lost."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.started = name, time.monotonic()
+        self.name = name
         self.returncode: int | None = None
         self.lost = False
         """The machine or the connection to it was lost."""

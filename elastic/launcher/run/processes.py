@@ -37,21 +37,18 @@ class Lifeline:
 class Child:
     """A service process and its process group."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        self.name, self._process = name, process
-        self.started = time.monotonic()
-        self.returncode: int | None = None
-
-    @staticmethod
-    def start(
+    def __init__(
+        self,
         name: str,
         module: str,
         args: Sequence[str],
         lifeline: Lifeline,
-        stdout: int | IO[bytes] | None = None,
-    ) -> Child:
+        stdout: int | IO[bytes] | None,
+    ) -> None:
         """Run `python -m module args...`; `stdout` gets both output streams (None: inherited)."""
-        process = subprocess.Popen(
+        self.name = name
+        self.returncode: int | None = None
+        self._process = subprocess.Popen(
             [sys.executable, "-m", module, *args, "--parent-pipe", str(lifeline.read)],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -59,7 +56,6 @@ class Child:
             start_new_session=True,
             pass_fds=(lifeline.read,),
         )
-        return Child(name, process)
 
     @property
     def pid(self) -> int:
@@ -172,7 +168,7 @@ class Coordinators:
         args += metrics_flag(self._config, slot)
         name = f"coordinator-{slot}" if slot else "coordinator"
         with (self._path / "logs" / f"{name}.out").open("ab") as out:
-            self._children[slot] = Child.start(name, self._module, args, self._lifeline, out)
+            self._children[slot] = Child(name, self._module, args, self._lifeline, out)
 
     def _died(self, slot: int, child: Child) -> str:
         standby = self._path / f"coordinator-{slot}.pid"

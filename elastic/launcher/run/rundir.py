@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import random
 import shutil
 import socket
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from elastic.config import JobConfig
@@ -51,7 +54,7 @@ class RunDir:
             make_private(self.path / PRIVATE_CERTS, self.config.certs_name)
         os.environ.pop(TOKEN_VARIABLE, None)  # children must not inherit it
         self._memory = Path(self.config.memory_dir)
-        _remove_stale(self._memory.parent)
+        remove_stale(self._memory.parent.glob("elastic-*/"), ".lock")
         self._memory_lock = _make_memory(self._memory)
         _point_latest(self.path)
 
@@ -142,13 +145,18 @@ def _make_memory(path: Path) -> int | None:
     return lock
 
 
-def _remove_stale(root: Path) -> None:
-    """Remove memory directories that no launcher has locked: their launchers were killed."""
-    for folder in root.glob("elastic-*/"):
+def remove_stale(folders: Iterable[Path], lock_name: str, min_age_s: float = -math.inf) -> None:
+    """Remove directories that no launcher has locked: their launchers were killed.
+
+    A younger lock file than `min_age_s` may not be locked yet by the process that made it.
+    """
+    for folder in folders:
         with contextlib.suppress(OSError):  # another user's, or being removed
-            if (lock := locked(folder / ".lock", create=False)) is not None:
+            lock = folder / lock_name
+            old = time.time() - lock.stat().st_mtime >= min_age_s
+            if old and (held := locked(lock, create=False)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
+                os.close(held)
 
 
 def _point_latest(path: Path) -> None:

@@ -97,14 +97,16 @@ def agent_args(config: JobConfig, node: str, index: int, coordinator: str, host:
     """Arguments of the agent of local node `index`."""
     args = ["--run-dir", config.run_dir, "--node", node, "--coordinator", coordinator]
     args += ["--host", host]
-    lifetime_s = config.lifetime_s(index)
-    optional = {
-        "--domain": config.domain(index),
-        "--device": config.device(index),
-        "--memory": config.node_memory_bytes(index),
-        "--lifetime": f"{lifetime_s:g}" if lifetime_s else "",
+    per_node: dict[str, Sequence[str | float]] = {
+        "--domain": config.domains,
+        "--device": config.devices,
+        "--memory": config.node_memories_bytes,
+        "--lifetime": config.lifetimes_s,
     }
-    return args + [word for flag, value in optional.items() if value for word in (flag, str(value))]
+    for flag, values in per_node.items():
+        if values and (value := values[index % len(values)]):
+            args += [flag, str(value)]
+    return args
 
 
 class Supervisor:
@@ -164,7 +166,7 @@ class Supervisor:
         args += metrics_flag(self._config, first_agent(self._config) + index)
         console = self._view.output if isinstance(self._view, ProgressBar) else None
         module = self._request.services[1]
-        self._agents.append(Child.start(node, module, args, self._lifeline, console))
+        self._agents.append(Child(node, module, args, self._lifeline, console))
 
     # ---- watching ----
 
