@@ -28,7 +28,7 @@ from elastic.core.job.state import CauseKind, JobPhase, JobState, LossKind, Memb
 from elastic.core.job.stragglers import compute_slowdown, slowdowns, speed_of
 from elastic.core.protocol import messages as m
 from elastic.domain.version import VERSION
-from elastic.metrics import FAST_S, RECOVERY_S, STEP_S, MetricsAddress, new_registry, serve
+from elastic.metrics import FAST_S, RECOVERY_S, STEP_S, new_registry, serve
 from elastic.planning.cost.predict import predict
 from elastic.rpc.security.rejections import REJECTIONS
 
@@ -472,16 +472,7 @@ class MetricsEndpoint:
         self._reading: Reading = _read_standby
         collector = JobCollector(config.job_id, lambda: self._reading(), self.metrics, clock)
         self.metrics.registry.register(collector)
-        where = (
-            config.metrics_host,
-            port,
-            config.run_dir,
-            config.job_id,
-            name,
-            "coordinator",
-            config.certs,
-        )
-        self._exposition = serve(self.metrics.registry, MetricsAddress(*where))
+        self._exposition = serve(self.metrics.registry, config, name, "coordinator", port)
 
     def lead(self, reading: Reading) -> CoordinatorMetrics:
         """A term begins: its gauges are served until `stand_by`."""
