@@ -278,8 +278,6 @@ def _check_size(config: JobConfig) -> None:
     if not -1 <= config.metrics_port <= 65535 - config.max_nodes - config.coordinators + 1:
         remedy = "0 (any free ports), or a port with room for one more per node"
         raise FieldError("--metrics-port", config.metrics_port, remedy)
-    if not NAME.fullmatch(config.job_id):
-        raise FieldError("--rdzv-id", config.job_id, NAME_RULE)
 
 
 def _check_per_node(config: JobConfig) -> None:

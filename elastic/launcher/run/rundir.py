@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from elastic.config import JobConfig
 from elastic.domain.errors import FieldError, UsageError
 from elastic.launcher.flags.request import LOOPBACK, Request
 from elastic.launcher.flags.validators import PRIVATE_CERTS, TOKEN_VARIABLE
@@ -43,7 +42,8 @@ class RunDir:
         if request.in_place:
             _move_aside(self.path)
         (self.path / "logs").mkdir(exist_ok=True)
-        self.config = _with_port(request.config)
+        port = request.config.master_port or free_port("")  # for the workers' own rendezvous
+        self.config = request.config.of(master_port=port)
         self.config.save()
         if request.guard.token:
             write_token(self.path / TOKEN_FILE, request.guard.token)
@@ -114,11 +114,6 @@ def locked(path: Path, *, create: bool = True) -> int | None:
         pass
     os.close(descriptor)  # another process has the lock, or the path is another file now
     return None
-
-
-def _with_port(config: JobConfig) -> JobConfig:
-    """The configuration with a MASTER_PORT for the workers' own rendezvous."""
-    return config if config.master_port else config.of(master_port=free_port(""))
 
 
 def _move_aside(path: Path) -> None:

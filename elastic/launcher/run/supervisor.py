@@ -134,7 +134,8 @@ class Supervisor:
         self._agents: list[Child] = []
         self._reported: set[str] = set()
         """Agents whose end was reported."""
-        self._no_agents_since: float | None = None
+        self._no_agents_since = 0.0
+        """0: at least one agent runs, or will join."""
         self._signals: deque[int] = deque()
         self._drain_deadline = 0.0
         self._code: int | None = None
@@ -235,24 +236,19 @@ class Supervisor:
                 if agent.returncode != EXIT_OK:
                     self._view.note(f"{agent.name} ended ({agent.how})")
         if any(not agent.ended() for agent in self._agents) or self._faults.joins:
-            self._no_agents_since = None
+            self._no_agents_since = 0.0
             return
         if not self._hosting or self._drain_deadline:
             codes = [agent.returncode or EXIT_OK for agent in self._agents]
             code = next((code if code > 0 else 128 - code for code in codes if code), EXIT_OK)
             as_torchrun = code == EXIT_JOB_FAILED and not self._request.as_service
             self._code = EXIT_FAILURE if as_torchrun else code
-        elif self._config.standalone:
-            self._wait_for_coordinator()
-
-    def _wait_for_coordinator(self) -> None:
-        """When no node is left, wait until the coordinator reports it or the time is up."""
-        now = time.monotonic()
-        self._no_agents_since = now if self._no_agents_since is None else self._no_agents_since
-        if now - self._no_agents_since > self._config.timeouts.alone_s:
-            logs = self._path / "logs"
-            self._view.note(f"every node ended before the job did; logs are in {logs}")
-            self._code = EXIT_FAILURE
+        elif self._config.standalone:  # wait until the coordinator reports it
+            self._no_agents_since = self._no_agents_since or time.monotonic()
+            if time.monotonic() - self._no_agents_since > self._config.timeouts.alone_s:
+                logs = self._path / "logs"
+                self._view.note(f"every node ended before the job did; logs are in {logs}")
+                self._code = EXIT_FAILURE
 
     # ---- injected faults ----
 
