@@ -287,9 +287,12 @@ def _check_per_node(config: JobConfig) -> None:
         ("--device", config.devices, "type"),
         ("--lifetime", config.lifetimes_s, "value"),
     ):
-        if config.standalone and len(given) not in (0, 1, config.max_nodes):
+        text = ",".join(map(str, given))
+        if not config.standalone and len(given) > 1:
+            raise FieldError(flag, text, f"one {noun} for this node; several need --standalone")
+        if len(given) not in (0, 1, config.max_nodes):
             remedy = f"one {noun}, or one for each of the {config.max_nodes} nodes"
-            raise FieldError(flag, ",".join(map(str, given)), remedy)
+            raise FieldError(flag, text, remedy)
 
 
 def _check_times(config: JobConfig) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
 
 from elastic.config import FILE, JobConfig, load_config
 from elastic.core.protocol.fault_spec import FaultKind
@@ -24,10 +23,9 @@ from elastic.launcher.flags import validators
 from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.validators import Guard, folder, slug, streams
-from elastic.planning.cost.profile import LinkProfile, Profile
+from elastic.planning.cost.profile import LinkProfile
 
 LOOPBACK = "127.0.0.1"
-T = TypeVar("T")
 # fmt: off
 SAME_NAME = (
     "compress", "coordinators", "max_restarts", "metrics_host", "pipelines", "preflight", "role",
@@ -63,6 +61,9 @@ class Request:
 def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
     """Check the flags of `elastic run` together. Raises FieldError for the first wrong one."""
     command = check_command(flags)
+    if flags.profile is not None and flags.emulate is not None:
+        remedy = "it gives the profile already: leave out --profile"
+        raise FieldError("--emulate", flags.emulate.model, remedy)
     low, high = flags.nnodes
     ray = ray_options(flags)
     standalone = ray is None and _standalone(flags, high)
@@ -77,6 +78,8 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         guard = validators.cluster_guard(flags, environ)
     else:
         guard = validators.service_guard(flags, environ, coordinator, standalone)
+    names = ("ca", "cert", "key", "user", "password_file")
+    store = {name: getattr(flags, f"store_{name}") or "" for name in names}
     certs, certs_name = validators.certificates(flags, guard, run_dir)
     config = JobConfig(
         job_id=job_id,
@@ -100,7 +103,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         resume=_resume(flags.resume, checkpoints),
         monitor_interval_s=flags.monitor_interval,
         shutdown_timeout_s=flags.shutdown_timeout,
-        store=_store(flags),
+        store=StoreSpec(url=flags.store or "", **store),
         heartbeat_s=validators.heartbeat(flags, high),
         lease_s=validators.silence(flags),
         notices=validators.notices(flags, standalone),
@@ -112,17 +115,17 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         tee=streams("--tee", flags.tee, nproc),
         log_line_prefix=flags.log_line_prefix_template,
         local_ranks_filter=flags.local_ranks_filter or (),
-        profile=_profile(flags),
+        profile=flags.profile or flags.emulate,
         emulate=flags.emulate is not None,
         quarantine_s=flags.quarantine,
         link=flags.link or LinkProfile(),
         certs=certs,
         certs_name=certs_name,
         faults=flags.fault,
-        domains=_per_node("--domain", flags.domain, standalone),
-        devices=_per_node("--device", flags.device, standalone),
-        lifetimes_s=_per_node("--lifetime", flags.lifetime, standalone),
-        node_memories_bytes=_per_node("--node-memory", flags.node_memory, standalone),
+        domains=flags.domain or (),
+        devices=flags.device or (),
+        lifetimes_s=flags.lifetime or (),
+        node_memories_bytes=flags.node_memory or (),
         **{name: getattr(flags, name) for name in SAME_NAME},
     )
     return Request(
@@ -135,13 +138,6 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         ray=ray,
         guard=guard,
     )
-
-
-def _per_node(flag: str, given: tuple[T, ...] | None, standalone: bool) -> tuple[T, ...]:
-    """Values that may differ between the nodes of this machine."""
-    if given and len(given) > 1 and not standalone:
-        raise FieldError(flag, given, "give one value for this node; several need --standalone")
-    return given or ()
 
 
 # ---- nodes, workers and addresses ----
@@ -216,20 +212,6 @@ def _hosts(flags: SimpleNamespace, standalone: bool, conf: Mapping[str, str]) ->
     if "is_host" in conf:
         return conf["is_host"].lower() in ("1", "true", "yes", "y", "t")
     return bool(flags.node_rank == 0) if flags.rdzv_backend == "static" else None
-
-
-def _profile(flags: SimpleNamespace) -> Profile | None:
-    if flags.profile is not None and flags.emulate is not None:
-        remedy = "it gives the profile already: leave out --profile"
-        raise FieldError("--emulate", flags.emulate.model, remedy)
-    profile: Profile | None = flags.profile or flags.emulate
-    return profile
-
-
-def _store(flags: SimpleNamespace) -> StoreSpec:
-    names = ("ca", "cert", "key", "user", "password_file")
-    given = {name: getattr(flags, f"store_{name}") or "" for name in names}
-    return StoreSpec(url=flags.store or "", **given)
 
 
 # ---- directories ----
