@@ -21,7 +21,6 @@ from elastic.domain.errors import FieldError
 from elastic.launcher.flags.request import Request
 from elastic.launcher.flags.validators import PRIVATE_CERTS
 from elastic.launcher.ray.remote_agent import CONSOLE, AgentSpec
-from elastic.launcher.run.console import ProgressBar
 from elastic.launcher.run.processes import Child
 from elastic.launcher.run.rundir import RunDir
 from elastic.launcher.run.supervisor import Supervisor
@@ -186,9 +185,8 @@ class ClusterSupervisor(Supervisor):
                 file.seek(offset)
                 file.write(data)
             if name == CONSOLE.format(node=agent.name):
-                bar = self._view if isinstance(self._view, ProgressBar) else None
                 with contextlib.suppress(OSError):  # the reader has gone; the job continues
-                    os.write(bar.output if bar else sys.stdout.fileno(), data)
+                    os.write(self._view.output or sys.stdout.fileno(), data)
 
 
 def agent_spec(config: JobConfig, machine: fleet.Machine, node: str, coordinator: str) -> AgentSpec:

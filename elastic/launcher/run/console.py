@@ -31,6 +31,9 @@ class ProgressLines:
     A restarted coordinator repeats its last steps; they are not printed again.
     """
 
+    output: int | None = None
+    """Agents inherit this process's standard output and error."""
+
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr
         self._phase = ""

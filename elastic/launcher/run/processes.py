@@ -20,20 +20,6 @@ MAX_FAILED_STARTS = 3
 """The job fails when a coordinator dies this often in a row before it leads or stands by."""
 
 
-class Lifeline:
-    """A pipe whose write end only this process holds; children watch its read end.
-
-    `elastic.lifeline` ends a child when this process ends.
-    """
-
-    def __init__(self) -> None:
-        self.read, self._write = os.pipe()
-
-    def close(self) -> None:
-        for end in (self.read, self._write):
-            os.close(end)
-
-
 class Child:
     """A service process and its process group."""
 
@@ -42,19 +28,23 @@ class Child:
         name: str,
         module: str,
         args: Sequence[str],
-        lifeline: Lifeline,
+        lifeline: int,
         stdout: int | IO[bytes] | None,
     ) -> None:
-        """Run `python -m module args...`; `stdout` gets both output streams (None: inherited)."""
+        """Run `python -m module args...`; `stdout` gets both output streams (None: inherited).
+
+        `lifeline` is the read end of a pipe whose write end only this process holds. The child
+        ends when this process ends (`elastic.lifeline`).
+        """
         self.name = name
         self.returncode: int | None = None
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *args, "--parent-pipe", str(lifeline.read)],
+            [sys.executable, "-m", module, *args, "--parent-pipe", str(lifeline)],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.STDOUT if stdout is not None else None,
             start_new_session=True,
-            pass_fds=(lifeline.read,),
+            pass_fds=(lifeline,),
         )
 
     @property
@@ -111,7 +101,7 @@ class Coordinators:
         config: JobConfig,
         module: str,
         addresses: tuple[str, ...],
-        lifeline: Lifeline,
+        lifeline: int,
         note: Callable[[str], object],
     ) -> None:
         """`note` prints a line."""

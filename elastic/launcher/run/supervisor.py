@@ -34,11 +34,11 @@ from elastic.domain.errors import (
 )
 from elastic.launcher.flags.addresses import AddressState, address_state, local_address
 from elastic.launcher.flags.request import LOOPBACK, Request
-from elastic.launcher.run.console import EVENT_LINES, ProgressBar, event_line, make_view
+from elastic.launcher.run.console import EVENT_LINES, event_line, make_view
 from elastic.launcher.run.event_tail import Follower, read_object
 from elastic.launcher.run.injected import LauncherFaults
 from elastic.launcher.run.metrics_endpoint import check_free, first_agent, metrics_flag
-from elastic.launcher.run.processes import Child, Coordinators, Lifeline
+from elastic.launcher.run.processes import Child, Coordinators
 from elastic.launcher.run.rundir import RunDir, free_port
 from elastic.rpc.security import tls
 from elastic.store.open_store import check_store
@@ -124,12 +124,12 @@ class Supervisor:
         self._request, self._config, self._path = request, run_dir.config, run_dir.path
         self._address, self._hosting, self._host = coordinator, bool(hosted), host
         self._view = make_view()
-        self._lifeline = Lifeline()
+        self._lifeline = os.pipe()
         self._faults = LauncherFaults(self._config)
         self._progress = Follower(self._path / "progress.jsonl")
         self._events = Follower(self._path / "events.jsonl")
         self._coordinators = Coordinators(
-            self._config, request.services[0], hosted, self._lifeline, lambda s: self._view.note(s)
+            self._config, request.services[0], hosted, self._lifeline[0], self._view.note
         )
         self._agents: list[Child] = []
         self._reported: set[str] = set()
@@ -153,7 +153,8 @@ class Supervisor:
             finally:
                 self._kill_all()
                 self._view.close()
-                self._lifeline.close()
+                for end in self._lifeline:
+                    os.close(end)
         return EXIT_FAILURE if self._code is None else self._code
 
     def _start(self) -> None:
@@ -165,9 +166,8 @@ class Supervisor:
     def _start_agent(self, node: str, index: int) -> None:
         args = agent_args(self._config, node, index, self._address, self._host)
         args += metrics_flag(self._config, first_agent(self._config) + index)
-        console = self._view.output if isinstance(self._view, ProgressBar) else None
         module = self._request.services[1]
-        self._agents.append(Child(node, module, args, self._lifeline, console))
+        self._agents.append(Child(node, module, args, self._lifeline[0], self._view.output))
 
     # ---- watching ----
 
