@@ -32,7 +32,8 @@ def watch(
     """
     answer: Answer | None = query()
     run_dir = None if args.rdzv_endpoint else args.run_dir or latest
-    view = status_view(args, sys.stdout)
+    lines = args.json or not sys.stdout.isatty()
+    view = StatusLines(sys.stdout, args.json) if lines else StatusPage()
     answered = time.monotonic()
     try:
         while True:
@@ -59,12 +60,6 @@ def watch(
         return EXIT_INTERRUPTED
     finally:
         view.close()
-
-
-def status_view(args: SimpleNamespace, file: TextIO) -> StatusLines | StatusPage:
-    if args.json or not file.isatty():
-        return StatusLines(file, args.json)
-    return StatusPage()
 
 
 class StatusLines:

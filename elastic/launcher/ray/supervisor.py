@@ -48,10 +48,6 @@ class RemoteAgent(Child):
         self.offsets: dict[str, int] = {}
         """Number of bytes fetched of each log file, by path below the log directory."""
 
-    @property
-    def pid(self) -> int:
-        return 0  # it is not a process of this machine
-
     def fetch(self) -> list[tuple[str, int, bytes]]:
         """(path, offset, bytes) of logs that arrived since the last call; does not wait."""
         raise NotImplementedError

@@ -72,17 +72,11 @@ class RunDir:
 
 def launcher_of(path: Path) -> int | None:
     """Process id of the launcher that uses this run directory, if any."""
-    try:
-        descriptor = os.open(path / "launcher.lock", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        text = os.pread(descriptor, 32, 0).strip()
-        return int(text) if text.isdigit() else None
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(FileNotFoundError):
+        if (lock := locked(path / "launcher.lock", create=False)) is None:
+            text = (path / "launcher.lock").read_text().strip()
+            return int(text) if text.isdigit() else None
+        os.close(lock)
     return None
 
 
