@@ -74,6 +74,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
     checkpoints = flags.checkpoint_dir or run_dir / "checkpoints"
     conf = flags.rdzv_conf or {}
     coordinator = "" if standalone or (ray and not flags.rdzv_endpoint) else _endpoint(flags)
+    static, host = flags.rdzv_backend == "static", coordinator.rpartition(":")[0].strip("[]")
     if ray:
         guard = validators.cluster_guard(flags, environ)
     else:
@@ -95,7 +96,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         coordinator=coordinator,
         run_id=job_id if standalone and flags.rdzv_id == "none" else flags.rdzv_id,
         rdzv_conf=tuple(conf.items()),
-        master_addr=LOOPBACK if standalone else "" if ray else _master_addr(flags),
+        master_addr=LOOPBACK if standalone else host if static and not ray else "",
         local_addr=flags.local_addr or "",
         backup="none+none" if flags.backup in ("none", "off") else flags.backup,
         accumulate=Accumulate(flags.accumulate),
@@ -180,11 +181,6 @@ def _endpoint(flags: SimpleNamespace) -> str:
         port = validators.STATIC_PORT if static else validators.DYNAMIC_PORT
         return validators.addresses("--rdzv-endpoint", flags.rdzv_endpoint, port)
     return f"{flags.master_addr}:{flags.master_port or validators.STATIC_PORT}"
-
-
-def _master_addr(flags: SimpleNamespace) -> str:
-    """Host of the endpoint under static rendezvous; otherwise "", which is rank 0's host."""
-    return _endpoint(flags).rpartition(":")[0].strip("[]") if flags.rdzv_backend == "static" else ""
 
 
 def _at_start(config: JobConfig) -> int:
