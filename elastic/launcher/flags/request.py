@@ -79,8 +79,6 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         guard = validators.cluster_guard(flags, environ)
     else:
         guard = validators.service_guard(flags, environ, coordinator, standalone)
-    names = ("ca", "cert", "key", "user", "password_file")
-    store = {name: getattr(flags, f"store_{name}") or "" for name in names}
     certs, certs_name = validators.certificates(flags, guard, run_dir)
     config = JobConfig(
         job_id=job_id,
@@ -104,7 +102,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         resume=_resume(flags.resume, checkpoints),
         monitor_interval_s=flags.monitor_interval,
         shutdown_timeout_s=flags.shutdown_timeout,
-        store=StoreSpec(url=flags.store or "", **store),
+        store=_store(flags),
         heartbeat_s=validators.heartbeat(flags, high),
         lease_s=validators.silence(flags),
         notices=validators.notices(flags, standalone),
@@ -208,6 +206,12 @@ def _hosts(flags: SimpleNamespace, standalone: bool, conf: Mapping[str, str]) ->
     if "is_host" in conf:
         return conf["is_host"].lower() in ("1", "true", "yes", "y", "t")
     return bool(flags.node_rank == 0) if flags.rdzv_backend == "static" else None
+
+
+def _store(flags: SimpleNamespace) -> StoreSpec:
+    names = ("ca", "cert", "key", "user", "password_file")
+    given = {name: getattr(flags, f"store_{name}") or "" for name in names}
+    return StoreSpec(url=flags.store or "", **given)
 
 
 # ---- directories ----
