@@ -18,26 +18,22 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
 
 
-def watch(fd: int, on_loss: Callable[[], None] | None = None) -> threading.Thread:
-    """Call `on_loss` (default: kill this process group) once all writers of the pipe `fd` are gone.
+def watch(fd: int) -> None:
+    """Kill this process, and the group that it leads, once all writers of the pipe `fd` are gone.
 
     `fd` is the inherited read end of the parent's pipe; children of this process do not inherit it.
     """
     os.set_inheritable(fd, False)
-    thread = threading.Thread(
-        target=_wait_for_end, args=(fd, on_loss or kill_group), name="lifeline", daemon=True
-    )
-    thread.start()
-    return thread
+    threading.Thread(target=_wait_for_end, args=(fd,), name="lifeline", daemon=True).start()
 
 
-def kill_group() -> None:
-    """SIGKILL this process and, if it leads a process group, the whole group."""
+def _wait_for_end(fd: int) -> None:
+    while os.read(fd, 64):
+        pass
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -46,12 +42,6 @@ def kill_group() -> None:
 def tied_command(argv: tuple[str, ...]) -> list[str]:
     """Command line that runs `argv` in a process that dies with the thread that starts it."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *argv]
-
-
-def _wait_for_end(fd: int, on_loss: Callable[[], None]) -> None:
-    while os.read(fd, 64):
-        pass
-    on_loss()
 
 
 def _become(parent: int, argv: list[str]) -> None:

@@ -1,7 +1,7 @@
 """Serves a process's Prometheus metrics over HTTP.
 
     registry = new_registry()       # with process_* metrics: CPU, memory, open files
-    served = serve(registry, MetricsAddress(...))   # GET /metrics at host:port
+    served = serve(registry, config, ...)   # GET /metrics at host:port
     served.close()
 
 The metrics are in `elastic.coordinator.metrics` and `elastic.agent.metrics`;
@@ -18,7 +18,6 @@ import socket
 import ssl
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -31,6 +30,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from elastic.config import JobConfig
 from elastic.domain.errors import FieldError
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.tls import Certificates, rejection_reason
@@ -46,24 +46,6 @@ RECOVERY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.
 """Histogram buckets of the phases of a recovery."""
 STEP_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Histogram buckets of steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsAddress:
-    """Address and labels of a process's metrics."""
-
-    host: str
-    port: int
-    """0: any free port; negative: no metrics."""
-    run_dir: str
-    job: str
-    """Label `job` of all its series."""
-    name: str
-    """Label `instance`: coordinator, or the node's name."""
-    role: str
-    """Label `role`: coordinator | agent."""
-    certs: str = ""
-    """Directory of certificates for mutual TLS, as for --certs; "": no TLS."""
 
 
 def new_registry() -> CollectorRegistry:
@@ -107,22 +89,28 @@ class _QuietHandler(WSGIRequestHandler):
 class Exposition:
     """Serves a registry from its own threads until `close`."""
 
-    def __init__(self, registry: CollectorRegistry, where: MetricsAddress) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, config: JobConfig, name: str, role: str, port: int
+    ) -> None:
         """Raises OSError if the address is not available, FieldError for wrong certificates."""
-        family, *_ = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[0]
+        host = config.metrics_host
+        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         kind: type[_MetricsServer] = type("_Server", (_MetricsServer,), {"address_family": family})
-        contexts = Certificates(Path(where.certs)) if where.certs else None
-        app = make_wsgi_app(registry)
+        contexts = Certificates(Path(config.certs)) if config.certs else None
         self._server: _MetricsServer = make_server(
-            where.host, where.port, app, server_class=kind, handler_class=_QuietHandler
+            host, port, make_wsgi_app(registry), server_class=kind, handler_class=_QuietHandler
         )
         self._server.contexts = contexts
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True
         )
         self._thread.start()
-        self.address = f"{where.host}:{self._server.server_port}"
-        self._file = _announce(self.address, where)
+        self.address = f"{host}:{self._server.server_port}"
+        labels = {"job": config.job_id, "instance": name, "role": role}
+        labels |= {"__scheme__": "https"} if config.certs else {}
+        self._file = discovery(Path(config.run_dir), name)
+        found = [{"targets": [self.address], "labels": labels}]
+        write_discovery(self._file, (json.dumps(found) + "\n").encode())
 
     def close(self) -> None:
         """Free the port and remove the discovery file."""
@@ -132,29 +120,29 @@ class Exposition:
         self._thread.join(1.0)
 
 
-def serve(registry: CollectorRegistry, where: MetricsAddress) -> Exposition | None:
-    """Serve `registry` until `Exposition.close`.
+def serve(
+    registry: CollectorRegistry, config: JobConfig, name: str, role: str, port: int
+) -> Exposition | None:
+    """Serve `registry` until `Exposition.close`, with the labels job, instance and role.
+
+    Args:
+        registry: the metrics of this process.
+        config: the job's, with the address and the certificates.
+        name: coordinator, or the node's name.
+        role: coordinator or agent.
+        port: 0: any free port; negative: no metrics.
 
     Returns None, with a warning in the log, if it cannot be served: metrics never stop a job.
     """
-    if where.port < 0:
+    if port < 0:
         return None
     try:
-        found = Exposition(registry, where)
+        found = Exposition(registry, config, name, role, port)
     except (OSError, FieldError) as error:
-        log.warning("cannot serve metrics at %s:%d: %s", where.host, where.port, error)
+        log.warning("cannot serve metrics at %s:%d: %s", config.metrics_host, port, error)
         return None
-    log.info("metrics at http%s://%s/metrics", "s" if where.certs else "", found.address)
+    log.info("metrics at http%s://%s/metrics", "s" if config.certs else "", found.address)
     return found
-
-
-def _announce(address: str, where: MetricsAddress) -> Path:
-    """Write the discovery file; return its path."""
-    labels = {"job": where.job, "instance": where.name, "role": where.role}
-    labels |= {"__scheme__": "https"} if where.certs else {}
-    path = discovery(Path(where.run_dir), where.name)
-    write_discovery(path, (json.dumps([{"targets": [address], "labels": labels}]) + "\n").encode())
-    return path
 
 
 def discovery(run_dir: Path, name: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import time
 from collections.abc import Mapping
@@ -32,15 +33,11 @@ class EventLog:
             self.close()
             raise
 
-    def append(self, kind: str, fields: Mapping[str, Any], at: float | None = None) -> None:
-        """Write one event. `elastic.domain.codec` encodes the values; `at` defaults to now.
+    def write(self, line: bytes) -> None:
+        """Write a line of `event_line`.
 
         Raises OSError if the disk is full; the log stays readable.
         """
-        self.write(event_line(kind, fields, at))
-
-    def write(self, line: bytes) -> None:
-        """Write a line of `event_line`. Raises OSError like `append`."""
         written = os.write(self._fd, line)
         if written != len(line):
             _drop_torn_line(self._fd)
@@ -52,15 +49,9 @@ class EventLog:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
-    def __enter__(self) -> EventLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def event_line(kind: str, fields: Mapping[str, Any], at: float | None = None) -> bytes:
-    """One event as a line of a log."""
+    """One event as a line of a log. `codec` encodes the values; `at` defaults to now."""
     record = {"at": time.time() if at is None else at, "kind": kind} | codec.encode(dict(fields))
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
@@ -79,17 +70,12 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     return [_parse(f"{path}:{i}", line) for i, line in enumerate(whole.split(b"\n"), 1) if line]
 
 
-def configure_logging(name: str, file: str | Path, level: int = logging.INFO) -> logging.Logger:
-    """Send all logs and warnings of this process to `file`, creating its folder.
-
-    Returns the logger `name`. Calling it again moves the log to the new file.
-    """
-    path = Path(file)
+def configure_logging(path: Path) -> None:
+    """Send all logs and warnings of this process to the file `path`, creating its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
-    logging.basicConfig(level=level, format=LOG_FORMAT, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[handler], force=True)
     logging.captureWarnings(True)
-    return logging.getLogger(name)
 
 
 def _parse(where: str, line: bytes) -> dict[str, Any]:
@@ -104,13 +90,8 @@ def _parse(where: str, line: bytes) -> dict[str, Any]:
 
 def _drop_torn_line(fd: int) -> None:
     """Cut the file after its last newline."""
-    size = end = os.fstat(fd).st_size
-    while end > 0:
-        start = max(0, end - 65536)
-        newline = os.pread(fd, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(fd, end)
+    if size := os.fstat(fd).st_size:
+        with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as data:
+            end = data.rfind(b"\n") + 1
+        if end < size:
+            os.ftruncate(fd, end)

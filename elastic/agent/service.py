@@ -49,7 +49,7 @@ from elastic.domain.errors import (
     VaultError,
 )
 from elastic.domain.types import NodeInfo
-from elastic.metrics import Exposition, MetricsAddress, new_registry, serve
+from elastic.metrics import Exposition, new_registry, serve
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.control.client import CoordinatorSession
 from elastic.rpc.link_shaping import pace_of
@@ -130,12 +130,8 @@ class NodeAgent:
 
     def serve_metrics(self, port: int) -> None:
         """Serve metrics from now on, at any free port if `port` is 0; do nothing if it is -1."""
-        config = self._config
         self._metrics.condition = self._condition
-        directories = (config.run_dir, config.job_id, self._node, "agent", config.certs)
-        self._exposition = serve(
-            self._metrics.registry, MetricsAddress(config.metrics_host, port, *directories)
-        )
+        self._exposition = serve(self._metrics.registry, self._config, self._node, "agent", port)
 
     def _condition(self) -> AgentCondition:
         return AgentCondition(
@@ -520,7 +516,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     early: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     config = load_config(args.run_dir)
-    configure_logging(args.node, Path(config.run_dir) / "logs" / f"{args.node}.log")
+    configure_logging(Path(config.run_dir) / "logs" / f"{args.node}.log")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:

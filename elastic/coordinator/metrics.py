@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -27,7 +28,7 @@ from elastic.core.job.state import CauseKind, JobPhase, JobState, LossKind, Memb
 from elastic.core.job.stragglers import compute_slowdown, slowdowns, speed_of
 from elastic.core.protocol import messages as m
 from elastic.domain.version import VERSION
-from elastic.metrics import FAST_S, RECOVERY_S, STEP_S, MetricsAddress, new_registry, serve
+from elastic.metrics import FAST_S, RECOVERY_S, STEP_S, new_registry, serve
 from elastic.planning.cost.predict import predict
 from elastic.rpc.security.rejections import REJECTIONS
 
@@ -96,9 +97,8 @@ class CoordinatorMetrics:
             buckets=RECOVERY_S,
             registry=self.registry,
         )
-        for cause in ("lost", "worker", "hang", "contact", "drain", "join"):
-            for phase in PHASES:
-                self._recovery.labels(phase, cause)
+        for phase, cause in product(PHASES, CauseKind):  # at 0, so that a first one is an increase
+            self._recovery.labels(phase, cause)
         self._changes = self._counter(
             "epoch_changes", "Epoch changes begun", "cause", tuple(CauseKind)
         )
@@ -472,16 +472,7 @@ class MetricsEndpoint:
         self._reading: Reading = _read_standby
         collector = JobCollector(config.job_id, lambda: self._reading(), self.metrics, clock)
         self.metrics.registry.register(collector)
-        where = (
-            config.metrics_host,
-            port,
-            config.run_dir,
-            config.job_id,
-            name,
-            "coordinator",
-            config.certs,
-        )
-        self._exposition = serve(self.metrics.registry, MetricsAddress(*where))
+        self._exposition = serve(self.metrics.registry, config, name, "coordinator", port)
 
     def lead(self, reading: Reading) -> CoordinatorMetrics:
         """A term begins: its gauges are served until `stand_by`."""

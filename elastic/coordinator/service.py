@@ -435,7 +435,7 @@ def main(argv: list[str] | None = None) -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # one descriptor per agent
     log_name = f"{run_directory.coordinator_name(args.slot)}.log"
-    configure_logging("coordinator", Path(config.run_dir) / "logs" / log_name)
+    configure_logging(Path(config.run_dir) / "logs" / log_name)
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:

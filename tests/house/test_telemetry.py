@@ -9,20 +9,23 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Unit
-from elastic.telemetry import EventLog, configure_logging, read_events
+from elastic.telemetry import EventLog, configure_logging, event_line, read_events
 
 
 def test_events_come_back_in_order(tmp_path: Path) -> None:
     before = time.time()
-    with EventLog(tmp_path / "run" / "events.jsonl") as log:
-        log.append("halt", {"epoch": 1, "unit": Unit("node0"), "lost": frozenset({2, 1})})
-        log.append("plan", {"text": "a\nb", "at_step": 3}, at=5.0)
+    with closing(EventLog(tmp_path / "run" / "events.jsonl")) as log:
+        log.write(
+            event_line("halt", {"epoch": 1, "unit": Unit("node0"), "lost": frozenset({2, 1})})
+        )
+        log.write(event_line("plan", {"text": "a\nb", "at_step": 3}, at=5.0))
     first, second = read_events(log.path)
     assert before <= first.pop("at") <= time.time()
     assert first == {
@@ -41,8 +44,8 @@ def test_empty(tmp_path: Path) -> None:
 
 def test_torn_last_line_is_ignored_and_removed_at_reopening(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    with EventLog(path) as log:
-        log.append("one", {})
+    with closing(EventLog(path)) as log:
+        log.write(event_line("one", {}))
     whole = path.read_bytes()
     for torn in (b'{"at":1', b"x" * 200_000):
         path.write_bytes(whole + torn)
@@ -50,8 +53,8 @@ def test_torn_last_line_is_ignored_and_removed_at_reopening(tmp_path: Path) -> N
         EventLog(path).close()
         assert path.read_bytes() == whole
     path.write_bytes(b'{"at"')
-    with EventLog(path) as log:
-        log.append("fresh", {})
+    with closing(EventLog(path)) as log:
+        log.write(event_line("fresh", {}))
     assert [event["kind"] for event in read_events(path)] == ["fresh"]
 
 
@@ -71,9 +74,9 @@ def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
 
     def write(writer: int, log: EventLog) -> None:
-        with log:
+        with closing(log):
             for i in range(50):
-                log.append("w", {"writer": writer, "i": i, "text": "x" * 5000})
+                log.write(event_line("w", {"writer": writer, "i": i, "text": "x" * 5000}))
 
     # All logs open first, because opening removes a last line that is still being written.
     logs = [EventLog(path) for _ in range(4)]
@@ -91,8 +94,9 @@ def test_each_event_is_on_disk_when_append_returns(tmp_path: Path) -> None:
     """The writer dies without closing the log."""
     path = tmp_path / "events.jsonl"
     code = (
-        "import os, sys; from elastic.telemetry import EventLog\n"
-        "log = EventLog(sys.argv[1]); log.append('last', {'n': 1}); os.kill(os.getpid(), 9)"
+        "import os, sys; from elastic.telemetry import EventLog, event_line\n"
+        "log = EventLog(sys.argv[1]); log.write(event_line('last', {'n': 1}))\n"
+        "os.kill(os.getpid(), 9)"
     )
     root = Path(__file__).parents[2]
     assert (
@@ -105,12 +109,14 @@ def test_each_event_is_on_disk_when_append_returns(tmp_path: Path) -> None:
 def test_text_log(tmp_path: Path) -> None:
     handlers, level = list(logging.root.handlers), logging.root.level
     try:
-        log = configure_logging("elastic.agent", tmp_path / "logs" / "agent.log")
+        configure_logging(tmp_path / "logs" / "agent.log")
+        log = logging.getLogger("elastic.agent")
         log.info("node %d", 3)
         logging.getLogger("elsewhere").debug("not shown")
         warnings.warn("from a library", stacklevel=1)
         first = (tmp_path / "logs" / "agent.log").read_text()
-        configure_logging("elastic.agent", tmp_path / "other.log").warning("moved")
+        configure_logging(tmp_path / "other.log")
+        log.warning("moved")
     finally:
         logging.captureWarnings(False)
         logging.root.handlers[:] = handlers

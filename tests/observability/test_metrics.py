@@ -9,6 +9,7 @@ import re
 import socket
 import ssl
 import urllib.request
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic.agent.metrics import AgentCondition, AgentMetrics
+from elastic.config import JobConfig
 from elastic.coordinator.metrics import CoordinatorMetrics, CoordinatorStatus, JobCollector
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job import quarantine
@@ -28,7 +30,7 @@ from elastic.core.job.state import Cause, CauseKind, EpochChange, JobPhase, JobS
 from elastic.core.protocol import messages as m
 from elastic.domain.types import Copy, NodeInfo, Pipeline, Plan, Stage, StepRecord, Unit
 from elastic.launcher.flags.certs import make_certificates
-from elastic.metrics import MetricsAddress, new_registry, serve
+from elastic.metrics import discovery, new_registry, serve
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.tls import CA, CERT, KEY
 from tests.observability.tools import DASHBOARD, ROOT, RULES
@@ -248,6 +250,13 @@ def test_a_loss_and_its_recovery_are_counted() -> None:
     )
 
 
+def test_recoveries_of_every_cause_begin_at_zero() -> None:
+    """A series that appears with its first recovery would show no increase to Prometheus."""
+    found = values(coordinator(RUNNING).registry)
+    for cause in CauseKind:
+        assert found[f"elastic_recovery_seconds_count{{cause={cause},phase=total}}"] == 0
+
+
 def test_steps_that_are_told_again_count_once() -> None:
     metrics = coordinator(RUNNING)
     done = m.StepDone(1, StepRecord(4, 1.0, 1.0, 2.0), 0.5, 0.1, tokens=100)
@@ -303,31 +312,35 @@ def test_copies_are_counted_by_kind() -> None:
     assert found["elastic_backup_exposure_seconds"] == 1.5
 
 
-def test_served_and_announced_until_it_is_closed(tmp_path: Path) -> None:
-    where = MetricsAddress("127.0.0.1", 0, str(tmp_path), "job", "node0", "agent")
-    served = serve(agent().registry, where)
+def test_served_and_announced_until_it_is_closed(make_config: Callable[..., JobConfig]) -> None:
+    config = make_config()
+    served = serve(agent().registry, config, "node0", "agent", 0)
     assert served is not None
-    (target,) = json.loads((tmp_path / "metrics" / "node0.json").read_text())
+    path = discovery(Path(config.run_dir), "node0")
+    (target,) = json.loads(path.read_text())
     assert target["targets"] == [served.address]
-    assert target["labels"] == {"job": "job", "instance": "node0", "role": "agent"}
+    assert target["labels"] == {"job": "test", "instance": "node0", "role": "agent"}
     with urllib.request.urlopen(f"http://{served.address}/metrics", timeout=LONG_S) as answer:
         assert b"elastic_heartbeats_total 0.0" in answer.read()
-    taken = replace(where, port=int(served.address.rpartition(":")[2]))
-    assert serve(agent().registry, taken) is None, "nothing stops for its metrics"
+    taken = int(served.address.rpartition(":")[2])
+    again = serve(agent().registry, config, "node1", "agent", taken)
+    assert again is None, "nothing stops for its metrics"
     served.close()
-    assert not (tmp_path / "metrics" / "node0.json").exists()
-    assert serve(agent().registry, replace(where, port=-1)) is None
+    assert not path.exists()
+    assert serve(agent().registry, config, "node0", "agent", -1) is None
 
 
-def test_with_certificates_only_members_may_read(tmp_path: Path) -> None:
+def test_with_certificates_only_members_may_read(
+    tmp_path: Path, make_config: Callable[..., JobConfig]
+) -> None:
     certs = tmp_path / "certs"
     make_certificates(certs, [["localhost"]])
     make_certificates(tmp_path / "others", [["localhost"]])
     ours = certs / "localhost"
-    where = MetricsAddress("127.0.0.1", 0, str(tmp_path), "job", "node0", "agent", str(ours))
-    served = serve(agent().registry, where)
+    config = make_config(certs=str(ours))
+    served = serve(agent().registry, config, "node0", "agent", 0)
     assert served is not None
-    (target,) = json.loads((tmp_path / "metrics" / "node0.json").read_text())
+    (target,) = json.loads(discovery(Path(config.run_dir), "node0").read_text())
     assert target["labels"]["__scheme__"] == "https"
 
     def read(known: Path, own: Path | None) -> tuple[bytes, bytes]:

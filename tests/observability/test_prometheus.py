@@ -27,7 +27,8 @@ from tests.observability.tools import (
 )
 
 LOST = "elastic_nodes_lost_total{job='%s', reason='closed'}"
-WINDOWS = {"$__rate_interval": "20s", "$__range": "60s"}
+WINDOWS = {"$__rate_interval": "20s", "$__range": "10m"}
+"""The range is longer than the test: on a busy machine, scrapes can fail for a minute."""
 
 
 def queries(name: str) -> list[tuple[str, str]]:
@@ -59,7 +60,7 @@ def test_a_killed_node_is_seen(tmp_path: Path) -> None:
     with job(tmp_path / "job", "--nnodes", "2:4") as run_dir:
         until(
             lambda: len(list((run_dir / "metrics").glob("*.json"))) == 5,
-            "five processes tell of themselves",
+            "five processes serve metrics",
         )
         with prometheus(tmp_path / "prometheus", run_dir) as server:
             names_are_conventional(run_dir)
@@ -68,12 +69,12 @@ def test_a_killed_node_is_seen(tmp_path: Path) -> None:
             assert name == json.loads((run_dir / "config.json").read_text())["job_id"]
             until(
                 lambda: value(server, LOST % name) == 0,
-                "no loss is scraped: else the first would be no increase",
+                "the counter of losses is scraped at 0, so that the loss is an increase",
             )
             until(lambda: "node1[" in newest_plan(run_dir), "node1 trains")
             killed = time.time()
             kill_node(run_dir, "node1")
-            until(lambda: losses(run_dir, killed), "the kill is recovered from")
+            until(lambda: losses(run_dir, killed), "the job recovers from the kill")
             until(lambda: "NodeLost" in alerts(server), "the alert fires")
             for panel, query in queries(name):
                 until(lambda q=query: server.finite(q, began), f"{panel} has data: {query}")  # type: ignore[misc]
@@ -125,7 +126,7 @@ def rules_are_loaded(server: Prometheus) -> None:
 
 
 def value(server: Prometheus, query: str) -> float:
-    """What was scraped last; -1: nothing was."""
+    """The value that was scraped last; -1: none was."""
     result = (server.ask("query", query=query) or {"result": ()})["result"]
     return float(result[0]["value"][1]) if result else -1.0
 
@@ -135,12 +136,12 @@ def newest_plan(run_dir: Path) -> str:
 
 
 def losses(run_dir: Path, killed: float) -> list[dict[str, Any]]:
-    """Recoveries from what happened to node1 then."""
+    """Recoveries from the kill of node1."""
     return [r for r in events(run_dir, "recovery") if "node1" in r["cause"] and r["at"] > killed]
 
 
 def figures_are_right(server: Prometheus, name: str, run_dir: Path, killed: float) -> None:
-    """What is scraped comes to be what the event log says."""
+    """Wait until the scraped figures equal those of the event log."""
 
     def comes_to_be(query: str, wanted: Callable[[], float]) -> None:
         until(

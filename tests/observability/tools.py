@@ -43,7 +43,7 @@ def need(*programs: str) -> None:
 
 
 def until(found: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-    """What `found` returns once that is anything; fails with `what` after the deadline."""
+    """Poll `found` until its value is true; return it. Fails with `what` after the deadline."""
     end = time.monotonic() + deadline_s
     while True:
         value = found()
@@ -56,7 +56,7 @@ def until(found: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> 
 
 @dataclass(frozen=True)
 class Prometheus:
-    """One that runs."""
+    """A running server."""
 
     address: str
 
@@ -84,10 +84,9 @@ class Prometheus:
 
 @contextlib.contextmanager
 def prometheus(folder: Path, run_dir: Path) -> Iterator[Prometheus]:
-    """With the rules and the configuration that are shipped, looking every two seconds at the
-    processes of `run_dir`.
+    """A server with the shipped rules and configuration, which scrapes the processes of `run_dir`.
 
-    That is also how long they have to answer.
+    It scrapes every two seconds; a scrape fails after the same time.
     """
     config = yaml.safe_load(CONFIG.read_text())
     config["global"] = {
@@ -118,7 +117,7 @@ def prometheus(folder: Path, run_dir: Path) -> Iterator[Prometheus]:
 
 @contextlib.contextmanager
 def job(folder: Path, *flags: str) -> Iterator[Path]:
-    """A run of waiting layers that goes on until it is left; its run directory."""
+    """A run of waiting layers until the block ends; yields its run directory."""
     layer = LayerSpec(4096, 0, 4096, 0.005, 0.01, output_bytes=8192)
     times = LayerTimes(0.005, 0.01, 0.005, 0.005)
     profile = Profile(
@@ -175,7 +174,7 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def scrape(run_dir: Path, name: str) -> str:
-    """What a process of the run tells."""
+    """The metrics of a process of the run, as text."""
     (target,) = json.loads((run_dir / "metrics" / f"{name}.json").read_text())
     (address,) = target["targets"]
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=LONG_S) as answer:

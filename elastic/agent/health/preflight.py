@@ -118,12 +118,12 @@ def disk(role: str, path: Path) -> PreflightCheck:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        text = f"{path} cannot be written ({error.strerror}): free space, mount it or use another"
+        text = f"{path} cannot be written ({error.strerror}): delete files, mount it or use another"
         return PreflightCheck(f"disk:{role}", free, "bytes", False, fatal, text)
     finally:
         probe.unlink(missing_ok=True)
     if free < MIN_DISK_BYTES:
-        text = f"{path} has only {free} bytes left: free space"
+        text = f"{path} has only {free} bytes left: delete files or use another"
         return PreflightCheck(f"disk:{role}", free, "bytes", False, fatal, text)
     return PreflightCheck(f"disk:{role}", free, "bytes", True)
 

@@ -46,7 +46,7 @@ class RetryingEventLog:
         self.retry()
 
     def append(self, kind: str, fields: Mapping[str, Any], at: float | None = None) -> None:
-        """Append an event, as `EventLog` does, but without raising OSError."""
+        """Append an event (`event_line`) without raising OSError."""
         self._keep(event_line(kind, fields, at))
         self.retry()
 

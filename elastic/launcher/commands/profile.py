@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from click import IntRange
 
 from elastic.command_line import Command
 from elastic.domain import codec
-from elastic.domain.errors import EXIT_OK, EXIT_USAGE, FieldError, UsageError
+from elastic.domain.errors import EXIT_OK, EXIT_USAGE, ElasticError, FieldError, UsageError
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.validators import ACCUMULATE, read_profile
 from elastic.planning.cost.profile import (
@@ -36,18 +36,6 @@ from elastic.planning.cost.profile import (
 
 OUT = "profile.json"
 PROBE = "elastic.worker.transport.link_probe"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Task:
-    """Checked flags."""
-
-    target: Path
-    known: Profile | None
-    """Profile to merge the measurement into."""
-    argv: tuple[str, ...]
-    """Command of the script; (): measure only links."""
-    model: str
 
 
 @click.command(
@@ -86,22 +74,23 @@ class _Task:
 def profile(**given: Any) -> int:
     """Measure the layers of a training SCRIPT on this device, and links, into a profile."""
     flags = SimpleNamespace(**given, no_python=False, run_path=False)
-    task = _check(flags)
-    found = _measure(flags, task) if task.argv else None
+    known = _check(flags)
+    target = _target(flags)
+    found = _measure(flags, check_command(flags).argv()) if flags.script else None
     links = _probe(flags) if flags.links else None
-    result = _together(flags, task, found, links)
-    draft = task.target.with_name(f".{task.target.name}.{os.getpid()}.tmp")
+    result = _together(flags, known, found, links)
+    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     draft.write_text(format_profile(result) + "\n")
-    os.replace(draft, task.target)
-    print(_as_json(task, result, found) if flags.json else _as_text(task, result, found))
+    os.replace(draft, target)
+    print((_as_json if flags.json else _as_text)(target, result, found))
     return EXIT_OK
 
 
 # ---- checks ----
 
 
-def _check(flags: SimpleNamespace) -> _Task:
-    """Raises FieldError at the first flag that is wrong."""
+def _check(flags: SimpleNamespace) -> Profile | None:
+    """The profile to merge the measurement into. Raises FieldError at the first wrong flag."""
     if flags.out is not None and flags.into is not None:
         raise FieldError("--into", flags.into, "the file is also the output: leave out --out")
     if not flags.script and not (flags.links and flags.into):
@@ -112,11 +101,7 @@ def _check(flags: SimpleNamespace) -> _Task:
     if flags.device in taken and flags.script and not flags.force:
         remedy = "the profile has it already; give another name, or --force"
         raise FieldError("--device", flags.device, remedy)
-    target = _target(flags)
-    argv = check_command(flags).argv() if flags.script else ()
-    named = flags.script if flags.module else Path(flags.script).stem
-    model = flags.model or (known.model if known else named)
-    return _Task(target=target, known=known, argv=argv, model=model)
+    return known
 
 
 def _target(flags: SimpleNamespace) -> Path:
@@ -135,7 +120,7 @@ def _target(flags: SimpleNamespace) -> Path:
 # ---- measuring ----
 
 
-def _measure(flags: SimpleNamespace, task: _Task) -> Measurement:
+def _measure(flags: SimpleNamespace, argv: tuple[str, ...]) -> Measurement:
     """Run the script, one process per tensor-parallel rank, and read the measurement."""
     with tempfile.TemporaryDirectory(prefix="elastic-profile-") as folder:
         order = MeasurementRequest(
@@ -146,25 +131,25 @@ def _measure(flags: SimpleNamespace, task: _Task) -> Measurement:
         )
         path = Path(folder) / "order.json"
         path.write_text(codec.dumps(order))
-        codes = _run(flags, task, folder, str(path))
+        codes = _run(flags, argv, folder, str(path))
         if any(codes):
             code = next(code for code in codes if code)
             text = f"the script ended with {code}; its output is above"
-            raise UsageError(text) if code == EXIT_USAGE else _Failed(text)
+            raise (UsageError if code == EXIT_USAGE else ElasticError)(text)
         if not Path(order.out).exists():
             remedy = "it ended without a Trainer; give a script that uses elastic"
             raise FieldError("SCRIPT", flags.script, remedy)
         return codec.loads(Measurement, Path(order.out).read_bytes())
 
 
-def _run(flags: SimpleNamespace, task: _Task, folder: str, order: str) -> list[int]:
+def _run(flags: SimpleNamespace, argv: tuple[str, ...], folder: str, order: str) -> list[int]:
     """Exit codes of the script's processes; their output goes to standard error."""
     processes = []
     try:
         for rank in range(flags.nproc_per_node):
             env = {**os.environ, **_environment(flags, folder, order, rank)}
             processes.append(
-                subprocess.Popen(task.argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+                subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
             )
         return [process.wait() for process in processes]
     finally:
@@ -197,30 +182,25 @@ def _probe(flags: SimpleNamespace) -> dict[str, Any]:
     words = [sys.executable, "-m", PROBE, str(flags.repeat)]
     done = subprocess.run(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
-        raise _Failed(f"the link could not be measured ({PROBE} ended with {done.returncode})")
+        raise ElasticError(f"the link could not be measured ({PROBE} ended with {done.returncode})")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
-
-
-class _Failed(UsageError):
-    """A process failed."""
-
-    exit_code = 1
 
 
 # ---- the result ----
 
 
 def _together(
-    flags: SimpleNamespace, task: _Task, found: Measurement | None, links: dict[str, Any] | None
+    flags: SimpleNamespace,
+    known: Profile | None,
+    found: Measurement | None,
+    links: dict[str, Any] | None,
 ) -> Profile:
-    known = task.known
-    if found is not None:
-        known = (
-            new_profile(task.model, found)
-            if known is None
-            else add_measurement(known, found, flags.force)
-        )
+    if found is not None and known is not None:
+        known = add_measurement(known, found, flags.force)
+    elif found is not None:
+        script = flags.script if flags.module else Path(flags.script).stem
+        known = new_profile(flags.model or script, found)
     assert known is not None
     if links is not None:
         link = LinkProfile(links["bytes_per_s"], links["latency_s"])
@@ -229,8 +209,8 @@ def _together(
     return known
 
 
-def _as_json(task: _Task, result: Profile, found: Measurement | None) -> str:
-    answer: dict[str, Any] = {"out": str(task.target), "profile": codec.encode(result)}
+def _as_json(target: Path, result: Profile, found: Measurement | None) -> str:
+    answer: dict[str, Any] = {"out": str(target), "profile": codec.encode(result)}
     if found is not None:
         answer |= {
             "device": found.device.name,
@@ -240,14 +220,13 @@ def _as_json(task: _Task, result: Profile, found: Measurement | None) -> str:
     return json.dumps(answer)
 
 
-def _as_text(task: _Task, result: Profile, found: Measurement | None) -> str:
-    lines = [f"{task.target}: {result.model}, {len(result.layers)} layers"]
+def _as_text(target: Path, result: Profile, found: Measurement | None) -> str:
+    lines = [f"{target}: {result.model}, {len(result.layers)} layers"]
     if found is not None:
+        name = found.device.name
         lines += [
-            f"device type {found.device.name}; times in ms, sizes in MB (of the script in brackets)"
-        ]
-        lines += [
-            "layer  forward  backward   input  weight  update  parameters   state  activations"
+            f"device type {name}; times in ms, sizes in MB (of the script in brackets)",
+            "layer  forward  backward   input  weight  update  parameters   state  activations",
         ]
         lines += [_row(found, i) for i in range(len(found.layers)) if found.like[i] == i]
         equal = [f"{i} as {at}" for i, at in enumerate(found.like) if at != i]

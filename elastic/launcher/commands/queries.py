@@ -70,10 +70,7 @@ def status(watch: bool, interval: float, **flags: Any) -> int:
         from elastic.launcher.commands.watch import watch as repeat
 
         return repeat(job, lambda: query(job, "status", {}), interval, LATEST)
-    answer = query(job, "status", {})
-    if not job.json:
-        answer = {**answer, "nodes": _without_evidence(answer.get("nodes", []))}
-    return show(answer, job.json)
+    return show(query(job, "status", {}), job.json)
 
 
 @click.command(cls=Command)
@@ -82,14 +79,7 @@ def nodes(**flags: Any) -> int:
     """List the nodes of a running job."""
     job = SimpleNamespace(**flags)
     answer = query(job, "nodes", {})
-    if not job.json:
-        answer = {"nodes": _without_evidence(answer.get("nodes", [])) or "none yet"}
-    return show(answer, job.json)
-
-
-def _without_evidence(rows: list[Answer]) -> list[Answer]:
-    """Rows without lists: evidence is only in JSON."""
-    return [{k: value for k, value in row.items() if not isinstance(value, list)} for row in rows]
+    return show(answer if job.json else {"nodes": answer["nodes"] or "none yet"}, job.json)
 
 
 @click.command(cls=Command)
@@ -198,8 +188,8 @@ def as_text(answer: Answer) -> str:
 
 
 def _table(rows: Sequence[Answer]) -> str:
-    """Rows of equal keys, below a line with the keys."""
-    heads = list(rows[0])
+    """Rows of equal keys, below a line with the keys. Lists, as evidence, are only in JSON."""
+    heads = [key for key, value in rows[0].items() if not isinstance(value, list)]
     cells = [heads, *([_cell(row.get(head)) for head in heads] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     aligned = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)

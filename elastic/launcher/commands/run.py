@@ -9,15 +9,14 @@ from typing import Any
 
 from elastic.command_line import ParsedType, flag
 from elastic.core.protocol.fault_spec import node_id
-from elastic.domain.errors import FieldError
+from elastic.domain.errors import FieldError, needs_extra
 from elastic.launcher.flags.flags import RAY, RunCommand
 from elastic.launcher.flags.request import Request, request
 from elastic.launcher.flags.validators import ENDPOINT, ENDPOINTS
 
 
 def _run(**flags: Any) -> int:
-    task = request(SimpleNamespace(**flags), os.environ)
-    return _launch(task) if task.ray is None else _launch_on_ray(task)
+    return _launch(request(SimpleNamespace(**flags), os.environ))
 
 
 def _coordinator(address: str, **flags: Any) -> int:
@@ -33,20 +32,13 @@ def _agent(coordinator: str, node: str | None, **flags: Any) -> int:
 
 
 def _launch(task: Request) -> int:
-    from elastic.launcher.run.supervisor import launch  # slow to import: not for --help
+    if task.ray is None:
+        from elastic.launcher.run.supervisor import launch  # slow to import: not for --help
 
-    return launch(task)
-
-
-def _launch_on_ray(task: Request) -> int:
-    try:
-        from elastic.launcher.ray.ray import launch
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "ray":
-            raise
-        remedy = "ray is missing: pip install 'elastic-runtime[ray]'"
-        raise FieldError("--backend", "ray", remedy) from None
-    return launch(task)
+        return launch(task)
+    with needs_extra("ray", "--backend ray"):
+        from elastic.launcher.ray.ray import launch as launch_on_ray
+    return launch_on_ray(task)
 
 
 def _service_request(field: str, endpoint: str, flags: dict[str, Any]) -> Request:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.domain.errors import EXIT_INTERRUPTED, EXIT_OK, ElasticError
 from elastic.launcher.run.event_tail import read_object
@@ -23,16 +23,6 @@ MAX_NODES = 40
 """Rows of the table of nodes; nodes with problems come first."""
 
 
-class StatusView(Protocol):
-    """Shows answers of the coordinator."""
-
-    def show(self, answer: Answer) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def watch(
     args: SimpleNamespace, query: Callable[[], Answer], interval_s: float, latest: Path
 ) -> int:
@@ -42,7 +32,8 @@ def watch(
     """
     answer: Answer | None = query()
     run_dir = None if args.rdzv_endpoint else args.run_dir or latest
-    view = status_view(args, sys.stdout)
+    lines = args.json or not sys.stdout.isatty()
+    view = StatusLines(sys.stdout, args.json) if lines else StatusPage()
     answered = time.monotonic()
     try:
         while True:
@@ -69,12 +60,6 @@ def watch(
         return EXIT_INTERRUPTED
     finally:
         view.close()
-
-
-def status_view(args: SimpleNamespace, file: TextIO) -> StatusView:
-    if args.json or not file.isatty():
-        return StatusLines(file, args.json)
-    return StatusPage()
 
 
 class StatusLines:

@@ -89,12 +89,12 @@ def make_certificates(
         _issue(out / _folder(names[0]), authority, names, days)
 
 
-def make_private(target: Path, name: str, *, days: float = 365) -> None:
+def make_private(target: Path, name: str) -> None:
     """Write a certificate for `name` into `target`.
 
     The key of its authority is discarded, so that nobody can issue another certificate.
     """
-    _issue(target, _new_authority(days), (name,), days)
+    _issue(target, _new_authority(365), (name,), 365)
 
 
 def _authority(out: Path, days: float) -> Authority:
@@ -120,12 +120,7 @@ def _authority(out: Path, days: float) -> Authority:
 def _new_authority(days: float) -> Authority:
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("elastic authority")
-    builder = (
-        _draft(name, name, key, key, days)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(authority=True), critical=True)
-    )
-    return builder.sign(key, hashes.SHA256()), key
+    return _draft(name, name, key, key, days).sign(key, hashes.SHA256()), key
 
 
 def _issue(target: Path, authority: Authority, names: Sequence[str], days: float) -> None:
@@ -135,8 +130,6 @@ def _issue(target: Path, authority: Authority, names: Sequence[str], days: float
     alternatives = [_general_name(name) for name in dict.fromkeys((*names, *LOCAL_NAMES))]
     builder = (
         _draft(_name(names[0]), root.subject, key, root_key, days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(authority=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
     )
@@ -155,10 +148,24 @@ def _draft(
     signer: ec.EllipticCurvePrivateKey,
     days: float,
 ) -> x509.CertificateBuilder:
+    """A certificate of `subject` with `key`; an authority's one if it signs itself."""
+    authority = key is signer
     now = datetime.datetime.now(datetime.UTC)
     ends = now + datetime.timedelta(days=days)
     own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     issuers = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    usage = x509.KeyUsage(
+        digital_signature=not authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    constraints = x509.BasicConstraints(ca=authority, path_length=0 if authority else None)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -169,20 +176,8 @@ def _draft(
         .not_valid_after(ends)
         .add_extension(own, critical=False)
         .add_extension(issuers, critical=False)
-    )
-
-
-def _usage(*, authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=authority,
-        crl_sign=authority,
-        encipher_only=False,
-        decipher_only=False,
+        .add_extension(constraints, critical=True)
+        .add_extension(usage, critical=True)
     )
 
 

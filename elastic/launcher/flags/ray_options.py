@@ -47,17 +47,23 @@ def ray_options(flags: SimpleNamespace) -> RayOptions | None:
 
 
 def _check_combination(flags: SimpleNamespace) -> None:
-    if flags.standalone:
-        remedy = "its nodes are on this machine: leave out it or --backend ray"
-        raise FieldError("--standalone", "on", remedy)
-    for flag, value in (("--node-rank", flags.node_rank), ("--master-port", flags.master_port)):
+    chosen = "Ray chooses the machines; set the coordinator's address by --rdzv-endpoint"
+    refused = {
+        "--standalone": (
+            flags.standalone and "on",
+            "its nodes are on this machine: leave out it or --backend ray",
+        ),
+        "--node-rank": (flags.node_rank, chosen),
+        "--master-port": (flags.master_port, chosen),
+        "--link": (
+            flags.link and "on",
+            "only links within one machine can be slowed: --standalone",
+        ),
+        "--grace": (flags.grace, "this machine is no node, so SIGTERM ends the job: leave it out"),
+    }
+    for flag, (value, remedy) in refused.items():
         if value:
-            remedy = "Ray chooses the machines; set the coordinator's address by --rdzv-endpoint"
             raise FieldError(flag, value, remedy)
-    if flags.link is not None:
-        raise FieldError(
-            "--link", "on", "only links within one machine can be slowed: --standalone"
-        )
     if any(fault.kind is FaultKind.JOIN for fault in flags.fault):
         raise FieldError("--fault", "join", "a node joins when Ray has one: use `ray start`")
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
 
 from elastic.config import FILE, JobConfig, load_config
 from elastic.core.protocol.fault_spec import FaultKind
@@ -24,10 +23,9 @@ from elastic.launcher.flags import validators
 from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.validators import Guard, folder, slug, streams
-from elastic.planning.cost.profile import LinkProfile, Profile
+from elastic.planning.cost.profile import LinkProfile
 
 LOOPBACK = "127.0.0.1"
-T = TypeVar("T")
 # fmt: off
 SAME_NAME = (
     "compress", "coordinators", "max_restarts", "metrics_host", "pipelines", "preflight", "role",
@@ -63,6 +61,9 @@ class Request:
 def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
     """Check the flags of `elastic run` together. Raises FieldError for the first wrong one."""
     command = check_command(flags)
+    if flags.profile is not None and flags.emulate is not None:
+        remedy = "it gives the profile already: leave out --profile"
+        raise FieldError("--emulate", flags.emulate.model, remedy)
     low, high = flags.nnodes
     ray = ray_options(flags)
     standalone = ray is None and _standalone(flags, high)
@@ -73,6 +74,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
     checkpoints = flags.checkpoint_dir or run_dir / "checkpoints"
     conf = flags.rdzv_conf or {}
     coordinator = "" if standalone or (ray and not flags.rdzv_endpoint) else _endpoint(flags)
+    static, host = flags.rdzv_backend == "static", coordinator.rpartition(":")[0].strip("[]")
     if ray:
         guard = validators.cluster_guard(flags, environ)
     else:
@@ -92,7 +94,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         coordinator=coordinator,
         run_id=job_id if standalone and flags.rdzv_id == "none" else flags.rdzv_id,
         rdzv_conf=tuple(conf.items()),
-        master_addr=LOOPBACK if standalone else "" if ray else _master_addr(flags),
+        master_addr=LOOPBACK if standalone else host if static and not ray else "",
         local_addr=flags.local_addr or "",
         backup="none+none" if flags.backup in ("none", "off") else flags.backup,
         accumulate=Accumulate(flags.accumulate),
@@ -112,17 +114,17 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         tee=streams("--tee", flags.tee, nproc),
         log_line_prefix=flags.log_line_prefix_template,
         local_ranks_filter=flags.local_ranks_filter or (),
-        profile=_profile(flags),
+        profile=flags.profile or flags.emulate,
         emulate=flags.emulate is not None,
         quarantine_s=flags.quarantine,
         link=flags.link or LinkProfile(),
         certs=certs,
         certs_name=certs_name,
         faults=flags.fault,
-        domains=_per_node("--domain", flags.domain, standalone),
-        devices=_per_node("--device", flags.device, standalone),
-        lifetimes_s=_per_node("--lifetime", flags.lifetime, standalone),
-        node_memories_bytes=_per_node("--node-memory", flags.node_memory, standalone),
+        domains=flags.domain or (),
+        devices=flags.device or (),
+        lifetimes_s=flags.lifetime or (),
+        node_memories_bytes=flags.node_memory or (),
         **{name: getattr(flags, name) for name in SAME_NAME},
     )
     return Request(
@@ -135,13 +137,6 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         ray=ray,
         guard=guard,
     )
-
-
-def _per_node(flag: str, given: tuple[T, ...] | None, standalone: bool) -> tuple[T, ...]:
-    """Values that may differ between the nodes of this machine."""
-    if given and len(given) > 1 and not standalone:
-        raise FieldError(flag, given, "give one value for this node; several need --standalone")
-    return given or ()
 
 
 # ---- nodes, workers and addresses ----
@@ -165,8 +160,7 @@ def _gpus(environ: Mapping[str, str]) -> int:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return sum(device.strip() not in ("", "-1") for device in visible.split(","))
-    devices = Path("/dev").glob("nvidia*")
-    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices)
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _standalone(flags: SimpleNamespace, high: int) -> bool:
@@ -185,11 +179,6 @@ def _endpoint(flags: SimpleNamespace) -> str:
         port = validators.STATIC_PORT if static else validators.DYNAMIC_PORT
         return validators.addresses("--rdzv-endpoint", flags.rdzv_endpoint, port)
     return f"{flags.master_addr}:{flags.master_port or validators.STATIC_PORT}"
-
-
-def _master_addr(flags: SimpleNamespace) -> str:
-    """Host of the endpoint under static rendezvous; otherwise "", which is rank 0's host."""
-    return _endpoint(flags).rpartition(":")[0].strip("[]") if flags.rdzv_backend == "static" else ""
 
 
 def _at_start(config: JobConfig) -> int:
@@ -217,14 +206,6 @@ def _hosts(flags: SimpleNamespace, standalone: bool, conf: Mapping[str, str]) ->
     if "is_host" in conf:
         return conf["is_host"].lower() in ("1", "true", "yes", "y", "t")
     return bool(flags.node_rank == 0) if flags.rdzv_backend == "static" else None
-
-
-def _profile(flags: SimpleNamespace) -> Profile | None:
-    if flags.profile is not None and flags.emulate is not None:
-        remedy = "it gives the profile already: leave out --profile"
-        raise FieldError("--emulate", flags.emulate.model, remedy)
-    profile: Profile | None = flags.profile or flags.emulate
-    return profile
 
 
 def _store(flags: SimpleNamespace) -> StoreSpec:

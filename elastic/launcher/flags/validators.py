@@ -164,9 +164,8 @@ def slug(text: str) -> str:
 
 
 def _file(flag: str, text: str) -> str:
-    path = os.path.abspath(
-        os.path.expanduser(text)
-    )  # no realpath: Kubernetes renews files by links
+    # No realpath: Kubernetes renews files by links.
+    path = os.path.abspath(os.path.expanduser(text))
     if not (os.path.isfile(path) and os.access(path, os.R_OK)):
         raise FieldError(flag, text, "give a file that can be read")
     return path
@@ -321,15 +320,8 @@ def service_guard(
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches `host`, a name or an address."""
-    bare = host.strip("[]")
     try:
-        return ipaddress.ip_address(bare).is_loopback
-    except ValueError:
-        pass
-    if bare == "localhost":
-        return True
-    try:
-        found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError:
         return False
     found_addresses = (str(socket_address[0]).partition("%")[0] for *_, socket_address in found)

@@ -86,31 +86,21 @@ def merge(base: Any, patch: Any, field: str = "") -> Any:
     return copy.deepcopy(patch)
 
 
-def label(item: Object, pairs: dict[str, str]) -> None:
-    """Add labels to an object, to its pods, and to selectors of our pods."""
-    metadata = item["metadata"]
-    metadata["labels"] = {**metadata.get("labels", {}), **pairs}
-    spec = item.get("spec", {})
-    if item["kind"] == "Service":
-        spec["selector"] = {**spec["selector"], **pairs}
-    for claim in spec.get("volumeClaimTemplates", ()):
-        claim["metadata"]["labels"] = {**claim["metadata"].get("labels", {}), **pairs}
-    if "template" in spec:
-        pods = spec["template"]["metadata"]
-        pods["labels"] = {**pods.get("labels", {}), **pairs}
-    _label_selectors(spec, pairs)
-
-
-def _label_selectors(value: Any, pairs: dict[str, str]) -> None:
+def label(value: Any, pairs: dict[str, str]) -> None:
+    """Add labels to an object, to its pods and claims, and to selectors of our pods."""
     if isinstance(value, list):
         for entry in value:
-            _label_selectors(entry, pairs)
+            label(entry, pairs)
     elif isinstance(value, dict):
         for key, entry in value.items():
-            if key in ("selector", "podSelector", "labelSelector") and "matchLabels" in entry:
+            if key == "metadata":
+                entry["labels"] = {**entry.get("labels", {}), **pairs}
+            elif key in ("selector", "podSelector", "labelSelector") and "matchLabels" in entry:
                 entry["matchLabels"] = {**entry["matchLabels"], **pairs}
+            elif key == "selector":  # of a Service
+                value[key] = {**entry, **pairs}
             elif key != "namespaceSelector":
-                _label_selectors(entry, pairs)
+                label(entry, pairs)
 
 
 def _patch(objects: list[Object], patch: Object, source: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,28 +48,6 @@ CLUSTER_WIDE = ("PriorityClass",)
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _IMAGE = re.compile(r"[a-z0-9][\w./:-]*(@sha256:[0-9a-f]{64})?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobValues:
-    """Checked values to fill in."""
-
-    name: str
-    image: str
-    coordinator_image: str
-    namespace: str
-    """"": kubectl's default namespace."""
-    low: int
-    high: int
-    nproc: int
-    gpus: int
-    memory_bytes: int
-    """Memory of an agent's container; 0: as in deploy/."""
-    cpus: int
-    """CPUs of an agent's container; 0: as in deploy/."""
-    kind: str
-    environment: tuple[tuple[str, str], ...]
-    command: tuple[str, ...]
 
 
 @click.group(cls=CommandLine)
@@ -173,72 +150,51 @@ def render(**given: Any) -> int:
 
     SCRIPT is a path in the image, or a module.
     """
-    flags = SimpleNamespace(**given)
-    low, high = flags.nodes
-    if high > MAX_NODES:
-        raise FieldError("--nodes", high, f"give at most {MAX_NODES}")
-    if not flags.module and not flags.script.startswith("/"):
+    job = SimpleNamespace(**given)
+    if job.nodes[1] > MAX_NODES:
+        raise FieldError("--nodes", job.nodes[1], f"give at most {MAX_NODES}")
+    if not job.module and not job.script.startswith("/"):
         raise FieldError(
-            "SCRIPT", flags.script, "give an absolute path in the image, or -m and a module"
+            "SCRIPT", job.script, "give an absolute path in the image, or -m and a module"
         )
-    job = JobValues(
-        name=flags.name,
-        image=flags.image,
-        coordinator_image=flags.coordinator_image or flags.image,
-        namespace=flags.namespace or "",
-        low=low,
-        high=high,
-        nproc=flags.nproc_per_node or max(1, flags.gpus),
-        gpus=flags.gpus,
-        memory_bytes=flags.memory or 0,
-        cpus=flags.cpus or 0,
-        kind=flags.kind,
-        environment=flags.env,
-        command=(*(("-m",) if flags.module else ()), flags.script, *flags.script_args),
-    )
-    yaml.safe_dump_all(fill(build(flags.overlay), job), sys.stdout, sort_keys=False, width=120)
+    yaml.safe_dump_all(fill(build(job.overlay), job), sys.stdout, sort_keys=False, width=120)
     return EXIT_OK
 
 
-def fill(objects: list[Object], job: JobValues) -> list[Object]:
-    """New objects: those of an overlay with the values of a job."""
+def fill(objects: list[Object], job: SimpleNamespace) -> list[Object]:
+    """New objects: those of an overlay with the values of `job`, the flags of `render`."""
     objects = _renamed(objects, job.name)
-    images = {AGENT_IMAGE: job.image, COORDINATOR_IMAGE: job.coordinator_image}
+    images = {AGENT_IMAGE: job.image, COORDINATOR_IMAGE: job.coordinator_image or job.image}
+    command = [*(("-m",) if job.module else ()), job.script, *job.script_args]
     endpoint = ",".join(f"{host}:{PORT}" for host in coordinators(objects, job.kind, job.name))
+    low, high = job.nodes
     for item in objects:
-        if job.namespace and item["kind"] not in CLUSTER_WIDE:
-            item["metadata"]["namespace"] = job.namespace
-        part = item["metadata"].get("labels", {}).get(COMPONENT)
-        if item["kind"] == "ConfigMap":
-            _configure(item, job, endpoint)
-        elif (
-            item["kind"] == "PodDisruptionBudget"
-            and item["metadata"]["name"] == f"{job.name}-agent"
-        ):
-            item["spec"]["minAvailable"] = job.low
-        elif part == "agent" and item["kind"] == "StatefulSet":
-            item["spec"]["replicas"] = job.high
+        metadata, kind = item["metadata"], item["kind"]
+        if job.namespace and kind not in CLUSTER_WIDE:
+            metadata["namespace"] = job.namespace
+        if kind == "ConfigMap":
+            item["data"] |= {
+                "PET_NNODES": f"{low}:{high}",
+                "PET_NPROC_PER_NODE": str(job.nproc_per_node or max(1, job.gpus)),
+                "PET_RDZV_ENDPOINT": endpoint,
+                "PET_RDZV_ID": job.name,
+                "PET_CERTS_NAME": job.name,
+                **dict(job.env),
+            }
+        elif kind == "PodDisruptionBudget" and metadata["name"] == f"{job.name}-agent":
+            item["spec"]["minAvailable"] = low
+        elif kind == "StatefulSet" and metadata["labels"].get(COMPONENT) == "agent":
+            item["spec"]["replicas"] = high
             _size(item, job)
         template = pod_template(item)
         for container in template["spec"]["containers"] if template is not None else ():
             for placeholder, image in images.items():
                 if container["image"].startswith(placeholder):
-                    container["image"], container["args"] = image, list(job.command)
+                    container["image"], container["args"] = image, list(command)
     return convert(objects, job.kind, job.name)
 
 
-def _configure(item: Object, job: JobValues, endpoint: str) -> None:
-    item["data"] |= {
-        "PET_NNODES": f"{job.low}:{job.high}",
-        "PET_NPROC_PER_NODE": str(job.nproc),
-        "PET_RDZV_ENDPOINT": endpoint,
-        "PET_RDZV_ID": job.name,
-        "PET_CERTS_NAME": job.name,
-        **dict(job.environment),
-    }
-
-
-def _size(item: Object, job: JobValues) -> None:
+def _size(item: Object, job: SimpleNamespace) -> None:
     """Set the resources of an agent's container, and the size of its shared memory."""
     spec = item["spec"]["template"]["spec"]
     resources = spec["containers"][0]["resources"]
@@ -246,11 +202,11 @@ def _size(item: Object, job: JobValues) -> None:
         resources["limits"][GPU] = str(job.gpus)
     if job.cpus:
         resources["requests"]["cpu"] = str(job.cpus)
-    if job.memory_bytes:
-        resources["requests"]["memory"] = resources["limits"]["memory"] = str(job.memory_bytes)
+    if job.memory:
+        resources["requests"]["memory"] = resources["limits"]["memory"] = str(job.memory)
         for volume in spec["volumes"]:
             if volume.get("emptyDir", {}).get("medium") == "Memory":
-                volume["emptyDir"]["sizeLimit"] = str(job.memory_bytes // 2)
+                volume["emptyDir"]["sizeLimit"] = str(job.memory // 2)
 
 
 def _renamed(objects: list[Object], name: str) -> list[Object]:

@@ -20,7 +20,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +31,8 @@ from elastic.domain.version import VERSION
 from elastic.launcher.flags.request import Request, memory_root
 from elastic.launcher.flags.validators import PRIVATE_CERTS, is_loopback
 from elastic.launcher.run.metrics_endpoint import remote_agent_flag
-from elastic.launcher.run.processes import Child, Lifeline
-from elastic.launcher.run.rundir import RunDir, locked
+from elastic.launcher.run.processes import Child
+from elastic.launcher.run.rundir import RunDir, remove_stale
 from elastic.launcher.run.supervisor import agent_args
 from elastic.metrics import FOLDER
 
@@ -93,8 +93,14 @@ class AgentHost:
 
         The first entry is metrics/NODE.json, whole, if the agent serves metrics.
         """
-        left, found = MAX_LOG_BYTES, []
-        for name, path in self._log_files():
+        left, found, run_dir = MAX_LOG_BYTES, [], self._dir
+        if run_dir is None:
+            return []
+        logs = Path(run_dir.config.log_dir)
+        metrics, others = sorted((run_dir.path / FOLDER).glob("*.json")), sorted(logs.rglob("*"))
+        files = {f"{FOLDER}/{path.name}": path for path in metrics}
+        files |= {str(path.relative_to(logs)): path for path in others}
+        for name, path in files.items():
             offset = offsets.get(name, 0)
             with contextlib.suppress(OSError):  # a directory, or just removed
                 if path.stat().st_size > offset and left > 0 and path.is_file():
@@ -122,17 +128,6 @@ class AgentHost:
             run_dir.close()
             shutil.rmtree(run_dir.path, ignore_errors=True)
 
-    def _log_files(self) -> Iterator[tuple[str, Path]]:
-        """(relative path, path) of the metrics file and of all logs."""
-        run_dir = self._dir
-        if run_dir is None:
-            return
-        for path in sorted((run_dir.path / FOLDER).glob("*.json")):
-            yield f"{FOLDER}/{path.name}", path
-        logs = Path(run_dir.config.log_dir)
-        for path in sorted(logs.rglob("*")):
-            yield str(path.relative_to(logs)), path
-
     def _start(self, spec: AgentSpec) -> Child:
         end_with(os.getppid())
         os.environ.update(spec.environment)
@@ -145,7 +140,7 @@ class AgentHost:
         args = agent_args(config, spec.node, 0, spec.coordinator, spec.host)
         args += remote_agent_flag(config)
         with Path(config.log_dir, CONSOLE.format(node=spec.node)).open("ab") as out:
-            child = Child.start(spec.node, AGENT, args, Lifeline(), out)
+            child = Child(spec.node, AGENT, args, os.pipe()[0], out)
         self._child = child
         if self._stopped:
             child.terminate()
@@ -182,7 +177,7 @@ def _request(spec: AgentSpec) -> Request:
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise UsageError(f"{root} is open to other users: remove it, or set another TMPDIR")
-    remove_stale(root)
+    remove_stale(root.glob("*/"), "launcher.lock", NEW_LOCK_S)
     name = f"{spec.config.job_id}-{spec.node}"
     path, metrics_host = root / name, spec.config.metrics_host
     config = spec.config.of(
@@ -194,17 +189,6 @@ def _request(spec: AgentSpec) -> Request:
         metrics_host=metrics_host if is_loopback(metrics_host) else spec.host,
     )
     return Request(config=config, nodes=(spec.node,), hosts=False, signals=())
-
-
-def remove_stale(root: Path) -> None:
-    """Remove run directories that no process has locked: their processes were killed."""
-    for folder in root.glob("*/"):
-        with contextlib.suppress(OSError):  # another user's, or being removed
-            lock = folder / "launcher.lock"
-            new = time.time() - lock.stat().st_mtime < NEW_LOCK_S
-            if not new and (held := locked(lock, create=False)) is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(held)
 
 
 def write_secret(run_dir: Path, name: str, data: bytes) -> None:

@@ -21,7 +21,6 @@ from elastic.domain.errors import FieldError
 from elastic.launcher.flags.request import Request
 from elastic.launcher.flags.validators import PRIVATE_CERTS
 from elastic.launcher.ray.remote_agent import CONSOLE, AgentSpec
-from elastic.launcher.run.console import ProgressBar
 from elastic.launcher.run.processes import Child
 from elastic.launcher.run.rundir import RunDir
 from elastic.launcher.run.supervisor import Supervisor
@@ -40,7 +39,7 @@ class RemoteAgent(Child):
     """An agent on another machine, as a child of the supervisor. It never raises if lost."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.started = name, time.monotonic()
+        self.name = name
         self.returncode: int | None = None
         self.lost = False
         """The machine or the connection to it was lost."""
@@ -48,10 +47,6 @@ class RemoteAgent(Child):
         """The reason why the agent did not start, or ended."""
         self.offsets: dict[str, int] = {}
         """Number of bytes fetched of each log file, by path below the log directory."""
-
-    @property
-    def pid(self) -> int:
-        return 0  # it is not a process of this machine
 
     def fetch(self) -> list[tuple[str, int, bytes]]:
         """(path, offset, bytes) of logs that arrived since the last call; does not wait."""
@@ -186,9 +181,8 @@ class ClusterSupervisor(Supervisor):
                 file.seek(offset)
                 file.write(data)
             if name == CONSOLE.format(node=agent.name):
-                bar = self._view if isinstance(self._view, ProgressBar) else None
                 with contextlib.suppress(OSError):  # the reader has gone; the job continues
-                    os.write(bar.output if bar else sys.stdout.fileno(), data)
+                    os.write(self._view.output or sys.stdout.fileno(), data)
 
 
 def agent_spec(config: JobConfig, machine: fleet.Machine, node: str, coordinator: str) -> AgentSpec:

@@ -5,23 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 Entry = dict[str, Any]
 """A line of progress.jsonl or events.jsonl."""
-
-
-class ProgressView(Protocol):
-    """Shows progress to the user."""
-
-    def update(self, entry: Entry) -> None:
-        """Show a line of progress.jsonl."""
-
-    def note(self, text: str) -> None:
-        """Print a line."""
-
-    def close(self) -> None:
-        """End the output."""
 
 
 def describe(entry: Entry) -> str:
@@ -43,6 +30,9 @@ class ProgressLines:
 
     A restarted coordinator repeats its last steps; they are not printed again.
     """
+
+    output: int | None = None
+    """Agents inherit this process's standard output and error."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr

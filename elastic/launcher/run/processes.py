@@ -20,46 +20,32 @@ MAX_FAILED_STARTS = 3
 """The job fails when a coordinator dies this often in a row before it leads or stands by."""
 
 
-class Lifeline:
-    """A pipe whose write end only this process holds; children watch its read end.
-
-    `elastic.lifeline` ends a child when this process ends.
-    """
-
-    def __init__(self) -> None:
-        self.read, self._write = os.pipe()
-
-    def close(self) -> None:
-        for end in (self.read, self._write):
-            os.close(end)
-
-
 class Child:
     """A service process and its process group."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        self.name, self._process = name, process
-        self.started = time.monotonic()
-        self.returncode: int | None = None
-
-    @staticmethod
-    def start(
+    def __init__(
+        self,
         name: str,
         module: str,
         args: Sequence[str],
-        lifeline: Lifeline,
-        stdout: int | IO[bytes] | None = None,
-    ) -> Child:
-        """Run `python -m module args...`; `stdout` gets both output streams (None: inherited)."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *args, "--parent-pipe", str(lifeline.read)],
+        lifeline: int,
+        stdout: int | IO[bytes] | None,
+    ) -> None:
+        """Run `python -m module args...`; `stdout` gets both output streams (None: inherited).
+
+        `lifeline` is the read end of a pipe whose write end only this process holds. The child
+        ends when this process ends (`elastic.lifeline`).
+        """
+        self.name = name
+        self.returncode: int | None = None
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *args, "--parent-pipe", str(lifeline)],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.STDOUT if stdout is not None else None,
             start_new_session=True,
-            pass_fds=(lifeline.read,),
+            pass_fds=(lifeline,),
         )
-        return Child(name, process)
 
     @property
     def pid(self) -> int:
@@ -115,7 +101,7 @@ class Coordinators:
         config: JobConfig,
         module: str,
         addresses: tuple[str, ...],
-        lifeline: Lifeline,
+        lifeline: int,
         note: Callable[[str], object],
     ) -> None:
         """`note` prints a line."""
@@ -172,7 +158,7 @@ class Coordinators:
         args += metrics_flag(self._config, slot)
         name = f"coordinator-{slot}" if slot else "coordinator"
         with (self._path / "logs" / f"{name}.out").open("ab") as out:
-            self._children[slot] = Child.start(name, self._module, args, self._lifeline, out)
+            self._children[slot] = Child(name, self._module, args, self._lifeline, out)
 
     def _died(self, slot: int, child: Child) -> str:
         standby = self._path / f"coordinator-{slot}.pid"

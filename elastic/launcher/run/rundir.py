@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import random
 import shutil
 import socket
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from elastic.config import JobConfig
 from elastic.domain.errors import FieldError, UsageError
 from elastic.launcher.flags.request import LOOPBACK, Request
 from elastic.launcher.flags.validators import PRIVATE_CERTS, TOKEN_VARIABLE
@@ -40,7 +42,8 @@ class RunDir:
         if request.in_place:
             _move_aside(self.path)
         (self.path / "logs").mkdir(exist_ok=True)
-        self.config = _with_port(request.config)
+        port = request.config.master_port or free_port("")  # for the workers' own rendezvous
+        self.config = request.config.of(master_port=port)
         self.config.save()
         if request.guard.token:
             write_token(self.path / TOKEN_FILE, request.guard.token)
@@ -51,7 +54,7 @@ class RunDir:
             make_private(self.path / PRIVATE_CERTS, self.config.certs_name)
         os.environ.pop(TOKEN_VARIABLE, None)  # children must not inherit it
         self._memory = Path(self.config.memory_dir)
-        _remove_stale(self._memory.parent)
+        remove_stale(self._memory.parent.glob("elastic-*/"), ".lock")
         self._memory_lock = _make_memory(self._memory)
         _point_latest(self.path)
 
@@ -69,17 +72,11 @@ class RunDir:
 
 def launcher_of(path: Path) -> int | None:
     """Process id of the launcher that uses this run directory, if any."""
-    try:
-        descriptor = os.open(path / "launcher.lock", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        text = os.pread(descriptor, 32, 0).strip()
-        return int(text) if text.isdigit() else None
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(FileNotFoundError):
+        if (lock := locked(path / "launcher.lock", create=False)) is None:
+            text = (path / "launcher.lock").read_text().strip()
+            return int(text) if text.isdigit() else None
+        os.close(lock)
     return None
 
 
@@ -113,11 +110,6 @@ def locked(path: Path, *, create: bool = True) -> int | None:
     return None
 
 
-def _with_port(config: JobConfig) -> JobConfig:
-    """The configuration with a MASTER_PORT for the workers' own rendezvous."""
-    return config if config.master_port else config.of(master_port=free_port(""))
-
-
 def _move_aside(path: Path) -> None:
     """Move the files of an earlier run into attempt-N."""
     earlier = [
@@ -142,13 +134,18 @@ def _make_memory(path: Path) -> int | None:
     return lock
 
 
-def _remove_stale(root: Path) -> None:
-    """Remove memory directories that no launcher has locked: their launchers were killed."""
-    for folder in root.glob("elastic-*/"):
+def remove_stale(folders: Iterable[Path], lock_name: str, min_age_s: float = -math.inf) -> None:
+    """Remove directories that no launcher has locked: their launchers were killed.
+
+    A younger lock file than `min_age_s` may not be locked yet by the process that made it.
+    """
+    for folder in folders:
         with contextlib.suppress(OSError):  # another user's, or being removed
-            if (lock := locked(folder / ".lock", create=False)) is not None:
+            lock = folder / lock_name
+            old = time.time() - lock.stat().st_mtime >= min_age_s
+            if old and (held := locked(lock, create=False)) is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
+                os.close(held)
 
 
 def _point_latest(path: Path) -> None:

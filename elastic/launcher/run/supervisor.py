@@ -34,11 +34,11 @@ from elastic.domain.errors import (
 )
 from elastic.launcher.flags.addresses import AddressState, address_state, local_address
 from elastic.launcher.flags.request import LOOPBACK, Request
-from elastic.launcher.run.console import EVENT_LINES, ProgressBar, event_line, make_view
+from elastic.launcher.run.console import EVENT_LINES, event_line, make_view
 from elastic.launcher.run.event_tail import Follower, read_object
 from elastic.launcher.run.injected import LauncherFaults
 from elastic.launcher.run.metrics_endpoint import check_free, first_agent, metrics_flag
-from elastic.launcher.run.processes import Child, Coordinators, Lifeline
+from elastic.launcher.run.processes import Child, Coordinators
 from elastic.launcher.run.rundir import RunDir, free_port
 from elastic.rpc.security import tls
 from elastic.store.open_store import check_store
@@ -97,14 +97,16 @@ def agent_args(config: JobConfig, node: str, index: int, coordinator: str, host:
     """Arguments of the agent of local node `index`."""
     args = ["--run-dir", config.run_dir, "--node", node, "--coordinator", coordinator]
     args += ["--host", host]
-    lifetime_s = config.lifetime_s(index)
-    optional = {
-        "--domain": config.domain(index),
-        "--device": config.device(index),
-        "--memory": config.node_memory_bytes(index),
-        "--lifetime": f"{lifetime_s:g}" if lifetime_s else "",
+    per_node: dict[str, Sequence[str | float]] = {
+        "--domain": config.domains,
+        "--device": config.devices,
+        "--memory": config.node_memories_bytes,
+        "--lifetime": config.lifetimes_s,
     }
-    return args + [word for flag, value in optional.items() if value for word in (flag, str(value))]
+    for flag, values in per_node.items():
+        if values and (value := values[index % len(values)]):
+            args += [flag, str(value)]
+    return args
 
 
 class Supervisor:
@@ -122,17 +124,18 @@ class Supervisor:
         self._request, self._config, self._path = request, run_dir.config, run_dir.path
         self._address, self._hosting, self._host = coordinator, bool(hosted), host
         self._view = make_view()
-        self._lifeline = Lifeline()
+        self._lifeline = os.pipe()
         self._faults = LauncherFaults(self._config)
         self._progress = Follower(self._path / "progress.jsonl")
         self._events = Follower(self._path / "events.jsonl")
         self._coordinators = Coordinators(
-            self._config, request.services[0], hosted, self._lifeline, lambda s: self._view.note(s)
+            self._config, request.services[0], hosted, self._lifeline[0], self._view.note
         )
         self._agents: list[Child] = []
         self._reported: set[str] = set()
         """Agents whose end was reported."""
-        self._no_agents_since: float | None = None
+        self._no_agents_since = 0.0
+        """0: at least one agent runs, or will join."""
         self._signals: deque[int] = deque()
         self._drain_deadline = 0.0
         self._code: int | None = None
@@ -150,7 +153,8 @@ class Supervisor:
             finally:
                 self._kill_all()
                 self._view.close()
-                self._lifeline.close()
+                for end in self._lifeline:
+                    os.close(end)
         return EXIT_FAILURE if self._code is None else self._code
 
     def _start(self) -> None:
@@ -162,9 +166,8 @@ class Supervisor:
     def _start_agent(self, node: str, index: int) -> None:
         args = agent_args(self._config, node, index, self._address, self._host)
         args += metrics_flag(self._config, first_agent(self._config) + index)
-        console = self._view.output if isinstance(self._view, ProgressBar) else None
         module = self._request.services[1]
-        self._agents.append(Child.start(node, module, args, self._lifeline, console))
+        self._agents.append(Child(node, module, args, self._lifeline[0], self._view.output))
 
     # ---- watching ----
 
@@ -233,24 +236,19 @@ class Supervisor:
                 if agent.returncode != EXIT_OK:
                     self._view.note(f"{agent.name} ended ({agent.how})")
         if any(not agent.ended() for agent in self._agents) or self._faults.joins:
-            self._no_agents_since = None
+            self._no_agents_since = 0.0
             return
         if not self._hosting or self._drain_deadline:
             codes = [agent.returncode or EXIT_OK for agent in self._agents]
             code = next((code if code > 0 else 128 - code for code in codes if code), EXIT_OK)
             as_torchrun = code == EXIT_JOB_FAILED and not self._request.as_service
             self._code = EXIT_FAILURE if as_torchrun else code
-        elif self._config.standalone:
-            self._wait_for_coordinator()
-
-    def _wait_for_coordinator(self) -> None:
-        """When no node is left, wait until the coordinator reports it or the time is up."""
-        now = time.monotonic()
-        self._no_agents_since = now if self._no_agents_since is None else self._no_agents_since
-        if now - self._no_agents_since > self._config.timeouts.alone_s:
-            logs = self._path / "logs"
-            self._view.note(f"every node ended before the job did; logs are in {logs}")
-            self._code = EXIT_FAILURE
+        elif self._config.standalone:  # wait until the coordinator reports it
+            self._no_agents_since = self._no_agents_since or time.monotonic()
+            if time.monotonic() - self._no_agents_since > self._config.timeouts.alone_s:
+                logs = self._path / "logs"
+                self._view.note(f"every node ended before the job did; logs are in {logs}")
+                self._code = EXIT_FAILURE
 
     # ---- injected faults ----
 

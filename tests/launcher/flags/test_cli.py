@@ -15,6 +15,7 @@ from elastic.domain.errors import FieldError, UsageError
 from elastic.launcher import cli
 from elastic.launcher.commands.run import run
 from elastic.launcher.flags.flags import OURS, RAY, TORCHRUN
+from elastic.launcher.run.supervisor import agent_args
 from tests.launcher.flags.wrong_flags import WRONG_FLAGS
 from tests.launcher.helpers import read
 from tests.patience import LONG_S
@@ -285,8 +286,8 @@ def test_configuration_reads_back(place: Path) -> None:
     Path(config.run_dir).mkdir()
     config.save()
     assert load_config(config.run_dir) == config
-    assert config.node_memory_bytes(1) == config.node_memory_bytes(3) == 3 << 29
-    assert [config.domain(i) for i in range(4)] == ["a", "a", "b", "b"]
+    last = agent_args(config, "node3", 3, "a:1", "b")
+    assert last[-4:] == ["--domain", "b", "--memory", str(3 << 29)]
     (place / "out" / "config.json").write_text('{"job_id": 1}')
     with pytest.raises(FieldError, match="JobConfig"):
         load_config(config.run_dir)

@@ -160,6 +160,7 @@ WRONG_FLAGS = [
     (["--backend", "ray", "--nnodes", "2", "--node-rank", "1"], "--node-rank"),
     (["--backend", "ray", "--master-port", "29500"], "--master-port"),
     (["--backend", "ray", "--link", "latency=1ms"], "--link"),
+    (["--backend", "ray", "--grace", "20"], "--grace"),
     (["--backend", "ray", "--domain", "a,b"], "--domain"),
     (["--backend", "ray", "--fault", "join step=2"], "--fault"),
     (["--standalone", "--fault", "slow-link node=0"], "--link"),

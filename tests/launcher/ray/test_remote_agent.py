@@ -22,7 +22,7 @@ from elastic.domain import codec
 from elastic.domain.errors import UsageError
 from elastic.launcher.ray import remote_agent
 from elastic.launcher.ray.remote_agent import AgentHost, AgentSpec
-from elastic.launcher.run.rundir import locked
+from elastic.launcher.run.rundir import locked, remove_stale
 from tests.launcher.helpers import gone, wait_until
 from tests.patience import LONG_S
 
@@ -175,7 +175,7 @@ def test_leftovers_of_killed_hosts_are_removed(tmp_path: Path) -> None:
     for folder in (held, left):
         os.utime(folder / "launcher.lock", (0, 0))
     lock = locked(held / "launcher.lock")
-    remote_agent.remove_stale(tmp_path)
+    remove_stale(tmp_path.glob("*/"), "launcher.lock", remote_agent.NEW_LOCK_S)
     assert held.exists() and young.exists() and not left.exists()
     assert lock is not None
     os.close(lock)
