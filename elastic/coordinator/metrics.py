@@ -40,8 +40,8 @@ PREDICTION_S = 15.0
 """Time for which a prediction is used while the plan stays."""
 _EVENT_LABELS = {
     job.Heartbeats: "beat",
-    job.NodeReported: "report",
-    job.StepFinished: "step",
+    m.NodeReport: "report",
+    m.StepDone: "step",
     type(None): "rules",
 }
 

@@ -21,7 +21,6 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import astuple
 from functools import partial
@@ -68,7 +67,7 @@ TICK_S, MAX_TICK_S = 0.05, 0.25
 take at most a tenth of a core."""
 ANSWER_S = 10.0
 """Time after which a request of the command line is given up; the command waits less."""
-NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, job.HealthReported, type(None))
+NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, HealthReport, type(None))
 """Events after which the state is saved only if actions follow; None stands for the rules."""
 MAX_BATCH = 512
 """Maximum number of events that are taken at once."""
@@ -103,7 +102,6 @@ class Coordinator:
         self._commits = CheckpointCommits(Path(config.checkpoint_dir), self._events.put)
         self._rules_due = self._to_save = self._adopted = False
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
-        self._message_handlers = self._handlers_by_type()
         self._load()
         self._records = RunRecords(self._run_dir)
         self._endpoint, self._metrics = endpoint, endpoint.metrics
@@ -207,52 +205,33 @@ class Coordinator:
         else:
             self._apply(item)
 
-    def _handlers_by_type(self) -> dict[type, Callable[[ClientSession, Any], None]]:
-        """One handler per type of message. NoneType stands for the end of a session."""
-        return {
-            type(None): lambda session, _: self._disconnected(session),
-            m.NodeReport: self._handle_report,
-            m.Heartbeat: self._handle_heartbeat,
-            m.StepDone: self._handle_step,
-            m.Notice: self._handle_notice,
-            m.BackupNote: self._handle_backup_note,
-            HealthReport: lambda _, message: self._apply(job.HealthReported(message)),
-            m.CheckpointPart: lambda _, part: self._apply(
-                job.CheckpointPartWritten(part.step, part.layers)
-            ),
-            m.RefusalNote: lambda _, message: self._rejected(*astuple(message)),
-        }
-
     def _handle_message(self, session: ClientSession, message: Any) -> None:
-        if message is not None and not self._filter.admit(self._state, session, message):
+        """Handle a message of an agent; None: the session has ended."""
+        if message is None:
+            self._disconnected(session)
             return
-        handler = self._message_handlers.get(type(message))
-        if handler is not None:
-            handler(session, message)
-
-    def _handle_report(self, session: ClientSession, report: m.NodeReport) -> None:
-        self._filter.admitted(report)
-        connected = self._sessions.get(report.info.node) is not session
-        self._sessions[report.info.node] = session
-        self._apply(job.NodeReported(report, connected))
-
-    def _handle_heartbeat(self, session: ClientSession, message: m.Heartbeat) -> None:
-        self._sessions.setdefault(message.node, session)
-        self._heartbeats.append(message)
-
-    def _handle_step(self, session: ClientSession, message: m.StepDone) -> None:
-        self._saver.hold(None, partial(self._records.step, message, self._state))
-        self._saver.hold(None, partial(self._metrics.stepped, message, self._state))
-        if authorization.is_member(self._state, session.sender):
-            self._apply(job.StepFinished(message.record, message.seconds))
-
-    def _handle_notice(self, session: ClientSession, message: m.Notice) -> None:
-        self._sessions.setdefault(message.node, session)
-        self._apply(message)
-
-    def _handle_backup_note(self, session: ClientSession, note: m.BackupNote) -> None:
-        if note.kind in m.BACKUP_NOTES:
-            self._apply(job.BackupReported(note.kind, note.owner, note.keeper, note.detail))
+        if not self._filter.admit(self._state, session, message):
+            return
+        match message:
+            case m.NodeReport():
+                self._filter.admitted(message)
+                self._sessions[message.info.node] = session
+                self._apply(message)
+            case m.Heartbeat():
+                self._sessions.setdefault(message.node, session)
+                self._heartbeats.append(message)
+            case m.StepDone():
+                self._saver.hold(None, partial(self._records.step, message, self._state))
+                self._saver.hold(None, partial(self._metrics.stepped, message, self._state))
+                if authorization.is_member(self._state, session.sender):
+                    self._apply(message)
+            case m.Notice():
+                self._sessions.setdefault(message.node, session)
+                self._apply(message)
+            case m.RefusalNote():
+                self._rejected(*astuple(message))
+            case _:
+                self._apply(message)
 
     def _rejected(self, *fields: Any) -> None:
         """Record a rejection; `fields` are those of `RefusalNote`. The next tick writes it."""
@@ -306,7 +285,7 @@ class Coordinator:
         self._state, actions, reason = result
         hold = self._saver.hold
         new_phase = self._state.phase is not before.phase
-        if isinstance(event, job.NodeReported) and not actions:
+        if isinstance(event, m.NodeReport) and not actions:
             self._saver.save_later(self._state)
         elif actions or not isinstance(event, NEEDS_NO_SAVE):
             self._to_save = True

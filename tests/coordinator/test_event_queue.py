@@ -99,7 +99,7 @@ def waiting_job(*nodes: str) -> JobState:
     state = JobState(policy=Policy(min_nodes=len(nodes) + 1))
     for node in nodes:
         report = NodeReport(NodeInfo(node, f"{node}-1", "h:1"), NodePhase.EMPTY, 0)
-        state, _, _ = record_event(state, job.NodeReported(report), START)
+        state, _, _ = record_event(state, report, START)
     state, _, _ = apply_rules(state, START)
     assert state.phase is JobPhase.WAITING and set(state.members) == set(nodes)
     return state

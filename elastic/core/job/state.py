@@ -13,7 +13,6 @@ from typing import Any
 from elastic.core.health.backup_metrics import BackupMetrics
 from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.health.diagnosis import HealthLimits, NodeHealth
-from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import Heartbeat as Heartbeat
 from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
@@ -310,16 +309,7 @@ class JobState:
         return replace(self, **changes)
 
 
-# ---- events; `Heartbeat` of the protocol is one as well ----
-
-
-@dataclass(frozen=True, slots=True)
-class NodeReported:
-    """Report of a node: when it joins, after each change of its condition, after a reconnect."""
-
-    report: NodeReport
-    connected: bool = False
-    """First report over a new connection."""
+# ---- events; messages of agents are events as well ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,34 +337,6 @@ class Tick:
 class DrainRequested:
     node: str
     deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepFinished:
-    record: StepRecord
-    seconds: float = 0.0
-    """Duration of the step; 0: unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class BackupReported:
-    """A problem with copies, from an `elastic.core.protocol.messages.BackupNote`."""
-
-    kind: str
-    owner: str
-    keeper: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class HealthReported:
-    report: HealthReport
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointPartWritten:
-    step: int
-    layers: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from elastic.core.job.quarantine import Findings, add_finding, clear_finding, re
 from elastic.core.job.state import (
     Cause,
     CauseKind,
-    HealthReported,
     JobAction,
     JobFinished,
     JobPhase,
@@ -184,9 +183,8 @@ def _without_old_records(state: JobState, now: float) -> JobState:
 # ---- health reports ----
 
 
-def health_reported(state: JobState, event: HealthReported, now: float) -> JobTransition:
+def health_reported(state: JobState, report: HealthReport, now: float) -> JobTransition:
     """Record a health report and the findings from it."""
-    report = event.report
     member = state.members.get(report.node)
     former = member is None or member.report.info.incarnation != report.incarnation
     if former or state.ending is not None:

@@ -138,7 +138,7 @@ def test_limits_are_logged_at_the_start_and_on_changes() -> None:
     assert note.data["silence_s"] == 3.0 and note.data["stuck_s"] == 60.0
     _, actions, _ = transition(state, job.Tick(), 1.1)
     assert actions == ()
-    slow = job.StepFinished(StepRecord(0, 1.0, 1.0, 1.0), 90.0)
+    slow = m.StepDone(1, StepRecord(0, 1.0, 1.0, 1.0), 90.0, 0.1)
     state, actions, _ = transition(state, slow, 1.2)
     (note,) = [a for a in actions if isinstance(a, LogEntry) and a.kind == "timeouts"]
     assert note.data == {
