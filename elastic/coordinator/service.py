@@ -39,7 +39,7 @@ from elastic.coordinator.leadership import (
     RunMembership,
     stand_by,
 )
-from elastic.coordinator.metrics import CoordinatorStatus, MetricsEndpoint
+from elastic.coordinator.metrics import CoordinatorMetrics, CoordinatorStatus
 from elastic.coordinator.queries import Query, recent, reply
 from elastic.coordinator.records import run_directory
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits, Commit
@@ -53,6 +53,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
 from elastic.domain import codec
 from elastic.domain.errors import EXIT_FAILURE, ElasticError, StaleError
+from elastic.metrics import MetricsAddress, serve
 from elastic.planning.placement.assignment import FEW
 from elastic.rpc.control.server import ClientSession, Server
 from elastic.rpc.security import tls
@@ -92,7 +93,7 @@ class Coordinator:
         store: Store,
         lease: Lease,
         run: RunMembership,
-        endpoint: MetricsEndpoint,
+        metrics: CoordinatorMetrics,
     ) -> None:
         self._config, self._clock, self._run_dir = config, WallClock(), Path(config.run_dir)
         self._store, self._lease, self._run = store, lease, run
@@ -104,7 +105,7 @@ class Coordinator:
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
         self._load()
         self._records = RunRecords(self._run_dir)
-        self._endpoint, self._metrics = endpoint, endpoint.metrics
+        self._metrics = metrics
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
         self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put)
         REJECTIONS.subscribe(self._events.put)
@@ -118,14 +119,19 @@ class Coordinator:
             keepalive_s=config.timeouts.keepalive_s,
             prompt=True,
         )
-        endpoint.lead(lambda: (self._state, self._status()))
+        metrics.lead(self._status)
 
     def _tick_interval_s(self) -> float:
         return max(TICK_S, min(MAX_TICK_S, 10 * self._rules_s))
 
     def _status(self) -> CoordinatorStatus:
-        term, queued = self._lease.token, len(self._events)
-        return CoordinatorStatus(self._keeper.certain, term, queued, self._saver.nbytes)
+        return CoordinatorStatus(
+            state=self._state,
+            leads=self._keeper.certain,
+            term=self._lease.token,
+            queued=len(self._events),
+            state_bytes=self._saver.nbytes,
+        )
 
     def _load(self) -> None:
         """Take over the state in the store, or begin a new run. Raises StoreUnavailable or
@@ -149,7 +155,7 @@ class Coordinator:
             self._announce()
             return self._serve()
         finally:
-            self._endpoint.stand_by()
+            self._metrics.stand_by()
             self._events.close()
             self._keeper.close()
             REJECTIONS.unsubscribe(self._events.put)
@@ -382,7 +388,10 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     holder = config.job_id if alone else f"{config.job_id}/{slot}.{os.getpid()}"
     run_dir, clock, store = Path(config.run_dir), WallClock(), open_store(config)
     run, name = RunMembership(store, run_dir), run_directory.coordinator_name(slot)
-    endpoint = MetricsEndpoint(config, name, metrics_port, clock.now)
+    metrics = CoordinatorMetrics(config.job_id, clock.now)
+    host, folder, certs = config.metrics_host, config.run_dir, config.certs
+    where = MetricsAddress(host, metrics_port, folder, config.job_id, name, "coordinator", certs)
+    served = serve(metrics.registry, where)
     ttl_s = SHARED_LEASE_S if config.store.shared else LEASE_S
     try:
         if config.max_nodes > FEW:  # the planner needs it later, and it is slow to import
@@ -396,7 +405,7 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
             if config.store.shared and result:  # another coordinator of this machine has ended it
                 return int(result.get("code", EXIT_FAILURE))
             try:
-                return Coordinator(config, address, store, lease, run, endpoint).run()
+                return Coordinator(config, address, store, lease, run, metrics).run()
             except StaleError as error:
                 log.error("another coordinator took over: %s", error)
                 if not config.store.shared:
@@ -404,7 +413,8 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
             except StoreUnavailable as error:
                 log.warning("the store went away during the takeover: %s", error)
     finally:
-        endpoint.close()
+        if served is not None:
+            served.close()
         store.close()
 
 

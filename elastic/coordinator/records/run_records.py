@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.coordinator.records.run_directory import overwrite_file, replace_file
-from elastic.coordinator.records.run_summary import plan_entry, summarize
+from elastic.coordinator.records.run_summary import plan_entry, plan_shape, summarize
 from elastic.core.job.goodput import recovery_entry
 from elastic.core.job.state import ChangeCompleted, JobState
 from elastic.core.protocol import messages as m
@@ -227,11 +227,6 @@ class RunRecords:
             self._draft.replace(self.run_dir / "exit.json")
         except OSError:
             replace_file(self.run_dir / "exit.json", text)
-
-
-def plan_shape(plan: Plan) -> str:
-    """Numbers of stages per pipeline, such as 3+1."""
-    return "+".join(str(len(p.stages)) for p in plan.pipelines)
 
 
 def _try(path: Path, write: Callable[[], object]) -> None:
