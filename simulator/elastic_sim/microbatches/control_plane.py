@@ -282,7 +282,7 @@ class SimulatedAgent:
 
     def _act(self, action: core.NodeAction) -> None:
         match action:
-            case core.SendToWorkers(message, _):
+            case core.SendToWorkers(message):
                 if self.worker is not None:
                     self.worker.order(message)
             case core.SpawnWorkers():
