@@ -24,7 +24,7 @@ from elastic.core.job import state as job
 from elastic.core.job.goodput import NodeTimeAccount
 from elastic.core.job.measured_conditions import measured_profile
 from elastic.core.job.state import CauseKind, JobPhase, JobState, LossKind, Member, Tick
-from elastic.core.job.stragglers import compute_slowdown, slowdowns, speed_of
+from elastic.core.job.stragglers import slowdowns, speed_of
 from elastic.core.protocol import messages as m
 from elastic.domain.version import VERSION
 from elastic.metrics import FAST_S, RECOVERY_S, STEP_S, new_registry
@@ -174,12 +174,11 @@ class CoordinatorMetrics(Collector):
         if after.plan is not before.plan:
             self.step_s.clear()
 
-    def handled(self, event: Any, seconds: float) -> float:
-        """Count the time to record `event`, or (None) to apply the rules. Returns `seconds`."""
+    def handled(self, event: Any, seconds: float) -> None:
+        """Count the time to record `event`, or (None) to apply the rules."""
         if isinstance(event, Tick):
             self._late.observe(event.late_s)
         self._decision.labels(EVENT_LABELS.get(type(event), "other")).observe(seconds)
-        return seconds
 
     def logged(self, kind: str) -> None:
         """Count an entry of the event log that is no action; `decided` counts actions."""
@@ -311,7 +310,7 @@ def _membership(state: JobState, now: float) -> Iterator[Metric]:
     silent = {node: max(0.0, now - mb.seen) for node, mb in sorted(state.members.items())}
     text = "Seconds since a node's last heartbeat"
     yield _by_label(GaugeMetricFamily, "node_silence_seconds", text, "node", silent)
-    slow = {node: compute_slowdown(state, node) for node in silent}
+    slow = {node: speed_of(state, node).factor for node in silent}
     text = "Computation time of a node relative to the expected time"
     yield _by_label(GaugeMetricFamily, "node_slowdown_ratio", text, "node", slow)
 

@@ -21,8 +21,9 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,6 @@ from elastic.coordinator.records.checkpoint_commit import CheckpointCommits, Com
 from elastic.coordinator.records.run_records import RunRecords
 from elastic.coordinator.records.state_saver import StateSaver
 from elastic.coordinator.session_filter import SessionFilter
-from elastic.core.coordinator import authorization
 from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job import state as job
 from elastic.core.protocol import messages as m
@@ -205,7 +205,7 @@ class Coordinator:
         elif isinstance(item, Future):
             self._committed(item)
         elif isinstance(item, RejectionNotice):
-            self._rejected("coordinator", *astuple(item))
+            self._rejected(m.RefusalNote("coordinator", *astuple(item)))
         elif isinstance(item, tuple):
             self._handle_message(*item)
         else:
@@ -220,7 +220,6 @@ class Coordinator:
             return
         match message:
             case m.NodeReport():
-                self._filter.admitted(message)
                 self._sessions[message.info.node] = session
                 self._apply(message)
             case m.Heartbeat():
@@ -229,19 +228,19 @@ class Coordinator:
             case m.StepDone():
                 self._saver.hold(None, partial(self._records.step, message, self._state))
                 self._saver.hold(None, partial(self._metrics.stepped, message, self._state))
-                if authorization.is_member(self._state, session.sender):
+                if session.sender in self._state.members:  # else it is only logged
                     self._apply(message)
             case m.Notice():
                 self._sessions.setdefault(message.node, session)
                 self._apply(message)
             case m.RefusalNote():
-                self._rejected(*astuple(message))
+                self._rejected(message)
             case _:
                 self._apply(message)
 
-    def _rejected(self, *fields: Any) -> None:
-        """Record a rejection; `fields` are those of `RefusalNote`. The next tick writes it."""
-        self._saver.hold(None, partial(self._records.refused, *fields))
+    def _rejected(self, note: m.RefusalNote) -> None:
+        """Record a rejection; the next tick writes it."""
+        self._saver.hold(None, partial(self._records.event, "refused", asdict(note)))
 
     def _disconnected(self, session: ClientSession) -> None:
         for node in [n for n, s in self._sessions.items() if s is session]:
@@ -262,11 +261,8 @@ class Coordinator:
     def _apply(self, event: Any) -> None:
         """Record an event in the state. `_decide` follows."""
         self._apply_heartbeats()
-        before, began, now = self._state, time.perf_counter(), self._now
-        result = record_event(before, event, now)
-        self._metrics.handled(event, time.perf_counter() - began)
+        self._follow(event, partial(record_event, event=event))
         self._rules_due = self._rules_due or not isinstance(event, job.Heartbeats)
-        self._follow(event, before, result, now)
 
     def _decide(self) -> None:
         """Apply the rules once to all recorded events; save and act."""
@@ -274,21 +270,19 @@ class Coordinator:
         while self._rules_due or self._to_save:
             if self._rules_due:
                 self._rules_due = False
-                before, began, now = self._state, time.perf_counter(), self._now
-                result = apply_rules(before, now)
-                self._rules_s = self._metrics.handled(None, time.perf_counter() - began)
-                self._follow(None, before, result, now)
+                self._rules_s = self._follow(None, apply_rules)
             if self._to_save:
                 self._to_save = False
                 self._saver.save(self._state)
         self._saver.flush()
 
-    def _follow(
-        self, event: Any, before: job.JobState, result: job.JobTransition, now: float
-    ) -> None:
-        """Adopt a transition. All that follows from it is held back until the state is saved.
-        `event` is None if the rules were applied."""
-        self._state, actions, reason = result
+    def _follow(self, event: Any, decide: Callable[..., job.JobTransition]) -> float:
+        """Make a transition; return its duration in seconds. All that follows from it is held back
+        until the state is saved. `event` is None if the rules are applied."""
+        before, now, began = self._state, self._now, time.perf_counter()
+        self._state, actions, reason = decide(before, now=now)
+        seconds = time.perf_counter() - began
+        self._metrics.handled(event, seconds)
         hold = self._saver.hold
         new_phase = self._state.phase is not before.phase
         if isinstance(event, m.NodeReport) and not actions:
@@ -305,6 +299,7 @@ class Coordinator:
         for action in actions:
             key = action if isinstance(action, job.Send) and self._saver.away else None
             hold(key, partial(self._act, action, self._state))
+        return seconds
 
     # ---- actions out ----
 

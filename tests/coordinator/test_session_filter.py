@@ -71,7 +71,6 @@ def test_a_restarted_agent_is_admitted_after_the_old_connection_closes() -> None
     assert session.last().retry_s <= 0.5
     state = closed(state)
     assert admit(filter, state, session, report)
-    filter.admitted(report)
     state, _, _ = transition(state, report, state.updated_at)
     assert state.members[NODE].report.info.incarnation == "again"
     assert (

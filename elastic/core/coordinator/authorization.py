@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from elastic.core.protocol.fault_spec import node_id
 from elastic.core.protocol.health_report import MAX_ENTRIES, HealthReport
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import FieldError
-from elastic.domain.types import NodeInfo
 
 FORGED, STALE, MALFORMED = "forged", "stale", "malformed"
 MAX_COUNT = 1 << 53
@@ -54,26 +52,16 @@ class Rejection:
     """Answer the sender that it is not a member."""
 
 
-def check_message(
-    state: JobState, sender: str, message: Any, retired: Container[tuple[str, str]] = ()
-) -> Rejection | None:
-    """Check a message on a session of node `sender`; None: it is accepted.
-
-    `retired`: (node, incarnation) of members that joined again as another incarnation.
-    """
+def check_message(state: JobState, sender: str, message: Any) -> Rejection | None:
+    """Check a message on a session of node `sender`; None: it is accepted."""
     try:
         node_id(sender)
     except FieldError:
         return Rejection(FORGED, f"a session of {sender!r}, which is not the name of a node")
-    rejection = _check_sender(state, sender, message, retired)
+    rejection = _check_sender(state, sender, message)
     if rejection is None and (problem := invalid_field(message)):
         return Rejection(MALFORMED, f"{sender} sent {problem}")
     return rejection
-
-
-def is_member(state: JobState, sender: str) -> bool:
-    """Whether `sender` is a member. A step that a former member reports is only logged."""
-    return sender in state.members
 
 
 def invalid_field(message: Any) -> str:
@@ -123,9 +111,7 @@ def _bounded_fields(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if f"{kind.__name__}.{name}" not in UNBOUNDED)
 
 
-def _check_sender(
-    state: JobState, sender: str, message: Any, retired: Container[tuple[str, str]]
-) -> Rejection | None:
+def _check_sender(state: JobState, sender: str, message: Any) -> Rejection | None:
     kind, node = type(message).__name__, _named_node(message, sender)
     if node is None:
         return Rejection(FORGED, f"{kind} is not a message of nodes")
@@ -134,10 +120,11 @@ def _check_sender(
     problem = _out_of_range(state, message)
     if problem:
         return Rejection(MALFORMED, problem)
-    info = state.members[sender].report.info if sender in state.members else None
+    member = state.members.get(sender)
+    info = member.report.info if member is not None else None
     match message:
         case m.NodeReport():
-            return _check_report(sender, message, info, retired)
+            return _check_report(state, sender, message)
         case m.Heartbeat() if info is None or message.incarnation != info.incarnation:
             return Rejection(STALE, f"{sender} is not a member (any more)", fence=True)
         case m.Notice() | HealthReport():  # of an unknown node it has no effect
@@ -188,10 +175,7 @@ def _out_of_range(state: JobState, message: Any) -> str:
     return ""
 
 
-def _check_report(
-    sender: str, report: m.NodeReport, known: NodeInfo | None, retired: Container[tuple[str, str]]
-) -> Rejection | None:
-    """`known`: the present member of this name."""
+def _check_report(state: JobState, sender: str, report: m.NodeReport) -> Rejection | None:
     foreign = [copy for copy in report.inventory if copy.node not in ("", sender)]
     if foreign:
         return Rejection(FORGED, f"{sender} lists a copy of {foreign[0].node}'s vault")
@@ -203,10 +187,11 @@ def _check_report(
     counts = [report.epoch, report.restart, report.step, report.microbatch]
     if not all(-1 <= n < MAX_COUNT for n in (*counts, info.workers, info.memory_bytes)):
         return Rejection(MALFORMED, f"a number in the report of {sender} is out of range")
-    if known is not None and known.incarnation == incarnation:
+    member = state.members.get(sender)
+    if member is not None and member.report.info.incarnation == incarnation:
         return None
     new = report.phase is NodePhase.EMPTY and report.epoch <= 0 and report.restart < 0
-    if new and (sender, incarnation) not in retired:
+    if new and (sender, incarnation) not in state.retired:
         return None
     return Rejection(STALE, f"{sender} ({incarnation}) is not a member (any more)", fence=True)
 
@@ -217,7 +202,6 @@ def _check_step(state: JobState, sender: str, done: m.StepDone) -> Rejection | N
     if done.epoch > state.epoch:
         text = f"a step of epoch {done.epoch}, but the newest epoch is {state.epoch}"
         return Rejection(FORGED, text)
-    known = state.record.step if state.record is not None else -1
-    if not is_member(state, sender) and (step > known or done.epoch >= state.epoch):
+    if sender not in state.members and (step > state.newest_step or done.epoch >= state.epoch):
         return Rejection(STALE, f"{sender} is not a member, but reports step {step}")
     return None

@@ -69,7 +69,7 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
     if report.suspects and not state.suspected_since and report.epoch == state.epoch:
         state = state.of(suspected_since=now)
     records = [h.record for h in report.halted if h.record and state.phase is JobPhase.HALTING]
-    if records and (state.record is None or records[-1].step > state.record.step):
+    if records and records[-1].step > state.newest_step:
         state = state.of(record=records[-1])
     state, findings = remediation.workers_failed(state, was, report, now)
     reason = f"{node}: {report.phase}" if report.phase is not was.phase else ""
@@ -133,10 +133,6 @@ def _missed_orders(state: JobState, node: str) -> tuple[JobAction, ...]:
     return orders
 
 
-def _heartbeat(state: JobState, event: Heartbeat, now: float) -> JobTransition:
-    return _heartbeats(state, Heartbeats((event,)), now)
-
-
 def _heartbeats(state: JobState, event: Heartbeats, now: float) -> JobTransition:
     """Record heartbeats together: one by one, each would copy the dict of members."""
     members, accepted = dict(state.members), []
@@ -185,7 +181,7 @@ def _drain_requested(state: JobState, event: DrainRequested, now: float) -> JobT
 
 def _step_finished(state: JobState, event: m.StepDone, now: float) -> JobTransition:
     step = event.record.step
-    if step <= state.logged_step or (state.record is not None and step < state.record.step):
+    if step <= state.logged_step or step < state.newest_step:
         return state, (), ""
     if state.plan is not None:
         epoch = state.plan.epoch
@@ -235,7 +231,7 @@ def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: floa
 
 def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTransition:
     # All members reconnect at the same time.
-    late = now + state.policy.adopt_s + len(state.members) / MAX_HEARTBEATS_PER_S
+    late = now + state.limits.adopt_s + len(state.members) / MAX_HEARTBEATS_PER_S
     members = {
         node: replace(member, connected=False, closed_at=late, seen=late)
         for node, member in state.members.items()
@@ -248,13 +244,9 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
     return state.of(members=members), tuple(actions), "took the job over"
 
 
-def _tick(state: JobState, event: Tick, now: float) -> JobTransition:
-    return (state if event.late_s == state.late_s else state.of(late_s=event.late_s)), (), ""
-
-
 EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
     m.NodeReport: _node_reported,
-    Heartbeat: _heartbeat,
+    Heartbeat: lambda state, beat, now: _heartbeats(state, Heartbeats((beat,)), now),
     Heartbeats: _heartbeats,
     ConnectionClosed: _connection_closed,
     DrainRequested: _drain_requested,
@@ -264,6 +256,6 @@ EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
     m.BackupNote: _backup_note,
     HealthReport: remediation.health_reported,
     CheckpointCommitted: _checkpoint_committed,
-    Tick: _tick,
+    Tick: lambda state, tick, now: (state.of(late_s=tick.late_s), (), ""),
     CoordinatorFailover: _failover,
 }

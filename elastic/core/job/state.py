@@ -52,10 +52,6 @@ class Policy:
     heartbeat_s: float = 0.5
     lease_s: float = 3.0
     """A member that is silent for this time is lost."""
-    grace_s: float = 0.15
-    """A member whose connection closed is lost if it does not reconnect within this time."""
-    adopt_s: float = 2.0
-    """Time for members to report after a restart of the coordinator."""
     last_call_s: float = 1.0
     """Wait for nodes beyond the minimum, up to the maximum, before the launch."""
     master_addr: str = ""
@@ -94,15 +90,14 @@ class Member:
         return self.report.info.node
 
     @property
+    def workers_gone(self) -> bool:
+        """No worker runs: not started yet, restarting, or failed."""
+        return self.report.phase in (NodePhase.EMPTY, NodePhase.STARTING, NodePhase.FAILED)
+
+    @property
     def halted(self) -> bool:
         """The inventory of its vault is complete and no worker computes."""
-        return self.report.phase in (
-            NodePhase.HALTED,
-            NodePhase.IDLE,
-            NodePhase.EMPTY,
-            NodePhase.STARTING,
-            NodePhase.FAILED,
-        )
+        return self.workers_gone or self.report.phase in (NodePhase.HALTED, NodePhase.IDLE)
 
 
 class LossKind(StrEnum):
@@ -293,6 +288,11 @@ class JobState:
     @property
     def limits(self) -> Timeouts:
         return self.timeouts or budget(self.policy.lease_s, heartbeat_s=self.policy.heartbeat_s)
+
+    @property
+    def newest_step(self) -> int:
+        """Newest step known to be finished; -1: none."""
+        return self.record.step if self.record is not None else -1
 
     @property
     def stable(self) -> bool:

@@ -240,7 +240,7 @@ def test_a_closed_connection_is_lost_after_the_grace_time() -> None:
     )
     assert not sent(actions, m.Fenced)
     after, actions, reason = transition(
-        state, job.Tick(), state.updated_at + state.policy.grace_s + 0.01
+        state, job.Tick(), state.updated_at + state.limits.closed_s + 0.01
     )
     assert reason == "node1 lost: connection closed; epoch 2: node1 lost"
     assert after.phase is JobPhase.HALTING and not change_of(after).boundary

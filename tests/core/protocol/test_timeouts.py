@@ -125,7 +125,6 @@ def test_policy_and_configuration_agree() -> None:
         made = config(lease_s=silence_s, heartbeat_s=budget(silence_s).heartbeat_s)
         policy, limits = policy_of(made), made.timeouts
         assert (policy.lease_s, policy.heartbeat_s) == (limits.lease_s, limits.heartbeat_s)
-        assert (policy.grace_s, policy.adopt_s) == (limits.closed_s, limits.adopt_s)
         assert JobState(policy=policy).limits == limits
         assert status(JobState(policy=policy))["timeouts"]["bulk_s"] == limits.bulk_s
     assert config(lease_s=9.0, heartbeat_s=4.0).timeouts.heartbeat_s == 4.0

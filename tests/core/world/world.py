@@ -384,7 +384,7 @@ class CoordinatorShell:
         ):
             return
         away = agent.away_s(before.policy.lease_s)
-        assert away > before.policy.grace_s, f"healthy {node} is fenced at {self.world.now}"
+        assert away > before.limits.closed_s, f"healthy {node} is fenced at {self.world.now}"
         self.world.lose_vault(node)
 
     def _check_failure(self) -> None:
