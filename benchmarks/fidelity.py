@@ -35,7 +35,7 @@ from elastic_sim.microbatches.validate import (
 
 from benchmarks.emulated import equal_layers, run, shaped
 from benchmarks.results import Row, save
-from elastic.core.protocol.fault_spec import format_fault, parse_fault
+from elastic.core.protocol.fault_spec import parse_fault
 
 LINK, BYTES_PER_S = "80Mbit", 10e6
 COPY_BYTES_PER_S = 1e9
@@ -153,11 +153,9 @@ def shifted(case: FidelityCase, faults: tuple[str, ...], number: int) -> tuple[s
     """The faults of run `number`: at other micro-batches than in the runs before."""
     specs = [parse_fault(text) for text in faults]
     return tuple(
-        format_fault(
-            replace(spec, microbatch=(spec.microbatch + SHIFT * number) % case.microbatches)
-        )
-        if spec.microbatch is not None
-        else format_fault(spec)
+        spec.text
+        if spec.microbatch is None
+        else replace(spec, microbatch=(spec.microbatch + SHIFT * number) % case.microbatches).text
         for spec in specs
     )
 

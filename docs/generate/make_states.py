@@ -25,7 +25,8 @@ transitions. For example, a lost node takes the job from `running` through `halt
 `installing` back to `running`. Terms are in the [glossary](../glossary.md).
 
 `python docs/generate/make_states.py` writes this page from the tables
-`elastic.core.coordinator.transitions.RULES` and `elastic.core.node.node.MOVES`. Do not edit it.
+`elastic.core.coordinator.transitions.RULES` and `elastic.core.node.node.PHASE_CHANGES`. Do not edit
+it.
 
 Both machines are pure functions (state, event, time) -> (state, actions, reason). The services in
 `elastic/coordinator` and `elastic/agent` pass events to them one at a time and execute the actions.
@@ -84,11 +85,7 @@ def job_part() -> str:
     rules = coordinator.RULES
     arrows = [(p.value, "", after.value) for p, (_, ends) in rules.items() for after in ends]
     ends = [p.value for p, (_, followers) in rules.items() if not followers]
-    names = {
-        p.value: ", ".join(f"`{rule.__name__}`" for rule in named)
-        for p, (named, _) in rules.items()
-    }
-    deciding = {phase: f"Decided by {name}." for phase, name in names.items() if phase not in ends}
+    deciding = {p.value: f"Decided by `{rule.__name__}`." for p, (rule, _) in rules.items() if rule}
     items = phases(job.JobPhase, docstrings(job, job.JobPhase), deciding)
     return "\n".join((JOB, diagram("waiting", arrows, ends), "", *items))
 

@@ -362,8 +362,8 @@ class NodeAgent:
 
     def _act(self, action: core.NodeAction) -> None:
         match action:
-            case core.SendToWorkers(message, rank):
-                self._workers.send(message, rank)
+            case core.SendToWorkers(message):
+                self._workers.send(message)
             case core.SpawnWorkers(launch):
                 self._spawn(launch)
             case core.KillWorkers(reason):

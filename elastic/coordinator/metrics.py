@@ -1,160 +1,156 @@
 """Metrics of the coordinator; docs/operate/metrics.md lists them.
 
 `CoordinatorMetrics` counts transitions, their actions and the messages of the records, on the
-coordinator's thread. `JobCollector` computes gauges from the job's state at each scrape, on the
-scraper's thread: a state is immutable. `MetricsEndpoint` serves both.
+coordinator's thread. It computes gauges from the job's state at each scrape, on the scraper's
+thread: a state is immutable.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from elastic.config import JobConfig
+from elastic.coordinator.records.run_summary import plan_shape
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.goodput import NodeTimeAccount
 from elastic.core.job.measured_conditions import measured_profile
 from elastic.core.job.state import CauseKind, JobPhase, JobState, LossKind, Member, Tick
-from elastic.core.job.stragglers import compute_slowdown, slowdowns, speed_of
+from elastic.core.job.stragglers import slowdowns, speed_of
 from elastic.core.protocol import messages as m
 from elastic.domain.version import VERSION
-from elastic.metrics import FAST_S, RECOVERY_S, STEP_S, new_registry, serve
+from elastic.metrics import FAST_S, RECOVERY_S, STEP_S, new_registry
 from elastic.planning.cost.predict import predict
 from elastic.rpc.security.rejections import REJECTIONS
 
 PHASES = ("detect", "halt", "decide", "transfer", "rebuild", "total")
-EVENTS = ("beat", "report", "step", "other", "rules")
+"""Causes of recoveries that are exported as 0 before the first one."""
 UPDATE_S = 0.25
 """Interval between two updates of the node-seconds while nothing changes."""
 NODE_STATES = ("training", "spare", "draining", "quarantined", "starting", "disconnected")
-PREDICTION_S = 15.0
-"""Time for which a prediction is used while the plan stays."""
-_EVENT_LABELS = {
+EVENT_LABELS = {
     job.Heartbeats: "beat",
-    job.NodeReported: "report",
-    job.StepFinished: "step",
+    m.NodeReport: "report",
+    m.StepDone: "step",
     type(None): "rules",
 }
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
+Kept = TypeVar("Kept", Counter, Histogram)
 
 
-class CoordinatorMetrics:
-    """Counters of one coordinator process, over all its terms. They begin at 0."""
+@dataclass(frozen=True, slots=True)
+class CoordinatorStatus:
+    """The coordinator at one moment; the defaults are those of a standby."""
 
-    def __init__(self, registry: CollectorRegistry, now: float) -> None:
-        self.registry, self.usage = registry, NodeTimeAccount()
+    state: JobState | None = None
+    leads: bool = False
+    """It decides and certainly has the lease."""
+    term: int = 0
+    queued: int = 0
+    """Number of waiting events."""
+    state_bytes: int = 0
+    """Size of the state that was saved last."""
+
+
+class CoordinatorMetrics(Collector):
+    """Metrics of one coordinator process, over all its terms. Counters begin at 0."""
+
+    def __init__(self, job_id: str, clock: Callable[[], float]) -> None:
+        self.registry, self.usage = new_registry(), NodeTimeAccount()
         self.recoveries: list[dict[str, Any]] = []
         """Entries of the newest recoveries, for `elastic status`."""
         self.step_s: list[float] = []
         """Seconds of the newest steps with the present plan."""
         self.tokens_per_s = 0.0
-        self._refused: list[Callable[[], Mapping[str, int]]] = []
-        self._added, self._fenced = now, 0
+        self._job_id, self._clock = job_id, clock
+        self._read: Callable[[], CoordinatorStatus] = CoordinatorStatus
+        self._added, self._fenced = clock(), 0
         self._silent_s = 0.0
         """Longest silence of a lost node before its loss was noticed."""
         self._make_job()
         self._make_recovery()
         self._make_service()
+        self.registry.register(self)
 
     def _make_job(self) -> None:
-        self._steps = self._counter("steps", "Optimizer updates")
-        self._lost_steps = self._counter("steps_lost", "Steps undone by a return to a checkpoint")
-        self._tokens = self._counter("tokens", "Tokens of the finished steps")
-        self._step = self._histogram(
-            "step_seconds", "Seconds of a step, as measured by the reporting node", STEP_S
+        self._steps = self._add(Counter, "steps", "Optimizer updates")
+        self._lost_steps = self._add(
+            Counter, "steps_lost", "Steps undone by a return to a checkpoint"
         )
-        self._lost = self._counter(
-            "nodes_lost", "Members that were lost", "reason", tuple(LossKind)
-        )
-        self._events = self._counter(
-            "events",
-            "Entries of the event log",
-            "kind",
-            ("joined", "lost", "drained", "quarantine"),
-        )
-        self._bad_copies = self._counter(
-            "copies_corrupt", "Copies that did not match their checksum"
-        )
-        self._short = self._counter(
-            "backups_short", "Cases in which a vault had no room for copies"
-        )
-        self._checkpoints = self._counter("checkpoints", "Durable checkpoints completed")
+        self._tokens = self._add(Counter, "tokens", "Tokens of the finished steps")
+        self._step = self._add(Histogram, "step_seconds", "Time of a step", buckets=STEP_S)
+        reasons = {"reason": tuple(LossKind)}
+        self._lost = self._add(Counter, "nodes_lost", "Members that were lost", reasons)
+        kinds = {"kind": ("joined", "lost", "drained", "quarantine")}
+        self._events = self._add(Counter, "events", "Entries of the event log", kinds)
+        self._kinds = {
+            "copy-corrupt": self._add(Counter, "copies_corrupt", "Copies with a wrong checksum"),
+            "backup-short": self._add(Counter, "backups_short", "Times that a vault was full"),
+            "checkpoint": self._add(Counter, "checkpoints", "Durable checkpoints completed"),
+        }
+        """Counters of single kinds of entries of the event log."""
 
     def _make_recovery(self) -> None:
-        self._recovery = Histogram(
-            "elastic_recovery_seconds",
-            "Seconds of an epoch change, by phase and cause",
-            ("phase", "cause"),
-            buckets=RECOVERY_S,
-            registry=self.registry,
+        labels = {"phase": PHASES, "cause": tuple(CauseKind)}
+        self._recovery = self._add(
+            Histogram, "recovery_seconds", "Time of an epoch change", labels, buckets=RECOVERY_S
         )
-        for phase, cause in product(PHASES, CauseKind):  # at 0, so that a first one is an increase
-            self._recovery.labels(phase, cause)
-        self._changes = self._counter(
-            "epoch_changes", "Epoch changes begun", "cause", tuple(CauseKind)
+        causes = {"cause": tuple(CauseKind)}
+        self._changes = self._add(Counter, "epoch_changes", "Epoch changes begun", causes)
+        self._replayed = self._add(
+            Counter, "microbatches_lost", "Micro-batches that had reached a lost stage"
         )
-        self._replayed = self._counter(
-            "microbatches_lost", "Micro-batches that had reached a lost stage"
-        )
-        self._rerun = self._counter("microbatches_rerun", "Micro-batches that were computed again")
-        self._moved = self._counter("recovery_bytes", "Bytes that recoveries moved between nodes")
+        self._rerun = self._add(Counter, "microbatches_rerun", "Micro-batches computed again")
+        self._moved = self._add(Counter, "recovery_bytes", "Bytes that recoveries moved")
 
     def _make_service(self) -> None:
-        self._decision = self._histogram(
-            "decision_seconds",
-            "Seconds to record an event, or to apply the rules",
-            FAST_S,
-            "event",
-            EVENTS,
-        )
-        self._event_seconds = {event: self._decision.labels(event) for event in EVENTS}
-        self._save = self._histogram(
-            "state_save_seconds", "Seconds to save the job's state", FAST_S
-        )
-        self._saved_bytes = self._counter(
-            "state_saved_bytes", "Bytes of the job's state written to the store"
-        )
-        self._late = self._histogram(
-            "tick_delay_seconds", "Delay of the coordinator's ticks in seconds", FAST_S
-        )
+        text = "Time to record an event, or to apply the rules"
+        events = {"event": (*EVENT_LABELS.values(), "other")}
+        self._decision = self._add(Histogram, "decision_seconds", text, events, buckets=FAST_S)
+        text = "Time to save the job's state"
+        self._save = self._add(Histogram, "state_save_seconds", text, buckets=FAST_S)
+        text = "Bytes of the job's state written to the store"
+        self._saved_bytes = self._add(Counter, "state_saved_bytes", text)
+        text = "Delay of the coordinator's ticks"
+        self._late = self._add(Histogram, "tick_delay_seconds", text, buckets=FAST_S)
 
-    def _counter(
-        self, name: str, text: str, label: str = "", values: tuple[str, ...] = ()
-    ) -> Counter:
-        """A counter with all label values at 0, so that a first increase is visible."""
-        made = Counter(f"elastic_{name}", text, (label,) if label else (), registry=self.registry)
-        for value in values:
-            made.labels(value)
-        return made
-
-    def _histogram(
+    def _add(
         self,
+        kind: type[Kept],
         name: str,
         text: str,
-        buckets: tuple[float, ...],
-        label: str = "",
-        values: tuple[str, ...] = (),
-    ) -> Histogram:
-        labels = (label,) if label else ()
-        made = Histogram(f"elastic_{name}", text, labels, buckets=buckets, registry=self.registry)
-        for value in values:
-            made.labels(value)
+        labels: Mapping[str, Sequence[str]] | None = None,
+        **options: Any,
+    ) -> Kept:
+        """A metric with these label values at 0, so that a first increase is visible."""
+        labels = labels or {}
+        made = kind(f"elastic_{name}", text, tuple(labels), registry=self.registry, **options)
+        for values in product(*labels.values()) if labels else ():
+            made.labels(*values)
         return made
 
-    def begin(self, now: float) -> None:
-        """A term begins. Another coordinator counts what happens between two terms."""
+    def lead(self, read: Callable[[], CoordinatorStatus]) -> None:
+        """A term begins. Another coordinator counts what happens between two terms.
+
+        Scrapes call `read` on their own threads until `stand_by`.
+        """
         self.usage.forget()
-        self._added, self._silent_s, self.tokens_per_s = now, 0.0, 0.0
+        self._added, self._silent_s, self.tokens_per_s = self._clock(), 0.0, 0.0
         self.step_s.clear()
+        self._read = read
+
+    def stand_by(self) -> None:
+        self._read = CoordinatorStatus
+
+    # ---- counters ----
 
     def decided(
         self, before: JobState, after: JobState, actions: tuple[job.JobAction, ...], now: float
@@ -166,7 +162,7 @@ class CoordinatorMetrics:
             self._added = now
         for action in actions:
             if isinstance(action, job.LogEntry):
-                self._log_entry(action.kind, action.data, before, after, now)
+                self._log_entry(action.kind, action.data, before, now)
             elif isinstance(action, job.Send) and isinstance(action.message, m.Fenced):
                 self._fenced += action.node not in before.members
         if after.epoch != before.epoch and after.change is not None:
@@ -177,12 +173,11 @@ class CoordinatorMetrics:
         if after.plan is not before.plan:
             self.step_s.clear()
 
-    def handled(self, event: Any, seconds: float) -> float:
-        """Count the time to record `event`, or (None) to apply the rules. Returns `seconds`."""
+    def handled(self, event: Any, seconds: float) -> None:
+        """Count the time to record `event`, or (None) to apply the rules."""
         if isinstance(event, Tick):
             self._late.observe(event.late_s)
-        self._event_seconds[_EVENT_LABELS.get(type(event), "other")].observe(seconds)
-        return seconds
+        self._decision.labels(EVENT_LABELS.get(type(event), "other")).observe(seconds)
 
     def logged(self, kind: str) -> None:
         """Count an entry of the event log that is no action; `decided` counts actions."""
@@ -195,10 +190,10 @@ class CoordinatorMetrics:
             self.usage.fault(change, max(change.detect_s, self._silent_s))
         self._silent_s = 0.0
 
-    def _log_entry(
-        self, kind: str, data: Mapping[str, Any], before: JobState, after: JobState, now: float
-    ) -> None:
+    def _log_entry(self, kind: str, data: Mapping[str, Any], before: JobState, now: float) -> None:
         self._events.labels(kind).inc()
+        if kind in self._kinds:
+            self._kinds[kind].inc()
         match kind:
             case "lost":
                 self._node_lost(before.members.get(str(data["node"])), LossKind(data["loss"]), now)
@@ -206,12 +201,6 @@ class CoordinatorMetrics:
                 self._count_step(int(data["step"]), float(data["seconds"]), int(data["tokens"]))
             case "lost-steps":
                 self._lost_steps.inc(max(0, before.logged_step + 1 - int(data["from_step"])))
-            case "copy-corrupt":
-                self._bad_copies.inc()
-            case "backup-short":
-                self._short.inc()
-            case "checkpoint":
-                self._checkpoints.inc()
             case "health" if "quarantine_s" in data["evidence"]:
                 self._events.labels("quarantine").inc()
 
@@ -250,155 +239,59 @@ class CoordinatorMetrics:
         self._save.observe(seconds)
         self._saved_bytes.inc(nbytes)
 
-    def count_refused(self, read: Callable[[], Mapping[str, int]]) -> None:
-        """Add `read`, which returns numbers of rejected messages per reason. Called at each scrape,
-        from any thread."""
-        self._refused.append(read)
-
-    def refused(self) -> dict[str, int]:
-        """Numbers of rejected messages per reason."""
-        found = {"fenced": self._fenced}
-        for read in self._refused:
-            for reason, number in read().items():
-                found[reason] = found.get(reason, 0) + number
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorStatus:
-    """The coordinator at one moment."""
-
-    leads: bool
-    """It decides and certainly has the lease."""
-    term: int
-    queued: int
-    """Number of waiting events."""
-    state_bytes: int
-    """Size of the state that was saved last."""
-
-
-class JobCollector(Collector):
-    """Gauges of the job, and counters that other objects keep."""
-
-    def __init__(
-        self, job_id: str, reading: Reading, metrics: CoordinatorMetrics, clock: Callable[[], float]
-    ) -> None:
-        """`reading` and `clock` are called on the scraper's thread."""
-        self._job_id, self._reading = job_id, reading
-        self._metrics, self._clock = metrics, clock
-        self._predicted: tuple[int, bool, float, float | None] = (-1, False, 0.0, None)
+    # ---- gauges, and counters that other objects keep ----
 
     def collect(self) -> Iterator[Metric]:
-        (state, status), now = self._reading(), self._clock()
-        yield _labelled("job_info", "The job", {"id": self._job_id, "version": VERSION})
-        yield _gauge(
-            "coordinator_leader",
-            "1 if this coordinator leads; 0 if it stands by or cannot reach the store",
-            float(status.leads),
-        )
-        yield from self._counters()
+        """Called by the registry at each scrape, on any thread."""
+        status, now = self._read(), self._clock()
+        state, totals = status.state, self.usage.totals
+        yield _info("job_info", "The job", {"id": self._job_id, "version": VERSION})
+        text = "1 if this coordinator leads; 0 if it stands by or cannot reach the store"
+        yield _gauge("coordinator_leader", text, status.leads)
+        yield _by_label(CounterMetricFamily, "node_seconds", "Time of nodes by use", "use", totals)
+        refused = {"fenced": self._fenced, **REJECTIONS.by_reason()}
+        text = "Messages that were rejected"
+        yield _by_label(CounterMetricFamily, "messages_refused", text, "reason", refused)
         if state is None:
             return
         yield _gauge("coordinator_term", "Fencing term of the leading coordinator", status.term)
         yield _gauge("coordinator_queue_length", "Events that wait in the queue", status.queued)
-        yield _gauge(
-            "state_bytes", "Bytes of the job's state that was saved last", status.state_bytes
-        )
+        yield _gauge("state_bytes", "Bytes of the saved state of the job", status.state_bytes)
         yield from _job(state)
         yield from _membership(state, now)
-        yield from self._plan(state)
-        yield from _protection(state, now)
-
-    def _counters(self) -> Iterator[Metric]:
-        used = CounterMetricFamily(
-            "elastic_node_seconds", "Seconds of all nodes, by use", labels=("use",)
-        )
-        for use, seconds in self._metrics.usage.totals.items():
-            used.add_metric((use,), seconds)
-        yield used
-        refused = CounterMetricFamily(
-            "elastic_messages_refused", "Messages that were rejected", labels=("reason",)
-        )
-        for reason, number in sorted(self._metrics.refused().items()):
-            refused.add_metric((reason,), number)
-        yield refused
-
-    def _plan(self, state: JobState) -> Iterator[Metric]:
-        plan = state.plan
-        if plan is None:
-            return
-        shape = "+".join(str(len(pipeline.stages)) for pipeline in plan.pipelines)
-        info = {"shape": shape, "gradients": plan.gradients, "state": plan.state}
-        yield _labelled("plan_info", "The plan in force", info)
-        yield _gauge("plan_pipelines", "Pipelines of the plan", len(plan.pipelines))
-        yield _gauge("plan_stages", "Stages of the plan", len(plan.units()))
-        predicted = self._predict(state)
-        if predicted is not None:
-            yield _gauge(
-                "plan_predicted_step_seconds",
-                "Predicted seconds of a step with this plan",
-                predicted,
-            )
-        seconds = tuple(self._metrics.step_s)[1:]
-        if seconds:
-            yield _gauge(
-                "plan_measured_step_seconds",
-                "Mean seconds of the newest steps with this plan, without the first",
-                fmean(seconds),
-            )
-
-    def _predict(self, state: JobState) -> float | None:
-        """Predicted seconds of a step; None while the layers' times are only proportions."""
-        known = state.policy.profile is not None or any(
-            speed_of(state, n).unit for n in state.members
-        )
-        assert state.plan is not None
-        epoch, was_known, at, value = self._predicted
-        if (epoch, was_known) != (state.plan.epoch, known) or time.monotonic() - at > PREDICTION_S:
-            value = _prediction(state) if known else None
-            self._predicted = (state.plan.epoch, known, time.monotonic(), value)
-        return value
+        yield from _plan(state, self.step_s[1:])
+        text = "Seconds since the plan changed, until all copies are at their peers"
+        yield _gauge("protection_pending_seconds", text, _unprotected_s(state, now))
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"elastic_{name}", text, value=value)
 
 
-def _gauge_by_label(
-    name: str, text: str, label: str, values: Iterable[tuple[str, float]]
-) -> GaugeMetricFamily:
-    found = GaugeMetricFamily(f"elastic_{name}", text, labels=(label,))
-    for key, value in values:
+def _by_label(
+    kind: type[Family], name: str, text: str, label: str, values: Mapping[str, float]
+) -> Family:
+    found = kind(f"elastic_{name}", text, labels=(label,))
+    for key, value in values.items():
         found.add_metric((key,), value)
     return found
 
 
-def _labelled(name: str, text: str, labels: dict[str, str]) -> GaugeMetricFamily:
+def _info(name: str, text: str, labels: dict[str, str]) -> GaugeMetricFamily:
     found = GaugeMetricFamily(f"elastic_{name}", text, labels=tuple(labels))
     found.add_metric(tuple(labels.values()), 1)
     return found
 
 
-def _prediction(state: JobState) -> float | None:
-    """None if a node of the plan is no longer a member."""
-    plan = state.plan
-    if plan is None or state.spec is None or not set(plan.nodes()) <= set(state.members):
-        return None
-    nodes = tuple(mb.report.info for mb in state.members.values())
-    return predict(plan, measured_profile(state), nodes, slowdowns(state)).step_s
-
-
 def _job(state: JobState) -> Iterator[Metric]:
-    phases = ((phase.value, float(phase is state.phase)) for phase in JobPhase)
-    yield _gauge_by_label("job_phase", "1 for the present phase of the job", "phase", phases)
+    phases = {phase.value: float(phase is state.phase) for phase in JobPhase}
+    text = "1 for the present phase of the job"
+    yield _by_label(GaugeMetricFamily, "job_phase", text, "phase", phases)
     yield _gauge("epoch", "Generation of the plan", state.epoch)
     step = max((mb.report.step for mb in state.members.values()), default=0)
     yield _gauge("step", "Present step", step)
-    yield _gauge(
-        "steps_wanted",
-        "Steps of the whole job; 0: unknown",
-        state.spec.n_steps if state.spec else 0,
-    )
+    steps = state.spec.n_steps if state.spec else 0
+    yield _gauge("steps_wanted", "Steps of the whole job; 0: unknown", steps)
     saved = state.checkpoint[1] if state.checkpoint else -1
     yield _gauge("checkpoint_step", "Step of the newest durable checkpoint; -1: none", saved)
     if state.record is not None:
@@ -410,24 +303,18 @@ def _membership(state: JobState, now: float) -> Iterator[Metric]:
     counts = dict.fromkeys(NODE_STATES, 0)
     for member in state.members.values():
         counts[_state_of(state, member, held)] += 1
-    yield _gauge_by_label("nodes", "Members per state", "state", counts.items())
+    yield _by_label(GaugeMetricFamily, "nodes", "Members per state", "state", counts)
     yield _gauge("nodes_min", "Minimum number of nodes", state.policy.min_nodes)
     yield _gauge("nodes_max", "Maximum number of nodes", state.policy.max_nodes)
-    members = sorted(state.members.items())
-    silent = ((node, max(0.0, now - mb.seen)) for node, mb in members)
-    yield _gauge_by_label(
-        "node_silence_seconds", "Seconds since a node's last heartbeat", "node", silent
-    )
-    slowness = ((node, compute_slowdown(state, node)) for node, _ in members)
-    yield _gauge_by_label(
-        "node_slowdown_ratio",
-        "Computation time of a node relative to the expected time",
-        "node",
-        slowness,
-    )
+    silent = {node: max(0.0, now - mb.seen) for node, mb in sorted(state.members.items())}
+    text = "Seconds since a node's last heartbeat"
+    yield _by_label(GaugeMetricFamily, "node_silence_seconds", text, "node", silent)
+    slow = {node: speed_of(state, node).factor for node in silent}
+    text = "Computation time of a node relative to the expected time"
+    yield _by_label(GaugeMetricFamily, "node_slowdown_ratio", text, "node", slow)
 
 
-def _state_of(state: JobState, member: Member, held: frozenset[str]) -> str:
+def _state_of(state: JobState, member: Member, held: Collection[str]) -> str:
     if not member.connected:
         return "disconnected"
     if member.draining:
@@ -439,54 +326,30 @@ def _state_of(state: JobState, member: Member, held: frozenset[str]) -> str:
     return "spare" if member.report.able else "starting"
 
 
-def _protection(state: JobState, now: float) -> Iterator[Metric]:
-    open_since = 0.0
-    if (
-        state.plan is not None
-        and state.plan.peers
-        and state.trimmed < state.epoch
-        and state.ending is None
-    ):
-        decided = state.change.decided if state.change is not None else 0.0
-        open_since = decided or state.step_finished_at or state.launched_at
-    exposed = max(0.0, now - open_since) if open_since else 0.0
-    yield _gauge(
-        "protection_pending_seconds",
-        "Seconds since the plan changed, until all copies are at their peers",
-        exposed,
-    )
+def _plan(state: JobState, step_s: Sequence[float]) -> Iterator[Metric]:
+    """`step_s`: seconds of the newest steps with this plan, without the first one."""
+    plan = state.plan
+    if plan is None:
+        return
+    info = {"shape": plan_shape(plan), "gradients": plan.gradients, "state": plan.state}
+    yield _info("plan_info", "The plan in force", info)
+    yield _gauge("plan_pipelines", "Pipelines of the plan", len(plan.pipelines))
+    yield _gauge("plan_stages", "Stages of the plan", len(plan.units()))
+    # Without a profile the layers' times are only proportions until some steps were measured.
+    known = state.policy.profile or any(speed_of(state, node).unit for node in state.members)
+    if known and state.spec is not None and set(plan.nodes()) <= set(state.members):
+        found = predict(plan, measured_profile(state), state.infos, slowdowns(state))
+        yield _gauge("plan_predicted_step_seconds", "Predicted time of a step", found.step_s)
+    if step_s:
+        text = "Mean time of the newest steps with this plan, without the first"
+        yield _gauge("plan_measured_step_seconds", text, fmean(step_s))
 
 
-Reading = Callable[[], tuple[JobState | None, CoordinatorStatus]]
-"""Returns the job's state (None in a standby) and the status of the coordinator, on any thread."""
-
-
-class MetricsEndpoint:
-    """Serves the metrics of a coordinator process until closed, also between its terms."""
-
-    def __init__(self, config: JobConfig, name: str, port: int, clock: Callable[[], float]) -> None:
-        """`port` 0: any free port; -1: count without serving."""
-        self.metrics = CoordinatorMetrics(new_registry(), clock())
-        self.metrics.count_refused(REJECTIONS.by_reason)
-        self._clock = clock
-        self._reading: Reading = _read_standby
-        collector = JobCollector(config.job_id, lambda: self._reading(), self.metrics, clock)
-        self.metrics.registry.register(collector)
-        self._exposition = serve(self.metrics.registry, config, name, "coordinator", port)
-
-    def lead(self, reading: Reading) -> CoordinatorMetrics:
-        """A term begins: its gauges are served until `stand_by`."""
-        self.metrics.begin(self._clock())
-        self._reading = reading
-        return self.metrics
-
-    def stand_by(self) -> None:
-        self._reading = _read_standby
-
-    def close(self) -> None:
-        if self._exposition is not None:
-            self._exposition.close()
-
-
-def _read_standby() -> tuple[JobState | None, CoordinatorStatus]:
-    return None, CoordinatorStatus(False, 0, 0, 0)
+def _unprotected_s(state: JobState, now: float) -> float:
+    """Seconds for which some copies of the plan are not at their peers yet."""
+    plan = state.plan
+    if plan is None or not plan.peers or state.trimmed >= state.epoch or state.ending is not None:
+        return 0.0
+    decided = state.change.decided if state.change is not None else 0.0
+    since = decided or state.step_finished_at or state.launched_at
+    return max(0.0, now - since) if since else 0.0

@@ -15,7 +15,7 @@ from elastic.core.coordinator.authorization import MAX_DEADLINE_S, MAX_NAME_CHAR
 from elastic.core.health.diagnosis import HealthLimits
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
-from elastic.core.job.stragglers import compute_slowdown
+from elastic.core.job.stragglers import speed_of
 from elastic.domain import codec
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.planning.plan.plan import format_plan
@@ -92,8 +92,6 @@ def policy_of(config: JobConfig) -> job.Policy:
         backup=config.backup,
         heartbeat_s=config.timeouts.heartbeat_s,
         lease_s=config.timeouts.lease_s,
-        grace_s=config.timeouts.closed_s,
-        adopt_s=config.timeouts.adopt_s,
         master_addr=config.master_addr,
         master_port=config.master_port,
         room_bytes=config.vault_memory_bytes,
@@ -144,7 +142,7 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
             "notice": "" if mb.notice is None else f"{mb.notice.kind} ({mb.notice.provider})",
             "domain": mb.report.info.domain,
             "device": mb.report.info.device,
-            "slow": compute_slowdown(state, node),
+            "slow": speed_of(state, node).factor,
             "vault": mb.report.info.vault,
             **_health(state, node),
         }

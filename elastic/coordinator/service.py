@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,20 +40,20 @@ from elastic.coordinator.leadership import (
     RunMembership,
     stand_by,
 )
-from elastic.coordinator.metrics import CoordinatorStatus, MetricsEndpoint
+from elastic.coordinator.metrics import CoordinatorMetrics, CoordinatorStatus
 from elastic.coordinator.queries import Query, recent, reply
 from elastic.coordinator.records import run_directory
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits, Commit
 from elastic.coordinator.records.run_records import RunRecords
 from elastic.coordinator.records.state_saver import StateSaver
 from elastic.coordinator.session_filter import SessionFilter
-from elastic.core.coordinator import authorization
 from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job import state as job
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
 from elastic.domain import codec
 from elastic.domain.errors import EXIT_FAILURE, ElasticError, StaleError
+from elastic.metrics import serve
 from elastic.planning.placement.assignment import FEW
 from elastic.rpc.control.server import ClientSession, Server
 from elastic.rpc.security import tls
@@ -68,7 +68,7 @@ TICK_S, MAX_TICK_S = 0.05, 0.25
 take at most a tenth of a core."""
 ANSWER_S = 10.0
 """Time after which a request of the command line is given up; the command waits less."""
-NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, job.HealthReported, type(None))
+NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, HealthReport, type(None))
 """Events after which the state is saved only if actions follow; None stands for the rules."""
 MAX_BATCH = 512
 """Maximum number of events that are taken at once."""
@@ -93,7 +93,7 @@ class Coordinator:
         store: Store,
         lease: Lease,
         run: RunMembership,
-        endpoint: MetricsEndpoint,
+        metrics: CoordinatorMetrics,
     ) -> None:
         self._config, self._clock, self._run_dir = config, WallClock(), Path(config.run_dir)
         self._store, self._lease, self._run = store, lease, run
@@ -103,10 +103,9 @@ class Coordinator:
         self._commits = CheckpointCommits(Path(config.checkpoint_dir), self._events.put)
         self._rules_due = self._to_save = self._adopted = False
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
-        self._message_handlers = self._handlers_by_type()
         self._load()
         self._records = RunRecords(self._run_dir)
-        self._endpoint, self._metrics = endpoint, endpoint.metrics
+        self._metrics = metrics
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
         self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put)
         REJECTIONS.subscribe(self._events.put)
@@ -119,14 +118,19 @@ class Coordinator:
             term=lambda: self._lease.token,
             keepalive_s=config.timeouts.keepalive_s,
         )
-        endpoint.lead(lambda: (self._state, self._status()))
+        metrics.lead(self._status)
 
     def _tick_interval_s(self) -> float:
         return max(TICK_S, min(MAX_TICK_S, 10 * self._rules_s))
 
     def _status(self) -> CoordinatorStatus:
-        term, queued = self._lease.token, len(self._events)
-        return CoordinatorStatus(self._keeper.certain, term, queued, self._saver.nbytes)
+        return CoordinatorStatus(
+            state=self._state,
+            leads=self._keeper.certain,
+            term=self._lease.token,
+            queued=len(self._events),
+            state_bytes=self._saver.nbytes,
+        )
 
     def _load(self) -> None:
         """Take over the state in the store, or begin a new run. Raises StoreUnavailable or
@@ -150,7 +154,7 @@ class Coordinator:
             self._announce()
             return self._serve()
         finally:
-            self._endpoint.stand_by()
+            self._metrics.stand_by()
             self._events.close()
             self._keeper.close()
             REJECTIONS.unsubscribe(self._events.put)
@@ -200,62 +204,42 @@ class Coordinator:
         elif isinstance(item, Future):
             self._committed(item)
         elif isinstance(item, RejectionNotice):
-            self._rejected("coordinator", *astuple(item))
+            self._rejected(m.RefusalNote("coordinator", *astuple(item)))
         elif isinstance(item, tuple):
             self._handle_message(*item)
         else:
             self._apply(item)
 
-    def _handlers_by_type(self) -> dict[type, Callable[[ClientSession, Any], None]]:
-        """One handler per type of message. NoneType stands for the end of a session."""
-        return {
-            type(None): lambda session, _: self._disconnected(session),
-            m.NodeReport: self._handle_report,
-            m.Heartbeat: self._handle_heartbeat,
-            m.StepDone: self._handle_step,
-            m.Notice: self._handle_notice,
-            m.BackupNote: self._handle_backup_note,
-            HealthReport: lambda _, message: self._apply(job.HealthReported(message)),
-            m.CheckpointPart: lambda _, part: self._apply(
-                job.CheckpointPartWritten(part.step, part.layers)
-            ),
-            m.RefusalNote: lambda _, message: self._rejected(*astuple(message)),
-        }
-
     def _handle_message(self, session: ClientSession, message: Any) -> None:
-        if message is not None and not self._filter.admit(self._state, session, message):
+        """Handle a message of an agent; None: the session has ended."""
+        if message is None:
+            self._disconnected(session)
             return
-        handler = self._message_handlers.get(type(message))
-        if handler is not None:
-            handler(session, message)
+        if not self._filter.admit(self._state, session, message):
+            return
+        match message:
+            case m.NodeReport():
+                self._sessions[message.info.node] = session
+                self._apply(message)
+            case m.Heartbeat():
+                self._sessions.setdefault(message.node, session)
+                self._heartbeats.append(message)
+            case m.StepDone():
+                self._saver.hold(None, partial(self._records.step, message, self._state))
+                self._saver.hold(None, partial(self._metrics.stepped, message, self._state))
+                if session.sender in self._state.members:  # else it is only logged
+                    self._apply(message)
+            case m.Notice():
+                self._sessions.setdefault(message.node, session)
+                self._apply(message)
+            case m.RefusalNote():
+                self._rejected(message)
+            case _:
+                self._apply(message)
 
-    def _handle_report(self, session: ClientSession, report: m.NodeReport) -> None:
-        self._filter.admitted(report)
-        connected = self._sessions.get(report.info.node) is not session
-        self._sessions[report.info.node] = session
-        self._apply(job.NodeReported(report, connected))
-
-    def _handle_heartbeat(self, session: ClientSession, message: m.Heartbeat) -> None:
-        self._sessions.setdefault(message.node, session)
-        self._heartbeats.append(message)
-
-    def _handle_step(self, session: ClientSession, message: m.StepDone) -> None:
-        self._saver.hold(None, partial(self._records.step, message, self._state))
-        self._saver.hold(None, partial(self._metrics.stepped, message, self._state))
-        if authorization.is_member(self._state, session.sender):
-            self._apply(job.StepFinished(message.record, message.seconds))
-
-    def _handle_notice(self, session: ClientSession, message: m.Notice) -> None:
-        self._sessions.setdefault(message.node, session)
-        self._apply(message)
-
-    def _handle_backup_note(self, session: ClientSession, note: m.BackupNote) -> None:
-        if note.kind in m.BACKUP_NOTES:
-            self._apply(job.BackupReported(note.kind, note.owner, note.keeper, note.detail))
-
-    def _rejected(self, *fields: Any) -> None:
-        """Record a rejection; `fields` are those of `RefusalNote`. The next tick writes it."""
-        self._saver.hold(None, partial(self._records.refused, *fields))
+    def _rejected(self, note: m.RefusalNote) -> None:
+        """Record a rejection; the next tick writes it."""
+        self._saver.hold(None, partial(self._records.event, "refused", asdict(note)))
 
     def _disconnected(self, session: ClientSession) -> None:
         for node in [n for n, s in self._sessions.items() if s is session]:
@@ -276,11 +260,8 @@ class Coordinator:
     def _apply(self, event: Any) -> None:
         """Record an event in the state. `_decide` follows."""
         self._apply_heartbeats()
-        before, began, now = self._state, time.perf_counter(), self._now
-        result = record_event(before, event, now)
-        self._metrics.handled(event, time.perf_counter() - began)
+        self._follow(event, partial(record_event, event=event))
         self._rules_due = self._rules_due or not isinstance(event, job.Heartbeats)
-        self._follow(event, before, result, now)
 
     def _decide(self) -> None:
         """Apply the rules once to all recorded events; save and act."""
@@ -288,24 +269,22 @@ class Coordinator:
         while self._rules_due or self._to_save:
             if self._rules_due:
                 self._rules_due = False
-                before, began, now = self._state, time.perf_counter(), self._now
-                result = apply_rules(before, now)
-                self._rules_s = self._metrics.handled(None, time.perf_counter() - began)
-                self._follow(None, before, result, now)
+                self._rules_s = self._follow(None, apply_rules)
             if self._to_save:
                 self._to_save = False
                 self._saver.save(self._state)
         self._saver.flush()
 
-    def _follow(
-        self, event: Any, before: job.JobState, result: job.JobTransition, now: float
-    ) -> None:
-        """Adopt a transition. All that follows from it is held back until the state is saved.
-        `event` is None if the rules were applied."""
-        self._state, actions, reason = result
+    def _follow(self, event: Any, decide: Callable[..., job.JobTransition]) -> float:
+        """Make a transition; return its duration in seconds. All that follows from it is held back
+        until the state is saved. `event` is None if the rules are applied."""
+        before, now, began = self._state, self._now, time.perf_counter()
+        self._state, actions, reason = decide(before, now=now)
+        seconds = time.perf_counter() - began
+        self._metrics.handled(event, seconds)
         hold = self._saver.hold
         new_phase = self._state.phase is not before.phase
-        if isinstance(event, job.NodeReported) and not actions:
+        if isinstance(event, m.NodeReport) and not actions:
             self._saver.save_later(self._state)
         elif actions or not isinstance(event, NEEDS_NO_SAVE):
             self._to_save = True
@@ -319,6 +298,7 @@ class Coordinator:
         for action in actions:
             key = action if isinstance(action, job.Send) and self._saver.away else None
             hold(key, partial(self._act, action, self._state))
+        return seconds
 
     # ---- actions out ----
 
@@ -402,7 +382,8 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     holder = config.job_id if alone else f"{config.job_id}/{slot}.{os.getpid()}"
     run_dir, clock, store = Path(config.run_dir), WallClock(), open_store(config)
     run, name = RunMembership(store, run_dir), run_directory.coordinator_name(slot)
-    endpoint = MetricsEndpoint(config, name, metrics_port, clock.now)
+    metrics = CoordinatorMetrics(config.job_id, clock.now)
+    served = serve(metrics.registry, config, name, "coordinator", metrics_port)
     ttl_s = SHARED_LEASE_S if config.store.shared else LEASE_S
     try:
         if config.max_nodes > FEW:  # the planner needs it later, and it is slow to import
@@ -416,7 +397,7 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
             if config.store.shared and result:  # another coordinator of this machine has ended it
                 return int(result.get("code", EXIT_FAILURE))
             try:
-                return Coordinator(config, address, store, lease, run, endpoint).run()
+                return Coordinator(config, address, store, lease, run, metrics).run()
             except StaleError as error:
                 log.error("another coordinator took over: %s", error)
                 if not config.store.shared:
@@ -424,7 +405,8 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
             except StoreUnavailable as error:
                 log.warning("the store went away during the takeover: %s", error)
     finally:
-        endpoint.close()
+        if served is not None:
+            served.close()
         store.close()
 
 

@@ -23,15 +23,11 @@ class SessionFilter:
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[str, int]] = {}
         """(incarnation, number of requests) per node name."""
-        self._retired_seen: tuple[tuple[str, str], ...] = ()
-        self._retired: frozenset[tuple[str, str]] = frozenset()
 
     def admit(self, state: JobState, session: ClientSession, message: Any) -> bool:
         """Return whether the message is accepted. A sender that is no member (any more) or not yet
         gets an answer on its session."""
-        if state.retired is not self._retired_seen:
-            self._retired_seen, self._retired = state.retired, frozenset(state.retired)
-        problem = check_message(state, session.sender, message, self._retired)
+        problem = check_message(state, session.sender, message)
         if problem is not None:
             REJECTIONS.count(PORT, Reason(problem.reason), session, problem.text)
             if problem.fence:
@@ -44,11 +40,6 @@ class SessionFilter:
         session.send(refusal, state.epoch)
         return False
 
-    def admitted(self, report: m.NodeReport) -> None:
-        """A report was accepted, so its node no longer waits for the name."""
-        if self._waiting.get(report.info.node, ("", 0))[0] == report.info.incarnation:
-            del self._waiting[report.info.node]
-
     def _refusal(self, state: JobState, report: m.NodeReport) -> JoinRefused | None:
         """The answer to a node whose name a connected member uses; None: the name is free."""
         node, incarnation = report.info.node, report.info.incarnation
@@ -57,6 +48,8 @@ class SessionFilter:
         refusal = name_conflict(state, report, state.updated_at, requests)
         if refusal is not None:
             self._waiting[node] = incarnation, requests + 1
+        elif former == incarnation:
+            del self._waiting[node]
         return refusal
 
 

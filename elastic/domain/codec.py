@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -22,9 +21,6 @@ import msgspec
 from elastic.domain.errors import FieldError
 
 T = TypeVar("T")
-_WHERE = re.compile(r"^(?P<problem>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>.*)`)?$", re.DOTALL)
-_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-_MISSING = re.compile(r"^Object missing required field `(.+)`$")
 
 
 def encode(value: Any) -> Any:
@@ -109,15 +105,20 @@ def _without_none(kind: Any) -> Any:
     return kind
 
 
-def _inner(kind: Any, step: str | int) -> Any:
-    """Type of the value at `step` inside `kind`: a field's name, an index or a key."""
-    kind = _without_none(kind)
-    if _is_dataclass(kind):
-        return _hints(kind)[str(step)]
-    args = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple and args[-1] is not Ellipsis:
-        return args[int(step)]
-    return args[1] if typing.get_origin(kind) is dict else args[0]
+def _parts(kind: Any, data: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(step of the path, type, value) of each value inside `data`, which should be a `kind`."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if _is_dataclass(kind) and isinstance(data, dict):
+        for name, hint in _hints(kind).items():
+            if name in data:
+                yield f".{name}", hint, data[name]
+    elif origin is dict and isinstance(data, dict):
+        for key, value in data.items():
+            yield f".{key}", args[1], value
+    elif origin in (tuple, list, frozenset) and isinstance(data, (list, tuple)):
+        fixed = origin is tuple and args[-1] is not Ellipsis
+        for index, value in enumerate(data[: len(args)] if fixed else data):
+            yield f"[{index}]", args[index if fixed else 0], value
 
 
 @functools.cache
@@ -140,60 +141,47 @@ def _refuse_unknown_fields(kind: Any, data: Any, path: str) -> None:
     kind = _without_none(kind)
     if data is None or not _objects_inside(kind):
         return
-    if _is_dataclass(kind):
-        if _is_dataclass(data):  # decoded before
-            return
+    if not _is_dataclass(kind):
+        for step, inner, value in _parts(kind, data):
+            _refuse_unknown_fields(inner, value, path + step)
+    elif not _is_dataclass(data):  # else it was decoded before
         if not data.keys() <= _hints(kind).keys():
-            unknown = min(data.keys() - _hints(kind).keys(), key=str)
-            raise FieldError(f"{path}.{unknown}", data[unknown], "unknown field")
+            raise _unknown_field(kind, data, path)
         for name, hint in _nested(kind):
             if data.get(name):
                 _refuse_unknown_fields(hint, data[name], f"{path}.{name}")
-    elif isinstance(data, dict):
-        for key, value in data.items():
-            _refuse_unknown_fields(_inner(kind, key), value, f"{path}.{key}")
-    else:
-        for index, value in enumerate(data):
-            _refuse_unknown_fields(_inner(kind, index), value, f"{path}[{index}]")
 
 
-def _field_error(kind: Any, data: Any, path: str, text: str) -> FieldError:
-    """Translate the text of a msgspec.ValidationError, which ends with the path of the value."""
-    found = _WHERE.match(text)
-    assert found is not None
-    problem = found["problem"]
-    for step in _steps(found["path"] or ""):
-        if step == "...":
-            step = next(key for key, value in data.items() if not _fits(_inner(kind, key), value))
-        kind, data = _inner(kind, step), data[step]
-        path += f"[{step}]" if isinstance(step, int) else f".{step}"
-    if found["key"]:
-        key_kind = (*typing.get_args(_without_none(kind)), str)[0]  # of a dataclass: names
-        wrong = next(key for key in data if not _fits(key_kind, key, strict=False))
-        return FieldError(f"{path}.{wrong}", wrong, f"{problem[:1].lower()}{problem[1:]} as key")
-    missing = _MISSING.match(problem)
-    if missing is not None:
-        return FieldError(f"{path}.{missing[1]}", None, "missing field")
+def _unknown_field(kind: Any, data: dict[Any, Any], path: str) -> FieldError:
+    name = min(data.keys() - _hints(kind).keys(), key=str)
+    return FieldError(f"{path}.{name}", data[name], "unknown field")
+
+
+def _field_error(kind: Any, data: Any, path: str, refusal: str) -> FieldError:
+    """The error about the innermost value that msgspec refuses, with the text of its refusal."""
+    kind = _without_none(kind)
+    for step, inner, value in _parts(kind, data):
+        text = _refusal(inner, value)
+        if text:
+            return _field_error(inner, value, path + step, text)
+    problem = refusal.partition(" - at ")[0]
+    if problem.startswith("Object missing required field"):
+        return FieldError(f"{path}.{problem.split('`')[1]}", None, "missing field")
     if problem.startswith("Invalid enum value"):
-        return FieldError(
-            path, data, f"one of {', '.join(str(m.value) for m in _without_none(kind))}"
-        )
-    return FieldError(path, data, problem[:1].lower() + problem[1:])
+        return FieldError(path, data, f"one of {', '.join(str(m.value) for m in kind)}")
+    problem = problem[:1].lower() + problem[1:]
+    if _is_dataclass(kind) and isinstance(data, dict) and data.keys() - _hints(kind).keys():
+        return _unknown_field(kind, data, path)  # its name is not a text
+    if typing.get_origin(kind) is dict and isinstance(data, dict):
+        wrong = next(key for key, value in data.items() if _refusal(kind, {key: value}))
+        return FieldError(f"{path}.{wrong}", wrong, f"{problem} as key")
+    return FieldError(path, data, problem)
 
 
-def _steps(path: str) -> Iterator[str | int]:
-    """Split a path such as `.many[1].number`; `...` stands for a key of a dictionary, which msgspec
-    hides.
-    """
-    for name, index in _STEP.findall(path):
-        yield name or (index if index == "..." else int(index))
-
-
-def _fits(kind: Any, data: Any, strict: bool = True) -> bool:
-    """Whether msgspec takes `data` as a `kind`. Not `strict`: an integer may be text, as in a
-    key."""
+def _refusal(kind: Any, data: Any) -> str:
+    """Reason why msgspec refuses `data` as a `kind`; "": it does not."""
     try:
-        msgspec.convert(data, kind, str_keys=True, strict=strict)
-    except msgspec.ValidationError:
-        return False
-    return True
+        msgspec.convert(data, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return ""

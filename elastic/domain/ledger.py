@@ -51,10 +51,7 @@ def parse_indices(text: str, field: str = "indices") -> tuple[int, ...]:
 
 def to_mask(microbatches: Iterable[int]) -> int:
     """Bit mask of a set."""
-    mask = 0
-    for index in microbatches:
-        mask |= 1 << index
-    return mask
+    return sum(1 << index for index in frozenset(microbatches))
 
 
 def from_mask(mask: int) -> frozenset[int]:

@@ -133,6 +133,25 @@ class Plan:
         """Cached: with thousands of members, rules ask for it many times per second."""
         return tuple(dict.fromkeys(unit.node for unit in self.units()))
 
+    @functools.cached_property
+    def stages_by_unit(self) -> dict[Unit, list[tuple[int, Stage]]]:
+        """(pipeline index, stage) of each unit. Cached: every heartbeat needs it."""
+        found: dict[Unit, list[tuple[int, Stage]]] = {}
+        for p, _, stage in self.stages():
+            found.setdefault(stage.unit, []).append((p, stage))
+        return found
+
+    @functools.cached_property
+    def alike(self) -> dict[str, list[str]]:
+        """Node: all nodes with exactly its layers, itself included. Cached likewise."""
+        layers: dict[str, list[tuple[int, int]]] = {}
+        for _, _, stage in self.stages():
+            layers.setdefault(stage.unit.node, []).append((stage.first, stage.last))
+        groups: dict[tuple[tuple[int, int], ...], list[str]] = {}
+        for node, ranges in layers.items():
+            groups.setdefault(tuple(ranges), []).append(node)
+        return {node: group for group in groups.values() for node in group}
+
     def peer_of(self, node: str) -> str | None:
         """The node that keeps the backups of `node`, if there is one."""
         return dict(self.peers).get(node)

@@ -15,7 +15,7 @@ from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator import event_queue as inbox
 from elastic.coordinator.event_queue import WallClock
 from elastic.coordinator.leadership import RunMembership
-from elastic.coordinator.metrics import MetricsEndpoint
+from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.coordinator.records import state_saver as saving
 from elastic.coordinator.service import Coordinator
 from elastic.core.job.state import Tick
@@ -69,14 +69,14 @@ class Bench:
         )
         self.folder, self.store = folder, CountingStore()
         lease = self.store.acquire("a", 60.0, 0.0)
-        self.endpoint = MetricsEndpoint(config, "coordinator", -1, lambda: 0.0)
+        self.counted = CoordinatorMetrics("j", lambda: 0.0)
         self.coordinator = Coordinator(
             config,
             "127.0.0.1:0",
             self.store,
             lease,
             RunMembership(self.store, folder),
-            self.endpoint,
+            self.counted,
         )
         self.sessions = {node: FakeSession(node) for node in ("a", "b", "c")}
         self.saved = self.store.saves
@@ -100,7 +100,7 @@ class Bench:
         return [session.sent for session in self.sessions.values()]
 
     def metrics(self) -> str:
-        return generate_latest(self.endpoint.metrics.registry).decode()
+        return generate_latest(self.counted.registry).decode()
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_metrics_over_several_terms(bench: Bench) -> None:
     leading = bench.metrics()
     assert "elastic_coordinator_leader 1.0" in leading and "elastic_coordinator_term 1.0" in leading
     assert 'elastic_nodes{state="starting"} 3.0' in leading
-    bench.endpoint.stand_by()
+    bench.counted.stand_by()
     waiting = bench.metrics()
     assert (
         "elastic_coordinator_leader 0.0" in waiting

@@ -99,7 +99,7 @@ def waiting_job(*nodes: str) -> JobState:
     state = JobState(policy=Policy(min_nodes=len(nodes) + 1))
     for node in nodes:
         report = NodeReport(NodeInfo(node, f"{node}-1", "h:1"), NodePhase.EMPTY, 0)
-        state, _, _ = record_event(state, job.NodeReported(report), START)
+        state, _, _ = record_event(state, report, START)
     state, _, _ = apply_rules(state, START)
     assert state.phase is JobPhase.WAITING and set(state.members) == set(nodes)
     return state
@@ -172,9 +172,9 @@ def test_a_new_leader_waits_longer_for_many_nodes() -> None:
     few, many = waiting_job("a"), waiting_job(*(f"n{number}" for number in range(1000)))
     for state, longer_s in ((few, 0.0), (many, 0.5)):
         adopted, _, _ = record_event(state, job.CoordinatorFailover(), START)
-        known, until = adopted, START + state.policy.adopt_s + longer_s
+        known, until = adopted, START + state.limits.adopt_s + longer_s
         for quarter in range(1, 20):
             known, _, _ = record_event(known, Tick(), START + quarter * 0.25)
             known, _, _ = apply_rules(known, START + quarter * 0.25)
             all_there = known.members.keys() == state.members.keys()
-            assert all_there == (known.updated_at < until + state.policy.grace_s)
+            assert all_there == (known.updated_at < until + state.limits.closed_s)

@@ -71,8 +71,7 @@ def test_a_restarted_agent_is_admitted_after_the_old_connection_closes() -> None
     assert session.last().retry_s <= 0.5
     state = closed(state)
     assert admit(filter, state, session, report)
-    filter.admitted(report)
-    state, _, _ = transition(state, job.NodeReported(report, True), state.updated_at)
+    state, _, _ = transition(state, report, state.updated_at)
     assert state.members[NODE].report.info.incarnation == "again"
     assert (
         not admit(filter, state, session, newcomer(state, "more")) and session.last().retry_s == 0.5
@@ -82,9 +81,7 @@ def test_a_restarted_agent_is_admitted_after_the_old_connection_closes() -> None
 def test_a_replaced_agent_stays_out_after_a_failover() -> None:
     state = closed(running())
     former = state.members[NODE].report
-    state, _, _ = transition(
-        state, job.NodeReported(newcomer(state, "again"), True), state.updated_at
-    )
+    state, _, _ = transition(state, newcomer(state, "again"), state.updated_at)
     state = codec.loads(JobState, codec.dumps(state))
     state, _, _ = transition(state, job.CoordinatorFailover(), state.updated_at)
     session = FakeSession()

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic.agent.metrics import AgentCondition, AgentMetrics
 from elastic.config import JobConfig
-from elastic.coordinator.metrics import CoordinatorMetrics, CoordinatorStatus, JobCollector
+from elastic.coordinator.metrics import CoordinatorMetrics, CoordinatorStatus
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
@@ -84,11 +84,8 @@ def values(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def coordinator(of: JobState, now: float = 10.0) -> CoordinatorMetrics:
-    metrics = CoordinatorMetrics(new_registry(), now)
-    collector = JobCollector(
-        "job", lambda: (of, CoordinatorStatus(True, 3, 7, 99)), metrics, lambda: now
-    )
-    metrics.registry.register(collector)
+    metrics = CoordinatorMetrics("job", lambda: now)
+    metrics.lead(lambda: CoordinatorStatus(of, True, 3, 7, 99))
     return metrics
 
 
@@ -287,11 +284,11 @@ def test_gauges_tell_the_state() -> None:
     assert (found["elastic_coordinator_term"], found["elastic_coordinator_queue_length"]) == (3, 7)
 
 
-def test_others_add_what_they_refused() -> None:
-    metrics = coordinator(RUNNING)
-    metrics.count_refused(lambda: {"token": 2})
-    metrics.count_refused(lambda: {"token": 1, "oversize": 4})
-    assert metrics.refused() == {"fenced": 0, "token": 3, "oversize": 4}
+def test_rejected_messages_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(REJECTIONS, "by_reason", lambda: {"token": 2})
+    found = values(coordinator(RUNNING).registry)
+    reasons = ("fenced", "token")
+    assert [found[f"elastic_messages_refused_total{{reason={r}}}"] for r in reasons] == [0, 2]
 
 
 # ---- agents, and the endpoint ----

@@ -6,12 +6,14 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from elastic.config import JobConfig
 from elastic.coordinator.queries import policy_of
 from elastic.core.job import state as job
+from elastic.domain.errors import FieldError
 from elastic.store import checkpoint_directory
 
 log = logging.getLogger("elastic.coordinator")
@@ -38,12 +40,13 @@ def announce(run_dir: Path, leader: dict[str, Any]) -> None:
     """Write the leader to coordinator.json, unless the file has one with a higher term."""
     path = run_dir / "coordinator.json"
     if (read_json(path).get("term") or 0) <= leader["term"]:
-        _try_replace(path, json.dumps(leader) + "\n")
+        try_write(path, lambda: replace_file(path, json.dumps(leader) + "\n"))
 
 
 def write_pid(run_dir: Path, slot: int) -> None:
     """Write this process to coordinator-SLOT.pid."""
-    _try_replace(run_dir / f"coordinator-{slot}.pid", f"{os.getpid()}\n")
+    path = run_dir / f"coordinator-{slot}.pid"
+    try_write(path, lambda: replace_file(path, f"{os.getpid()}\n"))
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -67,12 +70,12 @@ def overwrite_file(path: Path, text: str) -> None:
         file.truncate()
 
 
-def _try_replace(path: Path, text: str) -> None:
-    """Replace a file that training does not need: a failure is only logged."""
+def try_write(path: Path, write: Callable[[], object]) -> None:
+    """Write a file that training does not need: a failure is only logged."""
     try:
-        replace_file(path, text)
-    except OSError as error:
-        log.warning("%s cannot be written: %s", path, error)
+        write()
+    except (OSError, FieldError) as error:
+        log.error("%s cannot be written: %s", path, error)
 
 
 def read_json(path: Path) -> dict[str, Any]:

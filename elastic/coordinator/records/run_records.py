@@ -11,17 +11,16 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic.coordinator.records.run_directory import overwrite_file, replace_file
-from elastic.coordinator.records.run_summary import plan_entry, summarize
-from elastic.core.job.goodput import recovery_entry
+from elastic.coordinator.records.run_directory import overwrite_file, replace_file, try_write
+from elastic.coordinator.records.run_summary import plan_entry, plan_shape, summarize
+from elastic.core.job.goodput import recovery_entry, step_entry
 from elastic.core.job.state import ChangeCompleted, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.election import retry_s
-from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec, Plan
 from elastic.telemetry import EventLog, event_line, read_events
 
@@ -112,7 +111,7 @@ class RunRecords:
         self._progress = RetryingEventLog(run_dir / "progress.jsonl")
         self._last_position = (0, 0)
         self._draft = run_dir / "exit.draft"
-        _try(self._draft, lambda: replace_file(self._draft, " " * DRAFT_BYTES))
+        try_write(self._draft, lambda: replace_file(self._draft, " " * DRAFT_BYTES))
 
     def close(self) -> None:
         """Stop writing: another coordinator takes over. Idempotent."""
@@ -121,13 +120,6 @@ class RunRecords:
 
     def event(self, kind: str, data: dict[str, Any]) -> None:
         self._events.append(kind, data)
-
-    def refused(
-        self, node: str, port: str, reason: str, peer: str, detail: str, count: int, total: int
-    ) -> None:
-        """`node` or the coordinator rejected a message or connection at its `port`."""
-        entry = {"node": node, "port": port, "reason": str(reason), "peer": peer, "detail": detail}
-        self.event("refused", {**entry, "count": count, "total": total})
 
     def decision(self, state: JobState, reason: str) -> None:
         self.event("decision", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
@@ -139,19 +131,7 @@ class RunRecords:
         )
 
     def step(self, done: m.StepDone, state: JobState) -> None:
-        entry = {
-            "epoch": done.epoch,
-            "step": done.record.step,
-            "loss": done.record.loss,
-            "grad_norm": done.record.grad_norm,
-            "clip": done.record.clip,
-            "lr": done.lr,
-            "seconds": round(done.seconds, 5),
-            "tokens": done.tokens,
-            "doubled": done.doubled,
-            "missing": done.missing,
-        }
-        self.event("step", entry)
+        self.event("step", step_entry(done))
         self.progress(state, done)
 
     def progress(self, state: JobState, done: m.StepDone | None = None) -> None:
@@ -212,9 +192,9 @@ class RunRecords:
             self._events.append("fault", {"number": int(fired.stem)}, at=fired.stat().st_mtime)
         self.event("end", {"code": code, "reason": reason, "params_sha256": params_sha256})
         self._events.retry(at_once=True)
-        _try(self.run_dir / "summary.json", self._write_summary)
+        try_write(self.run_dir / "summary.json", self._write_summary)
         text = json.dumps({"code": code, "reason": reason}) + "\n"
-        _try(self.run_dir / "exit.json", lambda: self._write_exit(text))
+        try_write(self.run_dir / "exit.json", lambda: self._write_exit(text))
 
     def _write_summary(self) -> None:
         summary = summarize(read_events(self.run_dir / "events.jsonl"))
@@ -227,15 +207,3 @@ class RunRecords:
             self._draft.replace(self.run_dir / "exit.json")
         except OSError:
             replace_file(self.run_dir / "exit.json", text)
-
-
-def plan_shape(plan: Plan) -> str:
-    """Numbers of stages per pipeline, such as 3+1."""
-    return "+".join(str(len(p.stages)) for p in plan.pipelines)
-
-
-def _try(path: Path, write: Callable[[], object]) -> None:
-    try:
-        write()
-    except (OSError, FieldError) as error:
-        log.error("%s cannot be written: %s", path, error)

@@ -64,3 +64,8 @@ def plan_entry(plan: Plan) -> dict[str, Any]:
         "text": format_plan(plan),
         "backup": {"gradients": plan.gradients, "state": plan.state, "reason": plan.reason},
     }
+
+
+def plan_shape(plan: Plan) -> str:
+    """Numbers of stages per pipeline, such as 3+1."""
+    return "+".join(str(len(p.stages)) for p in plan.pipelines)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,26 +52,16 @@ class Rejection:
     """Answer the sender that it is not a member."""
 
 
-def check_message(
-    state: JobState, sender: str, message: Any, retired: Iterable[tuple[str, str]] = ()
-) -> Rejection | None:
-    """Check a message on a session of node `sender`; None: it is accepted.
-
-    `retired`: (node, incarnation) of members that joined again as another incarnation.
-    """
+def check_message(state: JobState, sender: str, message: Any) -> Rejection | None:
+    """Check a message on a session of node `sender`; None: it is accepted."""
     try:
         node_id(sender)
     except FieldError:
         return Rejection(FORGED, f"a session of {sender!r}, which is not the name of a node")
-    rejection = _check_sender(state, sender, message, retired)
+    rejection = _check_sender(state, sender, message)
     if rejection is None and (problem := invalid_field(message)):
         return Rejection(MALFORMED, f"{sender} sent {problem}")
     return rejection
-
-
-def is_member(state: JobState, sender: str) -> bool:
-    """Whether `sender` is a member. A step that a former member reports is only logged."""
-    return sender in state.members
 
 
 def invalid_field(message: Any) -> str:
@@ -122,123 +111,97 @@ def _bounded_fields(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if f"{kind.__name__}.{name}" not in UNBOUNDED)
 
 
-def _check_sender(
-    state: JobState, sender: str, message: Any, retired: Iterable[tuple[str, str]]
-) -> Rejection | None:
+def _check_sender(state: JobState, sender: str, message: Any) -> Rejection | None:
+    kind, node = type(message).__name__, _named_node(message, sender)
+    if node is None:
+        return Rejection(FORGED, f"{kind} is not a message of nodes")
+    if node != sender:
+        return Rejection(FORGED, f"{sender} sent a {kind} in the name of {node}")
+    problem = _out_of_range(state, message)
+    if problem:
+        return Rejection(MALFORMED, problem)
+    member = state.members.get(sender)
+    info = member.report.info if member is not None else None
     match message:
         case m.NodeReport():
-            return _check_report(state, sender, message, frozenset(retired))
-        case m.Heartbeat():
-            return _check_heartbeat(state, sender, message)
+            return _check_report(state, sender, message)
+        case m.Heartbeat() if info is None or message.incarnation != info.incarnation:
+            return Rejection(STALE, f"{sender} is not a member (any more)", fence=True)
+        case m.Notice() | HealthReport():  # of an unknown node it has no effect
+            if info is not None and message.incarnation != info.incarnation:
+                return Rejection(STALE, f"{kind} of a former {sender}")
         case m.StepDone():
             return _check_step(state, sender, message)
-        case m.BackupNote():
-            return _check_backup_note(state, sender, message)
-        case m.CheckpointPart():
-            return _check_part(state, sender, message)
-        case m.Notice():
-            if not -MAX_DEADLINE_S <= message.deadline_s <= MAX_DEADLINE_S:
-                text = f"a notice of {sender} {message.deadline_s} s ahead"
-                return Rejection(MALFORMED, text)
-            return _check_incarnation(state, sender, message)
-        case HealthReport():
-            return _check_incarnation(state, sender, message)
-        case m.RefusalNote():
-            return _check_name(sender, message.node, message) or _check_member(
-                state, sender, message
-            )
-    return Rejection(FORGED, f"{type(message).__name__} is not a message of nodes")
+        case m.BackupNote() | m.CheckpointPart() | m.RefusalNote() if info is None:
+            return Rejection(STALE, f"{sender} is not a member, but sent {kind}")
+    return None
 
 
-def _check_report(
-    state: JobState, sender: str, report: m.NodeReport, retired: frozenset[tuple[str, str]]
-) -> Rejection | None:
-    info = report.info
-    rejection = _check_name(sender, info.node, report)
-    if rejection is not None:
-        return rejection
+def _named_node(message: Any, sender: str) -> str | None:
+    """The node in whose name the message speaks; None: nodes do not send such messages."""
+    match message:
+        case m.NodeReport():
+            return message.info.node
+        case m.Heartbeat() | m.Notice() | HealthReport() | m.RefusalNote():
+            return message.node
+        case m.BackupNote(kind=m.BACKUP_SHORT):
+            return message.owner
+        case m.BackupNote(kind=m.COPY_CORRUPT):
+            return message.keeper
+        case m.StepDone() | m.CheckpointPart() | m.BackupNote():
+            return sender
+    return None
+
+
+def _out_of_range(state: JobState, message: Any) -> str:
+    """The value that cannot be, in words; "": none."""
+    spec = state.spec
+    steps, layers = (spec.n_steps, spec.n_layers) if spec is not None else (MAX_COUNT, MAX_COUNT)
+    match message:
+        case m.Heartbeat(step=step, microbatch=index):
+            if not (0 <= step < MAX_COUNT and -1 <= index < MAX_COUNT):
+                return f"step {step} is out of range"
+        case m.StepDone(epoch=epoch, record=record):
+            if not 0 <= record.step < steps or not 0 <= epoch < MAX_COUNT:
+                return f"step {record.step} of {steps}, epoch {epoch}"
+        case m.BackupNote(kind=kind) if kind not in m.BACKUP_NOTES:
+            return f"a note of kind {kind!r}"
+        case m.CheckpointPart(step=step, layers=slots):
+            if not 0 <= step <= steps or any(not 0 <= slot[0] < layers for slot in slots):
+                return f"a part of step {step} of {steps}"
+        case m.Notice(node=node, deadline_s=left_s):
+            if not -MAX_DEADLINE_S <= left_s <= MAX_DEADLINE_S:
+                return f"a notice of {node} {left_s} s ahead"
+    return ""
+
+
+def _check_report(state: JobState, sender: str, report: m.NodeReport) -> Rejection | None:
     foreign = [copy for copy in report.inventory if copy.node not in ("", sender)]
     if foreign:
         return Rejection(FORGED, f"{sender} lists a copy of {foreign[0].node}'s vault")
-    texts = (info.incarnation, info.vault, info.domain, info.host, info.device, report.store)
-    if not info.incarnation or any(len(text) > MAX_NAME_CHARS for text in texts):
+    info, incarnation = report.info, report.info.incarnation
+    texts = (incarnation, info.vault, info.domain, info.host, info.device, report.store)
+    if not incarnation or any(len(text) > MAX_NAME_CHARS for text in texts):
         text = f"names and addresses of 1 to {MAX_NAME_CHARS} characters are needed"
         return Rejection(MALFORMED, text)
     counts = [report.epoch, report.restart, report.step, report.microbatch]
-    counts += [info.workers, info.memory_bytes]
-    if not all(-1 <= count < MAX_COUNT for count in counts):
+    if not all(-1 <= n < MAX_COUNT for n in (*counts, info.workers, info.memory_bytes)):
         return Rejection(MALFORMED, f"a number in the report of {sender} is out of range")
     member = state.members.get(sender)
-    if member is not None and member.report.info.incarnation == info.incarnation:
+    if member is not None and member.report.info.incarnation == incarnation:
         return None
     new = report.phase is NodePhase.EMPTY and report.epoch <= 0 and report.restart < 0
-    if not new or (sender, info.incarnation) in retired:
-        text = f"{sender} ({info.incarnation}) is not a member (any more)"
-        return Rejection(STALE, text, fence=True)
-    return None
-
-
-def _check_heartbeat(state: JobState, sender: str, beat: m.Heartbeat) -> Rejection | None:
-    rejection = _check_name(sender, beat.node, beat)
-    if rejection is not None:
-        return rejection
-    member = state.members.get(sender)
-    if member is None or member.report.info.incarnation != beat.incarnation:
-        return Rejection(STALE, f"{sender} is not a member (any more)", fence=True)
-    if not (0 <= beat.step < MAX_COUNT and -1 <= beat.microbatch < MAX_COUNT):
-        return Rejection(MALFORMED, f"step {beat.step} is out of range")
-    return None
+    if new and (sender, incarnation) not in state.retired:
+        return None
+    return Rejection(STALE, f"{sender} ({incarnation}) is not a member (any more)", fence=True)
 
 
 def _check_step(state: JobState, sender: str, done: m.StepDone) -> Rejection | None:
     """A former member may still report an old step, for example after a partition."""
-    step, steps = done.record.step, state.spec.n_steps if state.spec is not None else MAX_COUNT
-    if not 0 <= step < steps or not 0 <= done.epoch < MAX_COUNT:
-        return Rejection(MALFORMED, f"step {step} of {steps}, epoch {done.epoch}")
+    step = done.record.step
     if done.epoch > state.epoch:
         text = f"a step of epoch {done.epoch}, but the newest epoch is {state.epoch}"
         return Rejection(FORGED, text)
-    known = state.record.step if state.record is not None else -1
-    if not is_member(state, sender) and (step > known or done.epoch >= state.epoch):
+    if sender not in state.members and (step > state.newest_step or done.epoch >= state.epoch):
         return Rejection(STALE, f"{sender} is not a member, but reports step {step}")
     return None
-
-
-def _check_backup_note(state: JobState, sender: str, note: m.BackupNote) -> Rejection | None:
-    if note.kind not in m.BACKUP_NOTES:
-        return Rejection(MALFORMED, f"a note of kind {note.kind!r}")
-    node = note.owner if note.kind == m.BACKUP_SHORT else note.keeper
-    return _check_name(sender, node, note) or _check_member(state, sender, note)
-
-
-def _check_part(state: JobState, sender: str, part: m.CheckpointPart) -> Rejection | None:
-    steps = state.spec.n_steps if state.spec is not None else MAX_COUNT
-    layers = state.spec.n_layers if state.spec is not None else MAX_COUNT
-    if not 0 <= part.step <= steps or any(not 0 <= slot[0] < layers for slot in part.layers):
-        return Rejection(MALFORMED, f"a part of step {part.step} of {steps}")
-    return _check_member(state, sender, part)
-
-
-def _check_incarnation(
-    state: JobState, sender: str, message: m.Notice | HealthReport
-) -> Rejection | None:
-    """Refuse a message of a former incarnation. One of an unknown node has no effect anyway."""
-    rejection = _check_name(sender, message.node, message)
-    if rejection is not None:
-        return rejection
-    member = state.members.get(sender)
-    if member is not None and member.report.info.incarnation != message.incarnation:
-        return Rejection(STALE, f"{type(message).__name__} of a former {sender}")
-    return None
-
-
-def _check_name(sender: str, node: str, message: Any) -> Rejection | None:
-    if node == sender:
-        return None
-    return Rejection(FORGED, f"{sender} sent a {type(message).__name__} in the name of {node}")
-
-
-def _check_member(state: JobState, sender: str, message: Any) -> Rejection | None:
-    if is_member(state, sender):
-        return None
-    return Rejection(STALE, f"{sender} is not a member, but sent {type(message).__name__}")

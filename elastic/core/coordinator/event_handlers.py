@@ -14,14 +14,11 @@ from elastic.core.job.join_policy import count_node_seconds, with_expected_end
 from elastic.core.job.measured_conditions import observe_backup
 from elastic.core.job.membership import launch_nodes, name_conflict, with_member
 from elastic.core.job.state import (
-    BackupReported,
     CheckpointCommitted,
-    CheckpointPartWritten,
     CommitCheckpoint,
     ConnectionClosed,
     CoordinatorFailover,
     DrainRequested,
-    HealthReported,
     Heartbeat,
     Heartbeats,
     JobAction,
@@ -31,15 +28,14 @@ from elastic.core.job.state import (
     LogEntry,
     LossKind,
     Member,
-    NodeReported,
     Send,
-    StepFinished,
     Tick,
 )
 from elastic.core.job.stragglers import observe_speed
 from elastic.core.policy import drain, remediation
 from elastic.core.policy.admission import admit
 from elastic.core.protocol import messages as m
+from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.protocol.timeouts import MAX_HEARTBEATS_PER_S
 from elastic.domain.types import Slot, whole_slots
@@ -50,8 +46,8 @@ DURATIONS = 32
 """Number of steps whose durations are kept."""
 
 
-def _node_reported(state: JobState, event: NodeReported, now: float) -> JobTransition:
-    report, node = event.report, event.report.info.node
+def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTransition:
+    node = report.info.node
     member = state.members.get(node)
     if member is None or member.report.info.incarnation != report.info.incarnation:
         return _new_incarnation(state, report, now)
@@ -73,7 +69,7 @@ def _node_reported(state: JobState, event: NodeReported, now: float) -> JobTrans
     if report.suspects and not state.suspected_since and report.epoch == state.epoch:
         state = state.of(suspected_since=now)
     records = [h.record for h in report.halted if h.record and state.phase is JobPhase.HALTING]
-    if records and (state.record is None or records[-1].step > state.record.step):
+    if records and records[-1].step > state.newest_step:
         state = state.of(record=records[-1])
     state, findings = remediation.workers_failed(state, was, report, now)
     reason = f"{node}: {report.phase}" if report.phase is not was.phase else ""
@@ -137,10 +133,6 @@ def _missed_orders(state: JobState, node: str) -> tuple[JobAction, ...]:
     return orders
 
 
-def _heartbeat(state: JobState, event: Heartbeat, now: float) -> JobTransition:
-    return _heartbeats(state, Heartbeats((event,)), now)
-
-
 def _heartbeats(state: JobState, event: Heartbeats, now: float) -> JobTransition:
     """Record heartbeats together: one by one, each would copy the dict of members."""
     members, accepted = dict(state.members), []
@@ -187,9 +179,9 @@ def _drain_requested(state: JobState, event: DrainRequested, now: float) -> JobT
     return with_member(state, member), (entry,), f"drain of {event.node} requested"
 
 
-def _step_finished(state: JobState, event: StepFinished, now: float) -> JobTransition:
+def _step_finished(state: JobState, event: m.StepDone, now: float) -> JobTransition:
     step = event.record.step
-    if step <= state.logged_step or (state.record is not None and step < state.record.step):
+    if step <= state.logged_step or step < state.newest_step:
         return state, (), ""
     if state.plan is not None:
         epoch = state.plan.epoch
@@ -201,9 +193,7 @@ def _step_finished(state: JobState, event: StepFinished, now: float) -> JobTrans
     return state, (), ""
 
 
-def _checkpoint_part_written(
-    state: JobState, event: CheckpointPartWritten, now: float
-) -> JobTransition:
+def _checkpoint_part(state: JobState, event: m.CheckpointPart, now: float) -> JobTransition:
     before = {slot for step, part in state.checkpoint_parts if step == event.step for slot in part}
     slots = before | set(event.layers)
     newest = max((step for step, _ in state.checkpoint_parts), default=-1)
@@ -222,7 +212,7 @@ def _is_complete(state: JobState, slots: Collection[Slot]) -> bool:
     return spec is not None and len(whole_slots(slots)) == spec.n_layers * spec.tp
 
 
-def _backup_reported(state: JobState, event: BackupReported, now: float) -> JobTransition:
+def _backup_note(state: JobState, event: m.BackupNote, now: float) -> JobTransition:
     data = {"owner": event.owner, "keeper": event.keeper, "detail": event.detail}
     reason = f"{event.kind}: copies of {event.owner} at {event.keeper}"
     return state, (LogEntry(event.kind, data),), reason
@@ -241,7 +231,7 @@ def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: floa
 
 def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTransition:
     # All members reconnect at the same time.
-    late = now + state.policy.adopt_s + len(state.members) / MAX_HEARTBEATS_PER_S
+    late = now + state.limits.adopt_s + len(state.members) / MAX_HEARTBEATS_PER_S
     members = {
         node: replace(member, connected=False, closed_at=late, seen=late)
         for node, member in state.members.items()
@@ -254,22 +244,18 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
     return state.of(members=members), tuple(actions), "took the job over"
 
 
-def _tick(state: JobState, event: Tick, now: float) -> JobTransition:
-    return (state if event.late_s == state.late_s else state.of(late_s=event.late_s)), (), ""
-
-
 EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
-    NodeReported: _node_reported,
-    Heartbeat: _heartbeat,
+    m.NodeReport: _node_reported,
+    Heartbeat: lambda state, beat, now: _heartbeats(state, Heartbeats((beat,)), now),
     Heartbeats: _heartbeats,
     ConnectionClosed: _connection_closed,
     DrainRequested: _drain_requested,
     m.Notice: drain.notice_received,
-    StepFinished: _step_finished,
-    CheckpointPartWritten: _checkpoint_part_written,
-    BackupReported: _backup_reported,
-    HealthReported: remediation.health_reported,
+    m.StepDone: _step_finished,
+    m.CheckpointPart: _checkpoint_part,
+    m.BackupNote: _backup_note,
+    HealthReport: remediation.health_reported,
     CheckpointCommitted: _checkpoint_committed,
-    Tick: _tick,
+    Tick: lambda state, tick, now: (state.of(late_s=tick.late_s), (), ""),
     CoordinatorFailover: _failover,
 }

@@ -28,14 +28,13 @@ from elastic.core.job.epoch_change import (
     decide_plan,
     resume_if_feasible,
 )
-from elastic.core.job.join_policy import count_node_seconds, record_pause
-from elastic.core.job.membership import launch_nodes
+from elastic.core.job.join_policy import record_pause, without_member
+from elastic.core.job.membership import end_job, launch_nodes
 from elastic.core.job.state import (
     Cause,
     CauseKind,
     ChangeCompleted,
     JobAction,
-    JobFinished,
     JobPhase,
     JobState,
     JobTransition,
@@ -57,29 +56,24 @@ SCRIPT_S = 30.0
 """Workers that have not attached after this time run a script that does not use elastic."""
 LATE_WORKERS_S = 90.0
 """If the minimum of nodes is ready after this time, the job starts without the others."""
+OVER = (JobPhase.FINISHED, JobPhase.FAILED)
 Rule = Callable[[JobState, float], JobTransition | None]
 
 
 def transition(state: JobState, event: Any, now: float) -> JobTransition:
     """Return (state, actions, reason): `record_event`, then `apply_rules`."""
-    state, actions, reason = _handle(_excuse_delay(state, now), event, now)
-    return _apply_rules(state, now, list(actions), [reason] if reason else [])
+    state, actions, reason = record_event(_excuse_delay(state, now), event, now)
+    state, more, why = apply_rules(state, now)
+    return state, (*actions, *more), "; ".join(filter(None, (reason, why)))
 
 
 def record_event(state: JobState, event: Any, now: float) -> JobTransition:
-    """Record an event without a decision. `apply_rules` must follow within `limits.starved_s`."""
+    """Run the event's handler, and update the limits on waiting if a longer time was measured.
+
+    Nothing is decided: `apply_rules` must follow within `limits.starved_s`.
+    """
     if now - state.updated_at > state.limits.starved_s:
         state = _excuse_delay(state, now)
-    return _handle(state, event, now)
-
-
-def apply_rules(state: JobState, now: float) -> JobTransition:
-    """Decide on all events that were recorded."""
-    return _apply_rules(_excuse_delay(state, now), now, [], [])
-
-
-def _handle(state: JobState, event: Any, now: float) -> JobTransition:
-    """Run the event's handler, and update the limits on waiting if a longer time was measured."""
     handler, seen = EVENT_HANDLERS.get(type(event)), state.seen
     state, actions, reason = handler(state, event, now) if handler else (state, (), "")
     if state.timeouts is not None and state.seen is seen:
@@ -107,12 +101,14 @@ def _excuse_delay(state: JobState, now: float) -> JobState:
     return state.of(updated_at=now)
 
 
-def _apply_rules(
-    state: JobState, now: float, actions: list[JobAction], reasons: list[str]
-) -> JobTransition:
+def apply_rules(state: JobState, now: float) -> JobTransition:
+    """Decide on all events that were recorded."""
+    state = _excuse_delay(state, now)
+    actions: list[JobAction] = []
+    reasons: list[str] = []
     for _ in range(16):
-        rules = (_end, _drop_lost_members, *RULES[state.phase][0])
-        results = (rule(state, now) for rule in rules)
+        rules = (_end, _drop_lost_members, RULES[state.phase][0])
+        results = (rule(state, now) for rule in rules if rule is not None)
         result = next((found for found in results if found is not None), None)
         if result is None:
             break
@@ -144,26 +140,21 @@ def _drop_lost_members(state: JobState, now: float) -> JobTransition | None:
         if not member.connected and now >= member.closed_at:
             if node in suspects:
                 why = "connection closed and neighbours lost contact"
-            elif now - member.closed_at >= state.policy.grace_s + late_s:
+            elif now - member.closed_at >= state.limits.closed_s + late_s:
                 why = "connection closed"
         if not why and now - member.seen > state.policy.lease_s + late_s:
             why, loss = f"silent for {now - member.seen:.1f} s", LossKind.SILENT
         if why:
             entry = LogEntry("lost", {"node": node, "loss": loss.value, "why": why})
             fence = Send(node, m.Fenced(f"lost: {why}"))
-            state, findings = node_lost(_without_member(state, node, now), node, why, now)
+            state, findings = node_lost(without_member(state, node, now, left=1), node, why, now)
             return state, (entry, fence, *findings), f"{node} lost: {why}"
     return None
 
 
-def _without_member(state: JobState, node: str, now: float) -> JobState:
-    state = count_node_seconds(state, now, left=1)
-    return state.of(members={name: mb for name, mb in state.members.items() if name != node})
-
-
 def _end(state: JobState, now: float) -> JobTransition | None:
     """End the job if its workers finished or failed."""
-    if state.phase in (JobPhase.FINISHED, JobPhase.FAILED):
+    if state.phase in OVER:
         return None
     reports = [mb.report for mb in state.members.values()]
     crashing = [r for r in reports if r.elastic and r.phase is NodePhase.FAILED]
@@ -186,9 +177,8 @@ def _end_job(
 ) -> JobTransition:
     # The summary must include a change that completed together with the end of the job.
     state, completed, _ = _complete_change(state) or (state, (), "")
-    stops = [Send(node, m.Stop(code, reason)) for node in state.members]
-    finish = JobFinished(code, reason, sha)
-    return state.of(phase=phase, ending=finish), (*completed, *stops, finish), reason
+    state, ended = end_job(state, phase, code, reason, sha)
+    return state, (*completed, *ended), reason
 
 
 # ---- rules of single phases ----
@@ -313,7 +303,7 @@ def _running(state: JobState, now: float) -> JobTransition | None:
         or drain.replace_hinted_nodes(state, now)
         or apply_remedies(state, now)
         or _join(state, now)
-        or _rebalance(state, now)
+        or rebalance_stragglers(state, now)
         or change_backup(state, now)
     )
 
@@ -354,7 +344,7 @@ def _drain(state: JobState, now: float) -> JobTransition | None:
         if state.trimmed >= state.epoch and member.connected:
             actions = (drain.release_order(member), LogEntry("drained", {"node": node}))
             reason = f"{node} holds nothing any more and may leave"
-            return _without_member(state, node, now), actions, reason
+            return without_member(state, node, now, left=1), actions, reason
     return None
 
 
@@ -374,10 +364,6 @@ def _join(state: JobState, now: float) -> JobTransition | None:
     return begin_change(state, cause, now, boundary=True)
 
 
-def _rebalance(state: JobState, now: float) -> JobTransition | None:
-    return rebalance_stragglers(state, now) if state.stable else None
-
-
 def _paused(state: JobState, now: float) -> JobTransition | None:
     return quarantine.release_expired(state, now) or resume_if_feasible(state, now)
 
@@ -389,7 +375,7 @@ def _fault(state: JobState, now: float) -> Cause | None:
         member = state.members.get(node)
         if member is None:
             return Cause(CauseKind.LOST, f"{node} lost", (node,))
-        if member.report.phase in (NodePhase.STARTING, NodePhase.FAILED, NodePhase.EMPTY):
+        if member.workers_gone:
             return _workers_down(member.report, "workers are gone")
         if member.report.phase is NodePhase.IDLE:
             return _workers_down(member.report, "workers were started anew")
@@ -412,30 +398,15 @@ def _workers_down(report: NodeReport, text: str) -> Cause:
     return Cause(kind, f"{node}: {report.cause or text}", (node,))
 
 
-RULES: dict[JobPhase, tuple[tuple[Rule, ...], tuple[JobPhase, ...]]] = {
-    JobPhase.WAITING: ((_waiting,), (JobPhase.LAUNCHED,)),
-    JobPhase.LAUNCHED: (
-        (_launched,),
-        (JobPhase.HALTING, JobPhase.WAITING, JobPhase.FINISHED, JobPhase.FAILED),
-    ),
-    JobPhase.HALTING: (
-        (_halting,),
-        (
-            JobPhase.INSTALLING,
-            JobPhase.PAUSED,
-            JobPhase.HALTING,
-            JobPhase.FINISHED,
-            JobPhase.FAILED,
-        ),
-    ),
-    JobPhase.INSTALLING: (
-        (_installing,),
-        (JobPhase.RUNNING, JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED),
-    ),
-    JobPhase.RUNNING: ((_running,), (JobPhase.HALTING, JobPhase.FINISHED, JobPhase.FAILED)),
-    JobPhase.PAUSED: ((_paused,), (JobPhase.HALTING, JobPhase.FAILED)),
-    JobPhase.FINISHED: ((), ()),
-    JobPhase.FAILED: ((), ()),
+RULES: dict[JobPhase, tuple[Rule | None, tuple[JobPhase, ...]]] = {
+    JobPhase.WAITING: (_waiting, (JobPhase.LAUNCHED,)),
+    JobPhase.LAUNCHED: (_launched, (JobPhase.HALTING, JobPhase.WAITING, *OVER)),
+    JobPhase.HALTING: (_halting, (JobPhase.INSTALLING, JobPhase.PAUSED, JobPhase.HALTING, *OVER)),
+    JobPhase.INSTALLING: (_installing, (JobPhase.RUNNING, JobPhase.HALTING, *OVER)),
+    JobPhase.RUNNING: (_running, (JobPhase.HALTING, *OVER)),
+    JobPhase.PAUSED: (_paused, (JobPhase.HALTING, JobPhase.FAILED)),
+    JobPhase.FINISHED: (None, ()),
+    JobPhase.FAILED: (None, ()),
 }
-"""Per phase: its rules in order, and the phases that may follow. docs/design/states.md is drawn
+"""Per phase: its rule, and the phases that may follow. docs/design/states.md is drawn
 from this table."""

@@ -13,7 +13,7 @@ This file holds the history of one node (`NodeHealth`) and the meaning of single
 A quarantined node stays a member and keeps its vault, but plans do without it. The first quarantine
 lasts `quarantine_s`, each further one twice as long, up to `quarantine_most_s`; each `good_s`
 without an offence cancels one doubling. Nothing here kills a worker: that needs the kernel's view
-of the process (`elastic.core.node.node.hung`).
+of the process (`elastic.core.node.node.hang_reason`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from elastic.core.health.link_speed import LinkSpeed
 from elastic.core.protocol.health_report import (
     DeviceHealth,
     DiskSpace,
-    FailedOperation,
     HealthReport,
     Preflight,
 )
@@ -194,14 +193,6 @@ def record_departure(health: NodeHealth, now: float, limits: HealthLimits) -> No
     return replace(health, departures=(*_recent(health.departures, now, limits), now)[-64:])
 
 
-def is_crash_looping(health: NodeHealth, limits: HealthLimits) -> bool:
-    return len(health.crashes) >= limits.crashes
-
-
-def is_flapping(health: NodeHealth, limits: HealthLimits) -> bool:
-    return len(health.departures) >= limits.departures
-
-
 def quarantine(health: NodeHealth, now: float, limits: HealthLimits) -> tuple[NodeHealth, float]:
     """Quarantine the node; return also its length in seconds. Crashes and losses count anew."""
     known = 0
@@ -297,7 +288,7 @@ def throttled_device(devices: tuple[DeviceHealth, ...]) -> tuple[str, Evidence] 
 def full_disk(report: HealthReport, limits: HealthLimits) -> tuple[str, Evidence, bool] | None:
     """(reason, evidence, whether a write failed already) of a full or failing disk."""
     for failed in report.failed_operations:
-        disk = _disk_of(report, failed)
+        disk = _disk_of(report, failed.path)
         shown = {"path": failed.path, "error": failed.detail, "failed": failed.count}
         room = ""
         if disk is not None:
@@ -318,7 +309,7 @@ def full_disk(report: HealthReport, limits: HealthLimits) -> tuple[str, Evidence
 
 def has_own_disk(path: str, report: HealthReport, others: tuple[HealthReport, ...]) -> bool:
     """Whether no other node writes to the file system of `path`."""
-    disk = next((one for one in report.disks if one.path == path), None)
+    disk = _disk_of(report, path)
     volumes = {one.volume for other in others for one in other.disks}
     return disk is not None and bool(disk.volume) and disk.volume not in volumes
 
@@ -354,6 +345,6 @@ def _recent(times: tuple[float, ...], now: float, limits: HealthLimits) -> tuple
     return tuple(at for at in times if now - at <= limits.window_s)
 
 
-def _disk_of(report: HealthReport, failed: FailedOperation) -> DiskSpace | None:
-    inside = [disk for disk in report.disks if failed.path.startswith(disk.path)]
+def _disk_of(report: HealthReport, path: str) -> DiskSpace | None:
+    inside = [disk for disk in report.disks if path.startswith(disk.path)]
     return max(inside, key=lambda disk: len(disk.path), default=None)

@@ -25,13 +25,14 @@ from dataclasses import replace
 from math import inf
 
 from elastic.core.job import join_policy, quarantine
+from elastic.core.job.goodput import step_entry
 from elastic.core.job.measured_conditions import backup_conditions
+from elastic.core.job.membership import end_job
 from elastic.core.job.state import (
     Cause,
     CauseKind,
     EpochChange,
     JobAction,
-    JobFinished,
     JobPhase,
     JobState,
     JobTransition,
@@ -93,8 +94,7 @@ def begin_change(
 
 def _workers_gone(state: JobState, node: str) -> bool:
     member = state.members.get(node)
-    gone = (NodePhase.STARTING, NodePhase.FAILED, NodePhase.EMPTY)
-    return member is None or member.report.phase in gone
+    return member is None or member.workers_gone
 
 
 def candidates(state: JobState) -> tuple[Member, ...]:
@@ -157,10 +157,8 @@ def decide_plan(state: JobState, now: float) -> JobTransition:
         entry = LogEntry("paused", {"epoch": state.epoch, "why": str(error)})
         return state.of(phase=JobPhase.PAUSED, change=change), (entry,), f"paused: {error}"
     except (Unrecoverable, FieldError) as error:
-        stops = [Send(node, m.Stop(error.exit_code, str(error))) for node in state.members]
-        finish = JobFinished(error.exit_code, str(error))
-        state = state.of(phase=JobPhase.FAILED, ending=finish)
-        return state, (*stops, finish), f"the job cannot go on: {error}"
+        state, actions = end_job(state, JobPhase.FAILED, error.exit_code, str(error))
+        return state, actions, f"the job cannot go on: {error}"
     state, actions, reason = _install(state, replace(change, decided=now), assignment)
     return state, (*actions, *_left_aside(choice)), reason
 
@@ -242,13 +240,7 @@ def _with_figures(
             covered=dict(assignment.covered),
         )
     started = [mb for h in halted.values() if h.step == step for mb in h.started]
-    lost_layers = frozenset(
-        layer
-        for _, _, stage in (change.old_plan or plan).stages()
-        if stage.unit.node in change.lost
-        for layer in stage.layers
-    )
-    again = summary.todo | partial_replay.runs_beyond(assignment.partial, lost_layers)
+    again = summary.todo | partial_replay.runs_beyond(assignment.partial, summary.lost_layers)
     return replace(
         change,
         step=step,
@@ -271,19 +263,9 @@ def _unlogged_step(
     if record is None or spec is None or state.logged_step >= record.step:
         return ()
     since = state.step_finished_at
-    entry = {
-        "epoch": state.epoch - 1,
-        "step": record.step,
-        "loss": record.loss,
-        "grad_norm": record.grad_norm,
-        "clip": record.clip,
-        "lr": 0.0,
-        "seconds": round(max(0.0, now - since), 5) if since else 0.0,
-        "tokens": spec.n_microbatches * spec.tokens_per_microbatch,
-        "doubled": 0,
-        "missing": 0,
-    }
-    return (LogEntry("step", entry),)
+    seconds, tokens = max(0.0, now - since), spec.n_microbatches * spec.tokens_per_microbatch
+    done = m.StepDone(state.epoch - 1, record, seconds if since else 0.0, 0.0, tokens)
+    return (LogEntry("step", step_entry(done)),)
 
 
 def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:

@@ -16,7 +16,7 @@ Pure: (fleet, event, now) -> (fleet, actions, reason).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from elastic.domain.errors import EXIT_DRAINED, EXIT_JOB_FAILED, EXIT_OK
@@ -57,7 +57,6 @@ class AgentRecord:
     """The newest agent of a machine."""
 
     node: str
-    machine: str
     status: AgentStatus = AgentStatus.RUNNING
     since: float
     """Start time."""
@@ -74,14 +73,15 @@ class Fleet:
     """Largest number of nodes that the job uses."""
     spares: int = 0
     """Further nodes that are kept ready."""
-    agents: tuple[AgentRecord, ...] = ()
+    agents: dict[str, AgentRecord] = field(default_factory=dict)
+    """By id of the machine."""
     names_given: int = 0
     requested: int = 0
     """Requested size of the cluster; 0: no request stands."""
 
     @property
     def running(self) -> int:
-        return sum(agent.status is AgentStatus.RUNNING for agent in self.agents)
+        return sum(agent.status is AgentStatus.RUNNING for agent in self.agents.values())
 
 
 # ---- events ----
@@ -151,8 +151,9 @@ def transition(fleet: Fleet, event: FleetEvent, now: float) -> FleetTransition:
 
 def _cluster_observed(fleet: Fleet, event: ClusterObserved, now: float) -> FleetTransition:
     alive = {machine.id for machine in event.machines}
-    gone = [agent for agent in fleet.agents if agent.machine not in alive]
-    fleet = replace(fleet, agents=tuple(a for a in fleet.agents if a.machine in alive))
+    gone = [agent for machine, agent in fleet.agents.items() if machine not in alive]
+    agents = {machine: agent for machine, agent in fleet.agents.items() if machine in alive}
+    fleet = replace(fleet, agents=agents)
     actions: list[FleetAction] = [ForgetAgent(agent.node) for agent in gone]
     reasons = [f"the machine of {agent.node} is gone" for agent in gone]
     for machine in sorted(event.machines, key=lambda machine: machine.reserved is None):
@@ -163,7 +164,7 @@ def _cluster_observed(fleet: Fleet, event: ClusterObserved, now: float) -> Fleet
         actions.append(start)
         spare = " as a spare" if fleet.running > fleet.wanted else ""
         reasons.append(f"{start.node} starts on {machine.host}{spare}")
-    here = sum(agent.status is not AgentStatus.RELEASED for agent in fleet.agents)
+    here = sum(agent.status is not AgentStatus.RELEASED for agent in fleet.agents.values())
     request = fleet.wanted if here < fleet.wanted else 0
     if request != fleet.requested:
         actions.append(RequestNodes(request))
@@ -175,44 +176,38 @@ def _cluster_observed(fleet: Fleet, event: ClusterObserved, now: float) -> Fleet
 
 def _usable(fleet: Fleet, machine: Machine, unplaced: int, now: float) -> bool:
     """Whether an agent may start on the machine now."""
-    agent = _agent_of(fleet, machine)
+    agent = fleet.agents.get(machine.id)
     if agent is not None and (agent.status is not AgentStatus.FAILED or now < agent.retry_at):
         return False
     return machine.reserved is not None or (machine.room and unplaced == 0)
 
 
-def _agent_of(fleet: Fleet, machine: Machine) -> AgentRecord | None:
-    return next((agent for agent in fleet.agents if agent.machine == machine.id), None)
-
-
 def _start(fleet: Fleet, machine: Machine, now: float) -> tuple[Fleet, StartAgent]:
-    former, node = _agent_of(fleet, machine), f"node{fleet.names_given}"
-    failures = former.failures if former is not None else 0
-    agent = AgentRecord(node=node, machine=machine.id, since=now, failures=failures)
-    others = (other for other in fleet.agents if other.machine != machine.id)
-    fleet = replace(fleet, agents=(*others, agent), names_given=fleet.names_given + 1)
+    former, node = fleet.agents.get(machine.id), f"node{fleet.names_given}"
+    agent = AgentRecord(node=node, since=now, failures=former.failures if former else 0)
+    agents = {**fleet.agents, machine.id: agent}
+    fleet = replace(fleet, agents=agents, names_given=fleet.names_given + 1)
     return fleet, StartAgent(node, machine)
 
 
 def _agent_ended(fleet: Fleet, event: AgentEnded, now: float) -> FleetTransition:
-    agent = next((agent for agent in fleet.agents if agent.node == event.node), None)
+    of_node = (item for item in fleet.agents.items() if item[1].node == event.node)
+    machine, agent = next(of_node, ("", None))
     if agent is None or agent.status is not AgentStatus.RUNNING:
         return fleet, (), ""
     if event.code in (EXIT_OK, EXIT_DRAINED, EXIT_JOB_FAILED):
-        fleet = _updated(fleet, replace(agent, status=AgentStatus.RELEASED))
+        released = replace(agent, status=AgentStatus.RELEASED)
+        fleet = replace(fleet, agents={**fleet.agents, machine: released})
         return fleet, (), f"{agent.node} has left in order"
     failures = 1 if now - agent.since >= STEADY_S else agent.failures + 1
     wait_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (failures - 1))
     wait_s = max(wait_s, LOST_BACKOFF_S) if event.code is None else wait_s
     failed = replace(agent, status=AgentStatus.FAILED, retry_at=now + wait_s, failures=failures)
-    fleet = _updated(fleet, failed)
-    if all(a.status is AgentStatus.FAILED and a.failures >= MOST_FAILURES for a in fleet.agents):
+    agents = {**fleet.agents, machine: failed}
+    fleet = replace(fleet, agents=agents)
+    in_a_row = (a.failures if a.status is AgentStatus.FAILED else 0 for a in agents.values())
+    if min(in_a_row) >= MOST_FAILURES:
         reason = f"on every available machine {MOST_FAILURES} agents in a row have ended"
         return fleet, (GiveUp(reason),), reason
     text = f"{agent.node} has ended; its machine may get another agent in {wait_s:g} s"
     return fleet, (), text
-
-
-def _updated(fleet: Fleet, agent: AgentRecord) -> Fleet:
-    agents = (agent if other.machine == agent.machine else other for other in fleet.agents)
-    return replace(fleet, agents=tuple(agents))

@@ -1,4 +1,4 @@
-"""Goodput: the use of the nodes' time, and the figures of each epoch change in summary.json.
+"""Goodput: the use of the nodes' time, and the figures of steps and epoch changes in the records.
 
 node-seconds = useful + detect + plan + transfer + lost + idle. The simulator's account also has
 `redundant`, the time of backups within a step; here that time is part of `useful`.
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.core.job.state import ChangeCompleted, EpochChange, JobPhase, JobState
+from elastic.core.protocol.messages import StepDone
 
 NODE_TIME_USES = ("useful", "detect", "plan", "transfer", "lost", "idle")
 
@@ -88,6 +89,22 @@ def _use(state: JobState) -> str:
             return "plan"
         case _:
             return "idle"
+
+
+def step_entry(done: StepDone) -> dict[str, Any]:
+    """Figures of one step for the event log."""
+    return {
+        "epoch": done.epoch,
+        "step": done.record.step,
+        "loss": done.record.loss,
+        "grad_norm": done.record.grad_norm,
+        "clip": done.record.clip,
+        "lr": done.lr,
+        "seconds": round(done.seconds, 5),
+        "tokens": done.tokens,
+        "doubled": done.doubled,
+        "missing": done.missing,
+    }
 
 
 def recovery_entry(event: ChangeCompleted, fault_at: float | None) -> dict[str, Any]:

@@ -38,6 +38,12 @@ def count_node_seconds(state: JobState, now: float, left: int = 0) -> JobState:
     return state.of(node_seconds=node_seconds, counted_at=now, losses=losses)
 
 
+def without_member(state: JobState, node: str, now: float, left: int = 0) -> JobState:
+    """Remove a member. `left`: 1 if it counts as one that left."""
+    members = {name: mb for name, mb in state.members.items() if name != node}
+    return count_node_seconds(state, now, left).of(members=members)
+
+
 def with_expected_end(member: Member, now: float) -> Member:
     """The member with the end of the lifetime that its agent announced."""
     lifetime_s = member.report.info.lifetime_s
@@ -102,9 +108,8 @@ def plan_for_change(state: JobState, request: PlanRequest, now: float) -> JoinCh
         if left_s == inf:
             break
         fewer = _without(request, nodes)
-        try:
-            other = make_plan(fewer)
-        except InfeasiblePlan:
+        other = plan_if_feasible(fewer)
+        if other is None:
             break
         used, speedup = len(plan.nodes()), _speedup(state, other, plan)
         verdict = worth(ahead, speedup=speedup, lifetime_s=left_s, nodes=used)
@@ -127,8 +132,6 @@ def plan_for_joining(
 
     Raises InfeasiblePlan if no plan fits the available nodes.
     """
-    assert state.plan is not None
-    ahead = outlook(state, now)
     reasons: list[str] = []
     aside: list[str] = []
     retry_s = inf
@@ -140,7 +143,7 @@ def plan_for_joining(
             if rest:
                 reasons.append(f"{rest} stay spare: {plan.reason}")
             return JoinChoice(None, tuple(fresh), "; ".join(reasons), retry_s)
-        verdict, left = _evaluate(state, request, ahead, plan, wanted, now)
+        verdict, left = _evaluate(state, request, plan, wanted, now)
         if verdict.use:
             return JoinChoice(plan, tuple(aside), "; ".join(reasons), retry_s)
         retry_s = min(retry_s, verdict.again_s)
@@ -150,15 +153,11 @@ def plan_for_joining(
 
 
 def _evaluate(
-    state: JobState,
-    request: PlanRequest,
-    ahead: Outlook,
-    plan: Plan,
-    wanted: Sequence[str],
-    now: float,
+    state: JobState, request: PlanRequest, plan: Plan, wanted: Sequence[str], now: float
 ) -> tuple[Verdict, list[str]]:
     """Return (whether to change to `plan` for `wanted`, the first of them to leave)."""
     assert state.plan is not None and state.spec is not None
+    ahead = outlook(state, now)
     nodes, left_s = _first_to_go(state, wanted, now)
     if not state.plan.peers and left_s == inf:
         return Verdict(True, "nobody keeps backups now"), []
@@ -183,6 +182,14 @@ def _speedup(state: JobState, without: Plan, plan: Plan) -> float:
     """Predicted step time of `without` over that of `plan`."""
     here, then = (predicted_step_s(state, one) for one in (without, plan))
     return here / then if then > 0 else 1.0
+
+
+def plan_if_feasible(request: PlanRequest) -> Plan | None:
+    """The best plan; None if no plan fits the nodes."""
+    try:
+        return make_plan(request)
+    except InfeasiblePlan:
+        return None
 
 
 def _without(request: PlanRequest, nodes: Sequence[str]) -> PlanRequest:

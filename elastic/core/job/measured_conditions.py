@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from statistics import median
 
 from elastic.core.health import backup_metrics
@@ -11,7 +11,7 @@ from elastic.core.job import join_policy
 from elastic.core.job.state import Heartbeat, JobState
 from elastic.core.job.stragglers import of_members, profile_for, slowdowns, speed_of
 from elastic.planning.backup.backup_cost import Weighing
-from elastic.planning.cost.profile import Device, LayerTimes, Profile
+from elastic.planning.cost.profile import LayerTimes, Profile
 
 
 def observe_backup(state: JobState, event: Heartbeat) -> JobState:
@@ -69,14 +69,5 @@ def measured_profile(state: JobState) -> Profile:
 def _scaled(profile: Profile, unit: float) -> Profile:
     """The profile of a single device type with all times `unit` times as long."""
     (device,) = profile.devices
-    times = tuple(
-        LayerTimes(
-            forward_s=t.forward_s * unit,
-            backward_s=t.backward_s * unit,
-            backward_input_s=t.backward_input_s * unit,
-            backward_weight_s=t.backward_weight_s * unit,
-            update_s=t.update_s * unit,
-        )
-        for t in device.layers
-    )
-    return replace(profile, devices=(Device(device.name, times, device.memory_bytes),))
+    layers = tuple(LayerTimes(*(unit * s for s in astuple(t))) for t in device.layers)
+    return replace(profile, devices=(replace(device, layers=layers),))

@@ -1,10 +1,10 @@
-"""Membership: conflicts over node names, changed members, and the launch with its ranks."""
+"""Membership: conflicts over node names, changed members, the launch and the end of the job."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.job.state import JobAction, JobState, Member, Send
+from elastic.core.job.state import JobAction, JobFinished, JobPhase, JobState, Member, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import JoinRefused
 
@@ -35,6 +35,15 @@ def name_conflict(
 def with_member(state: JobState, member: Member) -> JobState:
     """The state with this member added or replaced."""
     return state.of(members={**state.members, member.node: member})
+
+
+def end_job(
+    state: JobState, phase: JobPhase, code: int, reason: str, sha: str = ""
+) -> tuple[JobState, tuple[JobAction, ...]]:
+    """Stop all nodes, and remember the end for nodes that report later."""
+    stops = [Send(node, m.Stop(code, reason)) for node in state.members]
+    finish = JobFinished(code, reason, sha)
+    return state.of(phase=phase, ending=finish), (*stops, finish)
 
 
 def launch_nodes(state: JobState, nodes: tuple[str, ...]) -> tuple[JobState, tuple[JobAction, ...]]:

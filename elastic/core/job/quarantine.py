@@ -16,7 +16,7 @@ from elastic.core.health.diagnosis import (
     HealthAction,
     NodeHealth,
 )
-from elastic.core.job.join_policy import count_node_seconds
+from elastic.core.job.join_policy import without_member
 from elastic.core.job.state import JobAction, JobState, JobTransition, LogEntry, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
@@ -129,7 +129,6 @@ def restart_failed_node(state: JobState, now: float) -> JobTransition | None:
             why = "its workers crashed too often: it begins anew"
             cause = {"cause": member.report.cause}
             entry = _entry(node, Finding(FaultClass.PROCESS, HealthAction.RESTART, why, cause, now))
-            members = {name: mb for name, mb in state.members.items() if name != node}
-            state = count_node_seconds(state, now).of(members=members)
+            state = without_member(state, node, now)
             return state, (entry, Send(node, m.Fenced(why))), f"{node}: {why}"
     return None

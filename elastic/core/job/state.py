@@ -13,7 +13,6 @@ from typing import Any
 from elastic.core.health.backup_metrics import BackupMetrics
 from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.health.diagnosis import HealthLimits, NodeHealth
-from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import Heartbeat as Heartbeat
 from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
@@ -53,10 +52,6 @@ class Policy:
     heartbeat_s: float = 0.5
     lease_s: float = 3.0
     """A member that is silent for this time is lost."""
-    grace_s: float = 0.15
-    """A member whose connection closed is lost if it does not reconnect within this time."""
-    adopt_s: float = 2.0
-    """Time for members to report after a restart of the coordinator."""
     last_call_s: float = 1.0
     """Wait for nodes beyond the minimum, up to the maximum, before the launch."""
     master_addr: str = ""
@@ -95,15 +90,14 @@ class Member:
         return self.report.info.node
 
     @property
+    def workers_gone(self) -> bool:
+        """No worker runs: not started yet, restarting, or failed."""
+        return self.report.phase in (NodePhase.EMPTY, NodePhase.STARTING, NodePhase.FAILED)
+
+    @property
     def halted(self) -> bool:
         """The inventory of its vault is complete and no worker computes."""
-        return self.report.phase in (
-            NodePhase.HALTED,
-            NodePhase.IDLE,
-            NodePhase.EMPTY,
-            NodePhase.STARTING,
-            NodePhase.FAILED,
-        )
+        return self.workers_gone or self.report.phase in (NodePhase.HALTED, NodePhase.IDLE)
 
 
 class LossKind(StrEnum):
@@ -296,6 +290,11 @@ class JobState:
         return self.timeouts or budget(self.policy.lease_s, heartbeat_s=self.policy.heartbeat_s)
 
     @property
+    def newest_step(self) -> int:
+        """Newest step known to be finished; -1: none."""
+        return self.record.step if self.record is not None else -1
+
+    @property
     def stable(self) -> bool:
         """No change is under way, all copies are whole, and no node fetches state to join."""
         return self.change is None and self.trimmed >= self.epoch and not self.joining
@@ -310,16 +309,7 @@ class JobState:
         return replace(self, **changes)
 
 
-# ---- events; `Heartbeat` of the protocol is one as well ----
-
-
-@dataclass(frozen=True, slots=True)
-class NodeReported:
-    """Report of a node: when it joins, after each change of its condition, after a reconnect."""
-
-    report: NodeReport
-    connected: bool = False
-    """First report over a new connection."""
+# ---- events; messages of agents are events as well ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,34 +337,6 @@ class Tick:
 class DrainRequested:
     node: str
     deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepFinished:
-    record: StepRecord
-    seconds: float = 0.0
-    """Duration of the step; 0: unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class BackupReported:
-    """A problem with copies, from an `elastic.core.protocol.messages.BackupNote`."""
-
-    kind: str
-    owner: str
-    keeper: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class HealthReported:
-    report: HealthReport
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointPartWritten:
-    step: int
-    layers: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,51 +6,22 @@ A measurement counts only when many steps in a row agree (`elastic.core.health.c
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from elastic.core.health import compute_speed
 from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.job.state import Heartbeat, JobState
 from elastic.core.protocol import messages as m
-from elastic.domain.types import Plan, Stage, Unit
+from elastic.domain.types import Plan, Unit
 from elastic.planning.cost.predict import predict
 from elastic.planning.cost.profile import Profile, profile_of
 
 T = TypeVar("T")
 UNKNOWN = ComputeSpeed()
-PLANS = 4
-"""Number of plans whose index is kept."""
 MOST_ALIKE = 32
 """Largest number of nodes with the same layers that a node is compared with."""
 KEPT_MORE = 16
 """Number of departed nodes, beyond the number of members, whose measurements are kept."""
-
-
-class _StageIndex:
-    """Stages of a plan by unit, and nodes by their layers. Every heartbeat needs both."""
-
-    known: ClassVar[dict[int, _StageIndex]] = {}
-    """By id of the plan. The index holds its plan, so no other plan can have the same id."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.stages: dict[Unit, list[tuple[int, Stage]]] = {}
-        held: dict[str, list[tuple[int, int]]] = {}
-        for p, _, stage in plan.stages():
-            self.stages.setdefault(stage.unit, []).append((p, stage))
-            held.setdefault(stage.unit.node, []).append((stage.first, stage.last))
-        self.held = {node: tuple(ranges) for node, ranges in held.items()}
-        self.alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
-        for node, ranges in self.held.items():
-            self.alike.setdefault(ranges, []).append(node)
-
-    @classmethod
-    def of(cls, plan: Plan) -> _StageIndex:
-        if id(plan) not in cls.known:
-            if len(cls.known) >= PLANS:
-                cls.known.clear()
-            cls.known[id(plan)] = cls(plan)
-        return cls.known[id(plan)]
 
 
 def observe_speed(state: JobState, event: Heartbeat) -> JobState:
@@ -84,21 +55,13 @@ def speed_of(state: JobState, node: str) -> ComputeSpeed:
     return UNKNOWN if member is None else state.paces.get(member.report.info.incarnation, UNKNOWN)
 
 
-def compute_slowdown(state: JobState, node: str) -> float:
-    """Factor by which plans assume that `node` computes slower than expected."""
-    return speed_of(state, node).factor
-
-
 def slowdowns(state: JobState) -> tuple[tuple[str, float], ...]:
     """(node, factor) of the nodes that do not match their profile, for the planner.
 
     A slow link counts as slow computation, so that the node gets fewer layers to send copies of.
     """
-    factors = []
-    for node in state.members:
-        record = state.health.get(node)
-        link = record.loaded if record is not None else 1.0
-        factors.append((node, compute_slowdown(state, node) * link))
+    links = {node: record.loaded for node, record in state.health.items()}
+    factors = ((n, speed_of(state, n).factor * links.get(n, 1.0)) for n in state.members)
     return tuple((node, factor) for node, factor in factors if factor != 1.0)
 
 
@@ -130,7 +93,7 @@ def _expected_s(plan: Plan, unit: Unit, profile: Profile, device: str) -> float:
     with recomputation.
     """
     times, total = profile.device(device).layers, 0.0
-    for p, stage in _StageIndex.of(plan).stages.get(unit, ()):
+    for p, stage in plan.stages_by_unit.get(unit, ()):
         split = plan.pipelines[p].schedule == "zero-bubble"
         for layer in stage.layers:
             t = times[layer]
@@ -143,8 +106,6 @@ def _expected_s(plan: Plan, unit: Unit, profile: Profile, device: str) -> float:
 def _speeds_of_same_layers(state: JobState, node: str) -> list[ComputeSpeed]:
     """Speeds in this epoch of the other nodes that hold exactly the layers of `node`."""
     assert state.plan is not None
-    index = _StageIndex.of(state.plan)
-    alike = index.alike[index.held[node]] if node in index.held else []
-    others = [other for other in alike if other != node][:MOST_ALIKE]
+    others = [other for other in state.plan.alike.get(node, ()) if other != node][:MOST_ALIKE]
     found = [speed_of(state, other) for other in others]
     return [pace for pace in found if pace.epoch == state.plan.epoch]

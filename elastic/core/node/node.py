@@ -12,7 +12,7 @@ coordinator and the classes below. The agent reports its whole condition after e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from elastic.core.protocol import messages as m
@@ -146,10 +146,9 @@ class PrefetchDone:
 
 @dataclass(frozen=True, slots=True)
 class SendToWorkers:
-    """Send `message` to one worker, or (rank None) to every attached worker."""
+    """Send `message` to every attached worker."""
 
     message: Any
-    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,34 +208,27 @@ NodeTransition = tuple[NodeState, tuple[NodeAction, ...], str]
 
 # ---- the node's messages to the coordinator ----
 
+REPORTED = {field.name for field in fields(NodeState)} & {
+    field.name for field in fields(m.NodeReport)
+}
+"""Fields of the state that the report has as well."""
+
 
 def report(state: NodeState) -> m.NodeReport:
     """The node's condition, without inventory."""
     attached = [w.attach for w in state.workers if w.attach]
     progress = [w.progress for w in state.workers if w.progress]
     return m.NodeReport(
-        info=state.info,
-        phase=state.phase,
-        epoch=state.epoch,
+        **{name: getattr(state, name) for name in REPORTED},
         spec=attached[0].spec if attached else None,
         store=attached[0].store if attached else "",
         able=state.able,
-        elastic=state.elastic,
         halted=tuple(w.halted for w in state.workers if w.halted),
         ready=tuple(w.ready for w in state.workers if w.ready),
-        resumed_at=state.resumed_at,
         protected=min((w.protected for w in state.workers), default=-1),
-        prefetched=state.prefetched,
-        suspects=state.suspects,
-        cause=state.cause,
-        hung=state.hung,
-        detect_s=state.detect_s,
-        finished=state.finished,
-        failed=state.failed,
         restart=state.launch.restart if state.launch else -1,
         step=progress[0].step if progress else 0,
         microbatch=progress[0].microbatch if progress else 0,
-        crash_count=state.crash_count,
     )
 
 

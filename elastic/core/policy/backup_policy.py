@@ -7,14 +7,12 @@ pair are in `elastic.planning.backup.backup_cost`, the measurements in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from elastic.core.health.backup_metrics import BackupMetrics
 from elastic.core.job.epoch_change import begin_change
 from elastic.core.job.measured_conditions import backup_conditions
 from elastic.core.job.state import Cause, CauseKind, JobState, JobTransition, LogEntry
 from elastic.planning.backup.amortization import horizon_s
-from elastic.planning.backup.backup_cost import Estimate, Weighing, choose, estimate, estimates
+from elastic.planning.backup.backup_cost import choose, estimate, estimates
 
 MIN_STEPS = 16
 """Steps of the epoch that every node of the plan must have measured."""
@@ -45,7 +43,19 @@ def change_backup(state: JobState, now: float) -> JobTransition | None:
     repeated = best.pair == state.requested_backup and best.pair != here.pair
     worth = not repeated and saved >= GAIN and saved_s > conditions.pause_s
     why = f"{here}; {best}: {saved:+.1%} of the expected time"
-    entry = _entry(here, best, worth, why, conditions, found)
+    profile = conditions.profile
+    data = {
+        "now": here.pair,
+        "best": best.pair,
+        "changed": worth,
+        "reason": why,
+        "weighed": [str(one) for one in found],
+        "link_bytes_per_s": round(profile.link.bytes_per_s),
+        "copy_bytes_per_s": round(profile.copy_bytes_per_s),
+        "contention": round(profile.contention, 3),
+        "losses_per_node_hour": round(conditions.hazard_per_s * 3600, 4),
+    }
+    entry = LogEntry("backup", data)
     if not worth:
         return state, (entry,), f"backup stays: {why}"
     cause = Cause(CauseKind.BACKUP, f"backup {best.pair}")
@@ -70,27 +80,3 @@ def _changed(before: tuple[float, ...], after: tuple[float, ...]) -> bool:
     return not before or any(
         max(pair) > CHANGED * min(pair) for pair in zip(before, after, strict=True) if max(pair) > 0
     )
-
-
-def _entry(
-    here: Estimate,
-    best: Estimate,
-    worth: bool,
-    why: str,
-    conditions: Weighing,
-    found: Sequence[Estimate],
-) -> LogEntry:
-    """Log entry with the estimates of all pairs and the figures behind them."""
-    profile = conditions.profile
-    data = {
-        "now": here.pair,
-        "best": best.pair,
-        "changed": worth,
-        "reason": why,
-        "weighed": [str(one) for one in found],
-        "link_bytes_per_s": round(profile.link.bytes_per_s),
-        "copy_bytes_per_s": round(profile.copy_bytes_per_s),
-        "contention": round(profile.contention, 3),
-        "losses_per_node_hour": round(conditions.hazard_per_s * 3600, 4),
-    }
-    return LogEntry("backup", data)

@@ -12,7 +12,6 @@ repeated notice changes nothing, unless it has an earlier deadline.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from elastic.core.job.epoch_change import begin_change, candidates
 from elastic.core.job.join_policy import member_key, with_expected_end
@@ -65,12 +64,11 @@ def _leave(state: JobState, member: Member, event: m.Notice, now: float) -> JobT
         final = not first and earlier is not None and earlier.final
         notice = replace(event, final=event.final or final)
     member = replace(member, draining=True, drain_deadline=deadline, notice=notice)
-    data = _notice_data(event)
-    left_s = max(0.0, event.deadline_s)
-    reason = f"{member.node} leaves within {left_s:.3g} s ({data['source']})"
-    entries = [LogEntry("notice", {**data, "reason": reason})]
+    reason = f"{member.node} leaves within {max(0.0, event.deadline_s):.3g} s ({_source(event)})"
+    entries = [_entry(event, reason)]
     if first:
-        entries.append(LogEntry("drain", {"node": member.node, "deadline_s": data["deadline_s"]}))
+        data = {"node": member.node, "deadline_s": round(event.deadline_s, 3)}
+        entries.append(LogEntry("drain", data))
     return with_member(state, member), tuple(entries), reason
 
 
@@ -80,32 +78,35 @@ def _hint(state: JobState, member: Member, event: m.Notice, now: float) -> JobTr
     end = now + max(0.0, event.deadline_s)
     end = min(member.expected_end, end) if member.expected_end else end
     member = replace(member, expected_end=end, notice=event, hint_used=False)
-    data = _notice_data(event)
-    reason = f"{member.node} is expected to go within {end - now:.3g} s ({data['source']})"
-    entry = LogEntry("notice", {**data, "reason": reason})
-    return with_member(state, member), (entry,), reason
+    reason = f"{member.node} is expected to go within {end - now:.3g} s ({_source(event)})"
+    return with_member(state, member), (_entry(event, reason),), reason
 
 
 def _withdrawn(state: JobState, member: Member, now: float) -> JobTransition:
     if member.notice is None:
         return state, (), f"notice of {member.node}: none to take back"
-    data = _notice_data(replace(member.notice, kind=NoticeKind.NONE))
+    notice = replace(member.notice, kind=NoticeKind.NONE)
     stays = replace(member, draining=False, drain_deadline=0.0, notice=None, hint_used=False)
     considered = tuple(one for one in state.considered if one != member_key(member))
     state = with_member(state, with_expected_end(stays, now)).of(considered=considered)
-    reason = f"{member.node} stays after all ({data['source']})"
-    return state, (LogEntry("notice", {**data, "reason": reason}),), reason
+    reason = f"{member.node} stays after all ({_source(notice)})"
+    return state, (_entry(notice, reason),), reason
 
 
-def _notice_data(event: m.Notice) -> dict[str, Any]:
-    source = ": ".join(text for text in (event.provider, event.detail) if text)
-    return {
-        "node": event.node,
-        "notice": event.kind.value,
-        "provider": event.provider,
-        "deadline_s": round(event.deadline_s, 3),
-        "source": source,
+def _source(notice: m.Notice) -> str:
+    return ": ".join(filter(None, (notice.provider, notice.detail)))
+
+
+def _entry(notice: m.Notice, reason: str) -> LogEntry:
+    data = {
+        "node": notice.node,
+        "notice": notice.kind.value,
+        "provider": notice.provider,
+        "deadline_s": round(notice.deadline_s, 3),
+        "source": _source(notice),
+        "reason": reason,
     }
+    return LogEntry("notice", data)
 
 
 def drain_cause(state: JobState) -> Cause:

@@ -24,26 +24,24 @@ from elastic.core.health.diagnosis import (
 )
 from elastic.core.job import quarantine
 from elastic.core.job.epoch_change import begin_change, candidates, plan_request
+from elastic.core.job.join_policy import plan_if_feasible
+from elastic.core.job.membership import end_job
 from elastic.core.job.quarantine import Findings, add_finding, clear_finding, record_of, with_record
 from elastic.core.job.state import (
     Cause,
     CauseKind,
-    HealthReported,
     JobAction,
-    JobFinished,
     JobPhase,
     JobState,
     JobTransition,
     LogEntry,
-    Send,
 )
-from elastic.core.job.stragglers import compute_slowdown
+from elastic.core.job.stragglers import speed_of
 from elastic.core.policy.slow_link import LinkDecision, choose_link_remedy
 from elastic.core.protocol.device_errors import is_device_error
-from elastic.core.protocol.health_report import HealthReport, LinkTraffic
-from elastic.core.protocol.messages import NodePhase, NodeReport, Stop
-from elastic.domain.errors import EXIT_FAILURE, InfeasiblePlan
-from elastic.planning.search.search import make_plan
+from elastic.core.protocol.health_report import HealthReport
+from elastic.core.protocol.messages import NodePhase, NodeReport
+from elastic.domain.errors import EXIT_FAILURE
 
 RECOVERED_LINK = 2.0
 """A slow link is well again when it carries more than its usual rate divided by this."""
@@ -60,13 +58,13 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
         return state, ()
     node, limits = report.info.node, state.policy.health
     crashes = report.crash_count - was.crash_count
-    record = diagnosis.record_crash(
-        record_of(state, node), now, limits, crashes, _newest_step(state)
-    )
+    before, step = record_of(state, node), state.newest_step
+    record = diagnosis.record_crash(before, now, limits, crashes, step)
     state = with_record(state, node, record)
     hopeless = _hopeless(state, node)
     if hopeless:
-        return _end_job(state, f"{hopeless}; {node}: {report.cause}")
+        reason = f"{hopeless}; {node}: {report.cause}"
+        return end_job(state, JobPhase.FAILED, EXIT_FAILURE, reason)
     evidence: dict[str, Any] = {
         "cause": report.cause,
         "crashes": len(record.crashes),
@@ -74,7 +72,7 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     }
     if report.detect_s:
         evidence["detect_s"] = round(report.detect_s, 3)
-    loops = diagnosis.is_crash_looping(record, limits) or report.phase is NodePhase.FAILED
+    loops = len(record.crashes) >= limits.crashes or report.phase is NodePhase.FAILED
     device = is_device_error(report.cause)
     if not loops or record.quarantined:
         why = f"{report.cause}: its workers are started again"
@@ -91,18 +89,13 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     return add_finding(state, node, Finding(kind, _away(state, node), why, evidence, now))
 
 
-def _newest_step(state: JobState) -> int:
-    """Newest step that the job finished; -1: none."""
-    return state.record.step if state.record is not None else -1
-
-
 def _crashed_twice(record: NodeHealth) -> bool:
     return len(record.crashes) >= 2
 
 
 def _hopeless(state: JobState, node: str) -> str:
     """Reason to end the job instead of another restart of the workers of `node`, or ""."""
-    limits, newest = state.policy.health, _newest_step(state)
+    limits, newest = state.policy.health, state.newest_step
     stuck = {
         n: one.stuck for n, one in state.health.items() if one.stuck and one.stuck_at >= newest
     }
@@ -115,22 +108,16 @@ def _hopeless(state: JobState, node: str) -> str:
     return text if excuse else ""
 
 
-def _end_job(state: JobState, why: str) -> Findings:
-    finish = JobFinished(EXIT_FAILURE, why)
-    stops = [Send(name, Stop(EXIT_FAILURE, why)) for name in state.members]
-    return state.of(phase=JobPhase.FAILED, ending=finish), (*stops, finish)
-
-
 def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:
     """Handle a lost node: if it was lost repeatedly, quarantine it for when it returns."""
     limits = state.policy.health
     record = diagnosis.record_departure(record_of(state, node), now, limits)
     state = _without_old_records(with_record(state, node, record), now)
-    if not state.trained or record.quarantined or not diagnosis.is_flapping(record, limits):
+    times = len(record.departures)
+    if not state.trained or record.quarantined or times < limits.departures:
         return state, ()
     if _excuse(state, node, lambda other: len(other.departures) >= 2):
         return state, ()
-    times = len(record.departures)
     evidence = {"departures": times, "window_s": limits.window_s, "last": why}
     reason = f"it was lost {times} times in {limits.window_s:g} s"
     finding = Finding(FaultClass.HOST, _away(state, node), reason, evidence, now)
@@ -149,11 +136,8 @@ def _excuse(state: JobState, node: str, affected: Callable[[NodeHealth], bool]) 
 def _feasible_without(state: JobState, node: str) -> bool:
     if state.spec is None:
         return False
-    try:
-        make_plan(replace(plan_request(state, state.epoch + 1), dead=frozenset({node})))
-    except InfeasiblePlan:
-        return False
-    return True
+    request = replace(plan_request(state, state.epoch + 1), dead=frozenset({node}))
+    return plan_if_feasible(request) is not None
 
 
 def spare_nodes(state: JobState) -> tuple[str, ...]:
@@ -184,9 +168,8 @@ def _without_old_records(state: JobState, now: float) -> JobState:
 # ---- health reports ----
 
 
-def health_reported(state: JobState, event: HealthReported, now: float) -> JobTransition:
+def health_reported(state: JobState, report: HealthReport, now: float) -> JobTransition:
     """Record a health report and the findings from it."""
-    report = event.report
     member = state.members.get(report.node)
     former = member is None or member.report.info.incarnation != report.incarnation
     if former or state.ending is not None:
@@ -221,7 +204,7 @@ def _check_devices(state: JobState, node: str, report: HealthReport, now: float)
         return state, ()
     if hot is not None:
         reason, evidence = hot
-        slower = compute_slowdown(state, node)
+        slower = speed_of(state, node).factor
         action = HealthAction.REBALANCE if slower >= MIN_SLOW_FACTOR else HealthAction.NONE
         finding = Finding(FaultClass.DEVICE, action, reason, {**evidence, "slow": slower}, now)
         return add_finding(state, node, finding)
@@ -245,12 +228,10 @@ def _check_disks(state: JobState, node: str, report: HealthReport, now: float) -
         for name, one in state.health.items()
         if name in state.members and name != node and one.report
     )
-    full = str(evidence["path"])
-    path = next((disk.path for disk in report.disks if full.startswith(disk.path)), "")
     action, why = HealthAction.NONE, "nothing failed yet"
     if failed:
         why = "training goes on, without new checkpoints"
-        if not diagnosis.has_own_disk(path, report, others):
+        if not diagnosis.has_own_disk(str(evidence["path"]), report, others):
             why += "; the disk is not this node's alone"
         elif spare_nodes(state) and _feasible_without(state, node):
             action, why = _away(state, node), "the disk is its own, and a spare is available"
@@ -306,17 +287,10 @@ def _check_link(state: JobState, node: str, report: HealthReport, now: float) ->
         "load": round(report.load, 2),
         "others_bytes_per_s": round(max((other.now for other in others), default=0.0)),
     }
-    return _link_slow(state, node, busiest, slower, evidence, now)
+    return _link_slow(state, node, evidence, now)
 
 
-def _link_slow(
-    state: JobState,
-    node: str,
-    link: LinkTraffic,
-    slower: float,
-    evidence: dict[str, Any],
-    now: float,
-) -> Findings:
+def _link_slow(state: JobState, node: str, evidence: dict[str, Any], now: float) -> Findings:
     known = record_of(state, node).finding(FaultClass.LINK)
     spare = any(one != node for one in spare_nodes(state))
     relieved = known is not None and known.action is HealthAction.REBALANCE and spare
@@ -329,12 +303,13 @@ def _link_slow(
         decision = LinkDecision(HealthAction.REPLACE, "a spare came", loaded)
     if decision is None:
         return state, ()
+    peer, slower = evidence["peer"], evidence["factor"]
     evidence = {**evidence, "steps_slower": round(decision.slowdown, 2)}
     if decision.action is HealthAction.REBALANCE:
         record = replace(record_of(state, node), loaded=decision.slowdown)
-        text = f"link of {node} to {link.peer} is {slower:.1f}x slower"
+        text = f"link of {node} to {peer} is {slower:.1f}x slower"
         state = with_record(state, node, record).of(rebalance=text)
-    reason = f"copies to {link.peer} go {slower:.1f}x slower than usual; {decision.reason}"
+    reason = f"copies to {peer} go {slower:.1f}x slower than usual; {decision.reason}"
     return add_finding(
         state, node, Finding(FaultClass.LINK, decision.action, reason, evidence, now)
     )

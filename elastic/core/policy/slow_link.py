@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from elastic.core.health.diagnosis import HealthAction
 from elastic.core.job.epoch_change import plan_request
+from elastic.core.job.join_policy import plan_if_feasible
 from elastic.core.job.quarantine import record_of, with_record
 from elastic.core.job.state import JobState
 from elastic.core.job.stragglers import predicted_step_s
-from elastic.domain.errors import InfeasiblePlan
-from elastic.planning.search.search import PlanRequest, make_plan
+from elastic.planning.search.search import PlanRequest
 
 GAIN = 0.05
 """Fraction of the step that a change must be expected to save."""
@@ -71,9 +71,8 @@ def choose_link_remedy(state: JobState, node: str, *, spare: bool) -> LinkDecisi
 def _relative_step(state: JobState, request: PlanRequest, now: JobState) -> float | None:
     """Predicted step of the best plan over that of the running plan with all links well."""
     assert now.plan is not None
-    try:
-        plan = make_plan(request)
-    except InfeasiblePlan:
+    plan = plan_if_feasible(request)
+    if plan is None:
         return None
     here_s, then_s = predicted_step_s(now, now.plan), predicted_step_s(state, plan)
     return then_s / here_s if here_s > 0 else None

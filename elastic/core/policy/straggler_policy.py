@@ -7,12 +7,14 @@ as a spare; being slow never evicts a node.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
 from elastic.core.health.compute_speed import ComputeSpeed, changed_factor
 from elastic.core.health.diagnosis import EXCLUDING_ACTIONS, FaultClass, Finding, HealthAction
 from elastic.core.job.epoch_change import begin_change, plan_request
+from elastic.core.job.join_policy import plan_if_feasible
 from elastic.core.job.quarantine import Findings, add_finding, clear_finding, record_of
 from elastic.core.job.state import Cause, CauseKind, JobAction, JobState, JobTransition, LogEntry
 from elastic.core.job.stragglers import predicted_step_s, speed_of
@@ -38,8 +40,7 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
 
     The new slowdown is stored, so the same measurements lead to one decision only.
     """
-    assert state.plan is not None
-    if not state.paces:
+    if state.plan is None or not state.stable or not state.paces:
         return None
     changed = []
     for node in state.plan.nodes():
@@ -54,19 +55,18 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
         for node, pace, factor in changed
     }
     state = state.of(paces={**state.paces, **new})
-    entries = tuple(_entry(one) for one in changed)
-    gain, why = _gain(state)
+    best_s, gain, why = _gain(state)
     slow = tuple(node for node, _, factor in changed if factor > 1.0)
-    away, instead = _replaceable(state, slow)
-    state, told = _add_findings(state, changed, gain, f"{why}{instead}", away, now)
+    away, instead = _replaceable(state, slow, best_s)
+    state, entries = _add_findings(state, changed, gain, f"{why}{instead}", away, now)
     text = ", ".join(_text(state, node, factor) for node, _, factor in changed)
     if not away and gain < GAIN:
-        return state, (*entries, *told), f"{text}; the plan stays: {why}"
+        return state, entries, f"{text}; the plan stays: {why}"
     nodes = tuple(node for node, _, _ in changed)
     cause = Cause(CauseKind.SLOW, f"{text}; replaced" if away else text, nodes)
     state, actions, reason = begin_change(state, cause, now, boundary=True)
     reason += instead if away else f"; {why}"
-    return state, (*entries, *told, *actions), reason
+    return state, (*entries, *actions), reason
 
 
 def _all_slowed(state: JobState, node: str, pace: ComputeSpeed, factor: float) -> bool:
@@ -87,8 +87,12 @@ def _add_findings(
     now: float,
 ) -> Findings:
     """Record a finding for each changed node, or clear it if the node is fast again."""
+    paces: list[JobAction] = []
     actions: list[JobAction] = []
     for node, pace, factor in changed:
+        ratios = {step: round(ratio / pace.unit, 3) for step, ratio in pace.samples}
+        data = {"node": node, "slow": factor, "before": pace.factor}
+        paces.append(LogEntry("pace", {**data, "steps": {str(s): r for s, r in ratios.items()}}))
         if factor == 1.0:
             known = record_of(state, node).finding(FaultClass.HOST)
             if known is None or known.action is not HealthAction.REBALANCE:
@@ -97,45 +101,46 @@ def _add_findings(
         else:
             action = HealthAction.REBALANCE if gain >= GAIN else HealthAction.NONE
             action = HealthAction.REPLACE if node in away else action
-            steps = {f"step_{step}": round(ratio / pace.unit, 3) for step, ratio in pace.samples}
+            steps = {f"step_{step}": ratio for step, ratio in ratios.items()}
             evidence = {"slow": factor, "before": pace.factor, **steps}
             reason = f"{_text(state, node, factor)}; {why}"
             finding = Finding(FaultClass.HOST, action, reason, evidence, now)
             state, more = add_finding(state, node, finding)
         actions += more
-    return state, tuple(actions)
+    return state, (*paces, *actions)
 
 
-def _replaceable(state: JobState, nodes: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
-    """The slow nodes if spares in their places save more than less work does, and the reason."""
-    if not nodes or not spare_nodes(state):
+def _replaceable(
+    state: JobState, nodes: tuple[str, ...], best_s: float
+) -> tuple[tuple[str, ...], str]:
+    """The slow nodes if spares in their places save more than less work does, and the reason.
+
+    `best_s`: predicted seconds per step with less work for the slow nodes.
+    """
+    findings = (one for node in nodes for one in record_of(state, node).findings)
+    excluded = any(one.action in EXCLUDING_ACTIONS for one in findings)
+    if not nodes or excluded or not spare_nodes(state):
         return (), ""
-    if any(
-        one.action in EXCLUDING_ACTIONS for node in nodes for one in record_of(state, node).findings
-    ):
+    request = replace(plan_request(state, state.epoch + 1), dead=frozenset(nodes))
+    swapped = plan_if_feasible(request)
+    seconds = predicted_step_s(state, swapped) if swapped is not None else inf
+    if seconds > best_s * (1 - GAIN):
         return (), ""
-    request = plan_request(state, state.epoch + 1)
-    try:
-        plans = make_plan(request), make_plan(replace(request, dead=frozenset(nodes)))
-    except InfeasiblePlan:
-        return (), ""
-    lighter, other = (predicted_step_s(state, plan) for plan in plans)
-    if other > lighter * (1 - GAIN):
-        return (), ""
-    return nodes, f"; with spares in place of {' '.join(nodes)} {other:.4g} s"
+    return nodes, f"; with spares in place of {' '.join(nodes)} {seconds:.4g} s"
 
 
-def _gain(state: JobState) -> tuple[float, str]:
-    """Fraction of the step that the best plan for the present speeds saves, and the reason."""
+def _gain(state: JobState) -> tuple[float, float, str]:
+    """Seconds per step of the best plan for the present speeds, the fraction that it saves, and
+    the reason. Without a plan both are 0."""
     assert state.plan is not None
     try:
         plan = make_plan(plan_request(state, state.epoch + 1))
     except InfeasiblePlan as error:
-        return 0.0, str(error)
+        return 0.0, 0.0, str(error)
     here, then = predicted_step_s(state, state.plan), predicted_step_s(state, plan)
     gain = 1 - then / here if here > 0 else 0.0
     text = f"the best plan takes {then:.4g} s per step instead of {here:.4g} s ({gain:+.1%})"
-    return gain, text
+    return then, gain, text
 
 
 def _text(state: JobState, node: str, factor: float) -> str:
@@ -143,10 +148,3 @@ def _text(state: JobState, node: str, factor: float) -> str:
     if factor == 1.0:
         return f"{node} is as fast as {measure}"
     return f"{node} computes {factor:.1f}x slower than {measure}"
-
-
-def _entry(change: SpeedChange) -> LogEntry:
-    node, pace, factor = change
-    steps = {str(step): round(ratio / pace.unit, 3) for step, ratio in pace.samples}
-    data = {"node": node, "slow": factor, "before": pace.factor, "steps": steps}
-    return LogEntry("pace", data)

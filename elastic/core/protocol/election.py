@@ -36,12 +36,8 @@ def observe_lease(
     or the candidate was delayed, and so perhaps was the holder's renewal.
     """
     gap = ttl_s / 2
-    if (
-        before is None
-        or mark != before.mark
-        or answered - asked > gap
-        or answered - before.last > gap
-    ):
+    slow = answered - asked > gap
+    if before is None or mark != before.mark or slow or answered - before.last > gap:
         return LeaseObservation(mark, answered, answered)
     return replace(before, last=answered)
 

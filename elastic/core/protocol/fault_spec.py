@@ -29,12 +29,15 @@ fault is due at the first chance in a later step. A process claims a fault befor
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
+from typing import Any
 
+from elastic.domain import codec
 from elastic.domain.errors import FieldError
 
 FLAG = "--fault"
@@ -69,16 +72,9 @@ class Phase(StrEnum):
 LAUNCHER_KINDS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.DRAIN, FaultKind.JOIN})
 """Kinds that `elastic run` carries out from outside the nodes."""
 NODE_KINDS = frozenset(FaultKind) - {FaultKind.KILL_COORDINATOR, FaultKind.JOIN}
-WORKER_KINDS = frozenset({FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW})
 _PHASES = tuple(phase for phase in Phase if phase is not Phase.START)
-_OWN_FIELDS = {
-    "factor": (FaultKind.SLOW, FaultKind.SLOW_LINK),
-    "duration": (FaultKind.PARTITION,),
-    "down": (FaultKind.KILL_COORDINATOR,),
-    "deadline": (FaultKind.DRAIN,),
-}
-_KEYS = ("node", "worker", "step", "microbatch", "phase", "after", *_OWN_FIELDS)
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 0.001, "m": 60.0}
+_NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,70 +98,48 @@ class FaultSpec:
 
     @property
     def text(self) -> str:
-        return format_fault(self)
+        """Text that `parse_fault` reads back to an equal spec, without fields at their default."""
+        words, default = [self.kind.value], FaultSpec(kind=self.kind)
+        for key, (name, _, _) in _FIELDS.items():
+            value = getattr(self, name)
+            if value != getattr(default, name):
+                words.append(f"{key}={_format(value)}")
+        return " ".join(words)
 
 
 def parse_fault(text: str) -> FaultSpec:
     """Parse a `--fault` value. Raises FieldError that names the wrong part."""
-    words = _words(text)
     try:
-        kind = FaultKind(words[0])
-    except ValueError:
-        raise FieldError(FLAG, words[0], f"the kind is one of {', '.join(FaultKind)}") from None
-    fields = _fields(text, words[1:])
-    _check_fields(kind, fields)
-    return FaultSpec(
-        kind=kind,
-        node=node_id(fields["node"]) if "node" in fields else "",
-        worker=_integer("worker", fields["worker"]) if "worker" in fields else None,
-        step=_integer("step", fields.get("step", "0")),
-        microbatch=_integer("microbatch", fields["microbatch"]) if "microbatch" in fields else None,
-        phase=Phase(fields["phase"]) if "phase" in fields else None,
-        after=_integer("after", fields.get("after", "0")),
-        factor=_factor(fields.get("factor", "3")),
-        duration_s=_seconds("duration", fields.get("duration", "5")),
-        down_s=_seconds("down", fields.get("down", "5")),
-        deadline_s=_seconds("deadline", fields.get("deadline", "30")),
-    )
-
-
-def format_fault(spec: FaultSpec) -> str:
-    """Text that `parse_fault` reads back to an equal spec, without fields at their default."""
-    words = [spec.kind.value]
-    if spec.node:
-        short = re.fullmatch(r"node(0|[1-9]\d*)", spec.node)
-        words.append(f"node={short[1] if short else spec.node}")
-    pairs = (
-        ("worker", spec.worker, None),
-        ("step", spec.step, 0),
-        ("microbatch", spec.microbatch, None),
-        ("phase", spec.phase.value if spec.phase else None, None),
-        ("after", spec.after, 0),
-        ("factor", spec.factor, 3.0),
-        ("duration", spec.duration_s, 5.0),
-        ("down", spec.down_s, 5.0),
-        ("deadline", spec.deadline_s, 30.0),
-    )
-    words += [f"{key}={_number(value)}" for key, value, default in pairs if value != default]
-    return " ".join(words)
+        first, *words = shlex.split(text) or [""]
+    except ValueError as error:
+        raise FieldError(FLAG, text, f"quotes do not match: {error}") from None
+    if not first:
+        raise FieldError(FLAG, text, 'a kind and fields, as in "kill node=2 step=3 microbatch=5"')
+    if first not in list(FaultKind):
+        raise FieldError(FLAG, first, f"the kind is one of {', '.join(FaultKind)}")
+    kind, given = FaultKind(first), dict[str, str]()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise FieldError(FLAG, word, f"fields are written key=value (in {text!r})")
+        if key not in _FIELDS:
+            raise FieldError(FLAG, word, f"the fields are {', '.join(_FIELDS)}")
+        if key in given:
+            raise FieldError(FLAG, word, f"{key}= is given twice")
+        given[key] = value
+    _check_fields(kind, given)
+    read = {_FIELDS[key][0]: _FIELDS[key][1](key, value) for key, value in given.items()}
+    return FaultSpec(kind=kind, **read)
 
 
 def dump_faults(specs: tuple[FaultSpec, ...]) -> str:
     """JSON text for an environment variable; a spec's position is its number."""
-    return json.dumps([format_fault(spec) for spec in specs])
+    return codec.dumps([spec.text for spec in specs])
 
 
 def load_faults(text: str) -> tuple[FaultSpec, ...]:
     """Inverse of `dump_faults`; "" means no faults."""
-    if not text:
-        return ()
-    try:
-        items = json.loads(text)
-    except ValueError:
-        items = None
-    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise FieldError("faults", text[:80], "a JSON list of fault texts")
-    return tuple(parse_fault(item) for item in items)
+    return tuple(parse_fault(item) for item in codec.loads(tuple[str, ...], text or "[]"))
 
 
 def due(
@@ -221,39 +195,16 @@ def node_id(text: str) -> str:
     return f"node{int(text)}" if re.fullmatch(r"[0-9]+", text) else text
 
 
-def _words(text: str) -> list[str]:
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise FieldError(FLAG, text, f"quotes do not match: {error}") from None
-    if not words:
-        raise FieldError(FLAG, text, 'a kind and fields, as in "kill node=2 step=3 microbatch=5"')
-    return words
-
-
-def _fields(text: str, words: list[str]) -> dict[str, str]:
-    fields: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not value:
-            raise FieldError(FLAG, word, f"fields are written key=value (in {text!r})")
-        if key not in _KEYS:
-            raise FieldError(FLAG, word, f"the fields are {', '.join(_KEYS)}")
-        if key in fields:
-            raise FieldError(FLAG, word, f"{key}= is given twice")
-        fields[key] = value
-    return fields
-
-
 def _check_fields(kind: FaultKind, fields: dict[str, str]) -> None:
     """Raise FieldError if a field is missing or does not go with the kind or the phase."""
     if kind in NODE_KINDS and "node" not in fields:
         raise FieldError(FLAG, kind.value, f"{kind} needs node=, as in {kind.value!r} node=2")
     if kind not in NODE_KINDS and "node" in fields:
         raise FieldError(FLAG, f"node={fields['node']}", f"{kind} has no node: leave node= out")
-    for key, kinds in {"worker": sorted(WORKER_KINDS), **_OWN_FIELDS}.items():
-        if key in fields and kind not in kinds:
-            raise FieldError(FLAG, f"{key}={fields[key]}", f"goes with {', '.join(kinds)}")
+    for key, value in fields.items():
+        kinds = _FIELDS[key][2]
+        if kinds and kind not in kinds:
+            raise FieldError(FLAG, f"{key}={value}", f"goes with {', '.join(kinds)}")
     phase = fields.get("phase")
     if phase is not None and phase not in _PHASES:
         raise FieldError(f"{FLAG} phase", phase, f"one of {', '.join(_PHASES)}")
@@ -279,27 +230,37 @@ def _integer(key: str, value: str) -> int:
     return int(value)
 
 
-def _factor(value: str) -> float:
-    factor = _float("factor", value)
-    if not 1.0 < factor <= 1000.0:
-        raise FieldError(f"{FLAG} factor", value, "a number above 1 and up to 1000")
-    return factor
-
-
-def _seconds(key: str, value: str) -> float:
-    match = re.fullmatch(r"(.*?)(ms|s|m|)", value)
-    assert match is not None
-    seconds = _float(key, match[1]) * _SECONDS[match[2]]
-    if not 0.0 <= seconds <= 1e6:
-        raise FieldError(f"{FLAG} {key}", value, "seconds from 0 up, as in 5, 500ms or 2m")
-    return seconds
-
-
-def _float(key: str, value: str) -> float:
-    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?", value):
-        raise FieldError(f"{FLAG} {key}", value, "a number, as in 5 or 0.5")
+def _factor(key: str, value: str) -> float:
+    if not re.fullmatch(_NUMBER, value) or not 1.0 < float(value) <= 1000.0:
+        raise FieldError(f"{FLAG} {key}", value, "a number above 1 and up to 1000")
     return float(value)
 
 
-def _number(value: object) -> str:
-    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+def _seconds(key: str, value: str) -> float:
+    match = re.fullmatch(rf"({_NUMBER})(ms|s|m|)", value)
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else inf
+    if seconds > 1e6:
+        remedy = "a number of seconds from 0 to 1e6, as in 5, 500ms or 2m"
+        raise FieldError(f"{FLAG} {key}", value, remedy)
+    return seconds
+
+
+def _format(value: object) -> str:
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0")
+    return re.sub(r"^node(0|[1-9]\d*)$", r"\1", str(value))
+
+
+_FIELDS: dict[str, tuple[str, Callable[[str, str], Any], tuple[FaultKind, ...]]] = {
+    "node": ("node", lambda _, value: node_id(value), ()),
+    "worker": ("worker", _integer, (FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW)),
+    "step": ("step", _integer, ()),
+    "microbatch": ("microbatch", _integer, ()),
+    "phase": ("phase", lambda _, value: Phase(value), ()),
+    "after": ("after", _integer, ()),
+    "factor": ("factor", _factor, (FaultKind.SLOW, FaultKind.SLOW_LINK)),
+    "duration": ("duration_s", _seconds, (FaultKind.PARTITION,)),
+    "down": ("down_s", _seconds, (FaultKind.KILL_COORDINATOR,)),
+    "deadline": ("deadline_s", _seconds, (FaultKind.DRAIN,)),
+}
+"""Key: (field of FaultSpec, function that reads its text, the kinds that it goes with; (): any)."""

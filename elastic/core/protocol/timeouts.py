@@ -30,18 +30,13 @@ class LongestDurations:
     pause_s: float = 0.0
     """Pause of training for a change of plan."""
 
-    def grown(
-        self, *, step_s: float = 0.0, microbatch_s: float = 0.0, pause_s: float = 0.0
-    ) -> LongestDurations:
-        """Include these measurements; the same object if none is longer."""
-        if step_s <= self.step_s and microbatch_s <= self.microbatch_s and pause_s <= self.pause_s:
-            return self
-        return replace(
-            self,
-            step_s=max(self.step_s, round_up(step_s)),
-            microbatch_s=max(self.microbatch_s, round_up(microbatch_s)),
-            pause_s=max(self.pause_s, round_up(pause_s)),
-        )
+    def grown(self, **seconds: float) -> LongestDurations:
+        """Include these measurements, by field; the same object if none is longer."""
+        longer = {name: round_up(s) for name, s in seconds.items() if s > getattr(self, name)}
+        return replace(self, **longer) if longer else self
+
+
+NO_DURATIONS = LongestDurations()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +86,13 @@ def budget(
     *,
     nodes: int = 0,
     heartbeat_s: float = 0.0,
-    seen: LongestDurations | None = None,
+    seen: LongestDurations = NO_DURATIONS,
 ) -> Timeouts:
     """Every limit for a tolerated silence in seconds and the measured durations `seen`.
 
     `heartbeat_s` is the user's value; 0: it follows from the silence and the number of `nodes`.
     """
-    silence, seen = silence_s, seen or LongestDurations()
+    silence = silence_s
     return Timeouts(
         silence_s=silence,
         heartbeat_s=heartbeat_s
@@ -131,5 +126,4 @@ def round_up(seconds: float) -> float:
     return next((s * power for s in (1.0, 2.0, 5.0) if seconds <= s * power), power * 10)
 
 
-NO_DURATIONS = LongestDurations()
 DEFAULT_TIMEOUTS = budget(SILENCE_S)

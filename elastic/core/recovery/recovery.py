@@ -33,10 +33,10 @@ protected, so the call finds at least as much as the one before, except on the n
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from functools import reduce
+from operator import and_
 
 from elastic.core.protocol.messages import Halted
 from elastic.core.recovery import partial_replay as partial
@@ -80,10 +80,8 @@ def solve(
     """Return the work of every holder in `plan` to enter its epoch.
 
     Args:
-        plan: the new plan.
-        spec: the job, as its script describes it.
         inventory: copies in all living vaults; `Copy.node` names the vault.
-        records: records of committed steps.
+        records: records of committed steps, one per step.
         vaults: (node, address); copies on other nodes are ignored.
         checkpoint: (path, step) of the durable checkpoint.
         initial_allowed: no update was ever committed, so layers may be initialised. Ignored if a
@@ -98,7 +96,7 @@ def solve(
     solver = Solver(
         plan=plan,
         index=index,
-        records=_records_by_step(records),
+        records={record.step: record for record in records},
         checkpoint=checkpoint,
         initial=initial_allowed and newest <= 0,
         tied=_tied_layers(spec.tied),
@@ -155,16 +153,6 @@ def _tied_layers(pairs: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:
     return {layer: group - {layer} for layer, group in groups.items()}
 
 
-def _records_by_step(records: Sequence[StepRecord]) -> dict[int, StepRecord]:
-    """One record per step, the most frequent one.
-
-    Records of a step differ only if it was committed twice with `--accumulate fast`.
-    """
-    return {
-        record.step: record for record, _ in sorted(Counter(records).items(), key=itemgetter(1))
-    }
-
-
 def _distribute_work(
     solver: Solver, spec: JobSpec, version: int, covered: Sequence[int]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[PartialRun, ...]]:
@@ -176,9 +164,7 @@ def _distribute_work(
     plan = solver.plan
     if version >= spec.n_steps:
         return tuple(() for _ in plan.pipelines), ()
-    complete = solver.full
-    for mask in covered:
-        complete &= mask
+    complete = reduce(and_, covered, solver.full)
     left = [index for index in range(plan.n_microbatches) if not complete >> index & 1]
     some, left = partial.split_runs(plan, solver.index, version, covered, left)
     if len(left) == plan.n_microbatches:
@@ -225,6 +211,8 @@ class RecoverySummary:
     """Micro-batches of the step that run through all layers."""
     partial: frozenset[int]
     """Micro-batches of the step that run through some layers."""
+    lost_layers: frozenset[int]
+    """Layers that lost nodes held."""
     text: str
 
 
@@ -245,7 +233,8 @@ def summarize(
     source = _state_source(assignment, lost_nodes)
     longest = max((len(part.updates) for _, r in recipes for part in (r, *r.portions)), default=0)
     todo = frozenset(index for share in assignment.todo for index in share)
-    lost = {layer for _, _, st in old.stages() if st.unit.node in lost_nodes for layer in st.layers}
+    stages = [stage for _, _, stage in old.stages() if stage.unit.node in lost_nodes]
+    lost = frozenset(layer for stage in stages for layer in stage.layers)
     text = f"layers {format_indices(sorted(lost))} were on {' '.join(lost_nodes)}; " if lost else ""
     text += f"step {assignment.step}, state from {source}"
     text += f" and up to {longest} updates" if longest else ""
@@ -256,7 +245,7 @@ def summarize(
     if assignment.partial:
         text += f"; in part: {partial.describe_runs(assignment.partial)}"
     in_part = frozenset(run.microbatch for run in assignment.partial)
-    return RecoverySummary(network, source, todo, in_part, text)
+    return RecoverySummary(network, source, todo, in_part, lost, text)
 
 
 def _state_source(assignment: Assignment, lost_nodes: Sequence[str]) -> str:
@@ -302,10 +291,9 @@ def replayed_microbatches(
     lost_nodes: frozenset[str],
     todo: frozenset[int],
     halted: Mapping[str, Halted],
-    step: int | None = None,
-    *,
-    orders: Sequence[Sequence[int]] = (),
-    covered: Mapping[int, frozenset[int]] | None = None,
+    step: int,
+    orders: Sequence[Sequence[int]],
+    covered: Mapping[int, frozenset[int]],
 ) -> frozenset[int]:
     """Return those of `todo` that had reached a lost stage, so that their work is done twice.
 
@@ -321,29 +309,24 @@ def replayed_microbatches(
     every micro-batch reaches before the others.
 
     Args:
-        old_plan: the plan that was running.
-        lost_nodes: nodes whose workers are gone.
-        todo: micro-batches that run again.
         halted: node: the report of its halted worker.
-        step: if given, reports of nodes at another version are ignored.
+        step: reports of nodes at another version are ignored.
         orders: each pipeline's micro-batches of the step, in order.
-        covered: layer: micro-batches that were saved. With `orders` it shows how far the lost stage
-            can have come, so that micro-batches in its input queue do not count.
+        covered: layer: micro-batches that were saved. It shows how far the lost stage can have
+            come, so that micro-batches in its input queue do not count.
     """
     reached: frozenset[int] = frozenset()
     for p, pipeline in enumerate(old_plan.pipelines):
         units = units_of(pipeline)
         reports = [halted.get(u.node) if u.node not in lost_nodes else None for u in units]
-        reports = [h if h and (step is None or h.step == step) else None for h in reports]
+        reports = [h if h and h.step == step else None for h in reports]
         for s in (s for s, unit in enumerate(units) if unit.node in lost_nodes):
             before = next((h for h in reversed(reports[:s]) if h), None)
             after = next((h for h in reports[s + 1 :] if h), None)
             here = before.sent if before else after.started if after else frozenset()
-            if orders and covered is not None:
-                saved = covered.get(pipeline.stages[s].first, frozenset()).intersection(orders[p])
-                actions = actions_of(pipeline, tuple(orders[p]))[s]
-                here &= _begun(actions, _most_finished(old_plan, orders, p, len(saved)))
-            reached |= here
+            saved = covered.get(pipeline.stages[s].first, frozenset()).intersection(orders[p])
+            actions = actions_of(pipeline, tuple(orders[p]))[s]
+            reached |= here & _begun(actions, _most_finished(old_plan, orders, p, len(saved)))
     return reached & todo
 
 

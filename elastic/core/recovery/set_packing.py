@@ -10,23 +10,17 @@ overlapping epochs, and then only the best ones are followed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from heapq import nlargest
+from typing import NamedTuple
 
 WIDTH = 512
 """Partial choices followed at once, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    useful: int
-    total: int
-    cost: int
+class _Choice(NamedTuple):
     masks: tuple[int, ...]
     union: int
-
-    @property
-    def rank(self) -> tuple[int, int, int, int]:
-        return self.useful, self.total, -self.cost, -len(self.masks)
+    cost: int
 
 
 def best_packing(costs: Mapping[int, int], useful: int = -1) -> tuple[int, ...]:
@@ -48,46 +42,30 @@ def exact_cover(costs: Mapping[int, int], full: int) -> tuple[int, ...] | None:
 
 def _walk(costs: Mapping[int, int], useful: int, needed: int) -> _Choice | None:
     """Return the best choice; with `needed`, only one that holds all of these bits."""
+
+    def rank(choice: _Choice) -> tuple[int, int, int, int]:
+        masks, union, cost = choice
+        return (union & useful).bit_count(), union.bit_count(), -cost, -len(masks)
+
     groups: dict[int, list[int]] = {}
     for mask in sorted(costs):
         if mask:
             groups.setdefault(mask & -mask, []).append(mask)
     lows = sorted(groups)
-    frontier = {0: _Choice(0, 0, 0, (), 0)}
+    frontier = {0: _Choice((), 0, 0)}
     for i, low in enumerate(lows):
         above = -(lows[i + 1]) if i + 1 < len(lows) else 0
         following: dict[int, _Choice] = {}
-        for choice in _best_choices(frontier):
-            options = [
-                _extend(choice, m, costs[m], useful) for m in groups[low] if not choice.union & m
-            ]
+        choices = list(frontier.values())
+        for choice in nlargest(WIDTH, choices, key=rank) if len(choices) > WIDTH else choices:
+            masks, union, cost = choice
+            free = [mask for mask in groups[low] if not union & mask]
+            options = [_Choice((*masks, m), union | m, cost + costs[m]) for m in free]
             for option in (choice, *options):
-                if not needed & ~above & ~option.union:
-                    _keep(following, option, above)
+                # Of all options that leave the same later micro-batches free, the best is kept.
+                key = option.union & above
+                better = key not in following or rank(option) > rank(following[key])
+                if better and not needed & ~above & ~option.union:
+                    following[key] = option
         frontier = following
-    return max(frontier.values(), key=lambda choice: choice.rank, default=None)
-
-
-def _best_choices(frontier: Mapping[int, _Choice]) -> list[_Choice]:
-    choices = list(frontier.values())
-    if len(choices) > WIDTH:
-        choices.sort(key=lambda choice: choice.rank, reverse=True)
-    return choices[:WIDTH]
-
-
-def _extend(choice: _Choice, mask: int, cost: int, useful: int) -> _Choice:
-    return _Choice(
-        choice.useful + (mask & useful).bit_count(),
-        choice.total + mask.bit_count(),
-        choice.cost + cost,
-        (*choice.masks, mask),
-        choice.union | mask,
-    )
-
-
-def _keep(frontier: dict[int, _Choice], choice: _Choice, above: int) -> None:
-    """Keep `choice` if it is the best that leaves the same later micro-batches free."""
-    key = choice.union & above
-    known = frontier.get(key)
-    if known is None or choice.rank > known.rank:
-        frontier[key] = choice
+    return max(frontier.values(), key=rank, default=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from operator import or_
+from operator import and_, or_
 from typing import NamedTuple
 
 from elastic.core.recovery.copy_index import CopyIndex, copy_on
@@ -155,11 +155,8 @@ class Solver:
     def gradients(self, version: int) -> tuple[dict[tuple[str, Slot], list[Copy]], list[int]]:
         """Return the copies to sum, by (node, slot), and for each layer the mask that they hold."""
         options = [self._common_ledgers(layer, version) for layer in range(self.plan.n_layers)]
-        useful = (
-            self.full
-        )  # A micro-batch that some layer lacks everywhere has to run again anyway.
-        for masks in options:
-            useful &= union_of(masks)
+        # A micro-batch that some layer lacks everywhere has to run again anyway.
+        useful = reduce(and_, map(union_of, options), self.full)
         sums: dict[tuple[str, Slot], list[Copy]] = {}
         covered = []
         fetched: dict[str, int] = {}

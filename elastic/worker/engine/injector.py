@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elastic.config import claim_fault
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, Phase, due, format_fault
+from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, Phase, due
 from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.control.agent_client import WorkerSettings
 
@@ -81,9 +81,9 @@ class FaultInjector:
                 if shaper is not None:
                     shaper.slow_down(spec.factor)
             case FaultKind.CORRUPT:
-                self._send(m.FaultReached(format_fault(spec), time.time()))
+                self._send(m.FaultReached(spec.text, time.time()))
             case FaultKind.PARTITION:
-                self._send(m.FaultReached(format_fault(spec), time.time()))
+                self._send(m.FaultReached(spec.text, time.time()))
                 # A partitioned node receives no packets, and its sockets stay open.
                 time.sleep(spec.duration_s)
             case _:

@@ -70,17 +70,12 @@ class CoordinatorModel:
         match message:
             case m.NodeReport():
                 assert stream is not None
-                node = message.info.node
-                connected = self._sessions.get(node) is not stream
-                self._sessions[node] = stream
-                self._apply(job.NodeReported(message, connected))
-            case m.Heartbeat(node=node, incarnation=incarnation, step=step):
+                self._sessions[message.info.node] = stream
+                self._apply(message)
+            case m.Heartbeat():
                 assert stream is not None
-                self._sessions.setdefault(node, stream)
-                microbatch, measured = message.microbatch, message.measured
-                self._apply(m.Heartbeat(node, incarnation, step, microbatch, measured))
-            case m.StepDone():
-                self._apply(job.StepFinished(message.record))
+                self._sessions.setdefault(message.node, stream)
+                self._apply(message)
             case "closed":
                 for node in [n for n, s in self._sessions.items() if s is stream]:
                     del self._sessions[node]
@@ -287,7 +282,7 @@ class SimulatedAgent:
 
     def _act(self, action: core.NodeAction) -> None:
         match action:
-            case core.SendToWorkers(message, _):
+            case core.SendToWorkers(message):
                 if self.worker is not None:
                     self.worker.order(message)
             case core.SpawnWorkers():

@@ -9,7 +9,7 @@ import pytest
 
 from elastic.core.coordinator.transitions import apply_rules, record_event, transition
 from elastic.core.job import state as job
-from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, NodeReported, StepFinished
+from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import StepRecord
@@ -27,8 +27,8 @@ def together(state: JobState, *events: Any) -> tuple[JobState, tuple[job.JobActi
     return state, (*told, *actions), reason
 
 
-def reported(state: JobState, node: str, **changes: Any) -> NodeReported:
-    return NodeReported(replace(state.members[node].report, **changes))
+def reported(state: JobState, node: str, **changes: Any) -> m.NodeReport:
+    return replace(state.members[node].report, **changes)
 
 
 def closed(state: JobState, node: str) -> job.ConnectionClosed:
@@ -46,18 +46,16 @@ HALVES = (((0, 0), (1, 0)), ((2, 0), (3, 0)))
 
 def test_parts_of_the_next_checkpoint_arrive_during_a_commit() -> None:
     state = running()
-    events = [job.CheckpointPartWritten(2, part) for part in HALVES]
-    state, actions, _ = together(state, *events, job.CheckpointPartWritten(4, HALVES[0]))
+    events = [m.CheckpointPart(2, part) for part in HALVES]
+    state, actions, _ = together(state, *events, m.CheckpointPart(4, HALVES[0]))
     assert actions == (job.CommitCheckpoint(2),)
     state, _, _ = transition(state, job.CheckpointCommitted("/c/step-2", 2), state.updated_at)
-    state, actions, _ = transition(state, job.CheckpointPartWritten(4, HALVES[1]), state.updated_at)
+    state, actions, _ = transition(state, m.CheckpointPart(4, HALVES[1]), state.updated_at)
     assert actions == (job.CommitCheckpoint(4),)
 
 
 def test_repeated_parts_begin_no_second_commit() -> None:
-    state, actions, _ = together(
-        running(), *(job.CheckpointPartWritten(2, part) for part in HALVES * 2)
-    )
+    state, actions, _ = together(running(), *(m.CheckpointPart(2, part) for part in HALVES * 2))
     assert actions == (job.CommitCheckpoint(2),)
     committed = job.CheckpointCommitted("/c/step-2", 2)
     state, actions, _ = together(state, committed, committed)
@@ -67,8 +65,8 @@ def test_repeated_parts_begin_no_second_commit() -> None:
 # ---- steps ----
 
 
-def stepped(step: int, seconds: float = 0.5) -> StepFinished:
-    return StepFinished(StepRecord(step, 1.0, 1.0, 1.0), seconds)
+def stepped(step: int, seconds: float = 0.5) -> m.StepDone:
+    return m.StepDone(1, StepRecord(step, 1.0, 1.0, 1.0), seconds, 0.1)
 
 
 def test_steps_reported_together_keep_their_durations() -> None:
@@ -252,7 +250,7 @@ def test_a_fault_known_with_the_end_of_the_installation_is_a_new_recovery() -> N
         ),
     )
     for report in reports:
-        state, _, _ = record_event(state, job.NodeReported(report), state.updated_at)
+        state, _, _ = record_event(state, report, state.updated_at)
     after, actions, _ = apply_rules(state, state.updated_at)
     (recovered,) = [a for a in actions if isinstance(a, job.ChangeCompleted)]
     assert (recovered.change.cause, change_of(after).cause) == ("node2: oops", "node1: again")

@@ -12,7 +12,6 @@ from elastic.core.job.state import (
     Heartbeat,
     Heartbeats,
     JobState,
-    NodeReported,
     Policy,
     Send,
 )
@@ -36,8 +35,8 @@ def test_one_decision_for_many_events_equals_single_decisions() -> None:
     policy = Policy(min_nodes=3, max_nodes=3)
     nodes = ("a", "b", "c")
     rounds: list[list[Any]] = [
-        [NodeReported(report(n)) for n in nodes],
-        [NodeReported(attached(n)) for n in nodes],
+        [report(n) for n in nodes],
+        [attached(n) for n in nodes],
     ]
     rounds += [
         [ConnectionClosed("b", "b-1"), Heartbeat("a", "a-1", 0, 0)],
@@ -58,7 +57,7 @@ def test_one_decision_for_many_events_equals_single_decisions() -> None:
 def test_heartbeats_together_equal_single_heartbeats() -> None:
     state = JobState(policy=Policy(min_nodes=2, max_nodes=2))
     for one in (report("a"), report("b"), attached("a"), attached("b")):
-        state, _, _ = transition(state, NodeReported(one), 1.0)
+        state, _, _ = transition(state, one, 1.0)
     measured = (MicrobatchTiming(0, 1, 3, 0.1, 0.2),)
     beats = (
         Heartbeat("a", "a-1", 3, 1, measured),
@@ -83,7 +82,7 @@ def test_an_event_is_answered_when_it_is_recorded() -> None:
 
 def test_the_first_event_after_a_stall_excuses_it() -> None:
     state, _, _ = apply_rules(
-        record_event(JobState(policy=Policy(min_nodes=9)), NodeReported(report("a")), 1.0)[0], 1.0
+        record_event(JobState(policy=Policy(min_nodes=9)), report("a"), 1.0)[0], 1.0
     )
     late = 1.0 + state.limits.starved_s + 5.0
     state, _, _ = record_event(state, Heartbeat("z", "z-1", 0, 0), late)
@@ -95,20 +94,18 @@ def test_the_first_event_after_a_stall_excuses_it() -> None:
 def test_the_model_is_stored_once() -> None:
     state = JobState(policy=Policy(min_nodes=2, max_nodes=2))
     for one in (report("a"), report("b"), attached("a"), attached("b")):
-        state, _, _ = record_event(state, NodeReported(one), 1.0)
+        state, _, _ = record_event(state, one, 1.0)
     assert state.spec == SPEC
     assert [member.report.spec for member in state.members.values()] == [None, None]
     other = replace(attached("b"), spec=replace(SPEC, n_steps=11))
-    state, _, _ = record_event(state, NodeReported(other), 1.1)
+    state, _, _ = record_event(state, other, 1.1)
     assert state.members["b"].report.failed is not None
 
 
 def test_the_saved_text_equals_the_codec_output() -> None:
     """This includes partial changes and departed members."""
     text, state = StateEncoder(), JobState(policy=Policy(min_nodes=2, max_nodes=2))
-    events = [NodeReported(report('a"'))] + [
-        NodeReported(f(n)) for f in (report, attached) for n in ("b", "c")
-    ]
+    events = [report('a"')] + [f(n) for f in (report, attached) for n in ("b", "c")]
     for number, event in enumerate(
         [
             *events,

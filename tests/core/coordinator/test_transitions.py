@@ -20,7 +20,6 @@ from elastic.core.job.state import (
     JobPhase,
     JobState,
     LogEntry,
-    NodeReported,
     Send,
 )
 from elastic.core.protocol import messages as m
@@ -68,18 +67,18 @@ def events(state: JobState) -> list[tuple[Any, float]]:
         (job.Heartbeat("nobody", "x", 0, 0), 0.1),
         (job.Heartbeats((job.Heartbeat("nobody", "x", 0, 0),)), 0.1),
         (job.ConnectionClosed("nobody", "x"), 0.1),
-        (job.StepFinished(StepRecord(99, 1.0, 1.0, 1.0)), 0.1),
-        (job.CheckpointPartWritten(2, ((0, 0), (1, 0))), 0.1),
-        (job.CheckpointPartWritten(2, tuple((layer, 0) for layer in range(4))), 0.1),
+        (m.StepDone(1, StepRecord(99, 1.0, 1.0, 1.0), 0.0, 0.1), 0.1),
+        (m.CheckpointPart(2, ((0, 0), (1, 0))), 0.1),
+        (m.CheckpointPart(2, tuple((layer, 0) for layer in range(4))), 0.1),
         (job.CheckpointCommitted("/c/step-2", 2), 0.1),
-        (job.BackupReported("backup-short", "node0", "node1", "full"), 0.1),
-        (job.HealthReported(HealthReport("nobody", "x", 0.0)), 0.1),
+        (m.BackupNote("backup-short", "node0", "node1", "full"), 0.1),
+        (HealthReport("nobody", "x", 0.0), 0.1),
         (
-            NodeReported(m.NodeReport(NodeInfo("new", "n.1", "new:1"), NodePhase.EMPTY, 0), True),
+            m.NodeReport(NodeInfo("new", "n.1", "new:1"), NodePhase.EMPTY, 0),
             0.1,
         ),
         (
-            NodeReported(m.NodeReport(NodeInfo("old", "o.1", "old:1"), NodePhase.RUNNING, 3), True),
+            m.NodeReport(NodeInfo("old", "o.1", "old:1"), NodePhase.RUNNING, 3),
             0.1,
         ),
     ]
@@ -98,10 +97,7 @@ def events(state: JobState) -> list[tuple[Any, float]]:
             (job.ConnectionClosed(node, "former"), 0.1),
             (job.DrainRequested(node, 0.5), 0.1),
             (job.DrainRequested(node, 60.0), 0.1),
-            *(
-                (job.HealthReported(report), 0.1)
-                for report in health_reports(node, incarnation, state)
-            ),
+            *((report, 0.1) for report in health_reports(node, incarnation, state)),
             (m.Notice(node, "former", m.NoticeKind.LEAVE, "aws", 60.0), 0.1),
         ]
         made += [(m.Notice(node, incarnation, kind, "aws", 60.0), 0.1) for kind in m.NoticeKind]
@@ -111,10 +107,10 @@ def events(state: JobState) -> list[tuple[Any, float]]:
                 report = replace(
                     member.report, phase=phase, epoch=epoch, able=phase not in NOT_ABLE
                 )
-                made += [(NodeReported(report, connected), 0.1) for connected in (False, True)]
-                made.append((NodeReported(replace(report, suspects=("?",))), 0.1))
-        made.append((NodeReported(replace(member.report, failed=m.Failed("bad", 7))), 0.1))
-        made.append((NodeReported(replace(member.report, finished=m.Finished(5, "sha"))), 0.1))
+                made.append((report, 0.1))
+                made.append((replace(report, suspects=("?",)), 0.1))
+        made.append((replace(member.report, failed=m.Failed("bad", 7)), 0.1))
+        made.append((replace(member.report, finished=m.Finished(5, "sha")), 0.1))
     return made
 
 
@@ -180,9 +176,7 @@ def test_a_former_incarnation_changes_nothing(phase: JobPhase) -> None:
                 report = replace(
                     member.report, info=info, phase=about, suspects=("x",), epoch=state.epoch
                 )
-                after, actions, _ = transition(
-                    state, NodeReported(report, True), state.updated_at + 0.01
-                )
+                after, actions, _ = transition(state, report, state.updated_at + 0.01)
                 settled, plain, _ = transition(state, job.Tick(), state.updated_at + 0.01)
                 assert after == settled
                 told = [a for a in actions if a not in plain]
@@ -226,7 +220,7 @@ def send_report(
     state: JobState, node: str, **changes: Any
 ) -> tuple[JobState, tuple[job.JobAction, ...], str]:
     report = replace(state.members[node].report, **changes)
-    return transition(state, NodeReported(report), state.updated_at + 0.01)
+    return transition(state, report, state.updated_at + 0.01)
 
 
 def halt(state: JobState, node: str, phase: NodePhase = NodePhase.HALTED) -> JobState:
@@ -246,7 +240,7 @@ def test_a_closed_connection_is_lost_after_the_grace_time() -> None:
     )
     assert not sent(actions, m.Fenced)
     after, actions, reason = transition(
-        state, job.Tick(), state.updated_at + state.policy.grace_s + 0.01
+        state, job.Tick(), state.updated_at + state.limits.closed_s + 0.01
     )
     assert reason == "node1 lost: connection closed; epoch 2: node1 lost"
     assert after.phase is JobPhase.HALTING and not change_of(after).boundary
@@ -298,9 +292,7 @@ def test_silence_while_the_coordinator_does_not_run_is_excused() -> None:
         lost += [note["loss"] for note in entries(actions, "lost")]
     assert late.phase is JobPhase.PAUSED and lost == ["silent"] * 3
     first, *_ = send_report(state, "node0")
-    held_up, _, _ = transition(
-        state, NodeReported(first.members["node0"].report), state.updated_at + 30.0
-    )
+    held_up, _, _ = transition(state, first.members["node0"].report, state.updated_at + 30.0)
     assert held_up.members.keys() == state.members.keys(), (
         "the first event after the pause accuses nobody"
     )
@@ -418,14 +410,14 @@ def test_a_node_that_joins_during_a_halt_gets_the_halt_order() -> None:
     """The halt waits for it too, so it needs the order."""
     state, *_ = send_report(running(), "node2", phase=NodePhase.STARTING)
     fresh = m.NodeReport(NodeInfo("node9", "n9", "node9:1"), NodePhase.EMPTY, 0)
-    _after, actions, _ = transition(state, NodeReported(fresh, True), state.updated_at)
+    _after, actions, _ = transition(state, fresh, state.updated_at)
     assert [type(a.message) for a in actions if isinstance(a, Send)] == [m.Launch, m.Halt]
 
 
 def test_a_node_that_joins_after_the_end_is_stopped() -> None:
     state = samples()[JobPhase.FINISHED][0]
     fresh = m.NodeReport(NodeInfo("node9", "n9", "node9:1"), NodePhase.EMPTY, 0)
-    _, actions, _ = transition(state, NodeReported(fresh, True), state.updated_at)
+    _, actions, _ = transition(state, fresh, state.updated_at)
     assert sent(actions, m.Stop) and not sent(actions, m.Launch)
     after, actions, _ = transition(state, job.Tick(), state.updated_at + 99.0)
     assert after.members == transition(state, job.CoordinatorFailover(), state.updated_at)[
@@ -444,13 +436,9 @@ def test_a_new_coordinator_repeats_the_end() -> None:
 
 def test_a_checkpoint_is_committed_when_all_parts_are_written() -> None:
     state = running()
-    state, actions, _ = transition(
-        state, job.CheckpointPartWritten(2, ((0, 0), (1, 0))), state.updated_at
-    )
+    state, actions, _ = transition(state, m.CheckpointPart(2, ((0, 0), (1, 0))), state.updated_at)
     assert not actions
-    state, actions, _ = transition(
-        state, job.CheckpointPartWritten(2, ((2, 0), (3, 0))), state.updated_at
-    )
+    state, actions, _ = transition(state, m.CheckpointPart(2, ((2, 0), (3, 0))), state.updated_at)
     assert actions == (job.CommitCheckpoint(2),)
     state, actions, reason = transition(
         state, job.CheckpointCommitted("/c/step-2", 2), state.updated_at

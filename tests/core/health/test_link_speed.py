@@ -19,7 +19,6 @@ from elastic.core.health.diagnosis import (
 )
 from elastic.core.health.link_speed import LinkSpeed, record_rate, slow_factor
 from elastic.core.job import quarantine
-from elastic.core.job import state as job
 from elastic.core.job.state import JobState
 from elastic.core.policy import slow_link as slowlink
 from elastic.core.protocol.health_report import HealthReport, LinkTraffic
@@ -128,7 +127,7 @@ def play(
             given = HealthReport(
                 name, info.incarnation, state.updated_at, state.plan.epoch, links=links
             )
-            state, actions, _ = transition(state, job.HealthReported(given), state.updated_at + 0.1)
+            state, actions, _ = transition(state, given, state.updated_at + 0.1)
             notes += actions
     return state, tuple(notes)
 

@@ -13,7 +13,6 @@ from elastic.core.job.state import (
     Heartbeat,
     Heartbeats,
     JobState,
-    NodeReported,
     Send,
 )
 from elastic.core.protocol import messages as m
@@ -22,9 +21,9 @@ from elastic.core.protocol.messages import NodePhase
 from tests.core.health.test_diagnosis import health_notes, running
 
 
-def join_report(flight: Preflight, node: str = "new") -> NodeReported:
+def join_report(flight: Preflight, node: str = "new") -> m.NodeReport:
     info = replace(running().members["node0"].report.info, node=node, incarnation=f"{node}.1")
-    return NodeReported(m.NodeReport(info, NodePhase.EMPTY, 0, preflight=flight), True)
+    return m.NodeReport(info, NodePhase.EMPTY, 0, preflight=flight)
 
 
 BAD = PreflightCheck(
@@ -99,9 +98,9 @@ def test_spares_with_the_best_standing_are_used_first() -> None:
 # ---- names ----
 
 
-def rejoin_report(state: JobState, incarnation: str, node: str = "node1") -> NodeReported:
+def rejoin_report(state: JobState, incarnation: str, node: str = "node1") -> m.NodeReport:
     info = replace(state.members[node].report.info, incarnation=incarnation)
-    return NodeReported(m.NodeReport(info, NodePhase.EMPTY, 0), True)
+    return m.NodeReport(info, NodePhase.EMPTY, 0)
 
 
 def without_lease(state: JobState) -> JobState:

@@ -11,7 +11,7 @@ from elastic.core.coordinator.transitions import transition
 from elastic.core.job import epoch_change as change
 from elastic.core.job import join_policy
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, LogEntry, NodeReported, Send
+from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.types import NodeInfo
@@ -38,9 +38,9 @@ def join(
     """Decision after a node has joined and its workers have attached."""
     new = NodeInfo(name, f"{name}.1", f"{name}:1", **info)
     now = state.updated_at + 0.01
-    state, _, _ = transition(state, NodeReported(NodeReport(new, NodePhase.EMPTY, 0), True), now)
+    state, _, _ = transition(state, NodeReport(new, NodePhase.EMPTY, 0), now)
     ready = NodeReport(new, NodePhase.IDLE, 0, restart=0, able=True, elastic=True)
-    return transition(state, NodeReported(ready), now + 0.01)
+    return transition(state, ready, now + 0.01)
 
 
 def spare_entries(actions: tuple[job.JobAction, ...]) -> list[LogEntry]:
@@ -108,9 +108,7 @@ def test_a_changed_expected_stay_is_considered_again() -> None:
     )
     report = state.members["node9"].report
     info = replace(report.info, lifetime_s=36000.0)
-    after, _, _ = transition(
-        state, NodeReported(replace(report, info=info)), state.updated_at + 0.01
-    )
+    after, _, _ = transition(state, replace(report, info=info), state.updated_at + 0.01)
     assert after.joining == ("node9",)
 
 

@@ -12,7 +12,7 @@ from elastic.core.health import diagnosis as health
 from elastic.core.health.diagnosis import NodeHealth
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState, NodeReported
+from elastic.core.job.state import JobPhase, JobState
 from elastic.core.policy import remediation
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
@@ -88,7 +88,7 @@ def test_a_quarantine_ends_if_no_other_node_is_left() -> None:
     state, _, _ = transition(state, job.Tick(), state.updated_at + 0.3)
     assert state.phase is JobPhase.HALTING and "node0" not in state.members
     halted = replace(state.members["node1"].report, epoch=state.epoch, phase=NodePhase.HALTED)
-    state, actions, _ = transition(state, NodeReported(halted), state.updated_at + 0.1)
+    state, actions, _ = transition(state, halted, state.updated_at + 0.1)
     assert not quarantine.is_quarantined(state, "node1"), "it was let out"
     assert any(
         "no plan" in note["reason"] or "nobody" in note["reason"] for note in health_notes(actions)

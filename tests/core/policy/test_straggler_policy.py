@@ -17,8 +17,8 @@ from elastic.core.health.compute_speed import (
     changed_factor,
     observe,
 )
+from elastic.core.job import join_policy, stragglers
 from elastic.core.job import state as job
-from elastic.core.job import stragglers
 from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, LogEntry, Send
 from elastic.core.policy import straggler_policy
 from elastic.core.protocol import messages as m
@@ -165,7 +165,8 @@ def better(
         microbatches = tuple(range(request.spec.n_microbatches))
         return Plan(request.epoch, 4, len(microbatches), 1, (Pipeline(chosen, microbatches),))
 
-    monkeypatch.setattr(straggler_policy, "make_plan", plan)
+    for module in (join_policy, straggler_policy):
+        monkeypatch.setattr(module, "make_plan", plan)
     return asked
 
 

@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from elastic.core.protocol.fault_spec import (
     LAUNCHER_KINDS,
     NODE_KINDS,
-    WORKER_KINDS,
     FaultKind,
     FaultSpec,
     Phase,
     due,
     dump_faults,
-    format_fault,
     launcher_due,
     load_faults,
     parse_fault,
@@ -42,7 +40,9 @@ def specs(draw: st.DrawFn) -> FaultSpec:
         node=draw(st.sampled_from(["node0", "node12", "gpu-host.3", "node007"]))
         if kind in NODE_KINDS
         else "",
-        worker=draw(st.none() | counts) if kind in WORKER_KINDS else None,
+        worker=draw(st.none() | counts)
+        if kind in (FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW)
+        else None,
         step=draw(counts),
         microbatch=draw(st.none() | counts) if batched else None,
         phase=phase,
@@ -59,7 +59,7 @@ def specs(draw: st.DrawFn) -> FaultSpec:
 @given(specs())
 @settings(max_examples=150, deadline=None)
 def test_text_reads_back(spec: FaultSpec) -> None:
-    assert parse_fault(format_fault(spec)) == spec
+    assert parse_fault(spec.text) == spec
     assert codec.loads(FaultSpec, codec.dumps(spec)) == spec
     assert load_faults(dump_faults((spec, spec))) == (spec, spec)
 

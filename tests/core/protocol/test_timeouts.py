@@ -125,7 +125,6 @@ def test_policy_and_configuration_agree() -> None:
         made = config(lease_s=silence_s, heartbeat_s=budget(silence_s).heartbeat_s)
         policy, limits = policy_of(made), made.timeouts
         assert (policy.lease_s, policy.heartbeat_s) == (limits.lease_s, limits.heartbeat_s)
-        assert (policy.grace_s, policy.adopt_s) == (limits.closed_s, limits.adopt_s)
         assert JobState(policy=policy).limits == limits
         assert status(JobState(policy=policy))["timeouts"]["bulk_s"] == limits.bulk_s
     assert config(lease_s=9.0, heartbeat_s=4.0).timeouts.heartbeat_s == 4.0
@@ -138,7 +137,7 @@ def test_limits_are_logged_at_the_start_and_on_changes() -> None:
     assert note.data["silence_s"] == 3.0 and note.data["stuck_s"] == 60.0
     _, actions, _ = transition(state, job.Tick(), 1.1)
     assert actions == ()
-    slow = job.StepFinished(StepRecord(0, 1.0, 1.0, 1.0), 90.0)
+    slow = m.StepDone(1, StepRecord(0, 1.0, 1.0, 1.0), 90.0, 0.1)
     state, actions, _ = transition(state, slow, 1.2)
     (note,) = [a for a in actions if isinstance(a, LogEntry) and a.kind == "timeouts"]
     assert note.data == {

@@ -277,7 +277,9 @@ class Job:
         check_assignment(assignment, self.spec, self.vaults)
         if old is not None:
             todo = frozenset(i for share in assignment.todo for i in share)
-            assert replayed_microbatches(old, frozenset(lost), todo, halted) <= todo
+            step, orders = assignment.step, [p.microbatches for p in old.pipelines]
+            arguments = old, frozenset(lost), todo, halted, step, orders, dict(assignment.covered)
+            assert replayed_microbatches(*arguments) <= todo
         self.plan, self.last = plan, assignment
         self.install(assignment)
 

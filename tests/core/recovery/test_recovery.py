@@ -344,6 +344,11 @@ def test_replayed_microbatches_follow_the_nearest_living_neighbour(
         "c": halted_at(started={0}, sent={0}),
         "d": halted_at(started={0}),
     }
-    assert replayed_microbatches(LINE, frozenset(lost), ALL, halted) == expected
-    assert replayed_microbatches(LINE, frozenset(lost), frozenset({0}), halted) == expected & {0}
-    assert replayed_microbatches(LINE, frozenset(lost), ALL, halted, step=8) == set()
+
+    def replayed(todo: frozenset[int], step: int) -> frozenset[int]:
+        orders, saved = [sorted(ALL)], dict.fromkeys(range(4), ALL)
+        return replayed_microbatches(LINE, frozenset(lost), todo, halted, step, orders, saved)
+
+    assert replayed(ALL, 7) == expected
+    assert replayed(frozenset({0}), 7) == expected & {0}
+    assert replayed(ALL, 8) == set()

@@ -28,9 +28,7 @@ def begun(schedule: str, lost: str, saved: int, gradients: str) -> frozenset[int
     everything = {node: Halted(2, 0, ALL, ALL) for node in plan.nodes() if node != lost}
     covered = dict.fromkeys(range(8), frozenset((*range(saved), *range(M, 2 * M))))
     orders = [ORDER, range(M, 2 * M)]
-    return replayed_microbatches(
-        plan, frozenset({lost}), ALL, everything, 0, orders=orders, covered=covered
-    )
+    return replayed_microbatches(plan, frozenset({lost}), ALL, everything, 0, orders, covered)
 
 
 @pytest.mark.parametrize(

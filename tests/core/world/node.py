@@ -212,10 +212,9 @@ class Agent:
 
     def _act(self, action: core.NodeAction) -> None:
         match action:
-            case core.SendToWorkers(message, rank):
+            case core.SendToWorkers(message):
                 for worker in self.workers:
-                    if rank is None or rank == worker.rank:
-                        worker.order(message)
+                    worker.order(message)
             case core.SpawnWorkers():
                 self._generation += 1
                 self.workers = [

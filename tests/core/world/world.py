@@ -238,10 +238,8 @@ class CoordinatorShell:
         match message:
             case m.NodeReport():
                 assert link is not None
-                node = message.info.node
-                connected = self.sessions.get(node) is not link
-                self.sessions[node] = link
-                self._apply(job.NodeReported(message, connected))
+                self.sessions[message.info.node] = link
+                self._apply(message)
             case m.Heartbeat():
                 assert link is not None
                 self.sessions.setdefault(message.node, link)
@@ -250,8 +248,6 @@ class CoordinatorShell:
                         message.node, message.incarnation, message.step, message.microbatch
                     )
                 )
-            case m.StepDone():
-                self._apply(job.StepFinished(message.record))
             case "closed":
                 for node in [n for n, s in self.sessions.items() if s is link]:
                     del self.sessions[node]
@@ -388,7 +384,7 @@ class CoordinatorShell:
         ):
             return
         away = agent.away_s(before.policy.lease_s)
-        assert away > before.policy.grace_s, f"healthy {node} is fenced at {self.world.now}"
+        assert away > before.limits.closed_s, f"healthy {node} is fenced at {self.world.now}"
         self.world.lose_vault(node)
 
     def _check_failure(self) -> None:
