@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from elastic.domain.errors import ElasticError
@@ -103,33 +104,20 @@ def run_abandonable(
         EpochAbandoned: the signal was set before `work` ended.
         Exception: any error of `work`.
     """
-    woken, lock = threading.Event(), threading.Lock()
-    results: list[T] = []
-    errors: list[BaseException] = []
-    left: list[bool] = []
+    woken, result = threading.Event(), Future[T]()
 
     def body() -> None:
         try:
-            result = work()
+            result.set_result(work())
         except BaseException as error:  # noqa: BLE001 - the waiting thread raises it again
-            errors.append(error)
-        else:
-            with lock:
-                results.append(result)
-                late = bool(left)
-            if late and discard is not None:
-                discard(result)
+            result.set_exception(error)
         woken.set()
 
     abandon.subscribe(woken.set)
     threads.start(name, body)
     woken.wait()
     abandon.unsubscribe(woken.set)
-    with lock:
-        if results and not abandon.is_set():
-            return results[0]
-        left.append(True)
-    if results and discard is not None:
-        discard(results[0])
+    if abandon.is_set() and discard is not None:
+        result.add_done_callback(lambda late: None if late.exception() else discard(late.result()))
     abandon.check()
-    raise errors[0]
+    return result.result()
