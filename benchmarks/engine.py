@@ -182,7 +182,6 @@ class Ours:
             links,
             n_microbatches=self._n,
             data=self._data,
-            abandon=links.abandon,
         )
         self._actions = one_f_one_b(rank, setting.stages, tuple(range(self._n)))
 

@@ -215,25 +215,23 @@ class EpochSession:
 
     def _runner(self, installed: LoadedStage, links: Links, protection: Protection) -> StepRunner:
         """Return the runner of the epoch's steps on the installed layers."""
-        context, job, replicas = self._context, self._context.job, installed.replicas
-        assignment, messages = self._assignment, installed.messages
+        context, replicas = self._context, installed.replicas
         return StepRunner(
             plan=self._plan,
             roster=self._roster,
-            rank=self._rank,
             replicas=replicas,
             links=links,
-            stack=job.stack,
-            optimizer=job.optimizer,
+            tied=context.job.stack.tied,
+            optimizer=context.job.optimizer,
             data=self._data,
-            abandon=self._abandon,
             tp_sync=tp_sync(context.tp),
             protection=protection,
             injector=context.injector,
-            position=context.agent.position,
-            boundary_requested=context.agent.boundary_requested,
+            agent=context.agent,
             on_microbatch=self._report_resumed,
-            partial=PartialRunner(assignment, self._roster, self._rank, replicas, messages),
+            partial=PartialRunner(
+                self._assignment, self._roster, self._rank, replicas, installed.messages
+            ),
         )
 
     # ---- training ----

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from elastic.worker.model.layers import Microbatch
 from elastic.worker.model.split_backward import WeightBackward, backward_input
-
-
-class StageLayer(Protocol):
-    """The part of `elastic.worker.replica.replica.LayerReplica` that a stage uses."""
-
-    index: int
-    losses: dict[int, float]
-
-    @property
-    def module(self) -> torch.nn.Module: ...
-
-    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor: ...
-
-    def collect(self, index: int, *, skip: bool) -> None: ...
+from elastic.worker.replica.replica import LayerReplica
 
 
 class _Loss:
@@ -72,7 +58,7 @@ class LocalStage:
 
     def __init__(
         self,
-        layers: Sequence[StageLayer],
+        layers: Sequence[LayerReplica],
         *,
         previous: int | None = None,
         following: int | None = None,

@@ -116,7 +116,6 @@ class StageRunner:
         links: the epoch's links.
         n_microbatches: micro-batches M of the whole step; each loss is weighted by 1 / M.
         data: data(step, index) -> the micro-batch's fields; called on the first and last stage.
-        abandon: the epoch's signal.
         tp_sync: maximum of a flag over the tensor-parallel group; None without one.
         keep: receives every message that is sent; None to keep none.
     """
@@ -128,7 +127,6 @@ class StageRunner:
         *,
         n_microbatches: int,
         data: Callable[[int, int], Microbatch],
-        abandon: AbandonSignal,
         tp_sync: Callable[[bool], bool] | None = None,
         keep: Callable[[LoggedMessage], None] | None = None,
     ) -> None:
@@ -136,7 +134,7 @@ class StageRunner:
         self._stages = {stage.number: stage for stage in stages}
         self._first, self._links = stages[0], links
         self._scale, self._data = 1.0 / n_microbatches, data
-        self.agreement = GroupAgreement(tp_sync, abandon)
+        self.agreement = GroupAgreement(tp_sync, links.abandon)
         self.started: set[int] = set()
         """Micro-batches of the current step whose forward pass has begun here."""
         self.sent: set[int] = set()

@@ -100,7 +100,7 @@ class Worker:
         stages: list[LocalStage] = stages_of_rank(ranks, self.rank.rank, self.layers)
         self.runner = runner(self.layers, links, M, stages)
         self.common = IncrementalAllReduce(
-            self.layers, links, ranks, self.rank.rank, self.every, self.runner.agreement
+            self.layers, links, ranks, self.every, self.runner.agreement
         )
         self.hooks = RoundHooks(self.common)
 
