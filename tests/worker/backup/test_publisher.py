@@ -293,13 +293,13 @@ def test_copies_of_an_old_epoch_stay_until_trimmed(pair: list[MiniNode]) -> None
                 publisher.publish_gradients(layers, 0, epoch, "b", abandon), abandon
             )
     kept = {c.epoch for c in a.vault.inventory()}
-    before = publisher.allocated_bytes
+    before = publisher._pool.allocated_bytes
     assert kept == {1, 2, 3} and a.vault.check_integrity() == ()
     a.vault.trim(3)
     for epoch in (4, 5):
         run(layers, 0, 10 * epoch)
         publisher.wait_acked(publisher.publish_gradients(layers, 0, epoch, "b", abandon), abandon)
-    assert publisher.allocated_bytes == before, "slots came back"
+    assert publisher._pool.allocated_bytes == before, "slots came back"
     with pytest.raises(StaleError):
         publisher.publish_gradients(layers, 0, 4, "b", abandon)
 
