@@ -44,6 +44,28 @@ class TrainingJob:
     accumulate: Accumulate
     spec: JobSpec
 
+    def replica(
+        self,
+        layer: int,
+        tp: TensorParallel,
+        device: torch.device,
+        *,
+        empty: bool = False,
+        portion: Portion = WHOLE,
+    ) -> LayerReplica:
+        """Build `layer` at version 0, or `empty` to be filled from a copy."""
+        return build_replica(
+            self.stack,
+            layer,
+            tp,
+            self.optimizer,
+            self.accumulate,
+            self.spec.seed,
+            device,
+            empty=empty,
+            portion=portion,
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class WorkerContext:
@@ -128,17 +150,6 @@ class WorkerContext:
 
     def build_replica(self, layer: int, empty: bool, portion: Portion = WHOLE) -> LayerReplica:
         """Build `layer` at version 0, or `empty` to be filled from a copy."""
-        job = self.job
-        replica = build_replica(
-            job.stack,
-            layer,
-            self.tp,
-            job.optimizer,
-            job.accumulate,
-            job.spec.seed,
-            self.device,
-            empty=empty,
-            portion=portion,
-        )
+        replica = self.job.replica(layer, self.tp, self.device, empty=empty, portion=portion)
         replica.owner = self.settings.node
         return replica
