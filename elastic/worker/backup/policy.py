@@ -177,9 +177,7 @@ class Protection:
         The update may change `reduced` afterwards. A slot is free, because `before_commit` waited.
         """
         if self._replays:
-            copies = items.updates(
-                self._replicas, reduced, clip, convert_now=self._publisher.in_background
-            )
+            copies = items.updates(self._replicas, reduced, clip)
             bundle = self._publisher.publish(copies, self._epoch, self._state_peer, self._abandon)
             self._state_bundle = self._snapshots.sent(bundle, whole=False)
 

@@ -100,11 +100,6 @@ class Publisher:
         another holder's portion of the state may be rebuilt from them."""
         self.traffic = TrafficMeter()
 
-    @property
-    def in_background(self) -> bool:
-        """Whether copies are written after `publish` returns."""
-        return self._copier is not None
-
     def publish_gradients(
         self,
         sums: Iterable[GradientSum],

@@ -16,7 +16,7 @@ from elastic.planning.plan.rank_map import RankMember, Roster
 from elastic.planning.schedule.partial_schedule import excerpt, groups
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import read_message
-from elastic.worker.engine.stage import LocalStage
+from elastic.worker.engine.stage import LocalStage, stages_of_rank
 from elastic.worker.engine.stage_runner import Hooks, StageRunner
 from elastic.worker.replica.replica import LayerReplica
 
@@ -53,7 +53,7 @@ class PartialRunner:
         self._groups = groups(assignment.partial, roster.members[rank].pipeline)
         self._member, self._places = roster.members[rank], roster.places(rank)
         self._pipeline = assignment.plan.pipelines[self._member.pipeline]
-        self._layers = {replica.index: replica for replica in replicas}
+        self._roster, self._rank, self._replicas = roster, rank, replicas
         self._messages = {key: read_message(data) for key, data in messages.items()}
         self._runners: list[StageRunner] = []
 
@@ -83,28 +83,11 @@ class PartialRunner:
             indices = tuple(run.microbatch for run in runs)
             actions = excerpt(self._pipeline, first, last, indices)[self._member.stage]
             if actions:
-                runner = make_runner(self._stages(first, last))
+                runner = make_runner(
+                    stages_of_rank(self._roster, self._rank, self._replicas, first, last)
+                )
                 self._runners.append(runner)
                 runner.run(self.step, actions, skip, hooks, self._logged_messages(runs))
-
-    def _stages(self, first: int, last: int) -> list[LocalStage]:
-        """This worker's stages, restricted to layers from `first` to before `last`."""
-        stages = []
-        for place in self._places:
-            stage = place.stage
-            layers = [self._layers[i] for i in stage.layers if first <= i < last]
-            if layers:
-                local = LocalStage(
-                    layers,
-                    previous=place.previous if stage.first > first else None,
-                    following=place.following if stage.last < last else None,
-                    number=place.number if len(self._places) > 1 else -1,
-                    recompute=stage.recompute,
-                    begins=layers[0].index == 0,
-                    ends=place.following is None and stage.last == last,
-                )
-                stages.append(local)
-        return stages
 
     def _logged_messages(self, runs: Sequence[PartialRun]) -> dict[Action, torch.Tensor]:
         """The logged messages of `runs`, by the action that would receive them."""

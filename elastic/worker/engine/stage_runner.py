@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from elastic.domain.errors import FieldError, VaultError
+from elastic.domain.errors import VaultError
 from elastic.domain.types import ACTIVATION, COTANGENT
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import LoggedMessage
@@ -209,9 +209,8 @@ class StageRunner:
     def _post_receives(self, actions: Sequence[Action]) -> None:
         incoming: dict[int, list[Action]] = defaultdict(list)
         for action in actions:
-            stage = self._stage(action)
             if action.kind.receives:
-                incoming[self._sender(stage, action)].append(action)
+                incoming[self._sender(self._stages[action.stage], action)].append(action)
         self._expected = {
             rank: _PostedReceives(expected, partial(self._post_receive, rank))
             for rank, expected in incoming.items()
@@ -220,22 +219,14 @@ class StageRunner:
     def _post_receive(self, rank: int, action: Action) -> Receive:
         return self._links.recv(rank, _tag(action))
 
-    def _stage(self, action: Action) -> LocalStage:
-        stage = self._stages.get(action.stage)
-        if stage is None:
-            remedy = f"name a stage of this worker: {sorted(self._stages)}"
-            raise FieldError("actions", str(action), remedy)
-        return stage
-
     @staticmethod
     def _sender(stage: LocalStage, action: Action) -> int:
         rank = stage.previous if action.kind is Kind.RECV_F else stage.following
-        if rank is None:
-            raise FieldError("actions", str(action), "this stage has no neighbour on that side")
+        assert rank is not None, f"{action}: this stage has no neighbour on that side"
         return rank
 
     def _act(self, step: int, action: Action) -> None:
-        stage, m = self._stage(action), action.microbatch
+        stage, m = self._stages[action.stage], action.microbatch
         if action.kind.computes:
             self.agreement.check()
         match action.kind:

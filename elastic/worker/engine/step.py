@@ -31,7 +31,7 @@ from elastic.worker.engine.incremental_allreduce import IncrementalAllReduce
 from elastic.worker.engine.injector import FaultInjector
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.sharded_update import ParameterGather
-from elastic.worker.engine.stage import LocalStage
+from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import StageRunner
 from elastic.worker.model.layers import Microbatch, Tied
 from elastic.worker.model.optimizer import OptimizerSpec
@@ -245,21 +245,6 @@ class StepRunner:
             self._computing = False
             self.injector.stretch(time.perf_counter() - self._began)
             self.timer.end()
-
-
-def stages_of_rank(roster: Roster, rank: int, replicas: Sequence[LayerReplica]) -> list[LocalStage]:
-    """The stages of `rank`, in model order. `replicas` are all of its layers."""
-    layers, places = {replica.index: replica for replica in replicas}, roster.places(rank)
-    return [
-        LocalStage(
-            [layers[layer] for layer in place.stage.layers],
-            previous=place.previous,
-            following=place.following,
-            number=place.number if len(places) > 1 else -1,
-            recompute=place.stage.recompute,
-        )
-        for place in places
-    ]
 
 
 def _clip(norm: float, limit: float | None) -> float:

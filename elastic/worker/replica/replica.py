@@ -19,7 +19,6 @@ from elastic.worker.model.optimizer import LayerOptimizer
 from elastic.worker.model.state_codec import (
     NamedTensor,
     StatePlan,
-    as_bytes,
     plan_state,
     read_state,
 )
@@ -224,10 +223,6 @@ class LayerReplica(GradientSum):
             return 4 * self.layout.numel
         return 4 * max(self._target_elements, 1)
 
-    def write_update(self, reduced: Tensor, clip: float, out: Tensor) -> None:
-        """Write `update_input` to `out`, uint8 [update_nbytes] in host memory."""
-        out.copy_(as_bytes(self.update_input(reduced, clip)))
-
     def update_input(self, reduced: Tensor, clip: float) -> Tensor:
         """The float32 gradient that `update` applies, in a new flat tensor; at least one byte."""
         flat = gradients.to_flat(reduced, clip)
@@ -243,7 +238,7 @@ class LayerReplica(GradientSum):
         return sum(target.numel() for target in self._optimizer.targets.values())
 
     def apply_update(self, data: Tensor, lr: float) -> None:
-        """Repeat an update from the bytes of `write_update`; the version goes up by one."""
+        """Repeat an update from the bytes of `update_input`; the version goes up by one."""
         if data.numel() != self.update_nbytes:
             sizes = f"update of {data.numel()} bytes, not {self.update_nbytes}"
             raise VaultError(f"layer {self.index}: {sizes}")

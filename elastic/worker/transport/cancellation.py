@@ -41,7 +41,7 @@ class AbandonSignal:
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
-        self._reason = ""
+        self.reason = ""
 
     def set(self, reason: str) -> None:
         """Abandon the epoch; only the first reason is kept.
@@ -51,7 +51,7 @@ class AbandonSignal:
         with self._lock:
             if self._event.is_set():
                 return
-            self._reason = reason
+            self.reason = reason
             self._event.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
@@ -60,10 +60,6 @@ class AbandonSignal:
     def is_set(self) -> bool:
         return self._event.is_set()
 
-    @property
-    def reason(self) -> str:
-        return self._reason
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the signal is set. Returns False after `timeout` seconds."""
         return self._event.wait(timeout)
@@ -71,7 +67,7 @@ class AbandonSignal:
     def check(self) -> None:
         """Raise EpochAbandoned if the signal is set."""
         if self._event.is_set():
-            raise EpochAbandoned(self._reason)
+            raise EpochAbandoned(self.reason)
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` when the signal is set, or now if it is set already."""

@@ -133,7 +133,7 @@ def test_update_inputs_are_converted_at_once(publisher: Publisher, recorder: Rec
     run(layers, 0, 0)
     reduced = {layer.index: layer.gradient.clone() for layer in layers}
     expected = {n: layers[n].update_input(reduced[n], 0.5).numpy().tobytes() for n in range(3)}
-    copies = items.updates(layers, reduced, 0.5, convert_now=publisher.in_background)
+    copies = items.updates(layers, reduced, 0.5)
     publisher.publish(copies, 1, "b", AbandonSignal())
     for tensor in reduced.values():
         tensor.zero_()  # The next reduction uses the same buffers.

@@ -31,6 +31,7 @@ from elastic.worker.backup.policy import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.backup.snapshot_schedule import SnapshotSchedule
 from elastic.worker.model.optimizer import OptimizerSpec, adamw, cosine
+from elastic.worker.model.state_codec import as_bytes
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.state_loader import StateLoader
 from elastic.worker.replica.replica import LayerReplica
@@ -178,8 +179,7 @@ def test_repeated_updates_give_the_trained_bits(name: str, accumulate: Accumulat
         for index in MICROBATCHES:
             run(trained, step, index)
         for one, other in zip(trained, others, strict=True):
-            data = torch.empty(one.update_nbytes, dtype=torch.uint8)
-            one.write_update(one.gradient, clip, data)
+            data = as_bytes(one.update_input(one.gradient, clip))
             one.update(one.gradient, clip, lr(step))
             one.clear()
             other.apply_update(data, lr(step))

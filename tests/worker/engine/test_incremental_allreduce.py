@@ -20,8 +20,7 @@ from elastic.planning.schedule.reduction_rounds import rounds_of
 from elastic.planning.schedule.schedule import Action, actions_of, one_f_one_b
 from elastic.worker.engine import allreduce
 from elastic.worker.engine.incremental_allreduce import IncrementalAllReduce
-from elastic.worker.engine.stage import LocalStage
-from elastic.worker.engine.step import stages_of_rank
+from elastic.worker.engine.stage import LocalStage, stages_of_rank
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.worker.engine.models import (

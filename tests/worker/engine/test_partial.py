@@ -21,9 +21,8 @@ from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import actions_of, one_f_one_b
 from elastic.worker.backup.activation_log import LoggedMessage, read_message
 from elastic.worker.engine.partial import PartialRunner, needed_messages
-from elastic.worker.engine.stage import LocalStage
+from elastic.worker.engine.stage import LocalStage, stages_of_rank
 from elastic.worker.engine.stage_runner import StageRunner
-from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.engine.models import (
     RecordingHooks,
