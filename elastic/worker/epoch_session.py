@@ -301,6 +301,8 @@ class EpochSession:
         version = min((replica.version for replica in replicas), default=-1)
         if steps is None or not replicas:
             return m.Halted(epoch, version)
-        if version != steps.step:
+        runner = steps.runner
+        if version != runner.step:
             return m.Halted(epoch, version, record=steps.record)
-        return m.Halted(epoch, version, steps.started, steps.sent, steps.record)
+        started, sent = frozenset(runner.started), frozenset(runner.sent)
+        return m.Halted(epoch, version, started, sent, steps.record)

@@ -7,7 +7,7 @@ else is as in a full step (`elastic.worker.engine.stage_runner`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from elastic.planning.plan.rank_map import RankMember, Roster
 from elastic.planning.schedule.partial_schedule import excerpt, groups
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import read_message
-from elastic.worker.engine.stage import LocalStage, stages_of_rank
+from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import Hooks, StageRunner
 from elastic.worker.replica.replica import LayerReplica
 
@@ -55,39 +55,16 @@ class PartialRunner:
         self._pipeline = assignment.plan.pipelines[self._member.pipeline]
         self._roster, self._rank, self._replicas = roster, rank, replicas
         self._messages = {key: read_message(data) for key, data in messages.items()}
-        self._runners: list[StageRunner] = []
 
-    @property
-    def started(self) -> frozenset[int]:
-        """Micro-batches whose forward pass has begun here."""
-        return frozenset(m for runner in self._runners for m in runner.started)
-
-    @property
-    def sent(self) -> frozenset[int]:
-        """Micro-batches whose activations were sent to the next stage."""
-        return frozenset(m for runner in self._runners for m in runner.sent)
-
-    def run(
-        self,
-        make_runner: Callable[[Sequence[LocalStage]], StageRunner],
-        skip: Mapping[int, frozenset[int]],
-        hooks: Hooks,
-    ) -> None:
-        """Run all partial replays.
-
-        Args:
-            make_runner: returns a runner for some stages, on the epoch's links.
-            skip: see `StageRunner.run`, also for the errors.
-        """
+    def run(self, runner: StageRunner, skip: Mapping[int, frozenset[int]], hooks: Hooks) -> None:
+        """Run all partial replays on `runner`. See `StageRunner.run`, also for the errors."""
         for (first, last), runs in self._groups:
             indices = tuple(run.microbatch for run in runs)
             actions = excerpt(self._pipeline, first, last, indices)[self._member.stage]
             if actions:
-                runner = make_runner(
-                    stages_of_rank(self._roster, self._rank, self._replicas, first, last)
-                )
-                self._runners.append(runner)
-                runner.run(self.step, actions, skip, hooks, self._logged_messages(runs))
+                stages = stages_of_rank(self._roster, self._rank, self._replicas, first, last)
+                given = self._logged_messages(runs)
+                runner.run(self.step, actions, skip, hooks, given, stages)
 
     def _logged_messages(self, runs: Sequence[PartialRun]) -> dict[Action, torch.Tensor]:
         """The logged messages of `runs`, by the action that would receive them."""

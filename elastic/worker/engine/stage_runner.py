@@ -131,14 +131,17 @@ class StageRunner:
         keep: Callable[[LoggedMessage], None] | None = None,
     ) -> None:
         self._keep_sent = keep
-        self._stages = {stage.number: stage for stage in stages}
-        self._first, self._links = stages[0], links
+        self._all_stages, self._links = stages, links
+        self._stages: dict[int, LocalStage] = {}
+        """The stages of this run, by number."""
         self._scale, self._data = 1.0 / n_microbatches, data
         self.agreement = GroupAgreement(tp_sync, links.abandon)
+        self.step = -1
+        """The step that runs, or ran last."""
         self.started: set[int] = set()
-        """Micro-batches of the current step whose forward pass has begun here."""
+        """Micro-batches of this step whose forward pass has begun here."""
         self.sent: set[int] = set()
-        """Micro-batches of the current step whose activations the first stage here has sent."""
+        """Micro-batches of this step whose activations the first stage here has sent."""
         self._clear()
 
     def _clear(self) -> None:
@@ -156,10 +159,12 @@ class StageRunner:
         skip: Mapping[int, frozenset[int]],
         hooks: Hooks,
         given: Mapping[Action, torch.Tensor] | None = None,
+        stages: Sequence[LocalStage] | None = None,
     ) -> None:
         """Run `actions` of `step`. Returns when all gradients are collected and messages sent.
 
         Args:
+            stages: stages with some of the layers, for a partial replay; None: all stages.
             skip: layer -> micro-batches that some ledger has already for that layer.
             given: messages that no neighbour sends, by the action that would receive them.
 
@@ -168,7 +173,10 @@ class StageRunner:
                 tensor-parallel group.
             LinkFailed: a neighbour disconnected.
         """
-        self.started, self.sent = set(), set()
+        if step != self.step:
+            self.step, self.started, self.sent = step, set(), set()
+        stages = stages or self._all_stages
+        self._first, self._stages = stages[0], {stage.number: stage for stage in stages}
         self._clear()
         self._received.update(given or {})
         try:

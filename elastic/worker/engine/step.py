@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial as bind
 
 from torch import Tensor
 
@@ -72,7 +71,7 @@ class StepRunner:
     agent: AgentClient
     on_microbatch: Callable[[], None]
     """Called when a stage has collected a micro-batch."""
-    partial: PartialRunner | None
+    partial: PartialRunner
     """Partial replays that precede the first step."""
 
     step: int = field(default=-1, init=False)
@@ -83,15 +82,14 @@ class StepRunner:
         plan, links, replicas, roster = self.plan, self.links, self.replicas, self.roster
         self._position, log = self.agent.position, self.protection.log
         self._member = roster.members[links.rank]
-        self._make_runner = bind(
-            StageRunner,
-            links=links,
+        self.runner = StageRunner(
+            stages_of_rank(roster, links.rank, replicas),
+            links,
             n_microbatches=plan.n_microbatches,
             data=self.data,
             tp_sync=self.tp_sync,
             keep=log.keep if log is not None else None,
         )
-        self.runner = self._make_runner(stages_of_rank(roster, links.rank, replicas))
         self._in_partial_replay = self._computing = False
         self._began = 0.0
         n_units = len(units_of(plan.pipelines[self._member.pipeline]))
@@ -135,16 +133,12 @@ class StepRunner:
         return StepResult(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
 
     def _run_partial_replay(self, covered: Mapping[int, frozenset[int]]) -> None:
-        """Run the partial replays, once. Their compute is not timed."""
-        if self.partial is None:
-            return
+        """Run the partial replays before the epoch's first step. Their compute is not timed."""
         if self.partial.step == self.step:
             self._in_partial_replay = True
-            self.partial.run(self._make_runner, covered, self)
+            self.partial.run(self.runner, covered, self)
             self._stretch()
             self._in_partial_replay = False
-        else:
-            self.partial = None
 
     def _run_schedule(
         self, todo: Sequence[tuple[int, ...]], covered: Mapping[int, frozenset[int]]
@@ -201,18 +195,6 @@ class StepRunner:
             self.injector.reach(self.step, Phase.OPTIMIZER)
         self.protection.after_update()
         self._position.update("wait", self.step)
-
-    @property
-    def started(self) -> frozenset[int]:
-        """Micro-batches of the current step whose forward pass has begun here."""
-        replayed = self.partial.started if self.partial else frozenset()
-        return frozenset(self.runner.started) | replayed
-
-    @property
-    def sent(self) -> frozenset[int]:
-        """Micro-batches of the current step whose activations this worker has sent."""
-        replayed = self.partial.sent if self.partial else frozenset()
-        return frozenset(self.runner.sent) | replayed
 
     # ---- hooks of the stage runner ----
 
