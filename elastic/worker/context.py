@@ -20,7 +20,7 @@ from elastic.core.protocol import messages as m
 from elastic.domain.errors import FieldError
 from elastic.domain.types import WHOLE, Accumulate, JobSpec, Portion, Unit
 from elastic.worker.backup.copier import async_copy_device
-from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import AgentClient, WorkerSettings
 from elastic.worker.engine.injector import FaultInjector

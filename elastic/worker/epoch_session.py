@@ -20,7 +20,7 @@ from elastic.domain.errors import EXIT_FAILURE, ElasticError, VaultError
 from elastic.planning.plan.rank_map import Roster, roster
 from elastic.planning.plan.schemes import state_of
 from elastic.rpc.link_shaping import shaper_of
-from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.protection import Protection
 from elastic.worker.context import WorkerContext
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.step import StepResult, StepRunner
@@ -140,8 +140,7 @@ class EpochSession:
         installed = self._load_layers(recovering)
         transferred = time.perf_counter()
         self._links = self._open_links()
-        protection = context.protection = self._protect(installed)
-        steps = self._runner(installed, self._links, protection)
+        steps = self._runner(installed, self._links)
         if recovering:
             context.injector.recoveries += 1
         transfer_s, rebuild_s = transferred - began, time.perf_counter() - transferred
@@ -153,7 +152,8 @@ class EpochSession:
         context = self._context
         member = self._roster.members[self._rank]
 
-        def reached() -> None:
+        def after_layer() -> None:
+            self._abandon.check()
             if recovering:
                 context.injector.reach(self._assignment.step, Phase.RECOVERY)
 
@@ -163,14 +163,8 @@ class EpochSession:
             self._abandon,
             timeout_s=context.settings.timeouts.bulk_s,
         )
-        installer = StateLoader(
-            context.build_replica,
-            fetcher,
-            context.job.optimizer.lr,
-            reached,
-            self._abandon.check,
-            context.job.stack.tied,
-        )
+        stack, lr = context.job.stack, context.job.optimizer.lr
+        installer = StateLoader(context.build_replica, fetcher, lr, after_layer, stack.tied)
         try:
             context.replicas = installer.usable(self._assignment, member, context.replicas)
             if context.protection is not None:
@@ -200,22 +194,19 @@ class EpochSession:
             remote=[rank for rank, member in enumerate(members) if member.unit.node != node],
         )
 
-    def _protect(self, installed: LoadedStage) -> Protection:
-        """Return the backup of the installed layers, by the plan's scheme."""
-        return Protection(
-            self._context.publisher,
+    def _runner(self, installed: LoadedStage, links: Links) -> StepRunner:
+        """Return the runner of the epoch's steps on the installed layers, and their backup."""
+        context, replicas = self._context, installed.replicas
+        context.protection = Protection(
+            context.publisher,
             self._plan,
-            self._context.settings.node,
-            installed.replicas,
+            context.settings.node,
+            replicas,
             self._abandon,
             self._send,
-            self._context.job.stack.tied,
+            context.job.stack.tied,
             stages=len(self._roster.places(self._rank)),
         )
-
-    def _runner(self, installed: LoadedStage, links: Links, protection: Protection) -> StepRunner:
-        """Return the runner of the epoch's steps on the installed layers."""
-        context, replicas = self._context, installed.replicas
         return StepRunner(
             plan=self._plan,
             roster=self._roster,
@@ -225,7 +216,7 @@ class EpochSession:
             optimizer=context.job.optimizer,
             data=self._data,
             tp_sync=tp_sync(context.tp),
-            protection=protection,
+            protection=context.protection,
             injector=context.injector,
             agent=context.agent,
             on_microbatch=self._report_resumed,

@@ -21,7 +21,7 @@ from elastic.domain.types import Plan, StepRecord
 from elastic.planning.plan.rank_map import Roster
 from elastic.planning.plan.schemes import gradients_of
 from elastic.planning.schedule.schedule import Action, Kind, actions_of, units_of
-from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.protection import Protection
 from elastic.worker.control.agent_client import AgentClient
 from elastic.worker.control.step_timing import StepTimer
 from elastic.worker.engine.allreduce import GradientAllReduce

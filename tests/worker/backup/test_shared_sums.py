@@ -22,7 +22,7 @@ from elastic.domain.types import (
     Unit,
 )
 from elastic.planning.plan.rank_map import roster
-from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.model.layers import Tied
 from elastic.worker.recovery.fetch import Fetcher
@@ -193,7 +193,6 @@ def test_the_next_epoch_keeps_the_sums_that_its_recipe_names(
         lambda layer, empty, portion: replicas()[layer],
         fetcher,
         lambda step: 0.1,
-        lambda: None,
         lambda: None,
         (),
     )

@@ -27,7 +27,7 @@ from elastic.domain.types import (
     Unit,
 )
 from elastic.planning.plan.rank_map import RankMember, roster
-from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.backup.snapshot_schedule import SnapshotSchedule
 from elastic.worker.model.optimizer import OptimizerSpec, adamw, cosine
@@ -255,7 +255,7 @@ def install(
     fetcher = Fetcher("b", dict(assignment.vaults))
     empty = made(name, Accumulate.EXACT, empty=True)
     loader = StateLoader(
-        lambda layer, *_: empty[layer], fetcher, OPTIMIZERS[name].lr, lambda: None, lambda: None, ()
+        lambda layer, *_: empty[layer], fetcher, OPTIMIZERS[name].lr, lambda: None, ()
     )
     member: RankMember = roster(NEXT).members[0]
     try:

@@ -113,7 +113,7 @@ def test_an_empty_list_does_nothing() -> None:
 
 def test_actions_must_fit_the_stage() -> None:
     stage = runner(replicas(stack(2), range(2), Accumulate.FAST), single_rank_links(), M)
-    with pytest.raises(FieldError, match="no neighbour"):
+    with pytest.raises(AssertionError, match="no neighbour"):
         stage.run(0, parse_actions("RF0 F0 B0"), {}, RecordingHooks())
 
 

@@ -234,7 +234,7 @@ def install(
     spec = adamw(0.01)
     loader = StateLoader(
         lambda layer, empty, portion: wide(portion, empty=empty),
-        fetcher, spec.lr, lambda: None, lambda: None, (),
+        fetcher, spec.lr, lambda: None, (),
     )  # fmt: skip
     assignment = Assignment(plan, recipe.version, (("x", recipe),), record=record)
     member = roster(plan).members[0]

@@ -9,7 +9,7 @@ import pytest
 
 from elastic.core.protocol import messages as m
 from elastic.domain.types import UPDATE, Pipeline, Plan, Stage, Unit
-from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.worker.model.toy_model import replicas
