@@ -121,7 +121,7 @@ class WorkerContext:
             store=store,
             agent=agent,
             publisher=Publisher(
-                agent, memory, settings.node, shard, copy_device=async_copy_device(device)
+                agent.send, memory, settings.node, shard, copy_device=async_copy_device(device)
             ),
             injector=FaultInjector(settings, agent.send),
         )

@@ -27,11 +27,10 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -50,12 +49,6 @@ from elastic.worker.transport.cancellation import AbandonSignal
 SLOTS_PER_RING = 2
 
 
-class AgentChannel(Protocol):
-    """A connection to the agent."""
-
-    def send(self, message: Published) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class _RingSlot:
     slot: SharedSlot
@@ -72,18 +65,19 @@ class Publisher:
 
     def __init__(
         self,
-        channel: AgentChannel,
+        send: Callable[[Published], None],
         directory: Path | str,
         node: str,
         shard: int = 0,
         *,
         copy_device: torch.device | None = None,
     ) -> None:
-        """`directory`: the job's shared memory; `shard`: TP rank of this worker's layers.
+        """`send` takes announcements for the agent; `shard`: TP rank of this worker's layers.
 
-        `copy_device`: device to copy from in the background; None: the main thread copies.
+        `directory`: the job's shared memory. `copy_device`: device to copy from in the background;
+        None: the main thread copies.
         """
-        self._channel, self._node, self._shard = channel, node, shard
+        self._send, self._node, self._shard = send, node, shard
         self._pool = SlotPool(Path(directory), slot_prefix(os.getpid()))
         self._rings: dict[RingKey, list[_RingSlot]] = defaultdict(list)
         self._retired: list[SharedSlot] = []
@@ -171,7 +165,7 @@ class Publisher:
         return self._bundle
 
     def _announce(self, bundle: int, peer: str, written: list[LocalCopy]) -> None:
-        self._channel.send(Published(bundle, tuple(written), peer))
+        self._send(Published(bundle, tuple(written), peer))
 
     def _write(self, item: PendingCopy, slot: SharedSlot, epoch: int, sequence: int) -> LocalCopy:
         began, view = time.perf_counter(), slot.view(item.nbytes)

@@ -62,7 +62,12 @@ class PendingCollective:
 
 
 class Links:
-    """Open links of one rank. `open` creates them."""
+    """Open links of one rank. `open` creates them. A single rank has no transports."""
+
+    control: GlooTransport
+    """Transport of headers and gathers, on CPU tensors."""
+    data: Transport
+    """Transport of activations and gradients, on `device`."""
 
     def __init__(
         self, epoch: int, rank: int, world_size: int, device: torch.device, abandon: AbandonSignal
@@ -70,8 +75,6 @@ class Links:
         self.epoch, self.rank, self.world_size = epoch, rank, world_size
         self.device, self.abandon = device, abandon
         self._store: PrefixStore | None = None
-        self._control: GlooTransport | None = None
-        self._data: Transport | None = None
         self._flows: dict[tuple[int, int], _IncomingFlow] = {}
         """(rank, tag) -> the flow that this rank receives."""
         self._unposted: dict[int, deque[Receive]] = defaultdict(deque)
@@ -138,7 +141,7 @@ class Links:
             opened = run_abandonable(connect, abandon, f"open-epoch{epoch}", _close_all)
         except RuntimeError as error:
             raise LinkFailed((), f"epoch {epoch} could not be opened: {error}") from error
-        links._control, links._data = opened
+        links.control, links.data = opened
         abandon.subscribe(links.close)
         # All ranks open their groups in this order, so no two ranks wait for each other.
         groups = sorted(ranks for ranks in set(holder_sets) if rank in ranks)
@@ -153,18 +156,6 @@ class Links:
         except RuntimeError as error:
             self._group_errors.append(error)
         self._groups_opened.set()
-
-    @property
-    def control(self) -> GlooTransport:
-        """Transport of headers and gathers, on CPU tensors."""
-        assert self._control is not None, "a single rank has no links"
-        return self._control
-
-    @property
-    def data(self) -> Transport:
-        """Transport of activations and gradients, on `device`."""
-        assert self._data is not None, "a single rank has no links"
-        return self._data
 
     @contextmanager
     def translate_errors(self, peer: int | None = None) -> Iterator[None]:
@@ -324,9 +315,9 @@ class Links:
     def close(self) -> None:
         """Close all transports; blocked waits raise. Returns at once."""
         self.abandon.unsubscribe(self.close)
-        transports = {id(t): t for t in (self._control, self._data) if t is not None}
-        for transport in transports.values():
-            threads.start(f"close-epoch{self.epoch}", transport.close)
+        if self.world_size > 1:
+            for transport in {id(t): t for t in (self.control, self.data)}.values():
+                threads.start(f"close-epoch{self.epoch}", transport.close)
 
 
 @dataclass(slots=True, eq=False)

@@ -31,7 +31,7 @@ def node(tmp_path: Path) -> Iterator[MiniNode]:
 
 
 def publisher_of(node: MiniNode) -> Publisher:
-    publisher = Publisher(node.worker_channel(), node.directory / "slots", node.name)
+    publisher = Publisher(node.worker_channel().send, node.directory / "slots", node.name)
     node.on_acked = publisher.on_acked
     return publisher
 
@@ -116,7 +116,7 @@ def test_an_abandoned_flush_is_completed_when_the_epoch_ends(tmp_path: Path) -> 
             self.sent += [local.copy for local in published.copies]  # type: ignore[attr-defined]
 
     channel, abandon = SilentAgent(), AbandonSignal()
-    log = ActivationLog(Publisher(channel, tmp_path / "slots", "a"), 1)
+    log = ActivationLog(Publisher(channel.send, tmp_path / "slots", "a"), 1)
     log_step(log, 0, abandon)
     log_step(log, 1, abandon)
     abandon.set("epoch 2")

@@ -61,7 +61,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def publisher(recorder: Recorder, tmp_path: Path) -> Publisher:
-    return Publisher(recorder, tmp_path, "a", copy_device=CPU)
+    return Publisher(recorder.send, tmp_path, "a", copy_device=CPU)
 
 
 def test_jobs_run_in_order_and_their_copies_in_parallel() -> None:

@@ -24,7 +24,7 @@ class Agent:
 
     def __init__(self, directory: Path, state: str = "snapshot") -> None:
         self.said: list[object] = []
-        self.publisher = Publisher(self, directory, "a")
+        self.publisher = Publisher(self.send, directory, "a")
         self.layers = replicas()
         plan = replace(PLAN, state=state)
         self.protection = Protection(

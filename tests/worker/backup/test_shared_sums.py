@@ -62,7 +62,7 @@ class Worker:
         self.layers = replicas(toy_stack(tied=bool(tied)))
         for layer in self.layers:
             layer.owner = "a"
-        self.publisher = Publisher(node.worker_channel(), node.directory / "slots", "a")
+        self.publisher = Publisher(node.worker_channel().send, node.directory / "slots", "a")
         self.sent: list[object] = []
         self.abandon = AbandonSignal()
         self.protection = self._protection(1, tied)

@@ -218,7 +218,7 @@ def trained_on(
 
     `limit`: bytes of the vault of b from step 3 on; no gradients are streamed then.
     """
-    publisher = Publisher(a.worker_channel(), a.directory / "slots", "a")
+    publisher = Publisher(a.worker_channel().send, a.directory / "slots", "a")
     layers, optimizer = made(name, Accumulate.EXACT), OPTIMIZERS[name]
     plan = dataclasses.replace(PLAN, gradients="recompute") if limit else PLAN
     protection = Protection(publisher, plan, "a", layers, AbandonSignal(), lambda message: None, ())
