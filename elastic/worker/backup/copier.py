@@ -30,13 +30,11 @@ def async_copy_device(device: torch.device) -> torch.device | None:
 class Copier:
     """Background threads of one worker. They start with the first job and end with `close`."""
 
-    def __init__(
-        self, device: torch.device, failed: Callable[[BaseException], None], threads: int = THREADS
-    ) -> None:
+    def __init__(self, device: torch.device, failed: Callable[[BaseException], None]) -> None:
         """`failed` is called with the error of a job, in the job's thread."""
         self._device, self._failed = device, failed
         self._jobs = ThreadPoolExecutor(1, "copier")
-        self._pool = ThreadPoolExecutor(threads, "copy")
+        self._pool = ThreadPoolExecutor(THREADS, "copy")
         self._local = threading.local()
         self._last: Future[None] | None = None
 

@@ -174,16 +174,14 @@ class AgentClient:
     def _listen(self, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         try:
             while True:
-                message = self._channel.receive()
-                if isinstance(message, m.BundleAcknowledged):
-                    on_acked(message)
-                else:
-                    self._receive(message)
+                self._receive(self._channel.receive(), on_acked)
         except (ChannelClosed, OSError):
             os._exit(70)  # the agent has ended, and a worker must not outlive it
 
-    def _receive(self, message: Any) -> None:
+    def _receive(self, message: Any, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         match message:
+            case m.BundleAcknowledged():
+                on_acked(message)
             case m.Halt():
                 with self._halt:
                     self._newest = message

@@ -44,10 +44,6 @@ def buckets(
         yield group
 
 
-def _ignore(layer: int) -> None:
-    return None
-
-
 class GradientAllReduce:
     """The reduction of one worker's layers, for one epoch. Its buffers are reused every step.
 
@@ -76,7 +72,7 @@ class GradientAllReduce:
             ranks, changed = key(layers[0])
             self._buckets.append(_ReduceBucket(layers, ranks, copied=len(ranks) > 1 or changed))
 
-    def run(self, on_layer: Callable[[int], None] = _ignore) -> dict[int, torch.Tensor]:
+    def run(self, on_layer: Callable[[int], None] = lambda layer: None) -> dict[int, torch.Tensor]:
         """Reduce all layers. Returns layer -> reduced flat gradient.
 
         The tensors are valid until the next run and must not be changed.

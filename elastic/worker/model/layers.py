@@ -158,9 +158,6 @@ class ListStack(LayerStack):
         return len(self.builders)
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        if tp.size != 1:
-            remedy = "layers given as a list run without tensor parallelism; use 1"
-            raise FieldError("tp", tp.size, remedy)
         module = self._initial(index)
         for (first, first_name), *others in self.tied:
             for name in (name for layer, name in others if layer == index):
@@ -170,8 +167,8 @@ class ListStack(LayerStack):
         return module.to(device)
 
     def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        module = self._on_meta(index) if tp.size == 1 else None
-        if module is None or _holds_constants(module):
+        module = self._on_meta(index)
+        if _holds_constants(module):
             return self.build(index, device, tp)
         return module.to_empty(device=device)
 
