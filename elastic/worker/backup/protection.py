@@ -66,7 +66,7 @@ class Protection:
         self._copy_tied = bool(self._every or gradients.rounds)
         """Whether to copy the reduced gradients of layers with tied tensors."""
         self._shared = not gradients.rounds
-        """Whether all holders have the micro-batches that the recovery gave to one of them."""
+        """All holders have the micro-batches that the recovery restored at one of them."""
         self._states = state.name != NONE
         publisher.keep_final_gradients = self._sharded = state.sharded
         self._gradient_peer = peer if self._every else ""
@@ -131,7 +131,7 @@ class Protection:
             self._send(m.Protected(self._epoch))
 
     def settle(self) -> None:
-        """Record that all holders have the micro-batches that the recovery gave to one of them."""
+        """Record that all holders have the micro-batches that the recovery restored at one."""
         if not self._shared:
             self._shared = True
             self.on_acked(0)

@@ -83,7 +83,17 @@ class GradientAllReduce:
         Raises:
             EpochAbandoned, LinkFailed: the accumulators are unchanged.
         """
-        return self.sum_tied(self._sum(on_layer))
+        begun = []
+        for bucket in self._buckets:
+            buffer = bucket.fill()
+            begun.append((bucket, self._links.all_reduce(buffer, bucket.ranks)))
+        reduced: dict[int, torch.Tensor] = {}
+        for bucket, wait in begun:
+            wait()
+            for layer, tensor in bucket.views():
+                reduced[layer] = tensor
+                on_layer(layer)
+        return self.sum_tied(reduced)
 
     def sum_tied(self, reduced: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Sum tied tensors over their owners, in place in `reduced`, and return it.
@@ -95,19 +105,6 @@ class GradientAllReduce:
             self._reduce_tied(group, TAG_TIED + g, reduced)
         if self._tied:
             self._links.flush()
-        return reduced
-
-    def _sum(self, on_layer: Callable[[int], None]) -> dict[int, torch.Tensor]:
-        begun = []
-        for bucket in self._buckets:
-            buffer = bucket.fill()
-            begun.append((bucket, self._links.all_reduce(buffer, bucket.ranks)))
-        reduced: dict[int, torch.Tensor] = {}
-        for bucket, wait in begun:
-            wait()
-            for layer, tensor in bucket.views():
-                reduced[layer] = tensor
-                on_layer(layer)
         return reduced
 
     def _reduce_tied(

@@ -21,7 +21,7 @@ from torch import Tensor
 from elastic.domain import codec
 from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec, LayerSpec
-from elastic.planning.cost.profile import Device, LayerTimes, Measurement, MeasurementRequest
+from elastic.planning.cost.profile import Device, Measurement, MeasurementRequest, profile_of
 from elastic.worker.context import TrainingJob
 from elastic.worker.control.agent_client import WorkerSettings
 from elastic.worker.control.step_timing import mark, seconds_between, synchronize
@@ -63,18 +63,10 @@ def _write_result(
     measured: list[tuple[LayerSpec, int]],
 ) -> None:
     """Write the measurement to `order.out`. `measured`: (layer, index of the measured layer)."""
-    times = tuple(
-        LayerTimes(
-            layer.forward_s,
-            layer.backward_s,
-            layer.backward_input_s,
-            layer.backward_weight_s,
-            layer.update_s,
-        )
-        for layer, _ in measured
-    )
+    layers = tuple(layer for layer, _ in measured)
+    times = profile_of(layers).devices[0].layers
     measurement = Measurement(
-        layers=tuple(layer for layer, _ in measured),
+        layers=layers,
         device=Device(order.device or _device_name(device), times, _device_memory(device)),
         like=tuple(index for _, index in measured),
         stated=spec.layers,
