@@ -164,9 +164,9 @@ class StageRunner:
         """Run `actions` of `step`. Returns when all gradients are collected and messages sent.
 
         Args:
-            stages: stages with some of the layers, for a partial replay; None: all stages.
             skip: layer -> micro-batches that some ledger has already for that layer.
             given: messages that no neighbour sends, by the action that would receive them.
+            stages: stages with some of the layers, for a partial replay; None: all stages.
 
         Raises:
             EpochAbandoned: the epoch was abandoned, here or on another rank of the
