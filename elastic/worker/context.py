@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import TCPStore
 from elastic.core.protocol import messages as m
 from elastic.domain.errors import FieldError
 from elastic.domain.types import WHOLE, Accumulate, JobSpec, Portion, Unit
-from elastic.worker.backup.copier import async_copy_device
 from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import AgentClient, WorkerSettings
@@ -121,7 +120,11 @@ class WorkerContext:
             store=store,
             agent=agent,
             publisher=Publisher(
-                agent.send, memory, settings.node, shard, copy_device=async_copy_device(device)
+                agent.send,
+                memory,
+                settings.node,
+                shard,
+                copy_device=device if device.type == "cuda" else None,
             ),
             injector=FaultInjector(settings, agent.send),
         )

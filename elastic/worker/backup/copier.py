@@ -7,7 +7,6 @@ reads, wait for the job's future (`GradientSum.settle`).
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,12 +18,6 @@ import torch
 T = TypeVar("T")
 THREADS = 4
 """One thread alone, with copying and checksums, uses a fraction of the bus bandwidth."""
-
-
-def async_copy_device(device: torch.device) -> torch.device | None:
-    """`device` if its copies are made in the background: GPUs, and CPUs on request."""
-    requested = os.environ.get("ELASTIC_COPY_BESIDE") == "1"
-    return device if device.type == "cuda" or requested else None
 
 
 class Copier:
