@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import psutil
 
 from benchmarks.results import Row, load, save
-from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.protection import Protection
 
 BLOCK = 4
 """Steps of a block; the first is not counted."""
@@ -113,7 +113,7 @@ class SwitchedProtection(Protection):
 
 def train(pairs: int, sizes: argparse.Namespace) -> None:
     """Train the example's model in a worker, with the backup switched on and off."""
-    from elastic.worker import trainer as runtime
+    from elastic.worker import epoch_session as runtime
     from examples import train_gpt
 
     setattr(runtime, "Protection", SwitchedProtection)  # noqa: B010

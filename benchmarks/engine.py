@@ -28,8 +28,8 @@ from benchmarks.results import Row, save
 from elastic.domain.types import Accumulate, Pipeline, Plan, Stage, Unit
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import Action, one_f_one_b
+from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import StageRunner
-from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.model.layers import ListStack, Microbatch, TensorParallel
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.build import build_replica
@@ -182,7 +182,6 @@ class Ours:
             links,
             n_microbatches=self._n,
             data=self._data,
-            abandon=links.abandon,
         )
         self._actions = one_f_one_b(rank, setting.stages, tuple(range(self._n)))
 

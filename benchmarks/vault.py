@@ -138,7 +138,7 @@ class Loop:
 def local(directory: Path) -> list[Row]:
     """What publishing costs the worker's main thread, and reading back through shared memory."""
     loop = Loop()
-    loop.publisher = Publisher(loop, directory / "slots", "a")
+    loop.publisher = Publisher(loop.send, directory / "slots", "a")
     lump, abandon = Lump(), AbandonSignal()
     vault = Vault("a", directory / "a")
     server = VaultServer(vault).start()

@@ -19,8 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from elastic.core.protocol import messages as m
 from elastic.domain.errors import FieldError
 from elastic.domain.types import WHOLE, Accumulate, JobSpec, Portion, Unit
-from elastic.worker.backup.copier import async_copy_device
-from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import AgentClient, WorkerSettings
 from elastic.worker.engine.injector import FaultInjector
@@ -43,6 +42,28 @@ class TrainingJob:
     """data(step, index) -> micro-batch `index` of `step`, on any device."""
     accumulate: Accumulate
     spec: JobSpec
+
+    def replica(
+        self,
+        layer: int,
+        tp: TensorParallel,
+        device: torch.device,
+        *,
+        empty: bool = False,
+        portion: Portion = WHOLE,
+    ) -> LayerReplica:
+        """Build `layer` at version 0, or `empty` to be filled from a copy."""
+        return build_replica(
+            self.stack,
+            layer,
+            tp,
+            self.optimizer,
+            self.accumulate,
+            self.spec.seed,
+            device,
+            empty=empty,
+            portion=portion,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,7 +120,11 @@ class WorkerContext:
             store=store,
             agent=agent,
             publisher=Publisher(
-                agent, memory, settings.node, shard, copy_device=async_copy_device(device)
+                agent.send,
+                memory,
+                settings.node,
+                shard,
+                copy_device=device if device.type == "cuda" else None,
             ),
             injector=FaultInjector(settings, agent.send),
         )
@@ -128,17 +153,6 @@ class WorkerContext:
 
     def build_replica(self, layer: int, empty: bool, portion: Portion = WHOLE) -> LayerReplica:
         """Build `layer` at version 0, or `empty` to be filled from a copy."""
-        job = self.job
-        replica = build_replica(
-            job.stack,
-            layer,
-            self.tp,
-            job.optimizer,
-            job.accumulate,
-            job.spec.seed,
-            self.device,
-            empty=empty,
-            portion=portion,
-        )
+        replica = self.job.replica(layer, self.tp, self.device, empty=empty, portion=portion)
         replica.owner = self.settings.node
         return replica

@@ -20,7 +20,7 @@ from elastic.domain.errors import EXIT_FAILURE, ElasticError, VaultError
 from elastic.planning.plan.rank_map import Roster, roster
 from elastic.planning.plan.schemes import state_of
 from elastic.rpc.link_shaping import shaper_of
-from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.protection import Protection
 from elastic.worker.context import WorkerContext
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.step import StepResult, StepRunner
@@ -140,8 +140,7 @@ class EpochSession:
         installed = self._load_layers(recovering)
         transferred = time.perf_counter()
         self._links = self._open_links()
-        protection = context.protection = self._protect(installed)
-        steps = self._runner(installed, self._links, protection)
+        steps = self._runner(installed, self._links)
         if recovering:
             context.injector.recoveries += 1
         transfer_s, rebuild_s = transferred - began, time.perf_counter() - transferred
@@ -153,7 +152,8 @@ class EpochSession:
         context = self._context
         member = self._roster.members[self._rank]
 
-        def reached() -> None:
+        def after_layer() -> None:
+            self._abandon.check()
             if recovering:
                 context.injector.reach(self._assignment.step, Phase.RECOVERY)
 
@@ -163,14 +163,8 @@ class EpochSession:
             self._abandon,
             timeout_s=context.settings.timeouts.bulk_s,
         )
-        installer = StateLoader(
-            context.build_replica,
-            fetcher,
-            context.job.optimizer.lr,
-            reached,
-            self._abandon.check,
-            context.job.stack.tied,
-        )
+        stack, lr = context.job.stack, context.job.optimizer.lr
+        installer = StateLoader(context.build_replica, fetcher, lr, after_layer, stack.tied)
         try:
             context.replicas = installer.usable(self._assignment, member, context.replicas)
             if context.protection is not None:
@@ -200,40 +194,35 @@ class EpochSession:
             remote=[rank for rank, member in enumerate(members) if member.unit.node != node],
         )
 
-    def _protect(self, installed: LoadedStage) -> Protection:
-        """Return the backup of the installed layers, by the plan's scheme."""
-        return Protection(
-            self._context.publisher,
+    def _runner(self, installed: LoadedStage, links: Links) -> StepRunner:
+        """Return the runner of the epoch's steps on the installed layers, and their backup."""
+        context, replicas = self._context, installed.replicas
+        context.protection = Protection(
+            context.publisher,
             self._plan,
-            self._context.settings.node,
-            installed.replicas,
+            context.settings.node,
+            replicas,
             self._abandon,
             self._send,
-            self._context.job.stack.tied,
+            context.job.stack.tied,
             stages=len(self._roster.places(self._rank)),
         )
-
-    def _runner(self, installed: LoadedStage, links: Links, protection: Protection) -> StepRunner:
-        """Return the runner of the epoch's steps on the installed layers."""
-        context, job, replicas = self._context, self._context.job, installed.replicas
-        assignment, messages = self._assignment, installed.messages
         return StepRunner(
             plan=self._plan,
             roster=self._roster,
-            rank=self._rank,
             replicas=replicas,
             links=links,
-            stack=job.stack,
-            optimizer=job.optimizer,
+            tied=context.job.stack.tied,
+            optimizer=context.job.optimizer,
             data=self._data,
-            abandon=self._abandon,
             tp_sync=tp_sync(context.tp),
-            protection=protection,
+            protection=context.protection,
             injector=context.injector,
-            position=context.agent.position,
-            boundary_requested=context.agent.boundary_requested,
+            agent=context.agent,
             on_microbatch=self._report_resumed,
-            partial=PartialRunner(assignment, self._roster, self._rank, replicas, messages),
+            partial=PartialRunner(
+                self._assignment, self._roster, self._rank, replicas, installed.messages
+            ),
         )
 
     # ---- training ----
@@ -303,6 +292,8 @@ class EpochSession:
         version = min((replica.version for replica in replicas), default=-1)
         if steps is None or not replicas:
             return m.Halted(epoch, version)
-        if version != steps.step:
+        runner = steps.runner
+        if version != runner.step:
             return m.Halted(epoch, version, record=steps.record)
-        return m.Halted(epoch, version, steps.started, steps.sent, steps.record)
+        started, sent = frozenset(runner.started), frozenset(runner.sent)
+        return m.Halted(epoch, version, started, sent, steps.record)

@@ -106,7 +106,7 @@ class Trainer:
                 if order.code:
                     raise SystemExit(order.code)
                 return
-            if isinstance(order, m.Install) and order.epoch > left_epoch:
+            if order.epoch > left_epoch:
                 with crash_on_device_fault(context.agent.send, self._settings.local_rank):
                     EpochSession(context, order).run()
                 left_epoch = order.epoch

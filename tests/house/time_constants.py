@@ -128,7 +128,6 @@ CONSTANTS = {
     "worker/transport/link_probe.py PAUSE_S": "interval",
     "worker/transport/link_probe.py TIMEOUT_S": "person",
     "worker/transport/rendezvous.py _AGREE_TIMEOUT_S": "evidence",
-    "worker/transport/shaped.py CLOSE_CHECK_S": "interval",
     "worker/transport/threads.py JOIN_TIMEOUT_S": "program",
 }
 """Kind of each constant. Keys are the path below elastic/ and the name of the constant."""

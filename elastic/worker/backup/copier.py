@@ -7,7 +7,6 @@ reads, wait for the job's future (`GradientSum.settle`).
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,22 +20,14 @@ THREADS = 4
 """One thread alone, with copying and checksums, uses a fraction of the bus bandwidth."""
 
 
-def async_copy_device(device: torch.device) -> torch.device | None:
-    """`device` if its copies are made in the background: GPUs, and CPUs on request."""
-    requested = os.environ.get("ELASTIC_COPY_BESIDE") == "1"
-    return device if device.type == "cuda" or requested else None
-
-
 class Copier:
     """Background threads of one worker. They start with the first job and end with `close`."""
 
-    def __init__(
-        self, device: torch.device, failed: Callable[[BaseException], None], threads: int = THREADS
-    ) -> None:
+    def __init__(self, device: torch.device, failed: Callable[[BaseException], None]) -> None:
         """`failed` is called with the error of a job, in the job's thread."""
         self._device, self._failed = device, failed
         self._jobs = ThreadPoolExecutor(1, "copier")
-        self._pool = ThreadPoolExecutor(threads, "copy")
+        self._pool = ThreadPoolExecutor(THREADS, "copy")
         self._local = threading.local()
         self._last: Future[None] | None = None
 

@@ -75,24 +75,18 @@ def reduced_gradients(
 
 
 def updates(
-    replicas: Iterable[LayerReplica],
-    reduced: Mapping[int, Tensor],
-    clip: float,
-    *,
-    convert_now: bool,
+    replicas: Iterable[LayerReplica], reduced: Mapping[int, Tensor], clip: float
 ) -> list[PendingCopy]:
     """Copies of the inputs of the next updates.
 
-    `convert_now`: convert `reduced` at once, because it may change before the copies are written.
+    `reduced` is converted at once, because it may change before the copies are written.
     """
     copies = []
     for replica in replicas:
-        source, size, version = reduced[replica.index], replica.update_nbytes, replica.version
-        write = partial(replica.write_update, source, clip)
-        if convert_now:
-            write = partial(_copy, replica.update_input(source, clip))
-        portion = replica.portion
-        copies.append(PendingCopy(UPDATE, replica.index, version, size, write, portion=portion))
+        data = replica.update_input(reduced[replica.index], clip)
+        write, portion = partial(_copy, data), replica.portion
+        step = replica.version
+        copies.append(PendingCopy(UPDATE, replica.index, step, data.nbytes, write, portion=portion))
     return copies
 
 

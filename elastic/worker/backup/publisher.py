@@ -26,11 +26,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -49,28 +49,15 @@ from elastic.worker.transport.cancellation import AbandonSignal
 SLOTS_PER_RING = 2
 
 
-class AgentChannel(Protocol):
-    """A connection to the agent."""
-
-    def send(self, message: Published) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class _RingSlot:
     slot: SharedSlot
     bundle: int = 0
     """The bundle of its announcement; 0: not announced, so free to be written."""
-    step: int = -1
-
-
-@dataclass(slots=True)
-class _Ring:
-    slots: list[_RingSlot] = field(default_factory=list)
-    content: tuple[int, frozenset[int]] | None = None
-    """(step, ledger) of the newest announced copy, which is not announced again."""
+    content: tuple[int, frozenset[int]] = (-1, frozenset())
+    """(step, ledger) of the announced copy, which is not announced again."""
     peer: str = ""
-    bundle: int = 0
-    """Peer and bundle of the newest announced copy."""
+    """The peer to which the copy was announced; empty for a copy that stays here."""
 
 
 class Publisher:
@@ -78,20 +65,21 @@ class Publisher:
 
     def __init__(
         self,
-        channel: AgentChannel,
+        send: Callable[[Published], None],
         directory: Path | str,
         node: str,
         shard: int = 0,
         *,
         copy_device: torch.device | None = None,
     ) -> None:
-        """`directory`: the job's shared memory; `shard`: TP rank of this worker's layers.
+        """`send` takes announcements for the agent; `shard`: TP rank of this worker's layers.
 
-        `copy_device`: device to copy from in the background; None: the main thread copies.
+        `directory`: the job's shared memory. `copy_device`: device to copy from in the background;
+        None: the main thread copies.
         """
-        self._channel, self._node, self._shard = channel, node, shard
+        self._send, self._node, self._shard = send, node, shard
         self._pool = SlotPool(Path(directory), slot_prefix(os.getpid()))
-        self._rings: dict[RingKey, _Ring] = {}
+        self._rings: dict[RingKey, list[_RingSlot]] = defaultdict(list)
         self._retired: list[SharedSlot] = []
         self._epoch = 0
         self._sequence = time.monotonic_ns() // 1000
@@ -105,11 +93,6 @@ class Publisher:
         """Keep the last gradients of a step until the last ones of the next step replace them:
         another holder's portion of the state may be rebuilt from them."""
         self.traffic = TrafficMeter()
-
-    @property
-    def in_background(self) -> bool:
-        """Whether copies are written after `publish` returns."""
-        return self._copier is not None
 
     def publish_gradients(
         self,
@@ -147,29 +130,28 @@ class Publisher:
         for copies of an older epoch.
         """
         copies = list(copies)
+        self._enter_epoch(epoch)
         if self._logs_given_up and any(copy.kind in LOGS for copy in copies):
             raise VaultFull("logged messages made room for other copies")
-        self._enter_epoch(epoch)
         self._reclaim()
-        fresh: list[tuple[PendingCopy, _Ring, _RingSlot, int]] = []
+        fresh: list[tuple[PendingCopy, _RingSlot, int]] = []
         protecting = 0
         for item in copies:
-            ring = self._rings.setdefault(item.ring, _Ring())
-            if ring.content == item.content and peer in ("", ring.peer):
-                protecting = max(protecting, ring.bundle)
+            ring = self._rings[item.ring]
+            same = [s.bundle for s in ring if s.content == item.content and peer in ("", s.peer)]
+            if any(same):
+                protecting = max(protecting, *same)
                 continue
             slot = self._free_slot(ring, item, abandon)
-            slot.step = item.step
             self._sequence += 1
-            fresh.append((item, ring, slot, self._sequence))
+            fresh.append((item, slot, self._sequence))
         if not fresh:
             return protecting
-        writes = [partial(self._write, item, slot.slot, epoch, n) for item, _, slot, n in fresh]
+        writes = [partial(self._write, item, slot.slot, epoch, n) for item, slot, n in fresh]
         written = [] if self._copier else [write() for write in writes]
         self._bundle += 1
-        for item, ring, slot, _ in fresh:
-            slot.bundle = ring.bundle = self._bundle
-            ring.content, ring.peer = item.content, peer
+        for item, slot, _ in fresh:
+            slot.bundle, slot.content, slot.peer = self._bundle, item.content, peer
         if peer:
             self.traffic.announced(self._bundle, sum(item.nbytes for item, *_ in fresh))
         announce = partial(self._announce, self._bundle, peer)
@@ -183,7 +165,7 @@ class Publisher:
         return self._bundle
 
     def _announce(self, bundle: int, peer: str, written: list[LocalCopy]) -> None:
-        self._channel.send(Published(bundle, tuple(written), peer))
+        self._send(Published(bundle, tuple(written), peer))
 
     def _write(self, item: PendingCopy, slot: SharedSlot, epoch: int, sequence: int) -> LocalCopy:
         began, view = time.perf_counter(), slot.view(item.nbytes)
@@ -260,17 +242,12 @@ class Publisher:
 
     # ---- slots ----
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Shared memory in use for slots."""
-        return self._pool.allocated_bytes
-
     def _free_slot(
-        self, ring: _Ring, item: PendingCopy, abandon: AbandonSignal | None
+        self, ring: list[_RingSlot], item: PendingCopy, abandon: AbandonSignal | None
     ) -> _RingSlot:
         """A slot of the ring that may be written now; never the newest announced one."""
         final = self._final_gradients(ring, item)
-        usable = [slot for slot in ring.slots if slot is not final]
+        usable = [slot for slot in ring if slot is not final]
         oldest = min(usable, key=lambda slot: slot.bundle, default=None)
         if oldest is None or (oldest.bundle and len(usable) < SLOTS_PER_RING):
             return self._new_slot(ring, item.nbytes)
@@ -280,27 +257,27 @@ class Publisher:
             self.wait_acked(oldest.bundle, abandon)
         oldest.bundle = 0
         if oldest.slot.capacity < item.nbytes:
-            ring.slots.remove(oldest)  # first, because `take` may fail
+            ring.remove(oldest)  # first, because `take` may fail
             self._pool.give(oldest.slot)
             return self._new_slot(ring, item.nbytes)
         return oldest
 
-    def _final_gradients(self, ring: _Ring, item: PendingCopy) -> _RingSlot | None:
+    def _final_gradients(self, ring: list[_RingSlot], item: PendingCopy) -> _RingSlot | None:
         """The slot of the last gradients of an earlier step, if it must be kept."""
         if not self.keep_final_gradients or item.kind != GRADIENT:
             return None
-        before = [slot for slot in ring.slots if slot.bundle and slot.step < item.step]
+        before = [slot for slot in ring if slot.bundle and slot.content[0] < item.step]
         return max(before, key=lambda slot: slot.bundle, default=None)
 
-    def _new_slot(self, ring: _Ring, nbytes: int) -> _RingSlot:
+    def _new_slot(self, ring: list[_RingSlot], nbytes: int) -> _RingSlot:
         try:
             slot = self._pool.take(nbytes)
         except VaultFull:
             if not self._give_up_logs():
                 raise
             slot = self._pool.take(nbytes)
-        ring.slots.append(_RingSlot(slot))
-        return ring.slots[-1]
+        ring.append(_RingSlot(slot))
+        return ring[-1]
 
     def _give_up_logs(self) -> bool:
         """Free the slots of logged messages, which are optional; return whether there were any.
@@ -310,7 +287,7 @@ class Publisher:
         self._logs_given_up = True
         found = [key for key in self._rings if key[0] in LOGS]
         for key in found:
-            for slot in self._rings.pop(key).slots:
+            for slot in self._rings.pop(key):
                 self._pool.give(slot.slot)
         return bool(found)
 
@@ -329,7 +306,7 @@ class Publisher:
             raise StaleError(f"copies of epoch {epoch} after those of epoch {self._epoch}")
         if epoch == self._epoch:
             return
-        for slot in [slot for ring in self._rings.values() for slot in ring.slots]:
+        for slot in [slot for ring in self._rings.values() for slot in ring]:
             if slot.bundle:
                 self._retired.append(slot.slot)
             else:

@@ -31,24 +31,23 @@ class ByteCorpus:
         found = _standard_library(self.path) if path is None else _files(self.path)
         sized = [(file, size) for file, size in found if size]
         self._files = [file for file, _ in sized]
-        self._ends = list(accumulate(size for _, size in sized))
+        self._starts = list(accumulate((size for _, size in sized), initial=0))
         if not self._files:
             remedy = "there is no text in it; name a file or folder with some"
             raise FieldError("data", str(self.path), remedy)
         self._map = lru_cache(MAPPED_FILES)(self._open)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._starts[-1]
 
     def read(self, start: int, count: int) -> bytes:
         """Return bytes [start, start + count). IndexError if the range is not in the corpus."""
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"bytes {start} to {start + count} of {len(self)}")
         parts, at, end = [], start, start + count
-        index = bisect.bisect_right(self._ends, start)
+        index = bisect.bisect_right(self._starts, start) - 1
         while at < end:
-            base = self._ends[index - 1] if index else 0
-            stop = min(end, self._ends[index])
+            base, stop = self._starts[index], min(end, self._starts[index + 1])
             parts.append(self._map(index)[at - base : stop - base])
             at, index = stop, index + 1
         return b"".join(parts)
@@ -60,8 +59,7 @@ class ByteCorpus:
             raise FieldError("data", str(self.path), remedy)
 
     def _open(self, index: int) -> mmap.mmap:
-        path = self._files[index]
-        size = self._ends[index] - (self._ends[index - 1] if index else 0)
+        path, size = self._files[index], self._starts[index + 1] - self._starts[index]
         try:
             with open(path, "rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -8,7 +8,6 @@ depend on device or TP size.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Iterator
@@ -28,7 +27,6 @@ from elastic.worker.model import rng as randomness
 from elastic.worker.model.layers import (
     LayerStack,
     Microbatch,
-    ParameterShape,
     TensorParallel,
     layer_spec,
 )
@@ -249,7 +247,7 @@ class GPTStack(LayerStack):
         kept = [output, 17 * output, output + 2 * tokens * gpt.vocab * 4]
         described = [
             layer_spec(
-                self._shapes(kind),
+                self._parameters(kind),
                 accumulate,
                 optimizer,
                 forward_s=flops[kind] / 5e10,
@@ -280,12 +278,6 @@ class GPTStack(LayerStack):
         return spec
 
     def _config(self, device: torch.device) -> TransformerConfig:
-        config = copy.copy(self._base_config)
-        config.deterministic_mode = device.type == "cuda"
-        return config
-
-    @cached_property
-    def _base_config(self) -> TransformerConfig:
         gpt = self.gpt
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -300,6 +292,7 @@ class GPTStack(LayerStack):
                 bf16=gpt.dtype == "bf16",
                 use_cpu_initialization=True,
                 perform_initialization=False,
+                deterministic_mode=device.type == "cuda",
             )
 
     def _initial(self, index: int, name: str, parameter: Tensor, tp: TensorParallel) -> Tensor:
@@ -322,8 +315,8 @@ class GPTStack(LayerStack):
         drawn = torch.empty(whole).normal_(0.0, std, generator=generator)
         return drawn if dim < 0 else drawn.chunk(tp.size, dim)[tp.rank]
 
-    def _shapes(self, kind: int) -> list[ParameterShape]:
-        """Whole parameters of embedding (0), transformer layer (1) or head (2)."""
+    def _parameters(self, kind: int) -> list[tuple[str, Tensor]]:
+        """Whole parameters of embedding (0), transformer layer (1) or head (2), without memory."""
         h, dtype = self.gpt.hidden, TORCH_DTYPES[self.gpt.dtype]
         shapes: list[tuple[int, ...]]
         if kind == 0:
@@ -333,7 +326,10 @@ class GPTStack(LayerStack):
             shapes = [(h,)] * 4 + [shape for rows, w in matrices for shape in ((rows, w), (rows,))]
         else:
             shapes = [(h,), (h,), (self.gpt.vocab, h)]
-        return [ParameterShape(str(i), shape, dtype) for i, shape in enumerate(shapes)]
+        return [
+            (str(i), torch.empty(shape, dtype=dtype, device="meta"))
+            for i, shape in enumerate(shapes)
+        ]
 
 
 def _mark_sharded(parameter: Tensor | None, dim: int) -> None:

@@ -90,9 +90,7 @@ class WorkerSettings:
             host=env.get("ELASTIC_HOST", "127.0.0.1"),
             profile=env.get("ELASTIC_PROFILE", ""),
             device=env.get("ELASTIC_DEVICE", ""),
-            link=codec.loads(LinkProfile, env["ELASTIC_LINK"])
-            if "ELASTIC_LINK" in env
-            else LinkProfile(),
+            link=codec.loads(LinkProfile, env.get("ELASTIC_LINK", "{}")),
             measure=env.get("ELASTIC_MEASURE", ""),
             timeouts=budget(float(env.get("ELASTIC_SILENCE", SILENCE_S))),
         )
@@ -121,7 +119,7 @@ class AgentClient:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.connect(path)
         self._channel = Channel(sock)
-        self._orders: queue.Queue[Any] = queue.Queue()
+        self._orders: queue.Queue[m.Install | m.Stop] = queue.Queue()
         self._lock = threading.Lock()
         self._abandon = AbandonSignal()
         self._epoch = 0
@@ -145,11 +143,9 @@ class AgentClient:
     def send(self, message: Any) -> None:
         self._channel.send(message)
 
-    def next_order(self) -> m.Install | m.Stop | m.Halt:
+    def next_order(self) -> m.Install | m.Stop:
         """Wait for the next order."""
-        order = self._orders.get()
-        assert isinstance(order, (m.Install, m.Stop, m.Halt))
-        return order
+        return self._orders.get()
 
     def begin_epoch(self, epoch: int) -> AbandonSignal:
         """Return the signal that ends `epoch`.
@@ -178,23 +174,20 @@ class AgentClient:
     def _listen(self, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         try:
             while True:
-                message = self._channel.receive()
-                if isinstance(message, m.BundleAcknowledged):
-                    on_acked(message)
-                else:
-                    self._receive(message)
+                self._receive(self._channel.receive(), on_acked)
         except (ChannelClosed, OSError):
             os._exit(70)  # the agent has ended, and a worker must not outlive it
 
-    def _receive(self, message: Any) -> None:
+    def _receive(self, message: Any, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         match message:
+            case m.BundleAcknowledged():
+                on_acked(message)
             case m.Halt():
                 with self._halt:
                     self._newest = message
                     if not message.boundary and message.epoch > self._epoch:
                         self._abandon.set(f"epoch {message.epoch}")
                     self._halt.notify_all()
-                self._orders.put(message)
             case m.Stop():
                 with self._halt:
                     self._stopping = True

@@ -18,7 +18,6 @@ from elastic.planning.schedule.schedule import Action, Kind
 
 Mark = float | torch.cuda.Event
 """A point in time: seconds of time.perf_counter, or an event in the CUDA stream."""
-NO_TRAFFIC = BackupTraffic()
 Times = dict[tuple[Kind, int], list[float]]
 """(kind of action, stage) -> seconds of each action."""
 
@@ -30,7 +29,7 @@ class StepTimer:
         sending: whether backup copies are being sent to a peer now.
     """
 
-    def __init__(self, device: torch.device, sending: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, device: torch.device, sending: Callable[[], bool]) -> None:
         self._device, self._sending = device, sending
         self._open: tuple[Action, Mark, bool] | None = None
         self._spans: list[tuple[Action, Mark, Mark, bool, bool]] = []
@@ -38,17 +37,17 @@ class StepTimer:
 
     def begin(self, action: Action) -> None:
         """Start to time `action`."""
-        self._open = (action, self._mark(), self._sending())
+        self._open = (action, mark(self._device), self._sending())
 
     def end(self) -> None:
         """The action that began last is done; on CUDA it is launched."""
         if self._open is not None:
             action, began, sending = self._open
-            self._spans.append((action, began, self._mark(), sending, self._sending()))
+            self._spans.append((action, began, mark(self._device), sending, self._sending()))
             self._open = None
 
     def take(
-        self, epoch: int, step: int, local_rank: int, traffic: BackupTraffic = NO_TRAFFIC
+        self, epoch: int, step: int, local_rank: int, traffic: BackupTraffic
     ) -> MicrobatchTiming | None:
         """Return the measurements since the last call, or None without a forward pass."""
         spans, self._spans = self._spans, []
@@ -56,7 +55,7 @@ class StepTimer:
         with_transfer: Times = defaultdict(list)
         without_transfer: Times = defaultdict(list)
         for action, began, ended, before, after in spans:
-            seconds = _seconds(began, ended)
+            seconds = seconds_between(began, ended)
             if seconds is not None:
                 key = action.kind, action.stage
                 times[key].append(seconds)
@@ -70,12 +69,20 @@ class StepTimer:
         slowdown = _slowdown(with_transfer, without_transfer)
         return MicrobatchTiming(epoch, step, local_rank, forward, backward, slowdown, traffic)
 
-    def _mark(self) -> Mark:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+
+def mark(device: torch.device) -> Mark:
+    """The point in time at which `device` has done all work that was launched."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done all work that was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _slowdown(with_transfer: Times, without_transfer: Times) -> float:
@@ -88,7 +95,7 @@ def _slowdown(with_transfer: Times, without_transfer: Times) -> float:
     return sum(median(with_transfer[key]) for key in both) / alone if alone > 0 else 0.0
 
 
-def _seconds(began: Mark, ended: Mark) -> float | None:
+def seconds_between(began: Mark, ended: Mark) -> float | None:
     """Seconds between two marks; None if the device has not reached the second one."""
     if isinstance(began, float) and isinstance(ended, float):
         return ended - began

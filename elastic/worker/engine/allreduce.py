@@ -8,13 +8,13 @@ the order of their group, so every owner in every pipeline gets the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from elastic.planning.plan.rank_map import Roster
 from elastic.worker.model.layers import Tied
+from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.links import Links
 
 BUCKET_BYTES = 32 * 2**20
@@ -23,19 +23,25 @@ TAG_TIED = 2**16
 """Tag of the first tied group; the other groups follow. The pipelines' tags are lower."""
 
 
-class ReducibleLayer(Protocol):
-    """The part of `elastic.worker.replica.replica.LayerReplica` that the reduction uses."""
+def buckets(
+    replicas: Iterable[LayerReplica],
+    key: Callable[[LayerReplica], object],
+    nbytes: Callable[[LayerReplica], int],
+) -> Iterator[list[LayerReplica]]:
+    """Group adjacent layers with equal keys, up to BUCKET_BYTES.
 
-    index: int
-
-    @property
-    def gradient(self) -> torch.Tensor: ...
-
-    def gradient_slice(self, name: str) -> slice: ...
-
-
-def _ignore(layer: int) -> None:
-    return None
+    The groups are the same at all holders if `key` and `nbytes` are.
+    """
+    group: list[LayerReplica] = []
+    for replica in replicas:
+        if group:
+            follows = replica.index == group[-1].index + 1 and key(replica) == key(group[-1])
+            if not follows or sum(map(nbytes, (*group, replica))) > BUCKET_BYTES:
+                yield group
+                group = []
+        group.append(replica)
+    if group:
+        yield group
 
 
 class GradientAllReduce:
@@ -48,40 +54,25 @@ class GradientAllReduce:
 
     def __init__(
         self,
-        replicas: Sequence[ReducibleLayer],
+        replicas: Sequence[LayerReplica],
         links: Links,
         roster: Roster,
-        rank: int,
         tied: Tied = (),
     ) -> None:
-        self._replicas, self._links, self._roster = replicas, links, roster
-        self._rank, self._tied = rank, tied
-        self._shard = roster.members[rank].shard
-        self._pipeline = roster.members[rank].pipeline
+        self._replicas, self._links, self._roster, self._tied = replicas, links, roster, tied
+        self._me = roster.members[links.rank]
         tied_layers = {layer for group in tied for layer, _ in group}
+
+        def key(replica: LayerReplica) -> tuple[tuple[int, ...], bool]:
+            """The layer's holders, and whether a later step changes its reduced gradient."""
+            return roster.holders(replica.index, self._me.shard), replica.index in tied_layers
+
         self._buckets = []
-        for layers, ranks in self._group(tied_layers):
-            copied = len(ranks) > 1 or any(r.index in tied_layers for r in layers)
-            self._buckets.append(_ReduceBucket(layers, ranks, copied=copied))
+        for layers in buckets(replicas, key, lambda replica: replica.gradient.nbytes):
+            ranks, changed = key(layers[0])
+            self._buckets.append(_ReduceBucket(layers, ranks, copied=len(ranks) > 1 or changed))
 
-    def _group(self, tied: set[int]) -> list[tuple[list[ReducibleLayer], tuple[int, ...]]]:
-        """Group adjacent layers with the same holders, up to BUCKET_BYTES.
-
-        The groups are the same at all holders.
-        """
-        groups: list[tuple[list[ReducibleLayer], tuple[int, ...], bool]] = []
-        for replica in self._replicas:
-            ranks, is_tied = self._roster.holders(replica.index, self._shard), replica.index in tied
-            follows = groups and groups[-1][0][-1].index == replica.index - 1
-            if follows and groups[-1][1:] == (ranks, is_tied):
-                size = sum(r.gradient.nbytes for r in groups[-1][0]) + replica.gradient.nbytes
-                if size <= BUCKET_BYTES:
-                    groups[-1][0].append(replica)
-                    continue
-            groups.append(([replica], ranks, is_tied))
-        return [(layers, ranks) for layers, ranks, _ in groups]
-
-    def run(self, on_layer: Callable[[int], None] = _ignore) -> dict[int, torch.Tensor]:
+    def run(self, on_layer: Callable[[int], None] = lambda layer: None) -> dict[int, torch.Tensor]:
         """Reduce all layers. Returns layer -> reduced flat gradient.
 
         The tensors are valid until the next run and must not be changed.
@@ -92,7 +83,17 @@ class GradientAllReduce:
         Raises:
             EpochAbandoned, LinkFailed: the accumulators are unchanged.
         """
-        return self.sum_tied(self._sum(on_layer))
+        begun = []
+        for bucket in self._buckets:
+            buffer = bucket.fill()
+            begun.append((bucket, self._links.all_reduce(buffer, bucket.ranks)))
+        reduced: dict[int, torch.Tensor] = {}
+        for bucket, wait in begun:
+            wait()
+            for layer, tensor in bucket.views():
+                reduced[layer] = tensor
+                on_layer(layer)
+        return self.sum_tied(reduced)
 
     def sum_tied(self, reduced: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Sum tied tensors over their owners, in place in `reduced`, and return it.
@@ -106,19 +107,6 @@ class GradientAllReduce:
             self._links.flush()
         return reduced
 
-    def _sum(self, on_layer: Callable[[int], None]) -> dict[int, torch.Tensor]:
-        begun = []
-        for bucket in self._buckets:
-            buffer = bucket.fill()
-            begun.append((bucket, self._links.all_reduce(buffer, bucket.ranks)))
-        reduced: dict[int, torch.Tensor] = {}
-        for bucket, wait in begun:
-            wait()
-            for layer, tensor in bucket.views():
-                reduced[layer] = tensor
-                on_layer(layer)
-        return reduced
-
     def _reduce_tied(
         self, group: tuple[tuple[int, str], ...], tag: int, reduced: dict[int, torch.Tensor]
     ) -> None:
@@ -127,17 +115,17 @@ class GradientAllReduce:
         The other pipelines do the same with the same values.
         """
         owners = [self._owner(layer) for layer, _ in group]
-        if self._rank not in owners:
+        if self._links.rank not in owners:
             return
         slices = {r.index: r.gradient_slice for r in self._replicas}
         own = {
             row: reduced[layer][slices[layer](name)]
             for row, (layer, name) in enumerate(group)
-            if owners[row] == self._rank
+            if owners[row] == self._links.rank
         }
-        others = [(row, rank) for row, rank in enumerate(owners) if rank != self._rank]
+        others = [(row, rank) for row, rank in enumerate(owners) if rank != self._links.rank]
         expected = {row: self._links.recv(rank, tag) for row, rank in others}
-        for rank in sorted(set(owners) - {self._rank}):
+        for rank in sorted(set(owners) - {self._links.rank}):
             for row in own.values():
                 self._links.send(row, rank, tag)
         rows = [own[row] if row in own else expected[row].wait() for row in range(len(group))]
@@ -150,8 +138,8 @@ class GradientAllReduce:
 
     def _owner(self, layer: int) -> int:
         """Rank in this pipeline that holds `layer`."""
-        ranks = self._roster.holders(layer, self._shard)
-        return next(r for r in ranks if self._roster.members[r].pipeline == self._pipeline)
+        ranks = self._roster.holders(layer, self._me.shard)
+        return next(r for r in ranks if self._roster.members[r].pipeline == self._me.pipeline)
 
 
 class _ReduceBucket:
@@ -161,9 +149,7 @@ class _ReduceBucket:
         copied: reduce a copy. False if the layers have one holder and their gradients need none.
     """
 
-    def __init__(
-        self, layers: list[ReducibleLayer], ranks: tuple[int, ...], *, copied: bool
-    ) -> None:
+    def __init__(self, layers: list[LayerReplica], ranks: tuple[int, ...], *, copied: bool) -> None:
         self.ranks = tuple(sorted(ranks))
         self._layers, self._copied = layers, copied
         self._buffer: torch.Tensor | None = None

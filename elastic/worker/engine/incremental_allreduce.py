@@ -31,26 +31,18 @@ from elastic.domain.errors import LedgerError
 from elastic.planning.plan.rank_map import Roster
 from elastic.planning.schedule.reduction_rounds import Rounds, rounds_of
 from elastic.planning.schedule.schedule import Action
-from elastic.worker.engine import allreduce
+from elastic.worker.engine.allreduce import buckets
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.replica.gradient_sum import GradientSum
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.links import Links, PendingCollective
 
 
-@dataclass(frozen=True, slots=True)
-class _RoundBucket:
-    """Layers of one stage with the same holders, which share a collective."""
-
-    layers: tuple[LayerReplica, ...]
-    ranks: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class _PendingReduction:
     """The running all-reduces of one bucket in one round."""
 
-    bucket: _RoundBucket
+    layers: list[LayerReplica]
     gradients: Tensor
     counts: Tensor
     """int64 [layers (+ 1 for the losses' bits), micro-batches]."""
@@ -70,18 +62,21 @@ class IncrementalAllReduce:
         replicas: Sequence[LayerReplica],
         links: Links,
         roster: Roster,
-        rank: int,
         every: int,
         agreement: GroupAgreement,
     ) -> None:
         self._replicas, self._links, self._roster = replicas, links, roster
-        self._pipeline, self._every = roster.members[rank].pipeline, every
+        self._me, self._every = roster.members[links.rank], every
         self._agreement = agreement
-        self._buckets = list(_buckets(replicas, roster, roster.members[rank].shard))
+        self._buckets = list(
+            buckets(
+                replicas,
+                lambda r: _stages(roster, r.index),
+                lambda replica: replica.gradient.nbytes,
+            )
+        )
         self._running: deque[list[_PendingReduction]] = deque()
         """Rounds that this worker has joined and that are not over, oldest first."""
-        self._spare: dict[_RoundBucket, list[Tensor]] = {bucket: [] for bucket in self._buckets}
-        """Buffers of finished rounds."""
         self._joined, self._rounds = 0, Rounds(1, (0,), (1,))
         self._finishing: Iterator[int] = iter(())
         """Stages of the actions that will finish a micro-batch, in order."""
@@ -145,31 +140,28 @@ class IncrementalAllReduce:
         """Join the rounds that are due. If too many rounds run, wait for the oldest ones."""
         finished = min(self._finished.values(), default=0)
         rounds = self._rounds
-        while self._joined < rounds.number and rounds.due(self._pipeline, self._joined) <= finished:
-            while len(self._running) >= rounds.windows[self._pipeline]:
+        while (
+            self._joined < rounds.number and rounds.due(self._me.pipeline, self._joined) <= finished
+        ):
+            while len(self._running) >= rounds.windows[self._me.pipeline]:
                 self._end_oldest()
             self._running.append([self._start(bucket) for bucket in self._buckets])
             self._joined += 1
 
-    def _start(self, bucket: _RoundBucket) -> _PendingReduction:
-        sent, n = [layer.start_round() for layer in bucket.layers], self._roster.n_microbatches
+    def _start(self, layers: list[LayerReplica]) -> _PendingReduction:
+        """Start the round of these layers, which share a collective."""
+        sent, n = [layer.start_round() for layer in layers], self._roster.n_microbatches
         rows = [[int(m in part.ledger) for m in range(n)] for part in sent]
         counts = torch.tensor(rows, dtype=torch.int64)
         if sent[-1].index == self._roster.n_layers - 1:
             values = [sent[-1].losses.get(m, 0.0) for m in range(n)]
             losses = torch.tensor(values, dtype=torch.float64)
             counts = torch.cat([counts, losses.view(torch.int64)[None]])
-        gradients = self._buffer(bucket, sent)
-        waits = (
-            self._links.all_reduce(gradients, bucket.ranks),
-            self._links.all_reduce(counts, bucket.ranks),
-        )
-        return _PendingReduction(bucket, gradients, counts, waits)
-
-    def _buffer(self, bucket: _RoundBucket, sent: Sequence[GradientSum]) -> Tensor:
-        """Copy the gradients of `sent` into one buffer."""
-        gradients, spare = [part.gradient for part in sent], self._spare[bucket]
-        return torch.cat(gradients, out=spare.pop()) if spare else torch.cat(gradients)
+        counts = counts.to(self._links.device)
+        gradients = torch.cat([part.gradient for part in sent])
+        ranks = tuple(sorted(self._roster.holders(layers[0].index, self._me.shard)))
+        waits = self._links.all_reduce(gradients, ranks), self._links.all_reduce(counts, ranks)
+        return _PendingReduction(layers, gradients, counts, waits)
 
     def _end_oldest(self, on_layer: Callable[[int], None] = lambda layer: None) -> None:
         """Wait for the oldest round and add its totals to the common sums.
@@ -182,8 +174,7 @@ class IncrementalAllReduce:
         self._agreement.check()
         for reduction in self._running.popleft():
             _share(reduction)
-            self._spare[reduction.bucket].append(reduction.gradients)
-            for layer in reduction.bucket.layers:
+            for layer in reduction.layers:
                 on_layer(layer.index)
         self.shared = True
 
@@ -197,44 +188,19 @@ def _share(reduction: _PendingReduction) -> None:
 
     Raises LedgerError if a micro-batch was contributed twice.
     """
-    layers = reduction.bucket.layers
+    layers, rows = reduction.layers, reduction.counts.cpu()
     totals = torch.split(reduction.gradients, [layer.gradient.numel() for layer in layers])
     for row, (layer, total) in enumerate(zip(layers, totals, strict=True)):
-        counts = reduction.counts[row].tolist()
+        counts = rows[row].tolist()
         wrong = {m: count for m, count in enumerate(counts) if count not in (0, 1)}
         if wrong:
             text = f"micro-batches contributed more than once, with their counts: {wrong}"
             raise LedgerError(f"layer {layer.index}: {text}")
         ledger, losses = {m for m, count in enumerate(counts) if count}, {}
-        if layer is layers[-1] and len(reduction.counts) > len(layers):
-            values = reduction.counts[-1].view(torch.float64).tolist()
+        if layer is layers[-1] and len(rows) > len(layers):
+            values = rows[-1].view(torch.float64).tolist()
             losses = {m: values[m] for m in ledger}
         layer.finish_round(total, ledger, losses)
-
-
-def _buckets(
-    replicas: Sequence[LayerReplica], roster: Roster, shard: int
-) -> Iterator[_RoundBucket]:
-    """Group adjacent layers that share a stage at all of their holders, up to BUCKET_BYTES.
-
-    The groups are the same at all holders.
-    """
-    layers: list[LayerReplica] = []
-    for replica in replicas:
-        size = sum(other.gradient.nbytes for other in (*layers, replica))
-        if layers:
-            last = layers[-1].index
-            same_stages = _stages(roster, last) == _stages(roster, replica.index)
-            if not same_stages or size > allreduce.BUCKET_BYTES:
-                yield _RoundBucket(tuple(layers), _holders(roster, layers[0].index, shard))
-                layers = []
-        layers.append(replica)
-    if layers:
-        yield _RoundBucket(tuple(layers), _holders(roster, layers[0].index, shard))
-
-
-def _holders(roster: Roster, layer: int, shard: int) -> tuple[int, ...]:
-    return tuple(sorted(roster.holders(layer, shard)))
 
 
 def _stages(roster: Roster, layer: int) -> list[int]:

@@ -14,18 +14,8 @@ from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, Phase, due
 from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.control.agent_client import WorkerSettings
 
-_WORKER_FAULTS = frozenset(
-    {
-        FaultKind.KILL,
-        FaultKind.KILL_WORKER,
-        FaultKind.STOP,
-        FaultKind.SLOW,
-        FaultKind.SLOW_LINK,
-        FaultKind.PARTITION,
-        FaultKind.CORRUPT,
-    }
-)
-"""Kinds of faults that a worker carries out."""
+_LAUNCHER_FAULTS = (FaultKind.KILL_COORDINATOR, FaultKind.DRAIN, FaultKind.JOIN)
+"""Kinds of faults that the launcher carries out; a worker carries out all others."""
 
 
 class FaultInjector:
@@ -36,7 +26,7 @@ class FaultInjector:
         self._pending = [
             (i, spec)
             for i, spec in enumerate(settings.faults)
-            if spec.node == settings.node and spec.kind in _WORKER_FAULTS
+            if spec.node == settings.node and spec.kind not in _LAUNCHER_FAULTS
         ]
         self.recoveries = 0
         """Number of recoveries that this worker has installed."""

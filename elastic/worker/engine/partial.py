@@ -7,7 +7,7 @@ else is as in a full step (`elastic.worker.engine.stage_runner`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from elastic.planning.plan.rank_map import RankMember, Roster
 from elastic.planning.schedule.partial_schedule import excerpt, groups
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import read_message
-from elastic.worker.engine.stage import LocalStage
+from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import Hooks, StageRunner
 from elastic.worker.replica.replica import LayerReplica
 
@@ -53,58 +53,18 @@ class PartialRunner:
         self._groups = groups(assignment.partial, roster.members[rank].pipeline)
         self._member, self._places = roster.members[rank], roster.places(rank)
         self._pipeline = assignment.plan.pipelines[self._member.pipeline]
-        self._layers = {replica.index: replica for replica in replicas}
+        self._roster, self._rank, self._replicas = roster, rank, replicas
         self._messages = {key: read_message(data) for key, data in messages.items()}
-        self._runners: list[StageRunner] = []
 
-    @property
-    def started(self) -> frozenset[int]:
-        """Micro-batches whose forward pass has begun here."""
-        return frozenset(m for runner in self._runners for m in runner.started)
-
-    @property
-    def sent(self) -> frozenset[int]:
-        """Micro-batches whose activations were sent to the next stage."""
-        return frozenset(m for runner in self._runners for m in runner.sent)
-
-    def run(
-        self,
-        make_runner: Callable[[Sequence[LocalStage]], StageRunner],
-        skip: Mapping[int, frozenset[int]],
-        hooks: Hooks,
-    ) -> None:
-        """Run all partial replays.
-
-        Args:
-            make_runner: returns a runner for some stages, on the epoch's links.
-            skip: see `StageRunner.run`, also for the errors.
-        """
+    def run(self, runner: StageRunner, skip: Mapping[int, frozenset[int]], hooks: Hooks) -> None:
+        """Run all partial replays on `runner`. See `StageRunner.run`, also for the errors."""
         for (first, last), runs in self._groups:
             indices = tuple(run.microbatch for run in runs)
             actions = excerpt(self._pipeline, first, last, indices)[self._member.stage]
             if actions:
-                runner = make_runner(self._stages(first, last))
-                self._runners.append(runner)
-                runner.run(self.step, actions, skip, hooks, self._logged_messages(runs))
-
-    def _stages(self, first: int, last: int) -> list[LocalStage]:
-        """This worker's stages, restricted to layers from `first` to before `last`."""
-        stages = []
-        for place in self._places:
-            stage = place.stage
-            layers = [self._layers[i] for i in stage.layers if first <= i < last]
-            if layers:
-                local = LocalStage(
-                    layers,
-                    previous=place.previous if stage.first > first else None,
-                    following=place.following if stage.last < last else None,
-                    number=place.number if len(self._places) > 1 else -1,
-                    recompute=stage.recompute,
-                    begins=layers[0].index == 0,
-                    ends=place.following is None and stage.last == last,
-                )
-                stages.append(local)
-        return stages
+                stages = stages_of_rank(self._roster, self._rank, self._replicas, first, last)
+                given = self._logged_messages(runs)
+                runner.run(self.step, actions, skip, hooks, given, stages)
 
     def _logged_messages(self, runs: Sequence[PartialRun]) -> dict[Action, torch.Tensor]:
         """The logged messages of `runs`, by the action that would receive them."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from elastic.domain.state_layout import span
 from elastic.domain.types import WHOLE
 from elastic.planning.plan.rank_map import Roster
-from elastic.worker.engine import allreduce
+from elastic.worker.engine.allreduce import buckets
 from elastic.worker.model.state_codec import as_bytes
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.links import Links, PendingCollective
@@ -26,19 +26,18 @@ from elastic.worker.transport.links import Links, PendingCollective
 class ParameterGather:
     """The gathers of one worker's layers, for one epoch."""
 
-    def __init__(
-        self, replicas: Sequence[LayerReplica], links: Links, roster: Roster, rank: int
-    ) -> None:
-        self._links, shard = links, roster.members[rank].shard
+    def __init__(self, replicas: Sequence[LayerReplica], links: Links, roster: Roster) -> None:
+        self._links, shard = links, roster.members[links.rank].shard
+
+        def holders(replica: LayerReplica) -> tuple[int, ...]:
+            return roster.holders(replica.index, shard)
+
+        sharded = (replica for replica in replicas if replica.portion != WHOLE)
         self._buckets = [
-            _GatherBucket(layers, ranks)
-            for layers, ranks in _group(replicas, roster, shard)
-            if len(ranks) > 1
+            _GatherBucket(layers, holders(layers[0]))
+            for layers in buckets(sharded, holders, _parameter_bytes)
+            if len(holders(layers[0])) > 1
         ]
-        self._max_bytes = max((bucket.nbytes for bucket in self._buckets), default=0)
-        self._device = replicas[0].device
-        self._buffers: list[Tensor] = []
-        """Two buffers with a row per holder: one is filled while the other is emptied."""
 
     def gather(self) -> None:
         """Complete all layers.
@@ -46,20 +45,11 @@ class ParameterGather:
         Raises EpochAbandoned or LinkFailed; some layers may be incomplete then.
         """
         previous: tuple[_GatherBucket, PendingCollective] | None = None
-        for number, bucket in enumerate(self._buckets):
-            begun = bucket, bucket.begin(self._links, self._buffer(number % 2, bucket))
+        for bucket in self._buckets:
+            begun = bucket, bucket.begin(self._links)
             self._end(previous)
             previous = begun
         self._end(previous)
-
-    def _buffer(self, number: int, bucket: _GatherBucket) -> Tensor:
-        """Buffer `number` as uint8 [holders + 1, bytes of the bucket's portion]."""
-        while len(self._buffers) <= number:
-            rows = max(len(other.ranks) + 1 for other in self._buckets)
-            size = rows * self._max_bytes
-            self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self._device))
-        size = (len(bucket.ranks) + 1) * bucket.nbytes
-        return self._buffers[number][:size].view(-1, bucket.nbytes)
 
     @staticmethod
     def _end(begun: tuple[_GatherBucket, PendingCollective] | None) -> None:
@@ -69,28 +59,8 @@ class ParameterGather:
             bucket.end()
 
 
-def _group(
-    replicas: Sequence[LayerReplica], roster: Roster, shard: int
-) -> Iterator[tuple[list[LayerReplica], tuple[int, ...]]]:
-    """Group adjacent layers with sharded state and the same holders, up to BUCKET_BYTES.
-
-    The groups are the same at all holders, and each holder has all layers of a group.
-    """
-    layers: list[LayerReplica] = []
-    ranks: tuple[int, ...] = ()
-    for replica in (r for r in replicas if r.portion != WHOLE):
-        holders = roster.holders(replica.index, shard)
-        follows = layers and layers[-1].index == replica.index - 1 and holders == ranks
-        if layers and not (follows and _nbytes([*layers, replica]) <= allreduce.BUCKET_BYTES):
-            yield layers, ranks
-            layers = []
-        layers, ranks = [*layers, replica], holders
-    if layers:
-        yield layers, ranks
-
-
-def _nbytes(layers: Sequence[LayerReplica]) -> int:
-    return sum(parameter.nbytes for layer in layers for parameter in layer.parameters)
+def _parameter_bytes(replica: LayerReplica) -> int:
+    return sum(parameter.nbytes for parameter in replica.parameters)
 
 
 class _GatherBucket:
@@ -99,22 +69,18 @@ class _GatherBucket:
     def __init__(self, layers: list[LayerReplica], ranks: tuple[int, ...]) -> None:
         self._layers, self.ranks = layers, ranks
         self._portion = layers[0].portion[0]
-        self.nbytes = sum(part.numel() for part in self._parts(0))
-        """Bytes of portion 0 of all layers; no other portion is larger."""
-        self._rows: tuple[Tensor, ...] = ()
+        self._rows: list[Tensor] = []
 
-    def begin(self, links: Links, buffer: Tensor) -> PendingCollective:
-        """Start the gather.
-
-        Args:
-            buffer: uint8 [holders + 1, nbytes]; the last row holds the bytes that are sent.
-        """
-        *rows, sent = buffer.unbind()
-        self._rows, at = tuple(rows), 0
+    def begin(self, links: Links) -> PendingCollective:
+        """Start the gather. Portion 0 is the largest one, so it gives the size of the messages."""
+        nbytes = sum(part.numel() for part in self._parts(0))
+        size = len(self.ranks) + 1, nbytes
+        *self._rows, sent = torch.empty(size, dtype=torch.uint8, device=links.device).unbind()
+        at = 0
         for part in self._parts(self._portion):
             sent[at : at + part.numel()] = part
             at += part.numel()
-        return links.all_gather(rows, sent, self.ranks)
+        return links.all_gather(self._rows, sent, self.ranks)
 
     def end(self) -> None:
         """Copy the gathered portions into the parameters and mark the layers complete."""
@@ -123,7 +89,7 @@ class _GatherBucket:
             for part in self._parts(index) if index != self._portion else ():
                 part.copy_(row[at : at + part.numel()])
                 at += part.numel()
-        self._rows = ()
+        self._rows = []
         for layer in self._layers:
             layer.complete = True
 

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from elastic.planning.plan.rank_map import Roster
 from elastic.worker.model.layers import Microbatch
 from elastic.worker.model.split_backward import WeightBackward, backward_input
-
-
-class StageLayer(Protocol):
-    """The part of `elastic.worker.replica.replica.LayerReplica` that a stage uses."""
-
-    index: int
-    losses: dict[int, float]
-
-    @property
-    def module(self) -> torch.nn.Module: ...
-
-    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor: ...
-
-    def collect(self, index: int, *, skip: bool) -> None: ...
+from elastic.worker.replica.replica import LayerReplica
 
 
 class _Loss:
@@ -72,7 +59,7 @@ class LocalStage:
 
     def __init__(
         self,
-        layers: Sequence[StageLayer],
+        layers: Sequence[LayerReplica],
         *,
         previous: int | None = None,
         following: int | None = None,
@@ -180,6 +167,39 @@ class LocalStage:
         gradient, current.hidden = current.hidden.grad, None
         assert gradient is not None, "the stage's output does not depend on its input"
         return gradient
+
+
+def stages_of_rank(
+    roster: Roster,
+    rank: int,
+    replicas: Iterable[LayerReplica],
+    first: int = 0,
+    last: int | None = None,
+) -> list[LocalStage]:
+    """The stages of `rank` in model order, restricted to the layers from `first` to before `last`.
+
+    Args:
+        replicas: all layers of `rank`.
+        last: None: the number of layers.
+    """
+    last = roster.n_layers if last is None else last
+    held, places = {replica.index: replica for replica in replicas}, roster.places(rank)
+    stages = []
+    for place in places:
+        stage = place.stage
+        layers = [held[index] for index in stage.layers if first <= index < last]
+        if layers:
+            local = LocalStage(
+                layers,
+                previous=place.previous if stage.first > first else None,
+                following=place.following if stage.last < last else None,
+                number=place.number if len(places) > 1 else -1,
+                recompute=stage.recompute,
+                begins=layers[0].index == 0,
+                ends=layers[-1].index == roster.n_layers - 1,
+            )
+            stages.append(local)
+    return stages
 
 
 def _like(gradient: Tensor | float, output: Tensor) -> Tensor:

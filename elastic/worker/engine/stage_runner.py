@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from elastic.domain.errors import FieldError, VaultError
+from elastic.domain.errors import VaultError
 from elastic.domain.types import ACTIVATION, COTANGENT
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import LoggedMessage
@@ -116,7 +116,6 @@ class StageRunner:
         links: the epoch's links.
         n_microbatches: micro-batches M of the whole step; each loss is weighted by 1 / M.
         data: data(step, index) -> the micro-batch's fields; called on the first and last stage.
-        abandon: the epoch's signal.
         tp_sync: maximum of a flag over the tensor-parallel group; None without one.
         keep: receives every message that is sent; None to keep none.
     """
@@ -128,19 +127,21 @@ class StageRunner:
         *,
         n_microbatches: int,
         data: Callable[[int, int], Microbatch],
-        abandon: AbandonSignal,
         tp_sync: Callable[[bool], bool] | None = None,
         keep: Callable[[LoggedMessage], None] | None = None,
     ) -> None:
         self._keep_sent = keep
-        self._stages = {stage.number: stage for stage in stages}
-        self._first, self._links = stages[0], links
+        self._all_stages, self._links = stages, links
+        self._stages: dict[int, LocalStage] = {}
+        """The stages of this run, by number."""
         self._scale, self._data = 1.0 / n_microbatches, data
-        self.agreement = GroupAgreement(tp_sync, abandon)
+        self.agreement = GroupAgreement(tp_sync, links.abandon)
+        self.step = -1
+        """The step that runs, or ran last."""
         self.started: set[int] = set()
-        """Micro-batches of the current step whose forward pass has begun here."""
+        """Micro-batches of this step whose forward pass has begun here."""
         self.sent: set[int] = set()
-        """Micro-batches of the current step whose activations the first stage here has sent."""
+        """Micro-batches of this step whose activations the first stage here has sent."""
         self._clear()
 
     def _clear(self) -> None:
@@ -158,19 +159,24 @@ class StageRunner:
         skip: Mapping[int, frozenset[int]],
         hooks: Hooks,
         given: Mapping[Action, torch.Tensor] | None = None,
+        stages: Sequence[LocalStage] | None = None,
     ) -> None:
         """Run `actions` of `step`. Returns when all gradients are collected and messages sent.
 
         Args:
             skip: layer -> micro-batches that some ledger has already for that layer.
             given: messages that no neighbour sends, by the action that would receive them.
+            stages: stages with some of the layers, for a partial replay; None: all stages.
 
         Raises:
             EpochAbandoned: the epoch was abandoned, here or on another rank of the
                 tensor-parallel group.
             LinkFailed: a neighbour disconnected.
         """
-        self.started, self.sent = set(), set()
+        if step != self.step:
+            self.step, self.started, self.sent = step, set(), set()
+        stages = stages or self._all_stages
+        self._first, self._stages = stages[0], {stage.number: stage for stage in stages}
         self._clear()
         self._received.update(given or {})
         try:
@@ -211,9 +217,8 @@ class StageRunner:
     def _post_receives(self, actions: Sequence[Action]) -> None:
         incoming: dict[int, list[Action]] = defaultdict(list)
         for action in actions:
-            stage = self._stage(action)
             if action.kind.receives:
-                incoming[self._sender(stage, action)].append(action)
+                incoming[self._sender(self._stages[action.stage], action)].append(action)
         self._expected = {
             rank: _PostedReceives(expected, partial(self._post_receive, rank))
             for rank, expected in incoming.items()
@@ -222,22 +227,14 @@ class StageRunner:
     def _post_receive(self, rank: int, action: Action) -> Receive:
         return self._links.recv(rank, _tag(action))
 
-    def _stage(self, action: Action) -> LocalStage:
-        stage = self._stages.get(action.stage)
-        if stage is None:
-            remedy = f"name a stage of this worker: {sorted(self._stages)}"
-            raise FieldError("actions", str(action), remedy)
-        return stage
-
     @staticmethod
     def _sender(stage: LocalStage, action: Action) -> int:
         rank = stage.previous if action.kind is Kind.RECV_F else stage.following
-        if rank is None:
-            raise FieldError("actions", str(action), "this stage has no neighbour on that side")
+        assert rank is not None, f"{action}: this stage has no neighbour on that side"
         return rank
 
     def _act(self, step: int, action: Action) -> None:
-        stage, m = self._stage(action), action.microbatch
+        stage, m = self._stages[action.stage], action.microbatch
         if action.kind.computes:
             self.agreement.check()
         match action.kind:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial as bind
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -22,8 +21,8 @@ from elastic.domain.types import Plan, StepRecord
 from elastic.planning.plan.rank_map import Roster
 from elastic.planning.plan.schemes import gradients_of
 from elastic.planning.schedule.schedule import Action, Kind, actions_of, units_of
-from elastic.worker.backup.policy import Protection
-from elastic.worker.control.agent_client import TrainingPosition
+from elastic.worker.backup.protection import Protection
+from elastic.worker.control.agent_client import AgentClient
 from elastic.worker.control.step_timing import StepTimer
 from elastic.worker.engine.allreduce import GradientAllReduce
 from elastic.worker.engine.commit import Commit, commit
@@ -31,12 +30,11 @@ from elastic.worker.engine.incremental_allreduce import IncrementalAllReduce
 from elastic.worker.engine.injector import FaultInjector
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.sharded_update import ParameterGather
-from elastic.worker.engine.stage import LocalStage
+from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import StageRunner
-from elastic.worker.model.layers import LayerStack, Microbatch
+from elastic.worker.model.layers import Microbatch, Tied
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.replica import LayerReplica
-from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import Links
 
 UNRECEIVED_PER_UNIT = 2
@@ -54,69 +52,57 @@ class StepResult:
     seconds: float
 
 
+@dataclass(kw_only=True, eq=False)
 class StepRunner:
-    """Runs the steps of one epoch on one worker. It also implements the stage runner's hooks.
+    """Runs the steps of one epoch on one worker. It also implements the stage runner's hooks."""
 
-    Args:
-        data: data(step, index) -> micro-batch on this device.
-        tp_sync: maximum of a flag over the tensor-parallel group; None without one.
-        boundary_requested: returns the epoch for which all workers shall stop after this step,
-            or 0.
-        on_microbatch: called when a stage has collected a micro-batch.
-        partial: partial replays that precede the first step; None without any.
-    """
+    plan: Plan
+    roster: Roster
+    replicas: Sequence[LayerReplica]
+    links: Links
+    tied: Tied
+    optimizer: OptimizerSpec
+    data: Callable[[int, int], Microbatch]
+    """data(step, index) -> micro-batch on this device."""
+    tp_sync: Callable[[bool], bool] | None
+    """Maximum of a flag over the tensor-parallel group; None without one."""
+    protection: Protection
+    injector: FaultInjector
+    agent: AgentClient
+    on_microbatch: Callable[[], None]
+    """Called when a stage has collected a micro-batch."""
+    partial: PartialRunner
+    """Partial replays that precede the first step."""
 
-    def __init__(
-        self,
-        *,
-        plan: Plan,
-        roster: Roster,
-        rank: int,
-        replicas: Sequence[LayerReplica],
-        links: Links,
-        stack: LayerStack,
-        optimizer: OptimizerSpec,
-        data: Callable[[int, int], Microbatch],
-        abandon: AbandonSignal,
-        tp_sync: Callable[[bool], bool] | None,
-        protection: Protection,
-        injector: FaultInjector,
-        position: TrainingPosition,
-        boundary_requested: Callable[[], int],
-        on_microbatch: Callable[[], None],
-        partial: PartialRunner | None = None,
-    ) -> None:
-        self._plan, self._roster, self._replicas, self._links = plan, roster, replicas, links
-        self._optimizer, self._protection = optimizer, protection
-        self._injector, self._position = injector, position
-        self._boundary_requested, self._on_microbatch = boundary_requested, on_microbatch
-        self._member = roster.members[rank]
-        self._make_runner = bind(
-            StageRunner,
-            links=links,
+    step: int = field(default=-1, init=False)
+    record: StepRecord | None = field(default=None, init=False)
+    """Record of the last step whose update has begun here."""
+
+    def __post_init__(self) -> None:
+        plan, links, replicas, roster = self.plan, self.links, self.replicas, self.roster
+        self._position, log = self.agent.position, self.protection.log
+        self._member = roster.members[links.rank]
+        self.runner = StageRunner(
+            stages_of_rank(roster, links.rank, replicas),
+            links,
             n_microbatches=plan.n_microbatches,
-            data=data,
-            abandon=abandon,
-            tp_sync=tp_sync,
-            keep=protection.log.keep if protection.log is not None else None,
+            data=self.data,
+            tp_sync=self.tp_sync,
+            keep=log.keep if log is not None else None,
         )
-        self.runner = self._make_runner(stages_of_rank(roster, rank, replicas))
-        self._partial, self._in_partial_replay = partial, False
+        self._in_partial_replay = self._computing = False
+        self._began = 0.0
         n_units = len(units_of(plan.pipelines[self._member.pipeline]))
         links.max_unreceived = max(links.max_unreceived, UNRECEIVED_PER_UNIT * n_units)
-        self._all_reduce = GradientAllReduce(replicas, links, roster, rank, stack.tied)
-        self._parameter_gather = ParameterGather(replicas, links, roster, rank)
-        self._tied = {layer for group in stack.tied for layer, _ in group}
+        self._all_reduce = GradientAllReduce(replicas, links, roster, self.tied)
+        self._parameter_gather = ParameterGather(replicas, links, roster)
         every = gradients_of(plan.gradients).rounds
         self._incremental: IncrementalAllReduce | None = None
         if every:
             self._incremental = IncrementalAllReduce(
-                replicas, links, roster, rank, every, self.runner.agreement
+                replicas, links, roster, every, self.runner.agreement
             )
-        self.step, self._began, self._computing = -1, 0.0, False
-        self.timer = StepTimer(links.device, lambda: protection.sending)
-        self.record: StepRecord | None = None
-        """Record of the last step whose update has begun here."""
+        self.timer = StepTimer(links.device, lambda: self.protection.sending)
 
     def run(
         self, step: int, todo: Sequence[tuple[int, ...]], covered: Mapping[int, frozenset[int]]
@@ -133,41 +119,37 @@ class StepRunner:
         """
         started = time.perf_counter()
         self.step = step
-        self._injector.reach(step, Phase.START)
+        self.injector.reach(step, Phase.START)
         self._run_partial_replay(covered)
         self._run_schedule(todo, covered)
         with self.runner.agreement:
             reduced, agreed = self._reduce_and_commit()
-        clip = _clip(agreed.norm, self._optimizer.clip_norm)
+        clip = _clip(agreed.norm, self.optimizer.clip_norm)
         self.record = StepRecord(step, clip, agreed.norm, agreed.loss)
-        lr = self._optimizer.lr(step)
+        lr = self.optimizer.lr(step)
         self._update(reduced, clip, lr)
         with self.runner.agreement:
             self._parameter_gather.gather()
         return StepResult(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
 
     def _run_partial_replay(self, covered: Mapping[int, frozenset[int]]) -> None:
-        """Run the partial replays, once. Their compute is not timed."""
-        if self._partial is None:
-            return
-        if self._partial.step == self.step:
+        """Run the partial replays before the epoch's first step. Their compute is not timed."""
+        if self.partial.step == self.step:
             self._in_partial_replay = True
-            self._partial.run(self._make_runner, covered, self)
+            self.partial.run(self.runner, covered, self)
             self._stretch()
             self._in_partial_replay = False
-        else:
-            self._partial = None
 
     def _run_schedule(
         self, todo: Sequence[tuple[int, ...]], covered: Mapping[int, frozenset[int]]
     ) -> None:
         """Run this worker's part of the pipelines' schedules."""
-        pipeline = self._plan.pipelines[self._member.pipeline]
+        pipeline = self.plan.pipelines[self._member.pipeline]
         actions = actions_of(pipeline, todo[self._member.pipeline])[self._member.stage]
         if not actions:
             # Otherwise the initial copies of the epoch are published after the first micro-batch.
             with self.runner.agreement:
-                self._protection.enter()
+                self.protection.enter()
         if self._incremental is not None:
             self._position.update("wait", self.step)
             with self.runner.agreement:
@@ -179,17 +161,17 @@ class StepRunner:
         """Reduce the gradients and commit. Returns layer -> reduced gradient, and the commit."""
         step = self.step
         self._position.update("wait", step)
-        self._protection.after_microbatches()
-        reduced = self._reduce(lambda layer: self._injector.reach(step, Phase.REDUCE))
-        norms_sq = {r.index: r.norm_sq(reduced[r.index]) for r in self._replicas}
-        self._protection.before_commit(step, reduced)
+        self.protection.after_microbatches()
+        reduced = self._reduce(lambda layer: self.injector.reach(step, Phase.REDUCE))
+        norms_sq = {r.index: r.norm_sq(reduced[r.index]) for r in self.replicas}
+        self.protection.before_commit(step, reduced)
         agreed = commit(
-            self._links,
-            self._roster,
-            self._replicas if self._incremental is None else self._incremental.parts(),
+            self.links,
+            self.roster,
+            self.replicas if self._incremental is None else self._incremental.parts(),
             norms_sq,
             step=step,
-            halt_epoch=self._boundary_requested() or -1,
+            halt_epoch=self.agent.boundary_requested() or -1,
             common=self._incremental is not None,
         )
         return reduced, agreed
@@ -198,32 +180,21 @@ class StepRunner:
         """Return layer -> gradient for the update."""
         if self._incremental is None:
             return self._all_reduce.run(on_layer)
-        sums = self._incremental.finish(self._tied, on_layer)
-        self._protection.settle()
+        tied = {layer for group in self.tied for layer, _ in group}
+        sums = self._incremental.finish(tied, on_layer)
+        self.protection.settle()
         return self._all_reduce.sum_tied(sums)
 
     def _update(self, reduced: dict[int, Tensor], clip: float, lr: float) -> None:
         """Update all layers and publish their new state."""
         self._position.update("compute", self.step)
-        self._protection.before_update(reduced, clip)
-        for replica in self._replicas:
+        self.protection.before_update(reduced, clip)
+        for replica in self.replicas:
             replica.update(reduced[replica.index], clip, lr)
-            self._protection.retire(replica)
-            self._injector.reach(self.step, Phase.OPTIMIZER)
-        self._protection.after_update()
+            self.protection.retire(replica)
+            self.injector.reach(self.step, Phase.OPTIMIZER)
+        self.protection.after_update()
         self._position.update("wait", self.step)
-
-    @property
-    def started(self) -> frozenset[int]:
-        """Micro-batches of the current step whose forward pass has begun here."""
-        replayed = self._partial.started if self._partial else frozenset()
-        return frozenset(self.runner.started) | replayed
-
-    @property
-    def sent(self) -> frozenset[int]:
-        """Micro-batches of the current step whose activations this worker has sent."""
-        replayed = self._partial.sent if self._partial else frozenset()
-        return frozenset(self.runner.sent) | replayed
 
     # ---- hooks of the stage runner ----
 
@@ -233,9 +204,9 @@ class StepRunner:
         activity = "compute" if action.kind.computes else "wait"
         self._position.update(activity, self.step, action.microbatch)
         if action.kind is Kind.F:
-            self._injector.reach(self.step, Phase.FORWARD, action.microbatch)
+            self.injector.reach(self.step, Phase.FORWARD, action.microbatch)
         elif action.kind in (Kind.B, Kind.INPUT):
-            self._injector.reach(self.step, Phase.BACKWARD, action.microbatch)
+            self.injector.reach(self.step, Phase.BACKWARD, action.microbatch)
         self._began = time.perf_counter()
         if self._computing and not self._in_partial_replay:
             self.timer.begin(action)
@@ -243,34 +214,19 @@ class StepRunner:
     def on_backward(self, index: int) -> None:
         self._stretch()
         self._position.update("wait")
-        self._on_microbatch()
+        self.on_microbatch()
         if self._incremental is not None and not self._in_partial_replay:
             self._incremental.after_microbatch()
             if self._incremental.shared:
-                self._protection.settle()
-        self._protection.after_microbatch(self.step)
+                self.protection.settle()
+        self.protection.after_microbatch(self.step)
 
     def _stretch(self) -> None:
         """End the current compute action; prolong it if a fault slows this worker."""
         if self._computing:
             self._computing = False
-            self._injector.stretch(time.perf_counter() - self._began)
+            self.injector.stretch(time.perf_counter() - self._began)
             self.timer.end()
-
-
-def stages_of_rank(roster: Roster, rank: int, replicas: Sequence[LayerReplica]) -> list[LocalStage]:
-    """The stages of `rank`, in model order. `replicas` are all of its layers."""
-    layers, places = {replica.index: replica for replica in replicas}, roster.places(rank)
-    return [
-        LocalStage(
-            [layers[layer] for layer in place.stage.layers],
-            previous=place.previous,
-            following=place.following,
-            number=place.number if len(places) > 1 else -1,
-            recompute=place.stage.recompute,
-        )
-        for place in places
-    ]
 
 
 def _clip(norm: float, limit: float | None) -> float:

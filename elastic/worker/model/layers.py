@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -105,16 +104,8 @@ class LayerStack(ABC):
         """Describe all layers for the planner without allocating weights. Times are relative."""
 
 
-class ParameterShape(NamedTuple):
-    """Description of a parameter that is not allocated."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def layer_spec(
-    parameters: Sequence[ParameterShape],
+    parameters: Iterable[tuple[str, Tensor]],
     accumulate: Accumulate,
     optimizer: OptimizerSpec | None,
     *,
@@ -122,20 +113,21 @@ def layer_spec(
     activation_bytes: int = 0,
     output_bytes: int = 0,
 ) -> LayerSpec:
-    """Describe a layer of these parameters. A backward pass counts as two forward passes."""
-    layout = FlatLayout.of(
-        (p.name, torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in parameters
-    )
+    """Describe a layer of these parameters, (name, tensor on the meta device).
+
+    A backward pass counts as two forward passes.
+    """
+    named = list(parameters)
     elements: dict[torch.dtype, int] = {}
-    for place, parameter in zip(layout.ranges, parameters, strict=True):
-        elements[parameter.dtype] = elements.get(parameter.dtype, 0) + place.stop - place.start
+    for _, parameter in named:
+        elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
     return LayerSpec(
         param_bytes=sum(n * dtype.itemsize for dtype, n in elements.items()),
         state_bytes=sum(
             n * (optimizer.state_bytes_per_element(dtype) if optimizer else ADAM_BYTES)
             for dtype, n in elements.items()
         ),
-        gradient_bytes=layout.numel * DTYPES[accumulate].itemsize,
+        gradient_bytes=FlatLayout.of(named).numel * DTYPES[accumulate].itemsize,
         forward_s=forward_s,
         backward_s=2 * forward_s,
         activation_bytes=activation_bytes,
@@ -166,9 +158,6 @@ class ListStack(LayerStack):
         return len(self.builders)
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        if tp.size != 1:
-            remedy = "layers given as a list run without tensor parallelism; use 1"
-            raise FieldError("tp", tp.size, remedy)
         module = self._initial(index)
         for (first, first_name), *others in self.tied:
             for name in (name for layer, name in others if layer == index):
@@ -178,8 +167,8 @@ class ListStack(LayerStack):
         return module.to(device)
 
     def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        module = self._on_meta(index) if tp.size == 1 else None
-        if module is None or _holds_constants(module):
+        module = self._on_meta(index)
+        if _holds_constants(module):
             return self.build(index, device, tp)
         return module.to_empty(device=device)
 
@@ -188,10 +177,9 @@ class ListStack(LayerStack):
     ) -> tuple[LayerSpec, ...]:
         described = []
         for index in range(self.n_layers):
-            parameters = dict(self._on_meta(index).named_parameters())
-            shapes = [ParameterShape(n, tuple(p.shape), p.dtype) for n, p in parameters.items()]
-            forward_s = 2e-9 * (sum(p.numel() for p in parameters.values()) + 1)
-            described.append(layer_spec(shapes, accumulate, optimizer, forward_s=forward_s))
+            parameters = list(self._on_meta(index).named_parameters())
+            forward_s = 2e-9 * (sum(p.numel() for _, p in parameters) + 1)
+            described.append(layer_spec(parameters, accumulate, optimizer, forward_s=forward_s))
         return tuple(described)
 
     def _initial(self, index: int) -> nn.Module:

@@ -117,7 +117,6 @@ class LayerOptimizer:
                 )
         self.targets: dict[str, Parameter] = {**self.parameters, **self.masters}
         self.optimizer = spec.factory(self._groups(spec, dict(parameters)))
-        self._check_groups()
         self._initial = [self._scalars(group) for group in self.optimizer.param_groups]
 
     def portion_of(self, tensor: Tensor) -> Tensor:
@@ -129,15 +128,12 @@ class LayerOptimizer:
 
     def _groups(self, spec: OptimizerSpec, whole: Mapping[str, Parameter]) -> ParameterGroups:
         """The spec's parameter groups, with whole parameters replaced by the update targets."""
-        if self.portion == WHOLE:
-            return spec.groups(list(self.targets.items()))
         target_of = {id(parameter): self.targets[name] for name, parameter in whole.items()}
         groups = spec.groups(list(whole.items()))
-        unknown = [p for group in groups for p in group["params"] if id(p) not in target_of]
-        if unknown:
-            raise FieldError(
-                "groups", len(unknown), "the function must return the parameters given to it"
-            )
+        held = [id(p) for group in groups for p in group["params"]]
+        if sorted(held) != sorted(target_of):
+            remedy = "every parameter of the layer, and no other, must be in exactly one group"
+            raise FieldError("groups", f"{len(held)} parameters", remedy)
         return [
             {**group, "params": [target_of[id(p)] for p in group["params"]]} for group in groups
         ]
@@ -205,13 +201,6 @@ class LayerOptimizer:
     def _scalars(group: dict[str, Any]) -> dict[str, Any]:
         simple = (bool, int, float, str)
         return {k: v for k, v in group.items() if k != "lr" and isinstance(v, simple)}
-
-    def _check_groups(self) -> None:
-        held = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
-        missing = [n for n, p in self.targets.items() if id(p) not in held]
-        if missing or len(held) != len(self.targets):
-            remedy = "every parameter of the layer must be in exactly one group"
-            raise FieldError("groups", missing or held, remedy)
 
 
 def constant(lr: float) -> LearningRate:

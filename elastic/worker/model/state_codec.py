@@ -126,54 +126,37 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def merge_shards(runs: Sequence[Tensor]) -> Tensor:
-    """Join the runs of all TP ranks, in rank order, to the run of TP size 1.
-
-    Raises VaultError if the runs do not fit together.
-    """
-    shards = [read_state(run) for run in runs]
-    header, first = shards[0]
-    for rank, (other, tensors) in enumerate(shards):
-        names = [(t.name, t.shard_dim) for t in tensors]
-        if other.version != header.version or names != [(t.name, t.shard_dim) for t in first]:
-            versions = f"version {other.version} and {header.version}"
-            raise VaultError(f"TP rank {rank} does not match rank 0: {versions}")
-    whole = []
-    for place, (name, tensor, dim, _) in enumerate(first):
-        parts = [tensors[place].tensor for _, tensors in shards]
-        if dim < 0 and not all(torch.equal(parts[0], part) for part in parts[1:]):
-            remedy = "is not split along a dimension: TP size must stay"
-            raise VaultError(f"{name} differs between TP ranks and {remedy}")
-        joined = torch.cat(parts, dim) if dim >= 0 and len(parts) > 1 else tensor
-        whole.append(NamedTensor(name, joined, dim))
-    return _run(header, whole)
-
-
-def slice_shard(run: Tensor, rank: int, size: int) -> Tensor:
-    """Cut the run of TP rank `rank` of `size` out of the run of TP size 1."""
-    header, tensors = read_state(run)
-    part = []
-    for name, tensor, dim, _ in tensors:
-        if dim >= 0 and tensor.shape[dim] % size:
-            remedy = f"must divide dimension {dim} of {name}, which is {tensor.shape[dim]}"
-            raise FieldError("tp", size, remedy)
-        mine = tensor.chunk(size, dim)[rank] if dim >= 0 else tensor
-        part.append(NamedTensor(name, mine, dim))
-    return _run(header, part)
-
-
 def reshard(runs: Sequence[Tensor], rank: int, size: int) -> Tensor:
-    """Return the run of TP rank `rank` of `size` from the runs of all ranks of any TP size."""
+    """Return the run of TP rank `rank` of `size` from the runs of all ranks of any TP size.
+
+    Raises VaultError if the runs do not fit together, and FieldError if a split tensor cannot
+    be cut for `size` ranks.
+    """
     if len(runs) == size:
         return runs[rank]
-    whole = merge_shards(runs)
-    return whole if size == 1 else slice_shard(whole, rank, size)
-
-
-def _run(header: StateHeader, tensors: Sequence[NamedTensor]) -> Tensor:
-    plan = plan_state(header.version, tensors, header.extra)
+    shards = [read_state(run) for run in runs]
+    header, first = shards[0]
+    for other, (theirs, tensors) in enumerate(shards):
+        names = [(t.name, t.shard_dim) for t in tensors]
+        if theirs.version != header.version or names != [(t.name, t.shard_dim) for t in first]:
+            versions = f"version {theirs.version} and {header.version}"
+            raise VaultError(f"TP rank {other} does not match rank 0: {versions}")
+    mine = []
+    for place, (name, tensor, dim, _) in enumerate(first):
+        parts = [tensors[place].tensor for _, tensors in shards]
+        if dim >= 0:
+            whole = torch.cat(parts, dim)
+            if whole.shape[dim] % size:
+                remedy = f"must divide dimension {dim} of {name}, which is {whole.shape[dim]}"
+                raise FieldError("tp", size, remedy)
+            tensor = whole.chunk(size, dim)[rank]
+        elif not all(torch.equal(tensor, part) for part in parts[1:]):
+            remedy = "is not split along a dimension: TP size must stay"
+            raise VaultError(f"{name} differs between TP ranks and {remedy}")
+        mine.append(NamedTensor(name, tensor, dim))
+    plan = plan_state(header.version, mine, header.extra)
     out = torch.empty(plan.nbytes, dtype=torch.uint8)
-    plan.write(out, tensors)
+    plan.write(out, mine)
     return out
 
 

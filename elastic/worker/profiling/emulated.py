@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.planning.cost.profile import LayerTimes, Profile
 from elastic.worker.model import rng as randomness
@@ -185,9 +184,6 @@ class EmulatedStack(LayerStack):
         return len(self._profile.layers)
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        if tp.size != 1:
-            remedy = "emulated layers run without tensor parallelism; use 1"
-            raise FieldError("tp", tp.size, remedy)
         value = randomness.derive_parameter_seed(self.seed, index, "weight") / 2**63
         spec, times = self._profile.layers[index], self._times[index]
         return EmulatedLayer(spec, times, value, index == self.n_layers - 1, self._timer)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -22,14 +21,14 @@ from torch import Tensor
 from elastic.domain import codec
 from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec, LayerSpec
-from elastic.planning.cost.profile import Device, LayerTimes, Measurement, MeasurementRequest
+from elastic.planning.cost.profile import Device, Measurement, MeasurementRequest, profile_of
 from elastic.worker.context import TrainingJob
 from elastic.worker.control.agent_client import WorkerSettings
+from elastic.worker.control.step_timing import mark, seconds_between, synchronize
 from elastic.worker.model.device import activation_bytes, choose_device
 from elastic.worker.model.layers import Microbatch, TensorParallel
 from elastic.worker.model.split_backward import WeightBackward, backward_input
-from elastic.worker.replica.build import build_replica
-from elastic.worker.replica.replica import LayerReplica
+from elastic.worker.replica.replica import LayerReplica, shard_dim
 
 
 def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
@@ -64,18 +63,10 @@ def _write_result(
     measured: list[tuple[LayerSpec, int]],
 ) -> None:
     """Write the measurement to `order.out`. `measured`: (layer, index of the measured layer)."""
-    times = tuple(
-        LayerTimes(
-            layer.forward_s,
-            layer.backward_s,
-            layer.backward_input_s,
-            layer.backward_weight_s,
-            layer.update_s,
-        )
-        for layer, _ in measured
-    )
+    layers = tuple(layer for layer, _ in measured)
+    times = profile_of(layers).devices[0].layers
     measurement = Measurement(
-        layers=tuple(layer for layer, _ in measured),
+        layers=layers,
         device=Device(order.device or _device_name(device), times, _device_memory(device)),
         like=tuple(index for _, index in measured),
         stated=spec.layers,
@@ -93,35 +84,28 @@ class _LayerMeasurement:
     def __init__(
         self, job: TrainingJob, device: torch.device, tp: TensorParallel, order: MeasurementRequest
     ) -> None:
-        self._job, self._spec, self._device, self._tp = job, job.spec, device, tp
-        self._timer = _CallTimer(device, order.warmup, order.repeat)
+        self._job, self._device, self._tp, self._order = job, device, tp, order
 
     def run(self, microbatch: Microbatch) -> list[tuple[LayerSpec, int]]:
         """Return per layer (measured values, index of the equal layer that was measured)."""
+        job, last = self._job, self._job.spec.n_layers - 1
         hidden: Tensor | None = None
         known: dict[object, tuple[LayerSpec, int, Tensor]] = {}
         results = []
-        for index in range(self._spec.n_layers):
-            replica = self._build(index)
-            at_end = index in (0, self._spec.n_layers - 1)
-            key = _signature(replica, hidden, at_end, index)
+        for index in range(last + 1):
+            replica = job.replica(index, self._tp, self._device)
+            key = index if index in (0, last) else _signature(replica, hidden)
             if key not in known:
                 known[key] = self._measure(replica, hidden, microbatch)
             layer, measured_index, hidden = known[key]
             results.append((layer, measured_index))
         return results
 
-    def _build(self, index: int) -> LayerReplica:
-        job, seed = self._job, self._job.spec.seed
-        return build_replica(
-            job.stack, index, self._tp, job.optimizer, job.accumulate, seed, self._device
-        )
-
     def _measure(
         self, replica: LayerReplica, hidden: Tensor | None, microbatch: Microbatch
     ) -> tuple[LayerSpec, int, Tensor]:
         """Return (measured values, layer index, output)."""
-        last = replica.index == self._spec.n_layers - 1
+        last = replica.index == self._job.spec.n_layers - 1
         run = _MeasuredPass(replica, hidden, microbatch)
         activations = activation_bytes(run.forward, replica.module, self._device)
         output = run.forward().detach()
@@ -130,10 +114,20 @@ class _LayerMeasurement:
         def update() -> None:
             replica.update(reduced, 1.0, 0.0)
 
+        def until_weight_part() -> None:
+            run.forward()
+            run.input_part()
+
         def seconds(
-            call: Callable[[], object], before: Callable[[], object] | None = None
+            call: Callable[[], object], before: Callable[[], object] = lambda: None
         ) -> float:
-            return self._timer.seconds(call, run.clear, before)
+            """Median seconds of `call`. `before` and `clear` run around it and do not count."""
+            times = []
+            for _ in range(self._order.warmup + self._order.repeat):
+                before()
+                times.append(self._seconds(call))
+                run.clear()
+            return median(times[self._order.warmup :])
 
         layer = LayerSpec(
             **_layer_bytes(replica, self._tp.size, update),
@@ -142,10 +136,21 @@ class _LayerMeasurement:
             forward_s=seconds(run.forward),
             backward_s=seconds(run.backward, before=run.forward),
             backward_input_s=seconds(run.input_part, before=run.forward),
-            backward_weight_s=seconds(run.weight_part, before=run.until_weight_part),
+            backward_weight_s=seconds(run.weight_part, before=until_weight_part),
             update_s=seconds(update),
         )
         return layer, replica.index, output
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        """Seconds of one call, until the device has done its work."""
+        synchronize(self._device)
+        began = mark(self._device)
+        call()
+        ended = mark(self._device)
+        synchronize(self._device)
+        seconds = seconds_between(began, ended)
+        assert seconds is not None
+        return seconds
 
 
 class _MeasuredPass:
@@ -159,7 +164,7 @@ class _MeasuredPass:
         if hidden is not None:
             self._hidden = hidden.detach().requires_grad_(hidden.is_floating_point())
         self._weights = [p for p in replica.module.parameters() if p.requires_grad]
-        self._out: Tensor | None = None
+        self._out = torch.empty(0)
         self._rest: WeightBackward | None = None
 
     def forward(self) -> Tensor:
@@ -167,19 +172,13 @@ class _MeasuredPass:
         return self._out
 
     def backward(self) -> None:
-        assert self._out is not None
         torch.autograd.backward(self._out, self._gradient())
-        self._collect()
+        self._replica.collect(0, skip=False)
 
     def input_part(self) -> None:
         """Run the input part; it is empty for a layer without an input."""
         if self._hidden is not None:
-            assert self._out is not None
             self._rest = backward_input(self._out, self._gradient(), self._hidden, self._weights)
-
-    def until_weight_part(self) -> None:
-        self.forward()
-        self.input_part()
 
     def weight_part(self) -> None:
         """Run the weight part; it is the whole backward pass for a layer without an input."""
@@ -187,70 +186,23 @@ class _MeasuredPass:
             self.backward()
         else:
             self._rest.run()
-            self._collect()
+            self._replica.collect(0, skip=False)
 
     def _gradient(self) -> Tensor:
         """Gradient of the output, small enough that no sum overflows."""
-        assert self._out is not None
         return torch.full_like(self._out, 1.0 / self._out.numel())
-
-    def _collect(self) -> None:
-        self._replica.collect(0, skip=False)
 
     def clear(self) -> None:
         """Restore the initial state for the next repetition."""
-        self._out = self._rest = None
-        for parameter in self._weights:
-            parameter.grad = None
+        self._out, self._rest = torch.empty(0), None
+        self._replica.module.zero_grad()
         if self._hidden is not None:
             self._hidden.grad = None
         self._replica.clear()
 
 
-class _CallTimer:
-    """Measures the median time of repeated calls."""
-
-    def __init__(self, device: torch.device, warmup: int, repeat: int) -> None:
-        self._device, self._warmup, self._repeat = device, warmup, repeat
-
-    def seconds(
-        self,
-        call: Callable[[], object],
-        after: Callable[[], None],
-        before: Callable[[], object] | None = None,
-    ) -> float:
-        """Median seconds of `call`. `before` and `after` run around each call and do not count."""
-        times = []
-        for i in range(self._warmup + self._repeat):
-            if before is not None:
-                before()
-            seconds = self._once(call)
-            after()
-            if i >= self._warmup:
-                times.append(seconds)
-        return median(times)
-
-    def _once(self, call: Callable[[], object]) -> float:
-        if self._device.type != "cuda":
-            began = time.perf_counter()
-            call()
-            return time.perf_counter() - began
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(self._device)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000.0
-
-
-def _signature(replica: LayerReplica, hidden: Tensor | None, at_end: bool, index: int) -> object:
-    """Key that is equal for layers with equal modules, parameters and inputs.
-
-    The first and the last layer (`at_end`) equal no other.
-    """
-    if at_end:
-        return index
+def _signature(replica: LayerReplica, hidden: Tensor | None) -> object:
+    """Key that is equal for layers with equal modules, parameters and inputs."""
     assert hidden is not None
     named = replica.module.named_parameters()
     parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in named)
@@ -263,14 +215,12 @@ def _layer_bytes(replica: LayerReplica, tp: int, update: Callable[[], None]) -> 
     Updates the layer once, because most optimizers create their state then.
     """
     update()
-    state, parts = replica.optimizer_bytes(), {}
-    for name, parameter in replica.module.named_parameters():
-        parts[name] = tp if getattr(parameter, "partition_dim", -1) >= 0 else 1
     parameters = dict(replica.module.named_parameters())
+    parts = {name: tp if shard_dim(p) >= 0 else 1 for name, p in parameters.items()}
     element = replica.gradient.element_size()
     return {
         "param_bytes": sum(p.nbytes * parts[n] for n, p in parameters.items()),
-        "state_bytes": sum(nbytes * parts[n] for n, nbytes in state.items()),
+        "state_bytes": sum(nbytes * parts[n] for n, nbytes in replica.optimizer_bytes().items()),
         "gradient_bytes": sum(p.numel() * element * parts[n] for n, p in parameters.items()),
     }
 

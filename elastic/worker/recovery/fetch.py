@@ -38,15 +38,14 @@ class Fetcher:
         *,
         timeout_s: float = DEFAULT_TIMEOUTS.bulk_s,
     ) -> None:
-        """`node`: this node; `vaults`: node -> host:port; `abandon` ends all transfers if set."""
-        self._node, self._abandon = node, abandon
+        """`node`: this node; `vaults`: node -> host:port; `abandon` ends all transfers."""
+        self._node, self._abandon = node, abandon or AbandonSignal()
         self._clients = {
             name: VaultClient(address, node=node, timeout_s=timeout_s)
             for name, address in vaults.items()
             if address
         }
-        if abandon is not None:
-            abandon.subscribe(self._close_clients)
+        self._abandon.subscribe(self._close_clients)
 
     def fetch(self, copy: Copy) -> FetchedCopy:
         """Read the bytes of `copy` from the vault of `copy.node`.
@@ -64,15 +63,13 @@ class Fetcher:
                 return FetchedCopy(out, "shared-memory")
             client.get(copy, as_memory(out))
         except VaultError:
-            if self._abandon is not None:
-                self._abandon.check()
+            self._abandon.check()
             raise
         return FetchedCopy(out, f"peer:{copy.node}")
 
     def close(self) -> None:
         """End transfers in progress and close all connections."""
-        if self._abandon is not None:
-            self._abandon.unsubscribe(self._close_clients)
+        self._abandon.unsubscribe(self._close_clients)
         self._close_clients()
 
     def _close_clients(self) -> None:

@@ -43,16 +43,15 @@ class StateLoader:
         build: Callable[[int, bool, Portion], LayerReplica],
         fetcher: Fetcher,
         lr: Callable[[int], float],
-        reached: Callable[[], None],
-        check: Callable[[], None],
+        after_layer: Callable[[], None],
         tied: Tied,
     ) -> None:
         """`build`(layer, empty, portion) makes a replica; `lr` is the learning rate of a step.
 
-        `reached` is called after each layer, for injected faults. `check` raises EpochAbandoned.
+        `after_layer` is called after each layer; it may raise EpochAbandoned.
         """
         self._build, self._fetcher, self._lr = build, fetcher, lr
-        self._reached, self._check, self._tied = reached, check, tied
+        self._after_layer, self._tied = after_layer, tied
         self._fetches: dict[str, Future[FetchedCopy]] = {}
 
     @staticmethod
@@ -92,7 +91,6 @@ class StateLoader:
                 for c in needed_messages(assignment, member)
             }
             for layer in member.layers:
-                self._check()
                 recipe, portion = recipes.get(layer), portions[layer]
                 if recipe is None:
                     replica, source = self._build(layer, False, portion), "initial"
@@ -103,7 +101,7 @@ class StateLoader:
                     self._load_gradients(recipe, replica, kept=kept)
                 loaded.replicas.append(replica)
                 loaded.sources.append(source)
-                self._reached()
+                self._after_layer()
             loaded.messages = {key: fetch.result().data for key, fetch in messages.items()}
         return loaded
 

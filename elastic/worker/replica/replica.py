@@ -13,13 +13,12 @@ from elastic.domain.errors import LedgerError, VaultError
 from elastic.domain.types import WHOLE, Portion
 from elastic.worker.model import gradients
 from elastic.worker.model import rng as randomness
-from elastic.worker.model.gradients import Accumulator
+from elastic.worker.model.gradients import Accumulator, FlatLayout
 from elastic.worker.model.layers import Microbatch, TensorParallel
 from elastic.worker.model.optimizer import LayerOptimizer
 from elastic.worker.model.state_codec import (
     NamedTensor,
     StatePlan,
-    as_bytes,
     plan_state,
     read_state,
 )
@@ -61,6 +60,8 @@ class LayerReplica(GradientSum):
         self.layout = accumulator.layout
         self.device = accumulator.flat.device
         self._optimizer = optimizer
+        self._targets = FlatLayout.of(optimizer.targets.items())
+        """Layout of an update's input: the gradients of the tensors that the update changes."""
         self._in_norm = [place for place in self.layout.ranges if place.name not in outside_norm]
         self._parameters = dict(module.named_parameters())
         self._plan: StatePlan | None = None
@@ -220,41 +221,25 @@ class LayerReplica(GradientSum):
     @property
     def update_nbytes(self) -> int:
         """Bytes of the input of an update."""
-        if self.portion == WHOLE:
-            return 4 * self.layout.numel
-        return 4 * max(self._target_elements, 1)
-
-    def write_update(self, reduced: Tensor, clip: float, out: Tensor) -> None:
-        """Write `update_input` to `out`, uint8 [update_nbytes] in host memory."""
-        out.copy_(as_bytes(self.update_input(reduced, clip)))
+        return 4 * max(self._targets.numel, 1)
 
     def update_input(self, reduced: Tensor, clip: float) -> Tensor:
         """The float32 gradient that `update` applies, in a new flat tensor; at least one byte."""
         flat = gradients.to_flat(reduced, clip)
         if self.portion == WHOLE:
             return flat
-        if not self._target_elements:
-            return flat.new_zeros(1)
-        return torch.cat([part.reshape(-1) for part in self._portions(flat)])
-
-    @property
-    def _target_elements(self) -> int:
-        """Elements that an update changes."""
-        return sum(target.numel() for target in self._optimizer.targets.values())
+        mine = flat.new_zeros(max(self._targets.numel, 1))
+        for view, part in zip(self._targets.views(mine), self._portions(flat), strict=True):
+            view.copy_(part)
+        return mine
 
     def apply_update(self, data: Tensor, lr: float) -> None:
-        """Repeat an update from the bytes of `write_update`; the version goes up by one."""
+        """Repeat an update from the bytes of `update_input`; the version goes up by one."""
         if data.numel() != self.update_nbytes:
             sizes = f"update of {data.numel()} bytes, not {self.update_nbytes}"
             raise VaultError(f"layer {self.index}: {sizes}")
         aligned = data.clone() if data.data_ptr() % 4 else data
-        flat = aligned.view(torch.float32).to(self.device)
-        if self.portion == WHOLE:
-            self._step(self._portions(flat), lr)
-            return
-        targets = list(self._optimizer.targets.values())
-        parts = torch.split(flat[: self._target_elements], [t.numel() for t in targets])
-        self._step([part.view(t.shape) for part, t in zip(parts, targets, strict=True)], lr)
+        self._step(self._targets.views(aligned.view(torch.float32).to(self.device)), lr)
 
     def _step(self, parts: Sequence[Tensor], lr: float) -> None:
         """Update from these portions of the gradient, in parameter order."""

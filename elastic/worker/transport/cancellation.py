@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from elastic.domain.errors import ElasticError
@@ -40,7 +41,7 @@ class AbandonSignal:
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
-        self._reason = ""
+        self.reason = ""
 
     def set(self, reason: str) -> None:
         """Abandon the epoch; only the first reason is kept.
@@ -50,7 +51,7 @@ class AbandonSignal:
         with self._lock:
             if self._event.is_set():
                 return
-            self._reason = reason
+            self.reason = reason
             self._event.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
@@ -59,10 +60,6 @@ class AbandonSignal:
     def is_set(self) -> bool:
         return self._event.is_set()
 
-    @property
-    def reason(self) -> str:
-        return self._reason
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the signal is set. Returns False after `timeout` seconds."""
         return self._event.wait(timeout)
@@ -70,7 +67,7 @@ class AbandonSignal:
     def check(self) -> None:
         """Raise EpochAbandoned if the signal is set."""
         if self._event.is_set():
-            raise EpochAbandoned(self._reason)
+            raise EpochAbandoned(self.reason)
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call `callback` when the signal is set, or now if it is set already."""
@@ -103,33 +100,20 @@ def run_abandonable(
         EpochAbandoned: the signal was set before `work` ended.
         Exception: any error of `work`.
     """
-    woken, lock = threading.Event(), threading.Lock()
-    results: list[T] = []
-    errors: list[BaseException] = []
-    left: list[bool] = []
+    woken, result = threading.Event(), Future[T]()
 
     def body() -> None:
         try:
-            result = work()
+            result.set_result(work())
         except BaseException as error:  # noqa: BLE001 - the waiting thread raises it again
-            errors.append(error)
-        else:
-            with lock:
-                results.append(result)
-                late = bool(left)
-            if late and discard is not None:
-                discard(result)
+            result.set_exception(error)
         woken.set()
 
     abandon.subscribe(woken.set)
     threads.start(name, body)
     woken.wait()
     abandon.unsubscribe(woken.set)
-    with lock:
-        if results and not abandon.is_set():
-            return results[0]
-        left.append(True)
-    if results and discard is not None:
-        discard(results[0])
+    if abandon.is_set() and discard is not None:
+        result.add_done_callback(lambda late: None if late.exception() else discard(late.result()))
     abandon.check()
-    raise errors[0]
+    return result.result()

@@ -21,19 +21,14 @@ from elastic.domain.errors import EXIT_FAILURE
 
 CAUSE_CHARS = 300
 """Maximum length of an error's text in a crash report."""
-_ACCELERATOR: type[BaseException] | tuple[()] = getattr(torch, "AcceleratorError", ())
-_MEMORY: type[BaseException] | tuple[()] = getattr(torch, "OutOfMemoryError", ())
 
 
 def is_device_fault(error: BaseException) -> bool:
     """Whether a device, its driver or a link between devices caused `error`, not the script."""
-    if (
-        not isinstance(error, RuntimeError)
-        or isinstance(error, _MEMORY)
-        or is_script_error(str(error))
-    ):
+    text, by_script = str(error), isinstance(error, torch.OutOfMemoryError)
+    if not isinstance(error, RuntimeError) or by_script or is_script_error(text):
         return False
-    return isinstance(error, _ACCELERATOR) or is_device_error(str(error))
+    return isinstance(error, torch.AcceleratorError) or is_device_error(text)
 
 
 def is_local_device_fault(error: BaseException) -> bool:

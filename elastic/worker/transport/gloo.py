@@ -100,12 +100,7 @@ class GlooTransport:
     def _open(self, name: str, rank: int, size: int) -> BackendGroup:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
-        device = (
-            ProcessGroupGloo.create_device(hostname=self._host)
-            if self._host
-            else ProcessGroupGloo.create_default_device()
-        )
-        options._devices = [device]
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
         store = PrefixStore(name, self._store)
         return cast(BackendGroup, ProcessGroupGloo(store, rank, size, options))
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -64,11 +63,3 @@ class Transport(Protocol):
 
         Any thread may call it.
         """
-
-
-def groups_of_rank(rank: int, groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Groups that contain `rank`, sorted.
-
-    All ranks open their groups in this order, so no two ranks wait for each other.
-    """
-    return sorted(group for group in set(groups) if rank in group)

@@ -42,14 +42,13 @@ MATRIX_ROWS = 256
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkProfile:
     """Fit bandwidth and latency to one-way times.
 
-    Bandwidth is the median slope between the larger sizes; latency is the time of the smallest
-    message less its transfer.
+    Bandwidth is the median slope between the larger sizes. Latency is the time of the smallest
+    message minus the time that its bytes take at this bandwidth.
     """
-    latency = seconds[0]
     points = pairwise(zip(sizes, seconds, strict=True))
     rates = [(b - a) / (t - s) for (a, s), (b, t) in points if t > s]
     rate = median(rates[-3:]) if rates else sizes[-1] / max(seconds[-1], 1e-9)
-    return LinkProfile(bytes_per_s=rate, latency_s=max(0.0, latency - sizes[0] / rate))
+    return LinkProfile(bytes_per_s=rate, latency_s=max(0.0, seconds[0] - sizes[0] / rate))
 
 
 def one_way(links: Links, nbytes: int, tag: int, repeat: int) -> float:

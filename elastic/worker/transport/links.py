@@ -15,8 +15,9 @@ of the messages. All messages of a peer, over all flows, are received in the ord
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,7 @@ from elastic.worker.transport.cancellation import (
 )
 from elastic.worker.transport.device_fault import is_local_device_fault
 from elastic.worker.transport.gloo import GlooTransport
-from elastic.worker.transport.interface import Operation, Transport, groups_of_rank
+from elastic.worker.transport.interface import Operation, Transport
 from elastic.worker.transport.rendezvous import agree_on_failed_ranks, connect_store
 from elastic.worker.transport.shaped import ShapedTransport
 from elastic.worker.transport.tensor_header import (
@@ -46,29 +47,6 @@ from elastic.worker.transport.tensor_header import (
 
 MAX_UNRECEIVED = 32
 """Default of `Links.max_unreceived`."""
-
-
-class _ErrorTranslator:
-    """Context manager that turns a transport's RuntimeError into its cause.
-
-    Raises EpochAbandoned or LinkFailed instead, except for a fault of this rank's own device.
-    """
-
-    def __init__(self, links: Links, peer: int | None) -> None:
-        self._links, self._peer = links, peer
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        if isinstance(error, RuntimeError):
-            if is_local_device_fault(error) and not self._links.abandon.is_set():
-                return
-            raise self._links.failure(self._peer, error) from error
-        if error is None:
-            self._links.abandon.check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +62,23 @@ class PendingCollective:
 
 
 class Links:
-    """Open links of one rank. `open` creates them."""
+    """Open links of one rank. `open` creates them. A single rank has no transports."""
+
+    control: GlooTransport
+    """Transport of headers and gathers, on CPU tensors."""
+    data: Transport
+    """Transport of activations and gradients, on `device`."""
 
     def __init__(
         self, epoch: int, rank: int, world_size: int, device: torch.device, abandon: AbandonSignal
     ) -> None:
         self.epoch, self.rank, self.world_size = epoch, rank, world_size
         self.device, self.abandon = device, abandon
-        self.data_device = device
-        """Device of the transport's tensors: `device`, or the CPU for gloo."""
         self._store: PrefixStore | None = None
-        self._control: GlooTransport | None = None
-        self._data: Transport | None = None
-        self._incoming: dict[int, IncomingMessages] = {}
+        self._flows: dict[tuple[int, int], _IncomingFlow] = {}
+        """(rank, tag) -> the flow that this rank receives."""
+        self._unposted: dict[int, deque[Receive]] = defaultdict(deque)
+        """Rank -> receives that wait for the header of their flow, or behind such a receive."""
         self._sent_specs: dict[tuple[int, int], TensorSpec] = {}
         """(rank, tag) -> dtype and shape of the flow's messages."""
         self._unreceived: deque[tuple[Operation, torch.Tensor, Transport]] = deque()
@@ -119,7 +101,6 @@ class Links:
         host: str = "127.0.0.1",
         holder_sets: Sequence[tuple[int, ...]] = (),
         pairs: Sequence[tuple[int, int]] = (),
-        backend: str = "",
         shaper: LinkShaper | None = None,
         remote: Collection[int] = (),
     ) -> Links:
@@ -131,9 +112,7 @@ class Links:
             host: address of this node that the other ranks can reach.
             holder_sets: all groups of ranks that will ever reduce together; equal on all ranks.
             pairs: all (sender, receiver) that will ever communicate; equal on all ranks.
-            backend: gloo | nccl for data; "" chooses by device. gloo copies CUDA tensors through
-                host memory.
-            shaper: slows gloo's data to the ranks in `remote` down to a given network.
+            shaper: slows CPU tensors for the ranks in `remote` down to a given network.
 
         Raises:
             EpochAbandoned: `abandon` was set meanwhile.
@@ -143,41 +122,31 @@ class Links:
         if world_size == 1:
             links._groups_opened.set()
             return links
-        nccl = (backend or ("nccl" if device.type == "cuda" else "gloo")) == "nccl"
-        links.data_device = device if nccl else torch.device("cpu")
 
         def connect() -> tuple[GlooTransport, Transport]:
             links._store = store = connect_store(store_address, epoch, timeout_s)
             control = GlooTransport(store, rank, world_size, timeout_s, host)
-            if nccl:
-                return control, links._open_nccl(store, control, timeout_s, pairs)
-            return control, ShapedTransport(control, shaper, remote) if shaper else control
+            if device.type != "cuda":
+                return control, ShapedTransport(control, shaper, remote) if shaper else control
+            from elastic.worker.transport.nccl import NcclTransport
+
+            nccl_store = PrefixStore("nccl", store)
+            try:
+                return control, NcclTransport(nccl_store, rank, device, timeout_s, pairs)
+            except RuntimeError:
+                control.close()
+                raise
 
         try:
             opened = run_abandonable(connect, abandon, f"open-epoch{epoch}", _close_all)
         except RuntimeError as error:
             raise LinkFailed((), f"epoch {epoch} could not be opened: {error}") from error
-        links._control, links._data = opened
+        links.control, links.data = opened
         abandon.subscribe(links.close)
-        groups = groups_of_rank(rank, holder_sets)
+        # All ranks open their groups in this order, so no two ranks wait for each other.
+        groups = sorted(ranks for ranks in set(holder_sets) if rank in ranks)
         threads.start(f"sets-epoch{epoch}", lambda: links._open_groups(groups))
         return links
-
-    def _open_nccl(
-        self,
-        store: PrefixStore,
-        control: GlooTransport,
-        timeout_s: float,
-        pairs: Sequence[tuple[int, int]],
-    ) -> Transport:
-        from elastic.worker.transport.nccl import NcclTransport
-
-        nccl_store = PrefixStore("nccl", store)
-        try:
-            return NcclTransport(nccl_store, self.rank, self.device, timeout_s, pairs)
-        except RuntimeError:
-            control.close()
-            raise
 
     def _open_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Open the groups while the first micro-batches run; collectives wait for this."""
@@ -188,21 +157,20 @@ class Links:
             self._group_errors.append(error)
         self._groups_opened.set()
 
-    @property
-    def control(self) -> GlooTransport:
-        """Transport of headers and gathers, on CPU tensors."""
-        assert self._control is not None, "a single rank has no links"
-        return self._control
+    @contextmanager
+    def translate_errors(self, peer: int | None = None) -> Iterator[None]:
+        """Turn a transport's RuntimeError into its cause: EpochAbandoned or LinkFailed.
 
-    @property
-    def data(self) -> Transport:
-        """Transport of activations and gradients, on `data_device`."""
-        assert self._data is not None, "a single rank has no links"
-        return self._data
-
-    def translate_errors(self, peer: int | None = None) -> _ErrorTranslator:
-        """Context manager for calls of a transport. `peer` is suspected if the cause is unknown."""
-        return _ErrorTranslator(self, peer)
+        A fault of this rank's own device is raised as it is. `peer` is suspected if the cause is
+        unknown. Raises EpochAbandoned also after a call without an error.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if is_local_device_fault(error) and not self.abandon.is_set():
+                raise
+            raise self._failure(peer, error) from error
+        self.abandon.check()
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Start to send `tensor` to `dst`. It must not change until `flush`.
@@ -210,7 +178,7 @@ class Links:
         Blocks only while more than `max_unreceived` messages are in flight. Raises FieldError if
         dtype or shape differ from the first tensor of this flow.
         """
-        tensor = tensor.detach().to(self.data_device).contiguous()
+        tensor = tensor.detach().contiguous()
         spec = spec_of(tensor)
         first = self._sent_specs.get((dst, tag))
         if first is not None and first != spec:
@@ -245,10 +213,34 @@ class Links:
         Post receives in the order in which `src` sends, over all of its flows.
         """
         with self.translate_errors(src):
-            incoming = self._incoming.get(src)
-            if incoming is None:
-                incoming = self._incoming[src] = IncomingMessages(self, src)
-            return incoming.expect(tag)
+            flow = self._flows.get((src, tag))
+            if flow is None:
+                header = torch.zeros(2 + MAX_DIMS, dtype=torch.int64)
+                work = self.control.recv(header, src, header_tag(tag))
+                flow = self._flows[(src, tag)] = _IncomingFlow(header, work)
+            receive = Receive(self, src, tag, flow)
+            self._unposted[src].append(receive)
+            self._post(src)
+            return receive
+
+    def read_header(self, src: int) -> None:
+        """Wait for the header that the oldest unposted receive needs, then post receives."""
+        flow = self._unposted[src][0].flow
+        self.control.wait(flow.header_work)
+        flow.spec = unpack_header(flow.header, src)
+        self._post(src)
+
+    def _post(self, src: int) -> None:
+        """Post the receives whose dtype and shape are known.
+
+        NCCL has no tags, so receives of all flows are posted in the order of `recv`. A receive is
+        posted as soon as its flow's header has arrived, so that the sender need not wait for it.
+        """
+        unposted = self._unposted[src]
+        while unposted and (spec := unposted[0].flow.spec) is not None:
+            receive, (dtype, shape) = unposted.popleft(), spec
+            buffer = torch.empty(shape, dtype=dtype, device=self.device)
+            receive.posted = self.data.recv(buffer, src, data_tag(receive.tag)), buffer
 
     def flush(self) -> None:
         """Wait until all sent messages have left."""
@@ -271,41 +263,30 @@ class Links:
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingCollective:
         """Start to sum `tensor` in place over `ranks` (ascending, including this rank).
 
-        All of these ranks must start their common collectives in the same order.
+        All of these ranks must start their common collectives in the same order. Keep the tensors
+        of a collective until it is done.
         """
         if len(ranks) == 1:
             return PendingCollective(self.abandon.check, lambda: True)
-        with self.translate_errors():
-            self._await_groups()
-            staged = tensor.to(self.data_device)
-            work = self.data.all_reduce(staged, ranks)
-
-        def wait() -> None:
-            with self.translate_errors():
-                self.data.wait(work)
-            if staged is not tensor:
-                tensor.copy_(staged)
-
-        return PendingCollective(wait, lambda: bool(work.is_completed()))
+        return self._collective(lambda: self.data.all_reduce(tensor, ranks))
 
     def all_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]
+        self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]
     ) -> PendingCollective:
         """Start to fill `outputs[i]` with the `tensor` of `ranks[i]`, of equal shape on all ranks.
 
         See `all_reduce` for the order of collectives.
         """
+        return self._collective(lambda: self.data.all_gather(outputs, tensor, ranks))
+
+    def _collective(self, begin: Callable[[], Operation]) -> PendingCollective:
         with self.translate_errors():
             self._await_groups()
-            staged = [output.to(self.data_device) for output in outputs]
-            work = self.data.all_gather(staged, tensor.to(self.data_device), ranks)
+            work = begin()
 
         def wait() -> None:
             with self.translate_errors():
                 self.data.wait(work)
-            for output, gathered in zip(outputs, staged, strict=True):
-                if gathered is not output:
-                    output.copy_(gathered)
 
         return PendingCollective(wait, lambda: bool(work.is_completed()))
 
@@ -319,15 +300,13 @@ class Links:
         if self._group_errors:
             raise RuntimeError(str(self._group_errors[0]))
 
-    def failure(self, peer: int | None, error: BaseException) -> Exception:
+    def _failure(self, peer: int | None, error: RuntimeError) -> Exception:
         """Return the cause of a transport's `error` as EpochAbandoned or LinkFailed.
 
         Closes the links in the second case, so that the other ranks notice the failure too.
         """
         if self.abandon.is_set():
             return EpochAbandoned(self.abandon.reason)
-        if isinstance(error, LinkFailed):
-            return error
         suspects = self.control.disconnected() or (() if peer is None else (peer,))
         ranks = agree_on_failed_ranks(self._store, suspects, self.abandon)
         self.close()
@@ -336,82 +315,40 @@ class Links:
     def close(self) -> None:
         """Close all transports; blocked waits raise. Returns at once."""
         self.abandon.unsubscribe(self.close)
-        transports = {id(t): t for t in (self._control, self._data) if t is not None}
-        for transport in transports.values():
-            threads.start(f"close-epoch{self.epoch}", transport.close)
+        if self.world_size > 1:
+            for transport in {id(t): t for t in (self.control, self.data)}.values():
+                threads.start(f"close-epoch{self.epoch}", transport.close)
 
 
+@dataclass(slots=True, eq=False)
+class _IncomingFlow:
+    """Receiving end of one flow: all messages from one rank with one tag."""
+
+    header: torch.Tensor
+    header_work: Operation
+    spec: TensorSpec | None = None
+    """dtype and shape of the messages; None until the header has arrived."""
+
+
+@dataclass(slots=True, eq=False)
 class Receive:
-    """A posted receive of one message."""
+    """An expected message. `Links.recv` makes it."""
 
-    def __init__(self, flow: IncomingFlow) -> None:
-        self.flow = flow
-        self._work: Operation | None = None
-        self._buffer: torch.Tensor | None = None
-
-    def post(self, spec: TensorSpec) -> None:
-        """Post the receive to the transport, once the flow's dtype and shape are known."""
-        links, src = self.flow.incoming.links, self.flow.incoming.src
-        self._buffer = torch.empty(spec[1], dtype=spec[0], device=links.data_device)
-        self._work = links.data.recv(self._buffer, src, data_tag(self.flow.tag))
+    links: Links
+    src: int
+    tag: int
+    flow: _IncomingFlow
+    posted: tuple[Operation, torch.Tensor] | None = None
+    """The transport's receive and its buffer, once the flow's dtype and shape are known."""
 
     def wait(self) -> torch.Tensor:
         """Return the message, on the links' device. Raises EpochAbandoned or LinkFailed."""
-        incoming = self.flow.incoming
-        with incoming.links.translate_errors(incoming.src):
-            while self._work is None:
-                incoming.read_header()
-            assert self._buffer is not None
-            incoming.links.data.wait(self._work)
-        return self._buffer.to(incoming.links.device)
-
-
-class IncomingMessages:
-    """All messages from rank `src`, in the order in which that rank sends them.
-
-    NCCL has no tags, so receives of all flows are posted in the order of `expect`. A receive is
-    posted as soon as its flow's header has arrived, so that the sender need not wait for it.
-    """
-
-    def __init__(self, links: Links, src: int) -> None:
-        self.links, self.src = links, src
-        self._flows: dict[int, IncomingFlow] = {}
-        self._unposted: deque[Receive] = deque()
-
-    def expect(self, tag: int) -> Receive:
-        """Post a receive of the next message of flow `tag`, after all earlier receives."""
-        flow = self._flows.get(tag)
-        if flow is None:
-            flow = self._flows[tag] = IncomingFlow(self, tag)
-        receive = Receive(flow)
-        self._unposted.append(receive)
-        self._post()
-        return receive
-
-    def read_header(self) -> None:
-        """Wait for the header that the oldest unposted receive needs, then post receives."""
-        self._unposted[0].flow.read_header()
-        self._post()
-
-    def _post(self) -> None:
-        while self._unposted and (spec := self._unposted[0].flow.spec) is not None:
-            self._unposted.popleft().post(spec)
-
-
-class IncomingFlow:
-    """Receiving end of one flow: all messages from one rank with one tag."""
-
-    def __init__(self, incoming: IncomingMessages, tag: int) -> None:
-        self.incoming, self.tag = incoming, tag
-        self.spec: TensorSpec | None = None
-        """dtype and shape of the messages; None until the header has arrived."""
-        self._header = torch.zeros(2 + MAX_DIMS, dtype=torch.int64)
-        control = incoming.links.control
-        self._header_work = control.recv(self._header, incoming.src, header_tag(tag))
-
-    def read_header(self) -> None:
-        self.incoming.links.control.wait(self._header_work)
-        self.spec = unpack_header(self._header, self.incoming.src)
+        with self.links.translate_errors(self.src):
+            while self.posted is None:
+                self.links.read_header(self.src)
+            work, buffer = self.posted
+            self.links.data.wait(work)
+        return buffer
 
 
 def _close_all(transports: tuple[GlooTransport, Transport]) -> None:

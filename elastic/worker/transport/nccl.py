@@ -55,10 +55,10 @@ class NcclTransport:
         for pair in sorted(p for p in set(pairs) if rank in p):
             self._open("pair", pair)
 
-    def _open(self, kind: str, ranks: tuple[int, ...]) -> ProcessGroupNCCL:
+    def _open(self, kind: str, ranks: tuple[int, ...]) -> BackendGroup:
         group = self._groups.get((kind, ranks))
         if group is not None:
-            return group
+            return cast(BackendGroup, group)
         options = ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         store = PrefixStore(f"{kind}-" + "-".join(map(str, ranks)), self._store)
@@ -69,24 +69,21 @@ class NcclTransport:
         if closed:
             raise RuntimeError(_CLOSED)
         group.eager_connect_single_device(self._device)
-        return group
-
-    def _group(self, kind: str, ranks: tuple[int, ...]) -> BackendGroup:
-        return cast(BackendGroup, self._open(kind, ranks))
+        return cast(BackendGroup, group)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        return self._group("pair", (self._rank, dst)).send([tensor], 1, tag)
+        return self._open("pair", (self._rank, dst)).send([tensor], 1, tag)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
-        return self._group("pair", (src, self._rank)).recv([tensor], 0, tag)
+        return self._open("pair", (src, self._rank)).recv([tensor], 0, tag)
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
-        return self._group("set", ranks).allreduce([tensor])
+        return self._open("set", ranks).allreduce([tensor])
 
     def all_gather(
         self, outputs: list[torch.Tensor], tensor: torch.Tensor, ranks: tuple[int, ...]
     ) -> Work:
-        return self._group("set", ranks).allgather([outputs], [tensor])
+        return self._open("set", ranks).allgather([outputs], [tensor])
 
     def open_group(self, ranks: tuple[int, ...]) -> None:
         self._open("set", ranks)

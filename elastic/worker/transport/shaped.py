@@ -12,29 +12,22 @@ import queue
 import threading
 import time
 from collections.abc import Collection
-from typing import Any
+from concurrent.futures import Future
 
 import torch
 
 from elastic.rpc.link_shaping import LinkShaper
 from elastic.worker.transport.interface import Operation, Transport
 
-CLOSE_CHECK_S = 0.5
-"""A wait for a delayed message checks at this interval whether the transport was closed."""
 _CLOSED = "the links were closed"
 
 
-class _DelayedSend:
-    """A message that has not been handed over yet."""
-
-    def __init__(self) -> None:
-        self.begun = threading.Event()
-        self.work: Operation | None = None
-        self.error: RuntimeError | None = None
+class _DelayedSend(Future[Operation]):
+    """A message that may not have been handed over yet; the result is the inner operation."""
 
     def is_completed(self) -> bool:
         """False after an error, so that the thread that waits raises it."""
-        return self.begun.is_set() and self.work is not None and bool(self.work.is_completed())
+        return self.done() and self.exception() is None and self.result().is_completed()
 
 
 class _DelayedCollective:
@@ -54,7 +47,7 @@ class ShapedTransport:
         self._inner, self._shaper, self._remote = inner, shaper, frozenset(remote)
         self._queue: queue.SimpleQueue[tuple[float, torch.Tensor, int, int, _DelayedSend] | None]
         self._queue = queue.SimpleQueue()
-        self._closed = threading.Event()
+        self._closed, self._lock = threading.Event(), threading.Lock()
         threading.Thread(target=self._run, name="shaper", daemon=True).start()
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Operation:
@@ -63,7 +56,10 @@ class ShapedTransport:
         delayed = _DelayedSend()
         sent_at = self._shaper.reserve(tensor.nbytes, training=True)
         moment = sent_at + self._shaper.limit.latency_s
-        self._queue.put((moment, tensor, dst, tag, delayed))
+        with self._lock:
+            if self._closed.is_set():
+                raise RuntimeError(_CLOSED)
+            self._queue.put((moment, tensor, dst, tag, delayed))
         return delayed
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Operation:
@@ -90,25 +86,19 @@ class ShapedTransport:
         self._inner.open_group(ranks)
 
     def wait(self, operation: Operation) -> None:
-        waited: Any = operation
-        if isinstance(waited, _DelayedSend):
-            while not waited.begun.wait(CLOSE_CHECK_S):
-                if self._closed.is_set():
-                    raise RuntimeError(_CLOSED)
-            if waited.error is not None:
-                raise waited.error
-            assert waited.work is not None
-            self._inner.wait(waited.work)
-        elif isinstance(waited, _DelayedCollective):
-            self._inner.wait(waited.work)
-            if self._closed.wait(max(0.0, waited.moment - time.monotonic())):
+        if isinstance(operation, _DelayedSend):
+            self._inner.wait(operation.result())
+        elif isinstance(operation, _DelayedCollective):
+            self._inner.wait(operation.work)
+            if self._closed.wait(max(0.0, operation.moment - time.monotonic())):
                 raise RuntimeError(_CLOSED)
         else:
             self._inner.wait(operation)
 
     def close(self) -> None:
-        self._closed.set()
-        self._queue.put(None)
+        with self._lock:
+            self._closed.set()
+            self._queue.put(None)
         self._inner.close()
 
     def _run(self) -> None:
@@ -118,14 +108,6 @@ class ShapedTransport:
             try:
                 if self._closed.wait(max(0.0, moment - time.monotonic())):
                     raise RuntimeError(_CLOSED)
-                delayed.work = self._inner.send(tensor, dst, tag)
-            except RuntimeError as error:
-                delayed.error = error
+                delayed.set_result(self._inner.send(tensor, dst, tag))
             except Exception as error:  # noqa: BLE001 - the waiting thread raises it
-                delayed.error = RuntimeError(str(error))
-            delayed.begun.set()
-        while not self._queue.empty():
-            left = self._queue.get()
-            if left is not None:
-                left[-1].error = RuntimeError(_CLOSED)
-                left[-1].begun.set()
+                delayed.set_exception(RuntimeError(str(error)))

@@ -19,7 +19,7 @@ from tests.worker.model.toy_model import replicas, run
 
 def main(address: str, directory: str) -> None:
     layers = replicas()
-    publisher = Publisher(connect_unix(address), directory, "a")
+    publisher = Publisher(connect_unix(address).send, directory, "a")
     publisher.publish_states(layers, 1, "")
     for index in range(2):
         run(layers, 0, index)

@@ -31,7 +31,7 @@ def node(tmp_path: Path) -> Iterator[MiniNode]:
 
 
 def publisher_of(node: MiniNode) -> Publisher:
-    publisher = Publisher(node.worker_channel(), node.directory / "slots", node.name)
+    publisher = Publisher(node.worker_channel().send, node.directory / "slots", node.name)
     node.on_acked = publisher.on_acked
     return publisher
 
@@ -77,7 +77,7 @@ def test_all_messages_of_two_steps_are_kept(node: MiniNode) -> None:
         log_step(log, step, abandon)
         settle(node, M)
         assert found(node.vault) == everything(step - 1) | everything(step)
-    assert publisher.allocated_bytes == sum(
+    assert publisher._pool.allocated_bytes == sum(
         p.stat().st_size - 64 for p in (node.directory / "slots").iterdir()
     )
     assert len(list((node.directory / "slots").iterdir())) == 2 * 2 * M
@@ -116,7 +116,7 @@ def test_an_abandoned_flush_is_completed_when_the_epoch_ends(tmp_path: Path) -> 
             self.sent += [local.copy for local in published.copies]  # type: ignore[attr-defined]
 
     channel, abandon = SilentAgent(), AbandonSignal()
-    log = ActivationLog(Publisher(channel, tmp_path / "slots", "a"), 1)
+    log = ActivationLog(Publisher(channel.send, tmp_path / "slots", "a"), 1)
     log_step(log, 0, abandon)
     log_step(log, 1, abandon)
     abandon.set("epoch 2")
@@ -152,13 +152,27 @@ def test_logged_messages_make_room_for_gradients(
     settle(node, M)
     assert found(node.vault)
     run(layers, 0, 0)
-    publisher._pool.limit = publisher.allocated_bytes + layers[0].gradient_nbytes - 1
+    publisher._pool.limit = publisher._pool.allocated_bytes + layers[0].gradient_nbytes - 1
     publisher.wait_acked(publisher.publish_gradients(layers[:1], 0, 1, "", abandon), abandon)
     assert not found(node.vault)
     assert [copy.kind for copy in node.vault.inventory()] == [GRADIENT]
     node.vault.check_integrity()
     log_step(log, 1, abandon)
     assert not found(node.vault) and caplog.text.count("not logged any more") == 1
+
+
+def test_the_next_epoch_logs_messages_again(node: MiniNode) -> None:
+    publisher, abandon, layers = publisher_of(node), AbandonSignal(), replicas()
+    log_step(ActivationLog(publisher, 1), 0, abandon)
+    settle(node, M)
+    run(layers, 0, 0)
+    publisher._pool.limit = publisher._pool.allocated_bytes + layers[0].gradient_nbytes - 1
+    publisher.wait_acked(publisher.publish_gradients(layers[:1], 0, 1, "", abandon), abandon)
+    settle(node, 1)
+    publisher._pool.limit = 0
+    log_step(ActivationLog(publisher, 2), 0, abandon)
+    settle(node, M)
+    assert found(node.vault) == everything(0)
 
 
 def messages_of(writer: LocalWriter, vault: Vault, step: int, epoch: int) -> None:

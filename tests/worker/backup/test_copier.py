@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from elastic.core.protocol.messages import Published
 from elastic.domain.types import GRADIENT, STATE, UPDATE
 from elastic.worker.backup import items
-from elastic.worker.backup.copier import Copier, async_copy_device
+from elastic.worker.backup.copier import Copier
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.model.gradients import GradientError
 from elastic.worker.replica.replica import LayerReplica
@@ -61,7 +60,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def publisher(recorder: Recorder, tmp_path: Path) -> Publisher:
-    return Publisher(recorder, tmp_path, "a", copy_device=CPU)
+    return Publisher(recorder.send, tmp_path, "a", copy_device=CPU)
 
 
 def test_jobs_run_in_order_and_their_copies_in_parallel() -> None:
@@ -133,7 +132,7 @@ def test_update_inputs_are_converted_at_once(publisher: Publisher, recorder: Rec
     run(layers, 0, 0)
     reduced = {layer.index: layer.gradient.clone() for layer in layers}
     expected = {n: layers[n].update_input(reduced[n], 0.5).numpy().tobytes() for n in range(3)}
-    copies = items.updates(layers, reduced, 0.5, convert_now=publisher.in_background)
+    copies = items.updates(layers, reduced, 0.5)
     publisher.publish(copies, 1, "b", AbandonSignal())
     for tensor in reduced.values():
         tensor.zero_()  # The next reduction uses the same buffers.
@@ -150,12 +149,3 @@ def test_a_waiting_caller_gets_the_error_of_a_copy(publisher: Publisher) -> None
         publisher.wait_acked(bundle, abandon)
     with pytest.raises(GradientError):
         publisher.settle()
-
-
-def test_cpu_copies_are_in_the_main_thread_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ELASTIC_COPY_BESIDE", raising=False)
-    assert async_copy_device(CPU) is None and async_copy_device(
-        torch.device("cuda", 0)
-    ) == torch.device("cuda", 0)
-    monkeypatch.setenv("ELASTIC_COPY_BESIDE", "1")
-    assert async_copy_device(CPU) == CPU

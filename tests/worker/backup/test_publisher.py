@@ -45,7 +45,7 @@ def either_way(request: pytest.FixtureRequest) -> None:
 
 def publisher_of(node: MiniNode) -> Publisher:
     publisher = Publisher(
-        node.worker_channel(), node.directory / "slots", node.name, copy_device=COPY_DEVICE[0]
+        node.worker_channel().send, node.directory / "slots", node.name, copy_device=COPY_DEVICE[0]
     )
     node.on_acked = publisher.on_acked
     return publisher
@@ -147,7 +147,7 @@ class Recorder:
 
 def test_a_slot_is_written_again_only_after_its_acknowledgement(tmp_path: Path) -> None:
     recorder, layers = Recorder(), replicas()
-    publisher = Publisher(recorder, tmp_path, "a")
+    publisher = Publisher(recorder.send, tmp_path, "a")
     abandon, done = AbandonSignal(), threading.Event()
 
     def publish_three() -> None:
@@ -168,7 +168,7 @@ def test_a_slot_is_written_again_only_after_its_acknowledgement(tmp_path: Path) 
 
 def test_waits_end_with_the_epoch(tmp_path: Path) -> None:
     recorder, layers = Recorder(), replicas()
-    publisher, abandon = Publisher(recorder, tmp_path, "a"), AbandonSignal()
+    publisher, abandon = Publisher(recorder.send, tmp_path, "a"), AbandonSignal()
     for index in range(2):
         run(layers, 0, index)
         bundle = publisher.publish_gradients(layers, 0, 1, "b", abandon)
@@ -193,7 +193,7 @@ def test_the_local_vault_can_always_roll_forward(tmp_path: Path) -> None:
     with nodes(tmp_path, "a") as (a,):
         abandon, layers = AbandonSignal(), replicas()
         recorder = Recorder()
-        publisher = Publisher(recorder, tmp_path / "slots", "a")
+        publisher = Publisher(recorder.send, tmp_path / "slots", "a")
         final = {0, 1, 2, 3}
 
         def rollable(version: int) -> bool:
@@ -267,7 +267,7 @@ def test_reduced_gradients_use_rings_of_their_own(pair: list[MiniNode]) -> None:
 
 def test_a_reduced_gradient_waits_for_its_slot(tmp_path: Path) -> None:
     recorder, layers = Recorder(), replicas()
-    publisher, abandon = Publisher(recorder, tmp_path, "a"), AbandonSignal()
+    publisher, abandon = Publisher(recorder.send, tmp_path, "a"), AbandonSignal()
     run(layers, 0, 0)
     for step in range(2):
         copies = items.reduced_gradients(layers[:1], {0: torch.ones(5)}, step)
@@ -293,13 +293,13 @@ def test_copies_of_an_old_epoch_stay_until_trimmed(pair: list[MiniNode]) -> None
                 publisher.publish_gradients(layers, 0, epoch, "b", abandon), abandon
             )
     kept = {c.epoch for c in a.vault.inventory()}
-    before = publisher.allocated_bytes
+    before = publisher._pool.allocated_bytes
     assert kept == {1, 2, 3} and a.vault.check_integrity() == ()
     a.vault.trim(3)
     for epoch in (4, 5):
         run(layers, 0, 10 * epoch)
         publisher.wait_acked(publisher.publish_gradients(layers, 0, epoch, "b", abandon), abandon)
-    assert publisher.allocated_bytes == before, "slots came back"
+    assert publisher._pool.allocated_bytes == before, "slots came back"
     with pytest.raises(StaleError):
         publisher.publish_gradients(layers, 0, 4, "b", abandon)
 

@@ -22,7 +22,7 @@ from elastic.domain.types import (
     Unit,
 )
 from elastic.planning.plan.rank_map import roster
-from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.model.layers import Tied
 from elastic.worker.recovery.fetch import Fetcher
@@ -62,7 +62,7 @@ class Worker:
         self.layers = replicas(toy_stack(tied=bool(tied)))
         for layer in self.layers:
             layer.owner = "a"
-        self.publisher = Publisher(node.worker_channel(), node.directory / "slots", "a")
+        self.publisher = Publisher(node.worker_channel().send, node.directory / "slots", "a")
         self.sent: list[object] = []
         self.abandon = AbandonSignal()
         self.protection = self._protection(1, tied)
@@ -193,7 +193,6 @@ def test_the_next_epoch_keeps_the_sums_that_its_recipe_names(
         lambda layer, empty, portion: replicas()[layer],
         fetcher,
         lambda step: 0.1,
-        lambda: None,
         lambda: None,
         (),
     )

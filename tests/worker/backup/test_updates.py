@@ -27,10 +27,11 @@ from elastic.domain.types import (
     Unit,
 )
 from elastic.planning.plan.rank_map import RankMember, roster
-from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.backup.snapshot_schedule import SnapshotSchedule
 from elastic.worker.model.optimizer import OptimizerSpec, adamw, cosine
+from elastic.worker.model.state_codec import as_bytes
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.state_loader import StateLoader
 from elastic.worker.replica.replica import LayerReplica
@@ -178,8 +179,7 @@ def test_repeated_updates_give_the_trained_bits(name: str, accumulate: Accumulat
         for index in MICROBATCHES:
             run(trained, step, index)
         for one, other in zip(trained, others, strict=True):
-            data = torch.empty(one.update_nbytes, dtype=torch.uint8)
-            one.write_update(one.gradient, clip, data)
+            data = as_bytes(one.update_input(one.gradient, clip))
             one.update(one.gradient, clip, lr(step))
             one.clear()
             other.apply_update(data, lr(step))
@@ -218,7 +218,7 @@ def trained_on(
 
     `limit`: bytes of the vault of b from step 3 on; no gradients are streamed then.
     """
-    publisher = Publisher(a.worker_channel(), a.directory / "slots", "a")
+    publisher = Publisher(a.worker_channel().send, a.directory / "slots", "a")
     layers, optimizer = made(name, Accumulate.EXACT), OPTIMIZERS[name]
     plan = dataclasses.replace(PLAN, gradients="recompute") if limit else PLAN
     protection = Protection(publisher, plan, "a", layers, AbandonSignal(), lambda message: None, ())
@@ -255,7 +255,7 @@ def install(
     fetcher = Fetcher("b", dict(assignment.vaults))
     empty = made(name, Accumulate.EXACT, empty=True)
     loader = StateLoader(
-        lambda layer, *_: empty[layer], fetcher, OPTIMIZERS[name].lr, lambda: None, lambda: None, ()
+        lambda layer, *_: empty[layer], fetcher, OPTIMIZERS[name].lr, lambda: None, ()
     )
     member: RankMember = roster(NEXT).members[0]
     try:

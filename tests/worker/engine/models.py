@@ -108,7 +108,6 @@ def runner(
         links,
         n_microbatches=n_microbatches,
         data=data,
-        abandon=links.abandon,
         tp_sync=tp_sync,
     )
 

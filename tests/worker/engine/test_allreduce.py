@@ -11,7 +11,7 @@ from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import one_f_one_b
 from elastic.worker.engine import allreduce
 from elastic.worker.engine.allreduce import GradientAllReduce
-from elastic.worker.engine.step import stages_of_rank
+from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.worker.engine.models import (
     RecordingHooks,
@@ -47,7 +47,7 @@ def train_and_reduce(
     links = rank.open(holder_sets=roster.holder_sets(), pairs=roster.pairs())
     layers = replicas(model, me.layers, accumulate)
     stage = runner(layers, links, M, stages_of_rank(roster, rank.rank, layers))
-    reducer = GradientAllReduce(layers, links, roster, rank.rank, model.tied)
+    reducer = GradientAllReduce(layers, links, roster, model.tied)
     for _ in range(2):
         for layer in layers:
             layer.clear()
@@ -74,7 +74,7 @@ def test_exact_sums_equal_those_of_one_worker(
     model, size = stack(N_LAYERS, tied), sum(map(len, cuts))
     layers = train_on_one_worker(model, M, Accumulate.EXACT)
     roster = roster_of([[0]], N_LAYERS, [tuple(range(M))])
-    expected = GradientAllReduce(layers, single_rank_links(), roster, 0, model.tied).run()
+    expected = GradientAllReduce(layers, single_rank_links(), roster, model.tied).run()
     if tied:
         both = layers[0].gradient + layers[-1].gradient
         assert torch.equal(expected[0], both) and torch.equal(expected[N_LAYERS - 1], both)
@@ -122,7 +122,7 @@ def die_in_reduction(rank: Rank) -> bool:
         0, one_f_one_b(0, 1, (2 * rank.rank, 2 * rank.rank + 1)), {}, RecordingHooks()
     )
     before = [layer.gradient.clone() for layer in layers]
-    reducer = GradientAllReduce(layers, links, roster, rank.rank)
+    reducer = GradientAllReduce(layers, links, roster)
     if rank.rank == 1:
 
         def pause(layer: int) -> None:

@@ -20,8 +20,7 @@ from elastic.planning.schedule.reduction_rounds import rounds_of
 from elastic.planning.schedule.schedule import Action, actions_of, one_f_one_b
 from elastic.worker.engine import allreduce
 from elastic.worker.engine.incremental_allreduce import IncrementalAllReduce
-from elastic.worker.engine.stage import LocalStage
-from elastic.worker.engine.step import stages_of_rank
+from elastic.worker.engine.stage import LocalStage, stages_of_rank
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.worker.engine.models import (
@@ -100,7 +99,7 @@ class Worker:
         stages: list[LocalStage] = stages_of_rank(ranks, self.rank.rank, self.layers)
         self.runner = runner(self.layers, links, M, stages)
         self.common = IncrementalAllReduce(
-            self.layers, links, ranks, self.rank.rank, self.every, self.runner.agreement
+            self.layers, links, ranks, self.every, self.runner.agreement
         )
         self.hooks = RoundHooks(self.common)
 

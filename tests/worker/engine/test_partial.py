@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -21,9 +20,7 @@ from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import actions_of, one_f_one_b
 from elastic.worker.backup.activation_log import LoggedMessage, read_message
 from elastic.worker.engine.partial import PartialRunner, needed_messages
-from elastic.worker.engine.stage import LocalStage
-from elastic.worker.engine.stage_runner import StageRunner
-from elastic.worker.engine.step import stages_of_rank
+from elastic.worker.engine.stage import LocalStage, stages_of_rank
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.engine.models import (
     RecordingHooks,
@@ -129,14 +126,11 @@ def run_units(rank: Rank, text: str) -> Result:
         for copy in needed_messages(assignment, ranks.members[rank.rank])
     }
     part = PartialRunner(assignment, ranks, rank.rank, layers, needed)
-
-    def make_runner(stages: Sequence[LocalStage]) -> StageRunner:
-        return runner(layers, links, M, stages)
-
-    part.run(make_runner, skipped(), hooks)
+    worker = runner(layers, links, M, stages_of_rank(ranks, rank.rank, layers))
+    part.run(worker, skipped(), hooks)
+    started = frozenset(worker.started)
     assert not part._messages, "a fetched message was not used"
     actions = [str(action) for action in hooks.actions if action.kind.computes]
-    worker = runner(layers, links, M, stages_of_rank(ranks, rank.rank, layers))
     worker.run(0, actions_of(plan.pipelines[0], WHOLE)[rank.rank], skipped(), hooks)
     assert all(p.grad is None for layer in layers for p in layer.module.parameters())
     return Result(
@@ -144,7 +138,7 @@ def run_units(rank: Rank, text: str) -> Result:
         {la.index: la.ledger for la in layers},
         layers[-1].losses,
         actions,
-        part.started,
+        started,
     )
 
 

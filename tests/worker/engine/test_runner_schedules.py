@@ -11,13 +11,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, Plan
 from elastic.planning.plan.plan import parse_plan, validate_plan
 from elastic.planning.plan.rank_map import roster
-from elastic.planning.schedule.schedule import actions_of, parse_actions
-from elastic.worker.engine.stage import LocalStage
-from elastic.worker.engine.step import stages_of_rank
+from elastic.planning.schedule.schedule import actions_of
+from elastic.worker.engine.stage import LocalStage, stages_of_rank
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.worker.engine.models import (
     PauseBefore,
@@ -25,7 +23,6 @@ from tests.worker.engine.models import (
     data,
     replicas,
     runner,
-    single_rank_links,
     stack,
     train_on_one_worker,
 )
@@ -168,9 +165,3 @@ def test_backward_parts_of_several_microbatches_may_interleave(recompute: bool) 
     for layer, expected in zip(layers, whole, strict=True):
         assert torch.equal(layer.gradient, expected.gradient)
         assert layer.losses == expected.losses
-
-
-def test_actions_for_other_workers_stages_are_refused() -> None:
-    worker = runner([], single_rank_links(), M, [LocalStage([], number=3)])
-    with pytest.raises(FieldError, match=r"\[3\]"):
-        worker.run(0, parse_actions("2F0"), {}, RecordingHooks())

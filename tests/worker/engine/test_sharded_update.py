@@ -45,7 +45,7 @@ def update_and_gather(rank: Rank, cuts: list[list[int]]) -> dict[int, list[torch
     me = made.members[rank.rank]
     links = rank.open(holder_sets=made.holder_sets(), pairs=made.pairs())
     layers = [build_layer(index, (me.pipeline, len(cuts))) for index in me.layers]
-    parameters = ParameterGather(layers, links, made, rank.rank)
+    parameters = ParameterGather(layers, links, made)
     for step in range(2):
         for replica in layers:
             replica.update(reduced(replica, step), 0.5, 0.01)
@@ -72,7 +72,7 @@ def gather_interleaved(rank: Rank, bucket_bytes: int) -> dict[int, list[torch.Te
     me = made.members[rank.rank]
     links = rank.open(holder_sets=made.holder_sets(), pairs=made.pairs())
     layers = [build_layer(index, (me.pipeline, 3)) for index in me.layers]
-    parameters = ParameterGather(layers, links, made, rank.rank)
+    parameters = ParameterGather(layers, links, made)
     for step in range(2):
         for replica in layers:
             replica.update(reduced(replica, step), 0.5, 0.01)
@@ -110,7 +110,7 @@ def gather_and_lose(rank: Rank) -> tuple[bool, int]:
     made = roster_of([[0], [0]], N_LAYERS, [(0,), (1,)])
     links = rank.open(holder_sets=made.holder_sets(), pairs=made.pairs())
     layers = [build_layer(index, (rank.rank, 2)) for index in range(N_LAYERS)]
-    parameters = ParameterGather(layers, links, made, rank.rank)
+    parameters = ParameterGather(layers, links, made)
     parameters.gather()
     for replica in layers:
         replica.update(reduced(replica, 0), 0.5, 0.01)

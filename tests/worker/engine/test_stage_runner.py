@@ -16,8 +16,8 @@ import torch
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import Action, Kind, one_f_one_b, parse_actions
+from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import GroupAgreement
-from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from tests.patience import LONG_S
 from tests.worker.engine.models import (
@@ -113,7 +113,7 @@ def test_an_empty_list_does_nothing() -> None:
 
 def test_actions_must_fit_the_stage() -> None:
     stage = runner(replicas(stack(2), range(2), Accumulate.FAST), single_rank_links(), M)
-    with pytest.raises(FieldError, match="no neighbour"):
+    with pytest.raises(AssertionError, match="no neighbour"):
         stage.run(0, parse_actions("RF0 F0 B0"), {}, RecordingHooks())
 
 

@@ -18,7 +18,7 @@ from elastic.planning.plan.plan import parse_plan, validate_plan
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import Action, actions_of
 from elastic.planning.schedule.timeline import StageTimes, simulate
-from elastic.worker.engine.step import stages_of_rank
+from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.transport.links import Links, Receive
 from tests.worker.engine.models import RecordingHooks, replicas, runner, stack
 from tests.worker.engine.rank_processes import Rank, run_ranks

@@ -9,11 +9,9 @@ from torch import Tensor
 from elastic.domain.errors import FieldError, VaultError
 from elastic.worker.model.state_codec import (
     NamedTensor,
-    merge_shards,
     plan_state,
     read_state,
     reshard,
-    slice_shard,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -100,13 +98,13 @@ def test_unsupported_dtypes_are_named() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_slices_merge_to_the_whole(size: int) -> None:
     run = run_of(whole())
-    parts = [slice_shard(run, rank, size) for rank in range(size)]
+    parts = [reshard([run], rank, size) for rank in range(size)]
     _, first = read_state(parts[0])
     assert tuple(first[0].tensor.shape) == (8 // size, 3) and tuple(first[1].tensor.shape) == (
         5,
         4 // size,
     )
-    assert torch.equal(merge_shards(parts), run)
+    assert torch.equal(reshard(parts, 0, 1), run)
 
 
 def test_reshard_between_sizes() -> None:
@@ -116,13 +114,13 @@ def test_reshard_between_sizes() -> None:
     assert torch.equal(reshard(by_four, 0, 1), run)
     assert reshard(by_two, 1, 2) is by_two[1]
     with pytest.raises(FieldError, match="tp"):
-        slice_shard(run, 0, 3)
+        reshard([run], 0, 3)
 
 
 def test_shards_of_different_states_are_refused() -> None:
     run = run_of(whole())
     with pytest.raises(VaultError, match="version"):
-        merge_shards([slice_shard(run, 0, 2), slice_shard(run_of(whole(), 4), 1, 2)])
+        reshard([reshard([run], 0, 2), reshard([run_of(whole(), 4)], 1, 2)], 0, 1)
     other = [NamedTensor("optim/w/row", some(torch.float32, [3], rank)) for rank in range(2)]
     with pytest.raises(VaultError, match="optim/w/row"):
-        merge_shards([run_of([tensor]) for tensor in other])
+        reshard([run_of([tensor]) for tensor in other], 0, 1)

@@ -12,7 +12,7 @@ import torch
 
 from elastic.worker.contrib.megatron import GPTStack
 from elastic.worker.model.layers import TensorParallel
-from elastic.worker.model.state_codec import merge_shards, read_state, reshard
+from elastic.worker.model.state_codec import read_state, reshard
 from tests.worker.contrib.gpt_models import build, config, run, state_of, train
 
 SIZE = 2
@@ -49,7 +49,7 @@ def test_initial_values_are_slices_of_the_same_model(
     for index, replica in enumerate(build(config(), alone)):
         parts = [rank["initial"][index] for rank in ranks]
         names = {n.name: n.shard_dim for n in read_state(parts[0])[1]}
-        merged = read_state(merge_shards(parts))[1]
+        merged = read_state(reshard(parts, 0, 1))[1]
         for theirs, ours in zip(merged, read_state(state_of(replica))[1], strict=True):
             assert theirs.name == ours.name and torch.equal(theirs.tensor, ours.tensor)
         assert any(dim >= 0 for dim in names.values())
@@ -74,7 +74,7 @@ def test_loss_norm_and_update_equal_those_of_one_rank(
         norm = sum(rank["norms"][index] for rank in ranks)
         assert norm == pytest.approx(replica.norm_sq(replica.gradient), rel=1e-4)
         replica.update(replica.gradient, 1.0, 0.01)
-        close(merge_shards([rank["updated"][index] for rank in ranks]), state_of(replica))
+        close(reshard([rank["updated"][index] for rank in ranks], 0, 1), state_of(replica))
 
 
 def test_replicated_parameters_stay_bit_equal_with_dropout(ranks: list[dict[str, Any]]) -> None:

@@ -164,7 +164,7 @@ def test_a_lost_element_changes_the_result() -> None:
 
 def test_tensor_parallel_is_refused() -> None:
     with pytest.raises(FieldError, match="tensor parallelism"):
-        EmulatedStack(profile(), "", 1).build(0, CPU, TensorParallel(0, 2))
+        EmulatedStack(profile(), "", 1).tensor_parallel(0, 2, "", CPU)
 
 
 def test_delays_of_single_waits_do_not_add_up() -> None:

@@ -66,7 +66,7 @@ class FakeFetcher(Fetcher):
 def install(fetcher: FakeFetcher, recipe: Recipe, record: StepRecord | None = None) -> LoadedStage:
     loader = StateLoader(
         lambda layer, empty, portion: replicas(optimizer=SPEC, empty=empty)[layer],
-        fetcher, SPEC.lr, lambda: None, lambda: None, (),
+        fetcher, SPEC.lr, lambda: None, (),
     )  # fmt: skip
     return loader.install(
         Assignment(PLAN, 1, (("x", recipe),), record=record), roster(PLAN).members[0], {}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from elastic.domain.errors import FieldError
 from elastic.store import checkpoint_directory
-from elastic.worker.model.state_codec import reshard, slice_shard
+from elastic.worker.model.state_codec import reshard
 from elastic.worker.replica.checkpoint import load_layer, read_layer
 from elastic.worker.replica.export import checkpoint_runs, export_checkpoint, params_sha256
 from elastic.worker.replica.replica import LayerReplica
@@ -37,7 +37,7 @@ def save(directory: Path, layers: list[LayerReplica], tp: int) -> Path:
     for replica in layers:
         run = state_of(replica)
         for shard in range(tp):
-            part = slice_shard(run, shard, tp) if tp > 1 else run
+            part = reshard([run], shard, tp)
             view = memoryview(part.numpy().data)
             checkpoint_directory.write_part(
                 directory, step, replica.index, shard, len(layers), tp, view

@@ -9,7 +9,7 @@ import torch
 from elastic.domain.errors import FieldError, LedgerError, VaultError
 from elastic.domain.types import Accumulate
 from elastic.worker.model.gradients import to_flat
-from elastic.worker.model.layers import ListStack, TensorParallel
+from elastic.worker.model.layers import ListStack
 from elastic.worker.model.optimizer import OptimizerSpec, adamw, constant
 from elastic.worker.replica.build import warm_up
 from elastic.worker.replica.replica import LayerReplica
@@ -90,7 +90,7 @@ def test_list_stack_refuses_no_layers_and_tensor_parallelism() -> None:
     with pytest.raises(FieldError, match="builders"):
         ListStack([], 0)
     with pytest.raises(FieldError, match="tp"):
-        toy_stack().build(0, CPU, TensorParallel(0, 2))
+        toy_stack().tensor_parallel(0, 2, "", CPU)
 
 
 @pytest.mark.parametrize("accumulate", list(Accumulate))

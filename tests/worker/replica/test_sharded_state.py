@@ -30,7 +30,7 @@ from elastic.domain.types import (
 from elastic.planning.plan.rank_map import roster
 from elastic.worker.model.layers import ListStack, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec, adamw
-from elastic.worker.model.state_codec import join_portions, read_state
+from elastic.worker.model.state_codec import as_bytes, join_portions, read_state
 from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
@@ -154,8 +154,7 @@ def test_a_repeated_update_gives_the_same_portion() -> None:
     _, holders = trained(3, 1)
     for holder in holders:
         before, reduced = state_of(holder), flat(holder, 1)
-        taken = torch.empty(holder.update_nbytes, dtype=torch.uint8)
-        holder.write_update(reduced, 0.25, taken)
+        taken = as_bytes(holder.update_input(reduced, 0.25))
         holder.update(reduced, 0.25, 0.01)
         other = wide(holder.portion, empty=True)
         other.read_state(before)
@@ -179,9 +178,8 @@ def test_a_portion_may_be_empty() -> None:
     ]
     for holder in holders:
         before, reduced = state_of(holder), flat(holder, 1)
-        taken = torch.empty(holder.update_nbytes, dtype=torch.uint8)
+        taken = as_bytes(holder.update_input(reduced, 0.25))
         assert taken.numel() > 0
-        holder.write_update(reduced, 0.25, taken)
         holder.update(reduced, 0.25, 0.01)
         other = build_replica(
             stack, 0, ALONE, adamw(0.01), Accumulate.EXACT, 7, CPU, portion=holder.portion
@@ -236,7 +234,7 @@ def install(
     spec = adamw(0.01)
     loader = StateLoader(
         lambda layer, empty, portion: wide(portion, empty=empty),
-        fetcher, spec.lr, lambda: None, lambda: None, (),
+        fetcher, spec.lr, lambda: None, (),
     )  # fmt: skip
     assignment = Assignment(plan, recipe.version, (("x", recipe),), record=record)
     member = roster(plan).members[0]
@@ -306,10 +304,9 @@ def test_a_portion_is_rebuilt_from_an_older_one_and_updates() -> None:
     whole, holders = trained(2, 1)
     fetcher = FakeFetcher()
     recipe = recipe_for(fetcher, holders, 1)
-    taken = torch.empty(holders[1].update_nbytes, dtype=torch.uint8)
     for replica in (whole, *holders):
         if replica is holders[1]:
-            replica.write_update(flat(replica, 1), 1.0, taken)
+            taken = as_bytes(replica.update_input(flat(replica, 1), 1.0))
             update = fetcher.put(UPDATE, replica, taken, portion=(1, 2), owner="n1")
         replica.update(flat(replica, 1), 1.0, 0.01)
     newer = recipe_for(fetcher, holders[:1], 2).portions[0]

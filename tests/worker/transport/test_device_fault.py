@@ -10,7 +10,7 @@ import torch
 
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.device_fault import is_device_fault, is_local_device_fault
-from elastic.worker.transport.links import Links, _ErrorTranslator
+from elastic.worker.transport.links import Links
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
 accelerator: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
@@ -37,10 +37,10 @@ def test_device_faults_are_recognized(error: Exception, expected: bool) -> None:
 def test_a_device_fault_during_a_wait_is_no_link_failure() -> None:
     """The peer must not be suspected. After abandoning the epoch, errors do not matter."""
     links = Links(1, 0, 1, torch.device("cpu"), AbandonSignal())
-    with pytest.raises(RuntimeError, match="uncorrectable ECC"), _ErrorTranslator(links, 1):
+    with pytest.raises(RuntimeError, match="uncorrectable ECC"), links.translate_errors(1):
         raise RuntimeError(ECC)
     links.abandon.set("epoch 2")
-    with pytest.raises(EpochAbandoned), _ErrorTranslator(links, 1):
+    with pytest.raises(EpochAbandoned), links.translate_errors(1):
         raise RuntimeError(ECC)
     assert not issubclass(RuntimeError, LinkFailed)
 

@@ -66,16 +66,13 @@ class Protection:
         self._copy_tied = bool(self._every or gradients.rounds)
         """Whether to copy the reduced gradients of layers with tied tensors."""
         self._shared = not gradients.rounds
-        """Whether all holders have the micro-batches that the recovery gave to one of them."""
+        """All holders have the micro-batches that the recovery restored at one of them."""
         self._states = state.name != NONE
         publisher.keep_final_gradients = self._sharded = state.sharded
         self._gradient_peer = peer if self._every else ""
         self._state_peer = peer if state.away else ""
         self._replays = bool(self._state_peer) and state.updates
         self._snapshots = SnapshotSchedule(max(state.every, 1))
-        self._published: dict[int, set[tuple[int, frozenset[int]]]] = {}
-        """Layer -> (step, ledger) of its newest published gradients."""
-        self._versions: dict[int, int] = {}
         self._gradient_bundle = self._state_bundle = 0
         in_memory = all(replica.device.type == "cpu" for replica in replicas)
         self.log = None
@@ -134,7 +131,7 @@ class Protection:
             self._send(m.Protected(self._epoch))
 
     def settle(self) -> None:
-        """Record that all holders have the micro-batches that the recovery gave to one of them."""
+        """Record that all holders have the micro-batches that the recovery restored at one."""
         if not self._shared:
             self._shared = True
             self.on_acked(0)
@@ -180,9 +177,7 @@ class Protection:
         The update may change `reduced` afterwards. A slot is free, because `before_commit` waited.
         """
         if self._replays:
-            copies = items.updates(
-                self._replicas, reduced, clip, convert_now=self._publisher.in_background
-            )
+            copies = items.updates(self._replicas, reduced, clip)
             bundle = self._publisher.publish(copies, self._epoch, self._state_peer, self._abandon)
             self._state_bundle = self._snapshots.sent(bundle, whole=False)
 
@@ -220,29 +215,18 @@ class Protection:
         self._publisher.settle()
 
     def _flush(self) -> None:
-        states = [r for r in self._replicas if self._versions.get(r.index) != r.version]
-        if states:
-            self._publisher.publish_states(states, self._epoch, "")
+        publish = self._publisher.publish_gradients
+        self._publisher.publish_states(self._replicas, self._epoch, "")
         for replica in self._replicas:
             replica.cancel_rounds()
             step, final = self._finals.get(replica.index, (-1, None))
-            if final is not None and final.ledger and step == replica.version - 1:
-                self._publisher.publish_gradients([final], step, self._epoch, "")
-                del self._finals[replica.index]
+            if final is not None and step == replica.version - 1:
+                publish([final], step, self._epoch, "")
         for version in sorted({r.version for r in self._replicas}):
-            own: list[GradientSum] = [r for r in self._replicas if r.version == version]
-            common = [r.common for r in self._replicas if r.version == version and r.common]
+            layers = [r for r in self._replicas if r.version == version]
             # Common sums go first: they may be overwritten first, since other holders have them.
-            for sums in (common, own):
-                new = [part for part in sums if part.ledger and self._is_new(version, part)]
-                if new:
-                    self._publisher.publish_gradients(new, version, self._epoch, "")
-                for part in new:
-                    contents = self._published.setdefault(part.index, set())
-                    contents.add((version, frozenset(part.ledger)))
-
-    def _is_new(self, version: int, part: GradientSum) -> bool:
-        return (version, frozenset(part.ledger)) not in self._published.get(part.index, ())
+            publish([r.common for r in layers if r.common], version, self._epoch, "")
+            publish(layers, version, self._epoch, "")
 
     @property
     def sending(self) -> bool:
@@ -264,12 +248,10 @@ class Protection:
             self._replicas, self._epoch, self._state_peer, peer_layers, self._abandon
         )
         self._state_bundle = self._snapshots.sent(max(self._state_bundle, bundle), whole=True)
-        self._versions = {r.index: r.version for r in self._replicas}
 
     def _publish_gradients(self) -> None:
         step, peer = self._replicas[0].version, self._gradient_peer
         self._gradient_bundle = self._publisher.publish_gradients(
             self._replicas, step, self._epoch, peer, self._abandon
         )
-        self._published = {r.index: {(r.version, frozenset(r.ledger))} for r in self._replicas}
         self._uncopied = 0

@@ -9,7 +9,7 @@ import pytest
 
 from elastic.core.protocol import messages as m
 from elastic.domain.types import UPDATE, Pipeline, Plan, Stage, Unit
-from elastic.worker.backup.policy import Protection
+from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.worker.model.toy_model import replicas
@@ -24,7 +24,7 @@ class Agent:
 
     def __init__(self, directory: Path, state: str = "snapshot") -> None:
         self.said: list[object] = []
-        self.publisher = Publisher(self, directory, "a")
+        self.publisher = Publisher(self.send, directory, "a")
         self.layers = replicas()
         plan = replace(PLAN, state=state)
         self.protection = Protection(
