@@ -10,8 +10,7 @@ from elastic.domain.types import NodeInfo, Plan, Stage
 from elastic.planning.capacity.svg import Panel, draw
 from elastic.planning.cost.predict import Prediction, predict
 from elastic.planning.cost.profile import Profile
-from elastic.planning.schedule.deadlock_check import peak
-from elastic.planning.schedule.schedule import ZERO_BUBBLE, actions_of, units_of
+from elastic.planning.schedule.schedule import ZERO_BUBBLE, actions_of, peak, units_of
 from elastic.planning.schedule.timeline import StageTimes, Timeline, simulate
 
 
@@ -108,7 +107,7 @@ def _pipeline(
 ) -> PipelineReport:
     pipeline, times = plan.pipelines[index], found.stages[index]
     actions = actions_of(pipeline)
-    timeline = simulate(actions, times)
+    timeline = simulate(pipeline, times)
     whole, n_units = timeline.makespan_s or 1.0, len(actions)
     units = []
     for u, unit in enumerate(units_of(pipeline)):
@@ -156,7 +155,7 @@ def _fixed(stages: Sequence[Stage], profile: Profile, tp: int) -> float:
 
 
 def _kept(stages: Sequence[Stage], numbers: Sequence[int], profile: Profile) -> dict[int, float]:
-    """Bytes that each stage keeps of a micro-batch in flight, for `dryrun.peak`: its activations,
+    """Bytes that each stage keeps of a micro-batch in flight, for `peak`: its activations,
     or its input."""
     layers, found = profile.layers, {}
     for stage, number in zip(stages, numbers, strict=True):

@@ -15,10 +15,11 @@ from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, Plan
 from elastic.planning.plan.plan import parse_plan, validate_plan
 from elastic.planning.plan.rank_map import roster
-from elastic.planning.schedule.schedule import actions_of, parse_actions
+from elastic.planning.schedule.schedule import actions_of
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.step import stages_of_rank
 from elastic.worker.transport.cancellation import LinkFailed
+from tests.planning.schedule.action_text import parse_actions
 from tests.worker.engine.models import (
     PauseBefore,
     RecordingHooks,
