@@ -17,8 +17,7 @@ from elastic.planning.cost.cost_model import CostModel
 from elastic.planning.cost.node_kinds import NodeKinds
 from elastic.planning.cost.predict import pipeline_timer
 from elastic.planning.cost.profile import Profile
-from elastic.planning.placement.exchange import Host, Slot
-from elastic.planning.placement.placement import Holdings, assign, recut
+from elastic.planning.placement.placement import Holdings, Host, Slot, assign, recut
 from elastic.planning.plan.schemes import REDUCE, REPLICA, SNAPSHOT, gradients_of, streamed
 from elastic.planning.schedule.interleave import can_interleave, scheduled
 from elastic.planning.schedule.microbatch_split import deal
