@@ -28,7 +28,7 @@ from tqdm import tqdm
 from benchmarks.emulated import equal_layers, run, shaped
 from benchmarks.results import DIRECTORY, Row, load, save
 from elastic.domain.types import JobSpec, NodeInfo, Plan
-from elastic.planning.backup.backup_cost import Estimate, Weighing, choose, estimates
+from elastic.planning.backup.backup_cost import Estimate, Weighing, choose_pair, estimates
 from elastic.planning.cost.profile import Profile
 from elastic.planning.search.search import PlanRequest, make_plan
 
@@ -124,7 +124,7 @@ def compare(cell: Cell, steps: int, folder: Path, bar: tqdm[Any]) -> tuple[float
     """Return (expected slowdown of auto's pair against the best in percent, lines of the table)."""
     plan = cell.plan()
     options = estimates(plan, cell.by(), nodes())
-    chosen, _ = choose(options)
+    chosen, _ = choose_pair(options)
     found = []
     for option in options:
         bar.set_description(f"{cell} {option.pair}")

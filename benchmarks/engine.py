@@ -27,7 +27,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from benchmarks.results import Row, save
 from elastic.domain.types import Accumulate, Pipeline, Plan, Stage, Unit
 from elastic.planning.plan.rank_map import roster
-from elastic.planning.schedule.schedule import Action, one_f_one_b
+from elastic.planning.schedule.schedule import ONE_F_ONE_B, Action, lists
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import StageRunner
 from elastic.worker.model.layers import ListStack, Microbatch, TensorParallel
@@ -183,7 +183,9 @@ class Ours:
             n_microbatches=self._n,
             data=self._data,
         )
-        self._actions = one_f_one_b(rank, setting.stages, tuple(range(self._n)))
+        self._actions = lists(ONE_F_ONE_B, setting.stages, setting.stages, tuple(range(self._n)))[
+            rank
+        ]
 
     def _data(self, step: int, index: int) -> Microbatch:
         part = self._batch[index]

@@ -12,7 +12,7 @@ from elastic.core.job.epoch_change import begin_change
 from elastic.core.job.measured_conditions import backup_conditions
 from elastic.core.job.state import Cause, CauseKind, JobState, JobTransition, LogEntry
 from elastic.planning.backup.amortization import horizon_s
-from elastic.planning.backup.backup_cost import choose, estimate, estimates
+from elastic.planning.backup.backup_cost import choose_pair, estimate, estimates
 
 MIN_STEPS = 16
 """Steps of the epoch that every node of the plan must have measured."""
@@ -36,7 +36,7 @@ def change_backup(state: JobState, now: float) -> JobTransition | None:
     assert plan is not None
     found = estimates(plan, conditions, state.infos)
     here = estimate(plan, f"{plan.gradients}+{plan.state}", conditions, state.infos)
-    best, _ = choose(found, conditions.room_bytes)
+    best, _ = choose_pair(found, conditions.room_bytes)
     saved = 1 - best.expected_s / here.expected_s if here.expected_s > 0 else 0.0
     saved_s = saved * horizon_s(conditions.hazard_per_s, len(plan.nodes()))
     # If the last change for this pair did not install it, no second change is made for it.

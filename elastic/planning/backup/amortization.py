@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from math import inf
 
 PRIOR_LOSSES, PRIOR_NODE_S = 1, 3600.0
-"""What the hazard begins with."""
+"""Prior of the hazard: one loss per node-hour."""
 DEFAULT_PAUSE_S = 1.0
 """Pause of a change before any was measured."""
 
@@ -36,7 +36,7 @@ class Option:
     """A plan that could come next."""
 
     step_s: float
-    pause_s: float = 0.0
+    pause_s: float
     """Seconds without training until it runs."""
 
 
@@ -62,43 +62,40 @@ def horizon_s(hazard: float, nodes: int) -> float:
 
 def progress(option: Option, horizon: float) -> float:
     """Return the steps until `horizon` (seconds), or steps per second if it is inf."""
-    if horizon == inf:
-        return 1 / option.step_s if option.step_s > 0 else inf
-    left = max(0.0, horizon - option.pause_s)
-    return left / option.step_s if option.step_s > 0 else inf
+    if option.step_s <= 0:
+        return inf
+    return (1 if horizon == inf else max(0.0, horizon - option.pause_s)) / option.step_s
 
 
 def choose(options: Sequence[Option], horizon: float) -> tuple[int, str]:
-    """Return (index, reason) of the option with most progress; ties: shortest pause, then first."""
+    """Return (index, reason) of the option with most progress; ties: shortest pause, then first.
+
+    At least two options are needed.
+    """
     made = [progress(option, horizon) for option in options]
-    best = max(range(len(options)), key=lambda i: (made[i], -options[i].pause_s))
-    if len(options) == 1:
-        return best, ""
-    other = max((i for i in range(len(options)) if i != best), key=lambda i: made[i])
+    best, other, *_ = sorted(range(len(made)), key=lambda i: (-made[i], options[i].pause_s))
+    first, second = _format_option(options[best]), _format_option(options[other])
     if horizon == inf:
-        return best, f"{_told(options[best])}, rather than {_told(options[other])}"
-    text = (
-        f"{made[best]:.4g} steps in the {horizon:.4g} s to the next change expected "
-        f"({_told(options[best])})"
-    )
-    return best, f"{text}, rather than {made[other]:.4g} ({_told(options[other])})"
+        return best, f"{first}, rather than {second}"
+    steps = f"{made[best]:.4g} steps in the {horizon:.4g} s to the next change expected"
+    return best, f"{steps} ({first}), rather than {made[other]:.4g} ({second})"
 
 
-def _told(option: Option) -> str:
+def _format_option(option: Option) -> str:
     return f"{option.step_s:.4g} s a step after a pause of {option.pause_s:.4g} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What is expected of the cluster."""
+    """Expected losses and pauses of a job."""
 
     losses: int = 0
     node_seconds: float = 0.0
-    """Observed so far, all nodes together."""
+    """Observed so far, over all nodes."""
     pause_in_s: float = DEFAULT_PAUSE_S
-    """Pause of a change that brings nodes in; 0 when everybody pauses anyway."""
+    """Pause of a change that adds nodes; 0 if training pauses anyway."""
     pause_out_s: float = DEFAULT_PAUSE_S
-    """Pause when a node goes."""
+    """Pause of a change that removes a node."""
 
     @property
     def hazard_per_s(self) -> float:
@@ -106,12 +103,12 @@ class Outlook:
 
 
 def worth(outlook: Outlook, *, speedup: float, lifetime_s: float, nodes: int) -> Verdict:
-    """Weigh using some nodes against leaving them aside.
+    """Decide whether some more nodes are worth their pauses.
 
     Args:
-        speedup: step time without them / step time with them.
-        lifetime_s: seconds that the first of them to go is still expected to stay; inf: unknown.
-        nodes: that the plan with them uses.
+        speedup: step time without these nodes / step time with them.
+        lifetime_s: expected seconds until the first of these nodes leaves; inf: unknown.
+        nodes: number of nodes that the plan with them uses.
     """
     change_s = horizon_s(outlook.hazard_per_s, nodes)
     leaves = lifetime_s <= change_s

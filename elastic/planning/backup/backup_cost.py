@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from elastic.domain.types import NodeInfo, Plan
@@ -123,62 +123,88 @@ class _Load:
 
 def estimate(plan: Plan, pair: str, by: Weighing, nodes: Sequence[NodeInfo]) -> Estimate:
     """Return the estimate of `pair` under `plan`; the schemes of `plan` are ignored."""
-    return _Scales(plan, by, nodes).estimate(pair)
+    return _Estimator(plan, by, nodes).estimate(pair)
 
 
-def estimates(
-    plan: Plan, by: Weighing, nodes: Sequence[NodeInfo], *, replicated: bool | None = None
-) -> list[Estimate]:
-    """Return estimates of all pairs open to `auto`. `replicated`: `is_replicated`, if known."""
-    scales = _Scales(plan, by, nodes)
-    if replicated is None:
-        replicated, _ = is_replicated(plan, nodes)
-    return [scales.estimate(pair) for pair in options(plan, replicated=replicated)]
+def estimates(plan: Plan, by: Weighing, nodes: Sequence[NodeInfo]) -> list[Estimate]:
+    """Return estimates of all pairs open to `auto`."""
+    estimator = _Estimator(plan, by, nodes)
+    replicated, _ = is_replicated(plan, nodes)
+    return [estimator.estimate(pair) for pair in options(plan, replicated=replicated)]
 
 
-class _Scales:
-    """Estimates pairs for one plan and caches their common part.
+class _Estimator:
+    """Estimates pairs for one plan.
 
-    Common are the step without backups, the step per fraction of gradients sent, and the loads.
+    Pairs share the step without backups, the steps per fraction of gradients sent, and the loads.
     """
 
     def __init__(self, plan: Plan, by: Weighing, nodes: Sequence[NodeInfo]) -> None:
         self.plan, self.by = plan, by
-        self._predictor = Predictor(plan, by.profile, nodes, by.slow)
-        self.bare = self._predictor.prediction(NONE)
-        self._steps = {0.0: self.bare.step_s}
-        loads = _loads(plan, by.profile, self.bare)
-        self._n = len(loads)
-        self._loads = Counter(loads)
-
-    def step_s(self, gradients: str) -> float:
-        share = gradients_of(gradients).share
-        if share not in self._steps:
-            self._steps[share] = self._predictor.prediction(gradients).step_s
-        return self._steps[share]
+        predictor = Predictor(plan, by.profile, nodes, by.slow)
+        bare = predictor.prediction(0.0)
+        self.bare_s = bare.step_s
+        self.step_s = cache(lambda share: predictor.prediction(share).step_s)
+        self.loads = Counter(_loads(plan, by.profile, bare))
 
     def estimate(self, pair: str) -> Estimate:
         gradients, _, state = pair.partition("+")
-        scheme, kept, profile = gradients_of(gradients), state_of(state), self.by.profile
-        bare_s, copied_s, loads = self.bare.step_s, self.step_s(gradients), self._loads
-        tail_s = max(_tail_s(load, scheme, kept, profile, copied_s) for load in loads)
-        exposed = copied_s - bare_s + tail_s
-        pipelines, tp = len(self.plan.pipelines), self.plan.tp
-        losses = [
-            n * _lost_s(load, scheme, kept, profile, bare_s, pipelines) for load, n in loads.items()
+        scheme, kept, loads = gradients_of(gradients), state_of(state), self.loads
+        step_s, tp = self.step_s(scheme.share), self.plan.tp
+        tail_s = max(self._tail_s(load, scheme, kept, step_s) for load in loads)
+        exposed_s = step_s - self.bare_s + tail_s
+        lost_s = sum(n * self._lost_s(load, scheme, kept) for load, n in loads.items())
+        lost_s /= loads.total()
+        hazard = (self.by.hazard_per_s or hazard_per_s(0, 0.0)) * loads.total()
+        sent = [
+            _state_bytes(load, kept) + load.gradient * _times_sent(load, scheme) for load in loads
         ]
-        lost = sum(losses) / self._n
-        hazard = self.by.hazard_per_s or hazard_per_s(0, 0.0)
         return Estimate(
             gradients=gradients,
             state=state,
-            exposed_s=exposed,
-            sent_bytes=tp
-            * max(_state_bytes(load, kept) + load.gradient * _sent(load, scheme) for load in loads),
+            exposed_s=exposed_s,
+            sent_bytes=tp * max(sent),
             memory_bytes=tp * max(_memory(load, scheme, kept) for load in loads),
-            lost_s=lost,
-            expected_s=(bare_s + exposed) * (1 + hazard * self._n * (self.by.pause_s + lost)),
+            lost_s=lost_s,
+            expected_s=(self.bare_s + exposed_s) * (1 + hazard * (self.by.pause_s + lost_s)),
         )
+
+    def _tail_s(self, load: _Load, scheme: Gradients, kept: State, step_s: float) -> float:
+        """Return the seconds that a node adds to a step, besides gradient copies during it."""
+        profile = self.by.profile
+        state_s = _state_bytes(load, kept) * profile.link.s_per_byte
+        gradient_s = load.gradient * profile.link.s_per_byte
+        n = _copies(load, scheme)
+        copied = load.state + _update_bytes(load, kept) if kept.name != NONE else 0.0
+        if scheme.name == LOG:
+            copied += load.microbatches * load.messages + (load.gradient if kept.away else 0.0)
+        ends = [state_s + n * gradient_s]
+        if n > UNACKED:
+            left = max(0, load.microbatches - (UNACKED + 1) * scheme.every)
+            ends += [state_s + gradient_s + left * load.pace_s]
+        late_s = max(0.0, max(ends) - step_s) if profile.link.s_per_byte else 0.0
+        last_s = gradient_s + profile.link.latency_s if n else 0.0
+        copying_s = copied * profile.copy_s_per_byte
+        return copying_s + profile.contention * state_s + max(last_s, late_s)
+
+    def _lost_s(self, load: _Load, scheme: Gradients, kept: State) -> float:
+        """Return the seconds per loss of this node: bytes to fetch and work to repeat."""
+        per_byte, m = self.by.profile.link.s_per_byte, load.microbatches
+        gradient_s = load.gradient * per_byte
+        fetch_s = (load.state + kept.every / 2 * _update_bytes(load, kept)) * per_byte
+        if scheme.every:
+            unsent = gradient_s / (scheme.every * load.pace_s) if load.pace_s > 0 else 0.0
+            again = min(m / 2, scheme.every * (0.5 + min(UNACKED, unsent)))
+            return fetch_s + gradient_s + again * load.pace_s
+        if scheme.rounds:  # on average half a round is lost, and the unfinished one
+            return fetch_s + min(m / 2, 1.5 * scheme.rounds) * load.pace_s
+        again_s = load.pace_s
+        if scheme.name == LOG:  # only the lost layers, spread over all pipelines
+            alone_s = load.compute_s + 2 * load.messages * per_byte
+            again_s = min(alone_s / len(self.plan.pipelines), again_s)
+        # If the new state is incomplete at the peer, all nodes roll back and repeat the step.
+        late_s = min(self.bare_s, _state_bytes(load, kept) * per_byte)
+        return fetch_s + m / 2 * again_s + late_s
 
 
 def is_replicated(plan: Plan, nodes: Sequence[NodeInfo]) -> tuple[bool, str]:
@@ -214,7 +240,7 @@ def options(plan: Plan, *, replicated: bool) -> list[str]:
     return [f"{g}+{s}" for s in states for g in (*gradients, RECOMPUTE)]
 
 
-def choose(estimates: Sequence[Estimate], room_bytes: int = 0) -> tuple[Estimate, str]:
+def choose_pair(estimates: Sequence[Estimate], room_bytes: int = 0) -> tuple[Estimate, str]:
     """Return (best, reason): the smallest loss within `CLOSE` of the least expected time."""
     fitting = [e for e in estimates if not 0 < room_bytes < e.memory_bytes] or [
         min(estimates, key=lambda e: e.memory_bytes)
@@ -222,13 +248,12 @@ def choose(estimates: Sequence[Estimate], room_bytes: int = 0) -> tuple[Estimate
     least = min(e.expected_s for e in fitting)
     close = [e for e in fitting if e.expected_s <= least * (1 + CLOSE)]
     best = min(close, key=lambda e: (e.lost_s, e.expected_s))
-    rest = sorted((e for e in estimates if e is not best), key=lambda e: e.expected_s)
-    other = f"; next {rest[0]}" if rest else ""
-    return best, f"{best}{other}"
+    other = min((e for e in estimates if e is not best), key=lambda e: e.expected_s, default=None)
+    return best, f"{best}; next {other}" if other else f"{best}"
 
 
 def _loads(plan: Plan, profile: Profile, bare: Prediction) -> list[_Load]:
-    """Return the load of every node. Equal stages and pipelines share one computation."""
+    """Return the load of every node."""
 
     @cache
     def sizes(first: int, last: int) -> tuple[float, float, float]:
@@ -242,32 +267,18 @@ def _loads(plan: Plan, profile: Profile, bare: Prediction) -> list[_Load]:
         )
 
     found: dict[str, _Load] = {}
-    paces: dict[int, float] = {}
-    alone: dict[tuple[int, int, int, int], _Load] = {}
-    for p, pipeline in enumerate(plan.pipelines):
-        times, m = bare.stages[p], len(pipeline.microbatches)
-        if id(times) not in paces:
-            paces[id(times)] = max(t.forward_s + t.backward_s + 2 * t.hop_s for t in times)
-        for s, stage in enumerate(pipeline.stages):
-            key = (id(times), m, stage.first, stage.last)
-            if key not in alone:
-                compute = times[s].forward_s + times[s].backward_s
-                state, gradient, messages = sizes(stage.first, stage.last)
-                alone[key] = _Load(state, gradient, m, paces[id(times)], compute, messages)
-            old = found.get(stage.unit.node)
-            found[stage.unit.node] = alone[key] if old is None else _both(old, alone[key])
+    for pipeline, times in zip(plan.pipelines, bare.stages, strict=True):
+        pace_s = max(t.forward_s + t.backward_s + 2 * t.hop_s for t in times)
+        for stage, t in zip(pipeline.stages, times, strict=True):
+            state, gradient, messages = sizes(stage.first, stage.last)
+            compute_s = t.forward_s + t.backward_s
+            if other := found.get(stage.unit.node):
+                state, gradient = state + other.state, gradient + other.gradient
+                compute_s, messages = compute_s + other.compute_s, messages + other.messages
+            found[stage.unit.node] = _Load(
+                state, gradient, len(pipeline.microbatches), pace_s, compute_s, messages
+            )
     return list(found.values())
-
-
-def _both(a: _Load, b: _Load) -> _Load:
-    """Return the load of a node with both stages, with the pace of the last one's pipeline."""
-    return replace(
-        b,
-        state=a.state + b.state,
-        gradient=a.gradient + b.gradient,
-        compute_s=a.compute_s + b.compute_s,
-        messages=a.messages + b.messages,
-    )
 
 
 def _copies(load: _Load, scheme: Gradients) -> int:
@@ -275,7 +286,7 @@ def _copies(load: _Load, scheme: Gradients) -> int:
     return -(-load.microbatches // scheme.every) if scheme.every else 0
 
 
-def _sent(load: _Load, scheme: Gradients) -> float:
+def _times_sent(load: _Load, scheme: Gradients) -> float:
     """Return how often a gradient is sent per step, besides the sum at the end."""
     return load.microbatches * scheme.share if scheme.rounds else _copies(load, scheme)
 
@@ -288,55 +299,6 @@ def _state_bytes(load: _Load, kept: State) -> float:
 def _update_bytes(load: _Load, kept: State) -> float:
     """Return the bytes of update inputs per step; the float32 gradient is an upper bound."""
     return load.gradient if kept.updates else 0.0
-
-
-def _tail_s(load: _Load, scheme: Gradients, kept: State, profile: Profile, step_s: float) -> float:
-    """Return the seconds that a node adds to a step, besides gradient copies during it."""
-    per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
-    per_copy = 1 / profile.copy_bytes_per_s if profile.copy_bytes_per_s > 0 else 0.0
-    state, gradient, n = (
-        _state_bytes(load, kept) * per_byte,
-        load.gradient * per_byte,
-        _copies(load, scheme),
-    )
-    last = gradient + profile.link.latency_s if n else 0.0
-    copied = load.state + _update_bytes(load, kept) if kept.name != NONE else 0.0
-    if scheme.name == LOG:
-        copied += load.microbatches * load.messages + (load.gradient if kept.away else 0.0)
-    copying = copied * per_copy
-    ends = [state + n * gradient]
-    if n > UNACKED:
-        left = load.microbatches - (UNACKED + 1) * scheme.every
-        ends += [state + gradient + max(left, 0) * load.pace_s, state + (n - UNACKED) * gradient]
-    held_up = max(0.0, max(ends) - step_s) if per_byte else 0.0
-    return copying + profile.contention * state + max(last, held_up)
-
-
-def _lost_s(
-    load: _Load, scheme: Gradients, kept: State, profile: Profile, step_s: float, pipelines: int
-) -> float:
-    """Return the seconds per loss of this node: bytes to fetch and work to repeat."""
-    per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
-    state, gradient, m = (
-        _state_bytes(load, kept) * per_byte,
-        load.gradient * per_byte,
-        load.microbatches,
-    )
-    fetched = (load.state + kept.every / 2 * _update_bytes(load, kept)) * per_byte
-    if scheme.every:
-        under_way = min(
-            UNACKED, gradient / (scheme.every * load.pace_s) if load.pace_s > 0 else 0.0
-        )
-        again = min(m / 2, scheme.every * (0.5 + under_way))
-        return fetched + gradient + again * load.pace_s
-    if scheme.rounds:  # on average half a round is lost, and the unfinished one
-        return fetched + min(m / 2, 1.5 * scheme.rounds) * load.pace_s
-    # If the new state is incomplete at the peer, all nodes roll back and repeat the step.
-    late = min(1.0, state / step_s) if step_s > 0 else 0.0
-    if scheme.name == LOG:  # only the lost layers, spread over all pipelines
-        again_s = (load.compute_s + 2 * load.messages * per_byte) / pipelines
-        return fetched + m / 2 * min(again_s, load.pace_s) + late * step_s
-    return fetched + m / 2 * load.pace_s + late * step_s
 
 
 def _memory(load: _Load, scheme: Gradients, kept: State) -> float:

@@ -1,4 +1,4 @@
-"""From a cluster file to a request to the planner, and to what else could be done."""
+"""Planner requests from a cluster file, and alternatives to a plan."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from elastic.planning.search.search import PlanRequest, make_plan
 
 
 def cluster_profile(cluster: Cluster, measured: Profile | None = None) -> Profile:
-    """The profile that the cluster's plans are made from: the measured one, or the catalogue's.
-    Raises FieldError."""
+    """Return the cluster's profile: the measured one, or one from the catalogue.
+
+    Raises FieldError.
+    """
     links = {name: link for name in LINKS if (link := getattr(cluster, name)) is not None}
     if measured is None:
         return published_profile(
@@ -43,7 +45,7 @@ def cluster_profile(cluster: Cluster, measured: Profile | None = None) -> Profil
 
 
 def cluster_nodes(cluster: Cluster, profile: Profile) -> tuple[NodeInfo, ...]:
-    """Every node by itself, with the device type spelled as the profile does."""
+    """Return all nodes of all groups, with device types spelled as in the profile."""
     found, number = [], 0
     for group in cluster.groups:
         device = profile.device(
@@ -68,7 +70,7 @@ def cluster_nodes(cluster: Cluster, profile: Profile) -> tuple[NodeInfo, ...]:
 
 
 def cluster_slow(cluster: Cluster, nodes: tuple[NodeInfo, ...]) -> tuple[tuple[str, float], ...]:
-    """(node, factor) of the nodes that are not as fast as their type."""
+    """Return (node, factor) of the nodes whose speed differs from their device type's."""
     factors = [group.slow for group in cluster.groups for _ in range(group.count)]
     return tuple(
         (info.node, factor) for info, factor in zip(nodes, factors, strict=True) if factor != 1.0
@@ -76,7 +78,7 @@ def cluster_slow(cluster: Cluster, nodes: tuple[NodeInfo, ...]) -> tuple[tuple[s
 
 
 def check_plan(plan: Plan, profile: Profile, nodes: tuple[NodeInfo, ...]) -> None:
-    """Raise FieldError if a plan is not for this model and these nodes."""
+    """Raise FieldError if the plan does not fit this model or these nodes."""
     if plan.n_layers != len(profile.layers):
         remedy = f"{profile.model} has {len(profile.layers)} layers"
         raise FieldError("plan.layers", plan.n_layers, remedy)
@@ -96,9 +98,9 @@ def check_plan(plan: Plan, profile: Profile, nodes: tuple[NodeInfo, ...]) -> Non
 
 
 def with_more(cluster: Cluster, text: str) -> Cluster:
-    """The cluster with nodes added: COUNTxDEVICE or COUNTxDEVICE:DEVICES with commas between them.
+    """Return the cluster with nodes added: COUNTxDEVICE or COUNTxDEVICE:DEVICES, comma-separated.
 
-    They are in the failure domain of the first group. Raises FieldError.
+    New nodes are in the failure domain of the first group. Raises FieldError.
     """
     groups, first = list(cluster.groups), cluster.groups[0]
     for letter, word in zip(ascii_lowercase, text.split(","), strict=False):
@@ -120,7 +122,7 @@ def with_more(cluster: Cluster, text: str) -> Cluster:
 
 
 def check_gone(gone: frozenset[str], nodes: tuple[NodeInfo, ...]) -> None:
-    """Raise FieldError for a node that is not there, or if none is left."""
+    """Raise FieldError if a removed node does not exist, or if no node is left."""
     names = {info.node for info in nodes}
     for name in sorted(gone - names):
         raise FieldError("--without", name, f"there is no such node; the first is {nodes[0].node}")
@@ -129,7 +131,7 @@ def check_gone(gone: frozenset[str], nodes: tuple[NodeInfo, ...]) -> None:
 
 
 def plan_request(cluster: Cluster, profile: Profile) -> PlanRequest:
-    """What to ask the planner."""
+    """Return the request to the planner."""
     nodes = cluster_nodes(cluster, profile)
     return PlanRequest(
         spec=JobSpec(
@@ -150,9 +152,11 @@ def plan_request(cluster: Cluster, profile: Profile) -> PlanRequest:
 
 
 def alternatives(request: PlanRequest, best: Plan) -> tuple[tuple[str, float], ...]:
-    """Plans with other numbers of pipelines, and with other schedules: (what, predicted seconds of
-    a step), the
-    fastest first; inf: memory is short. What the request fixes stays."""
+    """Return (description, predicted seconds per step) of other plans, the fastest first.
+
+    They have another number of pipelines or another schedule, unless the request fixes it. Seconds
+    are inf if memory is short.
+    """
     asked: list[dict[str, Any]] = []
     if request.shape == "auto":
         k = len(best.pipelines)
@@ -170,23 +174,23 @@ def alternatives(request: PlanRequest, best: Plan) -> tuple[tuple[str, float], .
             found[what] = inf
         else:
             if "shape" not in change or len(plan.pipelines) == int(change["shape"]):
-                found[_told(plan)] = predicted(request, plan)
+                found[_describe(plan)] = predicted(request, plan)
     return tuple(
         sorted(
-            ((what, s) for what, s in found.items() if what != _told(best)),
+            ((what, s) for what, s in found.items() if what != _describe(best)),
             key=lambda item: item[1],
         )
     )
 
 
 def predicted(request: PlanRequest, plan: Plan) -> float:
-    """Seconds of a step of a plan on the request's nodes."""
+    """Return the predicted seconds per step of a plan on the request's nodes."""
     assert request.profile is not None, "requests of a cluster file have a profile"
     return predict(plan, request.profile, request.nodes, request.slow).step_s
 
 
-def _told(plan: Plan) -> str:
-    """A plan's shape in words."""
+def _describe(plan: Plan) -> str:
+    """Return the shape and schedules of a plan in words."""
     depths = Counter(len(units_of(pipeline)) for pipeline in plan.pipelines)
     shape = " + ".join(
         f"{count} of depth {depth}" for depth, count in sorted(depths.items(), reverse=True)

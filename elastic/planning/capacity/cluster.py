@@ -1,4 +1,4 @@
-"""The cluster file: a model, nodes and links, as a capacity planner writes them down in TOML.
+"""The cluster file: a TOML file with a model, nodes and links, for capacity planning.
 
     [model]
     name = "gpt3-6.7b"          # of the catalogue; or profile = "measured.json"
@@ -12,9 +12,8 @@
     inside = { bandwidth = "300GB/s" }
     link = { bandwidth = "100Gbit", latency = "10us" }
 
-Every key and its default: `Cluster`, `Group`, and docs/guide/capacity.md. Text in, values out:
-files are read elsewhere,
-and `elastic.planning.capacity.capacity` makes requests of it.
+`Cluster`, `Group` and docs/guide/capacity.md list all keys and defaults. `capacity` makes planner
+requests from a cluster. Nothing here reads files.
 """
 
 from __future__ import annotations
@@ -37,41 +36,40 @@ LINKS = ("inside", "link", "across")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Nodes that are alike."""
+    """Equal nodes."""
 
     count: int = 1
     name: str = ""
-    """Nodes are called NAME0, NAME1, ...; "": node, numbered through all groups without a name."""
+    """Prefix of node names NAME0, NAME1, ...; "": node, numbered over all groups without a name."""
     device: str = ""
-    """Of the catalogue, or of the profile; "": the profile's first."""
+    """Device type of the catalogue or the profile; "": the first of the profile."""
     devices: int = 1
-    """Of one node."""
+    """Devices per node."""
     memory_bytes: int = 0
-    """What a worker may use; 0: as the device type says."""
+    """Memory that a worker may use; 0: that of the device type."""
     domain: str = ""
     lifetime_s: float = 0.0
-    """Seconds that a node is expected to stay; 0: unknown."""
+    """Expected seconds until a node leaves; 0: unknown."""
     slow: float = 1.0
     """Factor on the times of the device type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """What a cluster file says."""
+    """Content of a cluster file."""
 
     model: str = ""
     """Name in the catalogue."""
     profile_file: str = ""
-    """File with a measured profile, instead."""
+    """File with a measured profile, instead of a model of the catalogue."""
     microbatches: int
-    """Of a step."""
+    """Micro-batches per step."""
     microbatch_size: int = 0
-    """Sequences of a micro-batch; 0: 1, or unknown with a measured profile, where it only counts
-    samples."""
+    """Sequences per micro-batch; 0: unknown with a measured profile, otherwise 1."""
     sequence: int = 0
-    """Tokens of a sequence; 0: as published."""
+    """Tokens per sequence; 0: as published."""
     tp: int = 0
-    """Workers of a unit; 0: 1, or as the profile was measured."""
+    """Workers per unit; 0: as in the measured profile, otherwise 1."""
     schedule: str = "auto"
     backup: str = "auto"
     shape: str = "auto"
@@ -161,7 +159,7 @@ def _group(path: str, data: Mapping[str, Any]) -> Group:
 
 
 def _check_groups(cluster: Cluster) -> None:
-    """What no single table shows."""
+    """Check the groups against the model and each other."""
     if cluster.n_nodes > MAX_NODES:
         raise FieldError("nodes", cluster.n_nodes, f"at most {MAX_NODES} nodes in all")
     prefixes = [group.name for group in cluster.groups if group.name]
@@ -182,7 +180,7 @@ def _check_groups(cluster: Cluster) -> None:
 
 
 def check_name(path: str, name: str, find: Callable[[str], object]) -> None:
-    """Look a device type up, and say where the name stands if there is none."""
+    """Look up a device type. Raises FieldError with `path` if it is unknown."""
     try:
         find(name)
     except FieldError as error:

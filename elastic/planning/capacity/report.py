@@ -1,5 +1,4 @@
-"""What a plan is expected to do, in figures for people: seconds, samples, bubbles, memory, and what
-limits it."""
+"""Report on a plan for people: expected seconds, samples, bubbles and memory."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from elastic.domain.types import NodeInfo, Plan, Stage
 from elastic.planning.capacity.svg import Panel, draw
 from elastic.planning.cost.predict import Prediction, predict
 from elastic.planning.cost.profile import Profile
-from elastic.planning.schedule.deadlock_check import peak
-from elastic.planning.schedule.schedule import ZERO_BUBBLE, actions_of, units_of
+from elastic.planning.schedule.schedule import ZERO_BUBBLE, actions_of, peak, units_of
 from elastic.planning.schedule.timeline import StageTimes, Timeline, simulate
 
 
@@ -23,18 +21,17 @@ class UnitReport:
     unit: str
     device: str
     layers: str
-    """Its ranges of layers, FIRST:LAST with commas between them."""
+    """Its ranges of layers: FIRST:LAST, comma-separated."""
     compute_s: float
-    """For one micro-batch: forward and backward, recomputation, and what streaming its gradient
-    adds."""
+    """Per micro-batch: forward and backward pass, recomputation and gradient streaming."""
     hop_s: float
-    """To the next stage and back, for one micro-batch, over all its stages."""
+    """Messages to the next stage and back per micro-batch, over all of its stages."""
     busy: float
-    """Share of the pipeline's time that it computes."""
+    """Fraction of the pipeline's time in which it computes."""
     memory_bytes: int
-    """Of a worker, at its peak."""
+    """Peak memory of a worker."""
     limit_bytes: int
-    """0: unknown."""
+    """Memory that a worker may use; 0: unknown."""
     recompute: bool
 
 
@@ -45,33 +42,31 @@ class PipelineReport:
     schedule: str
     microbatches: int
     finish_s: float
-    """When its last micro-batch is done."""
+    """End of its last micro-batch."""
     bubble: float
-    """Share of its units' time in which they wait."""
+    """Fraction of its units' time in which they wait."""
     timeline: Timeline
     units: tuple[UnitReport, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A plan and what is expected of it."""
+    """A plan with its expected figures."""
 
     plan: Plan
     step_s: float
     tail_s: float
-    """Of `step_s`: reduction over pipelines, and update, after the last micro-batch."""
+    """Part of `step_s` after the last micro-batch: reduction over pipelines, and update."""
     stream_s: float
-    """Of `step_s`: what streaming gradients to peers adds, where the network is slower than the
-    compute."""
+    """Part of `step_s` that streaming gradients to peers adds."""
     samples_per_s: float
-    """0: how many samples a micro-batch has is not known."""
+    """0: the samples per micro-batch are unknown."""
     tokens_per_s: float
     pipelines: tuple[PipelineReport, ...]
 
     @property
     def bubble(self) -> float:
-        """Share of the step, on all units that hold stages, in which nothing is computed; the tail
-        counts as such."""
+        """Fraction of the step in which units do not compute, the tail included."""
         busy = sum(sum(p.timeline.busy_s) for p in self.pipelines)
         units = sum(len(p.units) for p in self.pipelines)
         return 1 - busy / (units * self.step_s) if self.step_s > 0 else 0.0
@@ -85,7 +80,7 @@ def report(
     slow: tuple[tuple[str, float], ...] = (),
     samples: int = 0,
 ) -> Report:
-    """Work out what `plan` does on `nodes`. `samples`: of one micro-batch. Raises FieldError."""
+    """Return the report on `plan`. `samples`: samples per micro-batch. Raises FieldError."""
     found = predict(plan, profile, nodes, slow)
     infos = {info.node: info for info in nodes}
     per_s = plan.n_microbatches / found.step_s if found.step_s > 0 else 0.0
@@ -108,7 +103,7 @@ def _pipeline(
 ) -> PipelineReport:
     pipeline, times = plan.pipelines[index], found.stages[index]
     actions = actions_of(pipeline)
-    timeline = simulate(actions, times)
+    timeline = simulate(pipeline, times)
     whole, n_units = timeline.makespan_s or 1.0, len(actions)
     units = []
     for u, unit in enumerate(units_of(pipeline)):
@@ -139,14 +134,16 @@ def _pipeline(
 
 
 def _compute(schedule: str, times: StageTimes) -> float:
-    """Seconds of a micro-batch on a stage."""
+    """Return the compute seconds of a stage per micro-batch."""
     split = times.backward_input_s + times.backward_weight_s
     return times.forward_s + (split if schedule == ZERO_BUBBLE else times.backward_s)
 
 
 def _fixed(stages: Sequence[Stage], profile: Profile, tp: int) -> float:
-    """Bytes of a worker whatever is in flight; a recomputing stage has room for a micro-batch's
-    activations too."""
+    """Return a worker's bytes without micro-batches in flight.
+
+    A recomputing stage also needs room for the activations of one micro-batch.
+    """
     layers = profile.layers
     held = [layers[i] for stage in stages for i in stage.layers]
     again = sum(
@@ -156,8 +153,7 @@ def _fixed(stages: Sequence[Stage], profile: Profile, tp: int) -> float:
 
 
 def _kept(stages: Sequence[Stage], numbers: Sequence[int], profile: Profile) -> dict[int, float]:
-    """Bytes that each stage keeps of a micro-batch in flight, for `dryrun.peak`: its activations,
-    or its input."""
+    """Return, for `peak`, each stage's bytes per micro-batch in flight: activations, or input."""
     layers, found = profile.layers, {}
     for stage, number in zip(stages, numbers, strict=True):
         entry = layers[stage.first - 1].output_bytes if stage.first else 0
@@ -167,7 +163,7 @@ def _kept(stages: Sequence[Stage], numbers: Sequence[int], profile: Profile) -> 
 
 
 def picture(found: Report, title: str) -> str:
-    """The timelines of all pipelines as one SVG text."""
+    """Return the timelines of all pipelines as one SVG text."""
     panels = [
         Panel(
             f"pipeline {index}: {pipeline.schedule}, {pipeline.microbatches} micro-batches, "

@@ -1,9 +1,7 @@
-"""A pipeline's timeline as an SVG picture: one row a unit, one box a compute action, on a common
-time axis.
+"""SVG picture of a pipeline's timeline: a row per unit, and a box per compute action.
 
-Plain SVG 1.1 text without scripts, fonts or links, so that it opens anywhere; every box says in its
-own title what
-it is and when, and the whole has a title and a description for those who cannot see it.
+The text is plain SVG 1.1 without scripts, fonts or links, so that any viewer shows it. Every box
+has a title with its action and time. The picture has a title and a description for screen readers.
 """
 
 from __future__ import annotations
@@ -17,20 +15,19 @@ from statistics import median
 from elastic.planning.schedule.timeline import Span, Timeline
 
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#f0e442", "W": "#009e73"}
-"""By kind of action: forward passes, backward passes, and the two parts of those that are split."""
+"""By kind of action; I and W are the two parts of a split backward pass."""
 NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
 OTHER = "#999999"
 CHART, WIDEST, MARGIN, GUTTER = 1080.0, 6000.0, 16.0, 12.0
-"""Widths in pixels: of the time axis at least and at most, around everything, between a row's name
-and its boxes."""
+"""Widths in pixels: least and largest time axis, outer margin, gap between row names and boxes."""
 COMFORT = 18.0
-"""Width of the median box for which the time axis is made wider."""
+"""Least width of the median box, up to the largest time axis."""
 ROW, BOX, HEAD, FOOT = 26.0, 22.0, 30.0, 30.0
-"""Heights in pixels: of a row, of a box in it, of a panel's title, and of its axis."""
+"""Heights in pixels: row, box, title of a panel, axis."""
 LETTER = 7.0
-"""Width of a letter, about."""
+"""Approximate width of a letter."""
 TICKS = 10
-"""Marks on the time axis, at most."""
+"""Most marks on the time axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class Panel:
 
 
 def draw(title: str, panels: Sequence[Panel]) -> str:
-    """Return the SVG text; all panels share one time scale, seconds from the left edge on."""
+    """Return the SVG text. All panels share one time scale that begins at the left edge."""
     until = max((panel.timeline.makespan_s for panel in panels), default=0.0) or 1.0
     left = (
         MARGIN
@@ -78,7 +75,7 @@ def draw(title: str, panels: Sequence[Panel]) -> str:
 
 
 def summary(panels: Sequence[Panel]) -> str:
-    """The picture in words."""
+    """Return a description of the picture in words."""
     parts = []
     for panel in panels:
         found = panel.timeline
@@ -94,7 +91,7 @@ def summary(panels: Sequence[Panel]) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration with four digits and a fitting unit."""
+    """Return a duration with four digits and a suitable unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(value) >= size:
             return f"{value / size:.4g} {unit}"
@@ -154,12 +151,12 @@ def _legend(panels: Sequence[Panel], top: float) -> Iterable[str]:
 
 
 def marks(until: float) -> list[float]:
-    """At most `TICKS` round times from 0 to `until`: steps of 1, 2 or 5 times a power of ten."""
+    """Return at most `TICKS` round times up to `until`, in steps of 1, 2 or 5 times 10^n."""
     power = 10.0 ** floor(log10(until / TICKS))
     step = next(power * n for n in (1, 2, 5, 10, 20) if until / (power * n) <= TICKS - 1)
     return [i * step for i in range(int(until / step + 1e-9) + 1)]
 
 
 def _text(text: str) -> str:
-    """Text as XML may hold it."""
+    """Escape text for XML."""
     return escape("".join(char if char.isprintable() else " " for char in text))

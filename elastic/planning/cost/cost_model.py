@@ -106,11 +106,10 @@ class CostModel:
         ends = [0, *outputs]
         self._hop = np.array([2 * profile.link.seconds(n) for n in ends])
         self._hop_inside = np.array([2 * profile.inside.seconds(n) for n in ends])
-        per_byte = 1 / profile.link.bytes_per_s if profile.link.bytes_per_s > 0 else 0.0
-        self._reduce_per_byte = per_byte
-        stream_s = self.gradient * per_byte * stream_share
-        per_copy = 1 / profile.copy_bytes_per_s if profile.copy_bytes_per_s > 0 else 0.0
-        exposed_s = stream_s * profile.contention + self.gradient * per_copy * stream_share
+        self._reduce_per_byte = profile.link.s_per_byte
+        stream_s = self.gradient * profile.link.s_per_byte * stream_share
+        copy_s = self.gradient * profile.copy_s_per_byte * stream_share
+        exposed_s = stream_s * profile.contention + copy_s
         self.prefix = [
             _KindPrefixSums(kind, profile.device(kind.device), stream_s, exposed_s)
             for kind in kinds

@@ -9,17 +9,16 @@ unit ends it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, lru_cache
-from typing import ClassVar
 
 from elastic.domain.types import NodeInfo, Pipeline, Plan, Stage, Unit
-from elastic.planning.cost.profile import LinkProfile, Profile
+from elastic.planning.cost.cost_model import pipeline_seconds
+from elastic.planning.cost.profile import LayerTimes, LinkProfile, Profile
 from elastic.planning.plan.schemes import gradients_of
 from elastic.planning.schedule.schedule import INTERLEAVED, ZERO_BUBBLE, units_of
 from elastic.planning.schedule.timeline import StageTimes, makespan
 
-MAX_CACHED_PROFILES = 16
 MAX_SIMULATED_ACTIONS = 20_000
 """Micro-batches times stages of a pipeline above which the closed form is used."""
 
@@ -37,49 +36,6 @@ class Prediction:
     """Per pipeline, the times of each stage for one micro-batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerSum:
-    """Seconds and bytes of a range of layers on a device type."""
-
-    forward_s: float
-    backward_s: float
-    backward_input_s: float
-    backward_weight_s: float
-    update_s: float
-    gradient_bytes: int
-
-
-class _LayerSums:
-    """Sums over layer ranges of one profile, cached: thousands of plans are compared."""
-
-    by_profile_id: ClassVar[dict[int, _LayerSums]] = {}
-
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-        self.sum = cache(self._sum)
-
-    @classmethod
-    def of(cls, profile: Profile) -> _LayerSums:
-        """The sums of a profile by its id. The cache holds the profile, so its id stays unique."""
-        found = cls.by_profile_id.get(id(profile))
-        if found is None:
-            if len(cls.by_profile_id) >= MAX_CACHED_PROFILES:
-                cls.by_profile_id.clear()
-            found = cls.by_profile_id[id(profile)] = cls(profile)
-        return found
-
-    def _sum(self, device: str, first: int, last: int) -> _LayerSum:
-        times = self.profile.device(device).layers[first:last]
-        return _LayerSum(
-            forward_s=sum(t.forward_s for t in times),
-            backward_s=sum(t.backward_s for t in times),
-            backward_input_s=sum(t.backward_input_s for t in times),
-            backward_weight_s=sum(t.backward_weight_s for t in times),
-            update_s=sum(t.update_s for t in times),
-            gradient_bytes=sum(la.gradient_bytes for la in self.profile.layers[first:last]),
-        )
-
-
 class _StageLocations:
     """Devices of stages, and links between them."""
 
@@ -87,7 +43,7 @@ class _StageLocations:
         self, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]]
     ) -> None:
         self.profile, self.slow = profile, dict(slow)
-        self.sums = _LayerSums.of(profile)
+        self._cached_sums = cache(self._sums)
         one_link = profile.across in (LinkProfile(), profile.link)
         self.uniform = not self.slow and len(profile.devices) == 1 and one_link
         """All nodes and links between nodes are equal."""
@@ -96,11 +52,17 @@ class _StageLocations:
     def factor(self, unit: Unit) -> float:
         return self.slow.get(unit.node, 1.0)
 
-    def layer_sum(self, stage: Stage) -> _LayerSum:
-        """Sums of the stage's layers. An unnamed device type stands for all nodes."""
+    def sums(self, stage: Stage) -> tuple[LayerTimes, int]:
+        """Return (seconds, gradient bytes) of the stage's layers on its device type."""
         only = self.profile.devices[0].name
         device = self.nodes[stage.unit.node].device if only else only
-        return self.sums.sum(device, stage.first, stage.last)
+        return self._cached_sums(device, stage.first, stage.last)
+
+    def _sums(self, device: str, first: int, last: int) -> tuple[LayerTimes, int]:
+        times = self.profile.device(device).layers[first:last]
+        names = [field.name for field in fields(LayerTimes)]
+        seconds = LayerTimes(**{name: sum(getattr(t, name) for t in times) for name in names})
+        return seconds, sum(la.gradient_bytes for la in self.profile.layers[first:last])
 
     def link(self, a: Unit, b: Unit) -> LinkProfile:
         """The link between neighbouring stages."""
@@ -117,7 +79,8 @@ def predict(
     plan: Plan, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]] = ()
 ) -> Prediction:
     """Predict a step of `plan`. `nodes` includes all that hold stages; `slow`: (node, factor)."""
-    return Predictor(plan, profile, nodes, slow).prediction(plan.gradients)
+    share = gradients_of(plan.gradients).share
+    return Predictor(plan, profile, nodes, slow).prediction(share)
 
 
 class Predictor:
@@ -140,15 +103,16 @@ class Predictor:
             key = _equivalence_key(pipeline) if self._locations.uniform else number
             self._keys.append(key)
             self._distinct.setdefault(key, pipeline)
-        per_byte = _reduction(len(plan.pipelines), profile.link)
+        k = len(plan.pipelines)
+        per_byte = 2 * (k - 1) / k * profile.link.s_per_byte
         self._tail_s = max(
             _tail(pipeline, plan.tp, per_byte, self._locations)
             for pipeline in self._distinct.values()
         )
 
-    def prediction(self, gradients: str) -> Prediction:
-        """The prediction with the scheme `gradients` instead of the plan's own."""
-        share = gradients_of(gradients).share if self._plan.peers else 0.0
+    def prediction(self, share: float) -> Prediction:
+        """The prediction if nodes stream `share` of their gradients per micro-batch to a peer."""
+        share = share if self._plan.peers else 0.0
         runs = {}
         for key, pipeline in self._distinct.items():
             times = _all_times(pipeline, self._plan.tp, self._locations, share)
@@ -167,9 +131,8 @@ def _tail(pipeline: Pipeline, tp: int, per_byte: float, locations: _StageLocatio
     """Seconds of reduction and update of the pipeline's slowest unit."""
     tails: dict[Unit, float] = {}
     for stage in pipeline.stages:
-        layers = locations.layer_sum(stage)
-        tail_s = locations.factor(stage.unit) * layers.update_s
-        tail_s += per_byte * layers.gradient_bytes / tp
+        layers, gradient_bytes = locations.sums(stage)
+        tail_s = locations.factor(stage.unit) * layers.update_s + per_byte * gradient_bytes / tp
         tails[stage.unit] = tails.get(stage.unit, 0.0) + tail_s
     return max(tails.values(), default=0.0)
 
@@ -202,16 +165,16 @@ def _times(
     """
     stage, profile = pipeline.stages[number], locations.profile
     factor = locations.factor(stage.unit)
-    layers = locations.layer_sum(stage)
+    layers, gradient_bytes = locations.sums(stage)
     forward = factor * layers.forward_s
     again = forward if stage.recompute else 0.0
     backward = factor * layers.backward_s + again
     backward_input = factor * layers.backward_input_s + again
     weight = factor * layers.backward_weight_s
     if share:
-        sent = share * layers.gradient_bytes / tp
-        x = profile.link.seconds(sent) - profile.link.latency_s
-        copying = sent / profile.copy_bytes_per_s if profile.copy_bytes_per_s > 0 else 0.0
+        sent = share * gradient_bytes / tp
+        x = sent * profile.link.s_per_byte
+        copying = sent * profile.copy_s_per_byte
         parts = backward_input + weight if pipeline.schedule == ZERO_BUBBLE else backward
         more = max(profile.contention * x + copying, x - forward - parts)
         backward, weight = backward + more, weight + more
@@ -239,19 +202,18 @@ _makespan = lru_cache(maxsize=1024)(makespan)
 
 
 def closed_form(schedule: str, times: Sequence[StageTimes], microbatches: int) -> float:
-    """Seconds of a 1F1B or zero-bubble pipeline under the cost model."""
-    hops = [2 * t.hop_s for t in times]
-    if schedule == ZERO_BUBBLE:
-        taus = [
-            t.forward_s + t.backward_input_s + t.backward_weight_s + hop
-            for t, hop in zip(times, hops, strict=True)
+    """Seconds of a 1F1B or zero-bubble pipeline by the closed form of the cost model."""
+    zero = schedule == ZERO_BUBBLE
+    taus = [
+        t.forward_s
+        + (t.backward_input_s + t.backward_weight_s if zero else t.backward_s)
+        + 2 * t.hop_s
+        for t in times
+    ]
+    fills = taus
+    if zero:
+        fills = [
+            max(0.0, tau - 2 * t.backward_weight_s)
+            for tau, t in zip(taus[:-1], times, strict=False)
         ]
-        fills = [max(0.0, a - 2 * t.backward_weight_s) for a, t in zip(taus, times, strict=True)]
-        return microbatches * max(taus) + sum(fills[:-1])
-    taus = [t.forward_s + t.backward_s + hop for t, hop in zip(times, hops, strict=True)]
-    return sum(taus) + (microbatches - 1) * max(taus)
-
-
-def _reduction(pipelines: int, link: LinkProfile) -> float:
-    """Seconds per byte in a ring over `pipelines`."""
-    return 2 * (pipelines - 1) / pipelines / link.bytes_per_s if link.bytes_per_s > 0 else 0.0
+    return float(pipeline_seconds(schedule, sum(fills), max(taus), microbatches))

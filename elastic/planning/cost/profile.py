@@ -26,6 +26,10 @@ class LinkProfile:
     """0: unknown, treated as infinite."""
     latency_s: float = 0.0
 
+    @property
+    def s_per_byte(self) -> float:
+        return 1 / self.bytes_per_s if self.bytes_per_s > 0 else 0.0
+
     def seconds(self, nbytes: float) -> float:
         """Seconds to transfer `nbytes`."""
         return self.latency_s + (nbytes / self.bytes_per_s if self.bytes_per_s > 0 else 0.0)
@@ -76,6 +80,10 @@ class Profile:
     """Seconds of compute lost per second of concurrent transfer."""
     copy_bytes_per_s: float = 0.0
     """Rate of copying backups to shared memory with a checksum; 0: unknown, treated as free."""
+
+    @property
+    def copy_s_per_byte(self) -> float:
+        return 1 / self.copy_bytes_per_s if self.copy_bytes_per_s > 0 else 0.0
 
     def device(self, name: str) -> Device:
         """The device type of this name, or the first for "". Raises FieldError."""

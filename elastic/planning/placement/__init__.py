@@ -1,6 +1,6 @@
 """Placement: the assignment of nodes to a plan's slots, and the moves that a new plan needs.
 
-`placement` assigns nodes so that the fewest bytes move, with the matching of `assignment` and the
-failure domains of `exchange`. `migration` lists the moves and their time, and `balance` spreads
-them over senders. Nothing here moves data or chooses a plan's shape. Start with `placement`.
+`placement` assigns nodes so that the fewest bytes move, with the matching of `assignment`.
+`migration` lists the moves and their time, and `balance` spreads them over senders. Nothing here
+moves data or chooses a plan's shape. Start with `placement`.
 """

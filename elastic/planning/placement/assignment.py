@@ -1,18 +1,15 @@
-"""Slots and nodes matched at least cost: first the bytes that a node lacks, then the layers that it
-has to load.
+"""Matching of slots and nodes at least cost: first bytes that a node lacks, then layers to load.
 
-Up to some thousand nodes by the shortest augmenting paths of `scipy.optimize.linear_sum_assignment`
-(Crouse 2016,
-after Jonker and Volgenant 1987). Beyond that, where nodes fall into few sorts, as flows between
-sorts: a transportation
-problem, whose basic solutions are whole numbers (its constraints are totally unimodular), solved by
-the simplex method
-of HiGHS. Costs that differ by less than 1e-7 of the largest count as equal there.
+Up to some thousand nodes are matched by shortest augmenting paths (Crouse 2016, after Jonker and
+Volgenant 1987: `scipy.optimize.linear_sum_assignment`). More nodes, if they are of few sorts, are
+matched as flows between sorts: a transportation problem, solved by the simplex method of HiGHS. Its
+basic solutions are whole numbers, because its constraints are totally unimodular. Costs that differ
+by less than 1e-7 of the largest count as equal there.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from math import gcd
 from typing import Any, TypeVar
@@ -20,12 +17,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 Sort = tuple[frozenset[int], frozenset[tuple[int, int]]]
-"""What tells nodes of one kind apart: live layers, kept (layer, bytes)."""
+"""Live layers, and kept (layer, bytes): equal for nodes of one sort."""
 
 FEW = 8
-"""Nodes up to which the library is not needed."""
+"""Nodes up to which SciPy is not needed."""
 DENSE = 1 << 22
-"""Pairs of slot and node that are looked at one by one."""
+"""Most pairs of slot and node that are compared one by one."""
 
 
 def cheapest(
@@ -36,11 +33,9 @@ def cheapest(
 ) -> list[tuple[int, int]]:
     """Return a least-cost matching of all slots as (slot, node).
 
-    `wanted` is the layers of each slot, `sorts` what each node has; there are at least as many
-    nodes. Costs are whole
-    numbers below 2^53 (bytes are divided by their common divisor), so that float64 sums are exact,
-    unless a plan moves
-    petabytes of oddly sized layers: then bytes may be off in the 16th digit.
+    `wanted` has the layers of each slot, and `sorts` the sort of each node. There are at least as
+    many nodes as slots. Costs are whole numbers (bytes are divided by their common divisor). Up to
+    2^53, float64 sums of them are exact; for petabytes of odd sizes the 16th digit may be wrong.
     """
     distinct, which = _number(tuple(layers) for layers in wanted)
     kinds, what = _number(sorts)
@@ -58,8 +53,10 @@ def cheapest(
 
 
 def _small(costs: list[list[float]]) -> list[tuple[int, int]]:
-    """By trying all sets of nodes: a few nodes are not worth the half second that the library takes
-    to import."""
+    """Return the matching of a few nodes by dynamic programming over sets of nodes.
+
+    SciPy would take half a second to import.
+    """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for row in costs:
         following: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -77,7 +74,7 @@ def _small(costs: list[list[float]]) -> list[tuple[int, int]]:
 def _costs(
     distinct: Sequence[Sequence[int]], kinds: Sequence[Sort], full_bytes: Sequence[int], most: int
 ) -> Any:
-    """Costs as a matrix [sorts of slots, sorts of nodes]; `most` layers are loaded at most."""
+    """Return costs as a matrix [sorts of slots, sorts of nodes]. `most`: layers of all slots."""
     import numpy as np
 
     unit = gcd(*full_bytes, *(nbytes for _, kept in kinds for _, nbytes in kept)) or 1
@@ -94,7 +91,7 @@ def _costs(
 
 
 def _flows(costs: Any, which: Sequence[int], what: Sequence[int]) -> list[tuple[int, int]]:
-    """Match by numbers of each sort: `which` sort each slot is of, `what` sort each node is of."""
+    """Return the matching by flows. `which`: sort of each slot; `what`: sort of each node."""
     import numpy as np
     from scipy.optimize import linprog
     from scipy.sparse import identity, kron
@@ -111,15 +108,13 @@ def _flows(costs: Any, which: Sequence[int], what: Sequence[int]) -> list[tuple[
     )
     assert found.status == 0, f"there are enough nodes, yet: {found.message}"
     amounts = np.rint(found.x).astype(int).reshape(costs.shape)
-    slots: dict[int, list[int]] = {}
-    nodes: dict[int, list[int]] = {}
-    for i in reversed(range(len(which))):
-        slots.setdefault(which[i], []).append(i)
-    for j in reversed(range(len(what))):
-        nodes.setdefault(what[j], []).append(j)
+    slots, nodes = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    for members, numbers in ((slots, which), (nodes, what)):
+        for i in reversed(range(len(numbers))):
+            members[numbers[i]].append(i)
     return [
         (slots[s].pop(), nodes[n].pop())
-        for s, n in zip(*(axis.tolist() for axis in np.nonzero(amounts)), strict=True)
+        for s, n in np.argwhere(amounts).tolist()
         for _ in range(int(amounts[s, n]))
     ]
 

@@ -1,76 +1,84 @@
-"""Which node takes which slot of a plan, so that as few bytes as possible move.
+"""Placement: the node of each slot of a plan, so that the fewest bytes move.
 
-A slot is what one node is to hold: the layers of its stages in one pipeline. Only nodes of the
-slot's kind (device
-type, units, memory) may take it. What a node's worker holds already is free; what its vault keeps
-for a peer is free
-of network; the rest has to come from other nodes. `assign` finds, among all assignments, one
+A slot is the layers that one node holds in one pipeline. Only nodes of the slot's kind (device
+type, units, memory) may take it. Layers that the node's worker holds are free. Copies that its
+vault keeps for a peer need no network. All other bytes come from other nodes. `assign` finds the
+assignment with
 
-1. with the fewest bytes over the network,
-2. of these with the fewest layers that a worker has to load at all,
-3. of these one that keeps pipelines inside failure domains and spreads pipelines over them, as far
-as a greedy
-   choice does, for links between domains are slow and replicas should not fail together,
-4. and else in the order in which slots and nodes are given.
+1. the fewest bytes over the network,
+2. among these the fewest layers that a worker has to load,
+3. among these, as far as a greedy choice finds it, pipelines that stay inside failure domains and
+   replicas that lie in different domains, because links between domains are slow and replicas
+   should not fail together,
+4. otherwise the given order of slots and nodes.
 
-1 and 2 are exact (`elastic.planning.placement.assignment`). To be quick where nearly everything
-stays, most is settled before:
+1 and 2 are exact (`assignment`). To be fast when little changes, most pairs are fixed before the
+search:
 
-  Nodes with equal holdings are alike, and so are slots with equal layers. Join first nodes that
-  hold exactly a slot's
-  layers: these pairs cost nothing, so they are a cheapest matching of their slots, and a cheapest
-  matching of all
-  slots follows by one shortest augmenting path for each of the R slots that are left. A shortest
-  path need not
-  meet two nodes that are alike, for one could go to the second at once, and the way between them, a
-  cycle, is never
-  negative. So each path breaks at most one pair of each sort, R paths at most R: whatever more
-  pairs there are of
-  one sort is in a cheapest matching. Likewise no path needs more than one free node of each sort.
+  Nodes with equal holdings are one sort, and so are slots with equal layers. First, slots are
+  paired with nodes that hold exactly their layers. These pairs cost nothing, so they are a cheapest
+  matching of their slots. One shortest augmenting path for each of the R remaining slots turns it
+  into a cheapest matching of all slots. A shortest path need not meet two nodes of one sort: it
+  could go to the second at once, because the part between them is a cycle, which is never negative.
+  So each path breaks at most one pair of each sort, and R paths break at most R. All further pairs
+  of a sort belong to a cheapest matching and can be fixed. For the same reason at most R free nodes
+  of each sort are needed.
 
-Where nothing lies in vaults, even all such pairs may be fixed, by the triangle inequality: let node
-a hold exactly
-slot s, but take t while node b takes s. With |X| the bytes of a set of layers, exchanging them
-costs
-|t \\ b| <= |t \\ a| + |a \\ b| = |t \\ a| + |s \\ b|, which is what both cost before. With vaults
-that is wrong: a may
-hold s and keep t for a peer that was lost, when b holds s too.
+Without vaults all these pairs could be fixed. With vaults they cannot: a node may hold a slot's
+layers and keep another slot's layers for a lost peer, while a second node holds the first slot too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from elastic.domain.types import LayerSpec, Plan
 from elastic.planning.placement.assignment import Sort, cheapest
-from elastic.planning.placement.exchange import Host, Slot, deal
 from elastic.planning.plan.schemes import state_of
 
 T = TypeVar("T")
 
 
+class Slot(NamedTuple):
+    """Layers for one node."""
+
+    kind: int
+    layers: range
+    pipeline: int
+
+
+class Host(NamedTuple):
+    """A node that can take slots of its kind."""
+
+    name: str
+    kind: int
+    domain: str
+    """Failure domain; "": unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What each node has before the change; nodes that have nothing are absent."""
+    """State that each node has before the change. Nodes without state are absent."""
 
     live: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """Layers that the node's worker holds."""
     kept: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    """Bytes, per layer, of what its vault keeps for peers."""
+    """Bytes of each layer that the node's vault keeps for peers."""
     team: Mapping[str, int] = field(default_factory=dict)
-    """Number of the pipeline that it is in."""
+    """Number of the node's pipeline."""
 
     @classmethod
     def of(
         cls, current: Plan | None, layers: Sequence[LayerSpec], *, gradients: bool = True
     ) -> Holdings:
-        """Read them off the current plan; none if the number of layers differs. `gradients`: what a
-        node lacks is
-        counted with accumulated gradients, as in the middle of a step."""
+        """Return the holdings under the current plan; none if the number of layers differs.
+
+        With `gradients` the vaults keep accumulated gradients too, as in the middle of a step.
+        """
         if current is None or current.n_layers != len(layers):
             return cls()
         live: dict[str, frozenset[int]] = {}
@@ -89,12 +97,15 @@ class Holdings:
             kept.setdefault(peer, {}).update((layer, saved[layer]) for layer in live.get(node, ()))
         return cls(live, kept, team)
 
+    def __contains__(self, node: str) -> bool:
+        return node in self.live or node in self.kept
+
     def holds(self, node: str, layers: range) -> bool:
-        """Whether the node's worker has all these layers."""
+        """Return whether the node's worker holds all these layers."""
         return self.live.get(node, frozenset()).issuperset(layers)
 
     def fetched(self, node: str, full_bytes: Sequence[int]) -> list[int]:
-        """Bytes of each layer that `node` would have to get from other nodes."""
+        """Return the bytes of each layer that `node` would get from other nodes."""
         kept, live = self.kept.get(node, {}), self.live.get(node, frozenset())
         return [
             0 if layer in live else max(0, nbytes - kept.get(layer, 0))
@@ -102,9 +113,10 @@ class Holdings:
         ]
 
     def missing(self, node: str, full_bytes: Sequence[int]) -> list[int]:
-        """Prefix sums over layers of the cost for `node` to have them: first bytes over the
-        network, then layers
-        to load, as one number."""
+        """Return prefix sums over layers of the cost for `node` to hold them.
+
+        The cost combines bytes over the network and layers to load; bytes count first.
+        """
         live, weight = self.live.get(node, frozenset()), len(full_bytes) + 1
         costs = (b * weight + (i not in live) for i, b in enumerate(self.fetched(node, full_bytes)))
         return list(accumulate(costs, initial=0))
@@ -113,66 +125,59 @@ class Holdings:
 def assign(
     slots: Sequence[Slot], nodes: Sequence[Host], holdings: Holdings, full_bytes: Sequence[int]
 ) -> list[str]:
-    """Return the node of each slot. There must be enough nodes of each kind; `full_bytes[i]` is
-    what a node has to
-    get for layer i if it has nothing of it."""
-    taken: dict[int, Host] = {}
+    """Return the node of each slot. There must be enough nodes of each kind.
+
+    `full_bytes[i]` is the size of layer i for a node that has nothing of it.
+    """
+    chosen: dict[str, int] = {}
     for kind in dict.fromkeys(slot.kind for slot in slots):
         at = [s for s, slot in enumerate(slots) if slot.kind == kind]
-        able = [node for node in nodes if node.kind == kind]
+        able = [node.name for node in nodes if node.kind == kind]
         assert len(able) >= len(at), f"{len(at)} slots of kind {kind}, but {len(able)} nodes"
-        if any(node.name in holdings.live or node.name in holdings.kept for node in able):
-            found = _match(
-                [slots[s].layers for s in at], [node.name for node in able], holdings, full_bytes
-            )
-        else:
-            found = {s: s for s in range(len(at))}
-        taken.update((at[s], able[n]) for s, n in found.items())
-    chosen = {host.name: s for s, host in taken.items()}
-    known = {name for name in chosen if name in holdings.live or name in holdings.kept}
+        found = {s: s for s in range(len(at))}
+        if any(name in holdings for name in able):
+            found = _match([slots[s].layers for s in at], able, holdings, full_bytes)
+        chosen.update((able[n], at[s]) for s, n in found.items())
     hosts = [(host, chosen[host.name]) for host in nodes if host.name in chosen]
-    return deal(slots, hosts, known, holdings.team)
+    return _Dealer(slots, hosts, holdings).deal()
 
 
-# ---- least bytes ----
+# ---- fewest bytes ----
 
 
 def _match(
-    wanted: Sequence[Sequence[int]],
+    wanted: Sequence[range],
     names: Sequence[str],
     holdings: Holdings,
     full_bytes: Sequence[int],
 ) -> dict[int, int]:
     """Return {slot: node}, indices into `wanted` (the layers of each slot) and `names`."""
+    sorts: list[Sort] = [
+        (holdings.live.get(name, frozenset()), frozenset(holdings.kept.get(name, {}).items()))
+        for name in names
+    ]
     waiting: dict[frozenset[int], list[int]] = {}
     for s in reversed(range(len(wanted))):
         waiting.setdefault(frozenset(wanted[s]), []).append(s)
-    nothing: frozenset[int] = frozenset()
     pairs, others = [], []
-    for n, name in enumerate(names):
-        fitting = waiting.get(holdings.live.get(name, nothing))
-        if fitting:
-            pairs.append((fitting.pop(), n))
+    for n, (live, _) in enumerate(sorts):
+        if waiting.get(live):
+            pairs.append((waiting[live].pop(), n))
         else:
             others.append(n)
     rest = [s for left in waiting.values() for s in left]
     if not rest:
         return dict(pairs)
-    sorts: list[Sort] = [
-        (holdings.live.get(name, nothing), frozenset(holdings.kept.get(name, {}).items()))
-        for name in names
-    ]
-    exact = _few(pairs, lambda pair: sorts[pair[1]], len(rest))
+    broken = _few(pairs, lambda pair: sorts[pair[1]], len(rest))
     free = _few(others, lambda n: sorts[n], len(rest))
-    settled = dict(set(pairs).difference(exact))
-    rows = sorted([*rest, *(s for s, _ in exact)])
-    columns = sorted([*free, *(n for _, n in exact)])
+    rows = sorted([*rest, *(s for s, _ in broken)])
+    columns = sorted([*free, *(n for _, n in broken)])
     chosen = cheapest([wanted[s] for s in rows], [sorts[n] for n in columns], full_bytes)
-    return settled | {rows[i]: columns[j] for i, j in chosen}
+    return dict(pairs) | {rows[i]: columns[j] for i, j in chosen}
 
 
 def _few(items: Iterable[T], sort: Callable[[T], Sort], most: int) -> list[T]:
-    """The first `most` items of each sort."""
+    """Return the first `most` items of each sort."""
     counts: Counter[Sort] = Counter()
     chosen = []
     for item in items:
@@ -183,29 +188,114 @@ def _few(items: Iterable[T], sort: Callable[[T], Sort], most: int) -> list[T]:
     return chosen
 
 
+# ---- failure domains ----
+
+
+_Pool = tuple[int, range | None]
+"""Kind of nodes that may be exchanged, and their layers; None: nodes without state."""
+
+
+class _Dealer:
+    """Exchanges nodes among slots where that moves nothing more.
+
+    Slots with equal layers may exchange their nodes, and so may all nodes without state. Each
+    pipeline takes nodes from the domain that can fill most of its slots; among such domains from
+    the one used least so far; then from the next one for the slots left. Without domains, nodes
+    of one former pipeline (`Holdings.team`) stay together.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], hosts: Sequence[tuple[Host, int]], holdings: Holdings
+    ) -> None:
+        """`hosts`: the chosen nodes in order of preference, each with its slot."""
+        self.slots = slots
+        self.named = any(host.domain for host, _ in hosts)
+        self.stock = defaultdict[_Pool, dict[str, deque[str]]](dict)
+        """Pool: label (domain, or former pipeline): nodes."""
+        self.empty: Counter[_Pool] = Counter()
+        """Pool: how many of its slots are for nodes without state."""
+        self.used: Counter[str] = Counter()
+        """Label: how often a pipeline took nodes from it."""
+        for host, s in hosts:
+            pool: _Pool = slots[s].kind, slots[s].layers
+            label = host.domain if self.named else str(holdings.team.get(host.name, ""))
+            if host.name not in holdings:
+                self.empty[pool] += 1
+                pool = slots[s].kind, None
+            self.stock[pool].setdefault(label, deque()).append(host.name)
+
+    def deal(self) -> list[str]:
+        """Return the node of each slot."""
+        chosen = [""] * len(self.slots)
+        pipelines = defaultdict[int, list[int]](list)
+        for s, slot in enumerate(self.slots):
+            pipelines[slot.pipeline].append(s)
+        for left in pipelines.values():
+            begun = False
+            while left:
+                label = self._best_domain(left) if self.named else self._former(left, begun)
+                begun = True
+                self.used[label] += 1
+                for s in left:
+                    chosen[s] = self._take(s, label)
+                left = [s for s in left if not chosen[s]]
+        return chosen
+
+    def _pools(self, s: int) -> list[_Pool]:
+        """Return the pools that slot s may take a node from; the one with its layers first."""
+        own: _Pool = self.slots[s].kind, self.slots[s].layers
+        pools: list[_Pool] = [own, (own[0], None)] if self.empty[own] else [own]
+        return [pool for pool in pools if self.stock.get(pool)]
+
+    def _former(self, left: Collection[int], begun: bool) -> str:
+        """Return the former pipeline of the first slot that has one.
+
+        Once the pipeline is `begun`, nodes without a former pipeline come first.
+        """
+        labels = [label for s in left for pool in self._pools(s) for label in self.stock[pool]]
+        if begun and "" in labels:
+            return ""
+        return next(filter(None, labels), "")
+
+    def _best_domain(self, left: Collection[int]) -> str:
+        fills: Counter[str] = Counter()
+        for s in left:
+            fills.update({label for pool in self._pools(s) for label in self.stock[pool]})
+        return min(fills, key=lambda label: (not label, -fills[label], self.used[label], label))
+
+    def _take(self, s: int, label: str) -> str:
+        """Return a node with this label for slot s, or "" if there is none."""
+        for pool in self._pools(s):
+            nodes = self.stock[pool].get(label)
+            if nodes:
+                if pool[1] is None:
+                    self.empty[self.slots[s].kind, self.slots[s].layers] -= 1
+                if len(nodes) == 1:
+                    del self.stock[pool][label]
+                return nodes.popleft()
+        return ""
+
+
 # ---- cuts that move less ----
 
 
 def recut(
     reach: Sequence[Sequence[int]], moved: Sequence[Sequence[int]], cuts: Sequence[int]
 ) -> tuple[int, ...]:
-    """Cut one pipeline again so that its nodes, already chosen, fetch least; `cuts` are its cuts
-    now.
+    """Cut a pipeline again so that its nodes fetch least; among equals nearest to `cuts`.
 
-    `reach[s][i]` is the last layer + 1 that stage s may hold when it begins with layer i (within
-    its limits of time
-    and memory; whatever ends earlier must be within them too), `moved[s]` prefix sums over layers
-    of what stage s
-    would have to fetch (`Holdings.missing`; for a node with several stages, each stage counts its
-    own). Of equals the
-    cuts nearest to `cuts` are taken. `cuts` themselves must be within `reach`.
+    Args:
+        reach: `reach[s][i]` is the largest end of stage s if it begins at layer i, within its
+            limits of time and memory. All smaller ends are within these limits too.
+        moved: per stage, prefix sums over layers of the cost to fetch them (`Holdings.missing`).
+            Each stage counts its own if a node has several.
+        cuts: the present cuts, within `reach`.
     """
     n_layers, depth = cuts[-1], len(cuts) - 1
     if all(moved[s][cuts[s + 1]] == moved[s][cuts[s]] for s in range(depth)):
         return tuple(cuts)
-    # best[i]: (cost, distance from `cuts`, cuts so far) with the stages so far ending before layer
-    # i.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
+    """End of the stages so far: (cost, distance from `cuts`, cuts so far)."""
     for s in range(depth):
         following: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for first, (cost, away, done) in best.items():

@@ -52,21 +52,20 @@ def gradients_of(text: str, field: str = "gradients") -> Gradients:
     """
     name, colon, number = text.partition(":")
     if name not in GRADIENT_SCHEMES:
-        raise FieldError(
-            field,
-            text,
-            f"one of {', '.join(GRADIENT_SCHEMES)}; stream:K copies every K micro-batches",
-        )
+        known = ", ".join(GRADIENT_SCHEMES)
+        raise FieldError(field, text, f"one of {known}; stream:K copies every K micro-batches")
     if name not in (STREAM, REDUCE):
         if colon:
             raise FieldError(field, text, f"{name} takes no number; stream:K and reduce:K do")
         return Gradients(name)
-    if colon and (
-        not number.isascii() or not number.isdigit() or not 1 <= int(number) <= MOST_EVERY
-    ):
+    if colon and not _is_number(number, 1, MOST_EVERY):
         raise FieldError(field, text, f"{name}:K with K from 1 up, as {name}:4")
-    often = int(number) if colon else 1
+    often = int(number or 1)
     return Gradients(name, every=often) if name == STREAM else Gradients(name, rounds=often)
+
+
+def _is_number(text: str, least: int, most: int) -> bool:
+    return text.isascii() and text.isdigit() and least <= int(text) <= most
 
 
 def streamed(gradients: str) -> str:
@@ -102,13 +101,14 @@ def state_of(text: str, field: str = "state") -> State:
     """Parse snapshot, replica, replay, replay:N or none. Raises FieldError with `field`."""
     scheme, slash, _ = text.partition("/")
     if slash and text != scheme + SHARDED:
-        raise FieldError(
-            field, text, f"write {scheme}{SHARDED} where pipelines share the optimizer state"
-        )
+        remedy = f"write {scheme}{SHARDED} where pipelines share the optimizer state"
+        raise FieldError(field, text, remedy)
     name, colon, number = scheme.partition(":")
     if name not in STATE_SCHEMES:
-        number = "replay:N sends whole states every N updates"
-        raise FieldError(field, text, f"one of {', '.join(STATE_SCHEMES)}; {number}")
+        known = ", ".join(STATE_SCHEMES)
+        raise FieldError(
+            field, text, f"one of {known}; replay:N sends whole states every N updates"
+        )
     if slash and name in (REPLICA, NONE):
         why = "no other node has this one's part of the optimizer state"
         raise FieldError(field, text, f"{why}: take snapshot{SHARDED} or replay{SHARDED}")
@@ -116,14 +116,9 @@ def state_of(text: str, field: str = "state") -> State:
         if colon:
             raise FieldError(field, text, f"{name} takes no number; replay:N does")
         return State(name, int(name == SNAPSHOT), sharded=bool(slash))
-    if colon and (
-        not number.isascii() or not number.isdigit() or not 2 <= int(number) <= MOST_REPLAY
-    ):
-        remedy = (
-            f"{name}:N with N from 2 to {MOST_REPLAY}; "
-            "for whole states after every update take snapshot"
-        )
-        raise FieldError(field, text, remedy)
+    if colon and not _is_number(number, 2, MOST_REPLAY):
+        often = "for whole states after every update take snapshot"
+        raise FieldError(field, text, f"{name}:N with N from 2 to {MOST_REPLAY}; {often}")
     return State(name, int(number or REPLAY_EVERY), sharded=bool(slash))
 
 
@@ -150,19 +145,25 @@ def refuse_useless(backup: str, pipelines: str, field: str = "--backup") -> None
     `pipelines` is the value of --pipelines.
     """
     gradients, state = schemes_of(backup, field)
-    if state == NONE and gradients.name != NONE:
-        why = f"{gradients.name} without the state it belongs to recovers nothing"
-        raise FieldError(
-            field, backup, f"{why}: take snapshot, replay or replica, or none for no backup at all"
-        )
-    if gradients.name == REDUCE and pipelines == "1":
-        raise FieldError(
-            field, backup, "with --pipelines 1 there is nobody to sum with: take stream"
-        )
-    if pipelines == "1" and state_of(state).sharded:
-        text = f"with --pipelines 1 nobody shares a layer: leave {SHARDED} out"
-        raise FieldError(field, backup, text)
-    if state == REPLICA and pipelines == "1":
-        raise FieldError(
-            field, backup, "with --pipelines 1 nobody else holds a layer: take snapshot or replay"
-        )
+    lost = f"{gradients.name} without the state it belongs to recovers nothing"
+    alone = pipelines == "1"
+    for useless, remedy in (
+        (
+            state == NONE and gradients.name != NONE,
+            f"{lost}: take snapshot, replay or replica, or none for no backup at all",
+        ),
+        (
+            alone and gradients.name == REDUCE,
+            "with --pipelines 1 there is nobody to sum with: take stream",
+        ),
+        (
+            alone and state_of(state).sharded,
+            f"with --pipelines 1 nobody shares a layer: leave {SHARDED} out",
+        ),
+        (
+            alone and state == REPLICA,
+            "with --pipelines 1 nobody else holds a layer: take snapshot or replay",
+        ),
+    ):
+        if useless:
+            raise FieldError(field, backup, remedy)

@@ -16,9 +16,8 @@ If a unit has several stages, the stage number comes first: 2F3 is F3 of stage 2
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -56,9 +55,6 @@ class Kind(StrEnum):
         return self in (Kind.B, Kind.WEIGHT)
 
 
-_TEXT = re.compile(r"(\d*)([A-Z]+)(\d+)")
-
-
 @dataclass(frozen=True, slots=True)
 class Action:
     kind: Kind
@@ -69,28 +65,9 @@ class Action:
     def __str__(self) -> str:
         return f"{'' if self.stage < 0 else self.stage}{self.kind.value}{self.microbatch}"
 
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Parse the text form. Raises FieldError."""
-        match = _TEXT.fullmatch(text)
-        kinds = {kind.value: kind for kind in Kind}
-        if match is None or match[2] not in kinds:
-            raise FieldError(
-                "action", text, f"one of {', '.join(kinds)} and a micro-batch number, as in SF3"
-            )
-        return cls(kinds[match[2]], int(match[3]), int(match[1] or -1))
-
 
 Lists = tuple[tuple[Action, ...], ...]
 """Actions of each unit of a pipeline, first unit first."""
-
-
-def format_actions(actions: Iterable[Action]) -> str:
-    return " ".join(map(str, actions))
-
-
-def parse_actions(text: str) -> tuple[Action, ...]:
-    return tuple(Action.parse(word) for word in text.split())
 
 
 def units_of(pipeline: Pipeline) -> tuple[Unit, ...]:
@@ -143,20 +120,11 @@ def check_stages(schedule: str, n_units: int, n_stages: int) -> None:
         raise FieldError("schedule", f"{n_stages} stages on {n_units} units", remedy)
 
 
-def one_f_one_b(stage: int, n_stages: int, microbatches: tuple[int, ...]) -> tuple[Action, ...]:
-    """Return the 1F1B list of `stage`: warm-up forwards, alternation, then the backwards left.
-
-    At most `n_stages - stage` micro-batches are in flight at any moment.
-    """
-    if not 0 <= stage < n_stages:
-        raise FieldError("stage", stage, f"between 0 and {n_stages - 1}")
-    return lists(ONE_F_ONE_B, n_stages, n_stages, microbatches)[stage]
-
-
 def _one_f_one_b(stage: int, n_stages: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    """PipeDream-Flush.
+    """1F1B (PipeDream-Flush): warm-up forwards, then alternation, then the backwards left.
 
-    Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training".
+    At most `n_stages - stage` micro-batches are in flight. Source: Narayanan et al. 2021,
+    "Memory-Efficient Pipeline-Parallel DNN Training".
     """
     ahead = min(n_stages - stage - 1, len(microbatches))
     for m in microbatches[:ahead]:
@@ -277,3 +245,17 @@ def _with_receives(
                 here.add(received := sender(step).popleft())
                 yield received
         yield action
+
+
+def peak(actions: Sequence[Action], weights: Mapping[int, float] | None = None) -> float:
+    """Return the maximum number of micro-batches in flight: between F and B or W.
+
+    Each stage of the unit counts separately. With `weights` (stage -> bytes of one micro-batch's
+    activations; key -1 if actions name no stage) the result is in bytes.
+    """
+    held = most = 0.0
+    for action in actions:
+        weight = 1.0 if weights is None else weights[action.stage]
+        held += weight * ((action.kind is Kind.F) - action.kind.finishes)
+        most = max(most, held)
+    return most

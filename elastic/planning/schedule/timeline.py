@@ -1,20 +1,20 @@
-"""Simulation of a pipeline's action lists: start and end of each action.
+"""Simulation of a pipeline: start and end of each compute action.
 
-A unit runs its list in order. A receive waits for the neighbour's message, which arrives `hop_s`
-after the send. Sending takes no time on the sender. The engine follows the same rules, so this is
-the most precise prediction that the planner has.
+A unit runs its actions in order. An action that needs a message waits for it. The message arrives
+`hop_s` after the action that sends it, and sending takes no time on the sender. The engine follows
+the same rules, so this is the most precise prediction that the planner has.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from elastic.domain.errors import FieldError
-from elastic.planning.schedule.schedule import Action, Kind, computing
+from elastic.domain.types import Pipeline
+from elastic.planning.schedule.schedule import Action, Kind, computing, units_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,47 +63,36 @@ class Timeline:
     """End of the last action of all units."""
     busy_s: tuple[float, ...]
     """Per unit: seconds spent computing."""
-    finish_s: tuple[float, ...]
-    """Per unit: end of its last action."""
 
     def unit_of(self, span: Span) -> int:
         """Return the index of the unit that runs `span`."""
         return span.stage % len(self.busy_s)
 
 
-def simulate(lists: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> Timeline:
-    """Simulate `lists` (one per unit, see `schedule.actions_of`) with `times` (one per stage).
+def simulate(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
+    """Simulate `pipeline` with `times` (one per stage).
 
-    The result is exact for the rules above, in time linear in the number of actions. Raises
-    FieldError if the units deadlock (`deadlock_check` explains the cycle).
+    The result is exact for the rules above, in time linear in the number of actions.
     """
-    run = _Run(lists, times)
-    ready = deque(range(len(lists)))
-    while ready:
-        ready.extend(run.advance(ready.popleft()))
-    if any(at < len(actions) for at, actions in zip(run.position, lists, strict=True)):
-        raise FieldError(
-            "schedule", f"stuck at {run.position}", "the units deadlock: each waits for another"
-        )
-    spans = sorted((span for row in run.spans for span in row), key=lambda s: (s.start_s, s.stage))
-    return Timeline(tuple(spans), max(run.clock, default=0.0), tuple(run.busy), tuple(run.clock))
+    schedule, n_units, indices = pipeline.schedule, len(units_of(pipeline)), pipeline.microbatches
+    program = _program(schedule, n_units, len(times), len(indices))
+    starts, ends = _run(program, n_units, times)
+    actions = computing(schedule, n_units, len(times), indices)
+    spans, busy = [], [0.0] * n_units
+    for unit, start, end in zip(program.unit, starts, ends, strict=False):
+        action = next(actions[unit])
+        stage = unit if action.stage < 0 else action.stage
+        spans.append(Span(stage, action, start, end))
+        busy[unit] += times[stage].of(action.kind)
+    return Timeline(
+        tuple(sorted(spans, key=lambda s: (s.start_s, s.stage))), max(ends), tuple(busy)
+    )
 
 
 def makespan(schedule: str, n_units: int, microbatches: int, times: Sequence[StageTimes]) -> float:
-    """Return `simulate(...).makespan_s` of a schedule, bit-exact and faster.
-
-    `times` has one entry per stage. Plan comparison uses this function.
-    """
-    hops = [stage.hop_s for stage in times] + [0.0]
-    seconds = [stage.of(kind) for stage in times for kind in _COMPUTE]
+    """Return the `makespan_s` of a schedule. `times` has one entry per stage."""
     program = _program(schedule, n_units, len(times), microbatches)
-    clock, ends = [0.0] * n_units, [0.0] * (len(program.unit) + 1)
-    for i, (unit, slot, before, hop) in enumerate(
-        zip(program.unit, program.slot, program.before, program.hop, strict=True)
-    ):
-        start, there = clock[unit], ends[before] + hops[hop]
-        ends[i] = clock[unit] = (start if start >= there else there) + seconds[slot]
-    return max(clock, default=0.0)
+    return max(_run(program, n_units, times)[1])
 
 
 _COMPUTE = (Kind.F, Kind.B, Kind.INPUT, Kind.WEIGHT)
@@ -157,44 +146,19 @@ def _program(schedule: str, n_units: int, n_stages: int, microbatches: int) -> _
     return program
 
 
-class _Run:
-    """State of a simulation: position and clock per unit, and the messages between units."""
-
-    def __init__(self, lists: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> None:
-        self._lists, self._hops = lists, [stage.hop_s for stage in times]
-        self._seconds = [
-            {kind: stage.of(kind) for kind in Kind if kind.computes} for stage in times
-        ]
-        self.position = [0] * len(lists)
-        self.clock, self.busy = [0.0] * len(lists), [0.0] * len(lists)
-        self.spans: list[list[Span]] = [[] for _ in lists]
-        self._wires: dict[tuple[int, int], deque[float]] = defaultdict(deque)
-        """(receiver, sender): arrival times of the messages, in order."""
-
-    def advance(self, unit: int) -> list[int]:
-        """Run `unit` until it must wait. Return the unfinished units that it sent messages to."""
-        actions, n_units = self._lists[unit], len(self._lists)
-        clock, at, notified = self.clock[unit], self.position[unit], set[int]()
-        while at < len(actions):
-            action = actions[at]
-            kind, stage = action.kind, unit if action.stage < 0 else action.stage
-            seconds = self._seconds[stage].get(kind)
-            if seconds is not None:
-                self.spans[unit].append(Span(stage, action, clock, clock + seconds))
-                self.busy[unit] += seconds
-                clock += seconds
-            elif kind is Kind.SEND_F or kind is Kind.SEND_B:
-                step, hop = (
-                    (1, self._hops[stage]) if kind is Kind.SEND_F else (-1, self._hops[stage - 1])
-                )
-                other = (unit + step) % n_units
-                self._wires[other, unit].append(clock + hop)
-                notified.add(other)
-            else:
-                wire = self._wires[unit, (unit + (1 if kind is Kind.RECV_B else -1)) % n_units]
-                if not wire:
-                    break
-                clock = max(clock, wire.popleft())
-            at += 1
-        self.clock[unit], self.position[unit] = clock, at
-        return [other for other in notified if self.position[other] < len(self._lists[other])]
+def _run(
+    program: _Program, n_units: int, times: Sequence[StageTimes]
+) -> tuple[list[float], list[float]]:
+    """Return the starts and ends of all actions; the list of ends has a 0 after them."""
+    hops = [stage.hop_s for stage in times] + [0.0]
+    seconds = [stage.of(kind) for stage in times for kind in _COMPUTE]
+    clock, starts, ends = [0.0] * n_units, [], [0.0] * (len(program.unit) + 1)
+    for i, (unit, slot, before, hop) in enumerate(
+        zip(program.unit, program.slot, program.before, program.hop, strict=True)
+    ):
+        start, there = clock[unit], ends[before] + hops[hop]
+        if there > start:
+            start = there
+        starts.append(start)
+        ends[i] = clock[unit] = start + seconds[slot]
+    return starts, ends

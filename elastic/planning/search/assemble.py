@@ -11,14 +11,13 @@ from math import inf
 import numpy as np
 
 from elastic.domain.types import NodeInfo, Pipeline, Plan, Stage, Unit
-from elastic.planning.backup.backup_cost import Weighing, choose, estimates, is_replicated
+from elastic.planning.backup.backup_cost import Weighing, choose_pair, estimates, is_replicated
 from elastic.planning.backup.peer_assignment import choose_peers
 from elastic.planning.cost.cost_model import CostModel
 from elastic.planning.cost.node_kinds import NodeKinds
 from elastic.planning.cost.predict import pipeline_timer
 from elastic.planning.cost.profile import Profile
-from elastic.planning.placement.exchange import Host, Slot
-from elastic.planning.placement.placement import Holdings, assign, recut
+from elastic.planning.placement.placement import Holdings, Host, Slot, assign, recut
 from elastic.planning.plan.schemes import REDUCE, REPLICA, SNAPSHOT, gradients_of, streamed
 from elastic.planning.schedule.interleave import can_interleave, scheduled
 from elastic.planning.schedule.microbatch_split import deal
@@ -216,8 +215,8 @@ def assign_backups(
     replicated, reason = is_replicated(plan, nodes)
     plan = replace(plan, peers=peers)
     if backup == "auto" and weighing is not None:
-        found = estimates(plan, weighing, nodes, replicated=replicated)
-        best, why = choose(found, weighing.room_bytes)
+        found = estimates(plan, weighing, nodes)
+        best, why = choose_pair(found, weighing.room_bytes)
         return replace(plan, gradients=best.gradients, state=best.state), f"backup {why}; {reason}"
     if backup == "auto":
         backup = f"stream+{REPLICA if replicated else SNAPSHOT}"

@@ -14,7 +14,6 @@ from elastic.planning.capacity.report import PipelineReport
 from elastic.planning.capacity.report import report as plan_report
 from elastic.planning.capacity.svg import Panel
 from elastic.planning.cost.predict import predict
-from elastic.planning.schedule.schedule import actions_of
 from elastic.planning.schedule.timeline import Timeline, simulate
 from elastic_sim.replay.replay import Mean, PolicySummary, mean_of
 from elastic_sim.report import assumptions, charts
@@ -276,4 +275,4 @@ def _short_timeline(
     few = replace(pipeline, microbatches=tuple(range(drawn)))
     plan: Plan = replace(seen.plan, pipelines=(few,), n_microbatches=drawn, peers=())
     plan = replace(plan, gradients="none", state="none")
-    return simulate(actions_of(few), predict(plan, world.profile, seen.nodes).stages[0])
+    return simulate(few, predict(plan, world.profile, seen.nodes).stages[0])

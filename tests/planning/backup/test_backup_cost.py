@@ -11,7 +11,7 @@ from elastic.planning.backup.backup_cost import (
     CLOSE,
     Estimate,
     Weighing,
-    choose,
+    choose_pair,
     estimate,
     estimates,
     is_replicated,
@@ -179,7 +179,7 @@ def test_the_network_the_steps_and_the_losses_decide(
     figures: dict[str, float], hazard: float, wanted: str
 ) -> None:
     by = Weighing(profile=profile(**figures), hazard_per_s=hazard)
-    best, why = choose(estimates(plan(1), by, NODES))
+    best, why = choose_pair(estimates(plan(1), by, NODES))
     assert best.pair == wanted
     assert why.startswith(f"{wanted}: ") and "; next " in why
 
@@ -190,15 +190,17 @@ def test_of_nearly_equals_the_one_that_loses_least() -> None:
 
     fast, safe = priced_at("recompute", 1.0, 9.0), priced_at("stream", 1 + CLOSE / 2, 1.0)
     slow = priced_at("stream:2", 1 + 2 * CLOSE, 0.5)
-    assert choose([fast, safe, slow])[0] is safe
+    assert choose_pair([fast, safe, slow])[0] is safe
 
 
 def test_what_has_no_room_is_not_taken() -> None:
     big = Estimate("stream", "snapshot", 0.0, 0.0, 9.0, 1.0, 1.0)
     small = replace(big, gradients="log", memory_bytes=2.0)
-    assert choose([big, small])[0] is big
-    assert choose([big, small], room_bytes=5)[0] is small
-    assert choose([big, small], room_bytes=1)[0] is small, "none fits: the one that needs least"
+    assert choose_pair([big, small])[0] is big
+    assert choose_pair([big, small], room_bytes=5)[0] is small
+    assert choose_pair([big, small], room_bytes=1)[0] is small, (
+        "none fits: the one that needs least"
+    )
 
 
 def test_replicas_only_where_others_hold_every_layer() -> None:

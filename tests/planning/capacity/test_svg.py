@@ -28,7 +28,7 @@ SPANS = (
     Span(1, Action(Kind.B, 0), 2.0, 4.0),
     Span(0, Action(Kind.B, 0), 4.0, 6.0),
 )
-TIMELINE = Timeline(SPANS, 6.0, (3.0, 3.0), (6.0, 4.0))
+TIMELINE = Timeline(SPANS, 6.0, (3.0, 3.0))
 
 
 def picture(*panels: Panel, title: str = "plan") -> ElementTree.Element:
@@ -62,12 +62,12 @@ def test_every_action_is_a_box_in_its_row_at_its_time() -> None:
 def test_stages_of_one_unit_share_its_row() -> None:
     """Interleaved: with two units stage 2 lies on unit 0."""
     spans = (*SPANS, Span(2, Action(Kind.F, 1), 2.0, 3.0))
-    found = boxes(picture(Panel("p", Timeline(spans, 6.0, (4.0, 3.0), (6.0, 4.0)), ("a", "b"))))
+    found = boxes(picture(Panel("p", Timeline(spans, 6.0, (4.0, 3.0)), ("a", "b"))))
     assert found["F1 on a"].get("y") == found["F0 on a"].get("y")
 
 
 def test_panels_stand_below_each_other_on_one_scale() -> None:
-    short = Timeline((Span(0, Action(Kind.F, 7), 0.0, 3.0),), 3.0, (3.0,), (3.0,))
+    short = Timeline((Span(0, Action(Kind.F, 7), 0.0, 3.0),), 3.0, (3.0,))
     root = picture(Panel("p0", TIMELINE, ("a", "b")), Panel("p1", short, ("c",)))
     found = boxes(root)
     assert float(found["F7 on c"].get("width", "")) == pytest.approx(CHART / 2, abs=0.5)
@@ -93,7 +93,7 @@ def test_legend_names_the_kinds_in_use() -> None:
 
 def test_numbers_only_where_they_fit() -> None:
     spans = tuple(Span(0, Action(Kind.F, m), m * 1.0, m + 1.0) for m in range(4000))
-    text = draw("many", [Panel("p", Timeline(spans, 4000.0, (4000.0,), (4000.0,)), ("a",))])
+    text = draw("many", [Panel("p", Timeline(spans, 4000.0, (4000.0,)), ("a",))])
     assert len(re.findall(r"<rect [^>]*><title>F", text)) == 4000
     assert "pointer-events" not in text
 
@@ -118,6 +118,6 @@ def test_same_plan_same_picture() -> None:
 
 def test_many_boxes_widen_the_picture() -> None:
     spans = tuple(Span(0, Action(Kind.F, m), m * 1.0, m + 1.0) for m in range(100))
-    root = picture(Panel("p", Timeline(spans, 100.0, (100.0,), (100.0,)), ("a",)))
+    root = picture(Panel("p", Timeline(spans, 100.0, (100.0,)), ("a",)))
     assert COMFORT * 100 < float(root.get("width", "")) < WIDEST
     assert float(boxes(root)["F7 on a"].get("width", "")) == pytest.approx(COMFORT, abs=0.5)

@@ -9,8 +9,7 @@ import pytest
 
 from elastic.domain.types import LayerSpec, Pipeline, Plan, Stage, Unit
 from elastic.planning.placement.assignment import Sort, cheapest
-from elastic.planning.placement.exchange import Host, Slot
-from elastic.planning.placement.placement import Holdings, assign, recut
+from elastic.planning.placement.placement import Holdings, Host, Slot, assign, recut
 
 
 def random_holdings(rng: Random, names: list[str], n_layers: int, full: list[int]) -> Holdings:

@@ -9,14 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.domain.errors import FieldError
-from elastic.planning.schedule.deadlock_check import validate
-from elastic.planning.schedule.schedule import (
-    Action,
-    Kind,
-    format_actions,
-    one_f_one_b,
-    parse_actions,
-)
+from elastic.planning.schedule.schedule import Action, Kind
+from tests.planning.schedule.action_text import format_actions, one_f_one_b, parse_actions
+from tests.planning.schedule.deadlock_check import validate
 
 
 def pipeline(n_stages: int, microbatches: tuple[int, ...]) -> list[tuple[Action, ...]]:
@@ -37,14 +32,7 @@ def test_one_stage_needs_no_neighbour() -> None:
 @given(kind=st.sampled_from(list(Kind)), microbatch=st.integers(0, 10**6))
 def test_actions_print_and_parse(kind: Kind, microbatch: int) -> None:
     action = Action(kind, microbatch)
-    assert Action.parse(str(action)) == action
     assert parse_actions(format_actions([action, action])) == (action, action)
-
-
-@pytest.mark.parametrize("text", ["", "F", "3", "f3", "F-1", "X3", "SF 3", "F3x"])
-def test_bad_text_is_refused(text: str) -> None:
-    with pytest.raises(FieldError, match="SF3"):
-        Action.parse(text)
 
 
 @given(
@@ -127,8 +115,3 @@ def test_stages_must_run_the_same_microbatches() -> None:
 def test_a_last_stage_sends_nothing_forward() -> None:
     with pytest.raises(FieldError, match="no neighbour"):
         validate([parse_actions("F0 SF0 B0")])
-
-
-def test_stage_must_exist() -> None:
-    with pytest.raises(FieldError, match="between 0 and 1"):
-        one_f_one_b(2, 2, (0,))

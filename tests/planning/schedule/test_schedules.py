@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Pipeline, Stage, Unit
-from elastic.planning.schedule.deadlock_check import peak, validate
 from elastic.planning.schedule.schedule import (
     Action,
     Kind,
     actions_of,
-    format_actions,
     lists,
-    parse_actions,
+    peak,
     units_of,
 )
+from tests.planning.schedule.action_text import format_actions, parse_actions
+from tests.planning.schedule.deadlock_check import validate
 
 counts = st.integers(0, 24)
 
@@ -133,4 +133,4 @@ def test_what_does_not_fit_is_refused(schedule: str, units: int, stages: int) ->
 
 def test_kinds() -> None:
     assert [kind.value for kind in Kind if kind.finishes] == ["B", "W"]
-    assert Action.parse("12RB7") == Action(Kind.RECV_B, 7, 12)
+    assert str(Action(Kind.RECV_B, 7, 12)) == "12RB7"

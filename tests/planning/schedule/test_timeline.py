@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.domain.errors import FieldError
+from elastic.domain.types import Pipeline, Stage, Unit
 from elastic.planning.schedule import timeline
-from elastic.planning.schedule.schedule import lists, parse_actions
+from elastic.planning.schedule.schedule import actions_of, lists
 from elastic.planning.schedule.timeline import StageTimes, simulate
+from tests.planning.schedule.message_simulation import finish_times
 
 seconds = st.integers(1, 40).map(lambda n: n / 8)
 """Exact in binary, so that sums are too."""
@@ -25,11 +25,16 @@ def times(f: float, bi: float, bw: float, hop: float = 0.0) -> StageTimes:
 
 
 def makespan(schedule: str, units: int, stages: list[StageTimes], n: int) -> float:
-    found = simulate(lists(schedule, units, len(stages), tuple(range(n))), stages).makespan_s
-    assert timeline.makespan(schedule, units, n, stages) == found, (
-        "the short way gives the same, to the last bit"
-    )
+    found = timeline.makespan(schedule, units, n, stages)
+    sent = lists(schedule, units, len(stages), tuple(range(n)))
+    assert found == max(finish_times(sent, stages)), "the same message by message, to the last bit"
     return found
+
+
+def pipeline_of(schedule: str, n_stages: int, n: int) -> Pipeline:
+    """One stage per unit."""
+    stages = tuple(Stage(Unit(f"n{s}"), s, s + 1) for s in range(n_stages))
+    return Pipeline(stages, tuple(range(n)), schedule)
 
 
 @given(depth=st.integers(1, 8), n=counts, f=seconds, b=seconds)
@@ -98,14 +103,16 @@ def test_no_stage_can_be_outrun(stages: list[StageTimes], n: int) -> None:
 
 @given(stages=uneven, n=counts)
 def test_spans_follow_each_other(stages: list[StageTimes], n: int) -> None:
-    timeline = simulate(lists("zero-bubble", len(stages), len(stages), tuple(range(n))), stages)
+    pipeline = pipeline_of("zero-bubble", len(stages), n)
+    timeline = simulate(pipeline, stages)
+    finish = finish_times(actions_of(pipeline), stages)
     for unit, stage in enumerate(stages):
         spans = [span for span in timeline.spans if timeline.unit_of(span) == unit]
         assert len(spans) == n * (2 if unit == 0 else 3)
         assert all(a.end_s <= b.start_s for a, b in pairwise(spans))
         assert timeline.busy_s[unit] == n * (stage.forward_s + stage.backward_s)
-        assert timeline.finish_s[unit] == spans[-1].end_s
-    assert timeline.makespan_s == max(timeline.finish_s)
+        assert finish[unit] == spans[-1].end_s
+    assert timeline.makespan_s == max(finish)
 
 
 @given(
@@ -114,7 +121,7 @@ def test_spans_follow_each_other(stages: list[StageTimes], n: int) -> None:
     n=counts,
     data=st.data(),
 )
-def test_the_short_way_on_uneven_stages(
+def test_uneven_stages_agree_with_the_messages(
     schedule: str, units: int, n: int, data: st.DataObject
 ) -> None:
     stage = st.builds(times, *[st.floats(0, 3)] * 4)
@@ -131,14 +138,5 @@ def test_messages_take_their_time() -> None:
     )
 
 
-def test_a_deadlock_is_an_error() -> None:
-    first, second = (
-        parse_actions("F0 SF0 RB0 B0 F1 SF1 RB1 B1"),
-        parse_actions("RF0 F0 RF1 F1 B0 SB0 B1 SB1"),
-    )
-    with pytest.raises(FieldError, match="deadlock"):
-        simulate([first, second], [times(1, 1, 1)] * 2)
-
-
 def test_nothing_takes_no_time() -> None:
-    assert simulate(((), ()), [times(1, 1, 1)] * 2).makespan_s == 0.0
+    assert simulate(pipeline_of("1f1b", 2, 0), [times(1, 1, 1)] * 2).makespan_s == 0.0

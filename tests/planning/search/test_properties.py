@@ -11,10 +11,10 @@ from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo, Plan
 from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 from elastic.planning.plan.plan import validate_plan
-from elastic.planning.schedule.deadlock_check import peak, validate
-from elastic.planning.schedule.schedule import actions_of, units_of
+from elastic.planning.schedule.schedule import actions_of, peak, units_of
 from elastic.planning.search.request import PlanRequest
 from elastic.planning.search.search import decide, make_plan
+from tests.planning.schedule.deadlock_check import validate
 from tests.planning.search.brute_force import Brute, Node
 
 TYPES = ("slow", "middle", "fast")

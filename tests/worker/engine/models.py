@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.domain.types import Accumulate
-from elastic.planning.schedule.schedule import Action, one_f_one_b
+from elastic.planning.schedule.schedule import Action
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.stage_runner import StageRunner
 from elastic.worker.model.layers import LayerStack, ListStack, Microbatch, TensorParallel
@@ -17,6 +17,7 @@ from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import Links
+from tests.planning.schedule.action_text import one_f_one_b
 from tests.worker.engine.rank_processes import Rank
 
 WIDTH, BATCH = 16, 3

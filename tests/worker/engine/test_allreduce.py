@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from elastic.domain.types import Accumulate
-from elastic.planning.schedule.schedule import one_f_one_b
 from elastic.worker.engine import allreduce
 from elastic.worker.engine.allreduce import GradientAllReduce
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.transport.cancellation import LinkFailed
+from tests.planning.schedule.action_text import one_f_one_b
 from tests.worker.engine.models import (
     RecordingHooks,
     replicas,

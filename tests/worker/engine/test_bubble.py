@@ -116,5 +116,5 @@ def test_the_bubble_equals_the_formula(schedule: str) -> None:
         backward_input_s=part * INPUT_S,
         backward_weight_s=part * WEIGHT_S,
     )
-    timeline = simulate(actions_of(plan.pipelines[0]), [times] * len(plan.pipelines[0].stages))
+    timeline = simulate(plan.pipelines[0], [times] * len(plan.pipelines[0].stages))
     assert timeline.makespan_s - max(timeline.busy_s) == pytest.approx(BUBBLES[schedule])

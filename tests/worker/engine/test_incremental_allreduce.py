@@ -17,12 +17,13 @@ from elastic.domain.types import Accumulate, Plan
 from elastic.planning.plan.plan import parse_plan, validate_plan
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.reduction_rounds import rounds_of
-from elastic.planning.schedule.schedule import Action, actions_of, one_f_one_b
+from elastic.planning.schedule.schedule import Action, actions_of
 from elastic.worker.engine import allreduce
 from elastic.worker.engine.incremental_allreduce import IncrementalAllReduce
 from elastic.worker.engine.stage import LocalStage, stages_of_rank
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import LinkFailed
+from tests.planning.schedule.action_text import one_f_one_b
 from tests.worker.engine.models import (
     RecordingHooks,
     replicas,

@@ -17,11 +17,12 @@ from elastic.domain.types import (
     PartialRun,
 )
 from elastic.planning.plan.rank_map import roster
-from elastic.planning.schedule.schedule import actions_of, one_f_one_b
+from elastic.planning.schedule.schedule import actions_of
 from elastic.worker.backup.activation_log import LoggedMessage, read_message
 from elastic.worker.engine.partial import PartialRunner, needed_messages
 from elastic.worker.engine.stage import LocalStage, stages_of_rank
 from elastic.worker.replica.replica import LayerReplica
+from tests.planning.schedule.action_text import one_f_one_b
 from tests.worker.engine.models import (
     RecordingHooks,
     data,

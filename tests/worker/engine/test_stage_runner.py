@@ -15,11 +15,12 @@ import torch
 
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.domain.types import Accumulate
-from elastic.planning.schedule.schedule import Action, Kind, one_f_one_b, parse_actions
+from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from tests.patience import LONG_S
+from tests.planning.schedule.action_text import one_f_one_b, parse_actions
 from tests.worker.engine.models import (
     PauseBefore,
     RecordingHooks,

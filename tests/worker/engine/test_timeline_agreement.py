@@ -17,9 +17,10 @@ from elastic.domain.types import Accumulate
 from elastic.planning.plan.plan import parse_plan, validate_plan
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import Action, actions_of
-from elastic.planning.schedule.timeline import StageTimes, simulate
+from elastic.planning.schedule.timeline import StageTimes
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.transport.links import Links, Receive
+from tests.planning.schedule.message_simulation import finish_times
 from tests.worker.engine.models import RecordingHooks, replicas, runner, stack
 from tests.worker.engine.rank_processes import Rank, run_ranks
 
@@ -116,4 +117,4 @@ def test_uneven_stages_finish_when_the_timeline_says(schedule: str) -> None:
     pipeline = parse_plan(text).pipelines[0]
     times = [times_of(1 + s % 3, 2 + s % 2, 1 + (s + 1) % 3) for s in range(len(pipeline.stages))]
     finished = run_ranks(run_on_a_clock, 4, text, times)
-    assert tuple(finished) == simulate(actions_of(pipeline), times).finish_s
+    assert tuple(finished) == finish_times(actions_of(pipeline), times)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.domain.errors import FieldError
-from elastic.planning.schedule.schedule import Action, Kind, message_of
+from elastic.planning.schedule.schedule import Action, Kind, message_of, peak
 
 
 def validate(
@@ -31,20 +31,6 @@ def validate(
     _check_same_microbatches(lists, n_stages)
     _dry_run(lists, unreceived)
     return tuple(int(peak(actions)) for actions in lists)
-
-
-def peak(actions: Sequence[Action], weights: Mapping[int, float] | None = None) -> float:
-    """Return the maximum number of micro-batches in flight: between F and B or W.
-
-    Each stage of the unit counts separately. With `weights` (stage -> bytes of one micro-batch's
-    activations; key -1 if actions name no stage) the result is in bytes.
-    """
-    held = most = 0.0
-    for action in actions:
-        weight = 1.0 if weights is None else weights[action.stage]
-        held += weight * ((action.kind is Kind.F) - action.kind.finishes)
-        most = max(most, held)
-    return most
 
 
 def _check_unit(unit: int, n_units: int, n_stages: int, actions: Sequence[Action]) -> None:
