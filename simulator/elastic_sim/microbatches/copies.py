@@ -23,7 +23,7 @@ from elastic.domain.types import (
 )
 from elastic.planning.plan.schemes import LOG, NONE, gradients_of, portion_of, state_of
 from elastic.planning.schedule.schedule import Action, Kind
-from elastic_sim.microbatches.environment import Environment, WorkerHost
+from elastic_sim.microbatches.environment import Environment, Node
 
 Ledger = frozenset[int]
 EMPTY: Ledger = frozenset()
@@ -81,7 +81,7 @@ class CopyPublisher:
     def __init__(
         self,
         world: Environment,
-        host: WorkerHost,
+        host: Node,
         held: HeldLayers,
         send: Callable[[Any], None],
         assignment: Assignment,

@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from elastic.core.job.state import Policy
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, Phase
 from elastic.domain.codec import decode
 from elastic.domain.errors import FieldError
+from elastic.domain.types import JobSpec
 from elastic.planning.cost.profile import LinkProfile, Profile, check_profile
 from elastic_sim.microbatches.physics import MicrobatchPhysics
-from elastic_sim.microbatches.world import AnchoredEvent, MicrobatchJob
+from elastic_sim.microbatches.world import AnchoredEvent
 from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 
 LogEvent = dict[str, Any]
@@ -34,7 +36,7 @@ MICROBATCH_PHASES = (Phase.START, Phase.FORWARD, Phase.BACKWARD)
 NEEDED_FIELDS = {
     "step": ("step", "seconds"),
     "halt": ("epoch", "cause_kind", "cause_nodes"),
-    "plan": ("epoch", "text"),
+    "plan": ("epoch",),
     "joined": ("node",),
     "lost": ("node",),
     "drain": ("node", "deadline_s"),
@@ -148,8 +150,8 @@ def _kind(recovery: LogEvent) -> tuple[Any, ...]:
 class RecordedRun:
     """A real run, ready for simulation."""
 
-    job: MicrobatchJob
-    profile: Profile
+    spec: JobSpec
+    policy: Policy
     link: LinkProfile
     """Emulated speed of slow links."""
     trace: Trace
@@ -181,8 +183,8 @@ def read(run_dir: Path) -> RecordedRun:
     trace, anchored = _trace(events, faults, config, run_dir / "events.jsonl")
     unlimited = {"bytes_per_s": 0.0, "latency_s": 0.0}
     link = decode(LinkProfile, config.get("link", unlimited), "config.json: link")
-    job = _job(config, events, run_dir)
-    return RecordedRun(job, profile, link, trace, anchored, history_of(events))
+    spec, policy = _job(config, events, profile, run_dir)
+    return RecordedRun(spec, policy, link, trace, anchored, history_of(events))
 
 
 def _bytes(path: Path) -> bytes:
@@ -221,28 +223,35 @@ def _events(path: Path) -> list[LogEvent]:
     return found
 
 
-def _job(config: dict[str, Any], events: list[LogEvent], run_dir: Path) -> MicrobatchJob:
+def _job(
+    config: dict[str, Any], events: list[LogEvent], profile: Profile, run_dir: Path
+) -> tuple[JobSpec, Policy]:
     event = next((event for event in events if event["kind"] == "job"), None)
     if event is None:
         remedy = "a run of this version, which writes that event"
         raise FieldError(f"{run_dir / 'events.jsonl'}: job", None, remedy)
     try:
-        return MicrobatchJob(
-            microbatches=int(event["microbatches"]),
-            steps=int(event["steps"]),
+        spec = JobSpec(
+            layers=profile.layers,
+            n_microbatches=int(event["microbatches"]),
+            n_steps=int(event["steps"]),
             tokens_per_microbatch=int(event["tokens_per_microbatch"]),
             checkpoint_every=int(event["checkpoint_every"]),
             tied=tuple((int(a), int(b)) for a, b in event["tied"]),
+        )
+        policy = Policy(
             min_nodes=int(config["min_nodes"]),
             max_nodes=int(config["max_nodes"]),
             backup=str(config["backup"]),
-            pipelines=str(config["pipelines"]),
+            shape=str(config["pipelines"]),
             schedule=str(config["schedule"]),
             heartbeat_s=float(config["heartbeat_s"]),
             lease_s=float(config["lease_s"]),
+            profile=profile,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise FieldError(f"{run_dir}: config.json, job", str(error), "it is damaged") from error
+    return spec, policy
 
 
 def _trace(

@@ -41,7 +41,7 @@ RecoveryPairs = Sequence[tuple[LogEvent, LogEvent]]
 def simulated(run: RecordedRun, physics: MicrobatchPhysics, seed: int = 0) -> RunHistory:
     """Return the history of the simulated run."""
     given = run.physics(physics)
-    return history_of(simulate(run.trace, run.profile, run.job, given, seed, run.anchored).events)
+    return history_of(simulate(run.trace, run.spec, run.policy, given, seed, run.anchored).events)
 
 
 def calibrate(runs: Sequence[RecordedRun]) -> MicrobatchPhysics:
@@ -181,7 +181,7 @@ def compare(runs: Sequence[RecordedRun], physics: MicrobatchPhysics) -> Validati
     """Compare all runs together with simulations of several seeds."""
     measured = [run.history for run in runs]
     simulations = [[simulated(run, physics, seed) for run in runs] for seed in range(SEEDS)]
-    batches = [run.job.microbatches for run in runs]
+    batches = [run.spec.n_microbatches for run in runs]
     rate = median(_throughput(histories, batches) for histories in simulations)
     figures = [ComparedFigure("throughput", "samples/s", _throughput(measured, batches), rate)]
     if starts := _all(measured, lambda history: history.startups):

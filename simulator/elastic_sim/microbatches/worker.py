@@ -24,7 +24,7 @@ from elastic.planning.schedule.schedule import Action, Kind, actions_of, message
 from elastic.planning.schedule.timeline import StageTimes
 from elastic_sim.microbatches.clock import Uplink
 from elastic_sim.microbatches.copies import EMPTY, CopyPublisher, HeldLayers, Ledger
-from elastic_sim.microbatches.environment import Environment, WorkerHost
+from elastic_sim.microbatches.environment import Environment, Node
 
 LayerRange = tuple[int, int]
 FAULT_PHASES = {Kind.F: Phase.FORWARD, Kind.B: Phase.BACKWARD, Kind.INPUT: Phase.BACKWARD}
@@ -46,7 +46,7 @@ class EpochRun:
     def __post_init__(self) -> None:
         self.plan = plan = self.assignment.plan
         self.roster = roster(plan)
-        infos = tuple(known.info for node in plan.nodes() if (known := self.world.node(node)))
+        infos = tuple(known.info for node in plan.nodes() if (known := self.world.agents.get(node)))
         self.predicted = predict(replace(plan, gradients="none"), self.world.profile, infos)
         self.joined: dict[tuple[int, int, int], dict[str, Ledger]] = {}
         """(layer, version, round): contributions to the shared sum, by node."""
@@ -89,7 +89,6 @@ class EpochRun:
         for worker in workers:
             assert worker.training is not None
             worker.training.committed(halt)
-        self.world.account()
 
     def _check_ledgers(self) -> None:
         """Assert that every layer has every micro-batch exactly once."""
@@ -364,8 +363,8 @@ class WorkerTraining:
         self._report_resumed()
         self.arrived = False
         if self.rank == 0:
-            took, tokens = self._world.clock.now - self._began, self._world.tokens
-            worker.send(m.StepDone(self.run.plan.epoch, worker.record, took, 0.0, tokens))
+            took = self._world.clock.now - self._began
+            worker.send(m.StepDone(self.run.plan.epoch, worker.record, took, 0.0))
             self._world.step_done(step, took)
         if held.version >= self._world.spec.n_steps:
             self._finish()
@@ -402,7 +401,7 @@ class SimulatedWorker:
     def __init__(
         self,
         world: Environment,
-        agent: WorkerHost,
+        agent: Node,
         runs: dict[int, EpochRun],
         generation: int,
         seconds: float,
@@ -627,7 +626,7 @@ class SimulatedWorker:
                 yield copy
 
     def _has(self, copy: Copy) -> bool:
-        node = self.world.node(copy.node)
+        node = self.world.agents.get(copy.node)
         return node is not None and copy in node.vault and (node is self.agent or node.alive)
 
     def _fetch(self, copies: list[Copy], done: Callable[[], None]) -> None:
@@ -636,7 +635,7 @@ class SimulatedWorker:
         for copy in copies:
             nbytes[copy.node] = nbytes.get(copy.node, 0) + copy.nbytes
         local = nbytes.pop(self.agent.name, 0)
-        uplinks = {name: node.uplink for name in nbytes if (node := self.world.node(name))}
+        uplinks = {name: node.uplink for name in nbytes if (node := self.world.agents.get(name))}
         rate, left, token = self.world.copy_bytes_per_s, 1 + len(uplinks), self._token
 
         def arrived() -> None:
@@ -660,7 +659,6 @@ class SimulatedWorker:
         run = run_of(self._runs, self.world, assignment)
         run.present[self.agent.name] = self
         self.training = WorkerTraining(self, run)
-        self.world.account()
         run.connect(self)
 
     def ready(self, run: EpochRun) -> None:

@@ -82,7 +82,7 @@ def test_a_run_is_read_from_its_events(runs: tuple[Path, Path]) -> None:
         ("remove", "node0", True),
     ]
     assert all(one.ready for one in found.anchored if one.event.kind == "add")
-    assert found.job == LONG
+    assert (found.spec, found.policy) == (LONG.spec(profile()), LONG.policy(profile()))
 
 
 def test_the_command_calibrates_and_compares(runs: tuple[Path, Path], tmp_path: Path) -> None:
