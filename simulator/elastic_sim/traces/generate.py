@@ -99,7 +99,7 @@ def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
     draw, cluster = random.Random(seed), _Cluster(market.zones, market.type)
     for _ in range(market.nodes):
         cluster.add(0.0)
-    repairs = list[float]()
+    repairs, (sizes, weights) = list[float](), zip(*market.bulk, strict=True)
     at = _next_loss(draw, market, 0.0)
     while min([at, *repairs]) <= end_s:
         if repairs and min(repairs) <= at:
@@ -107,7 +107,7 @@ def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
             repairs.remove(now)
             cluster.add(now)
             continue
-        now, size = math.floor(at), _bulk_size(draw, market)
+        now, size = math.floor(at), int(draw.choices(sizes, weights)[0])
         for node in _victims(draw, cluster, size, now, market.lifetime_shape):
             cluster.remove(now, node, market.notice_s)
             if market.repair_s:
@@ -132,11 +132,6 @@ def _next_loss(draw: random.Random, market: Market, after: float) -> float:
         rate = 1 - market.diurnal * math.cos(2 * math.pi * at / DAY_S)
         if draw.random() * (1 + market.diurnal) <= rate:
             return at
-
-
-def _bulk_size(draw: random.Random, market: Market) -> int:
-    sizes, weights = zip(*market.bulk, strict=True)
-    return int(draw.choices(sizes, weights)[0])
 
 
 def _victims(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -66,15 +67,8 @@ class Trace:
 
     def steps(self) -> Iterator[tuple[float, tuple[Event, ...]]]:
         """(seconds, all events of that moment), ascending."""
-        at, found = 0.0, list[Event]()
-        for event in self.events:
-            if event.seconds != at and found:
-                yield at, tuple(found)
-                found = []
-            at = event.seconds
-            found.append(event)
-        if found:
-            yield at, tuple(found)
+        for at, events in itertools.groupby(self.events, lambda event: event.seconds):
+            yield at, tuple(events)
 
 
 @dataclass(frozen=True, slots=True)
