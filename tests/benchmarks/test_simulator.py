@@ -7,7 +7,7 @@ import sys
 import pytest
 from elastic_sim.replay.replay import Mean
 
-from benchmarks import headline, simulator
+from benchmarks.simulation import headline, simulator
 
 
 def test_headline_compares_seed_by_seed(

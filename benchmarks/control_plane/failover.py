@@ -1,6 +1,6 @@
 """Time that a job is without a leader.
 
-    python -m benchmarks.failover [--rounds N]
+    python -m benchmarks.control_plane.failover [--rounds N]
 
 A small training run has three coordinators on a real etcd. Again and again the leader is killed
 (SIGKILL), or paused (SIGSTOP) and continued once another one leads. Two times are measured: until

@@ -1,4 +1,4 @@
-"""Cost of backups, and speed at which vaults move bytes: `python -m benchmarks.vault`.
+"""Cost of backups, and speed at which vaults move bytes: `python -m benchmarks.backup.vault`.
 
 Pairs of (our vault, bare socket) are measured in turns in one run. The ratio is the median of the
 pairs. The peer is a separate process.

@@ -1,6 +1,6 @@
 """Time that a kill stops training: 20 kills on 4 local nodes, varying node and micro-batch.
 
-    python -m benchmarks.recovery [--kills 20] [--keep DIR]
+    python -m benchmarks.recovery.recovery [--kills 20] [--keep DIR]
 
 Every kill has its own run of the default example on one pipeline of four nodes. SIGKILL hits the
 whole node before a backward pass of step 2, and the run ends soon after the recovery. total_s goes
@@ -92,7 +92,7 @@ def rows(kills: list[Kill]) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery.recovery")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--keep", type=Path, help="keep the run directories here")
     args = parser.parse_args()

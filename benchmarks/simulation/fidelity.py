@@ -1,6 +1,6 @@
 """Compare the simulator's micro-batch level with the real engine: throughput and recovery phases.
 
-    python -m benchmarks.fidelity [--quick] [--repeat 3] [--keep DIR]
+    python -m benchmarks.simulation.fidelity [--quick] [--repeat 3] [--keep DIR]
 
 All runs are `elastic run --emulate` on local nodes: one process per worker, real messages, copies,
 planner and recoveries. Workers wait the times of a profile instead of computing, so that two cores

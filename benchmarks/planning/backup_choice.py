@@ -1,6 +1,6 @@
 """Compare the backup schemes that `--backup auto` chooses with every other pair.
 
-    python -m benchmarks.backup_choice [--steps 6] [--cells 100Mbit/1/short ...] [--quick]
+    python -m benchmarks.planning.backup_choice [--steps 6] [--cells 100Mbit/1/short ...] [--quick]
 
 Four nodes run one or two pipelines on links of 100 Mbit/s to 100 Gbit/s (`--link`). A micro-batch
 takes 15 ms or 150 ms per stage: workers wait these times instead of computing (`--emulate`), but
@@ -163,7 +163,7 @@ def merged(lines: Sequence[str], rows: Sequence[Row]) -> tuple[list[str], list[R
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.backup_choice")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.backup_choice")
     parser.add_argument(
         "--steps", type=int, default=6, help="of each run, besides two that warm up"
     )

@@ -1,6 +1,6 @@
 """Ratio and speed of lossless compression of copies.
 
-    python -m benchmarks.compression [--quick]
+    python -m benchmarks.backup.compression [--quick]
 
 The benchmark trains the example GPT for some steps, without agents, and compresses the very bytes
 that its vaults would send. It uses one core and 1 MiB at a time, as on the wire. `zstandard` and

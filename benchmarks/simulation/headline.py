@@ -1,6 +1,6 @@
 """Compare this runtime with models of its rivals under one physics.
 
-    python -m benchmarks.headline [--data DIR] [--keep DIR] [--seeds 5] [--quick]
+    python -m benchmarks.simulation.headline [--data DIR] [--keep DIR] [--seeds 5] [--quick]
 
 Each type of node has two sweeps (`elastic-sim sweep`). The first replays the recorded spot traces
 of AWS p3 and g4dn unscaled, with the losses spread over the minute of their record. The second has
@@ -32,7 +32,7 @@ from elastic_sim.steps.policies import ORACLES, RIVALS
 
 from benchmarks.results import Row, save
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/simulator/headline.md"
 CSV = ROOT / "benchmarks/results/headline-policies.csv"
 """Goodput of every policy in every scenario."""
@@ -190,7 +190,7 @@ def rows_of(found: Sequence[Place], told: Mapping[str, Mean]) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.headline")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation.headline")
     parser.add_argument(
         "--data", type=Path, help="recorded traces (default: ELASTIC_DATA, or ../shared/data)"
     )

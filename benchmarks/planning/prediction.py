@@ -1,6 +1,6 @@
 """The cost model against the real engine: 12 plans, predicted and run.
 
-    python -m benchmarks.prediction [--steps 10] [--keep DIR]
+    python -m benchmarks.planning.prediction [--steps 10] [--keep DIR]
 
 Every plan runs as `elastic run --emulate`: one process per worker, real messages, gradient sums,
 backups, reduction and commit. Workers wait the times of a profile instead of computing, so that two
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.fixed_plan import FILE
+from benchmarks.planning.fixed_plan import FILE
 from benchmarks.results import Row, save
 from elastic.domain.types import LayerSpec, NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.cost.predict import predict
@@ -130,7 +130,14 @@ def measure(shape: Shape, steps: int, run_dir: Path) -> float:
         "-m", "benchmarks.waiting", "--num-microbatches", str(plan.n_microbatches), "--steps",
         str(steps + SKIP),
     ]  # fmt: skip
-    command = [sys.executable, "-m", "benchmarks.prediction", "--run", format_plan(plan), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.planning.prediction",
+        "--run",
+        format_plan(plan),
+        *words,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
@@ -153,7 +160,7 @@ def run(plan: str, words: list[str]) -> int:
     folder = Path(wanted.config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text(plan)
-    return launch(replace(wanted, services=("benchmarks.fixed_plan", wanted.services[1])))
+    return launch(replace(wanted, services=("benchmarks.planning.fixed_plan", wanted.services[1])))
 
 
 def predicted(shape: Shape, given: Profile) -> float:

@@ -1,10 +1,10 @@
 """Load of one coordinator on one core with up to 2,000 agents, and its time to handle a loss.
 
-    python -m benchmarks.coordinator [--agents 100,250,500,1000,2000] [--quick]
+    python -m benchmarks.control_plane.coordinator [--agents 100,250,500,1000,2000] [--quick]
 
-The coordinator is the real process, pinned to a core. The agents (`benchmarks.agents`) share the
-other cores. They join, get a plan for a model of 96 layers, and send heartbeats like the agents of
-`elastic run`. Then three measurements follow:
+The coordinator is the real process, pinned to a core. The agents
+(`benchmarks.control_plane.agents`) share the other cores. They join, get a plan for a model of 96
+layers, and send heartbeats like the agents of `elastic run`. Then three measurements follow:
 
 - Idle: the coordinator's share of its core, and the delay of its timer.
 - A connection ends. Detection is the time until the decision to halt, which allows 0.15 s for the
@@ -40,7 +40,7 @@ from elastic.core.protocol.timeouts import budget
 from elastic.launcher.run.rundir import free_port
 from elastic.telemetry import read_events
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 AGENTS = (100, 250, 500, 1000, 2000)
 LEASE_S = 3.0
 """The default of `elastic run`."""
@@ -119,7 +119,10 @@ class AgentCrowd:
             words += ["--heartbeat", heartbeat_s(agents, size.lease_s)]
             words += ["--microbatches", 1024 if agents >= 100 else 32]
             process = start(
-                "benchmarks.agents", [str(word) for word in words], core, stdin=subprocess.PIPE
+                "benchmarks.control_plane.agents",
+                [str(word) for word in words],
+                core,
+                stdin=subprocess.PIPE,
             )
             self._parts.append((range(first, first + count), process))
             threading.Thread(target=self._listen, args=(process,), daemon=True).start()
@@ -344,7 +347,7 @@ def rows(found: Sequence[Found], lease_s: float) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane.coordinator")
     parser.add_argument(
         "--agents", default=",".join(map(str, AGENTS)), help="numbers, comma-separated"
     )

@@ -1,6 +1,6 @@
 """One vault that sends copies to another, against a plain socket.
 
-    python -m benchmarks.vault_transport [--quick]
+    python -m benchmarks.backup.vault_transport [--quick]
 
 Both send to a second process over loopback with the same socket options. The vault side is the real
 code: `VaultClient`, `VaultServer`, checksums, slots in shared memory, one acknowledgement per copy.
@@ -26,8 +26,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
+from benchmarks.backup.vault import MIB, describe, memory_directory, timed
 from benchmarks.results import Row, save
-from benchmarks.vault import MIB, describe, memory_directory, timed
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.domain.types import Copy

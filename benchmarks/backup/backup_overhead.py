@@ -1,6 +1,6 @@
 """Cost of backups without failures: step time with each pair of schemes over step time without.
 
-    python -m benchmarks.backup_overhead [--pairs 30] [--tokens 512]
+    python -m benchmarks.backup.backup_overhead [--pairs 30] [--tokens 512]
 
 Four nodes run one pipeline, then two. One job trains throughout; its backup is switched on and off
 in blocks of steps, so that both sides share the processes, the memory and the other load of the
@@ -179,7 +179,7 @@ def measure(
 ) -> Measured:
     """Run one job, with these flags of `elastic run` besides, and compare its blocks."""
     script = [
-        "-m", "benchmarks.backup_overhead", "--worker", "--pairs", str(pairs), "--layers",
+        "-m", "benchmarks.backup.backup_overhead", "--worker", "--pairs", str(pairs), "--layers",
         str(sizes.layers),
         "--hidden", str(sizes.hidden), "--tokens", str(sizes.tokens[0]), "--heads",
         str(sizes.heads),
@@ -247,7 +247,7 @@ def add_sizes(parser: argparse.ArgumentParser, **defaults: int | str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.backup_overhead")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.backup.backup_overhead")
     parser.add_argument("--pairs", type=int, default=30, help="of blocks, for auto")
     parser.add_argument(
         "--others",

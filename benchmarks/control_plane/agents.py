@@ -1,7 +1,7 @@
 r"""Many simulated agents in one process, without workers.
 
-    python -m benchmarks.agents --address HOST:PORT --first 0 --count 500 --layers 96 \
-        --microbatches 1024
+    python -m benchmarks.control_plane.agents --address HOST:PORT --first 0 --count 500 \
+        --layers 96 --microbatches 1024
 
 The gRPC streams, the messages and the node logic (`elastic.core.node.node`) are the real ones. Each
 agent has its own connection, sends its heartbeats on time and carries out each instruction at once:
