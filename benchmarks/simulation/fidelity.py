@@ -28,7 +28,7 @@ from pathlib import Path
 from elastic_sim.microbatches.validate import (
     ComparedFigure,
     ValidationReport,
-    calibrate_runs,
+    calibrate,
     format_report,
     validate,
 )
@@ -170,7 +170,7 @@ def compared(
         real(case, shifted(case, case.calibration, n), folder / str(n) / "calibration")
         for n in range(repeat)
     ]
-    physics = calibrate_runs(known, folder / "physics.json")
+    physics = calibrate(known)
     others = [
         real(case, shifted(case, case.validation, n), folder / str(n) / "validation")
         for n in range(repeat)

@@ -77,11 +77,10 @@ class CoordinatorModel:
                 connected = self._sessions.get(node) is not stream
                 self._sessions[node] = stream
                 self._apply(job.NodeReported(message, connected))
-            case m.Heartbeat(node=node, incarnation=incarnation, step=step):
+            case m.Heartbeat():
                 assert stream is not None
-                self._sessions.setdefault(node, stream)
-                microbatch, measured = message.microbatch, message.measured
-                self._apply(m.Heartbeat(node, incarnation, step, microbatch, measured))
+                self._sessions.setdefault(message.node, stream)
+                self._apply(message)
             case m.StepDone():
                 self._apply(job.StepFinished(message.record))
             case "closed":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any, Protocol
 
 from elastic.core.protocol.fault_spec import Phase
@@ -43,16 +44,12 @@ class Environment(ABC):
         self.clock = VirtualClock(seed, physics.jitter)
         self.events: list[dict[str, Any]] = []
         """As in events.jsonl; `at` is in seconds since the beginning of the trace."""
-        self._numbers = 0
+        self.number = count(1).__next__
+        """Return a new number at every call."""
         self.link_bytes_per_s = profile.link.bytes_per_s * profile.tp
         """Link speed of a node, all its workers together; 0: unknown."""
         self.copy_bytes_per_s = profile.copy_bytes_per_s * profile.tp
         """Speed of copying to shared memory, all workers of a node together; 0: unknown."""
-
-    def number(self) -> int:
-        """Return a new number at every call."""
-        self._numbers += 1
-        return self._numbers
 
     def state_bytes(self, layer: int) -> int:
         """Return the bytes of a layer's parameters and optimizer state."""

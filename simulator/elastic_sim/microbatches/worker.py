@@ -382,19 +382,6 @@ class WorkerTraining:
             self.copies.wait(self._finish)
 
 
-def run_of(runs: dict[int, EpochRun], world: Environment, assignment: Assignment) -> EpochRun:
-    """Return the run of the assignment's epoch; add a new one to `runs` if there is none.
-
-    Runs of more than two epochs before are removed.
-    """
-    epoch = assignment.plan.epoch
-    if epoch not in runs:
-        for old in [e for e in runs if e < epoch - 2]:
-            del runs[old]
-        runs[epoch] = EpochRun(world, assignment)
-    return runs[epoch]
-
-
 class SimulatedWorker:
     """A worker process: takes orders from its agent and reports to it."""
 
@@ -494,9 +481,11 @@ class SimulatedWorker:
 
     def _disconnect(self, seconds: float) -> None:
         """Show the other workers of the run that this one's connections ended."""
-        run = self.training.run if self.training is not None else None
-        for other in list(run.present.values()) if run is not None else []:
-            if run is not None and other is not self and other._trains_in(run):
+        if self.training is None:
+            return
+        run = self.training.run
+        for other in run.present.values():
+            if other is not self and other._trains_in(run):
                 noticed = partial(other.lost_contact, run, self.agent.name)
                 self.world.clock.after_about(seconds, noticed)
 
@@ -547,13 +536,9 @@ class SimulatedWorker:
 
     def _halted_after(self, seconds: float) -> None:
         self._awaits_halt = False
-        token = self._token
-        halted = self._halted
-        self.world.clock.after_about(seconds, lambda: halted() if token == self._token else None)
+        self.later(self.world.clock.vary(seconds), self._halted)
 
     def _halted(self) -> None:
-        if not self.alive:
-            return
         training, started, sent = self.training, EMPTY, EMPTY
         if training is not None:
             training.copies.flush()
@@ -656,7 +641,9 @@ class SimulatedWorker:
     def _connect(self, assignment: Assignment) -> None:
         self._sources = ()
         self._transferred = self.world.clock.now
-        run = run_of(self._runs, self.world, assignment)
+        if self.epoch not in self._runs:
+            self._runs[self.epoch] = EpochRun(self.world, assignment)
+        run = self._runs[self.epoch]
         run.present[self.agent.name] = self
         self.training = WorkerTraining(self, run)
         run.connect(self)

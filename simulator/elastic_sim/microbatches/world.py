@@ -50,7 +50,7 @@ class MicrobatchWorld(Environment):
         super().__init__(spec, policy.profile, physics, seed)
         self.agents: dict[str, SimulatedAgent] = {}
         self.runs: dict[int, EpochRun] = {}
-        """Recent runs by epoch."""
+        """By epoch."""
         self._present: set[str] = set()
         """Nodes that exist according to the trace, whatever runs on them."""
         self._anchored: dict[int, list[AnchoredEvent]] = {}
