@@ -275,17 +275,14 @@ class ArtifactVaruna(ArtifactSimulation):
     def lost(self, node: str) -> None:
         self._after_loss = True
         if self._rollback:
-            self._forget(0 if self._written is None else self._place(self._written) + 1)
+            first = 0 if self._written is None else self._place(self._written) + 1
+            self._rates[first:] = [0.0] * len(self._rates[first:])
         self.meet(ArtifactEventKind.GLOBAL)
 
     def _place(self, at: int) -> int:
         """Index of `at` among the beginnings and ends of all steps; else the last index."""
         ends = [end for step in self.steps for end in (step.began, step.ended)]
         return ends.index(at) if at in ends else len(ends) - 1
-
-    def _forget(self, first: int) -> None:
-        """Discard all entries from `first` on."""
-        self._rates[first:] = [0.0] * len(self._rates[first:])
 
     def samples(self) -> list[float]:
         rates = self._rates[1::2]
