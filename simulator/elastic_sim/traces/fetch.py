@@ -44,21 +44,17 @@ def fetch(original: PublishedTrace, directory: Path, host: str = HOST) -> Path:
     Raises FieldError, and writes nothing, if the file is not reachable or has other content.
     """
     target = directory / Path(original.path).name
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    url = f"{host}/{original.path}"
     try:
         if directory.exists() and not directory.is_dir():
             raise NotADirectoryError("it is a file")
         if target.is_file() and _sha256(target.read_bytes()) == original.sha256:
             return target
-    except OSError as error:
-        raise _unusable(directory, error) from error
-    url = f"{host}/{original.path}"
-    data = _download(url)
-    found = _sha256(data)
-    if found != original.sha256:
-        remedy = f"its SHA-256 should be {original.sha256}: the file has changed"
-        raise FieldError(url, found, remedy)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
+        data = _download(url)
+        if (found := _sha256(data)) != original.sha256:
+            remedy = f"its SHA-256 should be {original.sha256}: the file has changed"
+            raise FieldError(url, found, remedy)
         directory.mkdir(parents=True, exist_ok=True)
         try:
             temporary.write_bytes(data)
@@ -66,12 +62,9 @@ def fetch(original: PublishedTrace, directory: Path, host: str = HOST) -> Path:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise _unusable(directory, error) from error
+        remedy = f"name a folder that can be written: {error}"
+        raise FieldError("--to", str(directory), remedy) from error
     return target
-
-
-def _unusable(directory: Path, error: OSError) -> FieldError:
-    return FieldError("--to", str(directory), f"name a folder that can be written: {error}")
 
 
 def _download(url: str) -> bytes:
