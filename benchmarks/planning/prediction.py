@@ -69,7 +69,7 @@ PAIR: Shape = ("1f1b", "aa", (((6, 6), 8),))
 
 @dataclass(frozen=True)
 class Engine:
-    """What the engine costs on this machine, seconds."""
+    """Costs of the engine on this machine, in seconds."""
 
     layer_s: float = 0.0
     """A layer's, for each micro-batch."""
@@ -99,7 +99,7 @@ def profile(engine: Engine) -> Profile:
 
 
 def plan_of(shape: Shape) -> Plan:
-    """The plan that a shape stands for; nodes in order, one worker each."""
+    """Return the plan of a shape; nodes in order, one worker each."""
     schedule, _, parts = shape
     pipelines, node, given = [], 0, 0
     for sizes, microbatches in parts:
@@ -150,7 +150,7 @@ def measure(shape: Shape, steps: int, run_dir: Path) -> float:
 
 
 def run(plan: str, words: list[str]) -> int:
-    """`elastic run` with a coordinator that takes this plan."""
+    """Run `elastic run` with a coordinator that uses this plan."""
     from elastic.command_line import read_flags
     from elastic.launcher.commands.run import run as elastic_run
     from elastic.launcher.flags.request import request
@@ -168,7 +168,7 @@ def predicted(shape: Shape, given: Profile) -> float:
 
 
 def calibrated(steps: int, folder: Path) -> Engine:
-    """Costs of the engine here: one node with few and many micro-batches, and two nodes."""
+    """Measure the costs of the engine: one node with few and many micro-batches, and two nodes."""
     few, many, pair = (
         measure(s, steps, folder / n) for s, n in ((FEW, "few"), (MANY, "many"), (PAIR, "pair"))
     )
@@ -191,7 +191,7 @@ def calibrated(steps: int, folder: Path) -> Engine:
 
 
 def named(shape: Shape) -> str:
-    """As in: 1f1b 4-4-4 x8 on aaa."""
+    """Return a name such as `1f1b 4-4-4 x8 on aaa`."""
     schedule, devices, parts = shape
     text = ", ".join(
         f"{'-'.join(map(str, sizes))} x{microbatches}" for sizes, microbatches in parts

@@ -30,7 +30,7 @@ PHASES = ("detect_s", "decide_s", "halt_s", "transfer_s", "rebuild_s", "total_s"
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill and what its recovery took."""
+    """One kill and the figures of its recovery."""
 
     node: int
     microbatch: int

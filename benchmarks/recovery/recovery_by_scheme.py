@@ -59,7 +59,7 @@ def cases(nodes: list[int], sizes: list[int]) -> Iterator[Case]:
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """The first recovery of the run."""
+    """Return the first recovery of the run."""
     profile = equal_layers(LAYERS, PARAMETERS * case.size, LAYER_S, BYTES_PER_S)
     flags = [
         "--nnodes", str(case.nodes), "--pipelines", str(case.pipelines), "--backup", case.pair,

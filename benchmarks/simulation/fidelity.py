@@ -121,7 +121,7 @@ SHIFT = 5
 
 
 def real(case: FidelityCase, faults: tuple[str, ...], folder: Path) -> Path:
-    """Make one run, unless it is there; its run directory. Raises RuntimeError if it fails."""
+    """Make one run unless it exists; return its directory. Raises RuntimeError if it fails."""
     profile = equal_layers(
         case.layers, case.parameters, case.layer_s, BYTES_PER_S, COPY_BYTES_PER_S
     )
@@ -165,7 +165,7 @@ def shifted(case: FidelityCase, faults: tuple[str, ...], number: int) -> tuple[s
 def compared(
     case: FidelityCase, repeat: int, folder: Path
 ) -> tuple[ValidationReport, list[ValidationReport]]:
-    """What all runs say together, and each by itself."""
+    """Return the report of all compared runs together, and the report of each run."""
     known = [
         real(case, shifted(case, case.calibration, n), folder / str(n) / "calibration")
         for n in range(repeat)
@@ -181,7 +181,7 @@ def compared(
 
 
 def error(figure: ComparedFigure) -> float:
-    """Percent."""
+    """Return the relative error in percent."""
     return abs(figure.ratio - 1) * 100
 
 

@@ -99,7 +99,7 @@ def growth(sizes: tuple[int, ...], hours: float) -> list[Row]:
 
 
 def an_event(scenario: Scenario, nodes: int) -> Row:
-    """Milliseconds of processor time an event, ours, all plans new."""
+    """Return milliseconds of processor time per event with our policy, without cached plans."""
     clear_caches()
     world, trace = scenario.world(), scenario.trace_of(0)
     took = timed(partial(run_one, world, trace, "ours", 0))
