@@ -44,7 +44,7 @@ check: setup ## lint, types, import rules
 	$(BIN)/lint-imports
 
 bench: setup ## every benchmark; results in benchmarks/results/
-	@set -e; for file in $$(grep -l '__main__' benchmarks/*.py); do \
+	@set -e; for file in $$(grep -rl --include='*.py' 'results import.*save' benchmarks | sort); do \
 		name=$${file%.py}; echo "== $$name"; $(BIN)/python -m $$(echo $$name | tr / .); done
 
 docs: setup ## the documentation site in build/docs; fails on a broken link

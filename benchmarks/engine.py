@@ -109,7 +109,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Chain(nn.Module):
-    """A stage for torch's engine: the very modules that our replicas hold."""
+    """A stage for torch's engine, made of the modules of our replicas."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class NoHooks:
 
 
 def plan_of(setting: EngineSetting) -> Plan:
-    """One pipeline with equal numbers of blocks per stage; embedding and head at its ends."""
+    """Return a plan of one pipeline with equal numbers of blocks per stage."""
     n, per = setting.layers + 2, setting.layers // setting.stages
     cuts = [0, *(1 + per * s for s in range(1, setting.stages)), n]
     stages = tuple(Stage(Unit(f"node{s}"), cuts[s], cuts[s + 1]) for s in range(setting.stages))
@@ -244,7 +244,7 @@ def timed(step: Callable[[], None]) -> Timing:
 
 
 def work(setting: EngineSetting, rank: int, store: str, pipe: Connection) -> None:
-    """One rank: check that both engines give the same gradients, then time them in turns."""
+    """Run one rank: check that both engines give the same gradients, then time them in turns."""
     torch.set_num_threads(1)
     host, port = store.split(":")
     rendezvous = dist.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]

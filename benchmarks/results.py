@@ -17,7 +17,7 @@ class Row:
     value: float
     unit: str
     target: float | None
-    """What is wanted; None: only reported."""
+    """Target; None: only reported."""
     better: str
     """lower | higher"""
 

@@ -79,7 +79,7 @@ def catalogue() -> str:
 
 
 def published() -> str:
-    from benchmarks import planner
+    from benchmarks.planning import planner
 
     rows = planner.published([planner.compare(model, 30) for model in planner.PUBLISHED])
     told = [(row.metric.partition(", ")[2].partition(":")[0], row.value) for row in rows]

@@ -26,7 +26,7 @@ class Section:
     """How the page shows one benchmark."""
 
     name: str
-    """Module in benchmarks/ and name of the result file."""
+    """Name of the module in benchmarks/ or a folder there, and of the result file."""
     title: str
     context: str
     """What was measured and how: one or two sentences, wrapped at 100 columns."""
@@ -316,7 +316,8 @@ def section_text(section: Section, rows: Sequence[Row]) -> str:
         tables.insert(0, markdown_table(["measured", "result", "target"], lines))
     if section.summarize:
         tables.append(f"Targets met: {sum(map(met, goals))} of {len(goals)}.\n")
-    command = f"`python -m benchmarks.{section.name}`"
+    module = next((ROOT / "benchmarks").rglob(f"{section.name}.py")).relative_to(ROOT)
+    command = f"`python -m {'.'.join(module.with_suffix('').parts)}`"
     return "\n".join(
         (f"## {section.title}\n", f"{section.context}\n", f"Rerun: {command}.\n", *tables)
     )

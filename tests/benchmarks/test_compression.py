@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compression import CHOSEN, shuffled, unshuffled
+from benchmarks.backup.compression import CHOSEN, shuffled, unshuffled
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_small_part_of_everything() -> None:
     """In a process of its own: megatron's groups are a whole process's."""
-    command = [sys.executable, "-m", "benchmarks.compression", "--quick"]
+    command = [sys.executable, "-m", "benchmarks.backup.compression", "--quick"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
     )

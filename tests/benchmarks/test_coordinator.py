@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.coordinator import QUICK, measure, rows
+from benchmarks.control_plane.coordinator import QUICK, measure, rows
 from elastic.telemetry import read_events
 
 

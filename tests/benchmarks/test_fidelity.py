@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from elastic_sim.microbatches.validate import ComparedFigure, ValidationReport
 
-from benchmarks.fidelity import FULL, QUICK, FidelityCase, compared, rows_of, shifted
+from benchmarks.simulation.fidelity import FULL, QUICK, FidelityCase, compared, rows_of, shifted
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, parse_fault
 
 

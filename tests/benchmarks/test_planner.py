@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.planner import (
+from benchmarks.planning.planner import (
     QUICK,
     TYPES,
     PlanComparison,

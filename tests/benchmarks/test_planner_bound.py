@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from benchmarks.planner_bound import lower_bound
+from benchmarks.planning.planner_bound import lower_bound
 from elastic.domain.errors import FieldError
 from elastic.domain.types import LayerSpec
 from elastic.planning.cost.cost_model import CostModel, NodeKind

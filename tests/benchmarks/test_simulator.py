@@ -7,7 +7,7 @@ import sys
 import pytest
 from elastic_sim.replay.replay import Mean
 
-from benchmarks import headline, simulator
+from benchmarks.simulation import headline, simulator
 
 
 def test_headline_compares_seed_by_seed(
@@ -20,8 +20,8 @@ def test_headline_compares_seed_by_seed(
 
 
 def test_verdicts_claim_no_more_than_the_seeds_allow() -> None:
-    def place(value: float, margin: float) -> headline.Place:
-        return headline.Place("t", "m", {"ours": Mean(0.9)}, "varuna", Mean(value, margin))
+    def place(value: float, margin: float) -> headline.ScenarioResult:
+        return headline.ScenarioResult("t", "m", {"ours": Mean(0.9)}, "varuna", Mean(value, margin))
 
     assert [
         place(*ahead).verdict
@@ -43,7 +43,7 @@ def test_speed_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_notices_give_stands_beside_what_there_is_without() -> None:
     places = [
-        headline.Place(trace, "m", {"ours": Mean(0.9)}, "varuna", Mean(1.1, 0.01))
+        headline.ScenarioResult(trace, "m", {"ours": Mean(0.9)}, "varuna", Mean(1.1, 0.01))
         for trace in ("p3-trace.csv", "g4dn-trace.csv")
     ]
     policies = {"ours": {"goodput": 0.95, "margins": {"goodput": None}}}

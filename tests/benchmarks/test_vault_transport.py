@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.vault_transport import QUICK, rows
+from benchmarks.backup.vault_transport import QUICK, rows
 
 
 def test_a_small_part_of_everything() -> None:

@@ -1,4 +1,6 @@
-"""Near-best plans for clusters of any size. `benchmarks.planner_bound` proves their quality.
+"""Near-best plans for clusters of any size.
+
+`benchmarks.planning.planner_bound` proves their quality.
 
 For a time T and a limit on the tail, each group of nodes (`columns`) does a whole number of
 micro-batches. The linear programme yields the most that all nodes could do, and the least T at

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from elastic.command_line import TIME, CommandLine
+from elastic.domain.codec import dumps
 from elastic.domain.errors import FieldError
 from elastic_sim.cli.commands import advise, policies, replay, sweep
 from elastic_sim.cli.options import (
@@ -26,7 +27,7 @@ from elastic_sim.cli.options import (
 )
 from elastic_sim.microbatches.physics import MicrobatchPhysics
 from elastic_sim.microbatches.physics import read as read_physics
-from elastic_sim.microbatches.validate import calibrate_runs, format_report, report_json, validate
+from elastic_sim.microbatches.validate import calibrate, format_report, report_json, validate
 from elastic_sim.reproduce import tables
 from elastic_sim.traces import trace as traces
 from elastic_sim.traces.fetch import HOST, PUBLISHED_TRACES, fetch
@@ -239,7 +240,7 @@ def reproduce(what: str, data: Path | None, out: Path | None) -> None:
 @option(
     "--calibrate",
     "out",
-    type=FILE,
+    type=OUTPUT,
     help="only measure the delays of these runs and write them to this file",
 )
 @option("--json", "as_json", type=OUTPUT, help="also write the figures to this file")
@@ -254,7 +255,9 @@ def validate_command(
                 str(out),
                 "give --physics and --json to another call: this one measures",
             )
-        click.echo(f"{out}: {calibrate_runs(run_dirs, out)}")
+        found = calibrate(run_dirs)
+        write_output(out, f"{dumps(found)}\n")
+        click.echo(f"{out}: {found}")
         return
     report = validate(
         run_dirs, read_physics(physics) if physics is not None else MicrobatchPhysics()

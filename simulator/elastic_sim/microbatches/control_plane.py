@@ -14,6 +14,7 @@ from typing import Any
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
+from elastic.core.job.goodput import recovery_entry
 from elastic.core.job.state import JobPhase, JobState
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
@@ -21,7 +22,6 @@ from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import Copy, NodeInfo
 from elastic_sim.microbatches.clock import Uplink
 from elastic_sim.microbatches.environment import Environment
-from elastic_sim.microbatches.meter import RunMeter
 from elastic_sim.microbatches.vault import SimulatedVault
 from elastic_sim.microbatches.worker import EpochRun, SimulatedWorker
 
@@ -34,10 +34,13 @@ RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase
 
 
 class CoordinatorModel:
-    """Applies the real transition to its messages and reports each decision to the meter."""
+    """Applies the real transition to its messages and logs events as the coordinator does."""
 
-    def __init__(self, world: Environment, state: JobState, meter: RunMeter) -> None:
-        self._world, self._meter, self.state = world, meter, state
+    def __init__(self, world: Environment, state: JobState) -> None:
+        self._world, self.state = world, state
+        self.losses: list[float] = []
+        """Times at which nodes were lost."""
+        self._resumed_at = 0.0
         self.finish: job.JobFinished | None = None
         self._sessions: dict[str, CoordinatorStream] = {}
         self._backlog: list[tuple[CoordinatorStream | None, Any]] = []
@@ -86,16 +89,13 @@ class CoordinatorModel:
                 self._apply(message)
 
     def _apply(self, event: Any) -> None:
-        clock, before = self._world.clock, self.state
-        self.state, actions, reason = transition(before, event, clock.now)
-        self._meter.state = self.state
-        if reason and (actions or self.state.phase is not before.phase):
-            self._meter.decided(reason)
+        clock = self._world.clock
+        self.state, actions, _ = transition(self.state, event, clock.now)
         if any(isinstance(a, job.Send) and isinstance(a.message, m.Install) for a in actions):
             change, physics = self.state.change, self._world.physics
             joining = change is not None and change.causes[0].kind is job.CauseKind.JOIN
             planning_s = clock.vary(physics.replan_s if joining else physics.plan_s)
-            self._busy_until = self._meter.sent_at = clock.now + planning_s
+            self._busy_until = clock.now + planning_s
             clock.after(planning_s, lambda: self._act(actions))
             clock.after(planning_s, self._drain_backlog)
         else:
@@ -111,11 +111,14 @@ class CoordinatorModel:
                 case job.JobFinished():
                     self.finish = action
                 case job.ChangeCompleted() if not action.change.starts_job:
-                    self._meter.recovered(action)
-                case job.LogEntry(kind, data):
-                    self._meter.noted(kind, data)
-        if actions:
-            self._meter.account_time()
+                    self._log_recovery(action)
+                case job.LogEntry(kind, data) if kind != "step":  # workers log their steps
+                    self._world.log(kind, data)
+
+    def _log_recovery(self, event: job.ChangeCompleted) -> None:
+        recent = [at for at in self.losses if self._resumed_at < at <= event.change.began]
+        self._resumed_at = event.resumed_at
+        self._world.log("recovery", recovery_entry(event, min(recent, default=None)))
 
 
 class CoordinatorStream:

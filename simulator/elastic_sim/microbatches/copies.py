@@ -23,7 +23,7 @@ from elastic.domain.types import (
 )
 from elastic.planning.plan.schemes import LOG, NONE, gradients_of, portion_of, state_of
 from elastic.planning.schedule.schedule import Action, Kind
-from elastic_sim.microbatches.environment import Environment, WorkerHost
+from elastic_sim.microbatches.environment import Environment, Node
 
 Ledger = frozenset[int]
 EMPTY: Ledger = frozenset()
@@ -81,7 +81,7 @@ class CopyPublisher:
     def __init__(
         self,
         world: Environment,
-        host: WorkerHost,
+        host: Node,
         held: HeldLayers,
         send: Callable[[Any], None],
         assignment: Assignment,
@@ -169,15 +169,14 @@ class CopyPublisher:
     def flush(self) -> None:
         """Put everything that is in no vault yet into the own one, at the end of the epoch."""
         held, keep = self._held, self._host.vault.add
-        for layer, parts in held.parts.items():
+        for layer in held.parts:
             if self._versions.get(layer) != held.version:
                 keep(self._copy(STATE, layer, held.version))
             step, final = self._finals.get(layer, (-1, EMPTY))
             if final and step == held.version - 1:
                 keep(self._copy(GRADIENT, layer, step, final))
-            for part in parts:
-                if part and (held.version, part) not in self._published.get(layer, ()):
-                    keep(self._copy(GRADIENT, layer, held.version, part))
+            for copy in self._unpublished_gradients(layer):
+                keep(copy)
 
     @property
     def full(self) -> bool:
@@ -206,16 +205,16 @@ class CopyPublisher:
 
     def _publish_gradients(self) -> float:
         held = self._held
-        copies = [
-            self._copy(GRADIENT, layer, held.version, part)
-            for layer, parts in held.parts.items()
-            for part in parts
-            if part and (held.version, part) not in self._published.get(layer, ())
-        ]
+        copies = [copy for layer in held.parts for copy in self._unpublished_gradients(layer)]
         for layer, parts in held.parts.items():
             self._published[layer] = {(held.version, part) for part in parts}
         self._unpublished = 0
         return self._publish(copies, GRADIENT)
+
+    def _unpublished_gradients(self, layer: int) -> list[Copy]:
+        version, known = self._held.version, self._published.get(layer, ())
+        parts = [p for p in self._held.parts[layer] if p and (version, p) not in known]
+        return [self._copy(GRADIENT, layer, version, part) for part in parts]
 
     def _publish_states(self, away: Collection[int] | None = None) -> float:
         """Publish the state of every layer; `away`: layers that also go to the peer (all)."""

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any, Protocol
 
 from elastic.core.protocol.fault_spec import Phase
 from elastic.domain.types import Copy, JobSpec, NodeInfo
 from elastic.planning.cost.profile import Profile
-from elastic_sim.microbatches.clock import Uplink, VirtualClock
+from elastic_sim.microbatches.clock import BEGIN_S, Uplink, VirtualClock
 from elastic_sim.microbatches.physics import MicrobatchPhysics
 from elastic_sim.microbatches.vault import SimulatedVault
-from elastic_sim.traces.trace import Event
 
 
-class PeerNode(Protocol):
-    """A node as the workers of other nodes see it."""
+class Node(Protocol):
+    """A node as workers see it: its agent."""
 
     name: str
     info: NodeInfo
     vault: SimulatedVault
     uplink: Uplink
     alive: bool
-
-
-class WorkerHost(PeerNode, Protocol):
-    """A node as its own worker sees it: its agent."""
 
     def receive_from_worker(self, generation: int, message: Any) -> None:
         """Take a message of the node's worker number `generation`."""
@@ -38,37 +34,30 @@ class WorkerHost(PeerNode, Protocol):
 class Environment(ABC):
     """Shared facts of a simulated cluster. `MicrobatchWorld` adds the parts that act."""
 
+    agents: Mapping[str, Node]
+    """Agents by node, lost ones included."""
+
     def __init__(
         self, spec: JobSpec, profile: Profile, physics: MicrobatchPhysics, seed: int
     ) -> None:
         self.spec, self.profile, self.physics = spec, profile, physics
         self.clock = VirtualClock(seed, physics.jitter)
-        self.present: dict[str, Event] = {}
-        """Nodes that exist according to the trace, whatever runs on them."""
-        self._numbers = 0
-        self.tokens = spec.n_microbatches * spec.tokens_per_microbatch
-        """Tokens per step."""
+        self.events: list[dict[str, Any]] = []
+        """As in events.jsonl; `at` is in seconds since the beginning of the trace."""
+        self.number = count(1).__next__
+        """Return a new number at every call."""
         self.link_bytes_per_s = profile.link.bytes_per_s * profile.tp
         """Link speed of a node, all its workers together; 0: unknown."""
         self.copy_bytes_per_s = profile.copy_bytes_per_s * profile.tp
         """Speed of copying to shared memory, all workers of a node together; 0: unknown."""
 
-    def number(self) -> int:
-        """Return a new number at every call."""
-        self._numbers += 1
-        return self._numbers
-
     def state_bytes(self, layer: int) -> int:
         """Return the bytes of a layer's parameters and optimizer state."""
         return self.profile.layers[layer].param_bytes + self.profile.layers[layer].state_bytes
 
-    @abstractmethod
-    def node(self, name: str) -> PeerNode | None:
-        """Return the node of this name, even a lost one; None if there was none."""
-
-    @abstractmethod
-    def account(self) -> None:
-        """Account for the time up to now. Call it when the use of the nodes may have changed."""
+    def log(self, kind: str, data: dict[str, Any]) -> None:
+        """Append an event."""
+        self.events.append({"at": round(self.clock.now - BEGIN_S, 6), "kind": kind, **data})
 
     @abstractmethod
     def step_done(self, step: int, seconds: float) -> None:

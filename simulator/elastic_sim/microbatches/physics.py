@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
 
-from elastic.domain.codec import dumps, loads
+from elastic.domain.codec import loads
 from elastic.domain.errors import FieldError
+from elastic_sim.traces.trace import read_text
 
 VERSION = 2
 MAX_JITTER = 0.9
@@ -79,17 +80,5 @@ def check(physics: MicrobatchPhysics) -> MicrobatchPhysics:
 
 
 def read(path: Path) -> MicrobatchPhysics:
-    """Read a file that `write` wrote. Raises FieldError."""
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FieldError("--physics", str(path), f"a readable file is needed: {error}") from error
-    return check(loads(MicrobatchPhysics, text))
-
-
-def write(physics: MicrobatchPhysics, path: Path) -> None:
-    """Write a physics file. Raises FieldError."""
-    try:
-        path.write_text(dumps(physics) + "\n")
-    except OSError as error:
-        raise FieldError("--calibrate", str(path), f"it must be writable: {error}") from error
+    """Read a file that `--calibrate` wrote. Raises FieldError."""
+    return check(loads(MicrobatchPhysics, read_text(path, "--physics")))

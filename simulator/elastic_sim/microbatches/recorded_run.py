@@ -16,13 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from elastic.core.job.state import Policy
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, Phase
 from elastic.domain.codec import decode
 from elastic.domain.errors import FieldError
+from elastic.domain.types import JobSpec
 from elastic.planning.cost.profile import LinkProfile, Profile, check_profile
 from elastic_sim.microbatches.physics import MicrobatchPhysics
-from elastic_sim.microbatches.world import AnchoredEvent, MicrobatchJob
-from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
+from elastic_sim.microbatches.world import AnchoredEvent
+from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace, read_text
 
 LogEvent = dict[str, Any]
 """An event of events.jsonl."""
@@ -34,7 +36,7 @@ MICROBATCH_PHASES = (Phase.START, Phase.FORWARD, Phase.BACKWARD)
 NEEDED_FIELDS = {
     "step": ("step", "seconds"),
     "halt": ("epoch", "cause_kind", "cause_nodes"),
-    "plan": ("epoch", "text"),
+    "plan": ("epoch",),
     "joined": ("node",),
     "lost": ("node",),
     "drain": ("node", "deadline_s"),
@@ -148,10 +150,10 @@ def _kind(recovery: LogEvent) -> tuple[Any, ...]:
 class RecordedRun:
     """A real run, ready for simulation."""
 
-    job: MicrobatchJob
-    profile: Profile
-    link: LinkProfile
-    """Emulated speed of slow links."""
+    spec: JobSpec
+    policy: Policy
+    bytes_per_s: float
+    """Emulated speed of slow links; 0: they are not slowed down."""
     trace: Trace
     """Nodes at the start; later ones are in `anchored`."""
     anchored: tuple[AnchoredEvent, ...]
@@ -159,8 +161,7 @@ class RecordedRun:
 
     def physics(self, given: MicrobatchPhysics) -> MicrobatchPhysics:
         """Return `given` for this run, whose first workers are ready when the trace begins."""
-        bytes_per_s = self.link.bytes_per_s or given.bytes_per_s
-        return replace(given, start_s=0.0, bytes_per_s=bytes_per_s)
+        return replace(given, start_s=0.0, bytes_per_s=self.bytes_per_s or given.bytes_per_s)
 
 
 def read(run_dir: Path) -> RecordedRun:
@@ -179,23 +180,14 @@ def read(run_dir: Path) -> RecordedRun:
     events = _events(run_dir / "events.jsonl")
     faults = decode(tuple[FaultSpec, ...], config.get("faults", []), "config.json: faults")
     trace, anchored = _trace(events, faults, config, run_dir / "events.jsonl")
-    unlimited = {"bytes_per_s": 0.0, "latency_s": 0.0}
-    link = decode(LinkProfile, config.get("link", unlimited), "config.json: link")
-    job = _job(config, events, run_dir)
-    return RecordedRun(job, profile, link, trace, anchored, history_of(events))
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        remedy = f"a readable file is needed: {error.strerror}"
-        raise FieldError("RUN_DIR", str(path), remedy) from error
+    link = decode(LinkProfile, config.get("link", {}), "config.json: link")
+    spec, policy = _job(config, events, profile, run_dir)
+    return RecordedRun(spec, policy, link.bytes_per_s, trace, anchored, history_of(events))
 
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(_bytes(path))
+        found = json.loads(read_text(path, "RUN_DIR"))
     except ValueError as error:
         raise FieldError(str(path), "", f"it is damaged, not JSON: {error}") from error
     if not isinstance(found, dict):
@@ -205,15 +197,14 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _events(path: Path) -> list[LogEvent]:
     found = list[LogEvent]()
-    for number, line in enumerate(_bytes(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path, "RUN_DIR").splitlines(), 1):
         where = f"{path}:{number}"
         try:
             event = json.loads(line)
             at, kind = float(event["at"]), event["kind"]
             missing = [name for name in NEEDED_FIELDS.get(kind, ()) if name not in event]
         except (ValueError, KeyError, TypeError) as error:
-            text = line[:80].decode(errors="replace")
-            raise FieldError(where, text, f"it is damaged: {error}") from error
+            raise FieldError(where, line[:80], f"it is damaged: {error}") from error
         if missing or not at > 0:
             name = (missing or ["at"])[0]
             raise FieldError(f"{where}: {name}", None, "it is damaged: the field is needed")
@@ -221,28 +212,35 @@ def _events(path: Path) -> list[LogEvent]:
     return found
 
 
-def _job(config: dict[str, Any], events: list[LogEvent], run_dir: Path) -> MicrobatchJob:
+def _job(
+    config: dict[str, Any], events: list[LogEvent], profile: Profile, run_dir: Path
+) -> tuple[JobSpec, Policy]:
     event = next((event for event in events if event["kind"] == "job"), None)
     if event is None:
         remedy = "a run of this version, which writes that event"
         raise FieldError(f"{run_dir / 'events.jsonl'}: job", None, remedy)
     try:
-        return MicrobatchJob(
-            microbatches=int(event["microbatches"]),
-            steps=int(event["steps"]),
+        spec = JobSpec(
+            layers=profile.layers,
+            n_microbatches=int(event["microbatches"]),
+            n_steps=int(event["steps"]),
             tokens_per_microbatch=int(event["tokens_per_microbatch"]),
             checkpoint_every=int(event["checkpoint_every"]),
             tied=tuple((int(a), int(b)) for a, b in event["tied"]),
+        )
+        policy = Policy(
             min_nodes=int(config["min_nodes"]),
             max_nodes=int(config["max_nodes"]),
             backup=str(config["backup"]),
-            pipelines=str(config["pipelines"]),
+            shape=str(config["pipelines"]),
             schedule=str(config["schedule"]),
             heartbeat_s=float(config["heartbeat_s"]),
             lease_s=float(config["lease_s"]),
+            profile=profile,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise FieldError(f"{run_dir}: config.json, job", str(error), "it is damaged") from error
+    return spec, policy
 
 
 def _trace(
@@ -277,9 +275,15 @@ def _trace(
     later += [(at, Event(0.0, REMOVE, node)) for node, (at, _) in killed.items()]
     last = max(at for at, _ in ended) - begin
     trace = build_trace(tuple(start), 4 * last + 60.0, "from events.jsonl", str(path))
-    later.sort(key=lambda pair: pair[0])
-    anchored = [_anchored(at, event, begin, ended, event.node in ready) for at, event in later]
-    return trace, tuple(_at_fault(one, killed) for one in anchored)
+    # A kill inside a step strikes the same piece of work; other kills keep their time.
+    inside = {n: s for n, (_, s) in killed.items() if s.phase in (None, *MICROBATCH_PHASES)}
+    anchored = list[AnchoredEvent]()
+    for at, change in sorted(later, key=lambda pair: pair[0]):
+        before = bisect_right(ended, (at - change.notice_s, 1 << 60)) - 1
+        since, step = ended[before] if before >= 0 else (begin, -1)
+        fault = inside.get(change.node) if change.kind == REMOVE else None
+        anchored.append(AnchoredEvent(change, step + 1, at - since, change.node in ready, fault))
+    return trace, tuple(anchored)
 
 
 def _kills(
@@ -298,19 +302,3 @@ def _kills(
             if spec.kind is FaultKind.KILL:
                 killed[spec.node] = float(event["at"]), spec
     return killed
-
-
-def _at_fault(one: AnchoredEvent, killed: dict[str, tuple[float, FaultSpec]]) -> AnchoredEvent:
-    """Tie a kill inside a step to the same piece of work; other kills keep their time."""
-    if one.event.kind != REMOVE or one.event.node not in killed:
-        return one
-    spec = killed[one.event.node][1]
-    return replace(one, fault=spec) if spec.phase in (None, *MICROBATCH_PHASES) else one
-
-
-def _anchored(
-    at: float, event: Event, begin: float, ended: list[tuple[float, int]], ready: bool
-) -> AnchoredEvent:
-    before = bisect_right(ended, (at - event.notice_s, 1 << 60)) - 1
-    since, step = ended[before] if before >= 0 else (begin, -1)
-    return AnchoredEvent(event, step + 1, at - since, ready)

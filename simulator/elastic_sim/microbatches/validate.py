@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from elastic_sim.microbatches.physics import MicrobatchPhysics, write
+from elastic_sim.microbatches.physics import MicrobatchPhysics
 from elastic_sim.microbatches.recorded_run import (
     PHASES,
     LogEvent,
@@ -41,11 +41,15 @@ RecoveryPairs = Sequence[tuple[LogEvent, LogEvent]]
 def simulated(run: RecordedRun, physics: MicrobatchPhysics, seed: int = 0) -> RunHistory:
     """Return the history of the simulated run."""
     given = run.physics(physics)
-    return history_of(simulate(run.trace, run.profile, run.job, given, seed, run.anchored).events)
+    return history_of(simulate(run.trace, run.spec, run.policy, given, seed, run.anchored).events)
 
 
-def calibrate(runs: Sequence[RecordedRun]) -> MicrobatchPhysics:
-    """Return the delays of the machine of `runs`. Delays that do not occur keep their defaults."""
+def calibrate(run_dirs: Sequence[Path]) -> MicrobatchPhysics:
+    """Return the delays of the machine of these runs. Delays that do not occur keep their defaults.
+
+    Raises FieldError.
+    """
+    runs = [read(run_dir) for run_dir in run_dirs]
     physics = MicrobatchPhysics(hop_s=0.0, step_s=0.0, resume_s=0.0)
     measured = [run.history for run in runs]
     if took := _all(measured, lambda history: history.planning_s(joins=False)):
@@ -97,10 +101,9 @@ def _fit_recoveries(
     lost = [pair for pair in both if not pair[0]["planned"]]
     planned = [pair for pair in both if pair[0]["planned"]]
     group_s = _median_gap(lost or planned, lambda r: r["rebuild_s"])
-    prefetches = (
+    measured_prefetch_s, simulated_prefetch_s = (
         _median(_all(side, lambda history: history.prefetches)) for side in (measured, simulations)
     )
-    measured_prefetch_s, simulated_prefetch_s = prefetches
     gaps = {
         "closed_s": _median_gap(lost, lambda r: r["detect_s"]),
         "leave_s": _median_gap(lost, lambda r: r["halt_s"]),
@@ -181,7 +184,7 @@ def compare(runs: Sequence[RecordedRun], physics: MicrobatchPhysics) -> Validati
     """Compare all runs together with simulations of several seeds."""
     measured = [run.history for run in runs]
     simulations = [[simulated(run, physics, seed) for run in runs] for seed in range(SEEDS)]
-    batches = [run.job.microbatches for run in runs]
+    batches = [run.spec.n_microbatches for run in runs]
     rate = median(_throughput(histories, batches) for histories in simulations)
     figures = [ComparedFigure("throughput", "samples/s", _throughput(measured, batches), rate)]
     if starts := _all(measured, lambda history: history.startups):
@@ -196,8 +199,7 @@ def compare(runs: Sequence[RecordedRun], physics: MicrobatchPhysics) -> Validati
         for phase in phases:
             figures += _phase_figures(measured, simulations, group, planned, phase)
     pairs = _pairs(measured, simulations[0])
-    counts = (sum(len(h.recoveries) for h in side) for side in (measured, simulations[0]))
-    real, predicted = counts
+    real, predicted = (sum(len(h.recoveries) for h in side) for side in (measured, simulations[0]))
     unmatched = real - len(pairs), predicted - len(pairs)
     return ValidationReport(tuple(figures), tuple(pairs), unmatched)
 
@@ -226,17 +228,13 @@ def _phase_figures(
     real, predicted = values(measured), [values(histories) for histories in simulations]
     if not real:
         return []
-    folds: tuple[tuple[str, Callable[[list[float]], float]], ...]
-    folds = ("median", median), ("mean", fmean)
-    return [
-        ComparedFigure(
-            f"{group}: {phase.removesuffix('_s')}, {text}",
-            "s",
-            fold(real),
-            median(fold(found) if found else 0.0 for found in predicted),
-        )
-        for text, fold in folds
-    ]
+
+    def figure(name: str, fold: Callable[[list[float]], float]) -> ComparedFigure:
+        simulated_s = median(fold(found) if found else 0.0 for found in predicted)
+        label = f"{group}: {phase.removesuffix('_s')}, {name}"
+        return ComparedFigure(label, "s", fold(real), simulated_s)
+
+    return [figure("median", median), figure("mean", fmean)]
 
 
 def format_report(report: ValidationReport) -> str:
@@ -268,13 +266,6 @@ def report_json(report: ValidationReport) -> dict[str, Any]:
         "recoveries": [{"measured": a, "predicted": b} for a, b in report.recoveries],
         "unmatched": {"runs": report.unmatched[0], "simulation": report.unmatched[1]},
     }
-
-
-def calibrate_runs(run_dirs: Sequence[Path], out: Path) -> MicrobatchPhysics:
-    """Calibrate on run directories and write the physics file. Raises FieldError."""
-    found = calibrate([read(run_dir) for run_dir in run_dirs])
-    write(found, out)
-    return found
 
 
 def validate(run_dirs: Sequence[Path], physics: MicrobatchPhysics) -> ValidationReport:

@@ -24,7 +24,7 @@ from elastic.planning.schedule.schedule import Action, Kind, actions_of, message
 from elastic.planning.schedule.timeline import StageTimes
 from elastic_sim.microbatches.clock import Uplink
 from elastic_sim.microbatches.copies import EMPTY, CopyPublisher, HeldLayers, Ledger
-from elastic_sim.microbatches.environment import Environment, WorkerHost
+from elastic_sim.microbatches.environment import Environment, Node
 
 LayerRange = tuple[int, int]
 FAULT_PHASES = {Kind.F: Phase.FORWARD, Kind.B: Phase.BACKWARD, Kind.INPUT: Phase.BACKWARD}
@@ -46,7 +46,7 @@ class EpochRun:
     def __post_init__(self) -> None:
         self.plan = plan = self.assignment.plan
         self.roster = roster(plan)
-        infos = tuple(known.info for node in plan.nodes() if (known := self.world.node(node)))
+        infos = tuple(known.info for node in plan.nodes() if (known := self.world.agents.get(node)))
         self.predicted = predict(replace(plan, gradients="none"), self.world.profile, infos)
         self.joined: dict[tuple[int, int, int], dict[str, Ledger]] = {}
         """(layer, version, round): contributions to the shared sum, by node."""
@@ -89,7 +89,6 @@ class EpochRun:
         for worker in workers:
             assert worker.training is not None
             worker.training.committed(halt)
-        self.world.account()
 
     def _check_ledgers(self) -> None:
         """Assert that every layer has every micro-batch exactly once."""
@@ -364,8 +363,8 @@ class WorkerTraining:
         self._report_resumed()
         self.arrived = False
         if self.rank == 0:
-            took, tokens = self._world.clock.now - self._began, self._world.tokens
-            worker.send(m.StepDone(self.run.plan.epoch, worker.record, took, 0.0, tokens))
+            took = self._world.clock.now - self._began
+            worker.send(m.StepDone(self.run.plan.epoch, worker.record, took, 0.0))
             self._world.step_done(step, took)
         if held.version >= self._world.spec.n_steps:
             self._finish()
@@ -383,26 +382,13 @@ class WorkerTraining:
             self.copies.wait(self._finish)
 
 
-def run_of(runs: dict[int, EpochRun], world: Environment, assignment: Assignment) -> EpochRun:
-    """Return the run of the assignment's epoch; add a new one to `runs` if there is none.
-
-    Runs of more than two epochs before are removed.
-    """
-    epoch = assignment.plan.epoch
-    if epoch not in runs:
-        for old in [e for e in runs if e < epoch - 2]:
-            del runs[old]
-        runs[epoch] = EpochRun(world, assignment)
-    return runs[epoch]
-
-
 class SimulatedWorker:
     """A worker process: takes orders from its agent and reports to it."""
 
     def __init__(
         self,
         world: Environment,
-        agent: WorkerHost,
+        agent: Node,
         runs: dict[int, EpochRun],
         generation: int,
         seconds: float,
@@ -495,9 +481,11 @@ class SimulatedWorker:
 
     def _disconnect(self, seconds: float) -> None:
         """Show the other workers of the run that this one's connections ended."""
-        run = self.training.run if self.training is not None else None
-        for other in list(run.present.values()) if run is not None else []:
-            if run is not None and other is not self and other._trains_in(run):
+        if self.training is None:
+            return
+        run = self.training.run
+        for other in run.present.values():
+            if other is not self and other._trains_in(run):
                 noticed = partial(other.lost_contact, run, self.agent.name)
                 self.world.clock.after_about(seconds, noticed)
 
@@ -548,13 +536,9 @@ class SimulatedWorker:
 
     def _halted_after(self, seconds: float) -> None:
         self._awaits_halt = False
-        token = self._token
-        halted = self._halted
-        self.world.clock.after_about(seconds, lambda: halted() if token == self._token else None)
+        self.later(self.world.clock.vary(seconds), self._halted)
 
     def _halted(self) -> None:
-        if not self.alive:
-            return
         training, started, sent = self.training, EMPTY, EMPTY
         if training is not None:
             training.copies.flush()
@@ -627,7 +611,7 @@ class SimulatedWorker:
                 yield copy
 
     def _has(self, copy: Copy) -> bool:
-        node = self.world.node(copy.node)
+        node = self.world.agents.get(copy.node)
         return node is not None and copy in node.vault and (node is self.agent or node.alive)
 
     def _fetch(self, copies: list[Copy], done: Callable[[], None]) -> None:
@@ -636,7 +620,7 @@ class SimulatedWorker:
         for copy in copies:
             nbytes[copy.node] = nbytes.get(copy.node, 0) + copy.nbytes
         local = nbytes.pop(self.agent.name, 0)
-        uplinks = {name: node.uplink for name in nbytes if (node := self.world.node(name))}
+        uplinks = {name: node.uplink for name in nbytes if (node := self.world.agents.get(name))}
         rate, left, token = self.world.copy_bytes_per_s, 1 + len(uplinks), self._token
 
         def arrived() -> None:
@@ -657,10 +641,11 @@ class SimulatedWorker:
     def _connect(self, assignment: Assignment) -> None:
         self._sources = ()
         self._transferred = self.world.clock.now
-        run = run_of(self._runs, self.world, assignment)
+        if self.epoch not in self._runs:
+            self._runs[self.epoch] = EpochRun(self.world, assignment)
+        run = self._runs[self.epoch]
         run.present[self.agent.name] = self
         self.training = WorkerTraining(self, run)
-        self.world.account()
         run.connect(self)
 
     def ready(self, run: EpochRun) -> None:

@@ -9,49 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from elastic.core.job.state import CheckpointCommitted, DrainRequested, JobState, Policy
+from elastic.core.job.state import (
+    CheckpointCommitted,
+    DrainRequested,
+    JobPhase,
+    JobState,
+    Policy,
+)
 from elastic.core.protocol.fault_spec import FaultSpec, Phase, due
-from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec, NodeInfo
-from elastic.planning.cost.profile import Profile, check_profile
-from elastic.planning.plan.schemes import refuse_useless
 from elastic_sim.microbatches.control_plane import CoordinatorModel, SimulatedAgent
 from elastic_sim.microbatches.environment import Environment
-from elastic_sim.microbatches.meter import MicrobatchResult, RunMeter
-from elastic_sim.microbatches.physics import MicrobatchPhysics, check
+from elastic_sim.microbatches.physics import MicrobatchPhysics
 from elastic_sim.microbatches.worker import EpochRun
 from elastic_sim.traces.trace import ADD, Event, Trace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicrobatchJob:
-    """A training job and the user's settings for it."""
-
-    microbatches: int
-    """Micro-batches per step."""
-    steps: int
-    min_nodes: int = 1
-    max_nodes: int = 1
-    """Largest number of nodes in use; further ones are hot spares."""
-    tokens_per_microbatch: int = 0
-    backup: str = "auto"
-    pipelines: str = "auto"
-    schedule: str = "auto"
-    checkpoint_every: int = 0
-    """Steps between durable checkpoints; 0: none."""
-    heartbeat_s: float = 0.5
-    lease_s: float = 3.0
-    tied: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        least = {"microbatches": 1, "steps": 1, "min_nodes": 1, "max_nodes": self.min_nodes}
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            if value < lowest:
-                raise FieldError(f"Job.{name}", value, f"a whole number from {lowest} up")
-        if self.backup != "auto":
-            refuse_useless(self.backup, self.pipelines, "Job.backup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,45 +44,19 @@ class MicrobatchWorld(Environment):
     """The cluster: creates its parts and carries out the trace on them."""
 
     def __init__(
-        self, job: MicrobatchJob, profile: Profile, physics: MicrobatchPhysics, seed: int
+        self, spec: JobSpec, policy: Policy, physics: MicrobatchPhysics, seed: int
     ) -> None:
-        check_profile(profile)
-        check(physics)
-        spec = JobSpec(
-            layers=profile.layers,
-            n_microbatches=job.microbatches,
-            n_steps=job.steps,
-            tokens_per_microbatch=job.tokens_per_microbatch,
-            tied=job.tied,
-            checkpoint_every=job.checkpoint_every,
-        )
-        super().__init__(spec, profile, physics, seed)
+        assert policy.profile is not None
+        super().__init__(spec, policy.profile, physics, seed)
         self.agents: dict[str, SimulatedAgent] = {}
-        """Agents by node, lost ones included."""
         self.runs: dict[int, EpochRun] = {}
-        """Recent runs by epoch."""
+        """By epoch."""
+        self._present: set[str] = set()
+        """Nodes that exist according to the trace, whatever runs on them."""
         self._anchored: dict[int, list[AnchoredEvent]] = {}
         self._faults: list[tuple[FaultSpec, Event]] = []
         self._reached = -1
-        policy = Policy(
-            min_nodes=job.min_nodes,
-            max_nodes=job.max_nodes,
-            shape=job.pipelines,
-            schedule=job.schedule,
-            backup=job.backup,
-            heartbeat_s=job.heartbeat_s,
-            lease_s=job.lease_s,
-            profile=profile,
-        )
-        state = JobState(policy=policy)
-        self.meter = RunMeter(self, self.runs, state)
-        self.coordinator = CoordinatorModel(self, state, self.meter)
-
-    def node(self, name: str) -> SimulatedAgent | None:
-        return self.agents.get(name)
-
-    def account(self) -> None:
-        self.meter.account_time()
+        self.coordinator = CoordinatorModel(self, JobState(policy=policy))
 
     def schedule(self, trace: Trace, anchored: Sequence[AnchoredEvent] = ()) -> None:
         """Schedule the events of the trace and those relative to steps."""
@@ -136,31 +83,28 @@ class MicrobatchWorld(Environment):
         known = {device.name for device in self.profile.devices}
         device = event.type if event.type in known else ""
         info = NodeInfo(event.node, "", "", domain=event.zone, device=device)
-        self.present[event.node] = event
+        self._present.add(event.node)
         self.agents[event.node] = SimulatedAgent(
             self, self.coordinator, self.agents, self.runs, info, start_s
         )
-        self.meter.account_time()
 
     def _notify(self, event: Event, deadline_s: float) -> None:
-        if event.node in self.present:
+        if event.node in self._present:
             self.coordinator.receive(None, DrainRequested(event.node, deadline_s))
 
     def _remove(self, event: Event) -> None:
-        agent = self.agents.get(event.node)
-        if agent is None or self.present.pop(event.node, None) is None:
-            return
-        if agent.alive:
-            agent.die()
-            self.meter.fault()
-        self.meter.account_time()
+        if event.node in self._present:
+            self._present.remove(event.node)
+            if self.agents[event.node].alive:
+                self.agents[event.node].die()
+                self.coordinator.losses.append(self.clock.now)
 
     def step_done(self, step: int, seconds: float) -> None:
-        self.meter.step_done(step, seconds)
+        self.log("step", {"step": step, "seconds": round(seconds, 5)})
         self.reach(step + 1)
         every = self.spec.checkpoint_every
         if every and (step + 1) % every == 0:
-            rate, n = self.physics.disk_bytes_per_s, len(self.present) or 1
+            rate, n = self.physics.disk_bytes_per_s, len(self._present) or 1
             nbytes = sum(map(self.state_bytes, range(self.spec.n_layers))) / n
             done = CheckpointCommitted("checkpoint", step + 1)
             write_s = nbytes / rate if rate > 0 else 0.0
@@ -183,35 +127,32 @@ class MicrobatchWorld(Environment):
                 )
         self._reached = max(self._reached, step)
 
-    def result(self, end_s: float) -> MicrobatchResult:
-        """Return the results up to `end_s`."""
-        self.meter.account_time()
-        meter, state, finish = self.meter, self.coordinator.state, self.coordinator.finish
-        return MicrobatchResult(
-            ended_s=min(end_s, self.clock.ms / 1000),
-            phase=state.phase.value,
-            reason=finish.reason if finish is not None else "",
-            steps=tuple(meter.steps),
-            samples=len(meter.steps) * self.spec.n_microbatches,
-            tokens=len(meter.steps) * self.tokens,
-            progress=tuple(meter.progress),
-            recoveries=tuple(meter.recoveries),
-            events=tuple(meter.events),
-            account=meter.account,
-        )
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchResult:
+    """Results of one run."""
+
+    phase: JobPhase
+    """Final phase of the job."""
+    reason: str
+    """Reason for the end of the job; "" if it did not end."""
+    events: Sequence[dict[str, Any]]
+    """As in events.jsonl; `at` is in seconds since the beginning of the trace."""
 
 
 def simulate(
     trace: Trace,
-    profile: Profile,
-    job: MicrobatchJob,
-    physics: MicrobatchPhysics | None = None,
+    spec: JobSpec,
+    policy: Policy,
+    physics: MicrobatchPhysics,
     seed: int = 0,
     anchored: Sequence[AnchoredEvent] = (),
 ) -> MicrobatchResult:
-    """Run `job` on `trace` until one of them ends. Raises FieldError for wrong values."""
-    world = MicrobatchWorld(job, profile, physics or MicrobatchPhysics(), seed)
+    """Run a job on `trace` until one of them ends. `policy` has the profile of the nodes."""
+    world = MicrobatchWorld(spec, policy, physics, seed)
     world.schedule(trace, anchored)
     world.reach(0)
     world.clock.run(trace.end_s, lambda: world.coordinator.over)
-    return world.result(trace.end_s)
+    finish = world.coordinator.finish
+    reason = finish.reason if finish is not None else ""
+    return MicrobatchResult(world.coordinator.state.phase, reason, world.events)

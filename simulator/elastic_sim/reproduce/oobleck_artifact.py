@@ -21,14 +21,14 @@ steps, divided by the time from the first rendezvous to the last step.
   redistributed in 76 s or more after a step with doubled nodes, if others wait or more than 5 % are
   at risk, or if another pipeline is possible.
 
-`split`, `clock_split` and `step_seconds` tell where Oobleck's time goes in this simulation.
-`oracle` is the best system at each number of nodes, if changes cost nothing."""
+`ArtifactOobleckTimes` tells where Oobleck's time goes in this simulation. `oracle` is the best
+system at each number of nodes, if changes cost nothing."""
 
 from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -38,6 +38,8 @@ from elastic_sim.traces.trace import ADD, Trace
 READY_MS = 45_000
 STAGES = 12
 MAX_NODES, MIN_NODES = 30, 15
+TABLE_NODES = range(MAX_NODES, MIN_NODES - 1, -1)
+"""Numbers of nodes in the tables, in their order."""
 SLOWED = 1.5
 BAMBOO_GLOBAL_MS = 30_000
 CHECKPOINT_STEPS = 10
@@ -66,17 +68,10 @@ MODELS = (
     ArtifactModel("gpt3-2.7b", 512, 6_000, 230_000, 515_000, 50_000, False, "gpt_3_2_7b"),
     ArtifactModel("gpt3-6.7b", 1024, 10_000, 450_000, 701_000, 120_000, False, "gpt_3_6_7b"),
 )
-BERT_RESTART_S = dict(
-    zip(
-        range(MAX_NODES, MIN_NODES - 1, -1),
-        (
-            71.3, 67.6, 67.6, 49.1, 112, 108.3, 104.6, 100.9,
-            97.2, 93.5, 89.8, 86.1, 82.4, 78.7, 75, 71.3,
-        ),
-        strict=True,
-    )
+BERT_RESTART_S = (
+    71.3, 67.6, 67.6, 49.1, 112, 108.3, 104.6, 100.9, 97.2, 93.5, 89.8, 86.1, 82.4, 78.7, 75, 71.3,
 )  # fmt: skip
-"""Restart time of Varuna for BERT-large, by number of nodes."""
+"""Restart time of Varuna for BERT-large, for `TABLE_NODES`."""
 
 ThroughputTable = Mapping[int, float]
 """Samples per second by number of nodes."""
@@ -143,49 +138,43 @@ class ArtifactSimulation:
             self.events
         )  # as in the artifact: it changes the order of events of one moment
         end = self.events[-1].at if self.events else 0
-        act: dict[ArtifactEventKind, Callable[[_Event], None]] = {
-            ArtifactEventKind.ADD: self._add,
-            ArtifactEventKind.REMOVE: self._remove,
-            ArtifactEventKind.READY: self._ready,
-            ArtifactEventKind.GLOBAL: self._met,
-            ArtifactEventKind.LOCAL: self._met,
-            ArtifactEventKind.STEP: self._stepped,
-            ArtifactEventKind.CHECKPOINT: lambda event: None,
-        }
-        while self.events:
-            next_one = heapq.heappop(self.events)
-            if next_one.at >= end:
-                break
-            self.now = next_one.at
-            act[next_one.kind](next_one)
+        while self.events and self.events[0].at < end:
+            current = heapq.heappop(self.events)
+            self.now = current.at
+            self._process(current)
         span = self.steps[-1].ended - (self.began or 0) if self.steps else 0
         return sum(self.samples()) / span * 1000 if span > 0 else 0.0
 
     # ---- events ----
 
-    def _add(self, event: _Event) -> None:
-        self.usable[event.node] = False
-        self.push(READY_MS, ArtifactEventKind.READY, event.node)
+    def _process(self, event: _Event) -> None:
+        match event.kind:
+            case ArtifactEventKind.ADD:
+                self.usable[event.node] = False
+                self.push(READY_MS, ArtifactEventKind.READY, event.node)
+            case ArtifactEventKind.REMOVE:
+                del self.usable[event.node]
+                self.lost(event.node)
+            case ArtifactEventKind.READY if event.node in self.usable:
+                self._ready(event.node)
+            case ArtifactEventKind.GLOBAL | ArtifactEventKind.LOCAL:
+                self._met(event.kind)
+            case ArtifactEventKind.STEP if event.version == self.version and not self.delayed():
+                self._stepped()
 
-    def _ready(self, event: _Event) -> None:
-        if event.node not in self.usable:
-            return
-        self.usable[event.node] = True
+    def _ready(self, node: str) -> None:
+        self.usable[node] = True
         if self.status == "stopped":
             self.meet(ArtifactEventKind.GLOBAL)
         elif self.status == "meeting":
-            self.meeting.append(event.node)
+            self.meeting.append(node)
         else:
             self.waiting += 1
 
-    def _remove(self, event: _Event) -> None:
-        del self.usable[event.node]
-        self.lost(event.node)
-
-    def _met(self, event: _Event) -> None:
-        """A rendezvous has ended, or begins again."""
+    def _met(self, kind: ArtifactEventKind) -> None:
+        """End a rendezvous, or begin it again if a node left."""
         if any(node not in self.usable for node in self.meeting):
-            self.meet(event.kind)
+            self.meet(kind)
             return
         self._assign_places()
         self.version += 1
@@ -207,9 +196,7 @@ class ArtifactSimulation:
             self.slots[node] = wanted[number : number + 1]
         self.waiting = max(0, len(self.meeting) - len(wanted))
 
-    def _stepped(self, event: _Event) -> None:
-        if event.version != self.version or self.delayed():
-            return
+    def _stepped(self) -> None:
         self.steps.append(_Step(self.last_step, self.now))
         at = self.now + self.after_step()
         self.last_step = at
@@ -288,17 +275,14 @@ class ArtifactVaruna(ArtifactSimulation):
     def lost(self, node: str) -> None:
         self._after_loss = True
         if self._rollback:
-            self._forget(0 if self._written is None else self._place(self._written) + 1)
+            first = 0 if self._written is None else self._place(self._written) + 1
+            self._rates[first:] = [0.0] * len(self._rates[first:])
         self.meet(ArtifactEventKind.GLOBAL)
 
     def _place(self, at: int) -> int:
         """Index of `at` among the beginnings and ends of all steps; else the last index."""
         ends = [end for step in self.steps for end in (step.began, step.ended)]
         return ends.index(at) if at in ends else len(ends) - 1
-
-    def _forget(self, first: int) -> None:
-        """Discard all entries from `first` on."""
-        self._rates[first:] = [0.0] * len(self._rates[first:])
 
     def samples(self) -> list[float]:
         rates = self._rates[1::2]
@@ -313,7 +297,7 @@ class ArtifactVaruna(ArtifactSimulation):
     def resumed(self) -> None:
         if self.model.key == "bertLarge" and self.pipelines:
             nodes = sum(self.usable.values())
-            self._restart_ms = int(BERT_RESTART_S[_in_table(nodes)] * 1000)
+            self._restart_ms = int(BERT_RESTART_S[MAX_NODES - _in_table(nodes)] * 1000)
 
     def after_step(self) -> int:
         self._done += 1
@@ -337,11 +321,8 @@ class ArtifactVaruna(ArtifactSimulation):
         As in the artifact, precedes means the order of the heap in memory.
         """
         heapq.heapify(self.events)
-        for event in self.events:
-            if event.kind is ArtifactEventKind.CHECKPOINT:
-                before = self.events[: self.events.index(event)]
-                return any(other.kind is ArtifactEventKind.REMOVE for other in before)
-        return False
+        kinds = [event.kind for event in self.events]
+        return ArtifactEventKind.REMOVE in kinds[: kinds.index(ArtifactEventKind.CHECKPOINT)]
 
 
 class ArtifactBamboo(ArtifactSimulation):
@@ -399,15 +380,12 @@ def throughputs(text: str) -> dict[str, ThroughputTable]:
     try:
         rows = json.loads(text)
         return {
-            name: dict(
-                zip(range(MAX_NODES, MIN_NODES - 1, -1), map(float, row["tputs"]), strict=True)
-            )
+            name: dict(zip(TABLE_NODES, map(float, row["tputs"]), strict=True))
             for name, row in rows.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise FieldError(
-            "throughput tables", text[:60], f"16 numbers each are needed: {error}"
-        ) from None
+        remedy = f"16 numbers each are needed: {error}"
+        raise FieldError("throughput tables", text[:60], remedy) from None
 
 
 def simulate(
@@ -425,41 +403,40 @@ def simulate(
     table = tables.get(f"{system}/{model.key}")
     if table is None:
         return 0.0
-    made: dict[str, Callable[[], ArtifactSimulation]] = {
-        "oobleck": lambda: ArtifactOobleck(model, table),
-        "varuna": lambda: ArtifactVaruna(model, table, rollback=not (recorded and model.small)),
-        "bamboo": lambda: ArtifactBamboo(model, table),
-    }
-    return made[system]().run(trace)
+    if system == "varuna":
+        rollback = not (recorded and model.small)
+        return ArtifactVaruna(model, table, rollback=rollback).run(trace)
+    return (ArtifactOobleck if system == "oobleck" else ArtifactBamboo)(model, table).run(trace)
 
 
 class ArtifactOobleckTimes(ArtifactOobleck):
     """Oobleck with two accounts of its time: as the artifact counts it, and by the clock."""
 
-    def __init__(self, model: ArtifactModel, throughput: ThroughputTable) -> None:
+    def __init__(self, model: ArtifactModel, throughput: ThroughputTable, trace: Trace) -> None:
         super().__init__(model, throughput)
-        self.begun_ms = 0
+        self._begun_ms = 0
         """Full length of all steps that began, including those that a loss ended."""
-        self.meetings_ms = 0
+        self._meetings_ms = 0
         """Length of all rendezvous that began."""
-        self.redone_ms = 0
+        self._redone_ms = 0
         """The full length of one step per loss."""
-        self.lengths_ms: list[int] = []
+        self._lengths_ms: list[int] = []
         """Lengths of the completed steps, without the cost of losses."""
-        self.met_ms = 0
+        self._met_ms = 0
         """Time of rendezvous between the first one and the last step."""
         self._met_before_ms = 0
         self._meeting_since: int | None = None
+        self.run(trace)
 
     def push(self, after_ms: int, kind: ArtifactEventKind, node: str = "") -> None:
         if kind is ArtifactEventKind.STEP:
-            self.begun_ms += after_ms
+            self._begun_ms += after_ms
         elif kind is ArtifactEventKind.GLOBAL:
-            self.meetings_ms += after_ms
+            self._meetings_ms += after_ms
         super().push(after_ms, kind, node)
 
     def lost(self, node: str) -> None:
-        self.redone_ms += self.step_ms
+        self._redone_ms += self.step_ms
         super().lost(node)
 
     def meet(self, kind: ArtifactEventKind) -> None:
@@ -473,36 +450,33 @@ class ArtifactOobleckTimes(ArtifactOobleck):
         self._meeting_since = None
 
     def after_step(self) -> int:
-        self.lengths_ms.append(self.step_ms)
-        self.met_ms = self._met_before_ms
+        self._lengths_ms.append(self.step_ms)
+        self._met_ms = self._met_before_ms
         return 0
 
+    def counted(self) -> dict[str, float]:
+        """Percent of the time that is effective, restart and lost work, as the artifact prints it.
 
-def split(model: ArtifactModel, trace: Trace, table: ThroughputTable) -> dict[str, float]:
-    """Percent of Oobleck's time that is effective, restart and lost work, as the artifact prints
-    it.
+        The artifact counts every step that begins as effective, and one more full step per loss as
+        lost, so the parts exceed the true time. They are percent of their own sum. Source:
+        create_training_step_complete_event, create_global_rendezvous_timeout_event and
+        simulate_spot_instance_remove in tools/simulator/oobleck_simulator.py."""
+        return _percent(self._begun_ms, self._meetings_ms, self._redone_ms)
 
-    The artifact counts every step that begins as effective, and one more full step per loss as
-    lost, so the parts exceed the true time. They are percent of their own sum. Source:
-    create_training_step_complete_event, create_global_rendezvous_timeout_event and
-    simulate_spot_instance_remove in tools/simulator/oobleck_simulator.py."""
-    run = ArtifactOobleckTimes(model, table)
-    run.run(trace)
-    return _percent(run.begun_ms, run.meetings_ms, run.redone_ms)
+    def by_the_clock(self) -> dict[str, float]:
+        """The same by the clock, from the end of the first rendezvous to the last step.
 
+        Completed steps, rendezvous, and the rest, which is the time of steps that were not
+        completed.
+        """
+        done_ms = sum(self._lengths_ms)
+        span_ms = self.steps[-1].ended - (self.began or 0) if self.steps else 0
+        return _percent(done_ms, self._met_ms, max(0, span_ms - done_ms - self._met_ms))
 
-def clock_split(model: ArtifactModel, trace: Trace, table: ThroughputTable) -> dict[str, float]:
-    """The same by the clock, from the end of the first rendezvous to the last step.
-
-    Completed steps, rendezvous, and the rest, which is the time of steps that were not completed.
-    """
-    run = ArtifactOobleckTimes(model, table)
-    run.run(trace)
-    if not run.steps or run.began is None:
-        return _percent(0, 0, 0)
-    span = run.steps[-1].ended - run.began
-    done = sum(run.lengths_ms)
-    return _percent(done, run.met_ms, max(0, span - done - run.met_ms))
+    def step_seconds(self) -> tuple[float, float]:
+        """Seconds of the shortest and longest completed step, without the cost of losses."""
+        lengths_ms = self._lengths_ms or [0]
+        return min(lengths_ms) / 1000, max(lengths_ms) / 1000
 
 
 def _percent(effective_ms: int, restart_ms: int, lost_ms: int) -> dict[str, float]:
@@ -510,15 +484,6 @@ def _percent(effective_ms: int, restart_ms: int, lost_ms: int) -> dict[str, floa
     parts = {"effective": effective_ms, "restart": restart_ms, "lost work": lost_ms}
     total = sum(parts.values())
     return {name: 100 * part / total if total else 0.0 for name, part in parts.items()}
-
-
-def step_seconds(model: ArtifactModel, trace: Trace, table: ThroughputTable) -> tuple[float, float]:
-    """Seconds of Oobleck's shortest and longest completed step, without the cost of losses."""
-    run = ArtifactOobleckTimes(model, table)
-    run.run(trace)
-    return (
-        (min(run.lengths_ms) / 1000, max(run.lengths_ms) / 1000) if run.lengths_ms else (0.0, 0.0)
-    )
 
 
 def oracle(model: ArtifactModel, trace: Trace, tables: Mapping[str, ThroughputTable]) -> float:

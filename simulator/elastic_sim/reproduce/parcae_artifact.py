@@ -19,12 +19,13 @@ from __future__ import annotations
 import itertools
 import random
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import ceil, inf
 
-from elastic_sim.traces.trace import ADD, Trace
+from elastic_sim.traces.trace import ADD, REMOVE, Trace
 
 MINUTE_S = 60
 LOOK_AHEAD = 12
@@ -81,10 +82,7 @@ class ParcaeModel:
         chunks = [size + 1, *[size] * (stages - 1)]
         for i in range(over):
             chunks[-i - 2] += 1
-        ends = [0]
-        for chunk in chunks:
-            ends.append(ends[-1] + chunk)
-        return ends
+        return [0, *itertools.accumulate(chunks)]
 
     def stage_parameters(self, stages: int) -> list[int]:
         ends = self.cut(stages)
@@ -133,8 +131,8 @@ class MigrationCosts:
 
     def __init__(self, model: ParcaeModel, seed: int = 0) -> None:
         self.model, self._draw = model, random.Random(seed)
-        self._known: dict[tuple[int, Grid, int, Grid], float] = {}
-        self._recuts: dict[tuple[Grid, int], float] = {}
+        self.moving = cache(self._moving)
+        self._last_stage = cache(self._sending_last_stage)
 
     def restart(self, grid: Grid, *, adding: bool) -> float:
         model = self.model
@@ -148,16 +146,13 @@ class MigrationCosts:
         )
         return self.restart(grid, adding=adding) + sent + (0.0 if first else CHECKPOINT_MS)
 
-    def moving(self, nodes: int, old: Grid, lost: int, new: Grid) -> float:
+    def _moving(self, nodes: int, old: Grid, lost: int, new: Grid) -> float:
         """Expected cost of changing to `new` when `lost` of `nodes` nodes, drawn at random, are
         lost."""
         if old == NO_GRID:
             return self._recut(old, 0, new)
-        key = nodes, old, lost, new
-        if key not in self._known:
-            same_depth = new[1] == old[1]
-            self._known[key] = self._within(*key) if same_depth else self._recut(old, lost, new)
-        return self._known[key]
+        same_depth = new[1] == old[1]
+        return self._within(nodes, old, lost, new) if same_depth else self._recut(old, lost, new)
 
     def _within(self, nodes: int, old: Grid, lost: int, new: Grid) -> float:
         """Expected cost of a change that keeps the stages."""
@@ -197,31 +192,26 @@ class MigrationCosts:
             sent += max(sending_ms(n * VALUES_PER_PARAMETER * 4) for n in sizes)
         return sent + self.restart(new, adding=d * p > old[0] * old[1] - lost)
 
-    def _last_stage(self, old: Grid, stages: int) -> float:
+    def _sending_last_stage(self, old: Grid, stages: int) -> float:
         """Cost of fetching the last stage of a new cut, with nodes assigned greedily.
 
         The authors' program counts only this stage.
         """
-        key = old, stages
-        if key not in self._recuts:
-            before = self.model.cut(old[1]) if old[1] else [0]
-            sums = [0]
-            for size in self.model.sizes:
-                sums.append(sums[-1] + size)
-            left, ends, need = [old[0]] * old[1], self.model.cut(stages), 0
-            for a, b in itertools.pairwise(ends):
-                best, fewest = None, inf
-                for stage, have in enumerate(left):
-                    shared = max(0, sums[min(b, before[stage + 1])] - sums[max(a, before[stage])])
-                    overlaps = before[stage] < b and before[stage + 1] > a
-                    extra = sums[b] - sums[a] - (shared if overlaps else 0)
-                    if have and extra < fewest:
-                        best, fewest = stage, extra
-                if best is not None:
-                    left[best] -= 1
-                    need = int(fewest)
-            self._recuts[key] = sending_ms(need * VALUES_PER_PARAMETER * 4)
-        return self._recuts[key]
+        before = self.model.cut(old[1]) if old[1] else [0]
+        sums = [0, *itertools.accumulate(self.model.sizes)]
+        left, need = [old[0]] * old[1], 0
+        for a, b in itertools.pairwise(self.model.cut(stages)):
+            best, fewest = None, inf
+            for stage, have in enumerate(left):
+                shared = max(0, sums[min(b, before[stage + 1])] - sums[max(a, before[stage])])
+                overlaps = before[stage] < b and before[stage + 1] > a
+                extra = sums[b] - sums[a] - (shared if overlaps else 0)
+                if have and extra < fewest:
+                    best, fewest = stage, extra
+            if best is not None:
+                left[best] -= 1
+                need = int(fewest)
+        return sending_ms(need * VALUES_PER_PARAMETER * 4)
 
 
 Minute = tuple[int, int, int]
@@ -232,12 +222,9 @@ def minutes(trace: Trace) -> list[Minute]:
     """The trace, minute by minute."""
     found: list[Minute] = []
     nodes = 0
-    by_minute: dict[int, list[int]] = {}
-    for event in trace.events:
-        counts = by_minute.setdefault(int(event.seconds // MINUTE_S), [0, 0])
-        counts[event.kind != ADD] += 1
+    events = Counter((event.seconds // MINUTE_S, event.kind) for event in trace.events)
     for minute in range(ceil(trace.end_s / MINUTE_S)):
-        joined, lost = by_minute.get(minute, (0, 0))
+        joined, lost = events[minute, ADD], events[minute, REMOVE]
         nodes += joined - lost
         found.append((nodes, joined, lost))
     return found
@@ -303,11 +290,8 @@ def _solve(
         for old, (samples, still, first) in states.items():
             for new in model.grids(present):
                 cost = costs.moving(nodes, old, lost, new)
-                pause = (
-                    (cost + costs.restart(new, adding=False) if still > 0 else cost)
-                    if cost > 0
-                    else still
-                )
+                interrupts = cost > 0 and still > 0
+                pause = cost + costs.restart(new, adding=False) if interrupts else cost or still
                 work = max(0.0, MINUTE_S - pause / 1000) * model.throughput[new]
                 rest = max(0.0, pause - MINUTE_S * 1000)
                 best = following.get(new)

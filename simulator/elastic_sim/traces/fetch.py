@@ -12,7 +12,6 @@ import os
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,21 +44,17 @@ def fetch(original: PublishedTrace, directory: Path, host: str = HOST) -> Path:
     Raises FieldError, and writes nothing, if the file is not reachable or has other content.
     """
     target = directory / Path(original.path).name
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    url = f"{host}/{original.path}"
     try:
         if directory.exists() and not directory.is_dir():
             raise NotADirectoryError("it is a file")
         if target.is_file() and _sha256(target.read_bytes()) == original.sha256:
             return target
-    except OSError as error:
-        raise _unusable(directory, error) from error
-    url = f"{host}/{original.path}"
-    data = b"".join(_download(url))
-    found = _sha256(data)
-    if found != original.sha256:
-        remedy = f"its SHA-256 should be {original.sha256}: the file has changed"
-        raise FieldError(url, found, remedy)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
+        data = _download(url)
+        if (found := _sha256(data)) != original.sha256:
+            remedy = f"its SHA-256 should be {original.sha256}: the file has changed"
+            raise FieldError(url, found, remedy)
         directory.mkdir(parents=True, exist_ok=True)
         try:
             temporary.write_bytes(data)
@@ -67,26 +62,21 @@ def fetch(original: PublishedTrace, directory: Path, host: str = HOST) -> Path:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise _unusable(directory, error) from error
+        remedy = f"name a folder that can be written: {error}"
+        raise FieldError("--to", str(directory), remedy) from error
     return target
 
 
-def _unusable(directory: Path, error: OSError) -> FieldError:
-    return FieldError("--to", str(directory), f"name a folder that can be written: {error}")
-
-
-def _download(url: str) -> Iterator[bytes]:
-    """Blocks of the file. Raises FieldError."""
-    left = MAX_BYTES
+def _download(url: str) -> bytes:
+    """The file. Raises FieldError."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
-            while block := response.read(1 << 16):
-                left -= len(block)
-                if left < 0:
-                    raise FieldError(url, f"more than {MAX_BYTES} bytes", "a trace is smaller")
-                yield block
+            data: bytes = response.read(MAX_BYTES + 1)
+            if len(data) > MAX_BYTES:
+                raise FieldError(url, f"more than {MAX_BYTES} bytes", "a trace is smaller")
             if response.length:
-                raise http.client.IncompleteRead(b"", response.length)
+                raise http.client.IncompleteRead(data, response.length)
+            return data
     except http.client.InvalidURL as error:
         raise FieldError("--host", url, f"write an address as {HOST}: {error}"[:200]) from error
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:

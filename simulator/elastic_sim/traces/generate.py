@@ -1,5 +1,4 @@
-"""Generates traces: at a failure rate, like a recorded trace, or of a cluster shared with
-inference.
+"""Generates traces: at a failure rate, like a recorded trace, or of a shared cluster.
 
 All randomness comes from one seed, in one order, so the same seed gives the same trace.
 """
@@ -10,7 +9,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
@@ -77,20 +76,19 @@ class _Cluster:
     zones: tuple[str, ...]
     type: str
     events: list[Event] = field(default_factory=list)
-    present: dict[str, str] = field(default_factory=dict)
-    """Zone of each node."""
-    born: dict[str, float] = field(default_factory=dict)
+    present: dict[str, Event] = field(default_factory=dict)
+    """The event with which each node joined."""
     count: int = 0
 
     def add(self, at: float) -> None:
         self.count += 1
         node, zone = f"node{self.count}", self.zones[(self.count - 1) % len(self.zones)]
-        self.present[node], self.born[node] = zone, at
-        self.events.append(Event(at, ADD, node, zone, self.type))
+        self.present[node] = Event(at, ADD, node, zone, self.type)
+        self.events.append(self.present[node])
 
     def remove(self, at: float, node: str, notice_s: float) -> None:
-        zone = self.present.pop(node)
-        self.events.append(Event(at, REMOVE, node, zone, self.type, notice_s))
+        joined = self.present.pop(node)
+        self.events.append(replace(joined, seconds=at, kind=REMOVE, notice_s=notice_s))
 
 
 def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
@@ -99,7 +97,7 @@ def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
     draw, cluster = random.Random(seed), _Cluster(market.zones, market.type)
     for _ in range(market.nodes):
         cluster.add(0.0)
-    repairs = list[float]()
+    repairs, (sizes, weights) = list[float](), zip(*market.bulk, strict=True)
     at = _next_loss(draw, market, 0.0)
     while min([at, *repairs]) <= end_s:
         if repairs and min(repairs) <= at:
@@ -107,7 +105,7 @@ def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
             repairs.remove(now)
             cluster.add(now)
             continue
-        now, size = math.floor(at), _bulk_size(draw, market)
+        now, size = math.floor(at), int(draw.choices(sizes, weights)[0])
         for node in _victims(draw, cluster, size, now, market.lifetime_shape):
             cluster.remove(now, node, market.notice_s)
             if market.repair_s:
@@ -124,7 +122,11 @@ def _check_duration(end_s: float) -> None:
 
 
 def _next_loss(draw: random.Random, market: Market, after: float) -> float:
-    """Time of the next moment of loss, by thinning of the diurnal rate."""
+    """Draw the time of the next loss after `after`.
+
+    Candidates are drawn at the highest rate of a day. Each one is kept with the probability rate /
+    highest rate at its time of day (thinning).
+    """
     scale = market.mtbf_s / math.gamma(1 + 1 / market.shape)
     at = after
     while True:
@@ -132,11 +134,6 @@ def _next_loss(draw: random.Random, market: Market, after: float) -> float:
         rate = 1 - market.diurnal * math.cos(2 * math.pi * at / DAY_S)
         if draw.random() * (1 + market.diurnal) <= rate:
             return at
-
-
-def _bulk_size(draw: random.Random, market: Market) -> int:
-    sizes, weights = zip(*market.bulk, strict=True)
-    return int(draw.choices(sizes, weights)[0])
 
 
 def _victims(
@@ -152,12 +149,12 @@ def _victims(
     if shape == 1:
         first = draw.choice(nodes)
     else:
-        hazards = [(now - cluster.born[node] + 1) ** (shape - 1) for node in nodes]
+        hazards = [(now - cluster.present[node].seconds + 1) ** (shape - 1) for node in nodes]
         first = draw.choices(nodes, hazards)[0]
-    zone = cluster.present[first]
+    zone = cluster.present[first].zone
     others = [node for node in cluster.present if node != first]
     draw.shuffle(others)
-    others.sort(key=lambda node: cluster.present[node] != zone)
+    others.sort(key=lambda node: cluster.present[node].zone != zone)
     return [first, *others[: size - 1]]
 
 

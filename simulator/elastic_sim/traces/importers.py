@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec
 from elastic.domain.codec import decode
@@ -26,6 +26,7 @@ from elastic_sim.traces.trace import (
     MAX_NODES,
     REMOVE,
     Event,
+    PlacedEvent,
     Trace,
     TraceBuilder,
     refuse_milliseconds,
@@ -49,7 +50,7 @@ def bamboo(text: str, name: str) -> Trace:
     for where, at, fields in _csv(text, name, 3):
         end = at / 1000
         builder.add(Event(end, fields[1], fields[2]), where, ",".join(fields))
-    return _trace(builder, end, f"imported from {name}", name)
+    return _trace(builder, end, name)
 
 
 def counts(text: str, name: str, unit_s: float = 1.0) -> Trace:
@@ -58,7 +59,7 @@ def counts(text: str, name: str, unit_s: float = 1.0) -> Trace:
     The file does not name nodes, so the newest node is removed first.
     """
     rows = [(where, at * unit_s, fields[1]) for where, at, fields in _csv(text, name, 2)]
-    return _trace(_numbered(rows), rows[-1][1] if rows else 0.0, f"imported from {name}", name)
+    return _trace(_numbered(rows), rows[-1][1] if rows else 0.0, name)
 
 
 def _numbered(rows: Iterable[tuple[str, float, Any]]) -> TraceBuilder:
@@ -90,9 +91,8 @@ def parcae(text: str, name: str) -> Trace:
             continue
         row = _json(line, where)
         if not (isinstance(row, list) and len(row) == 3 and isinstance(row[2], dict)):
-            raise FieldError(
-                where, line[:80], 'write [MS, "add", {"nodes": [...], "duration": MS}]'
-            )
+            remedy = 'write [MS, "add", {"nodes": [...], "duration": MS}]'
+            raise FieldError(where, line[:80], remedy)
         time, kind, more = row
         at, lasting = _number(time, where), _number(more.get("duration"), f"{where}: duration")
         last = _not_before(last, at, where, time)
@@ -100,13 +100,12 @@ def parcae(text: str, name: str) -> Trace:
             raise FieldError(where, _shown(kind), "add, remove or no-op")
         nodes = more.get("nodes")
         if not isinstance(nodes, list) or not all(isinstance(node, str) for node in nodes):
-            raise FieldError(
-                f"{where}: nodes", _shown(nodes), 'a list of names, as ["node1", "node2"]'
-            )
+            remedy = 'a list of names, as ["node1", "node2"]'
+            raise FieldError(f"{where}: nodes", _shown(nodes), remedy)
         for node in nodes if kind != "no-op" else ():
             builder.add(Event(at / 1000, kind, node), where, f"{_shown(time)},{kind},{node}")
         end = max(end, (at + lasting) / 1000)
-    return _trace(builder, end, f"imported from {name}", name)
+    return _trace(builder, end, name)
 
 
 def spot_prices(
@@ -133,7 +132,7 @@ def spot_prices(
                 event = Event(at - start, change, f"{zone}-{kind}-{i}", zone, kind)
                 builder.add(event, where, f"{zone}, {kind}")
             _not_too_many(builder.events, where)
-    return _trace(builder, prices[-1][0] - start, f"imported from {name}, bid {bid:g}", name)
+    return _trace(builder, prices[-1][0] - start, name, f", bid {bid:g}")
 
 
 def _prices(text: str, name: str, product: str | None) -> list[tuple[float, str, str, float, str]]:
@@ -162,7 +161,7 @@ def scaling_activities(text: str, name: str) -> Trace:
     A launch counts at its end, a termination at its start. Failed and unfinished activities are
     ignored.
     """
-    found = list[_PlacedEvent]()
+    found = list[PlacedEvent]()
     for where, row in _listed(text, name, "Activities"):
         words = _text(row, "Description", where).split()
         kind = {"Launching": ADD, "Terminating": REMOVE}.get(words[0] if words else "")
@@ -173,21 +172,19 @@ def scaling_activities(text: str, name: str) -> Trace:
         details = _object(_json(_text(row, "Details", where, "{}"), place), place)
         zone = _text(details, "Availability Zone", place, "")
         event = Event(_timestamp(row.get(field), f"{where}.{field}"), kind, words[-1], zone)
-        found.append(_PlacedEvent(event, where, row["Description"]))
+        found.append(PlacedEvent(event, where, row["Description"]))
     if not found:
         raise FieldError(f"{name}: Activities", "", "it has no successful launch or termination")
     found.sort(key=lambda placed: placed.event.seconds)
     start, present = found[0].event.seconds, set[str]()
-    before, placed = list[_PlacedEvent](), list[_PlacedEvent]()
-    for event, where, description in found:
+    before, later = list[PlacedEvent](), list[PlacedEvent]()
+    for one in found:
+        event = replace(one.event, seconds=one.event.seconds - start)
         if event.kind == REMOVE and event.node not in present:  # launched before the record begins
-            before.append(_PlacedEvent(replace(event, seconds=0.0, kind=ADD), where, description))
+            before.append(one._replace(event=replace(event, seconds=0.0, kind=ADD)))
         (present.add if event.kind == ADD else present.discard)(event.node)
-        placed.append(
-            _PlacedEvent(replace(event, seconds=event.seconds - start), where, description)
-        )
-    end = placed[-1].event.seconds
-    return _trace(_build(before[::-1] + placed), end, f"imported from {name}", name)
+        later.append(one._replace(event=event))
+    return _trace(_build(before[::-1] + later), later[-1].event.seconds, name)
 
 
 def skypilot(text: str, name: str) -> Trace:
@@ -202,7 +199,7 @@ def skypilot(text: str, name: str) -> Trace:
         raise FieldError(name, _shown(found), remedy)
     gap, data = _number(metadata.get("gap_seconds"), f"{name}: metadata.gap_seconds"), found["data"]
     rows = ((f"{name}: data[{i}]", i * gap, count) for i, count in enumerate(data))
-    return _trace(_numbered(rows), len(data) * gap, f"imported from {name}", name)
+    return _trace(_numbered(rows), len(data) * gap, name)
 
 
 @dataclass(slots=True)
@@ -227,11 +224,8 @@ class _RunNodes:
         self, start: float, kills: dict[str, list[float]], devices: tuple[str, ...]
     ) -> None:
         self._start, self._kills, self._devices = start, kills, devices
-        self.placed, self._present, self._joined = (
-            list[_PlacedEvent](),
-            dict[str, _PresentNode](),
-            0,
-        )
+        self.placed = list[PlacedEvent]()
+        self._present, self._joined = dict[str, _PresentNode](), 0
 
     def process(self, where: str, at: float, row: dict[str, Any]) -> None:
         """Process one event of the run. Raises FieldError."""
@@ -269,7 +263,7 @@ class _RunNodes:
         if self._joined < len(self._devices):
             device = self._devices[self._joined]
         event = Event(at - self._start, ADD, node, domain, device)
-        self.placed.append(_PlacedEvent(event, where, f"{node}, {domain}"))
+        self.placed.append(PlacedEvent(event, where, f"{node}, {domain}"))
         self._present[node] = _PresentNode(at, where)
         self._joined += 1
 
@@ -282,7 +276,7 @@ class _RunNodes:
         at = max(kills, default=at)
         notice_s = at - present.noticed if at > present.noticed else 0.0
         event = Event(at - self._start, REMOVE, node, notice_s=notice_s)
-        self.placed.append(_PlacedEvent(event, where, node))
+        self.placed.append(PlacedEvent(event, where, node))
 
 
 def elastic_events(text: str, name: str, config: str = "{}") -> Trace:
@@ -307,7 +301,7 @@ def elastic_events(text: str, name: str, config: str = "{}") -> Trace:
     last = max((at for _, at, _ in rows), default=start)
     nodes.finish(last)
     end = max([last - start, *(one.event.seconds for one in nodes.placed)])
-    return _trace(_build(nodes.placed), end, f"imported from {name}", name)
+    return _trace(_build(nodes.placed), end, name)
 
 
 def _rows(text: str, name: str) -> list[tuple[str, float, dict[str, Any]]]:
@@ -315,11 +309,10 @@ def _rows(text: str, name: str) -> list[tuple[str, float, dict[str, Any]]]:
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{name}, line {number}"
-        row = (
-            _object(_json(line, where), where, "write one object per line") if line.strip() else {}
-        )
-        if "at" in row:
-            found.append((where, _number(row["at"], f"{where}: at"), row))
+        if line.strip():
+            row = _object(_json(line, where), where, "write one object per line")
+            if "at" in row:
+                found.append((where, _number(row["at"], f"{where}: at"), row))
     return found
 
 
@@ -375,23 +368,16 @@ def plausibility_warning(trace: Trace, unit: str) -> str:
     return ""
 
 
-class _PlacedEvent(NamedTuple):
-    """An event with its place in the file and the text there."""
-
-    event: Event
-    where: str
-    text: str
-
-
-def _build(placed: Iterable[_PlacedEvent]) -> TraceBuilder:
+def _build(placed: Iterable[PlacedEvent]) -> TraceBuilder:
     builder = TraceBuilder()
-    for event, where, text in placed:
-        builder.add(event, where, text)
+    for one in placed:
+        builder.add(one.event, one.where, one.text)
     return builder
 
 
-def _trace(builder: TraceBuilder, end_s: float, origin: str, name: str) -> Trace:
-    found = builder.build(end_s, origin, name)
+def _trace(builder: TraceBuilder, end_s: float, name: str, more: str = "") -> Trace:
+    """The whole trace. `more`: options of the import, for its origin."""
+    found = builder.build(end_s, f"imported from {name}{more}", name)
     refuse_milliseconds(name, [event.seconds for event in found.events], end_s)
     return found
 

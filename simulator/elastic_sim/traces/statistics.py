@@ -59,9 +59,7 @@ def statistics(trace: Trace) -> Statistics:
             notices += event.notice_s > 0
     node_s = sum(n * (until - at) for (at, n), (until, _) in itertools.pairwise(steps))
     moments = sorted(bulks)
-    sizes = [n for _, n in steps]
-    while sizes and not sizes[0]:
-        sizes.pop(0)
+    sizes = list(itertools.dropwhile(lambda n: not n, (n for _, n in steps)))
     return Statistics(
         hours=trace.end_s / 3600,
         node_hours=node_s / 3600,
@@ -115,13 +113,9 @@ def weibull_shape(ended: Sequence[float], lasting: Sequence[float]) -> float:
 
 def node_counts(trace: Trace) -> list[tuple[float, int]]:
     """(seconds, nodes from then on), from 0 to the end."""
-    found, n = [(0.0, 0)], 0
-    for at, events in trace.steps():
-        n += sum(1 if event.kind == ADD else -1 for event in events)
-        if at == found[-1][0]:
-            found[-1] = at, n
-        else:
-            found.append((at, n))
-    if found[-1][0] < trace.end_s:
-        found.append((trace.end_s, n))
-    return found
+    found, n = {0.0: 0}, 0
+    for event in trace.events:
+        n += 1 if event.kind == ADD else -1
+        found[event.seconds] = n
+    found.setdefault(trace.end_s, n)
+    return list(found.items())

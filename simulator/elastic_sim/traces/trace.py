@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -66,15 +67,8 @@ class Trace:
 
     def steps(self) -> Iterator[tuple[float, tuple[Event, ...]]]:
         """(seconds, all events of that moment), ascending."""
-        at, found = 0.0, list[Event]()
-        for event in self.events:
-            if event.seconds != at and found:
-                yield at, tuple(found)
-                found = []
-            at = event.seconds
-            found.append(event)
-        if found:
-            yield at, tuple(found)
+        for at, events in itertools.groupby(self.events, lambda event: event.seconds):
+            yield at, tuple(events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +79,14 @@ class Repair:
     text: str
 
 
-class _Row(NamedTuple):
-    """An event with its line number and the text of that line."""
+class PlacedEvent(NamedTuple):
+    """An event with its place in the file and the text there."""
 
-    line: int
-    text: str
     event: Event
+    where: str
+    text: str
+    line: int = 0
+    """Number of its line; 0: not in our format."""
 
 
 def build_trace(
@@ -186,14 +182,13 @@ def parse(
     """Parse the text of a file; see `read`."""
     origin, rows = _rows(text, name)
     repairs: list[Repair] = []
-    events, end_s, ended = list[_Row](), 0.0, False
+    events, end_s, ended = list[PlacedEvent](), 0.0, False
     for line, fields in rows:
+        where, shown = f"{name}, line {line}", ",".join(fields)
         try:
             if ended:
-                raise FieldError(
-                    f"{name}, line {line}", ",".join(fields), "nothing may follow `end`"
-                )
-            event = _event(fields, f"{name}, line {line}")
+                raise FieldError(where, shown, "nothing may follow `end`")
+            event = _event(fields, where)
         except FieldError as error:
             if not repair:
                 raise
@@ -202,7 +197,7 @@ def parse(
         if event.kind == END:
             end_s, ended = event.seconds, True
         else:
-            events.append(_Row(line, ",".join(fields), event))
+            events.append(PlacedEvent(event, where, shown, line))
     if not ended:
         last = max((row.event.seconds for row in events), default=0.0)
         if not repair:
@@ -221,7 +216,7 @@ def parse(
     builder = TraceBuilder(end_s)
     for row in events:
         try:
-            builder.add(row.event, f"{name}, line {row.line}", row.text)
+            builder.add(row.event, row.where, row.text)
         except FieldError as error:
             if not repair:
                 raise

@@ -4,22 +4,91 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_sim.microbatches.meter import MicrobatchResult
+from elastic_sim.microbatches import world
 from elastic_sim.microbatches.physics import MicrobatchPhysics
-from elastic_sim.microbatches.world import MicrobatchJob, simulate
-from elastic_sim.steps.time_accounting import TimeAccount
+from elastic_sim.microbatches.recorded_run import RunHistory, history_of
+from elastic_sim.microbatches.world import AnchoredEvent
 from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 
+from elastic.core.job.state import Policy
 from elastic.core.protocol.fault_spec import FaultSpec, parse_fault
 from elastic.domain import codec
-from elastic.domain.types import LayerSpec
+from elastic.domain.types import JobSpec, LayerSpec
 from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 
 EPOCH_S = 1_700_000_000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchJob:
+    """A training job and the user's settings for it."""
+
+    microbatches: int
+    steps: int
+    min_nodes: int = 1
+    max_nodes: int = 1
+    tokens_per_microbatch: int = 0
+    backup: str = "auto"
+    pipelines: str = "auto"
+    schedule: str = "auto"
+    checkpoint_every: int = 0
+
+    def spec(self, known: Profile) -> JobSpec:
+        return JobSpec(
+            known.layers,
+            self.microbatches,
+            self.steps,
+            tokens_per_microbatch=self.tokens_per_microbatch,
+            checkpoint_every=self.checkpoint_every,
+        )
+
+    def policy(self, known: Profile) -> Policy:
+        return Policy(
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            backup=self.backup,
+            shape=self.pipelines,
+            schedule=self.schedule,
+            profile=known,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A simulated run with the history that its events describe."""
+
+    phase: str
+    reason: str
+    events: Sequence[dict[str, Any]]
+    history: RunHistory
+
+    @property
+    def recoveries(self) -> tuple[dict[str, Any], ...]:
+        return self.history.recoveries
+
+    @property
+    def step_s(self) -> list[float]:
+        """Seconds of each completed step."""
+        return [seconds for _, _, seconds, _ in self.history.steps]
+
+
+def simulate(
+    trace: Trace,
+    known: Profile,
+    job: MicrobatchJob,
+    physics: MicrobatchPhysics,
+    seed: int = 0,
+    anchored: Sequence[AnchoredEvent] = (),
+) -> Outcome:
+    found = world.simulate(trace, job.spec(known), job.policy(known), physics, seed, anchored)
+    return Outcome(found.phase.value, found.reason, found.events, history_of(found.events))
+
+
 JOB = MicrobatchJob(
     microbatches=8,
     steps=20,
@@ -79,18 +148,12 @@ def random_trace(seed: int, events: int = 6) -> Trace:
     return build_trace(tuple(found), now + 90.0, "made for a test")
 
 
-def samples_once(outcome: MicrobatchResult) -> None:
+def samples_once(outcome: Outcome) -> None:
     """Assert that the completed steps are 0, 1, 2, ..., each once and in order."""
-    assert [one.step for one in outcome.steps] == list(range(len(outcome.steps)))
-    ended = [one.ended_s for one in outcome.steps]
+    steps = outcome.history.steps
+    assert [step for step, *_ in steps] == list(range(len(steps)))
+    ended = [at for _, at, *_ in steps]
     assert ended == sorted(ended)
-
-
-def dumped(outcome: MicrobatchResult) -> str:
-    """Return all results as text."""
-    return codec.dumps({"steps": outcome.steps, "recoveries": outcome.recoveries,
-                        "events": outcome.events,
-                        "progress": outcome.progress, "spans": outcome.account.spans})  # fmt: skip
 
 
 def acted_run(
@@ -118,9 +181,7 @@ def acted_run(
     folder.mkdir(parents=True)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (folder / "config.json").write_text(json.dumps(config(job, known, faults)))
-    (folder / "summary.json").write_text(
-        json.dumps({"step_s": [one.seconds for one in outcome.steps]})
-    )
+    (folder / "summary.json").write_text(json.dumps({"step_s": outcome.step_s}))
     return folder
 
 
@@ -136,24 +197,6 @@ def config(job: MicrobatchJob, known: Profile, faults: tuple[FaultSpec, ...]) ->
         "backup": job.backup,
         "pipelines": job.pipelines,
         "schedule": job.schedule,
-        "heartbeat_s": job.heartbeat_s,
-        "lease_s": job.lease_s,
+        "heartbeat_s": 0.5,
+        "lease_s": 3.0,
     }
-
-
-def present_ms(account: TimeAccount) -> int:
-    """Return the node-milliseconds of all nodes present."""
-    return sum(span.alive * (span.ended - span.began) for span in account.spans)
-
-
-def node_ms(of: Trace) -> int:
-    """Return node-milliseconds, from the trace alone."""
-    came: dict[str, int] = {}
-    total = 0
-    for event in of.events:
-        at = round(event.seconds * 1000)
-        if event.kind == ADD:
-            came[event.node] = at
-        else:
-            total += at - came.pop(event.node)
-    return total + sum(round(of.end_s * 1000) - at for at in came.values())

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
 from elastic_sim.microbatches.physics import MicrobatchPhysics
 from elastic_sim.microbatches.worker import EpochRun
-from elastic_sim.microbatches.world import AnchoredEvent, MicrobatchJob, MicrobatchWorld, simulate
-from elastic_sim.steps.time_accounting import Use
+from elastic_sim.microbatches.world import AnchoredEvent, MicrobatchWorld
 from elastic_sim.traces.trace import ADD, Event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.domain.errors import FieldError
 from elastic.planning.cost.predict import predict
 from elastic.planning.plan.schemes import schemes_of
 from tests.simulator.microbatches.sample_runs import (
     JOB,
     PAIRS,
+    MicrobatchJob,
     came,
-    dumped,
     lost,
-    present_ms,
     profile,
     random_trace,
     samples_once,
+    simulate,
     steady,
 )
 
@@ -37,20 +34,21 @@ def test_without_failures_a_step_takes_what_the_planner_says() -> None:
     known, job = profile(), replace(JOB, backup="none+none", min_nodes=4, max_nodes=4)
     outcome = simulate(steady(4), known, job, EXACT)
     assert outcome.phase == "finished" and not outcome.recoveries
-    world = MicrobatchWorld(job, known, EXACT, 0)
+    world = MicrobatchWorld(job.spec(known), job.policy(known), EXACT, 0)
     world.schedule(steady(4))
     world.clock.run(10.0, lambda: bool(world.runs) and next(iter(world.runs.values())).connected)
     run: EpochRun = next(iter(world.runs.values()))
     infos = tuple(agent.info for agent in world.agents.values())
-    assert outcome.steps[5].seconds == pytest.approx(predict(run.plan, known, infos).step_s)
-    assert outcome.samples == 20 * 8 and outcome.tokens == 20 * 8 * 4
-    assert outcome.tokens_per_s == pytest.approx(outcome.samples_per_s * 4)
+    assert outcome.step_s[5] == pytest.approx(
+        predict(run.plan, known, infos).step_s, abs=1e-5
+    )  # events have five digits
+    assert len(outcome.step_s) == 20
 
 
 def test_costs_of_messages_and_steps_show_in_the_steps() -> None:
     job = replace(JOB, backup="none+none", min_nodes=4, max_nodes=4, pipelines="1")
     bare, step, hop = (
-        simulate(steady(4), profile(), job, physics).steps[5].seconds
+        simulate(steady(4), profile(), job, physics).step_s[5]
         for physics in (EXACT, replace(EXACT, step_s=0.1), replace(EXACT, hop_s=0.01))
     )
     assert step - bare == pytest.approx(0.1)
@@ -116,7 +114,7 @@ def test_a_node_with_a_notice_leaves_at_the_end_of_a_step_and_loses_nothing() ->
     )
     (found,) = outcome.recoveries
     assert found["planned"] and found["cause"] == "drain node1"
-    assert found["microbatches_lost"] == 0 and outcome.account.totals()[Use.LOST] == 0
+    assert found["microbatches_lost"] == 0 and found["microbatches_rerun"] == 0
     assert found["pause_s"] > 0
 
 
@@ -151,14 +149,13 @@ def test_an_unrecoverable_loss_ends_the_job_with_a_reason() -> None:
     with_one = replace(JOB, min_nodes=4, pipelines="1", checkpoint_every=4, steps=40)
     outcome = simulate(steady(4, 200.0, *gone), profile(), with_one, EXACT)
     assert outcome.phase == "finished" and outcome.recoveries[0]["state_source"] == "checkpoint"
-    assert outcome.account.totals()[Use.LOST] > 0
+    assert any(event["kind"] == "lost-steps" for event in outcome.events)
     samples_once(outcome)
 
 
 def test_without_enough_nodes_the_job_waits() -> None:
     outcome = simulate(steady(2, 30.0), profile(), replace(JOB, min_nodes=3), EXACT)
-    assert outcome.phase == "waiting" and not outcome.steps and outcome.samples_per_s == 0
-    assert outcome.account.totals()[Use.IDLE] == present_ms(outcome.account) == 60_000
+    assert outcome.phase == "waiting" and not outcome.step_s
 
 
 @settings(max_examples=15, deadline=None)
@@ -169,9 +166,6 @@ def test_any_pair_survives_any_trace_or_says_why_not(seed: int, pair: str, every
     job = replace(JOB, backup=pair, checkpoint_every=every, steps=30)
     outcome = simulate(trace, profile(), job, MicrobatchPhysics(), seed)
     samples_once(outcome)
-    assert sum(outcome.account.totals().values()) == present_ms(outcome.account)
-    spans = outcome.account.spans
-    assert all(a.ended == b.began for a, b in itertools.pairwise(spans))
     if outcome.phase == "failed":
         assert (not every and "lay" in outcome.reason) or "no durable checkpoint" in outcome.reason
     else:
@@ -184,9 +178,7 @@ def test_any_pair_survives_any_trace_or_says_why_not(seed: int, pair: str, every
 @given(st.integers(0, 10_000), st.sampled_from(PAIRS))
 def test_the_same_seed_gives_the_same_bytes(seed: int, pair: str) -> None:
     trace, job = random_trace(seed, 3), replace(JOB, backup=pair, steps=12)
-    one, two = (
-        dumped(simulate(trace, profile(), job, MicrobatchPhysics(), seed)) for _ in range(2)
-    )
+    one, two = (simulate(trace, profile(), job, MicrobatchPhysics(), seed) for _ in range(2))
     assert one == two
 
 
@@ -194,20 +186,6 @@ def test_another_seed_gives_other_times() -> None:
     trace = steady(4, 60.0, lost(9.0, 1))
     one, two = (simulate(trace, profile(), JOB, MicrobatchPhysics(), seed) for seed in (1, 2))
     assert one.recoveries[0]["total_s"] != two.recoveries[0]["total_s"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"microbatches": 0}, "Job.microbatches"),
-        ({"min_nodes": 4, "max_nodes": 3}, "Job.max_nodes"),
-        ({"backup": "stream+nothing"}, "Job.backup"),
-        ({"backup": "reduce+snapshot", "pipelines": "1"}, "Job.backup"),
-    ],
-)
-def test_a_job_that_cannot_be_is_refused(changes: dict[str, object], field: str) -> None:
-    with pytest.raises(FieldError, match=field):
-        replace(JOB, **changes)  # type: ignore[arg-type]
 
 
 def test_every_pair_of_the_list_is_legal() -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from elastic_sim.cli.cli import main
-from elastic_sim.microbatches.physics import MicrobatchPhysics, write
+from elastic_sim.microbatches.physics import MicrobatchPhysics
 from elastic_sim.microbatches.recorded_run import read
 from elastic_sim.microbatches.validate import ComparedFigure, calibrate, compare, format_report
 
+from elastic.domain.codec import dumps
 from elastic.domain.errors import FieldError
 from tests.simulator.microbatches.sample_runs import JOB, acted_run, came, lost, profile, steady
 
@@ -44,7 +45,7 @@ def run(*words: object) -> Result:
 
 
 def test_physics_of_one_run_predict_another(runs: tuple[Path, Path]) -> None:
-    found = calibrate([read(runs[0])])
+    found = calibrate([runs[0]])
     for name in ("closed_s", "leave_s", "stop_s", "plan_s", "install_s"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.25, abs=0.02), name
     pairs = comb(4, 2)  # here all come nearly at once: which of both it is cannot be told
@@ -82,7 +83,7 @@ def test_a_run_is_read_from_its_events(runs: tuple[Path, Path]) -> None:
         ("remove", "node0", True),
     ]
     assert all(one.ready for one in found.anchored if one.event.kind == "add")
-    assert found.job == LONG
+    assert (found.spec, found.policy) == (LONG.spec(profile()), LONG.policy(profile()))
 
 
 def test_the_command_calibrates_and_compares(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -95,6 +96,8 @@ def test_the_command_calibrates_and_compares(runs: tuple[Path, Path], tmp_path: 
     told_json = json.loads(out.read_text())
     assert {one["name"] for one in told_json["figures"]} > {"throughput", "all: total, mean"}
     assert len(told_json["recoveries"]) == 6
+    done = run(runs[0], "--calibrate", tmp_path / "nowhere" / "physics.json")
+    assert done.exit_code == 2 and "nowhere" in done.output
     done = run(runs[1], "--physics", physics, "--calibrate", out)
     assert done.exit_code == 2 and "--calibrate" in done.output
 
@@ -184,7 +187,6 @@ def test_faults_that_are_not_acted_out_are_refused(runs: tuple[Path, Path], tmp_
 
 def test_wrong_physics(runs: tuple[Path, Path], tmp_path: Path) -> None:
     path = tmp_path / "physics.json"
-    write(TRUE, path)
-    path.write_text(path.read_text().replace('"plan_s":0.2', '"plan_s":-1.0'))
+    path.write_text(dumps(TRUE).replace('"plan_s":0.2', '"plan_s":-1.0'))
     done = run(runs[1], "--physics", path)
     assert done.exit_code == 2 and "plan_s" in done.output

@@ -7,12 +7,10 @@ from elastic_sim.reproduce.oobleck_artifact import (
     MODELS,
     ArtifactBamboo,
     ArtifactOobleck,
+    ArtifactOobleckTimes,
     ArtifactVaruna,
     ThroughputTable,
-    clock_split,
     oracle,
-    split,
-    step_seconds,
     throughputs,
 )
 from elastic_sim.traces.trace import ADD, REMOVE, Event, build_trace
@@ -101,22 +99,23 @@ def test_tables_in_another_format_are_refused() -> None:
 def test_use_of_time_with_one_loss() -> None:
     """From 47 s: 40.5 steps, a rendezvous of 2 s, 54 steps; the trace ends during another."""
     trace = trace_of((452.0, "n7"))
-    counted = split(MODEL, trace, FLAT)
+    times = ArtifactOobleckTimes(MODEL, FLAT, trace)
     begun, meetings, lost = (40 + 1 + 54 + 1) * 10, 2 * 2, 10
     total = begun + meetings + lost
-    assert list(counted.values()) == pytest.approx(
+    assert list(times.counted().values()) == pytest.approx(
         [100 * part / total for part in (begun, meetings, lost)]
     )
-    clock = clock_split(MODEL, trace, FLAT)
     span = 400 + 5 + 2 + 540
-    assert list(clock.values()) == pytest.approx([100 * part / span for part in (940, 2, 5)])
-    assert step_seconds(MODEL, trace, FLAT) == (10.0, 10.0)
+    assert list(times.by_the_clock().values()) == pytest.approx(
+        [100 * part / span for part in (940, 2, 5)]
+    )
+    assert times.step_seconds() == (10.0, 10.0)
 
 
 def test_no_time_gives_zero_shares() -> None:
-    few = trace_of(nodes=5)
-    assert set(clock_split(MODEL, few, FLAT).values()) == {0.0}
-    assert step_seconds(MODEL, few, FLAT) == (0.0, 0.0)
+    few = ArtifactOobleckTimes(MODEL, FLAT, trace_of(nodes=5))
+    assert set(few.by_the_clock().values()) == {0.0}
+    assert few.step_seconds() == (0.0, 0.0)
 
 
 def test_the_oracle_takes_the_best_table_at_each_number_of_nodes() -> None:

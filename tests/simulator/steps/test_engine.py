@@ -21,7 +21,7 @@ from elastic_sim.traces.trace import ADD, REMOVE, Event, Trace, build_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.simulator.microbatches.sample_runs import node_ms, present_ms
+from tests.simulator.steps.node_time import node_ms, present_ms
 
 
 class FixedPolicy(ElasticPolicy):

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.domain.errors import FieldError
-from tests.simulator.microbatches.sample_runs import node_ms, present_ms
+from tests.simulator.steps.node_time import node_ms, present_ms
 
 QUIET = ClusterPhysics(boot_s=0.0, noise=0.0)
 RANDOM = (

@@ -1,6 +1,6 @@
 """Time that a kill stops training: 20 kills on 4 local nodes, varying node and micro-batch.
 
-    python -m benchmarks.recovery [--kills 20] [--keep DIR]
+    python -m benchmarks.recovery.recovery [--kills 20] [--keep DIR]
 
 Every kill has its own run of the default example on one pipeline of four nodes. SIGKILL hits the
 whole node before a backward pass of step 2, and the run ends soon after the recovery. total_s goes
@@ -30,7 +30,7 @@ PHASES = ("detect_s", "decide_s", "halt_s", "transfer_s", "rebuild_s", "total_s"
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill and what its recovery took."""
+    """One kill and the figures of its recovery."""
 
     node: int
     microbatch: int
@@ -92,7 +92,7 @@ def rows(kills: list[Kill]) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery.recovery")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--keep", type=Path, help="keep the run directories here")
     args = parser.parse_args()

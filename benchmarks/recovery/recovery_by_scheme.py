@@ -1,6 +1,6 @@
 """Time of each phase of a recovery, by pair of backup schemes.
 
-    python -m benchmarks.recovery_by_scheme [--nodes 4 8] [--sizes 1 4 16] [--quick]
+    python -m benchmarks.recovery.recovery_by_scheme [--nodes 4 8] [--sizes 1 4 16] [--quick]
 
 The runs vary the number of nodes (4 and 8) and the model size (three) on links of 1 Gbit/s. One
 node is killed in the fourth step, after four of eight micro-batches. Layers wait 5 ms in each
@@ -59,7 +59,7 @@ def cases(nodes: list[int], sizes: list[int]) -> Iterator[Case]:
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """The first recovery of the run."""
+    """Return the first recovery of the run."""
     profile = equal_layers(LAYERS, PARAMETERS * case.size, LAYER_S, BYTES_PER_S)
     flags = [
         "--nnodes", str(case.nodes), "--pipelines", str(case.pipelines), "--backup", case.pair,
@@ -71,7 +71,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery_by_scheme")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery.recovery_by_scheme")
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8])
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=[1, 4, 16], help="times 1.6 million parameters"

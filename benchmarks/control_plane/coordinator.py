@@ -1,10 +1,10 @@
 """Load of one coordinator on one core with up to 2,000 agents, and its time to handle a loss.
 
-    python -m benchmarks.coordinator [--agents 100,250,500,1000,2000] [--quick]
+    python -m benchmarks.control_plane.coordinator [--agents 100,250,500,1000,2000] [--quick]
 
-The coordinator is the real process, pinned to a core. The agents (`benchmarks.agents`) share the
-other cores. They join, get a plan for a model of 96 layers, and send heartbeats like the agents of
-`elastic run`. Then three measurements follow:
+The coordinator is the real process, pinned to a core. The agents
+(`benchmarks.control_plane.agents`) share the other cores. They join, get a plan for a model of 96
+layers, and send heartbeats like the agents of `elastic run`. Then three measurements follow:
 
 - Idle: the coordinator's share of its core, and the delay of its timer.
 - A connection ends. Detection is the time until the decision to halt, which allows 0.15 s for the
@@ -40,7 +40,7 @@ from elastic.core.protocol.timeouts import budget
 from elastic.launcher.run.rundir import free_port
 from elastic.telemetry import read_events
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 AGENTS = (100, 250, 500, 1000, 2000)
 LEASE_S = 3.0
 """The default of `elastic run`."""
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured."""
+    """Extent of a measurement."""
 
     agents: tuple[int, ...] = AGENTS
     layers: int = 96
@@ -64,7 +64,7 @@ QUICK = Size((8,), layers=8, steady_s=1.0, lease_s=15.0)
 
 @dataclass(frozen=True)
 class Found:
-    """With so many agents."""
+    """Results for one number of agents."""
 
     agents: int
     start_s: float
@@ -87,11 +87,11 @@ class Found:
     agents_late_s: float
     """How late heartbeats were sent at most: the agents' own cores."""
     wrongly_lost: int
-    """Agents that live and were told that they are lost."""
+    """Live agents that the coordinator declared lost."""
 
 
 def heartbeat_s(agents: int, lease_s: float) -> float:
-    """Twice a second; in the largest jobs less often."""
+    """Heartbeat interval: 0.5 s, longer in the largest jobs."""
     return budget(lease_s, nodes=agents).heartbeat_s
 
 
@@ -100,7 +100,7 @@ class AgentCrowd:
 
     def __init__(self, address: str, agents: int, size: Size, cores: Sequence[int]) -> None:
         self.fenced: list[float] = []
-        """Of each agent that lives and was told that it is lost: how long ago its last word was."""
+        """Seconds since the last message of each live agent that was declared lost."""
         self._said: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._parts: list[tuple[range, subprocess.Popen[bytes]]] = []
         share = -(-agents // len(cores))
@@ -119,7 +119,10 @@ class AgentCrowd:
             words += ["--heartbeat", heartbeat_s(agents, size.lease_s)]
             words += ["--microbatches", 1024 if agents >= 100 else 32]
             process = start(
-                "benchmarks.agents", [str(word) for word in words], core, stdin=subprocess.PIPE
+                "benchmarks.control_plane.agents",
+                [str(word) for word in words],
+                core,
+                stdin=subprocess.PIPE,
             )
             self._parts.append((range(first, first + count), process))
             threading.Thread(target=self._listen, args=(process,), daemon=True).start()
@@ -134,7 +137,7 @@ class AgentCrowd:
                 self._said.put(told)
 
     def running(self, epoch: int) -> dict[str, Any]:
-        """Wait until all agents run in `epoch` or later: when they were told, together."""
+        """Wait until all agents run in `epoch` or later; return the latest of their times."""
         found: list[dict[str, Any]] = []
         end = time.monotonic() + DEADLINE_S
         while len(found) < len(self._parts):
@@ -150,7 +153,7 @@ class AgentCrowd:
         return {key: max(told[key] for told in found) for key in found[0]}
 
     def order(self, word: str, node: int) -> float:
-        """Tell an agent; return when."""
+        """Send a command to an agent; return the time."""
         (process,) = [process for numbers, process in self._parts if node in numbers]
         assert process.stdin is not None
         at = time.time()
@@ -161,7 +164,7 @@ class AgentCrowd:
     def all_there(self) -> None:
         """Raise RuntimeError if live agents were lost: then another plan change is under way."""
         if self.fenced:
-            words = f"{len(self.fenced)} agents that live were told that they are lost"
+            words = f"{len(self.fenced)} live agents were declared lost"
             raise RuntimeError(f"{words}, the latest {self.fenced[-1]:g} s after its last word")
 
     def close(self) -> None:
@@ -171,7 +174,7 @@ class AgentCrowd:
 
 
 def start(module: str, words: Sequence[str], core: int, **options: Any) -> subprocess.Popen[bytes]:
-    """A process on one core."""
+    """Start a process on one core."""
     command = [sys.executable, "-m", module, *words]
     pin = (
         f"import os, sys; os.sched_setaffinity(0, [{core}]); os.execv(sys.executable, sys.argv[1:])"
@@ -186,7 +189,7 @@ def start(module: str, words: Sequence[str], core: int, **options: Any) -> subpr
 def serving(
     run_dir: Path, agents: int, lease_s: float, core: int
 ) -> Iterator[tuple[str, psutil.Process]]:
-    """The coordinator of a job of so many nodes: its address and process."""
+    """Run the coordinator of a job of `agents` nodes; yield its address and process."""
     run_dir.mkdir()
     JobConfig(
         job_id="benchmark", run_dir=str(run_dir), memory_dir=str(run_dir / "memory"),
@@ -207,7 +210,7 @@ def serving(
 
 
 def until(found: Callable[[], T], what: str) -> T:
-    """What `found` returns once that is anything. Raises RuntimeError after the deadline."""
+    """Call `found` until it returns a true value; return that. Raises RuntimeError on timeout."""
     end = time.monotonic() + DEADLINE_S
     while not (value := found()):
         if time.monotonic() > end:
@@ -217,7 +220,7 @@ def until(found: Callable[[], T], what: str) -> T:
 
 
 def delays(run_dir: Path) -> tuple[float, float]:
-    """(seconds, looks): how late the coordinator looked at the time so far."""
+    """Return (seconds of delay, number of calls) of the coordinator's timer so far."""
     (target,) = json.loads((run_dir / "metrics" / "coordinator.json").read_text())
     with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=60) as answer:
         lines = dict(
@@ -231,7 +234,7 @@ def delays(run_dir: Path) -> tuple[float, float]:
 
 
 def at(run_dir: Path, kind: str, epoch: int) -> float:
-    """When the newest entry of that kind and epoch was written."""
+    """Return the time of the newest entry of this kind and epoch."""
     found = [
         e
         for e in read_events(run_dir / "events.jsonl")
@@ -241,7 +244,7 @@ def at(run_dir: Path, kind: str, epoch: int) -> float:
 
 
 def measure(agents: int, size: Size, folder: Path) -> Found:
-    """All figures for so many agents."""
+    """Return all figures for one number of agents."""
     cores = sorted(os.sched_getaffinity(0))
     run_dir = folder / f"run-{agents}"
     with serving(run_dir, agents, size.lease_s, cores[0]) as (address, process):
@@ -289,7 +292,7 @@ def measure(agents: int, size: Size, folder: Path) -> Found:
 
 
 def rows(found: Sequence[Found], lease_s: float) -> list[Row]:
-    """Targets are those of the largest."""
+    """Return the result rows. The targets apply to the largest number of agents."""
     most = max(found, key=lambda one: one.agents)
     made: list[Row] = []
     for one in found:
@@ -344,7 +347,7 @@ def rows(found: Sequence[Found], lease_s: float) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.coordinator")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane.coordinator")
     parser.add_argument(
         "--agents", default=",".join(map(str, AGENTS)), help="numbers, comma-separated"
     )

@@ -1,6 +1,6 @@
 """Compare the backup schemes that `--backup auto` chooses with every other pair.
 
-    python -m benchmarks.backup_choice [--steps 6] [--cells 100Mbit/1/short ...] [--quick]
+    python -m benchmarks.planning.backup_choice [--steps 6] [--cells 100Mbit/1/short ...] [--quick]
 
 Four nodes run one or two pipelines on links of 100 Mbit/s to 100 Gbit/s (`--link`). A micro-batch
 takes 15 ms or 150 ms per stage: workers wait these times instead of computing (`--emulate`), but
@@ -58,7 +58,7 @@ class Cell:
         return f"{self.link}/{self.pipelines}/{self.length}"
 
     def profile(self) -> Profile:
-        """What the planner knows: the emulated times, and the link as it is shaped."""
+        """Return the planner's input: the emulated times and the shaped link."""
         return equal_layers(
             LAYERS, PARAMETERS, STAGE_S[self.length] / (LAYERS // NODES), LINKS[self.link]
         )
@@ -67,7 +67,7 @@ class Cell:
         return Weighing(profile=self.profile(), hazard_per_s=HAZARD_PER_S)
 
     def plan(self) -> Plan:
-        """What `auto` makes of it."""
+        """Return the plan that `auto` chooses."""
         profile = self.profile()
         request = PlanRequest(
             spec=JobSpec(profile.layers, MICROBATCHES, 1),
@@ -113,7 +113,7 @@ class Outcome:
 
     @property
     def expected_s(self) -> float:
-        """Measured step, and losses as the model counts them."""
+        """Return the measured step time plus the expected time of losses according to the model."""
         e, hazard = self.estimate, HAZARD_PER_S * NODES
         return self.step_s * (
             1 + hazard * (Weighing(profile=CELLS[0].profile()).pause_s + e.lost_s)
@@ -146,7 +146,7 @@ def compare(cell: Cell, steps: int, folder: Path, bar: tqdm[Any]) -> tuple[float
 
 
 def merged(lines: Sequence[str], rows: Sequence[Row]) -> tuple[list[str], list[Row]]:
-    """With those of the cells that were not measured again."""
+    """Return the new rows together with earlier rows of cells that were not measured again."""
     again = {row.metric for row in rows}
     old = [
         row
@@ -163,7 +163,7 @@ def merged(lines: Sequence[str], rows: Sequence[Row]) -> tuple[list[str], list[R
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.backup_choice")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.backup_choice")
     parser.add_argument(
         "--steps", type=int, default=6, help="of each run, besides two that warm up"
     )

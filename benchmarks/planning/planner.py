@@ -1,11 +1,11 @@
 """Planner benchmark: speed, distance from the best plan, and comparison with rival planners.
 
-    python -m benchmarks.planner [--quick] [--repeats 5] [--clusters 100] [--nodes 64] [--jobs N]
-                                 [--only-clusters]
+    python -m benchmarks.planning.planner [--quick] [--repeats 5] [--clusters 100] [--nodes 64]
+                                          [--jobs N] [--only-clusters]
 
 - Speed: median seconds of `make_plan` in a warm process.
-- Quality: step time over a proven lower bound (`benchmarks.planner_bound`) on random clusters of
-  two or three device types.
+- Quality: step time over a proven lower bound (`benchmarks.planning.planner_bound`) on random
+  clusters of two or three device types.
 - Rivals: models of Oobleck's and Varuna's planners (`elastic_sim.steps.rival_planners`) for 2 to 64
   nodes on five models. The same cost model prices every plan. The table is written to
   benchmarks/results/planner-rivals.csv.
@@ -32,7 +32,7 @@ import numpy as np
 from elastic_sim.steps.rival_planners import EqualNodes, plan_oobleck, plan_varuna
 from tqdm import tqdm
 
-from benchmarks.planner_bound import lower_bound
+from benchmarks.planning.planner_bound import lower_bound
 from benchmarks.results import DIRECTORY, Row, load, save
 from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import JobSpec, NodeInfo, Plan

@@ -1,6 +1,6 @@
 """Speed of the simulator, and its growth with nodes and events.
 
-    python -m benchmarks.simulator [--quick]
+    python -m benchmarks.simulation.simulator [--quick]
 
 Two cases are measured: 11 hours of 32 nodes with every policy (losses as on AWS p3: 0.6 per
 node-hour), and a month of 1,000 nodes with our policy (traces/month-1000.csv: 7 losses per 1,000
@@ -31,7 +31,7 @@ from elastic.planning.search.search import clear_caches
 
 HOURS, NODES = 11, 32
 DAY_S = 86400.0
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EVERY = tuple(name for name in policy_classes() if not name.startswith("ours:"))
 
 
@@ -99,7 +99,7 @@ def growth(sizes: tuple[int, ...], hours: float) -> list[Row]:
 
 
 def an_event(scenario: Scenario, nodes: int) -> Row:
-    """Milliseconds of processor time an event, ours, all plans new."""
+    """Return milliseconds of processor time per event with our policy, without cached plans."""
     clear_caches()
     world, trace = scenario.world(), scenario.trace_of(0)
     took = timed(partial(run_one, world, trace, "ours", 0))
@@ -128,7 +128,7 @@ def imports(times: int) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation.simulator")
     parser.add_argument("--quick", action="store_true", help="an hour, a day; writes nothing")
     args = parser.parse_args()
     rows = [

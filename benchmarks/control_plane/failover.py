@@ -1,6 +1,6 @@
 """Time that a job is without a leader.
 
-    python -m benchmarks.failover [--rounds N]
+    python -m benchmarks.control_plane.failover [--rounds N]
 
 A small training run has three coordinators on a real etcd. Again and again the leader is killed
 (SIGKILL), or paused (SIGSTOP) and continued once another one leads. Two times are measured: until
@@ -76,7 +76,7 @@ class Run:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def first(self, after: float, *kinds: str) -> dict[str, Any]:
-        """The first event of these kinds after a time; waits for it."""
+        """Wait for the first event of these kinds after a time, and return it."""
         end = time.monotonic() + WAIT_S
         while time.monotonic() < end and self.process.poll() is None:
             for event in self.events():
@@ -87,7 +87,7 @@ class Run:
 
 
 def takeover(run: Run, number: signal.Signals) -> tuple[float, float]:
-    """Seconds from the signal to the successor's taking over, and to the first step it was told."""
+    """Return seconds from the signal until a successor leads, and until its first step."""
     pid = json.loads((run._dir / "coordinator.json").read_text())["pid"]
     begun = time.time()
     os.kill(pid, number)

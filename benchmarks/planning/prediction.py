@@ -1,6 +1,6 @@
 """The cost model against the real engine: 12 plans, predicted and run.
 
-    python -m benchmarks.prediction [--steps 10] [--keep DIR]
+    python -m benchmarks.planning.prediction [--steps 10] [--keep DIR]
 
 Every plan runs as `elastic run --emulate`: one process per worker, real messages, gradient sums,
 backups, reduction and commit. Workers wait the times of a profile instead of computing, so that two
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.fixed_plan import FILE
+from benchmarks.planning.fixed_plan import FILE
 from benchmarks.results import Row, save
 from elastic.domain.types import LayerSpec, NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.cost.predict import predict
@@ -69,7 +69,7 @@ PAIR: Shape = ("1f1b", "aa", (((6, 6), 8),))
 
 @dataclass(frozen=True)
 class Engine:
-    """What the engine costs on this machine, seconds."""
+    """Costs of the engine on this machine, in seconds."""
 
     layer_s: float = 0.0
     """A layer's, for each micro-batch."""
@@ -99,7 +99,7 @@ def profile(engine: Engine) -> Profile:
 
 
 def plan_of(shape: Shape) -> Plan:
-    """The plan that a shape stands for; nodes in order, one worker each."""
+    """Return the plan of a shape; nodes in order, one worker each."""
     schedule, _, parts = shape
     pipelines, node, given = [], 0, 0
     for sizes, microbatches in parts:
@@ -130,7 +130,14 @@ def measure(shape: Shape, steps: int, run_dir: Path) -> float:
         "-m", "benchmarks.waiting", "--num-microbatches", str(plan.n_microbatches), "--steps",
         str(steps + SKIP),
     ]  # fmt: skip
-    command = [sys.executable, "-m", "benchmarks.prediction", "--run", format_plan(plan), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.planning.prediction",
+        "--run",
+        format_plan(plan),
+        *words,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
@@ -143,7 +150,7 @@ def measure(shape: Shape, steps: int, run_dir: Path) -> float:
 
 
 def run(plan: str, words: list[str]) -> int:
-    """`elastic run` with a coordinator that takes this plan."""
+    """Run `elastic run` with a coordinator that uses this plan."""
     from elastic.command_line import read_flags
     from elastic.launcher.commands.run import run as elastic_run
     from elastic.launcher.flags.request import request
@@ -153,7 +160,7 @@ def run(plan: str, words: list[str]) -> int:
     folder = Path(wanted.config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text(plan)
-    return launch(replace(wanted, services=("benchmarks.fixed_plan", wanted.services[1])))
+    return launch(replace(wanted, services=("benchmarks.planning.fixed_plan", wanted.services[1])))
 
 
 def predicted(shape: Shape, given: Profile) -> float:
@@ -161,7 +168,7 @@ def predicted(shape: Shape, given: Profile) -> float:
 
 
 def calibrated(steps: int, folder: Path) -> Engine:
-    """Costs of the engine here: one node with few and many micro-batches, and two nodes."""
+    """Measure the costs of the engine: one node with few and many micro-batches, and two nodes."""
     few, many, pair = (
         measure(s, steps, folder / n) for s, n in ((FEW, "few"), (MANY, "many"), (PAIR, "pair"))
     )
@@ -184,7 +191,7 @@ def calibrated(steps: int, folder: Path) -> Engine:
 
 
 def named(shape: Shape) -> str:
-    """As in: 1f1b 4-4-4 x8 on aaa."""
+    """Return a name such as `1f1b 4-4-4 x8 on aaa`."""
     schedule, devices, parts = shape
     text = ", ".join(
         f"{'-'.join(map(str, sizes))} x{microbatches}" for sizes, microbatches in parts

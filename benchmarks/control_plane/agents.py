@@ -1,7 +1,7 @@
 r"""Many simulated agents in one process, without workers.
 
-    python -m benchmarks.agents --address HOST:PORT --first 0 --count 500 --layers 96 \
-        --microbatches 1024
+    python -m benchmarks.control_plane.agents --address HOST:PORT --first 0 --count 500 \
+        --layers 96 --microbatches 1024
 
 The gRPC streams, the messages and the node logic (`elastic.core.node.node`) are the real ones. Each
 agent has its own connection, sends its heartbeats on time and carries out each instruction at once:
@@ -64,7 +64,7 @@ def _decoded(kind: str, body: bytes, common: bytes) -> Any:
 
 
 class Places:
-    """What lies where under a plan; made once for all agents of the process."""
+    """Locations of the copies under a plan; computed once for all agents of the process."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.nodes = plan, frozenset(plan.nodes())
@@ -78,7 +78,7 @@ class Places:
 
 
 class Agent:
-    """One of them."""
+    """A simulated agent."""
 
     def __init__(self, crowd: SimulatedAgents, name: str) -> None:
         self.crowd, self.name, self.term, self.muted = crowd, name, 0, False
@@ -199,10 +199,10 @@ class SimulatedAgents:
         self.agents: dict[str, Agent] = {}
         self._places: Places | None = None
         self.turn = asyncio.Lock()
-        """What agents are told they do one after another, and heartbeats in between: on a machine
-        of its own nobody's heartbeat would wait until a thousand others have reported."""
+        """Orders are carried out one after another, with heartbeats in between: on its own machine
+        an agent's heartbeat would not wait for the reports of a thousand others."""
         self.late_s = 0.0
-        """How late a heartbeat was at most: this process, too, has but one core."""
+        """Longest delay of a heartbeat. This process has one core only."""
         self._epoch, self._halts, self._installs = 0, (0.0, 0.0), set[str]()
 
     def places(self, plan: Plan) -> Places:
@@ -211,7 +211,7 @@ class SimulatedAgents:
         return self._places
 
     def halted(self, epoch: int) -> None:
-        """An agent's workers were told to halt."""
+        """Handle an order to halt the workers of an agent."""
         if epoch > self._epoch:
             self._epoch, self._halts, self._installs = epoch, (time.time(), 0.0), set()
         self._halts = (self._halts[0], time.time())
@@ -237,7 +237,7 @@ class SimulatedAgents:
             self.late_s = 0.0
 
     def fenced(self, name: str, why: str, since_s: float) -> None:
-        """An agent that lives was told that it is lost, so long after its last word."""
+        """Report a live agent that was declared lost, and the time since its last message."""
         if self.agents.pop(name, None) is not None:
             print(
                 json.dumps({"fenced": name, "why": why, "since_s": round(since_s, 3)}), flush=True
@@ -247,10 +247,10 @@ class SimulatedAgents:
         print(json.dumps({"failed": text}), flush=True)
 
     def obey(self, line: str) -> None:
-        """`close NODE` or `mute NODE`."""
+        """Carry out `close NODE` or `mute NODE`."""
         word, name = line.split()
         agent = self.agents.pop(name, None)
-        if agent is None:  # it was told that it is lost
+        if agent is None:  # it was declared lost
             self.failed(f"{name} is gone already")
         elif word == "mute":
             agent.muted = True

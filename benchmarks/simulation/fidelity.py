@@ -1,6 +1,6 @@
 """Compare the simulator's micro-batch level with the real engine: throughput and recovery phases.
 
-    python -m benchmarks.fidelity [--quick] [--repeat 3] [--keep DIR]
+    python -m benchmarks.simulation.fidelity [--quick] [--repeat 3] [--keep DIR]
 
 All runs are `elastic run --emulate` on local nodes: one process per worker, real messages, copies,
 planner and recoveries. Workers wait the times of a profile instead of computing, so that two cores
@@ -28,7 +28,7 @@ from pathlib import Path
 from elastic_sim.microbatches.validate import (
     ComparedFigure,
     ValidationReport,
-    calibrate_runs,
+    calibrate,
     format_report,
     validate,
 )
@@ -121,7 +121,7 @@ SHIFT = 5
 
 
 def real(case: FidelityCase, faults: tuple[str, ...], folder: Path) -> Path:
-    """Make one run, unless it is there; its run directory. Raises RuntimeError if it fails."""
+    """Make one run unless it exists; return its directory. Raises RuntimeError if it fails."""
     profile = equal_layers(
         case.layers, case.parameters, case.layer_s, BYTES_PER_S, COPY_BYTES_PER_S
     )
@@ -163,12 +163,12 @@ def shifted(case: FidelityCase, faults: tuple[str, ...], number: int) -> tuple[s
 def compared(
     case: FidelityCase, repeat: int, folder: Path
 ) -> tuple[ValidationReport, list[ValidationReport]]:
-    """What all runs say together, and each by itself."""
+    """Return the report of all compared runs together, and the report of each run."""
     known = [
         real(case, shifted(case, case.calibration, n), folder / str(n) / "calibration")
         for n in range(repeat)
     ]
-    physics = calibrate_runs(known, folder / "physics.json")
+    physics = calibrate(known)
     others = [
         real(case, shifted(case, case.validation, n), folder / str(n) / "validation")
         for n in range(repeat)
@@ -179,7 +179,7 @@ def compared(
 
 
 def error(figure: ComparedFigure) -> float:
-    """Percent."""
+    """Return the relative error in percent."""
     return abs(figure.ratio - 1) * 100
 
 

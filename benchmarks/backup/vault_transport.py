@@ -1,6 +1,6 @@
 """One vault that sends copies to another, against a plain socket.
 
-    python -m benchmarks.vault_transport [--quick]
+    python -m benchmarks.backup.vault_transport [--quick]
 
 Both send to a second process over loopback with the same socket options. The vault side is the real
 code: `VaultClient`, `VaultServer`, checksums, slots in shared memory, one acknowledgement per copy.
@@ -26,8 +26,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
+from benchmarks.backup.vault import MIB, describe, memory_directory, timed
 from benchmarks.results import Row, save
-from benchmarks.vault import MIB, describe, memory_directory, timed
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.domain.types import Copy
@@ -54,7 +54,7 @@ QUICK = TransportSetting(sizes=(MIB // 4, MIB), turns=2, turn_bytes=MIB)
 
 
 def serve(directory: str, largest: int, pipe: Connection) -> None:
-    """The other node: a vault with its server, and a plain socket."""
+    """Run the other node: a vault with its server, and a plain socket."""
     server = VaultServer(Vault("b", Path(directory))).start()
     plain = socket.create_server(("127.0.0.1", 0))
     pipe.send((server.address, plain.getsockname()[1]))
@@ -88,7 +88,7 @@ def measure(
     setting: TransportSetting,
     bundle: int = 1,
 ) -> list[Row]:
-    """Rows for copies of the size of `data`, `bundle` of them together."""
+    """Return rows for copies of the size of `data`, sent in bundles of `bundle`."""
     times = max(bundle, setting.turn_bytes // data.nbytes // bundle * bundle)
     first = describe(data, 1)
     pairs: list[tuple[float, float]] = []
@@ -117,14 +117,14 @@ def measure(
 
 
 def _next(copy: Copy, sequence: int, layer: int = 0) -> Copy:
-    """The same bytes as a newer copy: the older ones give way, and their slots are used again."""
+    """Return a newer copy with the same bytes. It replaces older ones, whose slots are reused."""
     return replace(copy, sequence=sequence, step=sequence, layer=layer)
 
 
 def fetches(
     client: VaultClient, address: str, data: memoryview, setting: TransportSetting
 ) -> list[Row]:
-    """A state read by a worker on the node of the vault that has it, and by one on another node."""
+    """Compare reading a state from the vault of the same node and of another node."""
     kept = replace(describe(data, 1, "b"), layer=99)
     client.put([(kept, data)])
     here, there = (Fetcher(node, {"b": address}) for node in ("b", "a"))

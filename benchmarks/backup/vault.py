@@ -1,4 +1,4 @@
-"""Cost of backups, and speed at which vaults move bytes: `python -m benchmarks.vault`.
+"""Cost of backups, and speed at which vaults move bytes: `python -m benchmarks.backup.vault`.
 
 Pairs of (our vault, bare socket) are measured in turns in one run. The ratio is the median of the
 pairs. The peer is a separate process.
@@ -46,7 +46,7 @@ def describe(data: memoryview, sequence: int, node: str = "") -> Copy:
 
 
 def serve(directory: str, pipe: Connection) -> None:
-    """The other node: a vault server, and a bare socket that reads all and answers one byte."""
+    """Run the other node: a vault server, and a bare socket that answers with one byte."""
     vault = Vault("b", Path(directory) / "b")
     server = VaultServer(vault).start()
     plain = socket.create_server(("127.0.0.1", 0))
@@ -71,7 +71,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def transfers(directory: Path) -> list[Row]:
-    """put and get over loopback against a bare socket copy of the same bytes."""
+    """Compare put and get over loopback with a bare socket that copies the same bytes."""
     context = multiprocessing.get_context("spawn")
     pipe, there = context.Pipe()
     process = context.Process(target=serve, args=(str(directory), there), daemon=True)
@@ -136,7 +136,7 @@ class Loop:
 
 
 def local(directory: Path) -> list[Row]:
-    """What publishing costs the worker's main thread, and reading back through shared memory."""
+    """Measure publishing in the worker's main thread, and reading back through shared memory."""
     loop = Loop()
     loop.publisher = Publisher(loop.send, directory / "slots", "a")
     lump, abandon = Lump(), AbandonSignal()

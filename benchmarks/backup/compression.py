@@ -1,6 +1,6 @@
 """Ratio and speed of lossless compression of copies.
 
-    python -m benchmarks.compression [--quick]
+    python -m benchmarks.backup.compression [--quick]
 
 The benchmark trains the example GPT for some steps, without agents, and compresses the very bytes
 that its vaults would send. It uses one core and 1 MiB at a time, as on the wire. `zstandard` and
@@ -58,7 +58,7 @@ class Codec:
 
 
 def train(setting: CompressionSetting, accumulate: Accumulate, dtype: str) -> dict[str, Bytes]:
-    """A middle layer's gradient and state at the end of the last two steps: copies by name."""
+    """Return copies by name: gradient and state of a middle layer after the last two steps."""
     config = GPTConfig(
         layers=2, hidden=setting.hidden, heads=4, seq_len=128, micro_batch_size=4, dtype=dtype
     )
@@ -106,7 +106,7 @@ def written(nbytes: int, write: Callable[[torch.Tensor], None]) -> Bytes:
 
 
 def shuffled(piece: memoryview) -> bytes:
-    """Bytes of equal rank of 8 next to each other, by numpy; what is over stays at the end."""
+    """Group the bytes of 8-byte words by their position; a remainder stays at the end."""
     whole = len(piece) // 8 * 8
     return np.frombuffer(piece[:whole], np.uint8).reshape(-1, 8).T.tobytes() + bytes(piece[whole:])
 
@@ -144,7 +144,7 @@ def codecs() -> Iterator[Codec]:
 
 
 def measure(name: str, data: Bytes, codec: Codec, turns: int) -> tuple[list[Row], float, float]:
-    """Rows of one codec on one copy, the remaining fraction, and bytes packed per CPU second."""
+    """Return rows of one codec on one copy, its compression ratio, and bytes per CPU second."""
     view = memoryview(data)  # type: ignore[arg-type]
     packing: list[float] = []
     unpacking: list[float] = []

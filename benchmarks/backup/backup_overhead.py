@@ -1,6 +1,6 @@
 """Cost of backups without failures: step time with each pair of schemes over step time without.
 
-    python -m benchmarks.backup_overhead [--pairs 30] [--tokens 512]
+    python -m benchmarks.backup.backup_overhead [--pairs 30] [--tokens 512]
 
 Four nodes run one pipeline, then two. One job trains throughout; its backup is switched on and off
 in blocks of steps, so that both sides share the processes, the memory and the other load of the
@@ -53,7 +53,7 @@ PAIRS = {
 
 
 def switched_on(step: int) -> bool:
-    """On in every second block, and one block longer at the start, to warm up."""
+    """Whether the backup is on at a step: in every second block. The first one is longer."""
     return step < BLOCK or (step // BLOCK) % 2 == 0
 
 
@@ -177,9 +177,9 @@ def run(
 def measure(
     backup: str, pipelines: int, pairs: int, sizes: argparse.Namespace, flags: Sequence[str] = ()
 ) -> Measured:
-    """Run one job, with these flags of `elastic run` besides, and compare its blocks."""
+    """Run one job with additional flags of `elastic run`, and compare its blocks."""
     script = [
-        "-m", "benchmarks.backup_overhead", "--worker", "--pairs", str(pairs), "--layers",
+        "-m", "benchmarks.backup.backup_overhead", "--worker", "--pairs", str(pairs), "--layers",
         str(sizes.layers),
         "--hidden", str(sizes.hidden), "--tokens", str(sizes.tokens[0]), "--heads",
         str(sizes.heads),
@@ -210,7 +210,7 @@ def halves(values: Sequence[float]) -> tuple[list[float], list[float]]:
 def train_alone(
     backup: str, pipelines: int, steps: int, sizes: argparse.Namespace
 ) -> dict[str, Any]:
-    """The example as it is; its summary."""
+    """Run the unchanged example; return its summary."""
     with tempfile.TemporaryDirectory() as scratch:
         return run(
             backup, pipelines, ["-m", "examples.train_gpt", *script_flags(steps, sizes)], scratch
@@ -237,7 +237,7 @@ def rows_of(name: str, where: str, found: Measured, target: float | None) -> lis
 
 
 def add_sizes(parser: argparse.ArgumentParser, **defaults: int | str) -> None:
-    """Flags of the model that is trained."""
+    """Add flags for the size of the trained model."""
     for name in ("layers", "hidden", "heads", "sequence"):
         parser.add_argument(f"--{name}", type=int, default=defaults[name])
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default=defaults["dtype"])
@@ -247,7 +247,7 @@ def add_sizes(parser: argparse.ArgumentParser, **defaults: int | str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.backup_overhead")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.backup.backup_overhead")
     parser.add_argument("--pairs", type=int, default=30, help="of blocks, for auto")
     parser.add_argument(
         "--others",
@@ -289,7 +289,7 @@ def main() -> int:
 
 
 def reduced(args: argparse.Namespace) -> Row:
-    """`reduce` over `recompute`, jobs in turn."""
+    """Compare `reduce` with `recompute`, in jobs that take turns."""
     ratios = []
     for _ in range(3):
         seconds = [

@@ -1,17 +1,18 @@
 """Compare this runtime with models of its rivals under one physics.
 
-    python -m benchmarks.headline [--data DIR] [--keep DIR] [--seeds 5] [--quick]
+    python -m benchmarks.simulation.headline [--data DIR] [--keep DIR] [--seeds 5] [--quick]
 
 Each type of node has two sweeps (`elastic-sim sweep`). The first replays the recorded spot traces
-of AWS p3 and g4dn unscaled, with the losses spread over the minute of their record. The second has
-30 nodes for 12 hours with a loss every 10 min, 30 min, 1 h, 3 h and 6 h; a lost node is replaced
-within 20 minutes. Oobleck's five models run on A40s as in its artifact, Llama-3 on current nodes
-that have room for it. Only ours also runs on p3 with AWS's two-minute notice of each loss, which
-most rivals' models do not use.
+of AWS p3 and g4dn. They are not scaled, and losses are spread over the minute of their record. The
+second has 30 nodes for 12 hours with a loss every 10 min, 30 min, 1 h, 3 h and 6 h on average; a
+lost node is replaced after 20 minutes on average. Oobleck's five models run on A40 nodes as in its
+artifact; Llama-3 runs on current nodes with enough memory. A third sweep of p3 runs only our
+policy, with AWS's notice of two minutes before each loss. Most models of rivals do not use notices.
 
-docs/simulator/headline.md gets ours and the best rival of each scenario, compared seed by seed.
-benchmarks/results/headline-policies.csv gets all policies. Goodput is a share of the samples of the
-feasible oracle. `--quick` runs one model briefly, without recorded traces, and writes nothing.
+The benchmark writes two files. The tables in docs/simulator/headline.md compare our policy with the
+best rival of each scenario, seed by seed. benchmarks/results/headline-policies.csv has all
+policies. Goodput is the share of the samples of a feasible oracle. `--quick` runs one model
+briefly, without recorded traces, and writes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from elastic_sim.steps.policies import ORACLES, RIVALS
 
 from benchmarks.results import Row, save
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/simulator/headline.md"
 CSV = ROOT / "benchmarks/results/headline-policies.csv"
 """Goodput of every policy in every scenario."""
@@ -48,20 +49,20 @@ NAMES = tuple(kind.about.name for kind in RIVALS)
 EVERY = ("ours", *NAMES, *(kind.about.name for kind in ORACLES))
 WANTED_P3 = 0.95
 NOTICE = "120s"
-"""What AWS tells before it takes a spot node back."""
+"""AWS announces the loss of a spot node this long before."""
 OURS_ALONE = ("ours",)
 
 
 @dataclass(frozen=True)
-class Place:
-    """One scenario: goodputs by policy, and ours against the best rival."""
+class ScenarioResult:
+    """Results of one scenario: goodput of each policy, and ours compared with the best rival."""
 
     trace: str
     model: str
     goodput: dict[str, Mean]
     best: str
     ahead: Mean
-    """Our samples over the best rival's, seed by seed."""
+    """Ratio of our samples to those of the best rival, seed by seed."""
 
     @property
     def verdict(self) -> str:
@@ -70,7 +71,7 @@ class Place:
 
 
 def sweep(out: Path, *words: str, policies: Sequence[str] = EVERY) -> dict[str, Any]:
-    """Run it, or go on with it; its sweep.json. The oracle is always there."""
+    """Run or continue a sweep in the folder `out`. Return its sweep.json, which has the oracle."""
     subprocess.run(
         [
             sys.executable,
@@ -90,7 +91,7 @@ def sweep(out: Path, *words: str, policies: Sequence[str] = EVERY) -> dict[str, 
     return found
 
 
-def places(found: dict[str, Any]) -> list[Place]:
+def places(found: dict[str, Any]) -> list[ScenarioResult]:
     samples: dict[tuple[str, str, int], int] = {}
     for cell in found["cells"]:
         definition = cell["cell"]
@@ -112,12 +113,12 @@ def places(found: dict[str, Any]) -> list[Place]:
         ahead = (
             mean_of([a / b for a, b in pairs]) if all(b for _, b in pairs) else Mean(float("inf"))
         )
-        rows.append(Place(told["trace"], told["model"], goodput, best, ahead))
+        rows.append(ScenarioResult(told["trace"], told["model"], goodput, best, ahead))
     return rows
 
 
-def table(rows: Sequence[Place]) -> str:
-    """Markdown, one row per scenario: goodput of ours and of the best rival (percent), ratio."""
+def table(rows: Sequence[ScenarioResult]) -> str:
+    """Return a Markdown table: goodput of ours and of the best rival in percent; their ratio."""
     lines = [
         "| model | trace | ours | best rival | ours / rival |",
         "| --- | --- | --- | --- | --- |",
@@ -129,8 +130,8 @@ def table(rows: Sequence[Place]) -> str:
     return "\n".join(lines)
 
 
-def all_goodputs(rows: Sequence[Place]) -> str:
-    """CSV, one row per scenario and policy: goodput (fraction), half of its 95 % interval."""
+def all_goodputs(rows: Sequence[ScenarioResult]) -> str:
+    """Return CSV: goodput of each scenario and policy as a fraction, half of its 95 % interval."""
     lines = ["model,trace,policy,goodput,margin"]
     for row in rows:
         for name in ("ours", *NAMES):
@@ -140,21 +141,21 @@ def all_goodputs(rows: Sequence[Place]) -> str:
 
 
 def _cell(mean: Mean) -> str:
-    """In percent, with half of the 95 % interval unless it rounds to 0."""
+    """Format a mean in percent, with half of its 95 % interval unless that rounds to 0."""
     margin = f" ± {100 * mean.margin:.1f}" if mean.margin >= 0.0005 else ""
     return f"{100 * mean.value:.1f}{margin}"
 
 
 def noticed(found: dict[str, Any]) -> dict[str, Mean]:
-    """Our goodput by model, of a sweep with notices."""
+    """Return our goodput by model from a sweep with notices."""
     ours = {told["model"]: told["policies"]["ours"] for told in found["scenarios"]}
     return {
         model: Mean(one["goodput"], one["margins"]["goodput"] or 0.0) for model, one in ours.items()
     }
 
 
-def notice_table(found: Sequence[Place], told: Mapping[str, Mean]) -> str:
-    """Markdown: ours on p3 without and with notices, in percent of the oracle."""
+def notice_table(found: Sequence[ScenarioResult], told: Mapping[str, Mean]) -> str:
+    """Return a Markdown table: ours on p3 without and with notices, in percent of the oracle."""
     lines = ["| model | no notice | two minutes' notice |", "| --- | --- | --- |"]
     for one in found:
         if one.trace.startswith("p3"):
@@ -163,7 +164,7 @@ def notice_table(found: Sequence[Place], told: Mapping[str, Mean]) -> str:
     return "\n".join(lines)
 
 
-def rows_of(found: Sequence[Place], told: Mapping[str, Mean]) -> list[Row]:
+def rows_of(found: Sequence[ScenarioResult], told: Mapping[str, Mean]) -> list[Row]:
     rows = []
     for one in found:
         target = WANTED_P3 if one.trace.startswith("p3") else None
@@ -190,12 +191,12 @@ def rows_of(found: Sequence[Place], told: Mapping[str, Mean]) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.headline")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation.headline")
     parser.add_argument(
         "--data", type=Path, help="recorded traces (default: ELASTIC_DATA, or ../shared/data)"
     )
     parser.add_argument(
-        "--keep", type=Path, help="folder of the sweeps; goes on with what is there"
+        "--keep", type=Path, help="folder of the sweeps; existing ones are continued"
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--quick", action="store_true")
@@ -226,7 +227,7 @@ def main() -> int:
             "--notice",
             NOTICE,
         ]
-        found, told = list[Place](), dict[str, Mean]()
+        found, told = list[ScenarioResult](), dict[str, Mean]()
         for kind, models in MODELS.items():
             common = ("--nodes-of", kind, "--model", ",".join(models), "--seeds", str(args.seeds))
             for name, words in made.items():

@@ -1,0 +1,1 @@
+"""The coordinator: its load, its decisions, and the time without a leader."""

@@ -1,0 +1,1 @@
+"""Time of recoveries from killed nodes."""

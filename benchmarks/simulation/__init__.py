@@ -1,0 +1,1 @@
+"""The simulator: its speed, its fidelity, and the comparison with other systems."""
