@@ -342,11 +342,7 @@ class NodeAgent:
         self._notices.poll()
         if self._group is None:
             return
-        samples = tuple(
-            core.ProcessSample(rank, s.stopped, s.main_cpu_s, s.on_disk, s.descendant_cpu_s)
-            for rank, s in self._group.states().items()
-        )
-        self._apply(core.WorkersPolled(samples))
+        self._apply(core.WorkersPolled(self._group.samples()))
 
     def _heartbeat(self) -> None:
         self._metrics.heartbeat()
@@ -431,8 +427,7 @@ class NodeAgent:
         except OSError as error:
             log.error("workers cannot be started: %s", error)
             for rank in range(self._config.nproc_per_node):
-                exit = WorkerExit(rank, 0, 127, time.time())
-                self._queue.put(FromWorker(generation, rank, exit))
+                self._queue.put(FromWorker(generation, rank, WorkerExit(rank, 0, 127)))
 
     def _kill_workers(self) -> None:
         """Kill the workers. Their last messages and exits arrive through the queue as usual."""

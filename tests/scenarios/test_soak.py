@@ -81,7 +81,9 @@ def soak(folder: Path, seconds: float, a_core: int, every_s: float) -> None:
     ], halts
     assert not [e for e in during if e["kind"] == "lost"]
     for node in range(3):
-        assert not [line for line in agent_log(done, f"node{node}") if "killing the workers" in line]
+        assert not [
+            line for line in agent_log(done, f"node{node}") if "killing the workers" in line
+        ]
     acted = [e for e in done.events if e["kind"] == "health" and e["action"] != "none"]
     assert not acted, acted
     assert not [e for e in done.events if e["kind"] == "preflight" and not e["ok"]]

@@ -20,15 +20,15 @@ from elastic.agent.workers.output import Output
 from elastic.agent.workers.processes import (
     IDLE_S,
     DescendantSampler,
-    ProcessState,
     WorkerEnvironment,
     WorkerExit,
     WorkerGroup,
     descendant_cpu_s,
-    process_state,
+    process_sample,
     worker_environment,
 )
 from elastic.config import JobConfig, WorkerCommand
+from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.fault_spec import load_faults, parse_fault
 from elastic.core.protocol.messages import Launch
 from tests.disks import fill, small_disk
@@ -157,17 +157,6 @@ def test_kinds_of_commands(make_config: MakeConfig, tmp_path: Path) -> None:
         assert expected in log(config, 0)
 
 
-def test_error_file_is_reported(make_config: MakeConfig) -> None:
-    source = (
-        "import json, os, sys\n"
-        "file = open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w')\n"
-        "json.dump({'message': {'message': 'out of luck'}}, file)\n"
-        "sys.exit(3)"
-    )
-    with running(make_config(source)) as (_, exits):
-        assert exits.get(timeout=LONG_S).error == "out of luck"
-
-
 def test_a_killed_worker_is_known(make_config: MakeConfig) -> None:
     with running(make_config(SLEEP)) as (group, exits):
         os.kill(group.pids[0], signal.SIGKILL)
@@ -205,11 +194,11 @@ def test_stopped_process_is_seen_and_killed(make_config: MakeConfig) -> None:
     with running(make_config(SLEEP)) as (group, exits):
         pid = group.pids[0]
         os.kill(pid, signal.SIGSTOP)
-        assert wait_until(lambda: group.states()[0].stopped)
+        assert wait_until(lambda: group.samples()[0].stopped)
         group.kill()
         assert exits.get(timeout=LONG_S).returncode == -9
-    assert process_state(pid) is None
-    mine = process_state(os.getpid())
+    assert process_sample(0, pid) is None
+    mine = process_sample(0, os.getpid())
     assert mine is not None and not mine.stopped and not mine.on_disk and mine.cpu_s > 0
 
 
@@ -234,7 +223,7 @@ def test_what_descendants_used_is_seen_once_a_worker_looks_idle(make_config: Mak
         assert wait_until(lambda: descendant_cpu_s(pid) >= 0.2)
 
         def seen(used_s: float) -> float:
-            return families.add(pid, ProcessState(False, used_s, used_s)).descendant_cpu_s
+            return families.add(pid, ProcessSample(0, False, used_s)).family_cpu_s
 
         assert seen(1.0) == 0.0, "nothing is known yet"
         now = IDLE_S / 2
