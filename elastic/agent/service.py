@@ -18,13 +18,16 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from elastic import lifeline
-from elastic.agent.health.readiness import Readiness
-from elastic.agent.metrics import AgentCondition, AgentMetrics
+from elastic.agent.health.monitor import Monitor
+from elastic.agent.health.preflight import local_checks, network_checks, score_class
+from elastic.agent.health.preflight_gate import PreflightGate
+from elastic.agent.metrics import AgentMetrics
 from elastic.agent.notices.controller import CloudDetected, NoticeController, NoticesRead
 from elastic.agent.outbox import BackupNotes, Outbox
 from elastic.agent.vault.checkpoints import CheckpointWriter
@@ -39,7 +42,7 @@ from elastic.config import JobConfig, load_config
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, parse_fault
-from elastic.core.protocol.health_report import HealthReport, JoinRefused, Preflight
+from elastic.core.protocol.health_report import HealthReport, JoinRefused, Preflight, PreflightCheck
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import (
     EXIT_DRAINED,
@@ -111,9 +114,11 @@ class NodeAgent:
         self._generation, self._partitioned_until = 0, 0.0
         self._exit_code: int | None = None
         put = self._queue.put
-        self._readiness = Readiness(config, coordinator, info, put)
+        self._coordinator = coordinator
+        self._gate = PreflightGate(config.preflight, self._check_node, put)
+        self._monitor = Monitor(self._node, config.directories, put).start()
         self._notices = NoticeController(config, self._node, put, self._send, self._report)
-        self._metrics = AgentMetrics(new_registry())
+        self._metrics = AgentMetrics(new_registry(), str(self._directory), config.checkpoint_dir)
         self._exposition: Exposition | None = None
         self._handlers = self._event_handlers()
         self._begin_incarnation()
@@ -131,27 +136,25 @@ class NodeAgent:
     def serve_metrics(self, port: int) -> None:
         """Serve metrics from now on, at any free port if `port` is 0; do nothing if it is -1."""
         config = self._config
-        self._metrics.condition = self._condition
+        self._metrics.read = self._gauges
         directories = (config.run_dir, config.job_id, self._node, "agent", config.certs)
         self._exposition = serve(
             self._metrics.registry, MetricsAddress(config.metrics_host, port, *directories)
         )
 
-    def _condition(self) -> AgentCondition:
-        return AgentCondition(
-            vault_bytes=self._vault.nbytes,
-            allocated_bytes=self._vault.allocated_bytes,
-            limit_bytes=self._config.vault_memory_bytes,
-            memory_dir=str(self._directory),
-            checkpoint_dir=self._config.checkpoint_dir,
-            workers=self._config.nproc_per_node,
-            workers_up=len(self._group.alive()) if self._group is not None else 0,
-            connected=self._session.up,
-            pending=self._replicator.pending,
-            oldest_s=self._replicator.exposed_s,
-            link_bytes_per_s=self._replicator.link_bytes_per_s,
-            epoch=self._state.epoch,
-        )
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "vault_bytes": self._vault.nbytes,
+            "vault_allocated_bytes": self._vault.allocated_bytes,
+            "vault_limit_bytes": self._config.vault_memory_bytes,
+            "workers": self._config.nproc_per_node,
+            "workers_up": len(self._group.alive()) if self._group is not None else 0,
+            "coordinator_connected": self._session.up,
+            "backup_pending_bundles": self._replicator.pending,
+            "backup_exposure_seconds": self._replicator.exposed_s,
+            "link_bytes_per_second": self._compression.link_bytes_per_s,
+            "node_epoch": self._state.epoch,
+        }
 
     def _begin_incarnation(self) -> None:
         """Start a new life of this node name: an empty vault and no workers."""
@@ -164,20 +167,20 @@ class NodeAgent:
             on_corrupt=notes.corrupt,
         )
         pace = pace_of(self._directory, config.link)
-        compression = CompressionPolicy(config.compress)
+        self._compression = CompressionPolicy(config.compress)
         self._server = VaultServer(
             self._vault,
             self._host,
             timeout_s=limits.serve_s,
             pace=pace,
-            compressing=compression,
+            compressing=self._compression,
             received=self._metrics.received,
         ).start()
         self._checkpoints = CheckpointWriter(
             Path(config.checkpoint_dir),
             self._vault,
             self._queue.put,
-            self._readiness.checkpoint_failed,
+            partial(self._monitor.failed, "checkpoint", config.checkpoint_dir),
         )
         self._replicator = Replicator(
             self._vault,
@@ -187,14 +190,15 @@ class NodeAgent:
             prepare=self._checkpoints.offer,
             pace=pace,
             no_room=notes.no_room,
-            compressing=compression,
-            sent=self._readiness.sent,
+            compressing=self._compression,
+            sent=self._monitor.sent,
             delivered=self._metrics.sent,
         )
         self._notices.incarnation = incarnation = uuid.uuid4().hex[:12]
         info = replace(self._info, incarnation=incarnation, vault=self._server.address)
         self._state = core.NodeState(info, limits=limits)
-        self._readiness.begin(incarnation)
+        self._gate.shut()
+        self._monitor.enter(incarnation, 0)
 
     def run(self) -> int:
         """Serve until the job is over for this node; return the exit code."""
@@ -217,7 +221,6 @@ class NodeAgent:
 
     def _event_handlers(self) -> dict[type, Callable[[Any], None]]:
         """One handler per type of event; `_apply_order` handles all other types."""
-        health = dict.fromkeys((HealthReport, Preflight, JoinRefused), self._handle_health)
         backup = dict.fromkeys((m.BackupNote, m.CheckpointPart), self._send_reliably)
         return {
             _Connected: self._handle_connected,
@@ -230,7 +233,9 @@ class NodeAgent:
             RejectionNotice: lambda event: self._send(m.RefusalNote(self._node, *astuple(event))),
             m.Trim: lambda event: self._vault.trim(event.epoch, event.step),
             m.Prefetch: self._handle_prefetch,
-            **health,
+            HealthReport: self._handle_health,
+            Preflight: self._handle_preflight,
+            JoinRefused: self._handle_refusal,
             **backup,
         }
 
@@ -265,13 +270,20 @@ class NodeAgent:
         self._outbox.add(message)
         self._send(message)
 
-    def _handle_health(self, event: HealthReport | Preflight | JoinRefused) -> None:
-        self._state, report, joins = self._readiness.take(event, self._state)
-        if report is not None:
+    def _handle_health(self, report: HealthReport) -> None:
+        if report.incarnation == self._state.info.incarnation and self._gate.open:
             self._send(report)
-        if joins:
-            self._report()
-            self._notices.resend()
+
+    def _handle_preflight(self, result: Preflight) -> None:
+        self._gate.finished(result)
+        info = replace(self._state.info, standing=score_class(result.score))
+        self._state = replace(self._state, info=info)
+        self._report()
+        self._notices.resend()
+
+    def _handle_refusal(self, event: JoinRefused) -> None:
+        log.error("refused; next try in %g s: %s", event.retry_s, event.reason)
+        self._gate.refused(event.retry_s)
 
     def _handle_prefetch(self, order: m.Prefetch) -> None:
         def work() -> None:
@@ -297,7 +309,7 @@ class NodeAgent:
             case m.FaultReached():
                 self._inject(parse_fault(message.fault))
             case WorkerExit():
-                self._metrics.worker_ended()
+                self._metrics.exits.inc()
                 self._workers.remove(rank)
                 self._vault.worker_gone(message.pid, self._directory)
                 self._apply(core.WorkerExited(rank, message.returncode))
@@ -345,8 +357,8 @@ class NodeAgent:
         self._apply(core.WorkersPolled(self._group.samples()))
 
     def _heartbeat(self) -> None:
-        self._metrics.heartbeat()
-        if self._readiness.known and not self._notices.parked:
+        self._metrics.heartbeats.inc()
+        if self._gate.open and not self._notices.parked:
             self._send(core.heartbeat(self._state))
 
     def _apply(self, event: Any) -> None:
@@ -387,7 +399,7 @@ class NodeAgent:
         self._vault.enter(epoch, assignment.step)
         self._replicator.enter(epoch, assignment)
         self._checkpoints.enter(self._node, assignment.plan)
-        self._readiness.enter(self._state.info.incarnation, epoch)
+        self._monitor.enter(self._state.info.incarnation, epoch)
 
     def _send(self, message: Any) -> None:
         if not self._partitioned:
@@ -404,9 +416,12 @@ class NodeAgent:
     def _report(self) -> None:
         if self._notices.parked:
             return
-        report = self._readiness.complete(core.report(self._state))
-        if report is None:
-            return
+        report = core.report(self._state)
+        if report.phase is NodePhase.EMPTY:
+            self._gate.start()
+            if not self._gate.open:
+                return  # the result of the pre-flight causes another report
+            report = replace(report, preflight=self._gate.result)
         if report.phase not in REPORTING_NO_COPIES:
             report = replace(report, inventory=self._vault.inventory())
         self._send(report)
@@ -435,7 +450,7 @@ class NodeAgent:
             self._group.kill()
 
     def _rejoin(self) -> None:
-        self._metrics.rejoined()
+        self._metrics.rejoins.inc()
         self._generation += 1
         self._group = None
         for part in (self._replicator, self._server, self._vault):
@@ -456,6 +471,13 @@ class NodeAgent:
         self._notices.signalled()
 
     # ---- callbacks of other threads ----
+
+    def _check_node(self) -> tuple[list[PreflightCheck], float]:
+        """Make the checks of the pre-flight: (checks, score)."""
+        config, trial = self._config, self._config.preflight == "strict"
+        checks, score = local_checks(config.directories, self._info.memory_bytes, trial=trial)
+        pace = pace_of(self._directory, config.link)
+        return [*checks, *network_checks(self._coordinator, self._node, pace)], score
 
     def _launched(self) -> tuple[int, Mapping[int, int]]:
         """The running launch: its generation, and the process id per local rank."""
@@ -483,7 +505,7 @@ class NodeAgent:
         for part in (
             self._notices,
             self._session,
-            self._readiness,
+            self._monitor,
             self._checkpoints,
             self._replicator,
             self._server,

@@ -141,11 +141,6 @@ class Replicator:
             )
         return 0.0 if first is None else max(0.0, time.monotonic() - first)
 
-    @property
-    def link_bytes_per_s(self) -> float:
-        """Measured bandwidth of the link to the peer; 0: unknown."""
-        return self._compressing.link_bytes_per_s if self._compressing is not None else 0.0
-
     def _clear(self) -> None:
         self._round += 1
         self._queue.clear()
