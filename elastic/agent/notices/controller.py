@@ -6,15 +6,13 @@ Sources are read by threads of their own; everything else happens on the agent's
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from elastic.agent.notices.discovery import SourceContext, detect, sources_of
+from elastic.agent.notices.discovery import detect, sources_of
 from elastic.agent.notices.source import Source, SourceWatcher
 from elastic.config import JobConfig
 from elastic.core.node import notice_tracker as core
@@ -23,7 +21,6 @@ from elastic.core.protocol.messages import NoticeKind
 from elastic.core.protocol.notice_source import SourceKind
 
 log = logging.getLogger("elastic.agent")
-TOKEN_VARIABLE = "ELASTIC_NOTICE_TOKEN"
 SIGNAL = "signal"
 
 
@@ -59,17 +56,10 @@ class NoticeController:
         self._grace_s, self._overdue_s = config.grace_s, config.timeouts.overdue_s
         self._tracker, self.incarnation = NoticeTracker(), ""
         self._watchers: list[SourceWatcher] = []
-        context = SourceContext(
-            node=node,
-            silence_s=config.lease_s,
-            hook_dir=Path(config.run_dir) / "hooks",
-            services=dict(config.metadata_services),
-            token=os.environ.get(TOKEN_VARIABLE, ""),
-        )
         for wanted in config.notices:
-            self._watch(sources_of(wanted, context))
+            self._watch(sources_of(wanted, config, node))
             if wanted.kind is SourceKind.AUTO:
-                detect(context, lambda sources: self._put(CloudDetected(sources)))
+                detect(config, node, lambda sources: put(CloudDetected(sources)))
 
     @property
     def parked(self) -> bool:

@@ -12,9 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.agent.notices.source import Source
+from elastic.agent.notices.source import Source, make_notice
 from elastic.core.node.notice_tracker import ProviderNotice
-from elastic.core.protocol.messages import NoticeKind
 from elastic.domain.errors import FieldError
 
 log = logging.getLogger("elastic.agent.notices")
@@ -85,7 +84,6 @@ class NoticeFile(Source):
             if self._malformed != changed_ns:
                 log.warning("%s: %s; the deadline is %g s", self._path, error, DEFAULT_DEADLINE_S)
             self._malformed = changed_ns
-        age_s = max(0.0, time.time() - changed_ns / 1e9)
-        deadline = time.monotonic() + notice.deadline_s - age_s
-        identity, detail = f"{self.name}@{changed_ns}", notice.reason or str(self._path)
-        return (ProviderNotice("file", identity, NoticeKind.LEAVE, deadline, detail),)
+        left_s = notice.deadline_s - max(0.0, time.time() - changed_ns / 1e9)
+        what, detail = f"{self._path}@{changed_ns}", notice.reason or str(self._path)
+        return (make_notice("file", what, left_s, detail),)
