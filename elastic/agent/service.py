@@ -398,7 +398,7 @@ class NodeAgent:
         self._outbox.enter(install)
         self._vault.enter(epoch, assignment.step)
         self._replicator.enter(epoch, assignment)
-        self._checkpoints.enter(self._node, assignment.plan)
+        self._checkpoints.enter(assignment.plan)
         self._monitor.enter(self._state.info.incarnation, epoch)
 
     def _send(self, message: Any) -> None:

@@ -43,7 +43,7 @@ class Node:
         self.parts: queue.Queue[CheckpointPart] = queue.Queue()
         self.writer = CheckpointWriter(self.directory, self.vault, self.parts.put)
         self.writer.every, self.writer.steps = 2, 5
-        self.writer.enter(name, plan())
+        self.writer.enter(plan())
 
     def announce(self, step: int, *layers: int) -> Published:
         locals_ = []
@@ -135,7 +135,7 @@ def test_gradients_step_zero_and_steps_between_are_none_of_its_business(node: No
 
 def test_a_new_plan_says_who_writes(node: Node) -> None:
     node.announce(2, 0, 1)
-    node.writer.enter("a", plan("b", "a"))
+    node.writer.enter(plan("b", "a"))
     node.announce(4, 0, 1, 2)
     assert node.written() == [(2, ((0, 0), (1, 0))), (4, ((2, 0),))]
 
@@ -184,7 +184,7 @@ def test_after_a_change_of_plan_the_state_is_written_in_its_new_division(node: N
     node.vault.publish(local)
     node.writer.offer(Published(1, (local,), ""))
     assert node.written() == [(2, ((0, 0, 1, 2),))]
-    node.writer.enter("a", plan())
+    node.writer.enter(plan())
     node.announce(2, 0)
     assert node.written() == [(2, ((0, 0),))]
 

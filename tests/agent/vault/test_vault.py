@@ -238,11 +238,10 @@ def test_slots_of_a_dead_worker_go_with_their_copies(vault: Vault, tmp_path: Pat
     assert not Path(local.path).exists()
 
 
-def test_find_and_locate(vault: Vault) -> None:
+def test_a_located_copy_can_be_read_from_its_slot(vault: Vault) -> None:
     put(vault, make(content(1), step=3, epoch=1), content(1))
     newest = put(vault, make(content(1), step=3, epoch=2), content(1))
-    assert vault.find(STATE, 0, 0, 3) == newest == vault.copy(newest.key)
-    assert vault.find(STATE, 0, 0, 4) is None
+    assert vault.copy(newest.key) == newest
     local = vault.locate(newest.key)
     assert bytes(SlotReader(local.path).view(newest.nbytes)) == content(1)
 
