@@ -1,8 +1,8 @@
 """The agent process: supervises a node's workers, owns its vault and talks to the coordinator.
 
 The rules of a node are in `elastic.core.node.node.transition`; this module carries out the actions
-that it returns. One thread owns the node's state and takes events from a queue: orders of the
-coordinator, messages and exits of workers, and a periodic poll.
+that it returns. One thread owns the node's state and makes the calls in a queue: other threads put
+handlers of the coordinator's orders, of messages and exits of workers, and of their own events.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,14 +28,14 @@ from elastic.agent.health.monitor import Monitor
 from elastic.agent.health.preflight import local_checks, network_checks, score_class
 from elastic.agent.health.preflight_gate import PreflightGate
 from elastic.agent.metrics import AgentMetrics
-from elastic.agent.notices.controller import CloudDetected, NoticeController, NoticesRead
-from elastic.agent.outbox import BackupNotes, Outbox
+from elastic.agent.notices.controller import NoticeController
+from elastic.agent.outbox import Outbox
 from elastic.agent.vault.checkpoints import CheckpointWriter
 from elastic.agent.vault.prefetch import prefetch
 from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
-from elastic.agent.workers.channels import FromWorker, WorkerChannels
+from elastic.agent.workers.channels import WorkerChannels
 from elastic.agent.workers.processes import WorkerEnvironment, WorkerExit, WorkerGroup
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
@@ -51,10 +51,11 @@ from elastic.domain.errors import (
     ElasticError,
     VaultError,
 )
-from elastic.domain.types import NodeInfo
+from elastic.domain.types import Copy, NodeInfo
 from elastic.metrics import Exposition, MetricsAddress, new_registry, serve
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.control.client import CoordinatorSession
+from elastic.rpc.control.envelope import Envelope
 from elastic.rpc.link_shaping import pace_of
 from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
@@ -88,50 +89,43 @@ FLAGS = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Connected:
-    """The coordinator can be reached (again)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _BundleDone:
-    """A bundle of a worker is whole at the peer, or was given up."""
-
-    worker: int
-    acked: m.BundleAcknowledged
-
-
 class NodeAgent:
     """Owns a node. Everything happens on the thread that calls `run`, except transfers and
     sockets."""
 
     def __init__(self, config: JobConfig, coordinator: str, info: NodeInfo) -> None:
         self._config, self._info, self._node, self._host = config, info, info.node, info.host
-        self._queue: queue.Queue[Any] = queue.Queue()
+        self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        """Calls for the agent's thread. Signal handlers may put calls, too."""
         self._directory = Path(config.memory_dir) / self._node
         self._outbox = Outbox()
         self._group: WorkerGroup | None = None
         self._generation, self._partitioned_until = 0, 0.0
         self._exit_code: int | None = None
-        put = self._queue.put
-        self._coordinator = coordinator
-        self._gate = PreflightGate(config.preflight, self._check_node, put)
-        self._monitor = Monitor(self._node, config.directories, put).start()
-        self._notices = NoticeController(config, self._node, put, self._send, self._report)
+        self._coordinator, later = coordinator, self._later
+        self._gate = PreflightGate(config.preflight, self._check_node, later(self._take_preflight))
+        health = later(self._send_health)
+        self._monitor = Monitor(self._node, config.directories, health).start()
+        self._notices = NoticeController(config, self._node, later, self._send, self._report)
         self._metrics = AgentMetrics(new_registry(), str(self._directory), config.checkpoint_dir)
         self._exposition: Exposition | None = None
-        self._handlers = self._event_handlers()
         self._begin_incarnation()
-        REJECTIONS.subscribe(put)
-        self._workers = WorkerChannels(self._directory / "agent.sock", put, self._launched)
+        REJECTIONS.subscribe(later(self._send_rejection))
+        self._workers = WorkerChannels(
+            self._directory / "agent.sock", later(self._handle_worker), self._launched
+        )
         self._session = CoordinatorSession(
             coordinator,
-            on_message=lambda message, envelope: put(message),
+            on_message=later(self._handle_order),
             sender=self._node,
-            on_up=lambda: put(_Connected()),
+            on_up=later(self._handle_connected),
             on_down=lambda why: log.info("the coordinator cannot be reached: %s", why),
             keepalive_s=config.timeouts.keepalive_s,
         )
+
+    def _later(self, handler: Callable[..., object]) -> Callable[..., None]:
+        """A function for any thread; it lets the agent's thread call `handler`."""
+        return lambda *args: self._queue.put(partial(handler, *args))
 
     def serve_metrics(self, port: int) -> None:
         """Serve metrics from now on, at any free port if `port` is 0; do nothing if it is -1."""
@@ -159,12 +153,11 @@ class NodeAgent:
     def _begin_incarnation(self) -> None:
         """Start a new life of this node name: an empty vault and no workers."""
         config, limits = self._config, self._config.timeouts
-        notes = BackupNotes(self._node, self._queue.put)
         self._vault = Vault(
             self._node,
             self._directory / "vault",
             limit=config.vault_memory_bytes,
-            on_corrupt=notes.corrupt,
+            on_corrupt=self._later(self._note_corrupt),
         )
         pace = pace_of(self._directory, config.link)
         self._compression = CompressionPolicy(config.compress)
@@ -179,17 +172,17 @@ class NodeAgent:
         self._checkpoints = CheckpointWriter(
             Path(config.checkpoint_dir),
             self._vault,
-            self._queue.put,
+            self._later(self._send_reliably),
             partial(self._monitor.failed, "checkpoint", config.checkpoint_dir),
         )
         self._replicator = Replicator(
             self._vault,
             self._bundle_done,
-            self._bundle_held,
+            self._later(self._bundle_held),
             timeout_s=limits.bulk_s,
             prepare=self._checkpoints.offer,
             pace=pace,
-            no_room=notes.no_room,
+            no_room=self._later(self._note_no_room),
             compressing=self._compression,
             sent=self._monitor.sent,
             delivered=self._metrics.sent,
@@ -206,7 +199,7 @@ class NodeAgent:
         while self._exit_code is None:
             wait_s = max(0.001, min(next_poll, next_heartbeat) - time.monotonic())
             with contextlib.suppress(queue.Empty):
-                self._handle(self._queue.get(timeout=wait_s))
+                self._queue.get(timeout=wait_s)()
             now = time.monotonic()
             if now >= next_poll:
                 next_poll = now + POLL_S
@@ -219,88 +212,78 @@ class NodeAgent:
 
     # ---- events in ----
 
-    def _event_handlers(self) -> dict[type, Callable[[Any], None]]:
-        """One handler per type of event; `_apply_order` handles all other types."""
-        backup = dict.fromkeys((m.BackupNote, m.CheckpointPart), self._send_reliably)
-        return {
-            _Connected: self._handle_connected,
-            NoticesRead: self._handle_notices,
-            CloudDetected: lambda event: self._notices.take(event),
-            m.Released: self._handle_released,
-            FromWorker: self._handle_worker,
-            _BundleDone: lambda event: self._acknowledge(event.worker, event.acked),
-            m.CommFailed: lambda event: self._apply(core.WorkerMessage(0, event)),
-            RejectionNotice: lambda event: self._send(m.RefusalNote(self._node, *astuple(event))),
-            m.Trim: lambda event: self._vault.trim(event.epoch, event.step),
-            m.Prefetch: self._handle_prefetch,
-            HealthReport: self._handle_health,
-            Preflight: self._handle_preflight,
-            JoinRefused: self._handle_refusal,
-            **backup,
-        }
-
-    def _handle(self, event: Any) -> None:
-        self._handlers.get(type(event), self._apply_order)(event)
+    def _handle_order(self, order: Any, envelope: Envelope) -> None:
+        """Carry out an order of the coordinator, or apply it to the node's state."""
+        match order:
+            case m.Released():
+                if self._notices.parked or self._partitioned:
+                    self._apply_order(order)
+                else:
+                    self._notices.released(lambda: self._apply(order))
+            case m.Trim(epoch, step):
+                self._vault.trim(epoch, step)
+            case m.Prefetch():
+                self._prefetch(order)
+            case JoinRefused(reason, retry_s):
+                log.error("refused; next try in %g s: %s", retry_s, reason)
+                self._gate.refused(retry_s)
+            case _:
+                self._apply_order(order)
 
     def _apply_order(self, event: Any) -> None:
         if not self._partitioned:
             self._apply(event)
 
-    def _handle_connected(self, event: _Connected) -> None:
+    def _handle_connected(self) -> None:
         for message in self._outbox:  # before a report that may end the job
             self._send(message)
         self._report()
         self._notices.resend()
 
-    def _handle_notices(self, event: NoticesRead) -> None:
-        parked = self._notices.parked
-        if event.source == "signal" and (parked or not self._state.elastic):
-            code = EXIT_DRAINED if parked else EXIT_TERMINATED
-            self._apply(m.Stop(code, "the agent was signalled; there is nothing to move"))
-        else:
-            self._notices.take(event)
-
-    def _handle_released(self, event: m.Released) -> None:
-        if self._notices.parked or self._partitioned:
-            self._apply_order(event)
-        else:
-            self._notices.released(lambda: self._apply(event))
-
     def _send_reliably(self, message: m.StepDone | m.BackupNote | m.CheckpointPart) -> None:
         self._outbox.add(message)
         self._send(message)
 
-    def _handle_health(self, report: HealthReport) -> None:
+    def _note_corrupt(self, copy: Copy) -> None:
+        """The vault dropped a copy because its checksum did not match."""
+        why = f"{copy.key} does not match its checksum and was dropped"
+        self._send_reliably(m.BackupNote(m.COPY_CORRUPT, copy.owner, self._node, why))
+
+    def _note_no_room(self, peer: str, why: str) -> None:
+        """The vault of `peer` has no room for this node's copies."""
+        self._send_reliably(m.BackupNote(m.BACKUP_SHORT, self._node, peer, why))
+
+    def _send_rejection(self, notice: RejectionNotice) -> None:
+        self._send(m.RefusalNote(self._node, *astuple(notice)))
+
+    def _send_health(self, report: HealthReport) -> None:
         if report.incarnation == self._state.info.incarnation and self._gate.open:
             self._send(report)
 
-    def _handle_preflight(self, result: Preflight) -> None:
+    def _take_preflight(self, result: Preflight) -> None:
         self._gate.finished(result)
         info = replace(self._state.info, standing=score_class(result.score))
         self._state = replace(self._state, info=info)
         self._report()
         self._notices.resend()
 
-    def _handle_refusal(self, event: JoinRefused) -> None:
-        log.error("refused; next try in %g s: %s", event.retry_s, event.reason)
-        self._gate.refused(event.retry_s)
-
-    def _handle_prefetch(self, order: m.Prefetch) -> None:
+    def _prefetch(self, order: m.Prefetch) -> None:
         def work() -> None:
             try:
                 prefetch(self._vault, order)
             except ElasticError as error:
                 log.warning("prefetch failed: %s", error)
-            self._queue.put(core.PrefetchDone(order.epoch))
+            done(core.PrefetchDone(order.epoch))
 
+        done = self._later(self._apply_order)
         if not self._partitioned:
             threading.Thread(target=work, name="prefetch", daemon=True).start()
 
-    def _handle_worker(self, event: FromWorker) -> None:
-        if event.generation != self._generation:
-            self._handle_former_worker(event.message)
+    def _handle_worker(self, generation: int, rank: int, message: Any) -> None:
+        """Handle a message of a worker, or its exit. `generation`: the number of its launch."""
+        if generation != self._generation:
+            self._handle_former_worker(message)
             return
-        rank, message = event.local_rank, event.message
         match message:
             case m.Published():
                 self._publish(rank, message)
@@ -340,6 +323,10 @@ class NodeAgent:
             self._kill_workers()
             return
         self._replicator.submit(self._generation * RANKS + rank, message)
+
+    def _bundle_held(self, epoch: int, bundle: int, peer: str, error: ElasticError) -> None:
+        failed = m.CommFailed(epoch, (peer,), f"backup of bundle {bundle}: {error}")
+        self._apply(core.WorkerMessage(0, failed))
 
     def _inject(self, fault: FaultSpec) -> None:
         """Carry out an injected fault: corrupt copies, or cut this node off from everybody."""
@@ -410,7 +397,7 @@ class NodeAgent:
         """An injected fault cuts this node off. The agent reconnects when the fault ends."""
         if self._partitioned_until and time.monotonic() >= self._partitioned_until:
             self._partitioned_until = 0.0
-            self._queue.put(_Connected())
+            self._queue.put(self._handle_connected)
         return self._partitioned_until > 0
 
     def _report(self) -> None:
@@ -432,9 +419,11 @@ class NodeAgent:
         socket_path = str(self._directory / "agent.sock")
         context = WorkerEnvironment(self._node, socket_path, self._host, self._info.device)
 
+        handle = self._later(self._handle_worker)
+
         def ended(exit: WorkerExit) -> None:
             self._workers.drain(generation, exit.local_rank)
-            self._queue.put(FromWorker(generation, exit.local_rank, exit))
+            handle(generation, exit.local_rank, exit)
 
         self._group = WorkerGroup(self._config, launch, context, ended)
         try:
@@ -442,7 +431,7 @@ class NodeAgent:
         except OSError as error:
             log.error("workers cannot be started: %s", error)
             for rank in range(self._config.nproc_per_node):
-                self._queue.put(FromWorker(generation, rank, WorkerExit(rank, 0, 127)))
+                handle(generation, rank, WorkerExit(rank, 0, 127))
 
     def _kill_workers(self) -> None:
         """Kill the workers. Their last messages and exits arrive through the queue as usual."""
@@ -464,11 +453,19 @@ class NodeAgent:
         """Kill the workers and end. For signal handlers; a worker may have ended by the same
         signal, which counts as no crash."""
         self._generation, self._partitioned_until = self._generation + 1, 0.0
-        self._queue.put(m.Stop(EXIT_INTERRUPTED, "the agent was told to stop"))
+        self._later(self._apply)(m.Stop(EXIT_INTERRUPTED, "the agent was told to stop"))
 
     def leave(self) -> None:
         """Drain the node within --grace seconds, then end. For signal handlers."""
-        self._notices.signalled()
+        self._queue.put(self._drain)
+
+    def _drain(self) -> None:
+        parked = self._notices.parked
+        if parked or not self._state.elastic:
+            code = EXIT_DRAINED if parked else EXIT_TERMINATED
+            self._apply(m.Stop(code, "the agent was signalled; there is nothing to move"))
+        else:
+            self._notices.signalled()
 
     # ---- callbacks of other threads ----
 
@@ -484,18 +481,15 @@ class NodeAgent:
         return self._generation, self._group.pids if self._group is not None else {}
 
     def _bundle_done(self, worker: int, bundle: int, kept: bool) -> None:
-        acked = m.BundleAcknowledged(bundle, kept)
+        acknowledge = partial(self._acknowledge, worker, m.BundleAcknowledged(bundle, kept))
         if self._checkpoints.final:  # acknowledged after the last checkpoint is on disk
-            self._checkpoints.then(lambda: self._queue.put(_BundleDone(worker, acked)))
+            self._checkpoints.then(acknowledge)
         else:
-            self._acknowledge(worker, acked)
+            acknowledge()
 
     def _acknowledge(self, worker: int, acked: m.BundleAcknowledged) -> None:
         if worker // RANKS == self._generation:
             self._workers.send(acked, worker % RANKS)
-
-    def _bundle_held(self, epoch: int, bundle: int, peer: str, error: ElasticError) -> None:
-        self._queue.put(m.CommFailed(epoch, (peer,), f"backup of bundle {bundle}: {error}"))
 
     def _close(self) -> None:
         if self._group is not None:
