@@ -173,7 +173,7 @@ class NodeAgent:
             Path(config.checkpoint_dir),
             self._vault,
             self._later(self._send_reliably),
-            partial(self._monitor.failed, "checkpoint", config.checkpoint_dir),
+            self._monitor.checkpoint_failed,
         )
         self._replicator = Replicator(
             self._vault,

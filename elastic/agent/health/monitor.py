@@ -89,7 +89,8 @@ class _Window:
 
 
 class Monitor:
-    """Passes reports to `emit`, from its own thread. `sent` and `failed` are thread-safe."""
+    """Passes reports to `emit`, from its own thread. Other threads may call `sent` and
+    `checkpoint_failed`."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Monitor:
         self._devices, self._clock = devices if devices is not None else Devices(), clock
         self._lock, self._ended, self._woken = threading.Lock(), False, threading.Event()
         self._windows: dict[str, _Window] = {}
-        self._failures: dict[tuple[str, str], FailedOperation] = {}
+        self._failures: tuple[FailedOperation, ...] = ()
         self._incarnation, self._epoch, self._silent_samples = "", 0, 0
         self._last: tuple[object, ...] | None = None
         """Conditions of the last report."""
@@ -130,15 +131,13 @@ class Monitor:
             with self._lock:
                 self._windows.setdefault(peer, _Window(self._clock())).add(nbytes, seconds)
 
-    def failed(self, what: str, path: str, detail: str) -> None:
-        """Report at once that `path` could not be written: the job may be over at the next
+    def checkpoint_failed(self, why: str) -> None:
+        """Report at once that a checkpoint could not be written: the job may be over at the next
         sample."""
+        path = str(dict(self._directories)["checkpoints"])[:MAX_TEXT_LENGTH]
         with self._lock:
-            count = self._failures[what, path].count + 1 if (what, path) in self._failures else 1
-            if count > 1 or len(self._failures) < MAX_ENTRIES:
-                self._failures[what, path] = FailedOperation(
-                    what, path[:MAX_TEXT_LENGTH], detail[:MAX_TEXT_LENGTH], count
-                )
+            count = 1 + sum(failure.count for failure in self._failures)
+            self._failures = (FailedOperation("checkpoint", path, why[:MAX_TEXT_LENGTH], count),)
         self._woken.set()
 
     def sample(self) -> HealthReport | None:
@@ -148,7 +147,7 @@ class Monitor:
         disks = tuple(disk_of(role, path) for role, path in self._directories)
         with self._lock:
             links = self._links(self._clock())
-            failures, self._failures = tuple(self._failures.values()), {}
+            failures, self._failures = self._failures, ()
             report = HealthReport(
                 node=self._node,
                 incarnation=self._incarnation,

@@ -26,6 +26,7 @@ from elastic.agent.notices.file import parse_notice
 from elastic.agent.notices.source import Source, make_notice
 from elastic.core.node.notice_tracker import ProviderNotice
 from elastic.domain.errors import FieldError
+from elastic.rpc.security.tls import write_token
 
 log = logging.getLogger("elastic.agent.notices")
 MAX_BODY_BYTES = 4096
@@ -57,7 +58,11 @@ class NoticeHook(Source):
             ) from error
         self._server.hook = self
         self.address = f"{host}:{self._server.server_address[1]}"
-        _write(card, {"address": self.address, "token": self.token, "node": node})
+        card.parent.mkdir(parents=True, exist_ok=True)
+        draft = card.with_suffix(".tmp")
+        content = {"address": self.address, "token": self.token, "node": node}
+        write_token(draft, json.dumps(content))
+        os.replace(draft, card)
         threading.Thread(
             target=self._server.serve_forever, name="notices-hook", daemon=True
         ).start()
@@ -158,12 +163,3 @@ class _HookHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         log.info("hook: " + format, *args)
-
-
-def _write(path: Path, card: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(json.dumps(card) + "\n")
-    os.replace(draft, path)
