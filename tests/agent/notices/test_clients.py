@@ -1,4 +1,4 @@
-"""Each provider's client against a real server that speaks its protocol."""
+"""The client of each provider, tested against a server with its protocol."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_gcp_waits_instead_of_asking_all_the_time(gcp: FakeGcp) -> None:
 
     watcher = SourceWatcher(client, change)
     try:
-        gcp.set("node1", FakeGcp.PREEMPTED, "TRUE")  # another machine's
+        gcp.set("node1", FakeGcp.PREEMPTED, "TRUE")  # of another machine
         gcp.set("node0", FakeGcp.PREEMPTED, "TRUE")
         assert timer.get(timeout=LONG_S) == "gcp-preempted"
         waits = [path for _, _, path in gcp.asked]
@@ -177,7 +177,7 @@ def test_azure_tells_of_events_that_concern_this_machine(azure: FakeAzure) -> No
     assert (first.identity, second.identity) == ("azure:mine", "azure:both")
     assert 20 < left_s(first) <= 30 and left_s(second) > 800
     client.acknowledge(second)
-    assert azure.started == []  # others are concerned too
+    assert azure.started == []  # it concerns another machine, too
     client.acknowledge(first)
     assert azure.started == ["mine"]
 
@@ -190,7 +190,7 @@ def test_azure_freezes_only_count_when_they_are_felt(
     assert bool(Azure(service(azure), silence_s=3.0).read()) == leaves
 
 
-# ---- whatever goes wrong ----
+# ---- faults of the services ----
 
 
 @pytest.mark.parametrize("trouble", ["down", "nonsense", "huge", "silent"])
@@ -247,7 +247,7 @@ def test_auto_finds_the_cloud_that_answers(
     make_config: Callable[..., JobConfig],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gather, "PROBE_S", LONG_S)  # those that are not there refuse at once
+    monkeypatch.setattr(gather, "PROBE_S", LONG_S)  # absent services refuse connections at once
     providers: dict[str, Provider] = {"aws": aws, "gcp": gcp, "azure": azure}
     services = {cloud: f"http://{providers[cloud].address}/${{node}}"} if cloud else {}
     found: queue.Queue[tuple[Source, ...]] = queue.Queue()
@@ -263,7 +263,7 @@ def test_auto_finds_the_cloud_that_answers(
 def test_auto_takes_no_other_cloud_for_its_own(
     aws: FakeAws, gcp: FakeGcp, azure: FakeAzure, make_config: Callable[..., JobConfig]
 ) -> None:
-    """Every address is another cloud's: nobody answers as it should."""
+    """Each address belongs to another cloud, so that no answer is right."""
     services = {"aws": gcp.address, "gcp": azure.address, "azure": aws.address}
     found: queue.Queue[tuple[Source, ...]] = queue.Queue()
     detect(around(make_config, **services), "node0", found.put)

@@ -51,7 +51,7 @@ def whole(directory: Path, step: int, tp: int = 1) -> Path:
 
 
 def write_and_die(directory: str, where: str, reached: object) -> None:
-    """Write a checkpoint, stopping for good at `where`."""
+    """Write a checkpoint; stop forever at `where`."""
 
     def stop(*_: object) -> None:
         reached.set()  # type: ignore[attr-defined]

@@ -215,7 +215,7 @@ nap.wait()
 
 
 def test_what_descendants_used_is_seen_once_a_worker_looks_idle(make_config: MakeConfig) -> None:
-    """Those that ended count too; a busy worker's are not looked at."""
+    """Ended descendants count, too. Descendants of a busy worker are not read."""
     now = 0.0
     families = DescendantSampler(lambda: now)
     with running(make_config(PARENT)) as (group, _):
@@ -225,12 +225,12 @@ def test_what_descendants_used_is_seen_once_a_worker_looks_idle(make_config: Mak
         def seen(used_s: float) -> float:
             return families.add(pid, ProcessSample(0, False, used_s)).family_cpu_s
 
-        assert seen(1.0) == 0.0, "nothing is known yet"
+        assert seen(1.0) == 0.0, "the first sample has nothing to compare with"
         now = IDLE_S / 2
         assert seen(1.0) == 0.0
         now = IDLE_S
         assert seen(1.0) >= 0.2
-        assert seen(1.1) == 0.0, "it moved"
+        assert seen(1.1) == 0.0, "the main thread used CPU time"
 
 
 TALK = (
@@ -285,7 +285,7 @@ def test_a_full_disk_costs_the_log_alone(
     caplog: pytest.LogCaptureFixture,
     changes: dict[str, object],
 ) -> None:
-    """A worker that prints more than a pipe holds ends, and the console has all of it."""
+    """A worker prints more than a pipe holds. It ends, and the console has all of the output."""
     config = make_config("for i in range(30000): print('line', i)", **changes)
     folder = config.log_path("node1", 3, 0)
     folder.mkdir(parents=True)
