@@ -6,6 +6,7 @@ at each scrape. docs/operate/metrics.md lists all metrics.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,14 @@ from elastic.rpc.security.rejections import REJECTIONS
 
 INITIAL_KINDS = ("state", "gradient")
 """Kinds of copies that are exported as 0 before the first copy."""
+COPY_COUNTERS = {
+    "copies_sent": "Copies that are whole at a peer",
+    "copies_sent_bytes": "Bytes of copies sent, before compression",
+    "copies_received": "Copies received from peers",
+    "copies_received_bytes": "Bytes of copies received",
+    "copies_given_up": "Copies for which the peer had no room",
+}
+"""Counters per kind of copies."""
 GAUGES = {
     "vault_bytes": "Bytes of the copies in the vault",
     "vault_allocated_bytes": "Bytes of memory that the vault holds for copies of peers",
@@ -46,22 +55,23 @@ class AgentMetrics(Collector):
         self._directories = {"memory": memory_dir, "checkpoints": checkpoint_dir}
         self.read: Callable[[], Mapping[str, float]] | None = None
         """Returns the value per gauge. Called at each scrape, from any thread."""
-        self.heartbeats = self._counter("heartbeats", "Heartbeats sent to the coordinator")
-        self.exits = self._counter("worker_exits", "Workers that ended, for any reason")
-        self.rejoins = self._counter(
-            "rejoins", "Times that this node joined again after it was removed"
+        self.heartbeats = Counter(
+            "elastic_heartbeats", "Heartbeats sent to the coordinator", registry=registry
         )
-        self._sent = self._counter("copies_sent", "Copies that are whole at a peer", "kind")
-        self._sent_bytes = self._counter(
-            "copies_sent_bytes", "Bytes of copies sent, before compression", "kind"
+        self.exits = Counter(
+            "elastic_worker_exits", "Workers that ended, for any reason", registry=registry
         )
-        self._received = self._counter("copies_received", "Copies received from peers", "kind")
-        self._received_bytes = self._counter(
-            "copies_received_bytes", "Bytes of copies received", "kind"
+        self.rejoins = Counter(
+            "elastic_rejoins",
+            "Times that this node joined again after it was removed",
+            registry=registry,
         )
-        self._given_up = self._counter(
-            "copies_given_up", "Copies for which the peer had no room", "kind"
-        )
+        self._copies = {
+            name: Counter(f"elastic_{name}", text, ("kind",), registry=registry)
+            for name, text in COPY_COUNTERS.items()
+        }
+        for counter, kind in itertools.product(self._copies.values(), INITIAL_KINDS):
+            counter.labels(kind)
         self._lag = Histogram(
             "elastic_copy_lag_seconds",
             "Seconds from the announcement of copies to their acknowledgement by the peer",
@@ -70,29 +80,23 @@ class AgentMetrics(Collector):
         )
         registry.register(self)
 
-    def _counter(self, name: str, text: str, label: str = "") -> Counter:
-        made = Counter(f"elastic_{name}", text, (label,) if label else (), registry=self.registry)
-        for kind in INITIAL_KINDS if label else ():
-            made.labels(kind)
-        return made
-
     def sent(self, copies: Sequence[Copy], seconds: float, kept: bool) -> None:
         """The peer has these copies whole, or (`kept` is False) has no room for them. `seconds`:
         since their announcement."""
-        for copy in copies:
-            if kept:
-                self._sent.labels(copy.kind).inc()
-                self._sent_bytes.labels(copy.kind).inc(copy.nbytes)
-            else:
-                self._given_up.labels(copy.kind).inc()
+        self._count("copies_sent" if kept else "copies_given_up", copies)
         if kept:
             self._lag.observe(seconds)
 
     def received(self, copies: Sequence[Copy]) -> None:
         """These copies of peers are whole in the vault now."""
+        self._count("copies_received", copies)
+
+    def _count(self, name: str, copies: Sequence[Copy]) -> None:
+        nbytes = self._copies.get(f"{name}_bytes")
         for copy in copies:
-            self._received.labels(copy.kind).inc()
-            self._received_bytes.labels(copy.kind).inc(copy.nbytes)
+            self._copies[name].labels(copy.kind).inc()
+            if nbytes is not None:
+                nbytes.labels(copy.kind).inc(copy.nbytes)
 
     def collect(self) -> Iterator[Metric]:
         if self.read is None:

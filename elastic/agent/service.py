@@ -36,7 +36,7 @@ from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.agent.workers.channels import WorkerChannels
-from elastic.agent.workers.processes import WorkerEnvironment, WorkerExit, WorkerGroup
+from elastic.agent.workers.processes import WorkerExit, WorkerGroup, agent_socket
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
 from elastic.core.node import node as core
@@ -112,7 +112,7 @@ class NodeAgent:
         self._begin_incarnation()
         REJECTIONS.subscribe(later(self._send_rejection))
         self._workers = WorkerChannels(
-            self._directory / "agent.sock", later(self._handle_worker), self._launched
+            agent_socket(config, self._node), later(self._handle_worker), self._launched
         )
         self._session = CoordinatorSession(
             coordinator,
@@ -339,9 +339,8 @@ class NodeAgent:
 
     def _poll(self) -> None:
         self._notices.poll()
-        if self._group is None:
-            return
-        self._apply(core.WorkersPolled(self._group.samples()))
+        if self._group is not None:
+            self._apply(core.WorkersPolled(self._group.samples()))
 
     def _heartbeat(self) -> None:
         self._metrics.heartbeats.inc()
@@ -416,16 +415,13 @@ class NodeAgent:
     def _spawn(self, launch: m.Launch) -> None:
         self._generation += 1
         generation = self._generation
-        socket_path = str(self._directory / "agent.sock")
-        context = WorkerEnvironment(self._node, socket_path, self._host, self._info.device)
-
         handle = self._later(self._handle_worker)
 
         def ended(exit: WorkerExit) -> None:
             self._workers.drain(generation, exit.local_rank)
             handle(generation, exit.local_rank, exit)
 
-        self._group = WorkerGroup(self._config, launch, context, ended)
+        self._group = WorkerGroup(self._config, launch, self._info, ended)
         try:
             self._group.start()
         except OSError as error:

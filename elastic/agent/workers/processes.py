@@ -28,6 +28,7 @@ from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.fault_spec import dump_faults
 from elastic.core.protocol.messages import Launch
 from elastic.domain import codec
+from elastic.domain.types import NodeInfo
 
 CLOCK_HZ = os.sysconf("SC_CLK_TCK")
 IDLE_S = 3.0
@@ -47,17 +48,9 @@ class WorkerExit:
     """Exit status, or minus the number of the signal that ended the process."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerEnvironment:
-    """Values of the node for the environment of its workers."""
-
-    node: str
-    agent: str
-    """Path of the agent's Unix socket."""
-    host: str = "127.0.0.1"
-    """Address at which other nodes reach the workers."""
-    device: str = ""
-    """Device type of the node, as named in the profile."""
+def agent_socket(config: JobConfig, node: str) -> Path:
+    """Path of the Unix socket at which the agent of `node` listens for its workers."""
+    return Path(config.memory_dir, node, "agent.sock")
 
 
 def process_sample(rank: int, pid: int) -> ProcessSample | None:
@@ -116,7 +109,7 @@ SECRET_VARIABLES = ("ELASTIC_JOIN_TOKEN", "ELASTIC_NOTICE_TOKEN")
 def worker_environment(
     config: JobConfig,
     launch: Launch,
-    context: WorkerEnvironment,
+    info: NodeInfo,
     local_rank: int,
     tp_store: str,
     base: Mapping[str, str],
@@ -125,7 +118,9 @@ def worker_environment(
     rank = launch.rank + local_rank
     threads_unset = "OMP_NUM_THREADS" not in base
     shared = config.nproc_per_node > 1 or config.local_nodes > 1
-    folder = config.log_path(context.node, launch.restart, local_rank)
+    profile = "emulate" if config.emulate else "plan"
+    profile = "" if config.profile is None else profile
+    folder = config.log_path(info.node, launch.restart, local_rank)
     return {
         **{name: value for name, value in base.items() if name not in SECRET_VARIABLES},
         "RANK": str(rank),
@@ -148,20 +143,16 @@ def worker_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         **({"OMP_NUM_THREADS": "1"} if threads_unset and shared else {}),
         **(_one_device(local_rank, base) if config.virtual_local_rank else {}),
-        "ELASTIC_AGENT": context.agent,
-        "ELASTIC_NODE": context.node,
-        "ELASTIC_HOST": context.host,
+        "ELASTIC_AGENT": str(agent_socket(config, info.node)),
+        "ELASTIC_NODE": info.node,
+        "ELASTIC_HOST": info.host,
         "ELASTIC_LOCAL_RANK": str(local_rank),
         "ELASTIC_RUN_DIR": config.run_dir,
         "ELASTIC_MEMORY_DIR": config.memory_dir,
         "ELASTIC_ACCUMULATE": config.accumulate.value,
         "ELASTIC_FAULTS": dump_faults(config.faults),
-        "ELASTIC_PROFILE": ""
-        if config.profile is None
-        else "emulate"
-        if config.emulate
-        else "plan",
-        "ELASTIC_DEVICE": context.device,
+        "ELASTIC_PROFILE": profile,
+        "ELASTIC_DEVICE": info.device,
         "ELASTIC_TP_STORE": tp_store,
         "ELASTIC_LINK": codec.dumps(config.link),
         "ELASTIC_SILENCE": repr(config.lease_s),
@@ -177,19 +168,19 @@ class WorkerGroup:
         self,
         config: JobConfig,
         launch: Launch,
-        context: WorkerEnvironment,
+        info: NodeInfo,
         on_exit: Callable[[WorkerExit], None],
         console: tuple[int, int] = (1, 2),
     ) -> None:
         """`on_exit` is called once per worker, from its thread. Nothing runs before `start`."""
-        self._config, self._launch, self._context, self._on_exit = config, launch, context, on_exit
+        self._config, self._launch, self._info, self._on_exit = config, launch, info, on_exit
         self._output, self._descendants = Output(config, console), DescendantSampler()
         self._changed = threading.Condition()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._exits: set[int] = set()
         self._finishing, self._finished = threading.Lock(), False
         self.tp_store = str(
-            Path(config.memory_dir, context.node, f"store-{launch.restart}-{uuid.uuid4().hex[:8]}")
+            Path(config.memory_dir, info.node, f"store-{launch.restart}-{uuid.uuid4().hex[:8]}")
         )
         """Path of the FileStore of the TP groups; new at each launch."""
 
@@ -263,9 +254,9 @@ class WorkerGroup:
             self._finish()
 
     def _open(self, rank: int) -> tuple[int, int]:
-        folder = self._config.log_path(self._context.node, self._launch.restart, rank)
+        folder = self._config.log_path(self._info.node, self._launch.restart, rank)
         names = {
-            "node": self._context.node,
+            "node": self._info.node,
             "rank": str(self._launch.rank + rank),
             "local_rank": str(rank),
             "role_name": self._config.role,
@@ -276,7 +267,7 @@ class WorkerGroup:
 
     def _spawn(self, rank: int, ends: tuple[int, int]) -> None:
         env = worker_environment(
-            self._config, self._launch, self._context, rank, self.tp_store, os.environ
+            self._config, self._launch, self._info, rank, self.tp_store, os.environ
         )
         argv = lifeline.tied_command(self._config.command.argv(os.environ.get("PYTHON_EXEC", "")))
         process = subprocess.Popen(

@@ -20,7 +20,6 @@ from elastic.agent.workers.output import Output
 from elastic.agent.workers.processes import (
     IDLE_S,
     DescendantSampler,
-    WorkerEnvironment,
     WorkerExit,
     WorkerGroup,
     descendant_cpu_s,
@@ -31,6 +30,7 @@ from elastic.config import JobConfig, WorkerCommand
 from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.fault_spec import load_faults, parse_fault
 from elastic.core.protocol.messages import Launch
+from elastic.domain.types import NodeInfo
 from tests.disks import fill, small_disk
 from tests.launcher.helpers import gone, wait_until
 from tests.patience import LONG_S
@@ -44,7 +44,7 @@ LAUNCH = Launch(
     master_port=1234,
     restart=3,
 )
-PLACE = WorkerEnvironment(node="node1", agent="/tmp/agent.sock", host="10.0.0.2")
+PLACE = NodeInfo("node1", "", "", host="10.0.0.2")
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 Running = tuple[WorkerGroup, "queue.Queue[WorkerExit]"]
 MakeConfig = Callable[..., JobConfig]
@@ -84,7 +84,8 @@ def test_environment_is_torchruns(make_config: MakeConfig) -> None:
         "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "ROLE_WORLD_SIZE": "4",
         "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "TORCHELASTIC_RESTART_COUNT": "3",
         "TORCHELASTIC_MAX_RESTARTS": "5", "TORCHELASTIC_RUN_ID": "abc", "OMP_NUM_THREADS": "1",
-        "ELASTIC_AGENT": "/tmp/agent.sock", "ELASTIC_NODE": "node1", "ELASTIC_LOCAL_RANK": "1",
+        "ELASTIC_AGENT": f"{config.memory_dir}/node1/agent.sock",
+        "ELASTIC_NODE": "node1", "ELASTIC_LOCAL_RANK": "1",
         "ELASTIC_HOST": "10.0.0.2", "ELASTIC_RUN_DIR": config.run_dir,
         "ELASTIC_MEMORY_DIR": config.memory_dir, "ELASTIC_ACCUMULATE": "fast",
         "ELASTIC_TP_STORE": group.tp_store,
@@ -323,11 +324,12 @@ AGENT = """
 import sys, signal
 from elastic import lifeline
 from elastic.config import load_config
-from elastic.agent.workers.processes import WorkerEnvironment, WorkerGroup
+from elastic.agent.workers.processes import WorkerGroup
 from elastic.core.protocol.messages import Launch
+from elastic.domain.types import NodeInfo
 if len(sys.argv) > 2: lifeline.watch(int(sys.argv[2]))
 launch = Launch(0, 1, 0, 2, "127.0.0.1", 1, 0)
-group = WorkerGroup(load_config(sys.argv[1]), launch, WorkerEnvironment("n", ""), lambda e: None)
+group = WorkerGroup(load_config(sys.argv[1]), launch, NodeInfo("n", "", ""), lambda e: None)
 group.start()
 print(*group.pids.values(), flush=True)
 signal.pause()
