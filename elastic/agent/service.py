@@ -55,7 +55,6 @@ from elastic.domain.types import Copy, NodeInfo
 from elastic.metrics import Exposition, MetricsAddress, new_registry, serve
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.control.client import CoordinatorSession
-from elastic.rpc.control.envelope import Envelope
 from elastic.rpc.link_shaping import pace_of
 from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
@@ -212,7 +211,7 @@ class NodeAgent:
 
     # ---- events in ----
 
-    def _handle_order(self, order: Any, envelope: Envelope) -> None:
+    def _handle_order(self, order: Any, envelope: object) -> None:
         """Carry out an order of the coordinator, or apply it to the node's state."""
         match order:
             case m.Released():
