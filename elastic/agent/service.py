@@ -295,13 +295,12 @@ class NodeAgent:
                 self._workers.remove(rank)
                 self._vault.worker_gone(message.pid, self._directory)
                 self._apply(core.WorkerExited(rank, message.returncode))
-            case m.Attach() | m.Halted() | m.Failed() | m.Finished():
-                log.info("worker %d: %s", rank, type(message).__name__)
+            case _:
+                if isinstance(message, m.Attach | m.Halted | m.Failed | m.Finished):
+                    log.info("worker %d: %s", rank, type(message).__name__)
                 if isinstance(message, m.Attach):
                     self._checkpoints.every = message.spec.checkpoint_every
                     self._checkpoints.steps = message.spec.n_steps
-                self._apply(core.WorkerMessage(rank, message))
-            case _:
                 self._apply(core.WorkerMessage(rank, message))
 
     def _handle_former_worker(self, message: Any) -> None:

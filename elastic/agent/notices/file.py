@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.agent.notices.source import Source, make_notice
 from elastic.core.node.notice_tracker import ProviderNotice
+from elastic.domain import codec
 from elastic.domain.errors import FieldError
 
 log = logging.getLogger("elastic.agent.notices")
@@ -41,23 +41,13 @@ def parse_notice(text: bytes) -> WrittenNotice:
     except (ValueError, RecursionError):
         remedy = 'must be seconds, or {"deadline_s": 120, "reason": "..."}'
         raise FieldError("notice", text[:40], remedy) from None
-    if not isinstance(value, dict):
-        value = {"deadline_s": value}
-    unknown = sorted(set(value) - {"deadline_s", "reason"})
-    if unknown:
-        remedy = "the fields are deadline_s and reason"
-        raise FieldError(f"notice.{unknown[0][:40]}", "...", remedy)
-    deadline_s, reason = value.get("deadline_s", DEFAULT_DEADLINE_S), value.get("reason", "")
-    number = isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool)
-    if not number or not math.isfinite(deadline_s):
-        raise FieldError("notice.deadline_s", str(deadline_s)[:40], "must be a number of seconds")
-    if not 0 <= deadline_s <= MAX_DEADLINE_S:
+    value = value if isinstance(value, dict) else {"deadline_s": value}
+    notice = codec.decode(WrittenNotice, value, "notice")
+    if not 0 <= notice.deadline_s <= MAX_DEADLINE_S:
         remedy = f"must be from 0 to {MAX_DEADLINE_S:g} seconds"
-        raise FieldError("notice.deadline_s", deadline_s, remedy)
-    if not isinstance(reason, str):
-        raise FieldError("notice.reason", str(reason)[:40], "must be a text")
-    printable = "".join(c for c in reason[:MAX_REASON_CHARS] if c.isprintable())
-    return WrittenNotice(float(deadline_s), printable)
+        raise FieldError("notice.deadline_s", notice.deadline_s, remedy)
+    printable = "".join(c for c in notice.reason[:MAX_REASON_CHARS] if c.isprintable())
+    return replace(notice, reason=printable)
 
 
 class NoticeFile(Source):
