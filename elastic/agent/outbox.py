@@ -7,10 +7,9 @@ received a message, or may have failed before it saved the message.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from elastic.core.protocol import messages as m
-from elastic.domain.types import Copy
 
 MAX_STEPS, MAX_OTHERS = 4096, 64
 """Number of newest messages that are kept."""
@@ -42,19 +41,3 @@ class Outbox:
             o for o in self._others if not (isinstance(o, m.CheckpointPart) and o.step > step)
         ]
         self._steps, self._others = deque(steps, MAX_STEPS), deque(others, MAX_OTHERS)
-
-
-class BackupNotes:
-    """Turns events of a node's vault and replicator into messages for `put`. Thread-safe."""
-
-    def __init__(self, node: str, put: Callable[[m.BackupNote], None]) -> None:
-        self._node, self._put = node, put
-
-    def corrupt(self, copy: Copy) -> None:
-        """The vault dropped a copy because its checksum did not match."""
-        why = f"{copy.key} does not match its checksum and was dropped"
-        self._put(m.BackupNote(m.COPY_CORRUPT, copy.owner, self._node, why))
-
-    def no_room(self, peer: str, why: str) -> None:
-        """The vault of `peer` has no room for this node's copies."""
-        self._put(m.BackupNote(m.BACKUP_SHORT, self._node, peer, why))

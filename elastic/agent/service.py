@@ -1,8 +1,8 @@
 """The agent process: supervises a node's workers, owns its vault and talks to the coordinator.
 
 The rules of a node are in `elastic.core.node.node.transition`; this module carries out the actions
-that it returns. One thread owns the node's state and takes events from a queue: orders of the
-coordinator, messages and exits of workers, and a periodic poll.
+that it returns. One thread owns the node's state and makes the calls in a queue: other threads put
+handlers of the coordinator's orders, of messages and exits of workers, and of their own events.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from elastic import lifeline
-from elastic.agent.health.readiness import Readiness
-from elastic.agent.metrics import AgentCondition, AgentMetrics
-from elastic.agent.notices.controller import CloudDetected, NoticeController, NoticesRead
-from elastic.agent.outbox import BackupNotes, Outbox
+from elastic.agent.health.monitor import Monitor
+from elastic.agent.health.preflight import local_checks, network_checks, score_class
+from elastic.agent.health.preflight_gate import PreflightGate
+from elastic.agent.metrics import AgentMetrics
+from elastic.agent.notices.controller import NoticeController
+from elastic.agent.outbox import Outbox
 from elastic.agent.vault.checkpoints import CheckpointWriter
 from elastic.agent.vault.prefetch import prefetch
 from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
-from elastic.agent.workers.channels import FromWorker, WorkerChannels
-from elastic.agent.workers.processes import WorkerEnvironment, WorkerExit, WorkerGroup
+from elastic.agent.workers.channels import WorkerChannels
+from elastic.agent.workers.processes import WorkerExit, WorkerGroup, agent_socket
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, parse_fault
-from elastic.core.protocol.health_report import HealthReport, JoinRefused, Preflight
+from elastic.core.protocol.health_report import HealthReport, JoinRefused, Preflight, PreflightCheck
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import (
     EXIT_DRAINED,
@@ -48,7 +51,7 @@ from elastic.domain.errors import (
     ElasticError,
     VaultError,
 )
-from elastic.domain.types import NodeInfo
+from elastic.domain.types import Copy, NodeInfo
 from elastic.metrics import Exposition, new_registry, serve
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.control.client import CoordinatorSession
@@ -85,112 +88,105 @@ FLAGS = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Connected:
-    """The coordinator can be reached (again)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _BundleDone:
-    """A bundle of a worker is whole at the peer, or was given up."""
-
-    worker: int
-    acked: m.BundleAcknowledged
-
-
 class NodeAgent:
     """Owns a node. Everything happens on the thread that calls `run`, except transfers and
     sockets."""
 
     def __init__(self, config: JobConfig, coordinator: str, info: NodeInfo) -> None:
         self._config, self._info, self._node, self._host = config, info, info.node, info.host
-        self._queue: queue.Queue[Any] = queue.Queue()
+        self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        """Calls for the agent's thread. Signal handlers may put calls, too."""
         self._directory = Path(config.memory_dir) / self._node
         self._outbox = Outbox()
         self._group: WorkerGroup | None = None
         self._generation, self._partitioned_until = 0, 0.0
         self._exit_code: int | None = None
-        put = self._queue.put
-        self._readiness = Readiness(config, coordinator, info, put)
-        self._notices = NoticeController(config, self._node, put, self._send, self._report)
-        self._metrics = AgentMetrics(new_registry())
+        self._coordinator, later = coordinator, self._later
+        self._gate = PreflightGate(config.preflight, self._check_node, later(self._take_preflight))
+        health = later(self._send_health)
+        self._monitor = Monitor(self._node, config.directories, health).start()
+        self._notices = NoticeController(config, self._node, later, self._send, self._report)
+        self._metrics = AgentMetrics(new_registry(), str(self._directory), config.checkpoint_dir)
         self._exposition: Exposition | None = None
-        self._handlers = self._event_handlers()
         self._begin_incarnation()
-        REJECTIONS.subscribe(put)
-        self._workers = WorkerChannels(self._directory / "agent.sock", put, self._launched)
+        REJECTIONS.subscribe(later(self._send_rejection))
+        self._workers = WorkerChannels(
+            agent_socket(config, self._node), later(self._handle_worker), self._launched
+        )
         self._session = CoordinatorSession(
             coordinator,
-            on_message=lambda message, envelope: put(message),
+            on_message=later(self._handle_order),
             sender=self._node,
-            on_up=lambda: put(_Connected()),
+            on_up=later(self._handle_connected),
             on_down=lambda why: log.info("the coordinator cannot be reached: %s", why),
             keepalive_s=config.timeouts.keepalive_s,
         )
 
+    def _later(self, handler: Callable[..., object]) -> Callable[..., None]:
+        """A function for any thread; it lets the agent's thread call `handler`."""
+        return lambda *args: self._queue.put(partial(handler, *args))
+
     def serve_metrics(self, port: int) -> None:
         """Serve metrics from now on, at any free port if `port` is 0; do nothing if it is -1."""
-        self._metrics.condition = self._condition
+        self._metrics.read = self._gauges
         self._exposition = serve(self._metrics.registry, self._config, self._node, "agent", port)
 
-    def _condition(self) -> AgentCondition:
-        return AgentCondition(
-            vault_bytes=self._vault.nbytes,
-            allocated_bytes=self._vault.allocated_bytes,
-            limit_bytes=self._config.vault_memory_bytes,
-            memory_dir=str(self._directory),
-            checkpoint_dir=self._config.checkpoint_dir,
-            workers=self._config.nproc_per_node,
-            workers_up=len(self._group.alive()) if self._group is not None else 0,
-            connected=self._session.up,
-            pending=self._replicator.pending,
-            oldest_s=self._replicator.exposed_s,
-            link_bytes_per_s=self._replicator.link_bytes_per_s,
-            epoch=self._state.epoch,
-        )
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "vault_bytes": self._vault.nbytes,
+            "vault_allocated_bytes": self._vault.allocated_bytes,
+            "vault_limit_bytes": self._config.vault_memory_bytes,
+            "workers": self._config.nproc_per_node,
+            "workers_up": len(self._group.alive()) if self._group is not None else 0,
+            "coordinator_connected": self._session.up,
+            "backup_pending_bundles": self._replicator.pending,
+            "backup_exposure_seconds": self._replicator.exposed_s,
+            "link_bytes_per_second": self._compression.link_bytes_per_s,
+            "node_epoch": self._state.epoch,
+        }
 
     def _begin_incarnation(self) -> None:
         """Start a new life of this node name: an empty vault and no workers."""
         config, limits = self._config, self._config.timeouts
-        notes = BackupNotes(self._node, self._queue.put)
         self._vault = Vault(
             self._node,
             self._directory / "vault",
             limit=config.vault_memory_bytes,
-            on_corrupt=notes.corrupt,
+            on_corrupt=self._later(self._note_corrupt),
         )
         pace = pace_of(self._directory, config.link)
-        compression = CompressionPolicy(config.compress)
+        self._compression = CompressionPolicy(config.compress)
         self._server = VaultServer(
             self._vault,
             self._host,
             timeout_s=limits.serve_s,
             pace=pace,
-            compressing=compression,
+            compressing=self._compression,
             received=self._metrics.received,
         ).start()
         self._checkpoints = CheckpointWriter(
             Path(config.checkpoint_dir),
             self._vault,
-            self._queue.put,
-            self._readiness.checkpoint_failed,
+            self._later(self._send_reliably),
+            self._monitor.checkpoint_failed,
         )
         self._replicator = Replicator(
             self._vault,
             self._bundle_done,
-            self._bundle_held,
+            self._later(self._bundle_held),
             timeout_s=limits.bulk_s,
             prepare=self._checkpoints.offer,
             pace=pace,
-            no_room=notes.no_room,
-            compressing=compression,
-            sent=self._readiness.sent,
+            no_room=self._later(self._note_no_room),
+            compressing=self._compression,
+            sent=self._monitor.sent,
             delivered=self._metrics.sent,
         )
         self._notices.incarnation = incarnation = uuid.uuid4().hex[:12]
         info = replace(self._info, incarnation=incarnation, vault=self._server.address)
         self._state = core.NodeState(info, limits=limits)
-        self._readiness.begin(incarnation)
+        self._gate.shut()
+        self._monitor.enter(incarnation, 0)
 
     def run(self) -> int:
         """Serve until the job is over for this node; return the exit code."""
@@ -198,7 +194,7 @@ class NodeAgent:
         while self._exit_code is None:
             wait_s = max(0.001, min(next_poll, next_heartbeat) - time.monotonic())
             with contextlib.suppress(queue.Empty):
-                self._handle(self._queue.get(timeout=wait_s))
+                self._queue.get(timeout=wait_s)()
             now = time.monotonic()
             if now >= next_poll:
                 next_poll = now + POLL_S
@@ -211,80 +207,78 @@ class NodeAgent:
 
     # ---- events in ----
 
-    def _event_handlers(self) -> dict[type, Callable[[Any], None]]:
-        """One handler per type of event; `_apply_order` handles all other types."""
-        health = dict.fromkeys((HealthReport, Preflight, JoinRefused), self._handle_health)
-        backup = dict.fromkeys((m.BackupNote, m.CheckpointPart), self._send_reliably)
-        return {
-            _Connected: self._handle_connected,
-            NoticesRead: self._handle_notices,
-            CloudDetected: lambda event: self._notices.take(event),
-            m.Released: self._handle_released,
-            FromWorker: self._handle_worker,
-            _BundleDone: lambda event: self._acknowledge(event.worker, event.acked),
-            m.CommFailed: lambda event: self._apply(core.WorkerMessage(0, event)),
-            RejectionNotice: lambda event: self._send(m.RefusalNote(self._node, *astuple(event))),
-            m.Trim: lambda event: self._vault.trim(event.epoch, event.step),
-            m.Prefetch: self._handle_prefetch,
-            **health,
-            **backup,
-        }
-
-    def _handle(self, event: Any) -> None:
-        self._handlers.get(type(event), self._apply_order)(event)
+    def _handle_order(self, order: Any, envelope: object) -> None:
+        """Carry out an order of the coordinator, or apply it to the node's state."""
+        match order:
+            case m.Released():
+                if self._notices.parked or self._partitioned:
+                    self._apply_order(order)
+                else:
+                    self._notices.released(lambda: self._apply(order))
+            case m.Trim(epoch, step):
+                self._vault.trim(epoch, step)
+            case m.Prefetch():
+                self._prefetch(order)
+            case JoinRefused(reason, retry_s):
+                log.error("refused; next try in %g s: %s", retry_s, reason)
+                self._gate.refused(retry_s)
+            case _:
+                self._apply_order(order)
 
     def _apply_order(self, event: Any) -> None:
         if not self._partitioned:
             self._apply(event)
 
-    def _handle_connected(self, event: _Connected) -> None:
+    def _handle_connected(self) -> None:
         for message in self._outbox:  # before a report that may end the job
             self._send(message)
         self._report()
         self._notices.resend()
 
-    def _handle_notices(self, event: NoticesRead) -> None:
-        parked = self._notices.parked
-        if event.source == "signal" and (parked or not self._state.elastic):
-            code = EXIT_DRAINED if parked else EXIT_TERMINATED
-            self._apply(m.Stop(code, "the agent was signalled; there is nothing to move"))
-        else:
-            self._notices.take(event)
-
-    def _handle_released(self, event: m.Released) -> None:
-        if self._notices.parked or self._partitioned:
-            self._apply_order(event)
-        else:
-            self._notices.released(lambda: self._apply(event))
-
     def _send_reliably(self, message: m.StepDone | m.BackupNote | m.CheckpointPart) -> None:
         self._outbox.add(message)
         self._send(message)
 
-    def _handle_health(self, event: HealthReport | Preflight | JoinRefused) -> None:
-        self._state, report, joins = self._readiness.take(event, self._state)
-        if report is not None:
-            self._send(report)
-        if joins:
-            self._report()
-            self._notices.resend()
+    def _note_corrupt(self, copy: Copy) -> None:
+        """The vault dropped a copy because its checksum did not match."""
+        why = f"{copy.key} does not match its checksum and was dropped"
+        self._send_reliably(m.BackupNote(m.COPY_CORRUPT, copy.owner, self._node, why))
 
-    def _handle_prefetch(self, order: m.Prefetch) -> None:
+    def _note_no_room(self, peer: str, why: str) -> None:
+        """The vault of `peer` has no room for this node's copies."""
+        self._send_reliably(m.BackupNote(m.BACKUP_SHORT, self._node, peer, why))
+
+    def _send_rejection(self, notice: RejectionNotice) -> None:
+        self._send(m.RefusalNote(self._node, *astuple(notice)))
+
+    def _send_health(self, report: HealthReport) -> None:
+        if report.incarnation == self._state.info.incarnation and self._gate.open:
+            self._send(report)
+
+    def _take_preflight(self, result: Preflight) -> None:
+        self._gate.finished(result)
+        info = replace(self._state.info, standing=score_class(result.score))
+        self._state = replace(self._state, info=info)
+        self._report()
+        self._notices.resend()
+
+    def _prefetch(self, order: m.Prefetch) -> None:
         def work() -> None:
             try:
                 prefetch(self._vault, order)
             except ElasticError as error:
                 log.warning("prefetch failed: %s", error)
-            self._queue.put(core.PrefetchDone(order.epoch))
+            done(core.PrefetchDone(order.epoch))
 
+        done = self._later(self._apply_order)
         if not self._partitioned:
             threading.Thread(target=work, name="prefetch", daemon=True).start()
 
-    def _handle_worker(self, event: FromWorker) -> None:
-        if event.generation != self._generation:
-            self._handle_former_worker(event.message)
+    def _handle_worker(self, generation: int, rank: int, message: Any) -> None:
+        """Handle a message of a worker, or its exit. `generation`: the number of its launch."""
+        if generation != self._generation:
+            self._handle_former_worker(message)
             return
-        rank, message = event.local_rank, event.message
         match message:
             case m.Published():
                 self._publish(rank, message)
@@ -293,17 +287,16 @@ class NodeAgent:
             case m.FaultReached():
                 self._inject(parse_fault(message.fault))
             case WorkerExit():
-                self._metrics.worker_ended()
+                self._metrics.exits.inc()
                 self._workers.remove(rank)
                 self._vault.worker_gone(message.pid, self._directory)
                 self._apply(core.WorkerExited(rank, message.returncode))
-            case m.Attach() | m.Halted() | m.Failed() | m.Finished():
-                log.info("worker %d: %s", rank, type(message).__name__)
+            case _:
+                if isinstance(message, m.Attach | m.Halted | m.Failed | m.Finished):
+                    log.info("worker %d: %s", rank, type(message).__name__)
                 if isinstance(message, m.Attach):
                     self._checkpoints.every = message.spec.checkpoint_every
                     self._checkpoints.steps = message.spec.n_steps
-                self._apply(core.WorkerMessage(rank, message))
-            case _:
                 self._apply(core.WorkerMessage(rank, message))
 
     def _handle_former_worker(self, message: Any) -> None:
@@ -325,6 +318,10 @@ class NodeAgent:
             return
         self._replicator.submit(self._generation * RANKS + rank, message)
 
+    def _bundle_held(self, epoch: int, bundle: int, peer: str, error: ElasticError) -> None:
+        failed = m.CommFailed(epoch, (peer,), f"backup of bundle {bundle}: {error}")
+        self._apply(core.WorkerMessage(0, failed))
+
     def _inject(self, fault: FaultSpec) -> None:
         """Carry out an injected fault: corrupt copies, or cut this node off from everybody."""
         if fault.kind is FaultKind.CORRUPT:
@@ -336,17 +333,12 @@ class NodeAgent:
 
     def _poll(self) -> None:
         self._notices.poll()
-        if self._group is None:
-            return
-        samples = tuple(
-            core.ProcessSample(rank, s.stopped, s.main_cpu_s, s.on_disk, s.descendant_cpu_s)
-            for rank, s in self._group.states().items()
-        )
-        self._apply(core.WorkersPolled(samples))
+        if self._group is not None:
+            self._apply(core.WorkersPolled(self._group.samples()))
 
     def _heartbeat(self) -> None:
-        self._metrics.heartbeat()
-        if self._readiness.known and not self._notices.parked:
+        self._metrics.heartbeats.inc()
+        if self._gate.open and not self._notices.parked:
             self._send(core.heartbeat(self._state))
 
     def _apply(self, event: Any) -> None:
@@ -386,8 +378,8 @@ class NodeAgent:
         self._outbox.enter(install)
         self._vault.enter(epoch, assignment.step)
         self._replicator.enter(epoch, assignment)
-        self._checkpoints.enter(self._node, assignment.plan)
-        self._readiness.enter(self._state.info.incarnation, epoch)
+        self._checkpoints.enter(assignment.plan)
+        self._monitor.enter(self._state.info.incarnation, epoch)
 
     def _send(self, message: Any) -> None:
         if not self._partitioned:
@@ -398,15 +390,18 @@ class NodeAgent:
         """An injected fault cuts this node off. The agent reconnects when the fault ends."""
         if self._partitioned_until and time.monotonic() >= self._partitioned_until:
             self._partitioned_until = 0.0
-            self._queue.put(_Connected())
+            self._queue.put(self._handle_connected)
         return self._partitioned_until > 0
 
     def _report(self) -> None:
         if self._notices.parked:
             return
-        report = self._readiness.complete(core.report(self._state))
-        if report is None:
-            return
+        report = core.report(self._state)
+        if report.phase is NodePhase.EMPTY:
+            self._gate.start()
+            if not self._gate.open:
+                return  # the result of the pre-flight causes another report
+            report = replace(report, preflight=self._gate.result)
         if report.phase not in REPORTING_NO_COPIES:
             report = replace(report, inventory=self._vault.inventory())
         self._send(report)
@@ -414,21 +409,19 @@ class NodeAgent:
     def _spawn(self, launch: m.Launch) -> None:
         self._generation += 1
         generation = self._generation
-        socket_path = str(self._directory / "agent.sock")
-        context = WorkerEnvironment(self._node, socket_path, self._host, self._info.device)
+        handle = self._later(self._handle_worker)
 
         def ended(exit: WorkerExit) -> None:
             self._workers.drain(generation, exit.local_rank)
-            self._queue.put(FromWorker(generation, exit.local_rank, exit))
+            handle(generation, exit.local_rank, exit)
 
-        self._group = WorkerGroup(self._config, launch, context, ended)
+        self._group = WorkerGroup(self._config, launch, self._info, ended)
         try:
             self._group.start()
         except OSError as error:
             log.error("workers cannot be started: %s", error)
             for rank in range(self._config.nproc_per_node):
-                exit = WorkerExit(rank, 0, 127, time.time())
-                self._queue.put(FromWorker(generation, rank, exit))
+                handle(generation, rank, WorkerExit(rank, 0, 127))
 
     def _kill_workers(self) -> None:
         """Kill the workers. Their last messages and exits arrive through the queue as usual."""
@@ -436,7 +429,7 @@ class NodeAgent:
             self._group.kill()
 
     def _rejoin(self) -> None:
-        self._metrics.rejoined()
+        self._metrics.rejoins.inc()
         self._generation += 1
         self._group = None
         for part in (self._replicator, self._server, self._vault):
@@ -450,31 +443,43 @@ class NodeAgent:
         """Kill the workers and end. For signal handlers; a worker may have ended by the same
         signal, which counts as no crash."""
         self._generation, self._partitioned_until = self._generation + 1, 0.0
-        self._queue.put(m.Stop(EXIT_INTERRUPTED, "the agent was told to stop"))
+        self._later(self._apply)(m.Stop(EXIT_INTERRUPTED, "the agent was told to stop"))
 
     def leave(self) -> None:
         """Drain the node within --grace seconds, then end. For signal handlers."""
-        self._notices.signalled()
+        self._queue.put(self._drain)
+
+    def _drain(self) -> None:
+        parked = self._notices.parked
+        if parked or not self._state.elastic:
+            code = EXIT_DRAINED if parked else EXIT_TERMINATED
+            self._apply(m.Stop(code, "the agent was signalled; there is nothing to move"))
+        else:
+            self._notices.signalled()
 
     # ---- callbacks of other threads ----
+
+    def _check_node(self) -> tuple[list[PreflightCheck], float]:
+        """Make the checks of the pre-flight: (checks, score)."""
+        config, trial = self._config, self._config.preflight == "strict"
+        checks, score = local_checks(config.directories, self._info.memory_bytes, trial=trial)
+        pace = pace_of(self._directory, config.link)
+        return [*checks, *network_checks(self._coordinator, self._node, pace)], score
 
     def _launched(self) -> tuple[int, Mapping[int, int]]:
         """The running launch: its generation, and the process id per local rank."""
         return self._generation, self._group.pids if self._group is not None else {}
 
     def _bundle_done(self, worker: int, bundle: int, kept: bool) -> None:
-        acked = m.BundleAcknowledged(bundle, kept)
+        acknowledge = partial(self._acknowledge, worker, m.BundleAcknowledged(bundle, kept))
         if self._checkpoints.final:  # acknowledged after the last checkpoint is on disk
-            self._checkpoints.then(lambda: self._queue.put(_BundleDone(worker, acked)))
+            self._checkpoints.then(acknowledge)
         else:
-            self._acknowledge(worker, acked)
+            acknowledge()
 
     def _acknowledge(self, worker: int, acked: m.BundleAcknowledged) -> None:
         if worker // RANKS == self._generation:
             self._workers.send(acked, worker % RANKS)
-
-    def _bundle_held(self, epoch: int, bundle: int, peer: str, error: ElasticError) -> None:
-        self._queue.put(m.CommFailed(epoch, (peer,), f"backup of bundle {bundle}: {error}"))
 
     def _close(self) -> None:
         if self._group is not None:
@@ -484,7 +489,7 @@ class NodeAgent:
         for part in (
             self._notices,
             self._session,
-            self._readiness,
+            self._monitor,
             self._checkpoints,
             self._replicator,
             self._server,

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic.agent.metrics import AgentCondition, AgentMetrics
+from elastic.agent.metrics import GAUGES, AgentMetrics
 from elastic.config import JobConfig
 from elastic.coordinator.metrics import CoordinatorMetrics, CoordinatorStatus
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
@@ -90,10 +90,8 @@ def coordinator(of: JobState, now: float = 10.0) -> CoordinatorMetrics:
 
 
 def agent() -> AgentMetrics:
-    metrics = AgentMetrics(new_registry())
-    metrics.condition = lambda: AgentCondition(
-        5, 6, 0, str(ROOT), str(ROOT / "none"), 2, 1, True, 4, 1.5, 1e9, 3
-    )
+    metrics = AgentMetrics(new_registry(), str(ROOT), str(ROOT / "none"))
+    metrics.read = lambda: {**dict.fromkeys(GAUGES, 0.0), "backup_exposure_seconds": 1.5}
     return metrics
 
 

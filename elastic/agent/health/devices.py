@@ -41,7 +41,7 @@ class Devices:
         return len(self._handles)
 
     def read(self) -> tuple[DeviceHealth, ...]:
-        """Present readings of the first MANY devices."""
+        """Present readings of the first MAX_ENTRIES devices."""
         self._read_events()
         return tuple(self._read(index, handle) for index, handle in self._handles[:MAX_ENTRIES])
 
@@ -85,39 +85,29 @@ class Devices:
             name = nvml.nvmlDeviceGetName(handle)
             temperature_c = float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         except nvml.NVMLError as error:
-            return DeviceHealth(
-                index, "", fault=f"the device does not answer: {error}"[:MAX_TEXT_LENGTH]
-            )
+            fault = f"the device does not answer: {error}"
+            return DeviceHealth(index, "", fault=fault[:MAX_TEXT_LENGTH])
         name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
-        errors = self._errors(index, handle)
-        return DeviceHealth(
-            index,
-            name[:MAX_TEXT_LENGTH],
-            temperature_c,
-            self._throttled(handle),
-            errors,
-            self._faults.get(index, ""),
-        )
+        throttled, errors = self._throttled(handle), self._errors(index, handle)
+        fault = self._faults.get(index, "")
+        return DeviceHealth(index, name[:MAX_TEXT_LENGTH], temperature_c, throttled, errors, fault)
 
     def _throttled(self, handle: Any) -> str:
-        try:
-            mask = int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-        except self._nvml.NVMLError:
-            return ""  # not every device supports this
+        mask = self._number("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
         found = [text for name, text in THROTTLED if mask & int(getattr(self._nvml, name, 0))]
         return ", ".join(dict.fromkeys(found))
 
     def _errors(self, index: int, handle: Any) -> int:
-        nvml = self._nvml
+        kinds = self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, self._nvml.NVML_VOLATILE_ECC
+        count = self._number("nvmlDeviceGetTotalEccErrors", handle, *kinds)
+        return 0 if count is None else max(0, count - self._initial_errors.setdefault(index, count))
+
+    def _number(self, function: str, *args: Any) -> int | None:
+        """Value of a function of NVML; None if the device does not support it."""
         try:
-            count = int(
-                nvml.nvmlDeviceGetTotalEccErrors(
-                    handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-                )
-            )
-        except nvml.NVMLError:
-            return 0  # memory without ECC
-        return max(0, count - self._initial_errors.setdefault(index, count))
+            return int(getattr(self._nvml, function)(*args))
+        except self._nvml.NVMLError:
+            return None
 
 
 def _import_pynvml() -> Any:

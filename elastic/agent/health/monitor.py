@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import socket
 import threading
 import time
@@ -22,7 +24,6 @@ from elastic.agent.health.devices import Devices
 from elastic.core.protocol.health_report import (
     MAX_ENTRIES,
     MAX_TEXT_LENGTH,
-    DeviceHealth,
     DiskSpace,
     FailedOperation,
     HealthReport,
@@ -42,21 +43,10 @@ WINDOW_S, SHORT_WINDOWS = 10.0, 4
 """Length of a window of a link. The first windows, and those after a change, last one sample."""
 CHANGE_FACTOR = 1.5
 """A link has changed if its bandwidth differs by this factor."""
-NETWORK_FILE_SYSTEMS = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "lustre",
-    "ceph",
-    "gpfs",
-    "beegfs",
-    "glusterfs",
-    "9p",
-    "afs",
-    "fuse.",
-)
-"""Prefixes of the types of file systems that several machines share."""
+SCARCE_SHARES = (0.10, 0.05, 0.02, 0.01)
+"""A smaller free share of memory or of a disk is a higher level of scarcity."""
+NETWORK_FILE_SYSTEM = re.compile(r"nfs|cifs|smb3|lustre|ceph|gpfs|beegfs|glusterfs|9p|afs|fuse\.")
+"""Beginning of the types of file systems that several machines share."""
 
 
 @dataclass(slots=True)
@@ -99,7 +89,8 @@ class _Window:
 
 
 class Monitor:
-    """Passes reports to `emit`, from its own thread. `sent` and `failed` are thread-safe."""
+    """Passes reports to `emit`, from its own thread. Other threads may call `sent` and
+    `checkpoint_failed`."""
 
     def __init__(
         self,
@@ -114,9 +105,10 @@ class Monitor:
         self._devices, self._clock = devices if devices is not None else Devices(), clock
         self._lock, self._ended, self._woken = threading.Lock(), False, threading.Event()
         self._windows: dict[str, _Window] = {}
-        self._failures: dict[tuple[str, str], FailedOperation] = {}
+        self._failures: tuple[FailedOperation, ...] = ()
         self._incarnation, self._epoch, self._silent_samples = "", 0, 0
-        self._last: HealthReport | None = None
+        self._last: tuple[object, ...] | None = None
+        """Conditions of the last report."""
 
     def start(self) -> Monitor:
         threading.Thread(target=self._run, name="health", daemon=True).start()
@@ -130,11 +122,8 @@ class Monitor:
         """A new plan or membership begins; links are measured afresh."""
         with self._lock:
             self._windows.clear()
-            self._incarnation, self._epoch, self._silent_samples = (
-                incarnation,
-                epoch,
-                MAX_SILENT_SAMPLES,
-            )
+            self._incarnation, self._epoch = incarnation, epoch
+            self._silent_samples = MAX_SILENT_SAMPLES
 
     def sent(self, peer: str, nbytes: int, seconds: float) -> None:
         """`nbytes` reached the peer within `seconds`."""
@@ -142,24 +131,23 @@ class Monitor:
             with self._lock:
                 self._windows.setdefault(peer, _Window(self._clock())).add(nbytes, seconds)
 
-    def failed(self, what: str, path: str, detail: str) -> None:
-        """Report at once that `path` could not be written: the job may be over at the next
+    def checkpoint_failed(self, why: str) -> None:
+        """Report at once that a checkpoint could not be written: the job may be over at the next
         sample."""
+        path = str(dict(self._directories)["checkpoints"])[:MAX_TEXT_LENGTH]
         with self._lock:
-            count = self._failures[what, path].count + 1 if (what, path) in self._failures else 1
-            if count > 1 or len(self._failures) < MAX_ENTRIES:
-                self._failures[what, path] = FailedOperation(
-                    what, path[:MAX_TEXT_LENGTH], detail[:MAX_TEXT_LENGTH], count
-                )
+            count = 1 + sum(failure.count for failure in self._failures)
+            self._failures = (FailedOperation("checkpoint", path, why[:MAX_TEXT_LENGTH], count),)
         self._woken.set()
 
     def sample(self) -> HealthReport | None:
         """Read the node. Return a report if one is due."""
         memory = psutil.virtual_memory()
-        devices, disks = self._devices.read(), tuple(self._disks())
+        devices = self._devices.read()
+        disks = tuple(disk_of(role, path) for role, path in self._directories)
         with self._lock:
             links = self._links(self._clock())
-            failures, self._failures = tuple(self._failures.values()), {}
+            failures, self._failures = self._failures, ()
             report = HealthReport(
                 node=self._node,
                 incarnation=self._incarnation,
@@ -174,14 +162,11 @@ class Monitor:
                 failed_operations=failures,
             )
             self._silent_samples += 1
-            if not (
-                self._silent_samples > MAX_SILENT_SAMPLES
-                or links
-                or failures
-                or _differs(self._last, report)
-            ):
+            conditions = _conditions(report)
+            overdue = self._silent_samples > MAX_SILENT_SAMPLES
+            if not (overdue or links or failures or conditions != self._last):
                 return None
-            self._silent_samples, self._last = 0, report
+            self._silent_samples, self._last = 0, conditions
             return report
 
     def _run(self) -> None:
@@ -207,21 +192,18 @@ class Monitor:
                 window.clear(now)
         return tuple(found)
 
-    def _disks(self) -> list[DiskSpace]:
-        return [
-            disk for role, path in self._directories if (disk := disk_of(role, path)) is not None
-        ]
+
+def nearest_parent(path: Path) -> Path:
+    """`path`, or its nearest parent that exists."""
+    return next((one for one in (path, *path.parents) if one.exists()), path)
 
 
-def disk_of(role: str, path: Path) -> DiskSpace | None:
-    """Free and total bytes of the file system of `path`, which need not exist yet; None if none of
-    its parents exists."""
-    existing = next((one for one in (path, *path.parents) if one.exists()), None)
-    if existing is None:
-        return None
-    stat = os.statvfs(existing)
-    total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    return DiskSpace(role, str(path)[:MAX_TEXT_LENGTH], free, total, volume(existing))
+def disk_of(role: str, path: Path) -> DiskSpace:
+    """Free and total bytes of the file system of `path`, which need not exist yet. Raises
+    OSError."""
+    existing = nearest_parent(path)
+    usage = shutil.disk_usage(existing)
+    return DiskSpace(role, str(path)[:MAX_TEXT_LENGTH], usage.free, usage.total, volume(existing))
 
 
 def volume(path: Path) -> str:
@@ -230,26 +212,16 @@ def volume(path: Path) -> str:
         p for p in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(p.mountpoint)
     ]
     mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
-    if mount is not None and mount.fstype.startswith(NETWORK_FILE_SYSTEMS):
+    if mount is not None and NETWORK_FILE_SYSTEM.match(mount.fstype):
         return mount.device[:MAX_TEXT_LENGTH]
     return f"{socket.gethostname()}:{os.stat(path).st_dev}"
 
 
-def _differs(last: HealthReport | None, report: HealthReport) -> bool:
-    """The state of a device changed, or a level of scarcity."""
-    return last is None or _levels(last) != _levels(report)
-
-
-def _levels(report: HealthReport) -> tuple[object, ...]:
-    memory = _scarcity(report.memory_free_bytes, report.memory_total_bytes)
-    disks = [_scarcity(disk.free_bytes, disk.total_bytes) for disk in report.disks]
-    return [_state(device) for device in report.devices], memory, disks
-
-
-def _state(device: DeviceHealth) -> tuple[int, str, int, str]:
-    return device.index, device.throttled, device.errors, device.fault
-
-
-def _scarcity(free: int, total: int) -> int:
-    """0 if more than 10 % is free; higher levels mean less."""
-    return sum(free < share * total for share in (0.10, 0.05, 0.02, 0.01))
+def _conditions(report: HealthReport) -> tuple[object, ...]:
+    """Parts of a report that are sent at once when they change: states of devices, and levels of
+    scarcity (0: more than 10 % is free; higher levels mean less)."""
+    devices = [(d.index, d.throttled, d.errors, d.fault) for d in report.devices]
+    disks = [(disk.free_bytes, disk.total_bytes) for disk in report.disks]
+    spaces = [(report.memory_free_bytes, report.memory_total_bytes), *disks]
+    levels = [sum(free < share * total for share in SCARCE_SHARES) for free, total in spaces]
+    return devices, levels

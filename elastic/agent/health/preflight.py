@@ -7,6 +7,7 @@ whether the node may join (`elastic.core.policy.remediation`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import numpy as np
 import psutil
 
 from elastic.agent.health.devices import Devices
-from elastic.agent.health.monitor import disk_of
+from elastic.agent.health.monitor import disk_of, nearest_parent
 from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, PreflightCheck
 from elastic.domain.errors import ElasticError
 from elastic.rpc.bulk.transfer import VaultClient
@@ -60,9 +61,8 @@ def local_checks(
     devices = devices if devices is not None else Devices()
     checks += device_checks(devices)
     if trial and len(devices):
-        tried = device_trial()
-        checks.append(tried)
-        score = tried.value if tried.ok else 0.0
+        checks.append(device_trial())
+        score = checks[-1].value if checks[-1].ok else 0.0
     return checks, score
 
 
@@ -77,95 +77,68 @@ def compute() -> PreflightCheck:
         best = min(best, time.perf_counter() - began)
         right = right and bool((result == expected).all())
     rate = 2 * MATRIX_ROWS**3 / max(best, 1e-9) / 1e9
-    return PreflightCheck(
-        "compute",
-        rate,
-        "GFLOP/s",
-        right,
-        True,
-        "" if right else "the node computes wrong results: replace it",
-    )
+    problem = "" if right else "the node computes wrong results: replace it"
+    return _check("compute", rate, "GFLOP/s", problem)
 
 
 def memory(wanted_bytes: int) -> PreflightCheck:
-    free = psutil.virtual_memory().available
-    if free < MIN_MEMORY_BYTES:
-        return PreflightCheck(
-            "memory",
-            free,
-            "bytes",
-            False,
-            True,
-            f"only {free} bytes are available: free some memory",
-        )
-    if wanted_bytes and free < wanted_bytes:
-        text = f"{free} bytes are available but --node-memory is {wanted_bytes}: reduce it"
-        return PreflightCheck("memory", free, "bytes", False, False, text)
-    return PreflightCheck("memory", free, "bytes", True)
+    free, problem = psutil.virtual_memory().available, ""
+    fatal = free < MIN_MEMORY_BYTES
+    if fatal:
+        problem = f"only {free} bytes are available: free some memory"
+    elif free < wanted_bytes:
+        problem = f"{free} bytes are available but --node-memory is {wanted_bytes}: reduce it"
+    return _check("memory", free, "bytes", problem, fatal=fatal)
 
 
 def disk(role: str, path: Path) -> PreflightCheck:
     """Write a file and read the free space. A failure is not fatal for checkpoints: the job can go
     on without them."""
-    fatal = role != "checkpoints"
-    found = disk_of(role, path)
-    free = found.free_bytes if found is not None else 0
-    existing = next((one for one in (path, *path.parents) if one.exists()), path)
-    probe = existing / f".preflight-{uuid.uuid4().hex[:12]}"
+    free, problem = disk_of(role, path).free_bytes, ""
+    probe = nearest_parent(path) / f".preflight-{uuid.uuid4().hex[:12]}"
+    if free < MIN_DISK_BYTES:
+        problem = f"{path} has only {free} bytes left: delete files or use another"
     try:
         with probe.open("xb") as file:
             file.write(b"\0" * 4096)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        text = f"{path} cannot be written ({error.strerror}): delete files, mount it or use another"
-        return PreflightCheck(f"disk:{role}", free, "bytes", False, fatal, text)
+        problem = (
+            f"{path} cannot be written ({error.strerror}): delete files, mount it or use another"
+        )
     finally:
         probe.unlink(missing_ok=True)
-    if free < MIN_DISK_BYTES:
-        text = f"{path} has only {free} bytes left: delete files or use another"
-        return PreflightCheck(f"disk:{role}", free, "bytes", False, fatal, text)
-    return PreflightCheck(f"disk:{role}", free, "bytes", True)
+    return _check(f"disk:{role}", free, "bytes", problem, fatal=role != "checkpoints")
 
 
 def device_checks(devices: Devices) -> list[PreflightCheck]:
     """One check per device, from the driver's readings."""
     checks = []
     for seen in devices.read():
-        text = f"device {seen.index}: {seen.fault}: replace or reset it" if seen.fault else ""
-        hot = (
-            f"device {seen.index} is throttled ({seen.throttled}): check its cooling"
-            if seen.throttled
-            else ""
-        )
-        ok, fatal = not (text or hot), bool(text)
-        checks.append(
-            PreflightCheck(f"device:{seen.index}", seen.temperature_c, "C", ok, fatal, text or hot)
-        )
+        problem = ""
+        if seen.fault:
+            problem = f"device {seen.index}: {seen.fault}: replace or reset it"
+        elif seen.throttled:
+            problem = f"device {seen.index} is throttled ({seen.throttled}): check its cooling"
+        name = f"device:{seen.index}"
+        checks.append(_check(name, seen.temperature_c, "C", problem, fatal=bool(seen.fault)))
     return checks
 
 
 def device_trial(command: Sequence[str] = (sys.executable, "-m", TRIAL_MODULE)) -> PreflightCheck:
     """Multiply matrices on every device, in a child process, because the agent must not import
     torch."""
+    rate = 0.0
     try:
         done = subprocess.run(command, capture_output=True, timeout=DEVICE_TRIAL_S, check=False)
         found = json.loads(done.stdout.decode().strip().rpartition("\n")[2])
-        rate, wrong = float(found["tflops"]), str(found.get("error", ""))
+        rate, problem = float(found["tflops"]), str(found.get("error", ""))
     except subprocess.TimeoutExpired:
-        return PreflightCheck(
-            "device",
-            0.0,
-            "TFLOP/s",
-            False,
-            True,
-            f"no answer within {DEVICE_TRIAL_S:g} s: check the driver",
-        )
+        problem = f"no answer within {DEVICE_TRIAL_S:g} s: check the driver"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return PreflightCheck(
-            "device", 0.0, "TFLOP/s", False, True, f"the trial failed: {error}"[:MAX_TEXT_LENGTH]
-        )
-    return PreflightCheck("device", rate, "TFLOP/s", not wrong, True, wrong[:MAX_TEXT_LENGTH])
+        problem = f"the trial failed: {error}"
+    return _check("device", rate, "TFLOP/s", problem)
 
 
 def network_checks(
@@ -188,21 +161,13 @@ def network_checks(
             if took < best and answer.get("now"):
                 best, offset = took, float(answer["now"]) - wall - took / 2
     except ElasticError as error:
-        return [
-            PreflightCheck(
-                "coordinator",
-                0.0,
-                "s",
-                False,
-                False,
-                f"the coordinator does not answer: {error}"[:MAX_TEXT_LENGTH],
-            )
-        ]
-    checks = [PreflightCheck("coordinator", best, "s", True)] if best < math.inf else []
+        problem = f"the coordinator does not answer: {error}"
+        return [_check("coordinator", 0.0, "s", problem, fatal=False)]
+    checks = []
     if best < math.inf:
-        ok = abs(offset) <= MAX_CLOCK_OFFSET_S
-        text = "" if ok else f"the clock is off by {abs(offset):.0f} s: set it (NTP)"
-        checks.append(PreflightCheck("clock", offset, "s", ok, True, text))
+        right = abs(offset) <= MAX_CLOCK_OFFSET_S
+        problem = "" if right else f"the clock is off by {abs(offset):.0f} s: set it (NTP)"
+        checks = [_check("coordinator", best, "s"), _check("clock", offset, "s", problem)]
     return [*checks, *_peer_check(peers[:MAX_PEERS], node, pace)]
 
 
@@ -214,21 +179,26 @@ def _peer_check(
     for row in nodes:
         try:
             client = VaultClient(str(row.get("vault", "")), node=node, timeout_s=CALL_S, pace=pace)
-            try:
+            with contextlib.closing(client):
                 seconds = min(client.probe(PROBE_BYTES) for _ in range(2))
-            finally:
-                client.close()
         except ElasticError as error:
             problems.append(str(error))
             continue
-        return [PreflightCheck("peer", PROBE_BYTES / max(seconds, 1e-9), "bytes/s", True)]
+        return [_check("peer", PROBE_BYTES / max(seconds, 1e-9), "bytes/s")]
     if not problems:
         return []
     text = (
         f"no vault of {len(problems)} peers can be reached (open the network between nodes): "
         f"{problems[0]}"
     )
-    return [PreflightCheck("peer", 0.0, "bytes/s", False, True, text[:MAX_TEXT_LENGTH])]
+    return [_check("peer", 0.0, "bytes/s", text)]
+
+
+def _check(
+    name: str, value: float, unit: str, problem: str = "", *, fatal: bool = True
+) -> PreflightCheck:
+    """A check that failed if there is a problem. `problem` tells the remedy too."""
+    return PreflightCheck(name, value, unit, not problem, fatal, problem[:MAX_TEXT_LENGTH])
 
 
 def score_class(score: float) -> int:

@@ -6,15 +6,12 @@ Sources are read by threads of their own; everything else happens on the agent's
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
-from elastic.agent.notices.discovery import SourceContext, detect, sources_of
+from elastic.agent.notices.discovery import detect, sources_of
 from elastic.agent.notices.source import Source, SourceWatcher
 from elastic.config import JobConfig
 from elastic.core.node import notice_tracker as core
@@ -23,79 +20,51 @@ from elastic.core.protocol.messages import NoticeKind
 from elastic.core.protocol.notice_source import SourceKind
 
 log = logging.getLogger("elastic.agent")
-TOKEN_VARIABLE = "ELASTIC_NOTICE_TOKEN"
 SIGNAL = "signal"
 
 
-@dataclass(frozen=True, slots=True)
-class NoticesRead:
-    """All notices that one source has now."""
-
-    source: str
-    found: tuple[ProviderNotice, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CloudDetected:
-    """`--notice auto` has found the cloud and its sources."""
-
-    sources: tuple[Source, ...]
-
-
 class NoticeController:
-    """Passes events to `put`, which must lead to a call of `take` on the agent's thread. `send`
-    sends to the coordinator; `rejoin` is called when a drained node is not taken away after all."""
+    """Runs on the agent's thread: `later` makes a function that calls there. `send` sends to the
+    coordinator; `rejoin` is called when a drained node is not taken away after all."""
 
     def __init__(
         self,
         config: JobConfig,
         node: str,
-        put: Callable[[Any], object],
+        later: Callable[[Callable[..., object]], Callable[..., None]],
         send: Callable[[Any], object],
         rejoin: Callable[[], object],
     ) -> None:
         """Raises FieldError if a source cannot be opened."""
-        self._node, self._put, self._send, self._rejoin = node, put, send, rejoin
+        self._node, self._later, self._send, self._rejoin = node, later, send, rejoin
         self._grace_s, self._overdue_s = config.grace_s, config.timeouts.overdue_s
         self._tracker, self.incarnation = NoticeTracker(), ""
         self._watchers: list[SourceWatcher] = []
-        context = SourceContext(
-            node=node,
-            silence_s=config.lease_s,
-            hook_dir=Path(config.run_dir) / "hooks",
-            services=dict(config.metadata_services),
-            token=os.environ.get(TOKEN_VARIABLE, ""),
-        )
         for wanted in config.notices:
-            self._watch(sources_of(wanted, context))
+            self._watch(sources_of(wanted, config, node))
             if wanted.kind is SourceKind.AUTO:
-                detect(context, lambda sources: self._put(CloudDetected(sources)))
+                detect(config, node, later(self._watch_detected))
 
     @property
     def parked(self) -> bool:
         """The node was drained and is no member; it waits until it is taken away or rejoins."""
         return self._tracker.parked
 
-    def take(self, event: NoticesRead | CloudDetected) -> None:
-        """Handle an event that came through `put`."""
-        if isinstance(event, CloudDetected):
-            known = {watcher.source.name for watcher in self._watchers}
-            self._watch(tuple(source for source in event.sources if source.name not in known))
-            return
+    def _source_read(self, source: str, found: tuple[ProviderNotice, ...]) -> None:
+        """Handle the notices that a source has now."""
         before = {one.identity for one in self._tracker.active}
-        self._follow(core.source_read(self._tracker, event.source, event.found))
+        self._follow(core.source_read(self._tracker, source, found))
         for one in self._tracker.active:
             if one.identity not in before:
                 log.info("notice of %s: %s, %s", one.provider, one.kind, one.detail)
 
     def signalled(self) -> None:
-        """Treat a signal to end as a notice. May be called from a signal handler."""
+        """Treat a signal to end as a notice."""
         deadline = time.monotonic() + self._grace_s
         notice = ProviderNotice(
             SIGNAL, SIGNAL, NoticeKind.LEAVE, deadline, "told to end", final=True
         )
-        event = NoticesRead(SIGNAL, (notice,))
-        threading.Thread(target=self._put, args=(event,), name="signalled", daemon=True).start()
+        self._source_read(SIGNAL, (notice,))
 
     def released(self, leave: Callable[[], object]) -> None:
         """The coordinator needs nothing of this node any more; `leave` empties the node."""
@@ -117,11 +86,14 @@ class NoticeController:
         for watcher in self._watchers:
             watcher.close()
 
-    def _watch(self, sources: tuple[Source, ...]) -> None:
-        self._watchers += [
-            SourceWatcher(source, lambda name, found: self._put(NoticesRead(name, found)))
-            for source in sources
-        ]
+    def _watch(self, sources: Iterable[Source]) -> None:
+        read = self._later(self._source_read)
+        self._watchers += [SourceWatcher(source, read) for source in sources]
+
+    def _watch_detected(self, sources: tuple[Source, ...]) -> None:
+        """Watch the sources of the cloud that `--notice auto` has found."""
+        known = {watcher.source.name for watcher in self._watchers}
+        self._watch(source for source in sources if source.name not in known)
 
     def _follow(self, result: core.TrackerTransition) -> None:
         self._tracker, actions = result

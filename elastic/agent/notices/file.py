@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elastic.agent.notices.source import Source
+from elastic.agent.notices.source import Source, make_notice
 from elastic.core.node.notice_tracker import ProviderNotice
-from elastic.core.protocol.messages import NoticeKind
+from elastic.domain import codec
 from elastic.domain.errors import FieldError
 
 log = logging.getLogger("elastic.agent.notices")
@@ -42,23 +41,13 @@ def parse_notice(text: bytes) -> WrittenNotice:
     except (ValueError, RecursionError):
         remedy = 'must be seconds, or {"deadline_s": 120, "reason": "..."}'
         raise FieldError("notice", text[:40], remedy) from None
-    if not isinstance(value, dict):
-        value = {"deadline_s": value}
-    unknown = sorted(set(value) - {"deadline_s", "reason"})
-    if unknown:
-        remedy = "the fields are deadline_s and reason"
-        raise FieldError(f"notice.{unknown[0][:40]}", "...", remedy)
-    deadline_s, reason = value.get("deadline_s", DEFAULT_DEADLINE_S), value.get("reason", "")
-    number = isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool)
-    if not number or not math.isfinite(deadline_s):
-        raise FieldError("notice.deadline_s", str(deadline_s)[:40], "must be a number of seconds")
-    if not 0 <= deadline_s <= MAX_DEADLINE_S:
+    value = value if isinstance(value, dict) else {"deadline_s": value}
+    notice = codec.decode(WrittenNotice, value, "notice")
+    if not 0 <= notice.deadline_s <= MAX_DEADLINE_S:
         remedy = f"must be from 0 to {MAX_DEADLINE_S:g} seconds"
-        raise FieldError("notice.deadline_s", deadline_s, remedy)
-    if not isinstance(reason, str):
-        raise FieldError("notice.reason", str(reason)[:40], "must be a text")
-    printable = "".join(c for c in reason[:MAX_REASON_CHARS] if c.isprintable())
-    return WrittenNotice(float(deadline_s), printable)
+        raise FieldError("notice.deadline_s", notice.deadline_s, remedy)
+    printable = "".join(c for c in notice.reason[:MAX_REASON_CHARS] if c.isprintable())
+    return replace(notice, reason=printable)
 
 
 class NoticeFile(Source):
@@ -85,7 +74,6 @@ class NoticeFile(Source):
             if self._malformed != changed_ns:
                 log.warning("%s: %s; the deadline is %g s", self._path, error, DEFAULT_DEADLINE_S)
             self._malformed = changed_ns
-        age_s = max(0.0, time.time() - changed_ns / 1e9)
-        deadline = time.monotonic() + notice.deadline_s - age_s
-        identity, detail = f"{self.name}@{changed_ns}", notice.reason or str(self._path)
-        return (ProviderNotice("file", identity, NoticeKind.LEAVE, deadline, detail),)
+        left_s = notice.deadline_s - max(0.0, time.time() - changed_ns / 1e9)
+        what, detail = f"{self._path}@{changed_ns}", notice.reason or str(self._path)
+        return (make_notice("file", what, left_s, detail),)

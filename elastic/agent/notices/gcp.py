@@ -7,14 +7,10 @@ minute ahead; MIGRATE_ON_HOST_MAINTENANCE moves the running machine, so that the
 
 from __future__ import annotations
 
-import time
-
-from elastic.agent.notices.metadata import MetadataService, unexpected
-from elastic.agent.notices.source import Source
+from elastic.agent.notices.metadata import MetadataService
+from elastic.agent.notices.source import Source, make_notice
 from elastic.core.node.notice_tracker import ProviderNotice
-from elastic.core.protocol.messages import NoticeKind
 
-BASE = "http://169.254.169.254"
 ROOT = "/computeMetadata/v1/"
 FLAVOR = {"Metadata-Flavor": "Google"}
 WAIT_S = 60
@@ -24,6 +20,11 @@ PAUSE_S = 0.2
 PREEMPTED_S = 30.0
 MAINTENANCE_S = 60.0
 """Time from the change of each value until the machine stops."""
+LEAVE = {
+    "TRUE": (PREEMPTED_S, "preempted"),
+    "TERMINATE_ON_HOST_MAINTENANCE": (MAINTENANCE_S, "host maintenance"),
+}
+STAY = ("FALSE", "NONE", "MIGRATE_ON_HOST_MAINTENANCE")
 
 
 class Gcp(Source):
@@ -42,34 +43,16 @@ class Gcp(Source):
         return answer.headers.get("metadata-flavor") == "Google"
 
     def read(self) -> tuple[ProviderNotice, ...]:
+        etag, self._etag = self._etag, ""
         path = f"{ROOT}instance/{self._value}"
-        if self._etag:
-            path += f"?wait_for_change=true&timeout_sec={WAIT_S}&last_etag={self._etag}"
-        answer = self._service.ask("GET", path, FLAVOR, timeout_s=WAIT_S + 5.0)
-        if answer.status != 200 or answer.headers.get("metadata-flavor") != "Google":
-            self._etag = ""
-            raise unexpected(path, answer)
-        etag = answer.headers.get("etag", "")
+        if etag:
+            path += f"?wait_for_change=true&timeout_sec={WAIT_S}&last_etag={etag}"
+        answer = self._service.ask("GET", path, FLAVOR, timeout_s=WAIT_S + 5.0).expect(200)
+        value, etag = answer.text.strip(), answer.headers.get("etag", "")
+        if answer.headers.get("metadata-flavor") != "Google" or value not in (*LEAVE, *STAY):
+            raise answer.unexpected()
         self._etag = etag if etag.isalnum() else ""
-        return self._notice(answer.text.strip())
-
-    def _notice(self, value: str) -> tuple[ProviderNotice, ...]:
-        now = time.monotonic()
-        match self._value, value:
-            case "preempted", "TRUE":
-                return (
-                    ProviderNotice(
-                        "gcp", "gcp:preempted", NoticeKind.LEAVE, now + PREEMPTED_S, "preempted"
-                    ),
-                )
-            case "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE":
-                deadline, identity = now + MAINTENANCE_S, f"gcp:maintenance@{self._etag}"
-                return (
-                    ProviderNotice("gcp", identity, NoticeKind.LEAVE, deadline, "host maintenance"),
-                )
-            case ("preempted", "FALSE") | (
-                "maintenance-event",
-                "NONE" | "MIGRATE_ON_HOST_MAINTENANCE",
-            ):
-                return ()
-        raise ValueError(f"{self._value}: {value[:80]!r}")
+        if value in STAY:
+            return ()
+        left_s, detail = LEAVE[value]
+        return (make_notice("gcp", f"{self._value}@{self._etag}", left_s, detail),)

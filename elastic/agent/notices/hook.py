@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic.agent.notices.file import parse_notice
-from elastic.agent.notices.source import Source
+from elastic.agent.notices.source import Source, make_notice
 from elastic.core.node.notice_tracker import ProviderNotice
-from elastic.core.protocol.messages import NoticeKind
 from elastic.domain.errors import FieldError
+from elastic.rpc.security.tls import write_token
 
 log = logging.getLogger("elastic.agent.notices")
 MAX_BODY_BYTES = 4096
@@ -51,13 +51,18 @@ class NoticeHook(Source):
         self._lock, self._count = threading.Lock(), 0
         self._notices: tuple[ProviderNotice, ...] = ()
         try:
-            self._server = _HookServer((host.strip("[]"), int(port)), self)
+            self._server = _HookServer((host.strip("[]"), int(port)), _HookHandler)
         except OSError as error:
             raise FieldError(
                 "--notice", f"http:{address}", f"the address is not free: {error}"
             ) from error
+        self._server.hook = self
         self.address = f"{host}:{self._server.server_address[1]}"
-        _write(card, {"address": self.address, "token": self.token, "node": node})
+        card.parent.mkdir(parents=True, exist_ok=True)
+        draft = card.with_suffix(".tmp")
+        content = {"address": self.address, "token": self.token, "node": node}
+        write_token(draft, json.dumps(content))
+        os.replace(draft, card)
         threading.Thread(
             target=self._server.serve_forever, name="notices-hook", daemon=True
         ).start()
@@ -73,13 +78,11 @@ class NoticeHook(Source):
     def post(self, body: bytes) -> dict[str, Any]:
         """Set the notice; a repeated one changes its deadline only. Raises FieldError."""
         notice = parse_notice(body)
-        deadline = time.monotonic() + notice.deadline_s
         with self._lock:
             if not self._notices:
                 self._count += 1
-            identity = f"http:{self.node}:{self._count}"
-            detail = notice.reason or "asked over HTTP"
-            self._notices = (ProviderNotice("http", identity, NoticeKind.LEAVE, deadline, detail),)
+            what, detail = f"{self.node}:{self._count}", notice.reason or "asked over HTTP"
+            self._notices = (make_notice("http", what, notice.deadline_s, detail),)
         return {"node": self.node, "deadline_s": notice.deadline_s}
 
     def delete(self) -> dict[str, Any]:
@@ -98,10 +101,7 @@ class NoticeHook(Source):
 class _HookServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 16
-
-    def __init__(self, address: tuple[str, int], hook: NoticeHook) -> None:
-        self.hook = hook
-        super().__init__(address, _HookHandler)
+    hook: NoticeHook
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.info("a client of the notice hook disconnected: %s", client_address)
@@ -112,46 +112,42 @@ class _HookHandler(BaseHTTPRequestHandler):
     timeout = CLIENT_S
     server_version, sys_version = "elastic", ""
 
-    def do_GET(self) -> None:
-        if self._allowed():
-            self._answer(200, self.server.hook.get())
+    def _serve(self) -> None:
+        self._answer(*self._carry_out())
 
-    def do_DELETE(self) -> None:
-        if self._allowed():
-            self._answer(200, self.server.hook.delete())
+    do_GET = do_DELETE = do_POST = do_PUT = do_PATCH = do_HEAD = _serve
 
-    def do_POST(self) -> None:
-        if not self._allowed():
-            return
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()):
-            self._answer(411, {"error": "Content-Length is missing"})
-        elif len(length) > 9 or int(length) > MAX_BODY_BYTES:
-            self._answer(413, {"error": f"at most {MAX_BODY_BYTES} bytes"})
-        else:
-            try:
-                self._answer(202, self.server.hook.post(self.rfile.read(int(length))))
-            except FieldError as error:
-                self._answer(400, {"error": str(error)})
-
-    def _refuse(self) -> None:
-        if self._allowed():
-            self._answer(405, {"error": "POST, GET or DELETE"})
-
-    do_PUT = do_PATCH = do_HEAD = _refuse
-
-    def _allowed(self) -> bool:
-        given = self.headers.get("Authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(given, f"Bearer {self.server.hook.token}".encode()):
+    def _carry_out(self) -> tuple[int, dict[str, Any]]:
+        """Carry out the request; return the status and the content of the answer."""
+        hook, given = self.server.hook, self.headers.get("Authorization", "")
+        if not hmac.compare_digest(
+            given.encode("latin-1", "replace"), f"Bearer {hook.token}".encode()
+        ):
             log.warning(
                 "%s %s from %s: wrong token", self.command, self.path[:80], self.client_address[0]
             )
-            self._answer(401, {"error": "Authorization: Bearer TOKEN is missing or wrong"})
-            return False
+            return 401, {"error": "Authorization: Bearer TOKEN is missing or wrong"}
         if self.path != PATH:
-            self._answer(404, {"error": f"the path is {PATH}"})
-            return False
-        return True
+            return 404, {"error": f"the path is {PATH}"}
+        match self.command:
+            case "GET":
+                return 200, hook.get()
+            case "DELETE":
+                return 200, hook.delete()
+            case "POST":
+                return self._post(hook)
+        return 405, {"error": "POST, GET or DELETE"}
+
+    def _post(self, hook: NoticeHook) -> tuple[int, dict[str, Any]]:
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()):
+            return 411, {"error": "Content-Length is missing"}
+        if len(length) > 9 or int(length) > MAX_BODY_BYTES:
+            return 413, {"error": f"at most {MAX_BODY_BYTES} bytes"}
+        try:
+            return 202, hook.post(self.rfile.read(int(length)))
+        except FieldError as error:
+            return 400, {"error": str(error)}
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         content = json.dumps(body).encode() + b"\n"
@@ -167,12 +163,3 @@ class _HookHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         log.info("hook: " + format, *args)
-
-
-def _write(path: Path, card: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(json.dumps(card) + "\n")
-    os.replace(draft, path)

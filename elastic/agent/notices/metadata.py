@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import http.client
+import json
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
 from urllib.parse import urlsplit
 
 from elastic.domain.errors import FieldError
 
+USUAL_ADDRESS = "http://169.254.169.254"
+"""Address of the metadata service in each cloud."""
 MAX_BYTES = 1 << 16
 REQUEST_S = 2.0
 """Timeout of a request; metadata services are on the same host."""
@@ -16,11 +22,29 @@ REQUEST_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Status, headers (names in lower case) and text."""
+    """The answer to a request for `path`. Names of headers are in lower case."""
 
+    path: str
     status: int
     headers: Mapping[str, str]
     text: str
+
+    def expect(self, *statuses: int) -> Answer:
+        """Return the answer. Raises ValueError if it has another status."""
+        if self.status not in statuses:
+            raise self.unexpected()
+        return self
+
+    def json_object(self) -> dict[str, Any]:
+        """The JSON object of an answer with status 200. Raises ValueError for anything else."""
+        value = json.loads(self.expect(200).text)
+        if not isinstance(value, dict):
+            raise self.unexpected()
+        return value
+
+    def unexpected(self) -> ValueError:
+        """The error for an answer that the protocol does not define."""
+        return ValueError(f"{self.path}: status {self.status}, {self.text[:80]!r}")
 
 
 class MetadataService:
@@ -29,12 +53,11 @@ class MetadataService:
     def __init__(self, base: str, timeout_s: float = REQUEST_S) -> None:
         parts = urlsplit(base if "://" in base else f"http://{base}")
         try:
-            port = parts.port or 80
+            self._host, self._port = parts.hostname or "", parts.port or 80
         except ValueError as error:
             raise FieldError("metadata service", base, f"http://HOST[:PORT]: {error}") from error
-        if parts.scheme != "http" or not parts.hostname:
+        if parts.scheme != "http" or not self._host:
             raise FieldError("metadata service", base, "http://HOST[:PORT]")
-        self.base, self._host, self._port = base, parts.hostname, port
         self._prefix, self._timeout_s = parts.path.rstrip("/"), timeout_s
 
     def ask(
@@ -48,23 +71,18 @@ class MetadataService:
     ) -> Answer:
         """Send one request. Raises OSError without an answer, HTTPException or ValueError for a
         malformed one."""
-        connection = http.client.HTTPConnection(
-            self._host, self._port, timeout=timeout_s or self._timeout_s
-        )
-        try:
-            connection.request(
-                method, self._prefix + path, body=body.encode() or None, headers=dict(headers)
-            )
+        timeout_s = timeout_s or self._timeout_s
+        with closing(http.client.HTTPConnection(self._host, self._port, timeout_s)) as connection:
+            connection.request(method, self._prefix + path, body.encode() or None, dict(headers))
             answer = connection.getresponse()
             content = answer.read(MAX_BYTES + 1)
             if len(content) > MAX_BYTES:
                 raise ValueError(f"{path}: more than {MAX_BYTES} bytes")
             found = {name.lower(): value for name, value in answer.getheaders()}
-            return Answer(answer.status, found, content.decode())
-        finally:
-            connection.close()
+            return Answer(path, answer.status, found, content.decode())
 
 
-def unexpected(path: str, answer: Answer) -> ValueError:
-    """The error for an answer that the protocol does not define."""
-    return ValueError(f"{path}: status {answer.status}, {answer.text[:80]!r}")
+def seconds_until(when: datetime) -> float:
+    """Seconds from now to a time, which is in UTC if it names no time zone."""
+    when = when if when.tzinfo else when.replace(tzinfo=UTC)
+    return (when - datetime.now(UTC)).total_seconds()

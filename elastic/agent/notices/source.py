@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from http.client import HTTPException
 from typing import Protocol
 
 from elastic.core.node.notice_tracker import ProviderNotice
+from elastic.core.protocol.messages import NoticeKind
 
 log = logging.getLogger("elastic.agent.notices")
 MAX_RETRY_S = 30.0
@@ -34,6 +36,13 @@ class Source(Protocol):
     def close(self) -> None:
         """Release what the source holds open."""
         return
+
+
+def make_notice(
+    provider: str, what: str, left_s: float, detail: str, kind: NoticeKind = NoticeKind.LEAVE
+) -> ProviderNotice:
+    """A notice for the time in `left_s` seconds. `what` identifies it among the provider's."""
+    return ProviderNotice(provider, f"{provider}:{what}", kind, time.monotonic() + left_s, detail)
 
 
 class SourceWatcher:

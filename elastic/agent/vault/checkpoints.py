@@ -14,6 +14,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from elastic.agent.vault.vault import Vault
@@ -44,20 +45,16 @@ class CheckpointWriter:
         """Number of steps of the job."""
         self.final = False
         """The last checkpoint is queued or written by this node."""
-        self._node = ""
         self._plan: Plan | None = None
         self._written: set[tuple[int, ...]] = set()
         """(step, *slot) of the newest parts that are queued or written."""
-        self._queue: queue.Queue[
-            tuple[Plan, list[tuple[Copy, memoryview]]] | Callable[[], None] | None
-        ]
-        self._queue = queue.Queue()
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def enter(self, node: str, plan: Plan) -> None:
+    def enter(self, plan: Plan) -> None:
         """A new plan begins, which determines the layers that this node writes."""
-        self._node, self._plan, self.final = node, plan, False
+        self._plan, self.final = plan, False
 
     def offer(self, published: Published) -> None:
         """Copy the state that belongs to a checkpoint out of a bundle. The bundle must not be
@@ -69,7 +66,7 @@ class CheckpointWriter:
         for local in published.copies:
             copy = local.copy
             due = copy.step > 0 and (copy.step % self.every == 0 or copy.step == self.steps)
-            writes = copy.portion != WHOLE or plan.holders(copy.layer)[0].node == self._node
+            writes = copy.portion != WHOLE or plan.holders(copy.layer)[0].node == self._vault.node
             mine = due and copy.kind == STATE and writes
             part = (copy.step, *copy.slot)
             if mine and part not in self._written:
@@ -81,7 +78,7 @@ class CheckpointWriter:
                 self._written = {other for other in self._written if other[0] == copy.step} | {part}
         if parts:
             self.final = self.final or parts[0][0].step == self.steps
-            self._queue.put((plan, parts))
+            self._queue.put(partial(self._write, plan, parts))
 
     def then(self, action: Callable[[], None]) -> None:
         """Call `action`, from the writer's thread, when the parts queued so far are on disk or have
@@ -94,19 +91,18 @@ class CheckpointWriter:
         self._thread.join()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if not isinstance(item, tuple):
-                item()
-                continue
-            plan, parts = item
-            step = parts[0][0].step
-            try:
-                for copy, data in parts:
-                    checkpoint_directory.write_part(
-                        self._directory, step, copy.layer, copy.shard, plan.n_layers, plan.tp, data
-                    )
-            except (ElasticError, OSError) as error:
-                log.error("checkpoint of step %d: %s", step, error)
-                self._failed(str(error.__cause__ or error))
-                continue
-            self._emit(CheckpointPart(step, tuple(copy.slot for copy, _ in parts)))
+        while (action := self._queue.get()) is not None:
+            action()
+
+    def _write(self, plan: Plan, parts: list[tuple[Copy, memoryview]]) -> None:
+        step = parts[0][0].step
+        try:
+            for copy, data in parts:
+                checkpoint_directory.write_part(
+                    self._directory, step, copy.layer, copy.shard, plan.n_layers, plan.tp, data
+                )
+        except (ElasticError, OSError) as error:
+            log.error("checkpoint of step %d: %s", step, error)
+            self._failed(str(error.__cause__ or error))
+            return
+        self._emit(CheckpointPart(step, tuple(copy.slot for copy, _ in parts)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import Prefetch
@@ -21,17 +22,16 @@ def prefetch(vault: Vault, order: Prefetch) -> int:
     addresses, total = dict(order.vaults), 0
     for node in dict.fromkeys(source for _, _, source in order.sources):
         wanted = {(layer, shard) for layer, shard, source in order.sources if source == node}
-        client = VaultClient(addresses[node], node=vault.node)
         try:
-            newest: dict[tuple[int, int], Copy] = {}
-            for copy in sorted(client.inventory(), key=lambda c: (c.step, c.epoch, c.sequence)):
-                if copy.kind == STATE and copy.owner == node and (copy.layer, copy.shard) in wanted:
-                    newest[copy.layer, copy.shard] = copy
-            total += sum(_fetch(vault, client, copy) for copy in newest.values())
+            with closing(VaultClient(addresses[node], node=vault.node)) as client:
+                newest: dict[tuple[int, int], Copy] = {}
+                for copy in sorted(client.inventory(), key=lambda c: (c.step, c.epoch, c.sequence)):
+                    place = copy.layer, copy.shard
+                    if copy.kind == STATE and copy.owner == node and place in wanted:
+                        newest[place] = copy
+                total += sum(_fetch(vault, client, copy) for copy in newest.values())
         except VaultError as error:
             log.warning("prefetch from %s failed: %s", node, error)
-        finally:
-            client.close()
     return total
 
 

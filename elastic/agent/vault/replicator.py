@@ -141,11 +141,6 @@ class Replicator:
             )
         return 0.0 if first is None else max(0.0, time.monotonic() - first)
 
-    @property
-    def link_bytes_per_s(self) -> float:
-        """Measured bandwidth of the link to the peer; 0: unknown."""
-        return self._compressing.link_bytes_per_s if self._compressing is not None else 0.0
-
     def _clear(self) -> None:
         self._round += 1
         self._queue.clear()
@@ -161,25 +156,15 @@ class Replicator:
                 self._prepare(bundle.published)
                 prepared = bundle
             error = self._deliver(bundle)
-            if isinstance(error, VaultFull):
-                self._give_up(bundle, error)
             if error is None or isinstance(error, VaultFull):
                 pause_s, reported = RETRY_S, (-1, 0.0)
-                self._finish(bundle, kept=error is None)
-            else:
-                again = reported[0] != bundle.round or time.monotonic() - reported[1] > REPORT_S
-                epoch = self._epoch_of(bundle) if again else None
-                if epoch is not None:
-                    log.warning(
-                        "bundle %d for %s is held: %s",
-                        bundle.published.bundle,
-                        bundle.published.peer,
-                        error,
-                    )
-                    self._failed(epoch, bundle.published.bundle, bundle.published.peer, error)
-                    reported = (bundle.round, time.monotonic())
-                self._pause(bundle, pause_s)
-                pause_s = min(2 * pause_s, MAX_RETRY_S)
+                self._finish(bundle, error)
+                continue
+            if reported[0] != bundle.round or time.monotonic() - reported[1] > REPORT_S:
+                self._report_held(bundle, error)
+                reported = bundle.round, time.monotonic()
+            self._pause(bundle, pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     def _next(self) -> _Bundle | None:
         """Wait for the oldest bundle, which stays in the queue until it is finished."""
@@ -218,32 +203,33 @@ class Replicator:
                 )
             return self._clients[peer]
 
-    def _epoch_of(self, bundle: _Bundle) -> int | None:
-        """The served epoch; None if a reset has dropped the bundle."""
+    def _report_held(self, bundle: _Bundle, error: ElasticError) -> None:
+        """Report the failure in the served epoch, unless a reset has dropped the bundle."""
         with self._changed:
-            return self._epoch if bundle.round == self._round else None
+            epoch = self._epoch
+            if bundle.round != self._round:
+                return
+        number, peer = bundle.published.bundle, bundle.published.peer
+        log.warning("bundle %d for %s is held: %s", number, peer, error)
+        self._failed(epoch, number, peer, error)
 
-    def _finish(self, bundle: _Bundle, *, kept: bool) -> None:
-        """Remove the bundle and acknowledge it, unless a reset has dropped it."""
+    def _finish(self, bundle: _Bundle, full: VaultFull | None) -> None:
+        """Remove the bundle and acknowledge it, unless a reset has dropped it. `full`: the peer has
+        no room for it."""
+        peer, number = bundle.published.peer, bundle.published.bundle
+        if full is not None and self._reported_full != (bundle.round, peer):
+            self._reported_full = bundle.round, peer
+            text = "%s has no room for copies of this node; training continues without them: %s"
+            log.warning(text, peer, full)
+            self._no_room(peer, str(full))
         with self._changed:
             if bundle.round != self._round:
                 return
             self._queue.popleft()
-        if bundle.published.peer:
+        if peer:
             copies = [local.copy for local in bundle.published.copies]
-            self._delivered(copies, time.monotonic() - bundle.announced, kept)
-        self._acked(bundle.worker, bundle.published.bundle, kept)
-
-    def _give_up(self, bundle: _Bundle, error: VaultFull) -> None:
-        peer = bundle.published.peer
-        if self._reported_full != (bundle.round, peer):
-            self._reported_full = bundle.round, peer
-            log.warning(
-                "%s has no room for copies of this node; training continues without them: %s",
-                peer,
-                error,
-            )
-            self._no_room(peer, str(error))
+            self._delivered(copies, time.monotonic() - bundle.announced, full is None)
+        self._acked(bundle.worker, number, full is None)
 
     def _pause(self, bundle: _Bundle, pause_s: float) -> None:
         with self._changed:

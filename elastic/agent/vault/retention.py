@@ -54,25 +54,16 @@ def dispensable(copies: Iterable[Copy], arriving: Copy) -> list[Copy]:
     and updates, the newest state and the later updates stay: every newer version can be computed
     from these.
     """
-    related = [
-        c
-        for c in copies
-        if (c.layer, c.shard, c.owner) == (arriving.layer, arriving.shard, arriving.owner)
-    ]
-    same = [copy for copy in related if copy.kind == arriving.kind]
-    if arriving.kind not in (STATE, UPDATE):
-        return _older(same)
-    updates = [copy for copy in related if copy.kind == UPDATE]
+    kinds = (STATE, UPDATE) if arriving.kind in (STATE, UPDATE) else (arriving.kind,)
+    place = (arriving.layer, arriving.shard, arriving.owner)
+    related = [c for c in copies if c.kind in kinds and (c.layer, c.shard, c.owner) == place]
     states = [copy for copy in related if copy.kind == STATE]
-    if not updates:
-        return _older(states)
-    if not states:
-        return _older(updates)
+    if len(states) in (0, len(related)):
+        return _older(related)
     last = max(states, key=lambda c: (c.epoch, c.step, c.sequence))
-    return [
-        *(copy for copy in states if copy != last),
-        *(copy for copy in updates if copy.epoch != last.epoch or copy.step < last.step),
-    ]
+    needed = [c for c in related if c.kind == UPDATE and c.epoch == last.epoch]
+    needed = [last, *(update for update in needed if update.step >= last.step)]
+    return [copy for copy in related if copy not in needed]
 
 
 def age(copy: Copy) -> tuple[int, int]:

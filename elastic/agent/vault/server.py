@@ -87,10 +87,8 @@ class VaultServer:
         self._vault, self._where, self._timeout_s = vault, (host, port), timeout_s
         self._listener: socket.socket | None = None
         self._streams: set[FrameStream] = set()
-        self._unauthenticated, self._authenticated = (
-            UnauthenticatedConnections[FrameStream](),
-            set[FrameStream](),
-        )
+        self._authenticated: set[FrameStream] = set()
+        self._unauthenticated = UnauthenticatedConnections[FrameStream]()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self.address = ""
@@ -100,10 +98,9 @@ class VaultServer:
         try:
             self._listener = socket.create_server(self._where, backlog=64)
         except OSError as error:
+            remedy = f"a free local address is needed: {error}"
             address = f"{self._where[0]}:{self._where[1]}"
-            raise FieldError(
-                "vault address", address, f"a free local address is needed: {error}"
-            ) from error
+            raise FieldError("vault address", address, remedy) from error
         host, port = self._listener.getsockname()[:2]
         self.address = f"{host}:{port}"
         self._spawn(self._accept, self._listener)
@@ -237,7 +234,7 @@ class VaultServer:
         except (ChannelClosed, FieldError):
             raise
         except ElasticError as error:
-            reply = _error_reply(error)
+            reply = _reply_for(error)
         stream.send(codec.encode(reply))
 
     def _look_up(self, request: Locate | Inventory | Verify | Probe) -> Reply:
@@ -266,17 +263,12 @@ class VaultServer:
     def _put(self, stream: FrameStream, request: Put, nbytes: int) -> None:
         """Receive a bundle. Every copy is verified before the first one is kept."""
         copies, codecs = request.copies, request.codecs or ("",) * len(request.copies)
-        if (
-            sum(copy.nbytes for copy in copies) != nbytes
-            or min((c.nbytes for c in copies), default=0) < 0
-        ):
+        sizes = [copy.nbytes for copy in copies]
+        if sum(sizes) != nbytes or min(sizes, default=0) < 0:
             raise FieldError("payload bytes", nbytes, "must be the sum of the copies' sizes")
         if len(codecs) != len(copies) or not set(codecs) <= set(CODECS):
-            raise FieldError(
-                "codecs",
-                str(codecs)[:80],
-                f"must be {len(copies)} of {', '.join(filter(None, CODECS))}",
-            )
+            remedy = f"must be {len(copies)} of {', '.join(filter(None, CODECS))}"
+            raise FieldError("codecs", str(codecs)[:80], remedy)
         incoming, error = self._reserve(copies)
         try:
             if request.ask:
@@ -319,10 +311,5 @@ class VaultServer:
 
 
 def _reply_for(error: ElasticError | None) -> Reply:
-    return Reply() if error is None else _error_reply(error)
-
-
-def _error_reply(error: ElasticError) -> Reply:
-    return Reply(
-        error=str(error), stale=isinstance(error, StaleError), full=isinstance(error, VaultFull)
-    )
+    text = "" if error is None else str(error)
+    return Reply(error=text, stale=isinstance(error, StaleError), full=isinstance(error, VaultFull))

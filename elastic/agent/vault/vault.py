@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from elastic.agent.vault.retention import (
@@ -63,15 +62,8 @@ class Incoming:
     The copy belongs to the vault only after `commit`.
     """
 
-    def __init__(
-        self,
-        copy: Copy,
-        slot: SharedSlot,
-        add: Callable[[SharedSlot], None],
-        give_back: Callable[[SharedSlot], None],
-    ) -> None:
-        """`add` puts the whole copy into the index; `give_back` frees the slot."""
-        self._copy, self._add, self._give_back = copy, add, give_back
+    def __init__(self, vault: Vault, copy: Copy, slot: SharedSlot, trusted: bool) -> None:
+        self._vault, self._copy, self._trusted = vault, copy, trusted
         self._slot: SharedSlot | None = slot
         self.buffer = slot.view(copy.nbytes)
 
@@ -90,7 +82,7 @@ class Incoming:
         try:
             self.verify(digest)
             self._slot.finish(self._copy.sequence, self._copy.nbytes, self._copy.epoch)
-            self._add(self._slot)
+            self._vault._add(self._copy, self._slot, self._trusted)
             self._slot = None
         finally:
             self.abort()
@@ -99,7 +91,7 @@ class Incoming:
         """Give the slot back unless the copy was committed."""
         slot, self._slot = self._slot, None
         if slot is not None:
-            self._give_back(slot)
+            self._vault._give(slot)
 
 
 class Vault:
@@ -143,7 +135,8 @@ class Vault:
             if local.path in self._keys_by_path:
                 self._drop(self._entries[self._keys_by_path[local.path]])
             if self._running >= 0 and local.copy.kind == STATE and local.copy.step != self._running:
-                self._drop_messages()
+                self._running = -1
+                self._drop_old(LOGS)
             self._insert(_VaultEntry(replace(local.copy, node=self.node), local.path, reader))
 
     def store(self, copy: Copy, *, trusted: bool = False) -> Incoming:
@@ -161,8 +154,7 @@ class Vault:
                 if not self._make_room(copy):
                     raise
                 slot = self._pool.take(copy.nbytes)
-            add = partial(self._add, copy, trusted=trusted)
-            return Incoming(copy, slot, add, self._give)
+            return Incoming(self, copy, slot, trusted)
 
     def store_all(self, copies: Sequence[Copy]) -> list[Incoming]:
         """Call `store` for all copies or for none.
@@ -194,11 +186,16 @@ class Vault:
 
         A worker may rewrite its own slot meanwhile, so the reader must verify the checksum.
         """
+        with self._pinned(key) as entry:
+            yield entry.data
+
+    @contextlib.contextmanager
+    def _pinned(self, key: str) -> Iterator[_VaultEntry]:
         with self._lock:
             entry = self._find(key)
             entry.pins += 1
         try:
-            yield entry.data
+            yield entry
         finally:
             with self._lock:
                 entry.pins -= 1
@@ -207,9 +204,9 @@ class Vault:
     def read(self, key: str) -> memoryview:
         """The verified bytes, in private memory. Raises VaultError and drops the copy if it is
         corrupt."""
-        with self.lease(key) as view:
-            data, expected = bytes(view), self.copy(key).checksum
-        if checksum(data) != expected:
+        with self._pinned(key) as entry:
+            data = bytes(entry.data)
+        if checksum(data) != entry.copy.checksum:
             self.verify(key)
             raise VaultError(f"{key} is torn or corrupt")
         return memoryview(data)
@@ -228,12 +225,6 @@ class Vault:
     def copy(self, key: str) -> Copy:
         with self._lock:
             return self._find(key).copy
-
-    def find(self, kind: str, layer: int, shard: int, step: int) -> Copy | None:
-        """The matching whole copy of the newest epoch and sequence, or None."""
-        wanted = (kind, layer, shard, step)
-        found = [c for c in self.inventory() if (c.kind, c.layer, c.shard, c.step) == wanted]
-        return max(found, key=lambda c: (c.epoch, c.sequence), default=None)
 
     def inventory(self) -> tuple[Copy, ...]:
         """All whole copies, sorted by key. Drops overwritten ones."""
@@ -266,48 +257,32 @@ class Vault:
             copies = [entry.copy for entry in self._entries.values()]
             over = any(c.kind == STATE and c.epoch >= epoch and c.step != step for c in copies)
             self._trimmed, self._running = epoch, -1 if over else step
-            for entry in [e for e in self._entries.values() if e.copy.epoch < epoch]:
-                if entry.copy.kind not in LOGS or entry.copy.step != self._running:
-                    self._drop(entry)
-            self._return_slots()
-            self._sweep()
+            self._drop_old()
 
-    def _drop_messages(self) -> None:
-        """Drop the logged messages that `trim` kept."""
-        self._running = -1
-        old = [
-            e
-            for e in self._entries.values()
-            if e.copy.kind in LOGS and e.copy.epoch < self._trimmed
-        ]
-        for entry in old:
-            self._drop(entry)
-        if old:
-            self._return_slots()
-            self._sweep()
-
-    def _return_slots(self) -> None:
+    def _drop_old(self, kinds: Collection[str] = ()) -> None:
+        """Drop copies of trimmed epochs, of these kinds or of all, except the logged messages that
+        are still needed. Return unused slots to workers; remove those of dead workers."""
+        for entry in [e for e in self._entries.values() if e.copy.epoch < self._trimmed]:
+            needed = entry.copy.kind in LOGS and entry.copy.step == self._running
+            if not needed and (not kinds or entry.copy.kind in kinds):
+                self._drop(entry)
         for path, reader in self._readers.items():
             # Skip a slot that is being written (epoch 0) or was returned: its writer may use it.
-            if (
-                path not in self._keys_by_path
-                and reader.sequence
-                and 0 < reader.epoch < self._trimmed
-            ):
+            past = reader.sequence and 0 < reader.epoch < self._trimmed
+            if past and path not in self._keys_by_path:
                 reader.release()
-
-    def worker_gone(self, pid: int, directory: Path | None = None) -> None:
-        """The worker has ended. Its copies stay; `trim` removes its slots when they are unused."""
-        with self._lock:
-            self._gone.add((directory or self.directory, slot_prefix(pid)))
-
-    def _sweep(self) -> None:
         for directory, prefix in self._gone:
             announced = [path for path in self._readers if Path(path).name.startswith(prefix)]
             for path in {*announced, *map(str, directory.glob(f"{prefix}*"))}:
                 if path not in self._keys_by_path:
                     Path(path).unlink(missing_ok=True)
                     self._readers.pop(path, None)
+
+    def worker_gone(self, pid: int, directory: Path) -> None:
+        """The worker, which had its slots in `directory`, has ended. Its copies stay; `trim`
+        removes its slots when they are unused."""
+        with self._lock:
+            self._gone.add((directory, slot_prefix(pid)))
 
     def enter(self, epoch: int, step: int) -> None:
         """`epoch` begins in `step`: fence older epochs and drop their copies of later steps."""
@@ -317,35 +292,28 @@ class Vault:
 
     def verify(self, key: str) -> bool:
         """Compare a copy with its checksum. Return False and drop the copy if they differ."""
-        corrupt = self._drop_corrupt(key)
-        with self._lock:
-            return not corrupt and key in self._entries
+        return not self._drop_corrupt(key) and key in self._entries
 
     def _drop_corrupt(self, key: str) -> bool:
         """Drop the copy and return True if it is corrupt and was not removed meanwhile."""
+        try:
+            with self._pinned(key) as entry:
+                found = checksum(entry.data)
+        except VaultError:
+            return False
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return False
-            entry.pins += 1
-        found = checksum(entry.data)
-        with self._lock:
-            entry.pins -= 1
-            self._release(entry)
             torn = not entry.whole
-            corrupt = not entry.dropped and (found != entry.copy.checksum or torn)
-            if corrupt:
-                self._drop(entry)
-        if corrupt and not torn:
+            if entry.dropped or (found == entry.copy.checksum and not torn):
+                return False
+            self._drop(entry)
+        if not torn:
             self._on_corrupt(entry.copy)
-        return corrupt
+        return True
 
     def flip_bytes(self) -> int:
         """Flip a byte in each copy from a peer, as faulty memory would; return their number."""
         with self._lock:
-            found = [
-                entry for entry in self._entries.values() if isinstance(entry.slot, SharedSlot)
-            ]
+            found = self._from_peers()
             for entry in found:
                 entry.data[entry.copy.nbytes // 2] ^= 1
             return len(found)
@@ -373,9 +341,8 @@ class Vault:
 
     def _check_size(self, copy: Copy) -> None:
         if copy.sequence < 1 or copy.nbytes < 1:
-            raise VaultError(
-                f"{copy.key} of {copy.nbytes} bytes: sequence and size must be positive"
-            )
+            text = f"{copy.key} of {copy.nbytes} bytes: sequence and size must be positive"
+            raise VaultError(text)
 
     def _check_epoch(self, copy: Copy, trusted: bool) -> None:
         if copy.epoch < self._fence and not trusted:
@@ -383,7 +350,7 @@ class Vault:
                 f"{copy.key} is of epoch {copy.epoch}; {self.node} rejects any below {self._fence}"
             )
 
-    def _add(self, copy: Copy, slot: SharedSlot, *, trusted: bool) -> None:
+    def _add(self, copy: Copy, slot: SharedSlot, trusted: bool) -> None:
         with self._lock:
             self._check_epoch(copy, trusted)
             self._insert(_VaultEntry(replace(copy, node=self.node), str(slot.path), slot))
@@ -394,11 +361,12 @@ class Vault:
 
     def _make_room(self, copy: Copy) -> bool:
         """Drop copies from peers to make room for `copy`; return whether any was dropped."""
-        found = dispensable(
-            [e.copy for e in self._entries.values() if isinstance(e.slot, SharedSlot)], copy
-        )
+        found = dispensable([entry.copy for entry in self._from_peers()], copy)
         self._drop_all(found)
         return bool(found)
+
+    def _from_peers(self) -> list[_VaultEntry]:
+        return [e for e in self._entries.values() if isinstance(e.slot, SharedSlot)]
 
     def _insert(self, entry: _VaultEntry) -> None:
         """Add an entry and apply retention, which may drop the new entry itself."""
@@ -406,14 +374,13 @@ class Vault:
         if copy.key in self._entries:
             self._drop(self._entries[copy.key])
         self._entries[copy.key], self._keys_by_path[entry.path] = entry, copy.key
-        self._groups.setdefault(group_of(copy), set()).add(copy.key)
-        for torn in [
-            e for e in (self._entries[k] for k in self._groups[group_of(copy)]) if not e.whole
-        ]:
-            self._drop(torn)
-        self._drop_all(self._superseded(group_of(copy)))
+        group = group_of(copy)
+        keys = self._groups.setdefault(group, set())
+        keys.add(copy.key)
+        self._drop_all([self._entries[k].copy for k in keys if not self._entries[k].whole])
+        self._drop_all(self._superseded(group))
         if copy.kind == STATE:
-            self._drop_all(self._superseded((UPDATE, *group_of(copy)[1:])))
+            self._drop_all(self._superseded((UPDATE, *group[1:])))
 
     def _superseded(self, group: RetentionGroup) -> list[Copy]:
         """Copies of a group that retention does not keep now."""
@@ -450,15 +417,11 @@ class Vault:
 
     def _release(self, entry: _VaultEntry) -> None:
         """Free the slot of a dropped entry when nobody reads it."""
-        if not entry.dropped or entry.pins:
-            return
-        if isinstance(entry.slot, SharedSlot):
+        if entry.dropped and not entry.pins and isinstance(entry.slot, SharedSlot):
             self._pool.give(entry.slot)
 
     def _reader(self, local: LocalCopy) -> SlotReader:
-        reader = self._readers.get(local.path)
-        if reader is None:
-            reader = SlotReader(local.path)
+        reader = self._readers.get(local.path) or SlotReader(local.path)
         if local.offset != DATA_OFFSET or reader.sequence != local.copy.sequence:
             raise VaultError(f"{local.path}+{local.offset} does not hold {local.copy.key}")
         self._readers[local.path] = reader

@@ -7,7 +7,6 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,17 @@ DRAIN_S = 2.0
 """Upper limit of the wait for the last messages of a dead worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class FromWorker:
-    """A message of a worker, or its exit."""
-
-    generation: int
-    """Number of the launch."""
-    local_rank: int
-    message: Any
-
-
 class WorkerChannels:
-    """Passes each worker's messages to `put`, in their order, as `FromWorker`.
+    """Calls `put(generation, local rank, message)` for each worker's messages, in their order.
 
-    `launched` returns the generation and the process id per local rank of the running launch.
+    `launched` returns the generation (number of the launch) and the process id per local rank of
+    the running launch.
     """
 
     def __init__(
         self,
         path: Path,
-        put: Callable[[FromWorker], object],
+        put: Callable[[int, int, Any], object],
         launched: Callable[[], tuple[int, Mapping[int, int]]],
     ) -> None:
         self._put, self._launched = put, launched
@@ -88,15 +78,15 @@ class WorkerChannels:
             rank = first.local_rank
             generation, pids = self._launched()
             if isinstance(first, m.Failed):
-                self._put(FromWorker(generation, rank, first))
+                self._put(generation, rank, first)
                 return
             if pids.get(rank) != first.pid:
                 raise FieldError("pid", first.pid, f"not a worker of this launch ({dict(pids)})")
             self._channels[rank] = channel
             self._receivers[generation, rank] = threading.current_thread()
-            self._put(FromWorker(generation, rank, first))
+            self._put(generation, rank, first)
             while True:
-                self._put(FromWorker(generation, rank, channel.receive()))
+                self._put(generation, rank, channel.receive())
         except ChannelClosed:
             return
         except FieldError as error:

@@ -118,8 +118,7 @@ class Output:
     def _route(self, path: Path, local_rank: int, bit: int, names: dict[str, str]) -> int:
         config, log = self._config, path.open("ab", buffering=0)
         tee, redirect = (
-            _per_rank(config.tee, local_rank) & bit,
-            _per_rank(config.redirects, local_rank) & bit,
+            values[local_rank % len(values)] & bit for values in (config.tee, config.redirects)
         )
         hidden = bool(config.local_ranks_filter) and local_rank not in config.local_ranks_filter
         if hidden or (redirect and not tee):
@@ -129,9 +128,8 @@ class Output:
         read, write = os.pipe()
         os.set_blocking(read, False)
         prefix = string.Template(config.log_line_prefix).substitute(names).encode() if tee else b""
-        self._selector.register(
-            read, selectors.EVENT_READ, _Pipe(log, self._console[bit - 1], prefix)
-        )
+        pipe = _Pipe(log, self._console[bit - 1], prefix)
+        self._selector.register(read, selectors.EVENT_READ, pipe)
         return write
 
     def _pump(self) -> None:
@@ -161,7 +159,3 @@ class Output:
                 key.data.end()
         self._selector.close()
         os.close(self._wake_read)
-
-
-def _per_rank(values: tuple[int, ...], local_rank: int) -> int:
-    return values[local_rank] if len(values) > 1 else values[0]

@@ -1,14 +1,14 @@
 """Worker processes of a node, with torchrun's environment variables and log files.
 
-One thread per worker starts the process and waits for it, so that an exit is known at once. The
-kernel kills the workers if the agent dies (`elastic.lifeline`). Workers stay in the agent's process
-group, so that killing the group loses the whole node.
+One thread per worker waits for the process, so that an exit is known at once. The kernel kills the
+workers if the thread that started them ends (`elastic.lifeline`). Workers stay in the agent's
+process group, so that killing the group loses the whole node.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import os
 import signal
 import subprocess
@@ -24,9 +24,11 @@ import psutil
 from elastic import lifeline
 from elastic.agent.workers.output import Output
 from elastic.config import JobConfig
+from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.fault_spec import dump_faults
 from elastic.core.protocol.messages import Launch
 from elastic.domain import codec
+from elastic.domain.types import NodeInfo
 
 CLOCK_HZ = os.sysconf("SC_CLK_TCK")
 IDLE_S = 3.0
@@ -44,54 +46,25 @@ class WorkerExit:
     pid: int
     returncode: int
     """Exit status, or minus the number of the signal that ended the process."""
-    at: float
-    """time.time() when the agent noticed."""
-    error: str = ""
-    """Message that the script left in TORCHELASTIC_ERROR_FILE."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessState:
-    """State and CPU use of a process."""
-
-    stopped: bool
-    cpu_s: float
-    """CPU time of all threads."""
-    main_cpu_s: float
-    """CPU time of the main thread, which trains; other threads send heartbeats and copies."""
-    on_disk: bool = False
-    """The main thread waits for storage, uninterruptibly."""
-    descendant_cpu_s: float = 0.0
-    """CPU time of the descendants, including ended ones; 0: not read."""
+def agent_socket(config: JobConfig, node: str) -> Path:
+    """Path of the Unix socket at which the agent of `node` listens for its workers."""
+    return Path(config.memory_dir, node, "agent.sock")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerEnvironment:
-    """Values of the node for the environment of its workers."""
-
-    node: str
-    agent: str
-    """Path of the agent's Unix socket."""
-    host: str = "127.0.0.1"
-    """Address at which other nodes reach the workers."""
-    device: str = ""
-    """Device type of the node, as named in the profile."""
-
-
-def process_state(pid: int) -> ProcessState | None:
-    """Read the state of a process; None if it has ended."""
+def process_sample(rank: int, pid: int) -> ProcessSample | None:
+    """Read the state of the worker `rank`, process `pid`; None if it has ended."""
     try:
-        process = psutil.Process(pid)
-        with process.oneshot():
-            status, cpu = process.status(), process.cpu_times()
+        status = psutil.Process(pid).status()
         main = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
         return None
     if status == psutil.STATUS_ZOMBIE:
         return None
     stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    used = (int(main[11]) + int(main[12])) / CLOCK_HZ
-    return ProcessState(stopped, cpu.user + cpu.system, used, main[0] == "D")
+    main_cpu_s = (int(main[11]) + int(main[12])) / CLOCK_HZ
+    return ProcessSample(rank, stopped, main_cpu_s, on_disk=main[0] == "D")
 
 
 def descendant_cpu_s(pid: int) -> float:
@@ -113,20 +86,20 @@ class DescendantSampler:
         self._main: dict[int, tuple[float, float]] = {}
         self._seen: dict[int, tuple[float, float]] = {}
 
-    def add(self, pid: int, state: ProcessState) -> ProcessState:
-        """Return `state`, with the CPU time of the descendants if process `pid` seems idle."""
+    def add(self, pid: int, sample: ProcessSample) -> ProcessSample:
+        """Return `sample`, with the CPU time of the descendants if process `pid` seems idle."""
         now = self._clock()
         used, since = self._main.get(pid, (-1.0, now))
-        if state.main_cpu_s != used:
-            self._main[pid] = (state.main_cpu_s, now)
-            return state
+        if sample.cpu_s != used:
+            self._main[pid] = (sample.cpu_s, now)
+            return sample
         if now - since < IDLE_S:
-            return state
+            return sample
         at, cpu_s = self._seen.get(pid, (now - DESCENDANTS_POLL_S, 0.0))
         if now - at >= DESCENDANTS_POLL_S:
             at, cpu_s = now, descendant_cpu_s(pid)
             self._seen[pid] = (at, cpu_s)
-        return replace(state, descendant_cpu_s=cpu_s)
+        return replace(sample, family_cpu_s=cpu_s)
 
 
 SECRET_VARIABLES = ("ELASTIC_JOIN_TOKEN", "ELASTIC_NOTICE_TOKEN")
@@ -136,7 +109,7 @@ SECRET_VARIABLES = ("ELASTIC_JOIN_TOKEN", "ELASTIC_NOTICE_TOKEN")
 def worker_environment(
     config: JobConfig,
     launch: Launch,
-    context: WorkerEnvironment,
+    info: NodeInfo,
     local_rank: int,
     tp_store: str,
     base: Mapping[str, str],
@@ -145,7 +118,9 @@ def worker_environment(
     rank = launch.rank + local_rank
     threads_unset = "OMP_NUM_THREADS" not in base
     shared = config.nproc_per_node > 1 or config.local_nodes > 1
-    folder = config.log_path(context.node, launch.restart, local_rank)
+    profile = "emulate" if config.emulate else "plan"
+    profile = "" if config.profile is None else profile
+    folder = config.log_path(info.node, launch.restart, local_rank)
     return {
         **{name: value for name, value in base.items() if name not in SECRET_VARIABLES},
         "RANK": str(rank),
@@ -168,20 +143,16 @@ def worker_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         **({"OMP_NUM_THREADS": "1"} if threads_unset and shared else {}),
         **(_one_device(local_rank, base) if config.virtual_local_rank else {}),
-        "ELASTIC_AGENT": context.agent,
-        "ELASTIC_NODE": context.node,
-        "ELASTIC_HOST": context.host,
+        "ELASTIC_AGENT": str(agent_socket(config, info.node)),
+        "ELASTIC_NODE": info.node,
+        "ELASTIC_HOST": info.host,
         "ELASTIC_LOCAL_RANK": str(local_rank),
         "ELASTIC_RUN_DIR": config.run_dir,
         "ELASTIC_MEMORY_DIR": config.memory_dir,
         "ELASTIC_ACCUMULATE": config.accumulate.value,
         "ELASTIC_FAULTS": dump_faults(config.faults),
-        "ELASTIC_PROFILE": ""
-        if config.profile is None
-        else "emulate"
-        if config.emulate
-        else "plan",
-        "ELASTIC_DEVICE": context.device,
+        "ELASTIC_PROFILE": profile,
+        "ELASTIC_DEVICE": info.device,
         "ELASTIC_TP_STORE": tp_store,
         "ELASTIC_LINK": codec.dumps(config.link),
         "ELASTIC_SILENCE": repr(config.lease_s),
@@ -197,38 +168,37 @@ class WorkerGroup:
         self,
         config: JobConfig,
         launch: Launch,
-        context: WorkerEnvironment,
+        info: NodeInfo,
         on_exit: Callable[[WorkerExit], None],
         console: tuple[int, int] = (1, 2),
     ) -> None:
         """`on_exit` is called once per worker, from its thread. Nothing runs before `start`."""
-        self._config, self._launch, self._context, self._on_exit = config, launch, context, on_exit
+        self._config, self._launch, self._info, self._on_exit = config, launch, info, on_exit
         self._output, self._descendants = Output(config, console), DescendantSampler()
         self._changed = threading.Condition()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._exits: dict[int, WorkerExit] = {}
+        self._exits: set[int] = set()
         self._finishing, self._finished = threading.Lock(), False
         self.tp_store = str(
-            Path(config.memory_dir, context.node, f"store-{launch.restart}-{uuid.uuid4().hex[:8]}")
+            Path(config.memory_dir, info.node, f"store-{launch.restart}-{uuid.uuid4().hex[:8]}")
         )
         """Path of the FileStore of the TP groups; new at each launch."""
 
     def start(self) -> None:
-        """Start all workers and return when they run. Raises OSError if a log file or a process
-        cannot be created."""
+        """Start all workers from the thread that calls, which must outlive them. Raises OSError if
+        a log file or a process cannot be created."""
         Path(self.tp_store).parent.mkdir(parents=True, exist_ok=True)
         streams = [self._open(rank) for rank in range(self._config.nproc_per_node)]
         self._output.start()
-        failures: list[OSError] = []
-        for rank, ends in enumerate(streams):
-            threading.Thread(
-                target=self._run, args=(rank, ends, failures), name=f"worker-{rank}", daemon=True
-            ).start()
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._processes) + len(failures) == len(streams))
-        if failures:
+        try:
+            for rank, ends in enumerate(streams):
+                self._spawn(rank, ends)
+        except OSError:
             self.kill()
-            raise failures[0]
+            raise
+        finally:
+            for end in itertools.chain(*streams):
+                os.close(end)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -241,12 +211,11 @@ class WorkerGroup:
         with self._changed:
             return tuple(rank for rank in sorted(self._processes) if rank not in self._exits)
 
-    def states(self) -> dict[int, ProcessState]:
-        """State per local rank of the workers that have not ended."""
+    def samples(self) -> tuple[ProcessSample, ...]:
+        """The kernel's view of each worker that has not ended."""
         pids = self.pids
-        found = {rank: process_state(pids[rank]) for rank in self.alive()}
-        seen = ((rank, state) for rank, state in found.items() if state is not None)
-        return {rank: self._descendants.add(pids[rank], state) for rank, state in seen}
+        found = [(pids[rank], process_sample(rank, pids[rank])) for rank in self.alive()]
+        return tuple(self._descendants.add(pid, one) for pid, one in found if one is not None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until every worker has ended; return False after `timeout_s`."""
@@ -274,21 +243,10 @@ class WorkerGroup:
         self.wait()
         self._finish()
 
-    def _run(self, rank: int, ends: tuple[int, int], failures: list[OSError]) -> None:
-        try:
-            process = self._spawn(rank, ends)
-        except OSError as error:
-            with self._changed:
-                failures.append(error)
-                self._changed.notify_all()
-            return
+    def _await_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        ended = WorkerExit(rank, process.pid, process.wait())
         with self._changed:
-            self._processes[rank] = process
-            self._changed.notify_all()
-        code = process.wait()
-        ended = WorkerExit(rank, process.pid, code, time.time(), self._error(rank) if code else "")
-        with self._changed:
-            self._exits[rank] = ended
+            self._exits.add(rank)
             last = len(self._exits) == self._config.nproc_per_node
             self._changed.notify_all()
         self._on_exit(ended)
@@ -296,9 +254,9 @@ class WorkerGroup:
             self._finish()
 
     def _open(self, rank: int) -> tuple[int, int]:
-        folder = self._config.log_path(self._context.node, self._launch.restart, rank)
+        folder = self._config.log_path(self._info.node, self._launch.restart, rank)
         names = {
-            "node": self._context.node,
+            "node": self._info.node,
             "rank": str(self._launch.rank + rank),
             "local_rank": str(rank),
             "role_name": self._config.role,
@@ -307,32 +265,23 @@ class WorkerGroup:
         (folder / "error.json").unlink(missing_ok=True)
         return ends
 
-    def _spawn(self, rank: int, ends: tuple[int, int]) -> subprocess.Popen[bytes]:
+    def _spawn(self, rank: int, ends: tuple[int, int]) -> None:
         env = worker_environment(
-            self._config, self._launch, self._context, rank, self.tp_store, os.environ
+            self._config, self._launch, self._info, rank, self.tp_store, os.environ
         )
         argv = lifeline.tied_command(self._config.command.argv(os.environ.get("PYTHON_EXEC", "")))
-        try:
-            return subprocess.Popen(
-                argv, env=env, stdin=subprocess.DEVNULL, stdout=ends[0], stderr=ends[1]
-            )
-        finally:
-            for end in ends:
-                os.close(end)
+        process = subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=ends[0], stderr=ends[1]
+        )
+        with self._changed:
+            self._processes[rank] = process
+        threading.Thread(
+            target=self._await_exit, args=(rank, process), name=f"worker-{rank}", daemon=True
+        ).start()
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._processes[rank].send_signal(number)
-
-    def _error(self, rank: int) -> str:
-        path = self._config.log_path(self._context.node, self._launch.restart, rank) / "error.json"
-        try:
-            message = json.loads(path.read_bytes())["message"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return ""  # most scripts write no such file
-        return str(
-            message["message"] if isinstance(message, dict) and "message" in message else message
-        )
 
     def _finish(self) -> None:
         """Flush the output, once. On return all output is in the files."""

@@ -175,7 +175,7 @@ def check_token(field_name: str, token: str, shown: str) -> str:
 
 
 def write_token(path: Path, token: str) -> None:
-    """Write the token to a file that only this user can read."""
+    """Write a secret to a file that only this user can read."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as file:

@@ -1,4 +1,4 @@
-"""A fake of pynvml, with faults."""
+"""A substitute for pynvml, with faults."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Driver:
         assert kinds == self.nvmlEventTypeXidCriticalError
 
     def nvmlEventSetWait_v2(self, events: str, timeout_ms: int) -> Any:
-        assert timeout_ms == 0, "a look never waits"
+        assert timeout_ms == 0, "reading never waits"
         if not self.messages:
             raise self.NVMLError("Timeout")
         device, xid = self.messages.popleft()

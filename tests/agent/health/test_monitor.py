@@ -54,7 +54,7 @@ def test_what_could_not_be_written_is_told_at_once_and_counted(tmp_path: Path) -
     made, _ = monitor(tmp_path)
     sampled(made)
     for _ in range(3):
-        made.failed("checkpoint", str(tmp_path), "No space left on device")
+        made.checkpoint_failed("No space left on device")
     (mishap,) = sampled(made).failed_operations
     assert (mishap.what, mishap.count) == ("checkpoint", 3) and made.sample() is None
 
@@ -88,7 +88,7 @@ def test_a_steady_link_is_told_of_now_and_then_and_a_change_at_once(tmp_path: Pa
     assert sum(told[health.SHORT_WINDOWS :]) == 2
     for _ in range(2):
         second(1.0)
-    assert second(1.0) or second(1.0), "ten times slower is news"
+    assert second(1.0) or second(1.0), "a link that is ten times slower is reported at once"
 
 
 def test_a_new_membership_begins_anew(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_device_that_changes_is_news(tmp_path: Path) -> None:
     made, _ = monitor(tmp_path, driver)
     sampled(made)
     driver.heat[1] = 70
-    assert made.sample() is None, "warmer is none"
+    assert made.sample() is None, "a higher temperature alone is not reported at once"
     driver.mask[1] = driver.nvmlClocksThrottleReasonHwThermalSlowdown
     assert sampled(made).devices[1].throttled == "too hot"
     driver.ecc[0] += 2
@@ -116,14 +116,15 @@ def test_a_device_that_changes_is_news(tmp_path: Path) -> None:
 
 
 def test_a_report_is_small_whatever_happens(tmp_path: Path) -> None:
-    made, _ = monitor(tmp_path, Driver(64))
+    made, _ = monitor(tmp_path / ("x" * 250), Driver(64))
     for number in range(200):
-        made.failed("checkpoint", f"/{number}/" + "x" * 10_000, "y" * 10_000)
+        made.checkpoint_failed("y" * 10_000)
         for _ in range(3):
             made.sent(f"node{number}", MIB, 0.1)
     report = sampled(made)
-    assert max(map(len, (report.links, report.failed_operations, report.devices))) == MAX_ENTRIES
-    assert max(len(mishap.path) for mishap in report.failed_operations) == MAX_TEXT_LENGTH
+    assert len(report.links) == len(report.devices) == MAX_ENTRIES
+    (mishap,) = report.failed_operations
+    assert len(mishap.path) == len(mishap.detail) == MAX_TEXT_LENGTH and mishap.count == 200
     assert len(codec.dumps(report)) < 16_000
 
 

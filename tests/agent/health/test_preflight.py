@@ -14,7 +14,7 @@ import pytest
 from elastic.agent.health import preflight
 from elastic.agent.health.devices import Devices
 from elastic.agent.health.preflight import local_checks, network_checks, score_class
-from elastic.agent.health.readiness import PreflightGate
+from elastic.agent.health.preflight_gate import PreflightGate
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.health_report import Preflight, PreflightCheck
@@ -26,13 +26,13 @@ NONE = Devices(Driver(0))
 
 
 def test_a_sound_machine_passes_in_no_time(tmp_path: Path) -> None:
-    """`seconds` of CPU, for the machine may be busy."""
+    """Counts CPU time, because the machine may be busy."""
     began = time.process_time()
     checks, score = local_checks((("run", tmp_path), ("memory", tmp_path / "later")), 0, NONE)
     assert time.process_time() - began < 2.0
     assert [c.name for c in checks] == ["compute", "memory", "disk:run", "disk:memory"]
     assert all(c.ok for c in checks) and score > 0
-    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    assert not list(tmp_path.iterdir()), "the checks leave no file"
 
 
 def test_a_disk_that_cannot_be_written_is_fatal_but_for_checkpoints(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_coordinator_that_does_not_answer_is_no_reason_to_stay_away() -> None:
 def test_standing_is_in_steps_of_a_quarter() -> None:
     assert score_class(0.0) == 0
     assert score_class(125.0) - score_class(100.0) == 1
-    assert score_class(100.0) == score_class(104.0), "noise is none"
+    assert score_class(100.0) == score_class(104.0), "small differences do not change the class"
 
 
 # ---- the gate ----------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_the_gate_holds_the_first_report_back_until_the_checks_are_made() -> Non
     gate.start()
     assert len(found) == 1
     gate.shut()
-    assert not gate.open, "another membership, another look"
+    assert not gate.open, "each membership needs its own pre-flight"
 
 
 def test_a_refused_node_looks_again_after_the_pause() -> None:
@@ -180,7 +180,6 @@ def test_a_refused_node_looks_again_after_the_pause() -> None:
     gate.finished(Preflight("on", 0.1))
     gate.refused(0.01)
     assert not gate.open and flown.wait(LONG_S)
-    gate.close()
 
 
 def test_checks_that_break_off_are_a_failure() -> None:

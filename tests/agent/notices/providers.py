@@ -1,6 +1,6 @@
 """Fake metadata services: real HTTP servers that speak each cloud's protocol.
 
-Every machine has its own under /NAME/..., so that one server stands for those of many machines.
+A path begins with the name of a machine, so that one server serves many machines.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from tests.patience import LONG_S
 
 
 class Provider:
-    """Common parts: values by machine and path, what was asked, and ways to misbehave."""
+    """Common parts: values per machine and path, a record of requests, and faults to inject."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, str], Any] = {}
         self.asked: list[tuple[str, str, str]] = []
         """(method, machine, path)."""
         self.broken = ""
-        """down (503), nonsense, huge or silent: what it answers instead."""
+        """Fault of all answers: down (503), nonsense, huge or silent."""
         self.failing = ""
-        """The one path that answers 503."""
+        """Path that answers 503."""
         self.changed = threading.Condition()
         self.closing = threading.Event()
         handler = type("Handler", (_Handler,), {"provider": self})
@@ -95,11 +95,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 class FakeAws(Provider):
-    """IMDSv2: nothing without a token, which ends after `uses` requests."""
+    """IMDSv2: requests need a token, which expires after `uses` requests."""
 
     ACTION, REBALANCE = (
         "/latest/meta-data/spot/instance-action",
@@ -131,7 +131,7 @@ class FakeAws(Provider):
 
 
 class FakeGcp(Provider):
-    """Answers only with the header, and waits for a change when asked to."""
+    """Answers requests with the header only, and waits for a change on request."""
 
     PREEMPTED, MAINTENANCE = (
         "/computeMetadata/v1/instance/preempted",
@@ -165,7 +165,7 @@ def _etag(text: str) -> str:
 
 
 class FakeAzure(Provider):
-    """Scheduled Events of a set of machines; StartRequests are noted, and start the event."""
+    """Scheduled Events of several machines. StartRequests are recorded and start the event."""
 
     EVENTS, NAME = "/metadata/scheduledevents", "/metadata/instance/compute/name"
 
@@ -192,7 +192,7 @@ class FakeAzure(Provider):
         return request.reply(200, json.dumps({"DocumentIncarnation": 1, "Events": self.events}))
 
     def await_start(self, event: str, limit_s: float) -> bool:
-        """Wait until `event` is acknowledged; False: it took too long."""
+        """Wait until `event` is acknowledged; return False after `limit_s`."""
         with self.changed:
             return self.changed.wait_for(lambda: event in self.started, limit_s)
 

@@ -1,10 +1,10 @@
-"""Each provider's client against a real server that speaks its protocol."""
+"""The client of each provider, tested against a server with its protocol."""
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from elastic.agent.notices import discovery as gather
-from elastic.agent.notices.aws import Aws
+from elastic.agent.notices.aws import ACTION, REBALANCE, Aws
 from elastic.agent.notices.azure import Azure
-from elastic.agent.notices.discovery import SourceContext, detect
+from elastic.agent.notices.discovery import detect
 from elastic.agent.notices.file import NoticeFile
 from elastic.agent.notices.gcp import Gcp
 from elastic.agent.notices.metadata import MetadataService
 from elastic.agent.notices.source import Source, SourceWatcher
+from elastic.config import JobConfig
 from elastic.core.node.notice_tracker import ProviderNotice
 from elastic.core.protocol.messages import NoticeKind
 from tests.agent.notices.providers import FakeAws, FakeAzure, FakeGcp, Provider
@@ -62,7 +63,7 @@ def in_(seconds: float) -> datetime:
 
 
 def test_aws_tells_of_an_interruption_until_it_is_taken_back(aws: FakeAws) -> None:
-    client = Aws(service(aws))
+    client = Aws(service(aws), ACTION)
     assert client.read() == ()
     action = {"action": "terminate", "time": in_(120).strftime("%Y-%m-%dT%H:%M:%SZ")}
     aws.set("node0", FakeAws.ACTION, action)
@@ -77,23 +78,24 @@ def test_aws_tells_of_an_interruption_until_it_is_taken_back(aws: FakeAws) -> No
 
 
 def test_aws_makes_a_new_token_when_the_old_one_is_refused(aws: FakeAws) -> None:
-    client = Aws(service(aws))
+    client = Aws(service(aws), ACTION)
     for _ in range(6):
         assert client.read() == ()
     puts = [path for method, _, path in aws.asked if method == "PUT"]
-    assert len(puts) == 4  # 12 requests, 3 a token
+    assert len(puts) == 2  # 6 requests, 3 per token
     aws.tokens.clear()
     assert client.read() == ()
 
 
 def test_aws_recommends_to_rebalance(aws: FakeAws) -> None:
     aws.set("node0", FakeAws.REBALANCE, {"noticeTime": "2026-01-01T00:00:00Z"})
-    (one,) = Aws(service(aws)).read()
+    (one,) = Aws(service(aws), REBALANCE).read()
     assert one.kind is NoticeKind.HINT and left_s(one) > 60
+    assert Aws(service(aws), ACTION).read() == ()
 
 
 def test_aws_hibernates_at_once_and_an_unreadable_time_is_two_minutes(aws: FakeAws) -> None:
-    client = Aws(service(aws))
+    client = Aws(service(aws), ACTION)
     aws.set(
         "node0",
         FakeAws.ACTION,
@@ -107,21 +109,13 @@ def test_aws_hibernates_at_once_and_an_unreadable_time_is_two_minutes(aws: FakeA
         client.read()
 
 
-def test_aws_tells_of_an_interruption_although_recommendations_cannot_be_read(
-    aws: FakeAws, caplog: pytest.LogCaptureFixture
-) -> None:
-    client = Aws(service(aws))
+def test_aws_interruptions_are_read_although_recommendations_cannot(aws: FakeAws) -> None:
     aws.failing = FakeAws.REBALANCE
     with pytest.raises(ValueError, match="503"):
-        client.read()  # there is nothing to tell: trouble is the watcher's to log
+        Aws(service(aws), REBALANCE).read()
     aws.set("node0", FakeAws.ACTION, {"action": "terminate", "time": "soon"})
-    for _ in range(2):
-        (one,) = client.read()
-        assert one.kind is NoticeKind.LEAVE
-    assert [record.message.count("503") for record in caplog.records] == [1], "told once"
-    aws.failing = ""
-    aws.set("node0", FakeAws.REBALANCE, {"noticeTime": "2026-01-01T00:00:00Z"})
-    assert {heard.kind for heard in client.read()} == {NoticeKind.LEAVE, NoticeKind.HINT}
+    (one,) = Aws(service(aws), ACTION).read()
+    assert one.kind is NoticeKind.LEAVE
 
 
 # ---- GCP ----
@@ -150,7 +144,7 @@ def test_gcp_waits_instead_of_asking_all_the_time(gcp: FakeGcp) -> None:
 
     watcher = SourceWatcher(client, change)
     try:
-        gcp.set("node1", FakeGcp.PREEMPTED, "TRUE")  # another machine's
+        gcp.set("node1", FakeGcp.PREEMPTED, "TRUE")  # of another machine
         gcp.set("node0", FakeGcp.PREEMPTED, "TRUE")
         assert timer.get(timeout=LONG_S) == "gcp-preempted"
         waits = [path for _, _, path in gcp.asked]
@@ -183,7 +177,7 @@ def test_azure_tells_of_events_that_concern_this_machine(azure: FakeAzure) -> No
     assert (first.identity, second.identity) == ("azure:mine", "azure:both")
     assert 20 < left_s(first) <= 30 and left_s(second) > 800
     client.acknowledge(second)
-    assert azure.started == []  # others are concerned too
+    assert azure.started == []  # it concerns another machine, too
     client.acknowledge(first)
     assert azure.started == ["mine"]
 
@@ -196,7 +190,7 @@ def test_azure_freezes_only_count_when_they_are_felt(
     assert bool(Azure(service(azure), silence_s=3.0).read()) == leaves
 
 
-# ---- whatever goes wrong ----
+# ---- faults of the services ----
 
 
 @pytest.mark.parametrize("trouble", ["down", "nonsense", "huge", "silent"])
@@ -208,7 +202,7 @@ def test_a_service_in_trouble_raises_and_says_nothing(
     provider.broken = trouble
     base = service(provider, timeout_s=0.2)
     clients: dict[str, Source] = {
-        "aws": Aws(base),
+        "aws": Aws(base, ACTION),
         "gcp": Gcp(base, "preempted"),
         "azure": Azure(base, 3.0),
     }
@@ -222,7 +216,7 @@ def test_trouble_is_logged_once_and_notices_come_through_again(
     aws: FakeAws, caplog: pytest.LogCaptureFixture
 ) -> None:
     found: queue.Queue[tuple[ProviderNotice, ...]] = queue.Queue()
-    client = Aws(service(aws))
+    client = Aws(service(aws), ACTION)
     client.every_s = 0.05
     aws.broken = "down"
     watcher = SourceWatcher(client, lambda name, notices: found.put(notices))
@@ -238,11 +232,10 @@ def test_trouble_is_logged_once_and_notices_come_through_again(
     assert len([r for r in caplog.records if "cannot be read" in r.message]) == 1
 
 
-def around(tmp_path: Path, **services: str) -> SourceContext:
+def around(make_config: Callable[..., JobConfig], **services: str) -> JobConfig:
+    """A configuration in which no metadata service answers except `services`."""
     nowhere = dict.fromkeys(("aws", "gcp", "azure"), "http://127.0.0.1:9")
-    return SourceContext(
-        node="node0", silence_s=3.0, hook_dir=tmp_path, services={**nowhere, **services}
-    )
+    return make_config(metadata_services=tuple({**nowhere, **services}.items()))
 
 
 @pytest.mark.parametrize("cloud", ["aws", "gcp", "azure", ""])
@@ -251,29 +244,29 @@ def test_auto_finds_the_cloud_that_answers(
     aws: FakeAws,
     gcp: FakeGcp,
     azure: FakeAzure,
-    tmp_path: Path,
+    make_config: Callable[..., JobConfig],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gather, "PROBE_S", LONG_S)  # those that are not there refuse at once
+    monkeypatch.setattr(gather, "PROBE_S", LONG_S)  # absent services refuse connections at once
     providers: dict[str, Provider] = {"aws": aws, "gcp": gcp, "azure": azure}
     services = {cloud: f"http://{providers[cloud].address}/${{node}}"} if cloud else {}
     found: queue.Queue[tuple[Source, ...]] = queue.Queue()
-    detect(around(tmp_path, **services), found.put)
+    detect(around(make_config, **services), "node0", found.put)
     names = {source.name for source in found.get(timeout=LONG_S)}
     assert names == {
-        "aws": {"aws"},
+        "aws": {"aws-instance-action", "aws-rebalance"},
         "gcp": {"gcp-preempted", "gcp-maintenance-event"},
         "azure": {"azure"},
     }.get(cloud, set())
 
 
 def test_auto_takes_no_other_cloud_for_its_own(
-    aws: FakeAws, gcp: FakeGcp, azure: FakeAzure, tmp_path: Path
+    aws: FakeAws, gcp: FakeGcp, azure: FakeAzure, make_config: Callable[..., JobConfig]
 ) -> None:
-    """Every address is another cloud's: nobody answers as it should."""
+    """Each address belongs to another cloud, so that no answer is right."""
     services = {"aws": gcp.address, "gcp": azure.address, "azure": aws.address}
     found: queue.Queue[tuple[Source, ...]] = queue.Queue()
-    detect(around(tmp_path, **services), found.put)
+    detect(around(make_config, **services), "node0", found.put)
     assert found.get(timeout=LONG_S) == ()
 
 

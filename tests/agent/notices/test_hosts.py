@@ -1,4 +1,4 @@
-"""Hosts with a launcher each: a notice of every kind drains one host; the others go on."""
+"""Each host has a launcher. A notice of each kind drains one host; the others go on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOSTS = ("file", "hook", "pod", "hooked-pod", "last")
 
 
 def post(run_dir: Path, node: str, body: str) -> int:
-    """POST /notice to a node's hook, found by its card."""
+    """POST /notice to the hook of a node, whose card has its address."""
     card = json.loads((run_dir / "hooks" / f"{node}.json").read_text())
     host, _, port = card["address"].rpartition(":")
     line = http.client.HTTPConnection(host, int(port), timeout=LONG_S)
@@ -84,7 +84,7 @@ def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
             )
         coordinator.wait_for(is_step(1))
         notice.write_text("100")
-        for _ in range(3):  # said again and again: one notice
+        for _ in range(3):  # repeated requests are one notice
             assert post(tmp_path / "hook", "hook", '{"deadline_s": 100}') == 202
         coordinator.wait_for(is_drained("file"))
         coordinator.wait_for(is_drained("hook"))
@@ -97,7 +97,7 @@ def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
         (tmp_path / "hurry").touch()
         run = coordinator.wait()
         assert agents["last"].process.wait(DEADLINE_S) == 0
-        assert agents["file"].process.wait(DEADLINE_S) == 0  # parked until the job was over
+        assert agents["file"].process.wait(DEADLINE_S) == 0  # it waits until the job is over
     drained = [event["node"] for event in kinds(run, "drained")]
     assert set(drained[:2]) == {"file", "hook"} and drained[2:] == ["pod", "hooked-pod"]
     assert_nothing_was_lost(run, drained)

@@ -60,7 +60,7 @@ def verified(path: Path) -> Manifest:
 
 
 def write_and_die(directory: str, where: str, reached: object) -> None:
-    """Write a checkpoint, stopping for good at `where`."""
+    """Write a checkpoint; stop forever at `where`."""
 
     def stop(*_: object) -> None:
         reached.set()  # type: ignore[attr-defined]

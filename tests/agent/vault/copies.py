@@ -41,7 +41,7 @@ def gradient(data: bytes, step: int, ledger: set[int], **changes: Any) -> Copy:
 
 
 def put(vault: Vault, copy: Copy, data: bytes) -> Copy:
-    """Let a copy arrive; return it as the inventory shows it."""
+    """Store a copy as if a peer sent it; return its entry of the inventory."""
     incoming = vault.store(copy)
     incoming.buffer[:] = data
     incoming.commit()
@@ -57,7 +57,7 @@ class LocalWriter:
         directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, number: int, copy: Copy, data: bytes) -> LocalCopy:
-        """Write `data` into slot `number`, made big enough at its first use."""
+        """Write `data` into slot `number`, whose first use determines its size."""
         if number not in self.slots:
             self.slots[number] = SharedSlot(
                 self._directory / f"{self._prefix}{number}.slot", len(data)

@@ -23,7 +23,8 @@ from tests.patience import LONG_S
 
 
 class MiniNode:
-    """A vault with its server and replicator; `heard` and `acked` tell what went through."""
+    """A vault with its server and replicator. `heard` has the announcements, `acked` the
+    acknowledged bundles."""
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self.directory = name, directory
@@ -56,7 +57,7 @@ class MiniNode:
         self.heard.put(published)
 
     def worker_channel(self) -> Channel:
-        """A worker's end of a channel whose other end this node reads in a thread."""
+        """The worker's end of a channel; a thread of this node reads the other end."""
         here, there = socket.socketpair()
         self.listen(Channel(here))
         return Channel(there)

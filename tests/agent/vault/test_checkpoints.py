@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def plan(first: str = "a", second: str = "b") -> Plan:
-    """Layers 0 and 1 on node a and layer 2 on b, then a pipeline of c alone."""
+    """Two pipelines: layers 0 and 1 on node a and layer 2 on b; all layers on c."""
     stages = (Stage(Unit(first), 0, 2), Stage(Unit(second), 2, N_LAYERS))
     other = (Stage(Unit("c"), 0, N_LAYERS),)
     return Plan(1, N_LAYERS, 4, 1, (Pipeline(stages, (0, 1)), Pipeline(other, (2, 3))))
 
 
 class Node:
-    """A node's vault and checkpoint writer; `parts` is what the agent hears."""
+    """A node's vault and checkpoint writer; `parts` has the messages for the agent."""
 
     def __init__(self, name: str, directory: Path) -> None:
         self.vault, self.workers = (
@@ -43,7 +43,7 @@ class Node:
         self.parts: queue.Queue[CheckpointPart] = queue.Queue()
         self.writer = CheckpointWriter(self.directory, self.vault, self.parts.put)
         self.writer.every, self.writer.steps = 2, 5
-        self.writer.enter(name, plan())
+        self.writer.enter(plan())
 
     def announce(self, step: int, *layers: int) -> Published:
         locals_ = []
@@ -58,7 +58,7 @@ class Node:
         return published
 
     def written(self) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
-        """All parts so far, once what is queued is done."""
+        """All parts so far, after the queue is empty."""
         done = threading.Event()
         self.writer.then(done.set)
         assert done.wait(LONG_S)
@@ -90,7 +90,7 @@ def test_the_first_holders_write_a_checkpoint_together(node: Node, tmp_path: Pat
 
 
 def test_states_are_copied_aside_at_once(node: Node) -> None:
-    """The disk is slow, and the worker writes over the slots meanwhile."""
+    """The worker overwrites the slots while the slow disk is written."""
     slow, order = threading.Event(), queue.Queue[bool]()
     node.writer.then(lambda: order.put(slow.wait(LONG_S)))
     node.announce(2, 0, 1)
@@ -135,7 +135,7 @@ def test_gradients_step_zero_and_steps_between_are_none_of_its_business(node: No
 
 def test_a_new_plan_says_who_writes(node: Node) -> None:
     node.announce(2, 0, 1)
-    node.writer.enter("a", plan("b", "a"))
+    node.writer.enter(plan("b", "a"))
     node.announce(4, 0, 1, 2)
     assert node.written() == [(2, ((0, 0), (1, 0))), (4, ((2, 0),))]
 
@@ -173,7 +173,7 @@ def test_close_finishes_what_is_queued(tmp_path: Path) -> None:
 
 
 def test_after_a_change_of_plan_the_state_is_written_in_its_new_division(node: Node) -> None:
-    """A holder wrote its portion, the other was lost, and the first now has the whole state."""
+    """One of two holders wrote its portion; the other is lost. Now the first has all of it."""
     run = memoryview(layer_run(0, 2))
     header = read_header(run)
     rows = [(e.name, e.dtype, e.shape, e.shard_dim) for e in header.tensors]
@@ -184,7 +184,7 @@ def test_after_a_change_of_plan_the_state_is_written_in_its_new_division(node: N
     node.vault.publish(local)
     node.writer.offer(Published(1, (local,), ""))
     assert node.written() == [(2, ((0, 0, 1, 2),))]
-    node.writer.enter("a", plan())
+    node.writer.enter(plan())
     node.announce(2, 0)
     assert node.written() == [(2, ((0, 0),))]
 
@@ -201,16 +201,16 @@ node.writer._failed = refused.append
 node.announce(0, 0, 1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
 node.announce(2, 0, 1)
-assert node.written() == [], "nothing is told to be there"
+assert node.written() == [], "no part is reported"
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 node.announce(4, 0, 1)
-assert node.written() == [(4, ((0, 0), (1, 0)))], "and the next one is written"
+assert node.written() == [(4, ((0, 0), (1, 0)))], "the next checkpoint is written"
 print(refused)
 """
 
 
 def test_a_disk_that_refuses_is_told_of_and_the_next_checkpoint_is_written(tmp_path: Path) -> None:
-    """For real, without the right to mount a small disk: the system refuses files above a limit."""
+    """The system refuses files above a limit, which needs no right to mount a small disk."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONG_S

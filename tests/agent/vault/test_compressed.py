@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 
 def sums(seed: int, nbytes: int) -> bytes:
-    """What accumulated gradients look like: small numbers in 64 bits."""
+    """Bytes like those of accumulated gradients: small numbers of 64 bits."""
     draw = random.Random(seed)
     words = struct.pack(f"<{4096}q", *(draw.randrange(-(1 << 34), 1 << 34) for _ in range(4096)))
     return (words * (nbytes // len(words) + 1))[:nbytes]
@@ -66,7 +66,7 @@ def client(server: VaultServer) -> Iterator[VaultClient]:
 
 @pytest.fixture
 def raw(server: VaultServer) -> Iterator[FrameStream]:
-    """A connection on which a test says what it likes."""
+    """A connection for hand-made requests."""
     stream = FrameStream(socket.create_connection(split_address(server.address)), 5)
     yield stream
     stream.close()
@@ -109,7 +109,7 @@ def send(
     bundle: list[tuple[Copy, list[bytes]]],
     lengths: dict[int, int] | None = None,
 ) -> Reply:
-    """Put copies in blocks as given, with false lengths where `lengths` says so."""
+    """Send copies in the given blocks; `lengths` has false lengths of blocks."""
     request = Put(tuple(copy for copy, _ in bundle), (BLOSC,) * len(bundle))
     body = {"kind": "Put", "body": codec.encode(request)}
     stream.begin(body, sum(copy.nbytes for copy, _ in bundle))
@@ -147,7 +147,7 @@ SPOILT: dict[str, Callable[[bytes], bytes]] = {
 def test_a_spoilt_block_is_refused_and_the_connection_goes_on(
     vault: Vault, raw: FrameStream, how: str
 ) -> None:
-    """The copies before and after it in the bundle are not kept either, and the next bundle is."""
+    """No copy of its bundle is kept. The next bundle is kept."""
     before, data, after = sums(1, 1000), sums(2, 2 * MIB + 5), sums(3, 1000)
     good = cut(data)
     assert len(BOMB) < BLOCK_BYTES
@@ -211,7 +211,7 @@ def test_what_comes_spoilt_out_of_a_vault_is_no_copy(
     with pytest.raises(VaultError, match="does not match its checksum"):
         client.get(copy)
     monkeypatch.undo()
-    assert client.get(copy) == data, "the vault's own bytes were good, and the connection goes on"
+    assert client.get(copy) == data, "the vault and the connection are intact"
 
 
 def test_a_reply_with_an_unknown_codec_is_an_error() -> None:
@@ -224,7 +224,7 @@ def test_a_reply_with_an_unknown_codec_is_an_error() -> None:
 
 
 class Clock:
-    """Every look costs a millisecond."""
+    """Each call takes a millisecond."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -247,15 +247,15 @@ def slow(compressing: CompressionPolicy) -> None:
 def test_slow_links_switch_it_on_and_fast_ones_off(caplog: pytest.LogCaptureFixture) -> None:
     compressing, data = CompressionPolicy("auto", Clock()), sums(1, 4 * MIB)
     with caplog.at_level("INFO"):
-        assert ask(compressing, data) == [""], "nothing is known of the link"
+        assert ask(compressing, data) == [""], "the bandwidth of the link is unknown"
         for _ in range(LEAST_SENDS):
-            assert ask(compressing, data) == [""], "a single send tells little"
+            assert ask(compressing, data) == [""], "a single send is not enough"
             compressing.sent(10 * MIB, 1.0)
         assert ask(compressing, data, 3) == [BLOSC] * 3
         assert ask(compressing, b"x" * 1000) == [""], "too small"
         compressing.sent(1000, 1.0)
         compressing.sent(4000 * MIB, 1.0)
-        assert ask(compressing, data) == [""], "the link is as fast as its best send"
+        assert ask(compressing, data) == [""], "the fastest send counts"
         slow(compressing)
         assert ask(compressing, data) == [BLOSC]
     told = [record.getMessage() for record in caplog.records]
@@ -268,7 +268,7 @@ def test_what_does_not_shrink_is_not_compressed() -> None:
     slow(compressing)
     assert ask(compressing, noise) == [""]
     state = make(sums(1, 4 * MIB))
-    assert compressing.codec(state, memoryview(sums(1, 4 * MIB))) == BLOSC, "kinds are judged apart"
+    assert compressing.codec(state, memoryview(sums(1, 4 * MIB))) == BLOSC, "each kind has samples"
 
 
 def test_samples_are_taken_now_and_then() -> None:

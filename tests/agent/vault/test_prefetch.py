@@ -1,4 +1,4 @@
-"""A node about to join pulls states from real vaults over loopback."""
+"""A node that is about to join fetches states from vaults over loopback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def order(made: list[MiniNode], *sources: tuple[int, int, str]) -> Prefetch:
 
 
 def own(node: MiniNode, layer: int, step: int, shard: int = 0) -> Copy:
-    """A state that `node` itself made, of contents that tell it from others."""
+    """A state of `node` itself, with content of its own."""
     data = content(50 * layer + 5 * step + shard, 70_000)
     return put(node.vault, make(data, layer=layer, step=step, shard=shard, owner=node.name), data)
 
@@ -37,11 +37,11 @@ def described(copies: tuple[Copy, ...]) -> set[tuple[str, int, int, int, str]]:
 def test_the_newest_state_of_every_layer_comes_from_its_holder(three: list[MiniNode]) -> None:
     joining, b, c = three
     wanted = [own(b, 0, 3), own(b, 0, 4), own(b, 1, 4), own(b, 1, 4, shard=1), own(c, 2, 4)][1:]
-    own(b, 5, 4)  # nobody asked for it
+    own(b, 5, 4)  # not in the order
     data = content(1)
-    put(b.vault, make(data, layer=2, step=9, owner="c"), data)  # what b keeps for c is not its own
+    put(b.vault, make(data, layer=2, step=9, owner="c"), data)  # a copy of c, which b keeps
     put(b.vault, gradient(data, 4, {0}, owner="b"), data)
-    joining.vault.fence(8)  # fetched on purpose: no fence applies
+    joining.vault.fence(8)  # does not concern copies that the node fetches itself
     fetched = prefetch(
         joining.vault, order(three, (0, 0, "b"), (2, 0, "c"), (1, 0, "b"), (1, 1, "b"))
     )

@@ -1,4 +1,4 @@
-"""Delivery in order, whatever happens to the peer."""
+"""Delivery in order, also when the peer fails."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_peer_that_comes_back_gets_what_was_held(tmp_path: Path, writer: Local
 
 
 def test_fenced_off_bundles_are_held(pair: list[MiniNode], writer: LocalWriter) -> None:
-    """The peer has entered the next epoch; the failure is reported for the ending one."""
+    """The peer has entered the next epoch. The failure is reported for the epoch before."""
     a, b = pair
     a.replicator.reset(6)
     b.vault.fence(7)
@@ -132,7 +132,7 @@ def test_fenced_off_bundles_are_held(pair: list[MiniNode], writer: LocalWriter) 
 def test_superseded_bundles_are_not_skipped(
     pair: list[MiniNode], writer: LocalWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bundle 1 is out of the local index when its turn comes; it is sent all the same."""
+    """The local index has dropped bundle 1 before its turn; it is sent nevertheless."""
     a, b = pair
     held = a.replicator.vaults
     a.replicator.vaults = {}
@@ -198,7 +198,7 @@ def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWr
         peer, why = told.get(timeout=LONG_S)
         assert peer == "s" and "--vault-memory" in why and told.empty()
         kept = sorted(small.inventory(), key=lambda c: c.layer)
-        assert [c.layer for c in kept] == [1, 2, 3], "three pages, a copy each"
+        assert [c.layer for c in kept] == [1, 2, 3], "the limit is three copies of one page"
         assert [bytes(small.read(c.key)) for c in kept] == [content(n) for n in (1, 2, 3)]
         small.trim(2)
         a.replicator.reset(2)

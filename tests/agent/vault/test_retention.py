@@ -52,7 +52,7 @@ def test_the_inventory_is_what_the_rules_say(
             copy = make(data, kind=kind, layer=layer, step=step, epoch=epoch, microbatches=ledger)
             copy = dataclasses.replace(copy, sequence=copy.sequence + (3 - late) * 1_000_000)
             came.append((put(vault, copy, data), data))
-            # Of updates what went with the state that was the older one then stays gone.
+            # Updates that were dropped with an older state do not come back.
             gone = _superseded_updates([c for c, _ in came])
             came = [(c, data) for c, data in came if c not in gone]
         assert set(vault.inventory()) == _kept([c for c, _ in came])
@@ -189,7 +189,7 @@ def test_a_leased_view_of_the_older_gradient_shows_that_it_was_rewritten(tmp_pat
 
 
 def test_a_torn_gradient_takes_no_place_of_a_whole_one(tmp_path: Path) -> None:
-    """Older copies arrive while the newest one is rewritten: both of them are kept."""
+    """Two older copies arrive while the newest one is rewritten; both are kept."""
     vault, writer = Vault("a", tmp_path / "vault"), LocalWriter(tmp_path / "worker")
     vault.publish(writer.write(0, gradient(content(3), 1, {0, 1, 2, 3}), content(3)))
     writer.slots[0].begin()
@@ -205,7 +205,7 @@ def test_the_larger_ledger_is_newer_whatever_its_sequence(tmp_path: Path) -> Non
 
 
 def test_room_for_gradients_stops_growing(tmp_path: Path) -> None:
-    """Slots of dropped copies are reused: two steps of two gradients, and one in arrival."""
+    """Slots are reused: the vault needs two steps of two gradients, and one that arrives."""
     vault = Vault("b", tmp_path / "vault")
     data = content(1, 50_000)
     for step in range(4):
@@ -214,9 +214,7 @@ def test_room_for_gradients_stops_growing(tmp_path: Path) -> None:
     slots = list(vault.directory.iterdir())
     assert len(slots) == 5 and vault.nbytes == 4 * len(data)
     assert vault.allocated_bytes == sum(p.stat().st_size - 64 for p in slots)
-    for arrival in range(
-        3
-    ):  # one that loses at once gives its room back, as does one that is aborted
+    for arrival in range(3):  # copies that are superseded at once or aborted free their slots
         put(vault, gradient(data, 3, {0}), data)
         vault.store(gradient(data, 4, {arrival})).abort()
     assert list(vault.directory.iterdir()) == slots

@@ -1,4 +1,4 @@
-"""Room is asked for before a large bundle is sent, and nobody waits for it."""
+"""A sender asks for room before it sends a large bundle; no bundle waits for room."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HALF = ASK_BYTES // 2
 
 @pytest.fixture
 def vault(tmp_path: Path) -> Vault:
-    """Room for two halves, and a little."""
+    """A vault with room for a bit more than two halves."""
     return Vault("a", tmp_path / "vault", limit=2 * HALF + (64 << 10))
 
 
@@ -53,19 +53,17 @@ def test_what_finds_no_room_is_not_sent(vault: Vault, server: VaultServer, mode:
         client.put(halves(2))
     assert sum(pieces) == 0 and vault.inventory() == ()
     client.put(halves(2, epoch=2))
-    assert sum(pieces) > 0 and len(vault.inventory()) == 2, (
-        "what the refused one had taken came back"
-    )
+    assert sum(pieces) > 0 and len(vault.inventory()) == 2, "the rejected bundle reserves no room"
     data = content(1)
     with pytest.raises(VaultFull):
         client.put([(make(data, layer=9, epoch=2), memoryview(data)), *halves(1, 20, epoch=2)])
-    assert len(client.inventory()) == 2, "a small one is sent and dropped: the connection goes on"
+    assert len(client.inventory()) == 2, "after a small bundle the connection is usable"
     assert vault.check_integrity() == ()
     client.close()
 
 
 def test_of_two_bundles_at_once_one_gets_all_its_room(vault: Vault, server: VaultServer) -> None:
-    """Each fits alone. Neither waits for the other, and they never fail both."""
+    """Each bundle fits alone. Neither waits for the other, and one of them always succeeds."""
     for turn in range(10):
         together, found = threading.Barrier(2), list[str]()
 
@@ -114,7 +112,7 @@ def test_a_sender_that_dies_with_its_room_reserved_gives_it_back(
         try:
             other.put(halves(2, 10))
             break
-        except VaultFull:  # its connection's end has not been read yet
+        except VaultFull:  # the vault has not seen the end of the connection yet
             threading.Event().wait(0.01)
     assert sorted(copy.layer for copy in other.inventory()) == [10, 11]
     other.close()

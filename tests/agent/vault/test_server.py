@@ -124,7 +124,7 @@ def test_a_closed_vault_is_an_error_at_once(server: VaultServer, client: VaultCl
     for _ in range(2):
         with pytest.raises(VaultError, match=server.address):
             client.inventory()
-    assert time.monotonic() - began < LONG_S, "not when the time of its calls is over"
+    assert time.monotonic() - began < LONG_S, "the call ends before its timeout"
 
 
 def test_a_hung_vault_does_not_hang_its_clients() -> None:
@@ -160,7 +160,7 @@ def test_closing_a_client_ends_its_call() -> None:
 
 
 def test_closing_a_client_ends_its_connecting() -> None:
-    """A machine that is away answers no SYN; here a listener whose queue is full."""
+    """A listener with a full queue stands for a machine that answers no SYN."""
     with (
         socket.create_server(("127.0.0.1", 0), backlog=0) as full,
         contextlib.ExitStack() as waiting,
@@ -217,7 +217,7 @@ def test_a_client_that_dies_in_the_middle_leaves_nothing(vault: Vault, server: V
     assert vault.inventory() == ()
     before = vault.allocated_bytes
     put(vault, make(data), data)
-    assert before == vault.allocated_bytes, "its room came back"
+    assert before == vault.allocated_bytes, "the room is free again"
 
 
 def _send_half(stream: FrameStream, header: object, data: bytes) -> None:
@@ -225,7 +225,7 @@ def _send_half(stream: FrameStream, header: object, data: bytes) -> None:
 
 
 class _Lying(bytes):
-    """Bytes that have the length of a whole copy but send half of it."""
+    """Bytes with the length of a whole copy; only half of them are sent."""
 
     @property
     def nbytes(self) -> int:

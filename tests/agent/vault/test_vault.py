@@ -1,4 +1,4 @@
-"""What the vault keeps, refuses, drops and hands out."""
+"""The vault: copies that it keeps, rejects, drops and returns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_arrived_copy_is_whole_only_after_commit(vault: Vault) -> None:
     incoming.commit()
     assert vault.inventory() == (dataclasses.replace(copy, node="a"),)
     assert bytes(vault.read(copy.key)) == data and vault.nbytes == len(data)
-    incoming.abort()  # too late to matter
+    incoming.abort()  # no effect after the commit
     assert bytes(vault.read(copy.key)) == data
     assert vault.check_integrity() == ()
 
@@ -91,7 +91,7 @@ def test_a_late_older_state_or_reduced_gradient_loses(vault: Vault) -> None:
 
 
 def test_tp_ranks_one_copy_apart_have_a_ledger_in_common(vault: Vault) -> None:
-    """Rank 1 is always one arrival behind; at every moment some ledger is there for both."""
+    """Copies of rank 1 arrive after those of rank 0. Both ranks always have a common ledger."""
     for size in range(1, 6):
         for shard in (0, 1):
             put(vault, gradient(content(size), 1, set(range(size)), shard=shard), content(size))
@@ -120,7 +120,7 @@ def test_fenced_epochs_are_refused_even_half_arrived(vault: Vault) -> None:
     half = vault.store(make(content(1), epoch=1))
     half.buffer[:] = content(1)
     vault.fence(2)
-    vault.fence(1)  # never goes back
+    vault.fence(1)  # no effect: the fence only rises
     with pytest.raises(StaleError, match="below 2"):
         half.commit()
     with pytest.raises(StaleError):
@@ -202,7 +202,7 @@ def test_a_leased_copy_is_not_reused_under_its_reader(vault: Vault) -> None:
         assert bytes(view) == data
     before = vault.allocated_bytes
     put(vault, make(content(3), epoch=9, layer=1), content(3))
-    assert vault.allocated_bytes == before, "the leased slot came back"
+    assert vault.allocated_bytes == before, "the leased slot is free again"
 
 
 def test_superseded_announcements_can_still_be_sent(vault: Vault, writer: LocalWriter) -> None:
@@ -238,11 +238,10 @@ def test_slots_of_a_dead_worker_go_with_their_copies(vault: Vault, tmp_path: Pat
     assert not Path(local.path).exists()
 
 
-def test_find_and_locate(vault: Vault) -> None:
+def test_a_located_copy_can_be_read_from_its_slot(vault: Vault) -> None:
     put(vault, make(content(1), step=3, epoch=1), content(1))
     newest = put(vault, make(content(1), step=3, epoch=2), content(1))
-    assert vault.find(STATE, 0, 0, 3) == newest == vault.copy(newest.key)
-    assert vault.find(STATE, 0, 0, 4) is None
+    assert vault.copy(newest.key) == newest
     local = vault.locate(newest.key)
     assert bytes(SlotReader(local.path).view(newest.nbytes)) == content(1)
 
@@ -294,7 +293,7 @@ def test_a_corrupt_copy_is_told_of_once(tmp_path: Path) -> None:
 
 
 def test_older_copies_make_room_for_newer_ones(tmp_path: Path) -> None:
-    """With room for two states a third one still comes in: the newest whole one is always left."""
+    """With room for two states a third one is stored. The newest whole one is always kept."""
     vault = Vault("n", tmp_path / "v", limit=3 * 4096)
     data = content(3)
 
@@ -302,7 +301,7 @@ def test_older_copies_make_room_for_newer_ones(tmp_path: Path) -> None:
     for step in range(5):
         put(vault, gradient(data, step, {0}, layer=1, owner="o"), data)
         assert max(c.step for c in vault.inventory() if c.layer == 1) == step
-    assert other.key in {copy.key for copy in vault.inventory()}, "nobody else's is dropped"
+    assert other.key in {copy.key for copy in vault.inventory()}, "other owners lose no copy"
     with pytest.raises(VaultFull):
         put(vault, gradient(data, 0, {0}, layer=3, owner="q"), data)
     assert {c.layer for c in vault.inventory()} == {1, 9} and vault.check_integrity() == ()

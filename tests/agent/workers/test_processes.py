@@ -20,17 +20,17 @@ from elastic.agent.workers.output import Output
 from elastic.agent.workers.processes import (
     IDLE_S,
     DescendantSampler,
-    ProcessState,
-    WorkerEnvironment,
     WorkerExit,
     WorkerGroup,
     descendant_cpu_s,
-    process_state,
+    process_sample,
     worker_environment,
 )
 from elastic.config import JobConfig, WorkerCommand
+from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.fault_spec import load_faults, parse_fault
 from elastic.core.protocol.messages import Launch
+from elastic.domain.types import NodeInfo
 from tests.disks import fill, small_disk
 from tests.launcher.helpers import gone, wait_until
 from tests.patience import LONG_S
@@ -44,7 +44,7 @@ LAUNCH = Launch(
     master_port=1234,
     restart=3,
 )
-PLACE = WorkerEnvironment(node="node1", agent="/tmp/agent.sock", host="10.0.0.2")
+PLACE = NodeInfo("node1", "", "", host="10.0.0.2")
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 Running = tuple[WorkerGroup, "queue.Queue[WorkerExit]"]
 MakeConfig = Callable[..., JobConfig]
@@ -84,7 +84,8 @@ def test_environment_is_torchruns(make_config: MakeConfig) -> None:
         "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "ROLE_WORLD_SIZE": "4",
         "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "TORCHELASTIC_RESTART_COUNT": "3",
         "TORCHELASTIC_MAX_RESTARTS": "5", "TORCHELASTIC_RUN_ID": "abc", "OMP_NUM_THREADS": "1",
-        "ELASTIC_AGENT": "/tmp/agent.sock", "ELASTIC_NODE": "node1", "ELASTIC_LOCAL_RANK": "1",
+        "ELASTIC_AGENT": f"{config.memory_dir}/node1/agent.sock",
+        "ELASTIC_NODE": "node1", "ELASTIC_LOCAL_RANK": "1",
         "ELASTIC_HOST": "10.0.0.2", "ELASTIC_RUN_DIR": config.run_dir,
         "ELASTIC_MEMORY_DIR": config.memory_dir, "ELASTIC_ACCUMULATE": "fast",
         "ELASTIC_TP_STORE": group.tp_store,
@@ -157,17 +158,6 @@ def test_kinds_of_commands(make_config: MakeConfig, tmp_path: Path) -> None:
         assert expected in log(config, 0)
 
 
-def test_error_file_is_reported(make_config: MakeConfig) -> None:
-    source = (
-        "import json, os, sys\n"
-        "file = open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w')\n"
-        "json.dump({'message': {'message': 'out of luck'}}, file)\n"
-        "sys.exit(3)"
-    )
-    with running(make_config(source)) as (_, exits):
-        assert exits.get(timeout=LONG_S).error == "out of luck"
-
-
 def test_a_killed_worker_is_known(make_config: MakeConfig) -> None:
     with running(make_config(SLEEP)) as (group, exits):
         os.kill(group.pids[0], signal.SIGKILL)
@@ -205,11 +195,11 @@ def test_stopped_process_is_seen_and_killed(make_config: MakeConfig) -> None:
     with running(make_config(SLEEP)) as (group, exits):
         pid = group.pids[0]
         os.kill(pid, signal.SIGSTOP)
-        assert wait_until(lambda: group.states()[0].stopped)
+        assert wait_until(lambda: group.samples()[0].stopped)
         group.kill()
         assert exits.get(timeout=LONG_S).returncode == -9
-    assert process_state(pid) is None
-    mine = process_state(os.getpid())
+    assert process_sample(0, pid) is None
+    mine = process_sample(0, os.getpid())
     assert mine is not None and not mine.stopped and not mine.on_disk and mine.cpu_s > 0
 
 
@@ -226,7 +216,7 @@ nap.wait()
 
 
 def test_what_descendants_used_is_seen_once_a_worker_looks_idle(make_config: MakeConfig) -> None:
-    """Those that ended count too; a busy worker's are not looked at."""
+    """Ended descendants count, too. Descendants of a busy worker are not read."""
     now = 0.0
     families = DescendantSampler(lambda: now)
     with running(make_config(PARENT)) as (group, _):
@@ -234,14 +224,14 @@ def test_what_descendants_used_is_seen_once_a_worker_looks_idle(make_config: Mak
         assert wait_until(lambda: descendant_cpu_s(pid) >= 0.2)
 
         def seen(used_s: float) -> float:
-            return families.add(pid, ProcessState(False, used_s, used_s)).descendant_cpu_s
+            return families.add(pid, ProcessSample(0, False, used_s)).family_cpu_s
 
-        assert seen(1.0) == 0.0, "nothing is known yet"
+        assert seen(1.0) == 0.0, "the first sample has nothing to compare with"
         now = IDLE_S / 2
         assert seen(1.0) == 0.0
         now = IDLE_S
         assert seen(1.0) >= 0.2
-        assert seen(1.1) == 0.0, "it moved"
+        assert seen(1.1) == 0.0, "the main thread used CPU time"
 
 
 TALK = (
@@ -296,7 +286,7 @@ def test_a_full_disk_costs_the_log_alone(
     caplog: pytest.LogCaptureFixture,
     changes: dict[str, object],
 ) -> None:
-    """A worker that prints more than a pipe holds ends, and the console has all of it."""
+    """A worker prints more than a pipe holds. It ends, and the console has all of the output."""
     config = make_config("for i in range(30000): print('line', i)", **changes)
     folder = config.log_path("node1", 3, 0)
     folder.mkdir(parents=True)
@@ -334,11 +324,12 @@ AGENT = """
 import sys, signal
 from elastic import lifeline
 from elastic.config import load_config
-from elastic.agent.workers.processes import WorkerEnvironment, WorkerGroup
+from elastic.agent.workers.processes import WorkerGroup
 from elastic.core.protocol.messages import Launch
+from elastic.domain.types import NodeInfo
 if len(sys.argv) > 2: lifeline.watch(int(sys.argv[2]))
 launch = Launch(0, 1, 0, 2, "127.0.0.1", 1, 0)
-group = WorkerGroup(load_config(sys.argv[1]), launch, WorkerEnvironment("n", ""), lambda e: None)
+group = WorkerGroup(load_config(sys.argv[1]), launch, NodeInfo("n", "", ""), lambda e: None)
 group.start()
 print(*group.pids.values(), flush=True)
 signal.pause()
