@@ -51,7 +51,7 @@ docs: setup ## the documentation site in build/docs; fails on a broken link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 soak: setup ## 30 minutes of training on a loaded machine: nothing may be done about anybody
-	ELASTIC_SOAK_S=1800 $(BIN)/python -m pytest -m chaos tests/scenarios/test_soak.py
+	ELASTIC_SOAK_S=1800 $(BIN)/python -m pytest -m chaos tests/scenarios/health/test_soak.py
 
 chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos

@@ -15,9 +15,7 @@ from elastic.domain.errors import EXIT_DRAINED
 from elastic.launcher.run.rundir import free_port
 from tests.patience import LONG_S
 from tests.scenarios.harness import ROOT
-from tests.scenarios.paced import paced, paced_reference
-from tests.scenarios.shared import SCRIPT, exact
-from tests.scenarios.test_notices import (
+from tests.scenarios.membership.test_notices import (
     DEADLINE_S,
     Job,
     assert_nothing_was_lost,
@@ -26,6 +24,8 @@ from tests.scenarios.test_notices import (
     kinds,
     running,
 )
+from tests.scenarios.paced import paced, paced_reference
+from tests.scenarios.shared import SCRIPT, exact
 
 HOSTS = ("file", "hook", "pod", "hooked-pod", "last")
 

@@ -129,7 +129,7 @@ def test_a_quarantine_does_not_change_the_finding_given() -> None:
 
 
 ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
-"""An error of a worker as in tests/scenarios/test_health_device.py."""
+"""An error of a worker as in tests/scenarios/health/test_health_device.py."""
 
 
 def test_the_crash_cause_shows_a_device_fault() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from elastic.domain.errors import EXIT_FAILURE, EXIT_JOB_FAILED
 from elastic.launcher.run.rundir import free_port
-from tests.scenarios.test_notices import DEADLINE_S, running
+from tests.scenarios.membership.test_notices import DEADLINE_S, running
 
 PLAIN = "raise SystemExit(7)"
 TRAINS = """

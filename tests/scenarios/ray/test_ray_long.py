@@ -15,7 +15,7 @@ import pytest
 
 from tests.launcher.helpers import wait_until
 from tests.scenarios.harness import ROOT
-from tests.scenarios.ray_cluster import SERVICES, Job, has_agent, ray_cluster, raylet, words
+from tests.scenarios.ray.ray_cluster import SERVICES, Job, has_agent, ray_cluster, raylet, words
 from tests.scenarios.shared import SCRIPT, exact, reference
 
 pytestmark = [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.scenarios.broken_device import ECC, STEP
 from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.health.broken_device import ECC, STEP
+from tests.scenarios.health.test_health import health
 from tests.scenarios.shared import exact
-from tests.scenarios.test_health import health
 
-SCRIPT = ["-m", "tests.scenarios.broken_device"]
+SCRIPT = ["-m", "tests.scenarios.health.broken_device"]
 
 
 def broken(path: Path, *script: str, nodes: int = 2) -> Run:

@@ -18,7 +18,7 @@ from elastic.rpc.security.tls import Certificates
 from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
 from tests.scenarios.paced import paced, paced_reference
-from tests.scenarios.ray_cluster import Job, has_agent, ray_cluster, raylet
+from tests.scenarios.ray.ray_cluster import Job, has_agent, ray_cluster, raylet
 from tests.scenarios.shared import exact
 
 pytestmark = [

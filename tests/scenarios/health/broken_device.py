@@ -1,5 +1,7 @@
-"""Small script whose device breaks: `python -m tests.scenarios.broken_device --node node1 --times
-1`."""
+"""Small script with a simulated device error.
+
+python -m tests.scenarios.health.broken_device --node node1 --times 1
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import pytest
 from elastic.telemetry import read_events
 from tests.launcher.helpers import wait_until
 from tests.scenarios.harness import LEASE_S, ROOT, Run
-from tests.scenarios.test_hang import agent_log, loaded_machine
+from tests.scenarios.health.test_hang import agent_log, loaded_machine
 
 SOAK_S = float(os.environ.get("ELASTIC_SOAK_S", "1800"))
 HELD_S = 2.0
