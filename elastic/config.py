@@ -303,6 +303,7 @@ def _check_times(config: JobConfig) -> None:
         ("--heartbeat", config.heartbeat_s, 0.01, 3600.0),
         ("--quarantine", config.quarantine_s, 0.1, 86400.0),
         ("--grace", config.grace_s, 0.0, 86400.0),
+        *(("--lifetime", lifetime_s, 0.0, 1e9) for lifetime_s in config.lifetimes_s),
     ):
         if not low <= value <= high:
             raise FieldError(flag, value, f"seconds from {low:g} to {high:g}")

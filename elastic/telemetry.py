@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import time
 from collections.abc import Mapping
@@ -90,8 +89,13 @@ def _parse(where: str, line: bytes) -> dict[str, Any]:
 
 def _drop_torn_line(fd: int) -> None:
     """Cut the file after its last newline."""
-    if size := os.fstat(fd).st_size:
-        with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as data:
-            end = data.rfind(b"\n") + 1
-        if end < size:
-            os.ftruncate(fd, end)
+    size = end = os.fstat(fd).st_size
+    while end > 0:
+        start = max(0, end - 65536)
+        newline = os.pread(fd, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(fd, end)

@@ -32,7 +32,9 @@ from elastic.planning.cost.predict import predict
 from elastic.rpc.security.rejections import REJECTIONS
 
 PHASES = ("detect", "halt", "decide", "transfer", "rebuild", "total")
-"""Causes of recoveries that are exported as 0 before the first one."""
+"""Phases of an epoch change, as in the entries of the event log."""
+PREDICTION_S = 15.0
+"""A predicted step time is reused for this long."""
 UPDATE_S = 0.25
 """Interval between two updates of the node-seconds while nothing changes."""
 NODE_STATES = ("training", "spare", "draining", "quarantined", "starting", "disconnected")
@@ -73,6 +75,8 @@ class CoordinatorMetrics(Collector):
         self._job_id, self._clock = job_id, clock
         self._read: Callable[[], CoordinatorStatus] = CoordinatorStatus
         self._added, self._fenced = clock(), 0
+        self._predicted: tuple[int, float, float | None] = (-1, 0.0, None)
+        """Epoch, time and result (seconds) of the newest prediction of a step."""
         self._silent_s = 0.0
         """Longest silence of a lost node before its loss was noticed."""
         self._make_job()
@@ -259,9 +263,24 @@ class CoordinatorMetrics(Collector):
         yield _gauge("state_bytes", "Bytes of the saved state of the job", status.state_bytes)
         yield from _job(state)
         yield from _membership(state, now)
-        yield from _plan(state, self.step_s[1:])
+        yield from _plan(state, self._prediction(state, now), self.step_s[1:])
         text = "Seconds since the plan changed, until all copies are at their peers"
         yield _gauge("protection_pending_seconds", text, _unprotected_s(state, now))
+
+    def _prediction(self, state: JobState, now: float) -> float | None:
+        """Predicted seconds of a step; None while it is unknown. For thousands of nodes this takes
+        a tenth of a second and more, so a value is kept for PREDICTION_S."""
+        plan = state.plan
+        if plan is None or state.spec is None or not set(plan.nodes()) <= set(state.members):
+            return None
+        # Without a profile the layers' times are only proportions until some steps were measured.
+        if not state.policy.profile and not any(speed_of(state, n).unit for n in state.members):
+            return None
+        epoch, at, value = self._predicted
+        if value is None or epoch != plan.epoch or not 0 <= now - at <= PREDICTION_S:
+            value = predict(plan, measured_profile(state), state.infos, slowdowns(state)).step_s
+            self._predicted = plan.epoch, now, value
+        return value
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
@@ -326,7 +345,7 @@ def _state_of(state: JobState, member: Member, held: Collection[str]) -> str:
     return "spare" if member.report.able else "starting"
 
 
-def _plan(state: JobState, step_s: Sequence[float]) -> Iterator[Metric]:
+def _plan(state: JobState, predicted_s: float | None, step_s: Sequence[float]) -> Iterator[Metric]:
     """`step_s`: seconds of the newest steps with this plan, without the first one."""
     plan = state.plan
     if plan is None:
@@ -335,11 +354,8 @@ def _plan(state: JobState, step_s: Sequence[float]) -> Iterator[Metric]:
     yield _info("plan_info", "The plan in force", info)
     yield _gauge("plan_pipelines", "Pipelines of the plan", len(plan.pipelines))
     yield _gauge("plan_stages", "Stages of the plan", len(plan.units()))
-    # Without a profile the layers' times are only proportions until some steps were measured.
-    known = state.policy.profile or any(speed_of(state, node).unit for node in state.members)
-    if known and state.spec is not None and set(plan.nodes()) <= set(state.members):
-        found = predict(plan, measured_profile(state), state.infos, slowdowns(state))
-        yield _gauge("plan_predicted_step_seconds", "Predicted time of a step", found.step_s)
+    if predicted_s is not None:
+        yield _gauge("plan_predicted_step_seconds", "Predicted time of a step", predicted_s)
     if step_s:
         text = "Mean time of the newest steps with this plan, without the first"
         yield _gauge("plan_measured_step_seconds", text, fmean(step_s))

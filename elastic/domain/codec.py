@@ -52,6 +52,8 @@ def decode(kind: type[T], data: Any, path: str = "") -> T:
         raise _field_error(kind, data, path, str(error)) from error
     except RecursionError:
         raise FieldError(path, "...", "it is nested too deeply") from None
+    except UnicodeError as error:
+        raise FieldError(path, "...", f"not valid text: {error}") from None
     return value
 
 

@@ -63,6 +63,7 @@ CONSTANTS = {
     "coordinator/leadership.py LEASE_S": "lock",
     "coordinator/leadership.py POLL_S": "interval",
     "coordinator/leadership.py SHARED_LEASE_S": "lock",
+    "coordinator/metrics.py PREDICTION_S": "interval",
     "coordinator/metrics.py UPDATE_S": "interval",
     "coordinator/records/state_saver.py MAX_DELAY_S": "interval",
     "coordinator/records/state_saver.py MIN_DELAY_S": "interval",

@@ -241,6 +241,23 @@ def test_own_overlay(tmp_path: Path) -> None:
     assert one(job(str(own)), "ConfigMap", "demo-config")["data"]["MINE"] == "here"
 
 
+def test_labels_go_only_to_metadata_and_to_selectors_of_pods(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text(
+        "resources: [r.yaml]\nlabels: [{pairs: {team: a}, includeSelectors: true}]\n"
+    )
+    (tmp_path / "r.yaml").write_text(
+        "kind: ConfigMap\nmetadata: {name: c}\ndata: {metadata: text, selector: text}\n---\n"
+        "kind: PodDisruptionBudget\nmetadata: {name: b}\n"
+        "spec: {selector: {matchExpressions: [{key: x, operator: Exists}]}}\n---\n"
+        "kind: Service\nmetadata: {name: s}\nspec: {selector: {app: x}}\n"
+    )
+    config, budget, service = build(tmp_path)
+    assert config["data"] == {"metadata": "text", "selector": "text"}
+    assert budget["spec"]["selector"] == {"matchExpressions": [{"key": "x", "operator": "Exists"}]}
+    assert service["spec"]["selector"] == {"app": "x", "team": "a"}
+    assert all(item["metadata"]["labels"] == {"team": "a"} for item in (config, budget, service))
+
+
 WRONG = [
     (["--name", "Demo"], "--name"),
     (["--name", "-demo"], "--name"),

@@ -56,6 +56,26 @@ def test_the_same_words_are_encoded_once() -> None:
     assert unpack(parcels.pack(m.Trim(3), term=2, epoch=2, node="b")) == m.Trim(3)
 
 
+class _PacksMeanwhile(int):
+    """A term during whose comparison another thread packs a message."""
+
+    encoder: BroadcastEncoder
+
+    def __eq__(self, other: object) -> bool:
+        self.encoder.pack(m.Trim(3), term=1, epoch=2, node="b")
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_a_message_that_is_packed_meanwhile_takes_nobody_elses_place() -> None:
+    encoder = BroadcastEncoder()
+    encoder.pack(m.Halt(3), term=1, epoch=2, node="a")
+    term = _PacksMeanwhile(1)
+    term.encoder = encoder
+    assert unpack(encoder.pack(m.Halt(3), term=term, epoch=2, node="c")) == m.Halt(3)
+
+
 def test_what_is_common_travels_deflated_and_within_bounds() -> None:
     envelope = BroadcastEncoder().pack(
         m.Install(3, Assignment(PLAN, 4, RECIPES)), term=1, epoch=3, node="a"

@@ -86,21 +86,28 @@ def merge(base: Any, patch: Any, field: str = "") -> Any:
     return copy.deepcopy(patch)
 
 
-def label(value: Any, pairs: dict[str, str]) -> None:
+def label(item: Object, pairs: dict[str, str]) -> None:
     """Add labels to an object, to its pods and claims, and to selectors of our pods."""
+    spec = item.get("spec", {})
+    pods = [spec["template"]] if "template" in spec else []
+    for labelled in (item, *pods, *spec.get("volumeClaimTemplates", ())):
+        metadata = labelled["metadata"]
+        metadata["labels"] = {**metadata.get("labels", {}), **pairs}
+    if item["kind"] == "Service":
+        spec["selector"] = {**spec["selector"], **pairs}
+    _label_selectors(spec, pairs)
+
+
+def _label_selectors(value: Any, pairs: dict[str, str]) -> None:
     if isinstance(value, list):
         for entry in value:
-            label(entry, pairs)
+            _label_selectors(entry, pairs)
     elif isinstance(value, dict):
         for key, entry in value.items():
-            if key == "metadata":
-                entry["labels"] = {**entry.get("labels", {}), **pairs}
-            elif key in ("selector", "podSelector", "labelSelector") and "matchLabels" in entry:
+            if key in ("selector", "podSelector", "labelSelector") and "matchLabels" in entry:
                 entry["matchLabels"] = {**entry["matchLabels"], **pairs}
-            elif key == "selector":  # of a Service
-                value[key] = {**entry, **pairs}
             elif key != "namespaceSelector":
-                label(entry, pairs)
+                _label_selectors(entry, pairs)
 
 
 def _patch(objects: list[Object], patch: Object, source: Path) -> None:

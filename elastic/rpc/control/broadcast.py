@@ -18,11 +18,11 @@ from elastic.rpc.control.envelope import Envelope, encode_body, pack
 
 
 class BroadcastEncoder:
-    """Remembers the newest message. One thread at a time."""
+    """Remembers the newest message. Any thread may call `pack`, but only one with an `Install`."""
 
     def __init__(self) -> None:
-        self._key: tuple[Any, ...] = ()
-        self._envelope = Envelope(0, 0, "", b"")
+        self._last: tuple[tuple[Any, ...], Envelope] = ((), Envelope(0, 0, "", b""))
+        """Key and envelope, replaced together: another thread may pack between two reads."""
         self._assignment: Assignment | None = None
         self._common = b""
         self._recipes: dict[str, list[tuple[str, Recipe]]] = {}
@@ -32,9 +32,11 @@ class BroadcastEncoder:
         if isinstance(message, Install) and node:
             return self._install(message, term, epoch, node)
         key = (type(message), message, term, epoch)
-        if key != self._key:
-            self._key, self._envelope = key, pack(message, term=term, epoch=epoch)
-        return self._envelope
+        known, envelope = self._last
+        if key != known:
+            envelope = pack(message, term=term, epoch=epoch)
+            self._last = key, envelope
+        return envelope
 
     def _install(self, message: Install, term: int, epoch: int, node: str) -> Envelope:
         if message.assignment is not self._assignment:

@@ -283,6 +283,7 @@ def test_auto_takes_no_other_cloud_for_its_own(
         ('{"deadline_s": -1}', 30, None),
         ('{"deadline": 5}', 30, None),
         ("[" * 5000, 30, None),
+        ('{"\\ud800": 1}', 30, None),
     ],
 )
 def test_a_file_that_is_there_is_a_notice(

@@ -88,6 +88,7 @@ WRONG_FLAGS = [
     (["--standalone", "--nnodes", "3", "--lifetime", "60,0"], "--lifetime"),
     (["--standalone", "--lifetime", "soon"], "--lifetime"),
     (["--standalone", "--lifetime", "-1"], "--lifetime"),
+    (["--standalone", "--lifetime", "1e31"], "--lifetime"),
     (["--profile", "missing.json"], "--profile"),
     (["--profile", "script.py"], "--profile"),
     (["--emulate", "missing.json"], "--emulate"),
