@@ -1,4 +1,4 @@
-"""`elastic.core.node.node.PHASE_CHANGES`, the source of docs/design/states.md, matches the transition."""
+"""`node.PHASE_CHANGES`, the source of docs/design/states.md, matches the transition."""
 
 from __future__ import annotations
 
