@@ -55,7 +55,7 @@ def _detect(config: JobConfig, node: str) -> tuple[Source, ...]:
     answers: queue.Queue[SourceKind | None] = queue.Queue()
 
     def probe(cloud: SourceKind) -> None:
-        source = _cloud_sources(cloud, config, node, PROBE_S)[0]  # all sources of a cloud use one service
+        source = _cloud_sources(cloud, config, node, PROBE_S)[0]  # all use one service
         try:
             answers.put(cloud if source.answers() else None)
         except (OSError, HTTPException, ValueError):

@@ -18,7 +18,8 @@ from elastic.rpc.control.envelope import Envelope, encode_body, pack
 
 
 class BroadcastEncoder:
-    """Remembers the newest message. One thread at a time."""
+    """Encodes messages to nodes. It remembers the newest one for the other nodes. Not
+    thread-safe."""
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()
@@ -28,7 +29,7 @@ class BroadcastEncoder:
         self._recipes: dict[str, list[tuple[str, Recipe]]] = {}
 
     def pack(self, message: Any, *, term: int, epoch: int, node: str) -> Envelope:
-        """Wrap a message as `elastic.rpc.control.envelope.pack` does, for `node` ("": for all)."""
+        """Return an envelope with a message for `node`; "": for any node."""
         if isinstance(message, Install) and node:
             return self._install(message, term, epoch, node)
         key = (type(message), message, term, epoch)

@@ -10,20 +10,20 @@ SPARE_BYTES = 4096
 """Size of an envelope besides its body."""
 
 RETRY_MIN_S, RETRY_MAX_S = 0.05, 0.5
-"""Waits between two attempts to reach the coordinator, with jitter."""
+"""Shortest and longest pause between two attempts to reach the coordinator, with jitter."""
 CONNECT_TIMEOUT_S = 2.0
 IDLE_S = 30.0
-"""A connection without a call is closed after this time. Agents always have a call: their
-session."""
+"""Time after which a connection without a call is closed. An agent's session is a call."""
 MAX_CONNECTIONS = 16_384
 MAX_CALLS = 100
-"""Calls at a time on one connection. An agent has two at most, a command one."""
+"""Upper limit of calls at a time on one connection. An agent has two at most, a command one."""
 TERM = "term"
 """Metadata key of a stream: the term of the coordinator that opened it."""
 
 
 def addresses_of(text: str) -> tuple[str, ...]:
-    """The addresses of a comma-separated list. Raises FieldError unless each is host:port."""
+    """Return the addresses in a comma-separated list. Raises FieldError unless each is
+    host:port."""
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for address in found:
         check_address(address)
@@ -40,7 +40,8 @@ def check_address(address: str, lowest_port: int = 1) -> None:
 
 
 def client_options(keepalive_s: float) -> list[tuple[str, int]]:
-    """No proxies, frequent reconnects; a silent server is noticed in two keepalive intervals."""
+    """Return options without proxies and with frequent reconnects. A silent server is noticed
+    within two keepalive intervals."""
     return [
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
@@ -54,7 +55,8 @@ def client_options(keepalive_s: float) -> list[tuple[str, int]]:
 
 
 def server_options(keepalive_s: float) -> list[tuple[str, int]]:
-    """One server per port, no limit on pings; a silent node is noticed in two keepalive intervals.
+    """Return options with one server per port and no limit on pings. A silent node is noticed
+    within two keepalive intervals.
 
     The largest message is a piece: gRPC reads a whole message before the server can require a
     proof.
