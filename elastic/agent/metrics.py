@@ -54,8 +54,7 @@ class AgentMetrics(Collector):
         self.registry = registry
         self._directories = {"memory": memory_dir, "checkpoints": checkpoint_dir}
         self.read: Callable[[], Mapping[str, float]] | None = None
-        """Function that returns the value of each gauge. Any thread may call it at a scrape. None:
-        there are no gauges yet."""
+        """Returns the value of each gauge; called at a scrape, on any thread. None: no gauges."""
         self.heartbeats = Counter(
             "elastic_heartbeats", "Heartbeats sent to the coordinator", registry=registry
         )

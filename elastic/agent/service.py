@@ -124,8 +124,8 @@ class NodeAgent:
         )
 
     def _later(self, handler: Callable[..., object]) -> Callable[..., None]:
-        """Return a function that any thread may call. It queues a call of `handler` with its
-        arguments for the agent's thread."""
+        """Return a function for any thread. It queues a call of `handler` for the agent's
+        thread."""
         return lambda *args: self._queue.put(partial(handler, *args))
 
     def serve_metrics(self, port: int) -> None:
@@ -302,8 +302,7 @@ class NodeAgent:
                 self._apply(core.WorkerMessage(rank, message))
 
     def _handle_former_worker(self, message: Any) -> None:
-        """Handle a message or the exit of a replaced worker. Its copies can still serve a
-        recovery."""
+        """Handle a message or the exit of a replaced worker, whose copies are still useful."""
         if isinstance(message, m.Published):
             with contextlib.suppress(VaultError):
                 for local in message.copies:
@@ -390,8 +389,7 @@ class NodeAgent:
 
     @property
     def _partitioned(self) -> bool:
-        """Whether an injected fault cuts this node off. The first read after the end of the fault
-        makes the agent report again."""
+        """Whether an injected fault cuts this node off. After its end the agent reports again."""
         if self._partitioned_until and time.monotonic() >= self._partitioned_until:
             self._partitioned_until = 0.0
             self._queue.put(self._handle_connected)
@@ -471,8 +469,7 @@ class NodeAgent:
         return [*checks, *network_checks(self._coordinator, self._node, pace)], score
 
     def _launched(self) -> tuple[int, Mapping[int, int]]:
-        """Return the generation of the running launch and its process id per local rank ({}:
-        none)."""
+        """Return the generation of the running launch, and the process id per local rank."""
         return self._generation, self._group.pids if self._group is not None else {}
 
     def _bundle_done(self, worker: int, bundle: int, kept: bool) -> None:
@@ -507,8 +504,7 @@ class NodeAgent:
 
 
 def _node_info(args: SimpleNamespace, config: JobConfig) -> NodeInfo:
-    """Return the node's description. The agent adds the incarnation and the vault's address
-    later."""
+    """Return the node's description, without incarnation and address of the vault."""
     return NodeInfo(
         node=args.node,
         incarnation="",

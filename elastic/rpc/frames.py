@@ -62,8 +62,7 @@ class TooLarge(FieldError):
 
 
 class FrameStream:
-    """Sends and receives frames over a connected socket. Only `close` and `hang_up` are
-    thread-safe."""
+    """Frames over a connected socket. `close` and `hang_up` may be called from any thread."""
 
     def __init__(self, sock: socket.socket, timeout_s: float | None = None) -> None:
         self._sock: socket.socket | ssl.SSLSocket = sock
@@ -100,8 +99,7 @@ class FrameStream:
             self.pace(0)
 
     def write(self, part: memoryview) -> None:
-        """Send `part`, a flat byte view, as the next bytes of the payload that `begin`
-        announced."""
+        """Send `part`, a flat byte view, as the next bytes of the payload of `begin`."""
         if self.pace is None:
             self._write(part)
             return
@@ -172,8 +170,7 @@ class FrameStream:
             raise ChannelClosed(f"this side has closed: {error}") from error
 
     def hang_up(self) -> None:
-        """Shut the connection down, which wakes a blocked call. The thread of that call must call
-        `close`, which frees the descriptor."""
+        """Wake a blocked call, whose thread must then call `close` to free the descriptor."""
         self._ended = True
         with contextlib.suppress(OSError, ValueError):
             self._sock.shutdown(socket.SHUT_RDWR)

@@ -1,5 +1,4 @@
-"""Slows down the link between a node and the others, for tests and what-ifs on one machine
-(`--link`).
+"""Slows down a node's link to the others, for tests and what-ifs on one machine (`--link`).
 
 All processes of a node share one link. A file in the node's shared memory holds the time until
 which the link is taken. A sender reserves time behind the reservations so far, and sends when its
@@ -20,8 +19,7 @@ from pathlib import Path
 from elastic.planning.cost.profile import LinkProfile
 
 _TAKEN = struct.Struct("<ddd")
-"""Content of the file: ends of the reservations of training and of copies (time.monotonic); factor
-that slows the link down (0: none)."""
+"""Ends of the reservations of training and of copies; factor that slows the link (0: none)."""
 
 
 class LinkShaper:

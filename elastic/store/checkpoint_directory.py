@@ -95,8 +95,8 @@ def write_part(
 ) -> CheckpointFile:
     """Write and sync the state of one layer, or a portion, into the staging directory of `step`.
 
-    `run` is the state as bytes (`elastic.domain.state_layout`). Return the file's entry. Raises
-    VaultError if `run` is not a state, FieldError if its version is not `step` or the disk refuses.
+    `run` is the state as bytes (`elastic.domain.state_layout`). Raises VaultError if `run` is not a
+    state, FieldError if its version is not `step` or the disk refuses.
     """
     header = read_header(run)
     if header.version != step:

@@ -67,8 +67,7 @@ class Store(Protocol):
         """Return the entry of `key`; None: the key does not exist."""
 
     def put_if(self, key: str, value: bytes, expected: int | None, token: int) -> Entry:
-        """Write `key` if its revision is `expected` (None: the key does not exist); return the
-        entry.
+        """Write `key` if its revision is `expected` (None: the key is absent); return its entry.
 
         Raises Conflict for another revision, StaleError if `token` is not that of the newest lease.
         """

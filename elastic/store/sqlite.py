@@ -156,8 +156,7 @@ class SqliteStore:
             raise sqlite3.DatabaseError(verdict)
 
     def _use_write_ahead_log(self) -> None:
-        """Switch to the write-ahead log. Retry while another process switches the same new file,
-        because SQLite does not wait then."""
+        """Switch to the log. Retry, because SQLite does not wait for other processes here."""
         end = time.monotonic() + BUSY_S
         while True:
             try:
@@ -184,8 +183,7 @@ class SqliteStore:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Lock the connection; turn SQLite's errors into StoreError or StoreUnavailable with a
-        remedy."""
+        """Lock the connection; turn SQLite's errors into ours, with a remedy."""
         try:
             with self._lock:
                 yield
@@ -201,8 +199,7 @@ class SqliteStore:
             raise StoreError(f"store {self.path}: {error}; {remedy}") from error
 
     def _newest_lease(self) -> tuple[int, str, float]:
-        """Return (token, holder, expiry) of the newest lease; (0, "", 0.0) if it was released or
-        none exists."""
+        """Return the newest lease (token, holder, expiry); (0, "", 0.0): released or absent."""
         query = "SELECT token, holder, expires_at FROM leases ORDER BY token DESC LIMIT 1"
         row = self._db.execute(query).fetchone()
         return row if row and row[2] is not None else (0, "", 0.0)

@@ -24,10 +24,8 @@ THROTTLED = (
 
 
 class Devices:
-    """Reads the health of the devices that this node may use. Not thread-safe.
-
-    No driver error is raised: a device that does not answer is reported with a fault.
-    """
+    """Reads the devices that this node may use. Not thread-safe. Driver errors are not raised: a
+    device that does not answer is reported with a fault."""
 
     def __init__(self, nvml: Any = None, environ: Mapping[str, str] | None = None) -> None:
         """`nvml`: the pynvml module or a substitute; None: the installed module, if any."""
@@ -105,8 +103,7 @@ class Devices:
         return 0 if count is None else max(0, count - self._initial_errors.setdefault(index, count))
 
     def _number(self, function: str, *args: Any) -> int | None:
-        """Return the integer that an NVML function returns; None if the device does not support
-        it."""
+        """Return the integer from a function of NVML; None if the device does not support it."""
         try:
             return int(getattr(self._nvml, function)(*args))
         except self._nvml.NVMLError:

@@ -52,8 +52,7 @@ NETWORK_FILE_SYSTEM = re.compile(r"nfs|cifs|smb3|lustre|ceph|gpfs|beegfs|gluster
 
 @dataclass(slots=True)
 class _Window:
-    """Measurement window of a link: copies sent to one peer since the last report about the
-    link."""
+    """Measurement window of a link: copies sent to one peer since the last report."""
 
     began: float
     largest: int = 0
@@ -91,11 +90,8 @@ class _Window:
 
 
 class Monitor:
-    """Samples the node's health on a thread of its own, from `start` until `close`.
-
-    `emit(report)` is called on this thread for each report. Other threads may call `enter`, `sent`
-    and `checkpoint_failed`.
-    """
+    """Samples the node's health on a thread of its own, which calls `emit(report)` for each report.
+    Other threads may call `enter`, `sent` and `checkpoint_failed`."""
 
     def __init__(
         self,

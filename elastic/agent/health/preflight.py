@@ -30,8 +30,7 @@ from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.control.client import call
 
 MATRIX_ROWS, ROUNDS = 256, 5
-"""Rows of the square matrices that are multiplied; number of multiplications. The fastest
-counts."""
+"""Rows of the square matrices, and number of multiplications; the fastest one counts."""
 MIN_MEMORY_BYTES = 256 << 20
 MIN_DISK_BYTES = 16 << 20
 PROBE_BYTES, MAX_PEERS = 256 << 10, 3
@@ -52,12 +51,11 @@ def local_checks(
     *,
     trial: bool = False,
 ) -> tuple[list[PreflightCheck], float]:
-    """Make the checks that need neither coordinator nor peer. Return the checks and the node's
-    score.
+    """Make the checks that need neither coordinator nor peer; return (checks, score).
 
     `memory_bytes`: memory that the plan may use; 0: unknown. `trial`: also compute on the devices,
     in a child process, which takes seconds. The score is the processor's speed in GFLOP/s, or after
-    a trial the slowest device's in TFLOP/s; 0: the check failed.
+    a trial that of the slowest device in TFLOP/s; 0: the check failed.
     """
     checks = [compute(), memory(memory_bytes), *(disk(role, path) for role, path in directories)]
     score = checks[0].value if checks[0].ok else 0.0
@@ -177,8 +175,7 @@ def network_checks(
 def _peer_check(
     nodes: Sequence[dict[str, Any]], node: str, pace: Callable[[int], None] | None
 ) -> list[PreflightCheck]:
-    """Measure the bandwidth in bytes/s to the first vault that answers. Return [] if `nodes` is
-    empty."""
+    """Measure the bandwidth (bytes/s) to the first vault that answers; return [] without nodes."""
     problems = []
     for row in nodes:
         try:

@@ -45,8 +45,7 @@ class PreflightGate:
         self.result = None
 
     def refused(self, retry_s: float) -> None:
-        """Repeat the pre-flight after `retry_s`, even in mode off: its result makes the node ask
-        again."""
+        """Repeat the pre-flight after `retry_s`, in every mode, so that the node asks again."""
         self.result = None
         self._schedule(retry_s)
 

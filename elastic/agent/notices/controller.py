@@ -27,8 +27,8 @@ class NoticeController:
     """Tracks the notices of one node. All methods run on the agent's thread.
 
     `later(f)` returns a function that other threads may call; it runs `f` on the agent's thread.
-    `send(message)` sends to the coordinator. `rejoin()` is called when a drained node is not taken
-    away after all.
+    `send(message)` goes to the coordinator. `rejoin()` is called when a drained node is not taken
+    away.
     """
 
     def __init__(
@@ -51,8 +51,7 @@ class NoticeController:
 
     @property
     def parked(self) -> bool:
-        """Whether the node was drained and is no member: it waits until it is taken away or
-        rejoins."""
+        """Whether the node was drained and now waits until it is taken away or rejoins."""
         return self._tracker.parked
 
     def _source_read(self, source: str, found: tuple[ProviderNotice, ...]) -> None:

@@ -1,5 +1,4 @@
-"""Turns `--notice` options into sources. For `auto`, all clouds' metadata services are probed
-once."""
+"""Turns `--notice` options into sources. `auto` probes the metadata services of all clouds."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ TOKEN_VARIABLE = "ELASTIC_NOTICE_TOKEN"
 
 
 def sources_of(wanted: NoticeSource, config: JobConfig, node: str) -> tuple[Source, ...]:
-    """Return the sources for one `--notice` option; () for `auto`. Raises FieldError if the address
-    of a hook is not free or a URL is malformed."""
+    """Return the sources for one `--notice` option; () for `auto`. Raises FieldError."""
     match wanted.kind:
         case SourceKind.FILE:
             return (NoticeFile(wanted.where.replace(NODE_PLACEHOLDER, node)),)

@@ -76,8 +76,7 @@ class NoticeHook(Source):
         self._server.server_close()
 
     def post(self, body: bytes) -> dict[str, Any]:
-        """Set the notice from the body of a request; return the answer. A notice that is already
-        set keeps its identity. Raises FieldError if the body is malformed."""
+        """Set the notice, or the deadline and reason of a present one. Raises FieldError."""
         notice = parse_notice(body)
         with self._lock:
             if not self._notices:

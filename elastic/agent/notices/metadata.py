@@ -36,8 +36,7 @@ class Answer:
         return self
 
     def json_object(self) -> dict[str, Any]:
-        """Return the JSON object of an answer with status 200. Raises ValueError for any other
-        answer."""
+        """Return the JSON object of an answer with status 200. Raises ValueError for any other."""
         value = json.loads(self.expect(200).text)
         if not isinstance(value, dict):
             raise self.unexpected()
@@ -49,8 +48,7 @@ class Answer:
 
 
 class MetadataService:
-    """Client of the service at `base`, http://host[:port][/prefix]. Raises FieldError for another
-    URL."""
+    """Client of the service at `base`, http://host[:port][/prefix]. Raises FieldError."""
 
     def __init__(self, base: str, timeout_s: float = REQUEST_S) -> None:
         parts = urlsplit(base if "://" in base else f"http://{base}")

@@ -30,8 +30,7 @@ class Source(Protocol):
         ...
 
     def acknowledge(self, heard: ProviderNotice) -> None:
-        """Tell the provider that it need not wait for the deadline; subclasses may override this.
-        Raises as `read` does."""
+        """Tell the provider that it need not wait for the deadline. Raises as `read` does."""
         return
 
     def close(self) -> None:
@@ -42,8 +41,7 @@ class Source(Protocol):
 def make_notice(
     provider: str, what: str, left_s: float, detail: str, kind: NoticeKind = NoticeKind.LEAVE
 ) -> ProviderNotice:
-    """Return a notice with a deadline in `left_s` seconds. `what` identifies it among the
-    provider's notices."""
+    """Return a notice with a deadline in `left_s` seconds. `what` identifies it at its provider."""
     return ProviderNotice(provider, f"{provider}:{what}", kind, time.monotonic() + left_s, detail)
 
 

@@ -26,8 +26,7 @@ from elastic.rpc.bulk.transfer import VaultClient
 
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
 REPORT_S = 5.0
-"""Interval between reports of one outage. They repeat because an epoch change may drop the
-first."""
+"""Interval between reports of one outage: an epoch change may drop the first report."""
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +36,7 @@ class _Bundle:
     worker: int
     published: Published
     round: int
-    """Value of the replicator's reset counter at the submission. If the counter is higher now, a
-    reset has dropped the bundle."""
+    """Reset counter at the submission. If it is higher now, a reset has dropped the bundle."""
     announced: float
     """Time of the submission (time.monotonic)."""
 
@@ -89,8 +87,7 @@ class Replicator:
 
     @property
     def vaults(self) -> dict[str, str]:
-        """Address (host:port) of each node's vault. Setting it closes connections to changed
-        addresses."""
+        """Address (host:port) of each node's vault. A change closes the connection to a node."""
         with self._changed:
             return dict(self._vaults)
 
@@ -172,8 +169,7 @@ class Replicator:
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     def _next(self) -> _Bundle | None:
-        """Wait for the oldest bundle and return it; None after `close`. The bundle stays in the
-        queue until it is finished."""
+        """Wait for the oldest bundle and return it, still queued; None after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or bool(self._queue))
             return None if self._closed else self._queue[0]

@@ -82,8 +82,7 @@ def _older(copies: Sequence[Copy]) -> list[Copy]:
 def abandoned(copies: Iterable[Copy], epoch: int, step: int) -> list[Copy]:
     """Return the copies of older epochs that are later than `step`, at which `epoch` begins.
 
-    Training went back and computes these versions again. Floating-point results can then differ in
-    the last bits.
+    Training went back and computes these versions again, with other last bits in floating point.
     """
     return [
         copy

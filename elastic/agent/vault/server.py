@@ -62,10 +62,8 @@ log = logging.getLogger(__name__)
 
 
 class VaultServer:
-    """Serves one vault over TCP from `start` until `close`. `address` is host:port after `start`.
-
-    A client that stalls inside a frame is disconnected.
-    """
+    """Serves one vault over TCP from `start` until `close`. `address` is host:port after `start`. A
+    client that stalls inside a frame is disconnected."""
 
     def __init__(
         self,
@@ -96,8 +94,7 @@ class VaultServer:
         self.address = ""
 
     def start(self) -> VaultServer:
-        """Start to accept connections; return this server. Raises FieldError if the address is not
-        free."""
+        """Listen; return this server. Raises FieldError if the address is not free."""
         try:
             self._listener = socket.create_server(self._where, backlog=64)
         except OSError as error:
@@ -149,8 +146,7 @@ class VaultServer:
                 self._spawn(self._serve, stream, f"{where[0]}:{where[1]}")
 
     def _make_room(self, address: str) -> None:
-        """Hang up the oldest unauthenticated connection if too many are open. The caller has the
-        lock."""
+        """Hang up the oldest unauthenticated connection if there are too many. Needs the lock."""
         waiting = self._unauthenticated
         oldest = waiting.crowded(address, MAX_PER_ADDRESS) or waiting.full(MAX_UNAUTHENTICATED)
         if oldest is not None:

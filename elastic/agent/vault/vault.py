@@ -68,8 +68,7 @@ class Incoming:
         self.buffer = slot.view(copy.nbytes)
 
     def verify(self, digest: str | None = None) -> None:
-        """Raise VaultError unless the checksum matches. `digest`: checksum of `buffer`; None:
-        compute it."""
+        """Raise VaultError unless the checksum matches. `digest`: that of `buffer`, if known."""
         found = checksum(self.buffer) if digest is None else digest
         if found != self._copy.checksum:
             text = f"arrived corrupt: checksum {found}, not {self._copy.checksum}"
@@ -313,8 +312,7 @@ class Vault:
         return True
 
     def flip_bytes(self) -> int:
-        """Flip a byte in each copy from a peer, as faulty memory would; return the number of
-        copies."""
+        """Flip a byte in each copy from a peer, as faulty memory would; return how many."""
         with self._lock:
             found = self._from_peers()
             for entry in found:
@@ -405,8 +403,7 @@ class Vault:
         return entry
 
     def _drop(self, entry: _VaultEntry) -> None:
-        """Remove an entry unless it was dropped before. With a state, also drop the updates that
-        need it."""
+        """Remove an entry, if still present. With a state, also drop updates that need it."""
         copy, group = entry.copy, group_of(entry.copy)
         if entry.dropped:
             return

@@ -68,8 +68,7 @@ def process_sample(rank: int, pid: int) -> ProcessSample | None:
 
 
 def descendant_cpu_s(pid: int) -> float:
-    """Return the CPU time of the descendants of `pid`, including ended ones that were waited
-    for."""
+    """Return the CPU time of the descendants of `pid`, including those already waited for."""
     total = 0.0
     for process in (pid, *(child.pid for child in _descendants(pid))):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -115,8 +114,7 @@ def worker_environment(
     tp_store: str,
     base: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the environment of one worker: `base` without secrets, torchrun's variables and our
-    own."""
+    """Return one worker's environment: `base` without secrets, torchrun's variables, and ours."""
     rank = launch.rank + local_rank
     threads_unset = "OMP_NUM_THREADS" not in base
     shared = config.nproc_per_node > 1 or config.local_nodes > 1
@@ -174,8 +172,7 @@ class WorkerGroup:
         on_exit: Callable[[WorkerExit], None],
         console: tuple[int, int] = (1, 2),
     ) -> None:
-        """`on_exit(exit)` is called once per worker, on the thread that waits for its process.
-        Nothing runs before `start`."""
+        """`on_exit(exit)` is called once per worker, on its own thread. `start` starts them."""
         self._config, self._launch, self._info, self._on_exit = config, launch, info, on_exit
         self._output, self._descendants = Output(config, console), DescendantSampler()
         self._changed = threading.Condition()
@@ -221,8 +218,7 @@ class WorkerGroup:
         return tuple(self._descendants.add(pid, one) for pid, one in found if one is not None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until every worker has ended; return False if `timeout_s` passes before. None: no
-        limit."""
+        """Wait until every worker has ended; return False after `timeout_s` (None: no limit)."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: len(self._exits) == len(self._processes), timeout_s

@@ -28,8 +28,7 @@ HANDSHAKE_S = 10.0
 
 
 def authenticate(stream: FrameStream, token: str, node: str) -> None:
-    """Run the client's side of the handshake. Raises VaultError if either side rejects the
-    other."""
+    """Run the client's side of the handshake. Raises VaultError if one side rejects the other."""
     mine = new_nonce()
     stream.send({"kind": "Hello", "body": {"node": node, "nonce": mine}})
     challenge = _received(stream)

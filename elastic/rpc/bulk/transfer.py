@@ -56,8 +56,7 @@ class Put:
     codecs: tuple[str, ...] = ()
     """Codec of each copy; (): all uncompressed."""
     ask: bool = False
-    """The client waits for a first reply, which tells whether there is room, and then sends the
-    payload."""
+    """Whether the client waits for a reply about free room before it sends the payload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +125,9 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class VaultClient:
-    """Client of a vault, over one connection, which the first call and the first one after an error
-    open.
+    """Client of one vault. A call opens the connection if there is none, or after an error.
 
-    Thread-safe; one call runs at a time. Any thread may call `close`, which ends a call in
-    progress.
+    Thread-safe; calls queue. `close` may come from any thread and ends a call in progress at once.
     """
 
     def __init__(
@@ -178,7 +175,7 @@ class VaultClient:
             self._compressing.sent(sent, seconds + time.perf_counter())
 
     def get(self, copy: Copy, out: memoryview | None = None) -> memoryview:
-        """Fetch and verify the bytes of `copy`. Return `out`, which has its size (None: a new
+        """Fetch and verify `copy`. Return its bytes in `out`, which has its size (None: a new
         buffer).
 
         Raises VaultError if the copy is gone or corrupt.
@@ -210,8 +207,7 @@ class VaultClient:
         return self._ask(Inventory()).copies
 
     def verify(self, copy: Copy) -> bool:
-        """Let the vault compare the copy with its checksum. Return False if it was corrupt or is
-        gone."""
+        """Let the vault check the copy again. Return False if it was corrupt or is gone."""
         return bool(self._ask(Verify(copy.key)).copies)
 
     def probe(self, nbytes: int) -> float:

@@ -18,8 +18,7 @@ from elastic.rpc.control.envelope import Envelope, encode_body, pack
 
 
 class BroadcastEncoder:
-    """Encodes messages to nodes. It remembers the newest one for the other nodes. Not
-    thread-safe."""
+    """Encodes messages to nodes, and remembers the newest for the next node. Not thread-safe."""
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()

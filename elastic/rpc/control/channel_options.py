@@ -22,8 +22,7 @@ TERM = "term"
 
 
 def addresses_of(text: str) -> tuple[str, ...]:
-    """Return the addresses in a comma-separated list. Raises FieldError unless each is
-    host:port."""
+    """Return the addresses in a comma-separated list. Raises FieldError for a malformed one."""
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for address in found:
         check_address(address)
@@ -40,8 +39,7 @@ def check_address(address: str, lowest_port: int = 1) -> None:
 
 
 def client_options(keepalive_s: float) -> list[tuple[str, int]]:
-    """Return options without proxies and with frequent reconnects. A silent server is noticed
-    within two keepalive intervals."""
+    """Return client options. A silent server is noticed in two keepalive intervals."""
     return [
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
@@ -55,8 +53,7 @@ def client_options(keepalive_s: float) -> list[tuple[str, int]]:
 
 
 def server_options(keepalive_s: float) -> list[tuple[str, int]]:
-    """Return options with one server per port and no limit on pings. A silent node is noticed
-    within two keepalive intervals.
+    """Return server options. A silent node is noticed in two keepalive intervals.
 
     The largest message is a piece: gRPC reads a whole message before the server can require a
     proof.

@@ -113,8 +113,7 @@ class CoordinatorSession:
         return self._outbox is not None
 
     def send(self, message: Any, epoch: int) -> bool:
-        """Queue a message. Return False, and queue nothing, if the coordinator is away.
-        Thread-safe."""
+        """Queue a message. Return False, without queueing, if there is no stream. Thread-safe."""
         outbox = self._outbox
         if outbox is None:
             return False
@@ -151,8 +150,7 @@ class CoordinatorSession:
                     await asyncio.sleep(random.uniform(delay_s / 2, delay_s))
 
     def _stamp(self) -> tls.Stamp:
-        """Return a value that changes with the certificates. Then a new connection must be
-        opened."""
+        """Return a value that changes with the certificates; new connections use the new ones."""
         certificates = self._secure.certificates
         return certificates.stamp() if certificates is not None else ()
 
@@ -227,8 +225,7 @@ class CoordinatorSession:
                 log.info("%s: no stream to %s: %s", self.sender, address, reason)
 
     def _follow(self, call: Any, term: int) -> bool:
-        """Use this stream from now on and cancel the former one. Return False if its term is too
-        old."""
+        """Use this stream and cancel the former one, or return False if its term is too old."""
         active_term = self._active_term if self._active is not None else None
         if not accepts_term(term, self.term, active_term):
             return False
@@ -322,8 +319,7 @@ def _channel(
 def _proof(
     token: str, mine: str, reply: dict[str, Any], *words: str
 ) -> tuple[tuple[str, str], ...]:
-    """Return metadata that answers a challenge. Raises UsageError if the server has another
-    token."""
+    """Return metadata that answers a challenge. Raises UsageError if the tokens differ."""
     nonce = str(reply.get("nonce", ""))
     if token and not proved(token, str(reply.get("proof", "")), "server", mine, nonce):
         raise UsageError("the coordinator does not know the join token: is it this job's?")

@@ -68,8 +68,7 @@ class ConnectionWatch:
         self._loop.call_soon_threadsafe(self._handshake_began)
 
     def authenticated(self, peer: str) -> None:
-        """Record that a call came from `peer`, as gRPC writes it: the peer's handshake
-        succeeded."""
+        """Record a call of `peer`, as gRPC writes it: the handshake succeeded."""
         key = peer_of(peer)
         if key is not None and key not in self._authenticated:
             self._authenticated.add(key)
@@ -169,8 +168,7 @@ class ConnectionWatch:
             sock.shutdown(socket.SHUT_RDWR)
 
     def _count_failures(self, gone: list[Peer]) -> None:
-        """Count the handshakes that ended without a call. `gone`: peers that this look found
-        gone."""
+        """Count the handshakes that ended without a call. `gone`: peers seen to be gone."""
         failed = self._began - self._passed - self._shut - len(self._waiting)
         detail = "no TLS with a certificate of the job's authority"
         for _ in range(failed - self._failed):
@@ -200,8 +198,7 @@ def _text(peer: Peer) -> str:
 
 @contextlib.contextmanager
 def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket]:
-    """Yield a duplicate of a descriptor's socket. Raises OSError if another thread has closed
-    it."""
+    """Yield the socket of a descriptor. Raises OSError if another thread has closed it."""
     copy = os.dup(descriptor)
     if os.fstat(copy).st_ino != inode:
         os.close(copy)

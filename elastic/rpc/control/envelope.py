@@ -31,8 +31,7 @@ PIECE_BYTES = 1 << 20
 """Largest body of one envelope that a node sends. The coordinator reads no more than this from a
 sender that it has not authenticated yet."""
 PIECE = "Piece"
-"""Kind of an envelope that holds a part of a long body; the last part has the message's own
-kind."""
+"""Kind of all envelopes of a long body except the last, which has the message's kind."""
 MAX_CALL_BYTES = 64 << 10
 """Largest question of the command line."""
 CHALLENGE = "challenge"

@@ -53,8 +53,7 @@ class GrpcEventLoop(asyncio.SelectorEventLoop):
             super().add_reader(fd, callback, *args)
 
     def _woken(self, wakes: socket.socket, handle: Callable[[], Any]) -> None:
-        """Take the bytes, then handle the events: an event that arrives in between still has its
-        byte."""
+        """Take the bytes before the events: an event that comes in between still has its byte."""
         with suppress(BlockingIOError):
             more = len(wakes.recv(WAKES, socket.MSG_PEEK)) - 1
             if more > 0:
@@ -83,8 +82,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks until all have ended.
 
-    One cancellation may not be enough: in Python 3.11 `asyncio.wait_for` loses one at the end of
-    its wait.
+    In Python 3.11 `asyncio.wait_for` loses a cancellation that comes at the end of its wait.
     """
     pending = set(tasks)
     while pending:

@@ -90,11 +90,10 @@ class ClientSession:
 
 
 class Server:
-    """The coordinator's server. It serves at `address` (host:port; port 0: any free one) until
-    `close`.
+    """The coordinator's server at `address` (host:port; port 0: any free one), until `close`.
 
-    Raises FieldError if the address is not available. `term()` returns the coordinator's term; it
-    is called for every envelope and must not block. The module describes the other callbacks.
+    Raises FieldError if the address is not available. `term()` is called for every envelope and
+    must not block. The module docstring describes the other callbacks.
     """
 
     def __init__(
@@ -267,8 +266,7 @@ class Server:
 def _credentials(
     certificates: tls.Certificates, began: Callable[[], None]
 ) -> grpc.ServerCredentials:
-    """Return credentials for mutual TLS with replaceable certificates. Each handshake calls
-    `began`, on any thread."""
+    """Return credentials for mutual TLS. gRPC calls `began` at each handshake, on any thread."""
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         ca, chain, key = certificates.pem()

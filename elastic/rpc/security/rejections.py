@@ -72,8 +72,7 @@ class Rejections:
         self._subscribers: list[Callable[[RejectionNotice], object]] = []
 
     def count(self, port: str, reason: Reason, peer: object = "", detail: object = "") -> None:
-        """Count one rejection. `peer` and `detail` may come from outside and are shortened and
-        escaped."""
+        """Count one rejection. `peer` and `detail` come from outside; they are cut and escaped."""
         key, now = (port, reason), self._clock()
         with self._lock:
             total = self._counts[key] = self._counts.get(key, 0) + 1
@@ -107,8 +106,7 @@ class Rejections:
         return found
 
     def subscribe(self, subscriber: Callable[[RejectionNotice], object]) -> None:
-        """Call `subscriber` with every notice, on the thread that called `count`; it must not
-        block."""
+        """Call `subscriber` with every notice, on the thread of `count`; it must not block."""
         with self._lock:
             self._subscribers.append(subscriber)
 

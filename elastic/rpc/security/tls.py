@@ -63,18 +63,15 @@ class Certificates:
         self.pem()
 
     def server(self) -> ssl.SSLContext:
-        """Return the context of ports: TLS 1.3; clients need a certificate from the job's
-        authority."""
+        """Return the context of ports: TLS 1.3; a client needs a certificate of the job."""
         return self._get(ssl.PROTOCOL_TLS_SERVER)
 
     def client(self) -> ssl.SSLContext:
-        """Return the context of clients: TLS 1.3; a server's certificate must also carry its
-        name."""
+        """Return the context of clients: TLS 1.3; a server's certificate must carry its name."""
         return self._get(ssl.PROTOCOL_TLS_CLIENT)
 
     def pem(self) -> tuple[bytes, bytes, bytes]:
-        """Return authority, certificate chain and key as PEM; the former ones while a file is
-        missing."""
+        """Return (authority, certificate chain, key) as PEM; former ones if a file is missing."""
         try:
             ca, cert, key = (self._path(name).read_bytes() for name in (CA, CERT, KEY))
         except OSError as error:

@@ -30,8 +30,7 @@ class UnauthenticatedConnections(Generic[C]):
         self._of.setdefault(address, {})[connection] = None
 
     def crowded(self, address: str, most: int) -> C | None:
-        """Return the oldest connection from `address` if it has `most` places or more, else None.
-        Loopback has no limit."""
+        """Return the oldest connection of `address` if it has `most` places and is not loopback."""
         mine = self._of.get(address, {})
         return next(iter(mine)) if len(mine) >= most and not _loopback(address) else None
 

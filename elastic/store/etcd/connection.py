@@ -47,16 +47,14 @@ _REFUSED = (
 )
 """Status codes of errors that a retry does not change."""
 _PASSING = ("auth revision", "invalid auth token", "revision in header")
-"""Texts of errors with such a code that a new login resolves: etcd restarted or the login
-expired."""
+"""Errors with such a code that a new login resolves: etcd restarted or the login expired."""
 _TOO_LARGE = ("too large", "larger than max")
 
 
 class EtcdConnection:
-    """Calls an etcd cluster through one member at a time. Thread-safe.
+    """Sends requests of any thread to etcd. `on_failure()` is called after each failed request.
 
-    `on_failure()` is called after each failed request. `call_s` limits one request to one member,
-    `patience_s` one request with all its retries.
+    `call_s` limits one request to one member, `patience_s` one request with all its retries.
     """
 
     def __init__(

@@ -156,8 +156,7 @@ class EtcdStore:
         return _unchanged(self._lease_key, token or -1)
 
     def _lease_record(self) -> _LeaseRecord | None:
-        """Return the lease from both of its keys, read at one point in time; None: there is no
-        lease."""
+        """Return the lease, read from both keys at one point in time; None: no lease."""
         gets = [_get(self._lease_key), _get(self._renewal_key)]
         answer = self._transact([], gets, [])
         leases, renewals = (response.response_range.kvs for response in answer.responses)
@@ -172,8 +171,7 @@ class EtcdStore:
         return _LeaseRecord(holder, ttl_s, write_id, leases[0].mod_revision, renewal)
 
     def _left_s(self, record: _LeaseRecord, asked: float) -> float:
-        """Return the seconds until the lease expires, as far as this store has observed its
-        renewals."""
+        """Return the seconds until the lease expires, from the renewals seen by this store."""
         mark, ttl_s = max(record.renewal, record.token), record.ttl_s
         with self._lock:
             before, answered = self._observation, time.monotonic()
@@ -208,8 +206,7 @@ def _delete(key: bytes) -> Any:
 
 
 def _unchanged(key: bytes, revision: int) -> Any:
-    """Return the condition that `revision` is that of the key's last change; 0: the key is
-    absent."""
+    """Return the condition that the key's last change has `revision` (0: the key is absent)."""
     compare = etcdrpc.Compare
     return compare(key=key, target=compare.MOD, result=compare.EQUAL, mod_revision=revision)
 
