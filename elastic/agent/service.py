@@ -232,7 +232,7 @@ class NodeAgent:
             self._apply(event)
 
     def _handle_connected(self) -> None:
-        for message in self._outbox:  # before a report that may end the job
+        for message in self._outbox:  # first, because the report may end the job
             self._send(message)
         self._report()
         self._notices.resend()

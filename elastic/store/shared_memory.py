@@ -142,7 +142,7 @@ class SlotPool:
     """Slots of one writer, reused because new pages are expensive. Not thread-safe."""
 
     def __init__(self, directory: Path, prefix: str, limit: int = 0) -> None:
-        """Create `directory`, usually on /dev/shm. If it is full, slots go to `fallback_of` it.
+        """Create `directory`, usually on /dev/shm. Slots that do not fit go to `fallback_of`.
 
         `limit` is the maximum size of all slots in bytes; 0: no limit.
         """

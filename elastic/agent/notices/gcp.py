@@ -19,7 +19,7 @@ PAUSE_S = 0.2
 """Pause between two requests, in case that the server does not wait."""
 PREEMPTED_S = 30.0
 MAINTENANCE_S = 60.0
-"""Time from the change of each value until the machine stops."""
+"""Time from the change of each value until the machine stops: preempted, maintenance-event."""
 LEAVE = {
     "TRUE": (PREEMPTED_S, "preempted"),
     "TERMINATE_ON_HOST_MAINTENANCE": (MAINTENANCE_S, "host maintenance"),

@@ -30,11 +30,11 @@ class Source(Protocol):
         ...
 
     def acknowledge(self, heard: ProviderNotice) -> None:
-        """Tell the provider that it need not wait for the deadline. Raises as `read` does."""
+        """Tell the provider that it need not wait for the deadline; subclasses may override it."""
         return
 
     def close(self) -> None:
-        """Called once when the source is not needed any more; subclasses may override it."""
+        """Called when the source is not needed any more; subclasses override it."""
         return
 
 

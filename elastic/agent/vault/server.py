@@ -146,7 +146,7 @@ class VaultServer:
                 self._spawn(self._serve, stream, f"{where[0]}:{where[1]}")
 
     def _make_room(self, address: str) -> None:
-        """Hang up the oldest unauthenticated connection if there are too many. Needs the lock."""
+        """Hang up the oldest unauthenticated connection if too many are open; needs the lock."""
         waiting = self._unauthenticated
         oldest = waiting.crowded(address, MAX_PER_ADDRESS) or waiting.full(MAX_UNAUTHENTICATED)
         if oldest is not None:

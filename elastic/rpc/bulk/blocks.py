@@ -6,8 +6,8 @@ of the copy; the last block holds the rest:
     u32  bytes of the block (little-endian) | a Blosc buffer: bit shuffle over 8 bytes, then LZ4
 
 A block is compressed while the one before it is sent, and neither side holds more than one. The
-receiver trusts nothing in a block: it knows the raw size from the copy, and the copy's checksum
-over the raw bytes decides.
+receiver trusts nothing in a block: it knows the raw size from the copy, and verifies the copy's
+checksum over the raw bytes.
 """
 
 from __future__ import annotations

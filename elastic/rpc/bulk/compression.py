@@ -24,7 +24,7 @@ SENDS, LEAST_SENDS = 8, 4
 """The link's speed is that of the fastest of the last SENDS sends, because this machine may slow
 down a single one. It is unknown before LEAST_SENDS sends."""
 OVERHEAD_S = 2e-3
-"""Time per send to wake two processes, check bytes and allocate memory."""
+"""Time of a send that the link does not take: waking two processes, checks, allocation."""
 MIN_BYTES = 1 << 20
 """Least bytes of a send that measures the link. Smaller ones measure latency."""
 

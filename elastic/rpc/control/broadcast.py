@@ -18,7 +18,7 @@ from elastic.rpc.control.envelope import Envelope, encode_body, pack
 
 
 class BroadcastEncoder:
-    """Encodes messages to nodes, and remembers the newest for the next node. Not thread-safe."""
+    """Encodes messages to nodes, and keeps the newest one encoded for others. Not thread-safe."""
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()

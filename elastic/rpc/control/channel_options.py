@@ -7,7 +7,7 @@ from elastic.rpc.control.connection_watch import HANDSHAKE_S
 from elastic.rpc.control.envelope import MAX_BODY_BYTES, PIECE_BYTES
 
 SPARE_BYTES = 4096
-"""Size of an envelope besides its body."""
+"""Upper limit of the size of an envelope without its body."""
 
 RETRY_MIN_S, RETRY_MAX_S = 0.05, 0.5
 """Shortest and longest pause between two attempts to reach the coordinator, with jitter."""

@@ -225,7 +225,7 @@ class CoordinatorSession:
                 log.info("%s: no stream to %s: %s", self.sender, address, reason)
 
     def _follow(self, call: Any, term: int) -> bool:
-        """Use this stream and cancel the former one, or return False if its term is too old."""
+        """Use this stream instead of the former one. Return False if `accepts_term` refuses it."""
         active_term = self._active_term if self._active is not None else None
         if not accepts_term(term, self.term, active_term):
             return False

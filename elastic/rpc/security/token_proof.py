@@ -28,7 +28,7 @@ def new_nonce() -> str:
 
 
 def prove(token: str, *words: str) -> str:
-    """Return the HMAC-SHA256 (hexadecimal) of `words`, each preceded by its length."""
+    """Return the HMAC-SHA256 of `words` under the token, as hex; each word follows its length."""
     raw = [word.encode("utf-8", "surrogatepass") for word in words]
     text = b"".join(len(word).to_bytes(8, "little") + word for word in raw)
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
