@@ -1,7 +1,7 @@
 """Metrics of an agent: counters of events, and gauges of its vault and workers.
 
-The agent's threads increase the counters as things happen; gauges are read from the agent's parts
-at each scrape. docs/operate/metrics.md lists all metrics.
+Any thread of the agent may increase a counter. Gauges are read from the agent's parts at each
+scrape. docs/operate/metrics.md lists all metrics.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COPY_COUNTERS = {
     "copies_received_bytes": "Bytes of copies received",
     "copies_given_up": "Copies for which the peer had no room",
 }
-"""Counters per kind of copies."""
+"""Descriptions of the counters that are kept per kind of copy."""
 GAUGES = {
     "vault_bytes": "Bytes of the copies in the vault",
     "vault_allocated_bytes": "Bytes of memory that the vault holds for copies of peers",
@@ -46,7 +46,7 @@ GAUGES = {
 
 
 class AgentMetrics(Collector):
-    """Counters of one agent process, and gauges of its parts."""
+    """Counters and gauges of one agent process."""
 
     def __init__(
         self, registry: CollectorRegistry, memory_dir: str = "", checkpoint_dir: str = ""
@@ -54,7 +54,7 @@ class AgentMetrics(Collector):
         self.registry = registry
         self._directories = {"memory": memory_dir, "checkpoints": checkpoint_dir}
         self.read: Callable[[], Mapping[str, float]] | None = None
-        """Returns the value per gauge. Called at each scrape, from any thread."""
+        """Returns the value of each gauge; called at a scrape, on any thread. None: no gauges."""
         self.heartbeats = Counter(
             "elastic_heartbeats", "Heartbeats sent to the coordinator", registry=registry
         )
@@ -81,14 +81,14 @@ class AgentMetrics(Collector):
         registry.register(self)
 
     def sent(self, copies: Sequence[Copy], seconds: float, kept: bool) -> None:
-        """The peer has these copies whole, or (`kept` is False) has no room for them. `seconds`:
-        since their announcement."""
+        """Count copies that the peer has whole, or (`kept` is False) has no room for. `seconds`:
+        time since their announcement."""
         self._count("copies_sent" if kept else "copies_given_up", copies)
         if kept:
             self._lag.observe(seconds)
 
     def received(self, copies: Sequence[Copy]) -> None:
-        """These copies of peers are whole in the vault now."""
+        """Count copies from peers that are now whole in the vault."""
         self._count("copies_received", copies)
 
     def _count(self, name: str, copies: Sequence[Copy]) -> None:
@@ -124,8 +124,8 @@ class AgentMetrics(Collector):
 
 
 def _space(directory: str) -> tuple[int, int]:
-    """(size, free) bytes of the file system of `directory`, which need not exist yet; zeros if
-    unknown."""
+    """Return (size, free) in bytes of the file system of `directory`, which need not exist yet; (0,
+    0): unknown."""
     try:
         found = shutil.disk_usage(nearest_parent(Path(directory)))
     except OSError:

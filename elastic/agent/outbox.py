@@ -1,7 +1,6 @@
-"""Messages of an agent about finished steps, checkpoints and backups.
+"""Messages that an agent resends after each reconnect: steps, checkpoints and backups.
 
-After each reconnect the agent resends what its `Outbox` holds: the coordinator may not have
-received a message, or may have failed before it saved the message.
+The coordinator may not have received them, or may have failed before it saved them.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from collections.abc import Iterator
 from elastic.core.protocol import messages as m
 
 MAX_STEPS, MAX_OTHERS = 4096, 64
-"""Number of newest messages that are kept."""
+"""Limits on the kept messages: about steps, and all others. The oldest are dropped first."""
 
 
 class Outbox:
-    """Messages that are resent after a reconnect. Finished steps come first in iteration, because
-    a report that follows them may end the job."""
+    """Newest messages about steps, checkpoints and backups. Iteration gives the finished steps
+    first."""
 
     def __init__(self) -> None:
         self._steps: deque[m.StepDone] = deque(maxlen=MAX_STEPS)
@@ -34,7 +33,7 @@ class Outbox:
         yield from self._others
 
     def enter(self, install: m.Install) -> None:
-        """Forget the steps and checkpoints that a return to an older checkpoint has undone."""
+        """Drop the steps and checkpoints that a return to an older checkpoint has undone."""
         step = install.assignment.step
         steps = [d for d in self._steps if d.record.step < step or d.epoch >= install.epoch]
         others = [

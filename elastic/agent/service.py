@@ -1,8 +1,9 @@
 """The agent process: supervises a node's workers, owns its vault and talks to the coordinator.
 
 The rules of a node are in `elastic.core.node.node.transition`; this module carries out the actions
-that it returns. One thread owns the node's state and makes the calls in a queue: other threads put
-handlers of the coordinator's orders, of messages and exits of workers, and of their own events.
+that it returns. One thread owns the node's state and runs calls from a queue. Other threads only
+put calls into the queue: for orders of the coordinator, for messages and exits of workers, and for
+results of their own work.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ log = logging.getLogger("elastic.agent")
 POLL_S = 0.1
 """Interval between two polls of the worker processes."""
 RANKS = 1 << 16
-"""A worker's number is generation * RANKS + local rank, so that an acknowledgement reaches only
-the launch that it belongs to."""
+"""Factor in a worker's number, which is generation * RANKS + local rank: an acknowledgement reaches
+only the launch that published the bundle."""
 EXIT_GRACE_S = 10.0
 """Time that workers get to end by themselves when the job is over."""
 REPORTING_NO_COPIES = (
@@ -89,13 +90,13 @@ FLAGS = [
 
 
 class NodeAgent:
-    """Owns a node. Everything happens on the thread that calls `run`, except transfers and
-    sockets."""
+    """Supervises the workers of one node and owns its vault. The thread that calls `run` does
+    everything except transfers and work on sockets."""
 
     def __init__(self, config: JobConfig, coordinator: str, info: NodeInfo) -> None:
         self._config, self._info, self._node, self._host = config, info, info.node, info.host
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        """Calls for the agent's thread. Signal handlers may put calls, too."""
+        """Calls for the agent's thread. Signal handlers also put calls here."""
         self._directory = Path(config.memory_dir) / self._node
         self._outbox = Outbox()
         self._group: WorkerGroup | None = None
@@ -123,11 +124,12 @@ class NodeAgent:
         )
 
     def _later(self, handler: Callable[..., object]) -> Callable[..., None]:
-        """A function for any thread; it lets the agent's thread call `handler`."""
+        """Return a function for any thread. It queues a call of `handler` for the agent's
+        thread."""
         return lambda *args: self._queue.put(partial(handler, *args))
 
     def serve_metrics(self, port: int) -> None:
-        """Serve metrics from now on, at any free port if `port` is 0; do nothing if it is -1."""
+        """Serve metrics at `port`; 0: any free port, -1: do nothing."""
         self._metrics.read = self._gauges
         self._exposition = serve(self._metrics.registry, self._config, self._node, "agent", port)
 
@@ -146,7 +148,7 @@ class NodeAgent:
         }
 
     def _begin_incarnation(self) -> None:
-        """Start a new life of this node name: an empty vault and no workers."""
+        """Start a new incarnation of the node, with an empty vault and no workers."""
         config, limits = self._config, self._config.timeouts
         self._vault = Vault(
             self._node,
@@ -230,7 +232,7 @@ class NodeAgent:
             self._apply(event)
 
     def _handle_connected(self) -> None:
-        for message in self._outbox:  # before a report that may end the job
+        for message in self._outbox:  # first, because the report may end the job
             self._send(message)
         self._report()
         self._notices.resend()
@@ -240,12 +242,12 @@ class NodeAgent:
         self._send(message)
 
     def _note_corrupt(self, copy: Copy) -> None:
-        """The vault dropped a copy because its checksum did not match."""
+        """Report that the vault dropped `copy`, whose checksum did not match."""
         why = f"{copy.key} does not match its checksum and was dropped"
         self._send_reliably(m.BackupNote(m.COPY_CORRUPT, copy.owner, self._node, why))
 
     def _note_no_room(self, peer: str, why: str) -> None:
-        """The vault of `peer` has no room for this node's copies."""
+        """Report that the vault of `peer` has no room for this node's copies."""
         self._send_reliably(m.BackupNote(m.BACKUP_SHORT, self._node, peer, why))
 
     def _send_rejection(self, notice: RejectionNotice) -> None:
@@ -275,7 +277,7 @@ class NodeAgent:
             threading.Thread(target=work, name="prefetch", daemon=True).start()
 
     def _handle_worker(self, generation: int, rank: int, message: Any) -> None:
-        """Handle a message of a worker, or its exit. `generation`: the number of its launch."""
+        """Handle a message or the exit of a worker. `generation`: number of the worker's launch."""
         if generation != self._generation:
             self._handle_former_worker(message)
             return
@@ -300,7 +302,7 @@ class NodeAgent:
                 self._apply(core.WorkerMessage(rank, message))
 
     def _handle_former_worker(self, message: Any) -> None:
-        """Index the copies of a worker that has been replaced: they still count."""
+        """Handle a message or the exit of a replaced worker, whose copies are still useful."""
         if isinstance(message, m.Published):
             with contextlib.suppress(VaultError):
                 for local in message.copies:
@@ -387,7 +389,7 @@ class NodeAgent:
 
     @property
     def _partitioned(self) -> bool:
-        """An injected fault cuts this node off. The agent reconnects when the fault ends."""
+        """Whether an injected fault cuts this node off. After its end the agent reports again."""
         if self._partitioned_until and time.monotonic() >= self._partitioned_until:
             self._partitioned_until = 0.0
             self._queue.put(self._handle_connected)
@@ -440,13 +442,13 @@ class NodeAgent:
         self._notices.resend()
 
     def stop(self) -> None:
-        """Kill the workers and end. For signal handlers; a worker may have ended by the same
-        signal, which counts as no crash."""
+        """Kill the workers and end; signal handlers call this. The exit of a worker that received
+        the same signal does not count as a crash."""
         self._generation, self._partitioned_until = self._generation + 1, 0.0
         self._later(self._apply)(m.Stop(EXIT_INTERRUPTED, "the agent was told to stop"))
 
     def leave(self) -> None:
-        """Drain the node within --grace seconds, then end. For signal handlers."""
+        """Drain the node within --grace seconds, then end; signal handlers call this."""
         self._queue.put(self._drain)
 
     def _drain(self) -> None:
@@ -460,14 +462,14 @@ class NodeAgent:
     # ---- callbacks of other threads ----
 
     def _check_node(self) -> tuple[list[PreflightCheck], float]:
-        """Make the checks of the pre-flight: (checks, score)."""
+        """Make the checks of the pre-flight; return them and the node's score (`local_checks`)."""
         config, trial = self._config, self._config.preflight == "strict"
         checks, score = local_checks(config.directories, self._info.memory_bytes, trial=trial)
         pace = pace_of(self._directory, config.link)
         return [*checks, *network_checks(self._coordinator, self._node, pace)], score
 
     def _launched(self) -> tuple[int, Mapping[int, int]]:
-        """The running launch: its generation, and the process id per local rank."""
+        """Return the generation of the running launch, and the process id per local rank."""
         return self._generation, self._group.pids if self._group is not None else {}
 
     def _bundle_done(self, worker: int, bundle: int, kept: bool) -> None:
@@ -502,7 +504,7 @@ class NodeAgent:
 
 
 def _node_info(args: SimpleNamespace, config: JobConfig) -> NodeInfo:
-    """The node, before its agent knows the address of its vault."""
+    """Return the node's description, without incarnation and address of the vault."""
     return NodeInfo(
         node=args.node,
         incarnation="",

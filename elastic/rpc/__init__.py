@@ -8,8 +8,8 @@
 - `link_shaping`: makes a link as slow as a test asks for.
 
 Nothing here decides anything about the job, and nothing imports torch. gRPC is imported only by the
-modules of `control`. Its settings below hold for the whole process, so they must be in the
-environment before gRPC starts.
+modules of `control`. gRPC reads the environment variables below once per process, so they are
+set before it starts.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from elastic.domain.errors import ChannelClosed, FieldError
 MAX_HEADER_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 40
 LEAST_CHUNK_BYTES, CHUNK_BYTES = 256 << 10, 2 << 20
-"""Bounds of one read, which takes a quarter of the whole: a checksum of the chunk is then computed
-from the cache while the rest arrives."""
+"""Bounds of one read, which is a quarter of the data: a checksum of the chunk is then computed from
+the CPU's cache while the rest arrives."""
 PIECE_BYTES = 64 << 10
 """Bytes sent at a time on a shaped link."""
 _MORE = getattr(socket, "MSG_MORE", 0)
@@ -62,7 +62,7 @@ class TooLarge(FieldError):
 
 
 class FrameStream:
-    """Frames over a connected socket. Only `close` is thread-safe; it wakes a blocked call."""
+    """Frames over a connected socket. `close` and `hang_up` may be called from any thread."""
 
     def __init__(self, sock: socket.socket, timeout_s: float | None = None) -> None:
         self._sock: socket.socket | ssl.SSLSocket = sock
@@ -74,8 +74,8 @@ class FrameStream:
         self.most_header, self.most_payload = MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
         """Longest header and payload accepted; smaller for peers that have not authenticated."""
         self.pace: Callable[[int], None] | None = None
-        """Called with 0 before a payload and with the size of each piece before it is sent; it may
-        wait."""
+        """Slows a link down: called with 0 before a payload, and with the size of each piece before
+        the piece is sent. It may wait. None: no delay."""
 
     def send(self, header: Any, payload: Iterable[memoryview] = ()) -> None:
         """Send one frame; the payload is the concatenation of `payload`, flat byte views."""
@@ -85,7 +85,7 @@ class FrameStream:
             self.write(part)
 
     def begin(self, header: Any, nbytes: int, waits: bool = False) -> None:
-        """Send a frame without its payload of `nbytes`, which `write` sends.
+        """Send the header of a frame. The caller must then `write` the payload of `nbytes`.
 
         `waits`: the caller does something else first, so the header is sent at once.
         """
@@ -99,7 +99,7 @@ class FrameStream:
             self.pace(0)
 
     def write(self, part: memoryview) -> None:
-        """Send a part of a payload, flat bytes."""
+        """Send `part`, a flat byte view, as the next bytes of the payload of `begin`."""
         if self.pace is None:
             self._write(part)
             return
@@ -160,7 +160,7 @@ class FrameStream:
         """
         self._sock.settimeout(self._patience())
         self._sock = secure = wrap(self._sock)
-        if self._ended:  # while `wrap` had taken the socket over
+        if self._ended:  # closed while `wrap` had taken the socket over
             raise ChannelClosed("this side has closed the connection")
         try:
             secure.do_handshake()
@@ -170,7 +170,7 @@ class FrameStream:
             raise ChannelClosed(f"this side has closed: {error}") from error
 
     def hang_up(self) -> None:
-        """Wake a blocked call. Its thread must call `close`, which frees the descriptor."""
+        """Wake a blocked call, whose thread must then call `close` to free the descriptor."""
         self._ended = True
         with contextlib.suppress(OSError, ValueError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -180,8 +180,8 @@ class FrameStream:
         self._sock.close()
 
     def _patience(self) -> float | None:
-        """Seconds that the next call may wait (None: no limit). Raises TimeoutError if `until` is
-        over."""
+        """Return the seconds that the next call may wait; None: no limit. Raises TimeoutError if
+        `until` is over."""
         if self.until is None:
             return self.timeout_s
         left_s = self.until - time.monotonic()
@@ -223,12 +223,12 @@ class Channel:
         return codec.decode(kind, header.get("body"))
 
     def close(self) -> None:
-        """Wake a blocked `receive` with ChannelClosed."""
+        """Close the connection; a blocked `receive` raises ChannelClosed."""
         self._stream.close()
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """Listen at `path`, for this user alone. An older file there is removed."""
+    """Return a socket that listens at `path`, for this user alone. Replace an older file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -239,7 +239,7 @@ def listen_unix(path: Path) -> socket.socket:
 
 
 def connect_unix(path: str) -> Channel:
-    """Connect to the agent's socket at `path`."""
+    """Connect to the agent's socket at `path`. Raises ChannelClosed if no agent listens there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.connect(path)
@@ -251,7 +251,7 @@ def connect_unix(path: str) -> Channel:
 
 @contextlib.contextmanager
 def _closing_errors() -> Iterator[None]:
-    """Every OSError except a timeout means that the connection is gone."""
+    """Turn every OSError except a timeout into ChannelClosed: the connection is gone."""
     try:
         yield
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Slows a node's link to the others down, for tests and what-ifs on one machine (`--link`).
+"""Slows down a node's link to the others, for tests and what-ifs on one machine (`--link`).
 
 All processes of a node share one link. A file in the node's shared memory holds the time until
 which the link is taken. A sender reserves time behind the reservations so far, and sends when its
@@ -19,7 +19,7 @@ from pathlib import Path
 from elastic.planning.cost.profile import LinkProfile
 
 _TAKEN = struct.Struct("<ddd")
-"""Ends of the reservations of training and copies; factor that slows the link down (0: none)."""
+"""Ends of the reservations of training and of copies; factor that slows the link (0: none)."""
 
 
 class LinkShaper:
@@ -31,7 +31,7 @@ class LinkShaper:
         self.limit, self._path = limit, path
 
     def reserve(self, nbytes: int, *, training: bool = False) -> float:
-        """Reserve the link for `nbytes`. Returns the end of the reservation (time.monotonic)."""
+        """Reserve the link for `nbytes`; return the end of the reservation (time.monotonic)."""
         if self.limit.bytes_per_s <= 0:
             return time.monotonic()
         with self._locked() as taken:
@@ -48,7 +48,7 @@ class LinkShaper:
             taken[2] = factor
 
     def pass_on(self, nbytes: int) -> None:
-        """Wait until a piece of a copy has left; 0 bytes: wait for the latency."""
+        """Wait until a piece of a copy has left. 0 bytes: wait for the link's latency."""
         wait_s = self.reserve(nbytes) - time.monotonic() if nbytes else self.limit.latency_s
         time.sleep(max(0.0, wait_s))
 
@@ -56,7 +56,7 @@ class LinkShaper:
     def _locked(self) -> Iterator[list[float]]:
         """Lock the file and yield its numbers, which are written back at the end.
 
-        The file is opened each time, so that threads exclude each other, too.
+        Each call opens the file, so that the lock also excludes other threads of this process.
         """
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -70,11 +70,11 @@ class LinkShaper:
 
 
 def shaper_of(directory: Path | str, limit: LinkProfile) -> LinkShaper | None:
-    """The shaper of the node whose shared memory is `directory`; None without a limit."""
+    """Return the shaper of the node whose shared memory is `directory`; None without a limit."""
     return LinkShaper(Path(directory) / "link", limit) if limit != LinkProfile() else None
 
 
 def pace_of(directory: Path | str, limit: LinkProfile) -> Callable[[int], None] | None:
-    """The `pace` of bulk connections of that node (`elastic.rpc.frames.FrameStream`)."""
+    """Return the node's `elastic.rpc.frames.FrameStream.pace`; None without a limit."""
     shaper = shaper_of(directory, limit)
     return shaper.pass_on if shaper else None

@@ -7,8 +7,8 @@
     DIR/step-00000012/              the same directory, renamed after the last file, with
         manifest.json                   size and checksum of every file
 
-All files are synced before the rename. So a directory without .tmp is complete, whenever the
-machines stopped.
+All files are synced before the rename. So a directory without .tmp is complete, even if a machine
+stopped at any moment.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FINAL = re.compile(r"step-\d{8,}$")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """One file: the state of one layer on one TP rank, or a portion of it."""
+    """Entry of one file: the state of one layer on one TP rank, or a portion of the state."""
 
     name: str
     layer: int
@@ -59,6 +59,7 @@ class CheckpointFile:
 
     @property
     def slot(self) -> Slot:
+        """(layer, TP rank) of the state, followed by the portion if the file has only a portion."""
         return slot_of(self.layer, self.shard, self.portion)
 
 
@@ -283,7 +284,7 @@ def _tensors(header: StateHeader, run: memoryview) -> list[RawTensor]:
 
 
 def _shape(entry: TensorEntry, portion: Portion) -> tuple[int, ...]:
-    """Return the shape in the file. A portion is flat."""
+    """Return the shape of a tensor in the file: flat for a portion."""
     first, last = span(entry.shape, portion)
     return entry.shape if portion == WHOLE or not entry.shape else (last - first,)
 
@@ -317,7 +318,7 @@ def _collect(staging: Path, step: int, shape: tuple[int, int] | None) -> Manifes
 
 
 def _one_division(parts: Sequence[CheckpointFile]) -> tuple[CheckpointFile, ...]:
-    """Select one division into portions per (layer, TP rank).
+    """Return the files of one division into portions per (layer, TP rank).
 
     A change of plan can leave several divisions. The complete one with the fewest files wins.
     """

@@ -64,29 +64,29 @@ class Store(Protocol):
     """A key-value store with fenced writes. The module docstring states its rules."""
 
     def get(self, key: str) -> Entry | None:
-        """Read one key. None: the key does not exist."""
+        """Return the entry of `key`; None: the key does not exist."""
 
     def put_if(self, key: str, value: bytes, expected: int | None, token: int) -> Entry:
-        """Write `key` if its revision is `expected` (None: the key does not exist).
+        """Write `key` if its revision is `expected` (None: the key is absent); return its entry.
 
-        Raises Conflict for another revision, StaleError if `token` is not the newest of its lease.
+        Raises Conflict for another revision, StaleError if `token` is not that of the newest lease.
         """
 
     def acquire(self, holder: str, ttl_s: float, now: float) -> Lease:
-        """Acquire the lease. Every call returns a new, higher token.
+        """Acquire and return the lease. Every call gives a new, higher token.
 
         The present holder may acquire its own lease again, for example after a restart. Raises
         Conflict for others until the lease is released or has expired.
         """
 
     def renew(self, lease: Lease, now: float) -> None:
-        """Extend the lease to `now` + ttl. Raises StaleError if it is no longer the newest."""
+        """Extend the lease to `now` + ttl. Raises StaleError if `lease` is no longer the newest."""
 
     def release(self, lease: Lease) -> None:
-        """Release the lease. Does nothing if `lease` is not the newest."""
+        """Release the lease; do nothing if `lease` is not the newest."""
 
     def close(self) -> None:
-        """Release all resources. The lease stays as it is. Idempotent."""
+        """Close the store. The lease stays as it is. Idempotent."""
 
 
 def check_key(key: str) -> None:

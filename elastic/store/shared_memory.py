@@ -134,7 +134,7 @@ class SlotReader:
         return memoryview(self._map)[DATA_OFFSET : DATA_OFFSET + nbytes].toreadonly()
 
     def release(self) -> None:
-        """Return a slot that its writer has set aside."""
+        """Give the slot back to its writer, which had set it aside for the vault."""
         _HEADER.pack_into(self._map, 0, MAGIC, 0, 0, self.epoch)
 
 
@@ -142,7 +142,7 @@ class SlotPool:
     """Slots of one writer, reused because new pages are expensive. Not thread-safe."""
 
     def __init__(self, directory: Path, prefix: str, limit: int = 0) -> None:
-        """Create `directory`, usually on /dev/shm. When it is full, slots go to `fallback_of` it.
+        """Create `directory`, usually on /dev/shm. Slots that do not fit go to `fallback_of`.
 
         `limit` is the maximum size of all slots in bytes; 0: no limit.
         """

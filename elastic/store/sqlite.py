@@ -32,7 +32,7 @@ APPLICATION_ID = 0x656C7374
 """Marks the file as ours ("elst")."""
 FORMAT = 1
 BUSY_S = 10.0
-"""Limit of the wait for the write of another process."""
+"""Longest wait while another process writes."""
 _DISK = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR})
 """Errors of a full or failing disk. A retry may succeed."""
 
@@ -54,11 +54,11 @@ CREATE TABLE leases (
 
 
 class SqliteStore:
-    """Implements `elastic.store.interface.Store` on `path`.
+    """Implements `elastic.store.interface.Store` with the file `path`.
 
-    Creates the file, but not its folder. Raises StoreError if the file is damaged, foreign or
-    cannot be opened. The constructor and every method raise StoreUnavailable while the disk is
-    full or fails.
+    The constructor creates the file, but not its folder. It raises StoreError if the file is
+    damaged, foreign or cannot be opened. The constructor and every method raise StoreUnavailable
+    while the disk is full or fails.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -156,7 +156,7 @@ class SqliteStore:
             raise sqlite3.DatabaseError(verdict)
 
     def _use_write_ahead_log(self) -> None:
-        """Switch to the log. SQLite does not wait if another process switches a new file too."""
+        """Switch to the log. Retry, because SQLite does not wait for other processes here."""
         end = time.monotonic() + BUSY_S
         while True:
             try:
@@ -183,7 +183,7 @@ class SqliteStore:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Lock the connection, and translate SQLite's errors, with a remedy."""
+        """Lock the connection; turn SQLite's errors into ours, with a remedy."""
         try:
             with self._lock:
                 yield
@@ -199,7 +199,7 @@ class SqliteStore:
             raise StoreError(f"store {self.path}: {error}; {remedy}") from error
 
     def _newest_lease(self) -> tuple[int, str, float]:
-        """(token, holder, expiry); (0, "", 0.0) if it was released or there is none."""
+        """Return the newest lease (token, holder, expiry); (0, "", 0.0): released or absent."""
         query = "SELECT token, holder, expires_at FROM leases ORDER BY token DESC LIMIT 1"
         row = self._db.execute(query).fetchone()
         return row if row and row[2] is not None else (0, "", 0.0)

@@ -1,6 +1,7 @@
 """Health of a node: checks before it joins, and reports while it is a member.
 
-- `preflight`: the checks; `preflight_gate`: makes them before the node asks to join. Start there.
+- `preflight_gate`: makes the checks before the node asks to join; start reading here.
+- `preflight`: the checks.
 - `monitor`: samples disks, memory, devices and links; `devices`: reads accelerators through NVML.
 
 Nothing here decides what a finding means: the coordinator does (`elastic.core.health`).

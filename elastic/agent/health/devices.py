@@ -1,4 +1,4 @@
-"""Reads this node's accelerators through NVML. Without a driver or pynvml there are no devices.
+"""Reads this node's accelerators through NVML. Without a driver or pynvml, no devices are found.
 
 Reading needs no CUDA context and no device memory.
 """
@@ -24,8 +24,8 @@ THROTTLED = (
 
 
 class Devices:
-    """The devices that this node may use. Not thread-safe. A failure of the driver is reported as
-    a device's fault, never raised."""
+    """Reads the devices that this node may use. Not thread-safe. Driver errors are not raised: a
+    device that does not answer is reported with a fault."""
 
     def __init__(self, nvml: Any = None, environ: Mapping[str, str] | None = None) -> None:
         """`nvml`: the pynvml module or a substitute; None: the installed module, if any."""
@@ -41,7 +41,7 @@ class Devices:
         return len(self._handles)
 
     def read(self) -> tuple[DeviceHealth, ...]:
-        """Present readings of the first MAX_ENTRIES devices."""
+        """Return the current readings of the first MAX_ENTRIES devices."""
         self._read_events()
         return tuple(self._read(index, handle) for index, handle in self._handles[:MAX_ENTRIES])
 
@@ -68,7 +68,7 @@ class Devices:
             self._events = None
 
     def _read_events(self) -> None:
-        """Read the driver's messages since the last call."""
+        """Read the driver's events since the last call, and note the faulty devices."""
         for _ in range(MAX_ENTRIES if self._events is not None else 0):
             try:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
@@ -103,7 +103,7 @@ class Devices:
         return 0 if count is None else max(0, count - self._initial_errors.setdefault(index, count))
 
     def _number(self, function: str, *args: Any) -> int | None:
-        """Value of a function of NVML; None if the device does not support it."""
+        """Return the integer from a function of NVML; None if the device does not support it."""
         try:
             return int(getattr(self._nvml, function)(*args))
         except self._nvml.NVMLError:

@@ -1,8 +1,8 @@
 """Samples a node's disks, memory, load, devices and links, and makes health reports.
 
-A thread of its own samples, because reading a dead network disk can take long. It passes a
-`HealthReport` to the agent when something important changed, and at long intervals otherwise. The
-coordinator decides what the figures mean.
+The monitor samples on a thread of its own, because reading a dead network disk can take long. It
+passes a `HealthReport` to the agent when something important changed, and at long intervals
+otherwise. The coordinator decides what the figures mean.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ MAX_SILENT_SAMPLES = 20
 MIN_BYTES = 1 << 16
 """Smaller copies measure latency, not bandwidth."""
 MIN_SENDS = 2
-"""Minimum number of copies in a window of a link."""
+"""Minimum number of copies in a measurement window of a link."""
 WINDOW_S, SHORT_WINDOWS = 10.0, 4
-"""Length of a window of a link. The first windows, and those after a change, last one sample."""
+"""Length of a measurement window. The first SHORT_WINDOWS windows of a link, and those after its
+bandwidth changed, end at the next sample."""
 CHANGE_FACTOR = 1.5
-"""A link has changed if its bandwidth differs by this factor."""
+"""Ratio between two bandwidths of a link that counts as a change."""
 SCARCE_SHARES = (0.10, 0.05, 0.02, 0.01)
-"""A smaller free share of memory or of a disk is a higher level of scarcity."""
+"""Free shares of memory or a disk below which the level of scarcity rises by 1."""
 NETWORK_FILE_SYSTEM = re.compile(r"nfs|cifs|smb3|lustre|ceph|gpfs|beegfs|glusterfs|9p|afs|fuse\.")
-"""Beginning of the types of file systems that several machines share."""
+"""Beginnings of the types of file systems that several machines share."""
 
 
 @dataclass(slots=True)
 class _Window:
-    """Copies sent to one peer since the link was reported last."""
+    """Measurement window of a link: copies sent to one peer since the last report."""
 
     began: float
     largest: int = 0
@@ -60,12 +61,12 @@ class _Window:
     seconds: float = 0.0
     best: float = 0.0
     reported: float = 0.0
-    """Best bandwidth of the window before, in bytes/s."""
+    """Best bandwidth of the last reported window, in bytes/s; 0: none was reported."""
     windows: int = 0
-    """Number of windows since the bandwidth changed."""
+    """Number of reported windows since the bandwidth changed."""
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """Count a copy. Only copies of about the largest size count, so that windows are
+        """Count a copy. Copies smaller than half of the largest are left out, so that windows are
         comparable."""
         if nbytes > 2 * self.largest:
             self.clear(self.began)
@@ -89,8 +90,8 @@ class _Window:
 
 
 class Monitor:
-    """Passes reports to `emit`, from its own thread. Other threads may call `sent` and
-    `checkpoint_failed`."""
+    """Samples the node's health on a thread of its own, which calls `emit(report)` for each report.
+    Other threads may call `enter`, `sent` and `checkpoint_failed`."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Monitor:
         self._failures: tuple[FailedOperation, ...] = ()
         self._incarnation, self._epoch, self._silent_samples = "", 0, 0
         self._last: tuple[object, ...] | None = None
-        """Conditions of the last report."""
+        """`_conditions` of the last report."""
 
     def start(self) -> Monitor:
         threading.Thread(target=self._run, name="health", daemon=True).start()
@@ -119,20 +120,20 @@ class Monitor:
         self._woken.set()
 
     def enter(self, incarnation: str, epoch: int) -> None:
-        """A new plan or membership begins; links are measured afresh."""
+        """Begin a new plan or membership: measure the links again and report at the next sample."""
         with self._lock:
             self._windows.clear()
             self._incarnation, self._epoch = incarnation, epoch
             self._silent_samples = MAX_SILENT_SAMPLES
 
     def sent(self, peer: str, nbytes: int, seconds: float) -> None:
-        """`nbytes` reached the peer within `seconds`."""
+        """Record that `nbytes` reached the peer in `seconds`."""
         if nbytes >= MIN_BYTES:
             with self._lock:
                 self._windows.setdefault(peer, _Window(self._clock())).add(nbytes, seconds)
 
     def checkpoint_failed(self, why: str) -> None:
-        """Report at once that a checkpoint could not be written: the job may be over at the next
+        """Report at once that a checkpoint could not be written: the job may end before the next
         sample."""
         path = str(dict(self._directories)["checkpoints"])[:MAX_TEXT_LENGTH]
         with self._lock:
@@ -141,7 +142,7 @@ class Monitor:
         self._woken.set()
 
     def sample(self) -> HealthReport | None:
-        """Read the node. Return a report if one is due."""
+        """Sample the node's health. Return a report if one is due, else None."""
         memory = psutil.virtual_memory()
         devices = self._devices.read()
         disks = tuple(disk_of(role, path) for role, path in self._directories)
@@ -194,20 +195,20 @@ class Monitor:
 
 
 def nearest_parent(path: Path) -> Path:
-    """`path`, or its nearest parent that exists."""
+    """Return `path` if it exists, else its nearest parent that exists."""
     return next((one for one in (path, *path.parents) if one.exists()), path)
 
 
 def disk_of(role: str, path: Path) -> DiskSpace:
-    """Free and total bytes of the file system of `path`, which need not exist yet. Raises
-    OSError."""
+    """Return the space of the file system of `path`, which need not exist yet. Raises OSError."""
     existing = nearest_parent(path)
     usage = shutil.disk_usage(existing)
     return DiskSpace(role, str(path)[:MAX_TEXT_LENGTH], usage.free, usage.total, volume(existing))
 
 
 def volume(path: Path) -> str:
-    """Name of the file system of `path`, equal on all machines that share it."""
+    """Return a text that identifies the file system of `path`, equal on all machines that share it:
+    the mounted source, or host name and device number if the file system is local."""
     mounts = [
         p for p in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(p.mountpoint)
     ]
@@ -218,8 +219,8 @@ def volume(path: Path) -> str:
 
 
 def _conditions(report: HealthReport) -> tuple[object, ...]:
-    """Parts of a report that are sent at once when they change: states of devices, and levels of
-    scarcity (0: more than 10 % is free; higher levels mean less)."""
+    """Return the values of a report whose change is reported at once: states of devices, and levels
+    of scarcity of memory and disks (0: at least 10 % is free; higher levels mean less)."""
     devices = [(d.index, d.throttled, d.errors, d.fault) for d in report.devices]
     disks = [(disk.free_bytes, disk.total_bytes) for disk in report.disks]
     spaces = [(report.memory_free_bytes, report.memory_total_bytes), *disks]

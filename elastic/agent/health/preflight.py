@@ -1,8 +1,8 @@
 """Checks of a node before it joins: compute, memory, disks, devices, clock, coordinator, peer.
 
-They take about 0.1 s on a node without devices that reaches a peer. A check that cannot be made is
-left out. A failed check is fatal only if the node would harm the job. The coordinator decides
-whether the node may join (`elastic.core.policy.remediation`).
+All checks take about 0.1 s if the node has no devices and reaches a peer. A check that cannot be
+made is left out. A failed check is fatal only if the node would harm the job. The coordinator
+decides whether the node may join (`elastic.core.policy.remediation`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.control.client import call
 
 MATRIX_ROWS, ROUNDS = 256, 5
-"""Size of the matrices that are multiplied, and number of multiplications; the fastest counts."""
+"""Rows of the square matrices, and number of multiplications; the fastest one counts."""
 MIN_MEMORY_BYTES = 256 << 20
 MIN_DISK_BYTES = 16 << 20
 PROBE_BYTES, MAX_PEERS = 256 << 10, 3
@@ -38,9 +38,9 @@ CALL_S = 2.0
 """Timeout of one answer of the coordinator or of a peer."""
 MAX_CLOCK_OFFSET_S = 60.0
 DEVICE_TRIAL_S = 90.0
-"""Timeout of the child process that tries the devices. It has to import torch."""
+"""Timeout of the child process that tests the devices; it has to import torch."""
 SCORE_STEP = 1.25
-"""Ratio of the scores of two neighbouring score classes."""
+"""Ratio between the scores of neighbouring score classes."""
 TRIAL_MODULE = "elastic.worker.transport.device_check"
 
 
@@ -51,10 +51,11 @@ def local_checks(
     *,
     trial: bool = False,
 ) -> tuple[list[PreflightCheck], float]:
-    """Checks that need no other process: (checks, score in GFLOP/s).
+    """Make the checks that need neither coordinator nor peer; return (checks, score).
 
-    `memory_bytes`: memory that the plan may use (0: unknown). `trial`: also compute on the devices
-    in a child process, which takes seconds; the score then counts TFLOP/s of the devices.
+    `memory_bytes`: memory that the plan may use; 0: unknown. `trial`: also compute on the devices,
+    in a child process, which takes seconds. The score is the processor's speed in GFLOP/s, or after
+    a trial that of the slowest device in TFLOP/s; 0: the check failed.
     """
     checks = [compute(), memory(memory_bytes), *(disk(role, path) for role, path in directories)]
     score = checks[0].value if checks[0].ok else 0.0
@@ -67,7 +68,7 @@ def local_checks(
 
 
 def compute() -> PreflightCheck:
-    """Measure GFLOP/s of a matrix product of small integers, the exact result of which is known."""
+    """Multiply matrices of small integers: measure GFLOP/s, and compare with the exact product."""
     a = (np.arange(MATRIX_ROWS**2, dtype=np.float32).reshape(MATRIX_ROWS, MATRIX_ROWS) % 7) - 3
     expected = a.astype(np.int64) @ a.astype(np.int64)
     best, right = math.inf, True
@@ -92,8 +93,8 @@ def memory(wanted_bytes: int) -> PreflightCheck:
 
 
 def disk(role: str, path: Path) -> PreflightCheck:
-    """Write a file and read the free space. A failure is not fatal for checkpoints: the job can go
-    on without them."""
+    """Check that a file can be written and that space is free. A failure is not fatal for
+    checkpoints: the job can go on without them."""
     free, problem = disk_of(role, path).free_bytes, ""
     probe = nearest_parent(path) / f".preflight-{uuid.uuid4().hex[:12]}"
     if free < MIN_DISK_BYTES:
@@ -113,7 +114,7 @@ def disk(role: str, path: Path) -> PreflightCheck:
 
 
 def device_checks(devices: Devices) -> list[PreflightCheck]:
-    """One check per device, from the driver's readings."""
+    """Return one check per device, from the driver's readings."""
     checks = []
     for seen in devices.read():
         problem = ""
@@ -127,8 +128,8 @@ def device_checks(devices: Devices) -> list[PreflightCheck]:
 
 
 def device_trial(command: Sequence[str] = (sys.executable, "-m", TRIAL_MODULE)) -> PreflightCheck:
-    """Multiply matrices on every device, in a child process, because the agent must not import
-    torch."""
+    """Measure TFLOP/s of a matrix product on every device. A child process computes it, because the
+    agent must not import torch."""
     rate = 0.0
     try:
         done = subprocess.run(command, capture_output=True, timeout=DEVICE_TRIAL_S, check=False)
@@ -174,7 +175,7 @@ def network_checks(
 def _peer_check(
     nodes: Sequence[dict[str, Any]], node: str, pace: Callable[[int], None] | None
 ) -> list[PreflightCheck]:
-    """Measure the bandwidth in bytes/s to the first vault that answers; no check without peers."""
+    """Measure the bandwidth (bytes/s) to the first vault that answers; return [] without nodes."""
     problems = []
     for row in nodes:
         try:
@@ -197,10 +198,11 @@ def _peer_check(
 def _check(
     name: str, value: float, unit: str, problem: str = "", *, fatal: bool = True
 ) -> PreflightCheck:
-    """A check that failed if there is a problem. `problem` tells the remedy too."""
+    """Return a check, which failed unless `problem` is "". `problem` includes the remedy."""
     return PreflightCheck(name, value, unit, not problem, fatal, problem[:MAX_TEXT_LENGTH])
 
 
 def score_class(score: float) -> int:
-    """Class of a score, in steps of 25 %; 0: unknown. Nodes of one class count as equally fast."""
+    """Return the class of a score. Scores of neighbouring classes differ by 25 %, nodes of one
+    class count as equally fast, and 0 means unknown."""
     return round(math.log(score, SCORE_STEP)) if score > 0 else 0

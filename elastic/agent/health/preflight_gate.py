@@ -21,15 +21,15 @@ class PreflightGate:
         check: Callable[[], tuple[list[PreflightCheck], float]],
         put: Callable[[Preflight], object],
     ) -> None:
-        """`mode`: on, strict or off. `check` returns (checks, score); it and `put` are called from
-        another thread."""
+        """`mode`: on, strict or off. `check()` returns (checks, score), and `put(result)` is called
+        with the result; both run on a thread of the gate."""
         self._mode, self._check, self._put = mode, check, put
         self._running = False
         self.result: Preflight | None = None
 
     @property
     def open(self) -> bool:
-        """The node may ask to join."""
+        """Whether the node may ask to join."""
         return self._mode == "off" or self.result is not None
 
     def start(self) -> None:
@@ -41,11 +41,11 @@ class PreflightGate:
         self.result, self._running = result, False
 
     def shut(self) -> None:
-        """A new membership begins: its first report waits again."""
+        """Begin a new membership, whose first report waits for a new pre-flight."""
         self.result = None
 
     def refused(self, retry_s: float) -> None:
-        """Repeat the pre-flight after a pause, whatever the mode, so that the node asks again."""
+        """Repeat the pre-flight after `retry_s`, in every mode, so that the node asks again."""
         self.result = None
         self._schedule(retry_s)
 

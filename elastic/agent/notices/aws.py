@@ -1,7 +1,7 @@
 """AWS: spot interruption notices and rebalance recommendations (instance metadata service v2).
 
-Each has a path of its own, which answers 404 while there is no notice. Requests need a session
-token, which is renewed when the service refuses it. AWS accepts no acknowledgement.
+Each of the two has its own path, which answers 404 while there is no notice. Requests need a
+session token, which is renewed when the service refuses it. AWS accepts no acknowledgement.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ ACTION = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 TOKEN_TTL_S = 21600
 READ_EVERY_S = 2.0
-"""AWS recommends 5 s and gives two minutes of notice."""
+"""Interval between two reads. AWS recommends 5 s and gives two minutes of notice."""
 NOTICE_S = 120.0
 """Deadline of a notice without a readable time."""
 HINT_S = 600.0
-"""Assumed lifetime of an instance at elevated risk; AWS gives none."""
+"""Assumed lifetime of an instance at elevated risk; AWS states none."""
 
 
 class Aws(Source):
-    """Notices of a spot instance at one of the two paths."""
+    """Reads the notices of a spot instance from one of the two paths."""
 
     every_s = READ_EVERY_S
 
@@ -39,7 +39,7 @@ class Aws(Source):
         self._token, self._fresh_until = "", 0.0
 
     def answers(self) -> bool:
-        """True if this is AWS. Raises as `read` does."""
+        """Return whether the service is that of AWS. Raises as `read` does."""
         return bool(self._renew_token())
 
     def read(self) -> tuple[ProviderNotice, ...]:

@@ -1,8 +1,8 @@
 """Azure: Scheduled Events. Only events that name this machine count.
 
-An event begins at its NotBefore time, or as soon as it is acknowledged. It is acknowledged when
-this node is drained, if no other machine is concerned. A freeze shorter than the tolerated silence
-of a node is ignored.
+An event begins at its NotBefore time, or as soon as it is acknowledged. The agent acknowledges an
+event when its node is drained, if the event concerns no other machine. A freeze that is shorter
+than the tolerated silence of a node is ignored.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 VERSIONS = "/metadata/versions"
 HEADERS = {"Metadata": "true"}
 READ_EVERY_S = 1.0
-"""Azure's recommendation."""
+"""Interval between two reads, as Azure recommends."""
 FIRST_REQUEST_S = 130.0
 """Timeout of the first request of a machine, which may take two minutes."""
 LEAVE_EVENTS = ("Preempt", "Terminate", "Reboot", "Redeploy")
 
 
 class Azure(Source):
-    """Scheduled events of a virtual machine."""
+    """Reads the scheduled events of a virtual machine."""
 
     name, every_s = "azure", READ_EVERY_S
 
@@ -38,7 +38,7 @@ class Azure(Source):
         self._own_events: set[str] = set()
 
     def answers(self) -> bool:
-        """True if this is Azure. Raises as `read` does."""
+        """Return whether the service is that of Azure. Raises as `read` does."""
         return "apiVersions" in self._service.ask("GET", VERSIONS, HEADERS).json_object()
 
     def read(self) -> tuple[ProviderNotice, ...]:
@@ -82,7 +82,8 @@ class Azure(Source):
 
 
 def _notice(event: dict[str, Any]) -> ProviderNotice:
-    """Raises ValueError unless NotBefore is empty or as in `Mon, 19 Sep 2016 18:29:47 GMT`."""
+    """Return the notice of an event. Raises ValueError unless NotBefore is empty or has the form
+    `Mon, 19 Sep 2016 18:29:47 GMT`."""
     kind, at = event["EventType"], event.get("NotBefore") or ""
     left_s = seconds_until(parsedate_to_datetime(str(at))) if at else 0.0
     detail = f"{kind} not before {at}" if at else f"{kind} has begun"

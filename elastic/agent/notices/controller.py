@@ -24,8 +24,12 @@ SIGNAL = "signal"
 
 
 class NoticeController:
-    """Runs on the agent's thread: `later` makes a function that calls there. `send` sends to the
-    coordinator; `rejoin` is called when a drained node is not taken away after all."""
+    """Tracks the notices of one node. All methods run on the agent's thread.
+
+    `later(f)` returns a function that other threads may call; it runs `f` on the agent's thread.
+    `send(message)` goes to the coordinator. `rejoin()` is called when a drained node is not taken
+    away.
+    """
 
     def __init__(
         self,
@@ -47,11 +51,11 @@ class NoticeController:
 
     @property
     def parked(self) -> bool:
-        """The node was drained and is no member; it waits until it is taken away or rejoins."""
+        """Whether the node was drained and now waits until it is taken away or rejoins."""
         return self._tracker.parked
 
     def _source_read(self, source: str, found: tuple[ProviderNotice, ...]) -> None:
-        """Handle the notices that a source has now."""
+        """Record all notices that `source` has now, and act on the changes."""
         before = {one.identity for one in self._tracker.active}
         self._follow(core.source_read(self._tracker, source, found))
         for one in self._tracker.active:
@@ -59,7 +63,7 @@ class NoticeController:
                 log.info("notice of %s: %s, %s", one.provider, one.kind, one.detail)
 
     def signalled(self) -> None:
-        """Treat a signal to end as a notice."""
+        """Treat a signal that tells the agent to end as a notice."""
         deadline = time.monotonic() + self._grace_s
         notice = ProviderNotice(
             SIGNAL, SIGNAL, NoticeKind.LEAVE, deadline, "told to end", final=True
@@ -67,13 +71,13 @@ class NoticeController:
         self._source_read(SIGNAL, (notice,))
 
     def released(self, leave: Callable[[], object]) -> None:
-        """The coordinator needs nothing of this node any more; `leave` empties the node."""
+        """Park the node, because the coordinator no longer needs it; `leave()` empties the node."""
         self._tracker = replace(self._tracker, parked=True)
         leave()
         self._follow(core.node_released(self._tracker))
 
     def poll(self) -> None:
-        """Act on deadlines that have passed."""
+        """Drop the notices whose deadline is long past: they were false."""
         if self._tracker.by_source:
             self._follow(core.expire_overdue(self._tracker, time.monotonic(), self._overdue_s))
 

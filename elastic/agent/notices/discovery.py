@@ -1,4 +1,4 @@
-"""Turns `--notice` options into sources. `auto` asks at the start which cloud this is."""
+"""Turns `--notice` options into sources. `auto` probes the metadata services of all clouds."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from elastic.core.protocol.notice_source import CLOUDS, NODE_PLACEHOLDER, Notice
 
 log = logging.getLogger("elastic.agent.notices")
 PROBE_S = 1.0
-"""Timeout of the first request to a metadata service, which answers at once if it exists."""
+"""Timeout of a probe of a metadata service, which answers at once if it exists."""
 TOKEN_VARIABLE = "ELASTIC_NOTICE_TOKEN"
 """Environment variable with the token of the hook. Without it, the hook makes a new one."""
 
 
 def sources_of(wanted: NoticeSource, config: JobConfig, node: str) -> tuple[Source, ...]:
-    """The sources for one option; none for `auto`. Raises FieldError."""
+    """Return the sources for one `--notice` option; () for `auto`. Raises FieldError."""
     match wanted.kind:
         case SourceKind.FILE:
             return (NoticeFile(wanted.where.replace(NODE_PLACEHOLDER, node)),)
@@ -42,8 +42,8 @@ def sources_of(wanted: NoticeSource, config: JobConfig, node: str) -> tuple[Sour
 
 
 def detect(config: JobConfig, node: str, then: Callable[[tuple[Source, ...]], object]) -> None:
-    """Probe all metadata services at once; pass the sources of the one that answers to `then`, from
-    another thread."""
+    """Probe all metadata services at once, on other threads. `then` gets the sources of the first
+    cloud that answers, or ()."""
     threading.Thread(
         target=lambda: then(_detect(config, node)), name="notices-auto", daemon=True
     ).start()
@@ -53,7 +53,7 @@ def _detect(config: JobConfig, node: str) -> tuple[Source, ...]:
     answers: queue.Queue[SourceKind | None] = queue.Queue()
 
     def probe(cloud: SourceKind) -> None:
-        source = _cloud_sources(cloud, config, node, PROBE_S)[0]  # all share the service
+        source = _cloud_sources(cloud, config, node, PROBE_S)[0]  # all use one service
         try:
             answers.put(cloud if source.answers() else None)
         except (OSError, HTTPException, ValueError):

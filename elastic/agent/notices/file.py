@@ -26,7 +26,7 @@ FILE_POLL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class WrittenNotice:
-    """Seconds until the node goes, and the reason."""
+    """Content of a written notice: seconds until the node is taken away, and the reason."""
 
     deadline_s: float = DEFAULT_DEADLINE_S
     reason: str = ""
@@ -51,8 +51,8 @@ def parse_notice(text: bytes) -> WrittenNotice:
 
 
 class NoticeFile(Source):
-    """A notice in the file at `path`. The deadline counts from the file's last change; each change
-    is a new notice. A file with malformed content gives DEFAULT_DEADLINE_S."""
+    """Reads a notice from the file at `path`. The deadline counts from the file's last change; each
+    change is a new notice. Malformed content means DEFAULT_DEADLINE_S."""
 
     every_s = FILE_POLL_S
 

@@ -19,7 +19,7 @@ PAUSE_S = 0.2
 """Pause between two requests, in case that the server does not wait."""
 PREEMPTED_S = 30.0
 MAINTENANCE_S = 60.0
-"""Time from the change of each value until the machine stops."""
+"""Time from the change of each value until the machine stops: preempted, maintenance-event."""
 LEAVE = {
     "TRUE": (PREEMPTED_S, "preempted"),
     "TERMINATE_ON_HOST_MAINTENANCE": (MAINTENANCE_S, "host maintenance"),
@@ -28,7 +28,7 @@ STAY = ("FALSE", "NONE", "MIGRATE_ON_HOST_MAINTENANCE")
 
 
 class Gcp(Source):
-    """One of the two values. GCP accepts no acknowledgement."""
+    """Reads one of the two values. GCP accepts no acknowledgement."""
 
     every_s = PAUSE_S
 
@@ -38,7 +38,7 @@ class Gcp(Source):
         self._service, self._value, self._etag = service, value, ""
 
     def answers(self) -> bool:
-        """True if this is GCP. Raises as `read` does."""
+        """Return whether the service is that of GCP. Raises as `read` does."""
         answer = self._service.ask("GET", "/", FLAVOR)
         return answer.headers.get("metadata-flavor") == "Google"
 

@@ -31,16 +31,16 @@ from elastic.rpc.security.tls import write_token
 log = logging.getLogger("elastic.agent.notices")
 MAX_BODY_BYTES = 4096
 CLIENT_S = 5.0
-"""A client that is silent for this time is disconnected."""
+"""Silence after which a client is disconnected."""
 HOOK_POLL_S = 0.1
 PATH = "/notice"
 
 
 class NoticeHook(Source):
-    """Listens at `address` (host:port) until closed. Raises FieldError if the address is not free.
+    """Takes notices over HTTP at `address` (host:port) until closed.
 
-    Makes a token if none is given. Writes address and token to the file `card`, readable for the
-    owner only.
+    `token`: secret that requests must carry; "": make a new one. Address and token are written to
+    the file `card`, which only the owner can read. Raises FieldError if the address is not free.
     """
 
     name, every_s = "http", HOOK_POLL_S
@@ -76,7 +76,7 @@ class NoticeHook(Source):
         self._server.server_close()
 
     def post(self, body: bytes) -> dict[str, Any]:
-        """Set the notice; a repeated one changes its deadline only. Raises FieldError."""
+        """Set the notice, or the deadline and reason of a present one. Raises FieldError."""
         notice = parse_notice(body)
         with self._lock:
             if not self._notices:
@@ -86,13 +86,13 @@ class NoticeHook(Source):
         return {"node": self.node, "deadline_s": notice.deadline_s}
 
     def delete(self) -> dict[str, Any]:
-        """Withdraw the notice."""
+        """Withdraw the notice; return the answer."""
         with self._lock:
             self._notices = ()
         return {"node": self.node, "deadline_s": None}
 
     def get(self) -> dict[str, Any]:
-        """Seconds until the deadline; None: there is no notice."""
+        """Return the node and the seconds until the deadline; None: there is no notice."""
         found = self.read()
         left_s = round(found[0].deadline - time.monotonic(), 3) if found else None
         return {"node": self.node, "deadline_s": left_s}

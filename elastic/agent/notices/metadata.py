@@ -30,25 +30,25 @@ class Answer:
     text: str
 
     def expect(self, *statuses: int) -> Answer:
-        """Return the answer. Raises ValueError if it has another status."""
+        """Return this answer. Raises ValueError if its status is not in `statuses`."""
         if self.status not in statuses:
             raise self.unexpected()
         return self
 
     def json_object(self) -> dict[str, Any]:
-        """The JSON object of an answer with status 200. Raises ValueError for anything else."""
+        """Return the JSON object of an answer with status 200. Raises ValueError for any other."""
         value = json.loads(self.expect(200).text)
         if not isinstance(value, dict):
             raise self.unexpected()
         return value
 
     def unexpected(self) -> ValueError:
-        """The error for an answer that the protocol does not define."""
+        """Return the error for an answer that the protocol does not define."""
         return ValueError(f"{self.path}: status {self.status}, {self.text[:80]!r}")
 
 
 class MetadataService:
-    """The service at `base`, http://host[:port][/prefix]. Raises FieldError for another URL."""
+    """Client of the service at `base`, http://host[:port][/prefix]. Raises FieldError."""
 
     def __init__(self, base: str, timeout_s: float = REQUEST_S) -> None:
         parts = urlsplit(base if "://" in base else f"http://{base}")
@@ -69,8 +69,8 @@ class MetadataService:
         body: str = "",
         timeout_s: float = 0.0,
     ) -> Answer:
-        """Send one request. Raises OSError without an answer, HTTPException or ValueError for a
-        malformed one."""
+        """Send one request; return the answer. `timeout_s`: 0 means that of the client. Raises
+        OSError if no answer comes, HTTPException or ValueError if it is malformed."""
         timeout_s = timeout_s or self._timeout_s
         with closing(http.client.HTTPConnection(self._host, self._port, timeout_s)) as connection:
             connection.request(method, self._prefix + path, body.encode() or None, dict(headers))
@@ -83,6 +83,6 @@ class MetadataService:
 
 
 def seconds_until(when: datetime) -> float:
-    """Seconds from now to a time, which is in UTC if it names no time zone."""
+    """Return the seconds from now to `when`, which is in UTC if it names no time zone."""
     when = when if when.tzinfo else when.replace(tzinfo=UTC)
     return (when - datetime.now(UTC)).total_seconds()

@@ -18,38 +18,38 @@ MAX_RETRY_S = 30.0
 
 
 class Source(Protocol):
-    """Reads the notices of one provider. One thread reads; another one acknowledges."""
+    """Reads the notices of one provider. `read` and `acknowledge` run on different threads."""
 
     name: str
     every_s: float
     """Pause between two reads."""
 
     def read(self) -> tuple[ProviderNotice, ...]:
-        """All notices that are in force; may wait for a change. Raises OSError, HTTPException or
-        ValueError."""
+        """Return all notices that are in force; may wait for a change. Raises OSError,
+        HTTPException or ValueError."""
         ...
 
     def acknowledge(self, heard: ProviderNotice) -> None:
-        """Tell the provider that it need not wait for the deadline. Raises as `read` does."""
+        """Tell the provider that it need not wait for the deadline; subclasses may override it."""
         return
 
     def close(self) -> None:
-        """Release what the source holds open."""
+        """Called when the source is not needed any more; subclasses override it."""
         return
 
 
 def make_notice(
     provider: str, what: str, left_s: float, detail: str, kind: NoticeKind = NoticeKind.LEAVE
 ) -> ProviderNotice:
-    """A notice for the time in `left_s` seconds. `what` identifies it among the provider's."""
+    """Return a notice with a deadline in `left_s` seconds. `what` identifies it at its provider."""
     return ProviderNotice(provider, f"{provider}:{what}", kind, time.monotonic() + left_s, detail)
 
 
 class SourceWatcher:
-    """Reads a source until it is closed. Calls `put(name, notices)` after each read that returns
-    notices, and after the first one that returns none again.
+    """Reads a source on a thread of its own until it is closed.
 
-    A failure is logged once until reading succeeds again; the last notices stay in force.
+    `put(name, notices)` is called after each read that returns notices, and once with () when they
+    are gone. A failure is logged once until reading succeeds again; the last notices stay in force.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class SourceWatcher:
         self.source.close()
 
     def acknowledge(self, heard: ProviderNotice) -> None:
-        """Acknowledge from a thread of its own, and ignore failures: the provider waits at most
-        until the deadline."""
+        """Acknowledge a notice on a new thread. A failure is only logged: the provider waits at
+        most until the deadline."""
         threading.Thread(
             target=self._acknowledge, args=(heard,), name="acknowledge", daemon=True
         ).start()

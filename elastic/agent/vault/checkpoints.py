@@ -4,8 +4,8 @@ When a worker publishes the state of a checkpoint's step, the state is copied at
 writes it to disk. One node writes each layer: its holder in the first pipeline. If holders share
 the state of a layer, each writes its portion.
 
-The state after the last step is always a checkpoint. Workers wait for this one only: it is
-acknowledged when it is on disk, so that the job does not end before.
+The state after the last step is always a checkpoint. Workers wait for this checkpoint only: its
+bundles are acknowledged when the files are on disk, so that the job does not end before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Calls `emit`, from its own thread, when this node's files of a step are on disk."""
+    """Writes this node's files of checkpoints on a thread of its own.
+
+    `emit(part)` is called on this thread when the node's files of a step are on disk. `failed(why)`
+    is called instead if they could not be written; training goes on.
+    """
 
     def __init__(
         self,
@@ -36,29 +40,28 @@ class CheckpointWriter:
         emit: Callable[[CheckpointPart], None],
         failed: Callable[[str], None] = lambda why: None,
     ) -> None:
-        """`failed` gets the reason, from the same thread, if files of a step could not be written;
-        training goes on."""
         self._directory, self._vault, self._emit, self._failed = directory, vault, emit, failed
         self.every = 0
-        """Steps between checkpoints; 0: none."""
+        """Steps between checkpoints; 0: no checkpoints."""
         self.steps = 0
         """Number of steps of the job."""
         self.final = False
-        """The last checkpoint is queued or written by this node."""
+        """Whether this node's part of the last checkpoint is queued or written."""
         self._plan: Plan | None = None
         self._written: set[tuple[int, ...]] = set()
-        """(step, *slot) of the newest parts that are queued or written."""
+        """(step, layer, TP rank), with the portion at the end if there are several, of each part of
+        the newest step that is queued or written."""
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def enter(self, plan: Plan) -> None:
-        """A new plan begins, which determines the layers that this node writes."""
+        """Begin a new plan, which determines the layers that this node writes."""
         self._plan, self.final = plan, False
 
     def offer(self, published: Published) -> None:
-        """Copy the state that belongs to a checkpoint out of a bundle. The bundle must not be
-        acknowledged yet, because its slots may change afterwards."""
+        """Copy the states that belong to a checkpoint from a bundle, and queue them. Call this
+        before the bundle is acknowledged: afterwards the worker may overwrite its memory."""
         plan = self._plan
         if not self.every or plan is None:
             return
@@ -81,7 +84,7 @@ class CheckpointWriter:
             self._queue.put(partial(self._write, plan, parts))
 
     def then(self, action: Callable[[], None]) -> None:
-        """Call `action`, from the writer's thread, when the parts queued so far are on disk or have
+        """Call `action` on the writer's thread, after the parts queued so far are on disk or have
         failed."""
         self._queue.put(action)
 

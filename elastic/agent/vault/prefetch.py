@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 def prefetch(vault: Vault, order: Prefetch) -> int:
     """Fetch the newest state of each (layer, TP rank) in `order`; return the number of bytes.
 
-    State that was superseded meanwhile, or lies on a lost node, is fetched when the node enters.
+    Failures are only logged: the node fetches missing state when its first epoch begins.
     """
     addresses, total = dict(order.vaults), 0
     for node in dict.fromkeys(source for _, _, source in order.sources):

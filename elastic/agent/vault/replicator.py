@@ -1,10 +1,10 @@
-"""Sends the copies that this node's workers publish to the peer's vault, in order.
+"""Sends the copies that this node's workers publish to the vaults of their peers, in order.
 
-One thread sends the bundles. A bundle is acknowledged when it is whole at the peer. If it cannot be
-delivered, it is held: the failure is reported every few seconds, delivery is retried with growing
-pauses, and `reset` drops the bundle when the epoch is over. If the peer has no room, the bundle is
-given up and acknowledged, so that training goes on. Bundles without a peer are acknowledged in
-their turn.
+One thread sends the bundles. A bundle is acknowledged when the peer has all of its copies. A bundle
+that cannot be delivered is *held*: the thread retries with growing pauses and reports the failure
+every few seconds, until `reset` drops the bundle at the end of the epoch. If the peer has no room,
+the bundle is given up but acknowledged, so that training goes on. A bundle without a peer is
+acknowledged when it is the first in the queue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastic.rpc.bulk.transfer import VaultClient
 
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
 REPORT_S = 5.0
-"""Interval between reports of the same outage: an epoch change may swallow the first report."""
+"""Interval between reports of one outage: an epoch change may drop the first report."""
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +36,18 @@ class _Bundle:
     worker: int
     published: Published
     round: int
-    """Number of resets before it."""
+    """Reset counter at the submission. If it is higher now, a reset has dropped the bundle."""
     announced: float
-    """time.monotonic() of the submission."""
+    """Time of the submission (time.monotonic)."""
 
 
 class Replicator:
-    """Calls, from its own thread, `acked(worker, bundle, kept)` per finished bundle, and
-    `failed(epoch, bundle, peer, error)` while one is held; `epoch` is the one of the failure."""
+    """Sends bundles of copies to peers on a thread of its own; all callbacks run on this thread.
+
+    `acked(worker, bundle, kept)` is called once for each finished bundle; `kept` is False if the
+    peer had no room. `failed(epoch, bundle, peer, error)` is called every few seconds while a
+    bundle is held; `epoch` is the epoch at the time of the failure.
+    """
 
     def __init__(
         self,
@@ -61,19 +65,17 @@ class Replicator:
             None
         ),
     ) -> None:
-        """Callbacks of the replicator's thread and settings of its connections.
-
-        `prepare` gets each bundle once, before it is sent or acknowledged. `no_room(peer, why)` is
-        called once per epoch. `sent(peer, bytes, seconds)` is called per delivered bundle, and
-        `delivered(copies, seconds, kept)` per bundle that the peer took or (not kept) had no room
-        for, with the time since `submit`. `pace`: see `elastic.rpc.frames.FrameStream`;
-        `compressing`: see `VaultClient`.
-        """
+        """`prepare(published)` is called once per bundle, before the bundle is sent or
+        acknowledged. `no_room(peer, why)` is called for the first bundle of an epoch for which the
+        peer has no room. `sent(peer, nbytes, seconds)` is called after each transfer, with its
+        duration. `delivered(copies, seconds, kept)` is called for each finished bundle with a peer,
+        with the time since `submit`. `pace`: see `elastic.rpc.frames.FrameStream`; `compressing`:
+        see `VaultClient`."""
         self._delivered = delivered
         self._prepare, self._pace, self._compressing = prepare, pace, compressing
         self._no_room, self._sent = no_room, sent
         self._reported_full = (-1, "")
-        """(round, peer) of the last report that a peer has no room."""
+        """(`_Bundle.round`, peer) of the last report that a peer has no room."""
         self._vault, self._acked, self._failed, self._timeout_s = vault, acked, failed, timeout_s
         self._changed = threading.Condition()
         self._queue: deque[_Bundle] = deque()
@@ -85,7 +87,7 @@ class Replicator:
 
     @property
     def vaults(self) -> dict[str, str]:
-        """Address (host:port) per node of its vault."""
+        """Address (host:port) of each node's vault. A change closes the connection to a node."""
         with self._changed:
             return dict(self._vaults)
 
@@ -98,13 +100,13 @@ class Replicator:
             self._changed.notify_all()
 
     def enter(self, epoch: int, assignment: Assignment) -> None:
-        """Serve the epoch of this assignment; drop the bundles of older ones."""
+        """Begin `epoch`: drop the bundles of older epochs and use the addresses of `assignment`."""
         self.reset(epoch)
         self.vaults = dict(assignment.vaults)
 
     def submit(self, worker: int, published: Published) -> None:
-        """Queue a bundle that is in the vault's index. A bundle of a past epoch for a peer is
-        dropped."""
+        """Queue a bundle whose copies are in the vault. A bundle for a peer is dropped if any of
+        its copies belongs to a past epoch."""
         with self._changed:
             stale = any(local.copy.epoch < self._epoch for local in published.copies)
             if self._closed or (published.peer and stale):
@@ -134,7 +136,7 @@ class Replicator:
 
     @property
     def exposed_s(self) -> float:
-        """Age of the oldest unacknowledged bundle for a peer; 0: there is none."""
+        """Age of the oldest unacknowledged bundle for a peer; 0: all are acknowledged."""
         with self._changed:
             first = next(
                 (bundle.announced for bundle in self._queue if bundle.published.peer), None
@@ -167,7 +169,7 @@ class Replicator:
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     def _next(self) -> _Bundle | None:
-        """Wait for the oldest bundle, which stays in the queue until it is finished."""
+        """Wait for the oldest bundle and return it, still queued; None after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or bool(self._queue))
             return None if self._closed else self._queue[0]
@@ -204,7 +206,7 @@ class Replicator:
             return self._clients[peer]
 
     def _report_held(self, bundle: _Bundle, error: ElasticError) -> None:
-        """Report the failure in the served epoch, unless a reset has dropped the bundle."""
+        """Log and report that a bundle is held, unless a reset has dropped it."""
         with self._changed:
             epoch = self._epoch
             if bundle.round != self._round:
@@ -214,8 +216,8 @@ class Replicator:
         self._failed(epoch, number, peer, error)
 
     def _finish(self, bundle: _Bundle, full: VaultFull | None) -> None:
-        """Remove the bundle and acknowledge it, unless a reset has dropped it. `full`: the peer has
-        no room for it."""
+        """Remove the bundle and acknowledge it, unless a reset has dropped it. `full`: the error if
+        the peer has no room for the bundle, else None."""
         peer, number = bundle.published.peer, bundle.published.bundle
         if full is not None and self._reported_full != (bundle.round, peer):
             self._reported_full = bundle.round, peer

@@ -1,13 +1,13 @@
-"""Rules for the copies that a vault keeps, and for those that make room. Pure functions.
+"""Decides which copies a vault keeps, and which may be dropped to make room. Pure functions.
 
-A group is all copies of one kind, layer, shard, owner and epoch. Of a group the vault keeps
+A group is all copies of one kind, layer, shard, owner and epoch; logged messages also have one
+group per micro-batch. From each group the vault keeps the two newest steps:
 
-- the two newest steps, and of each step the newest copy;
-- of gradients the two newest copies per step: TP ranks are backed up one after another, and only
-  a ledger that all ranks have is of use;
-- of updates all since the older kept state of the same layer, shard, owner and epoch, because each
-  of these states leads to the newest version through them;
-- logged messages per micro-batch.
+- the newest copy of each step;
+- of gradients the two newest copies of each step: TP ranks are backed up one after another, and
+  only a ledger that all ranks have is of use;
+- of updates instead all since the oldest kept state of the same layer, shard, owner and epoch: the
+  newest version can be computed from any kept state.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from elastic.planning.plan.schemes import MOST_REPLAY
 KEPT_STEPS = 2
 KEPT_GRADIENTS = 2
 KEPT_UPDATES = 2 * MOST_REPLAY
-"""Upper limit, in case that no more states arrive."""
+"""Upper limit on kept updates, for the case that no more states arrive."""
 
 RetentionGroup = tuple[str, int, int, str, int, frozenset[int]]
 
 
 def group_of(copy: Copy) -> RetentionGroup:
-    """The group of copies that can supersede `copy`."""
+    """Return the group of `copy`. Newer copies of this group can supersede it."""
     messages = copy.microbatches if copy.kind in LOGS else frozenset()
     return copy.kind, copy.layer, copy.shard, copy.owner, copy.epoch, messages
 
 
 def superseded(copies: Collection[Copy], states: Iterable[int] = ()) -> list[Copy]:
-    """Copies of one group that the vault does not keep. `states`: steps of the kept states, needed
-    for updates."""
+    """Return the copies of one group that the vault does not keep. `states`: steps of the kept
+    states, needed if the copies are updates."""
     steps = sorted({copy.step for copy in copies})
     oldest = min(states, default=None)
     if oldest is None:
@@ -48,11 +48,11 @@ def superseded(copies: Collection[Copy], states: Iterable[int] = ()) -> list[Cop
 
 
 def dispensable(copies: Iterable[Copy], arriving: Copy) -> list[Copy]:
-    """Copies that may be dropped to make room for `arriving`.
+    """Return the copies that may be dropped to make room for `arriving`.
 
-    They have its layer, shard and owner. The newest copy of its kind stays, of any epoch. Of states
-    and updates, the newest state and the later updates stay: every newer version can be computed
-    from these.
+    All of them have the layer, shard and owner of `arriving`. The newest copy of its kind stays,
+    whatever its epoch. Of states and updates, the newest state and the later updates stay: every
+    newer version can be computed from them.
     """
     kinds = (STATE, UPDATE) if arriving.kind in (STATE, UPDATE) else (arriving.kind,)
     place = (arriving.layer, arriving.shard, arriving.owner)
@@ -67,22 +67,22 @@ def dispensable(copies: Iterable[Copy], arriving: Copy) -> list[Copy]:
 
 
 def age(copy: Copy) -> tuple[int, int]:
-    """Sort key of copies of one group and step; the newest copy has the highest."""
+    """Return a sort key for copies of one group and step; the newest copy has the highest key."""
     return len(copy.microbatches), copy.sequence
 
 
 def _older(copies: Sequence[Copy]) -> list[Copy]:
-    """All copies but the newest. A later epoch counts as newer even at an earlier step, because
-    training went back."""
+    """Return all copies but the newest. Except for gradients, a copy of a later epoch is newer even
+    at an earlier step, because training went back."""
     return sorted(copies, key=lambda c: (c.epoch if c.kind != GRADIENT else 0, c.step, *age(c)))[
         :-1
     ]
 
 
 def abandoned(copies: Iterable[Copy], epoch: int, step: int) -> list[Copy]:
-    """Copies of older epochs that are later than `step`, in which `epoch` begins.
+    """Return the copies of older epochs that are later than `step`, at which `epoch` begins.
 
-    Training went back and computes these versions again, in floating point with other last bits.
+    Training went back and computes these versions again, with other last bits in floating point.
     """
     return [
         copy

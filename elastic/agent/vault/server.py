@@ -48,11 +48,11 @@ from elastic.rpc.security.token_proof import TokenGate
 from elastic.rpc.security.unauthenticated import UnauthenticatedConnections
 
 MIN_MEASURED_BYTES = 8 << 20
-"""Smaller copies fit into socket buffers, so that their transfer does not measure the link."""
+"""Least bytes of a transfer that measures the link. Smaller copies fit into socket buffers."""
 MAX_CONNECTIONS = 1024
-"""Upper limit of authenticated connections, above the peers and workers of any node."""
+"""Upper limit of authenticated connections; no node has so many peers and workers."""
 MAX_UNAUTHENTICATED, MAX_PER_ADDRESS = 256, 32
-"""Upper limits of unauthenticated connections: all, and those of one address except loopback."""
+"""Upper limits of unauthenticated connections: in all, and from one address except loopback."""
 ACCEPT_RETRY_S = 0.1
 """Pause after a connection could not be accepted."""
 MAX_PROBE_BYTES = 16 << 20
@@ -62,8 +62,8 @@ log = logging.getLogger(__name__)
 
 
 class VaultServer:
-    """Listens after `start()`; `address` is then host:port. A client that stalls within a frame is
-    disconnected."""
+    """Serves one vault over TCP from `start` until `close`. `address` is host:port after `start`. A
+    client that stalls inside a frame is disconnected."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class VaultServer:
         secure: tls.SecuritySettings | None = None,
         received: Callable[[Sequence[Copy]], object] = lambda copies: None,
     ) -> None:
-        """`pace`: see `FrameStream`. `compressing` chooses a codec per copy (None: uncompressed).
-        `secure`: security settings (None: those of this process). `received` gets the copies that
-        were stored, from any thread."""
+        """`pace`: see `FrameStream`. `compressing` chooses a codec per copy; None: uncompressed.
+        `secure`: security settings; None: those of this process. `received(copies)` is called, on
+        any thread, for each bundle that was stored."""
         secure = secure or tls.current()
         self._gate, self._certificates = TokenGate(secure.token), secure.certificates
         self._pace, self._compressing = pace, compressing or CompressionPolicy("off")
@@ -94,7 +94,7 @@ class VaultServer:
         self.address = ""
 
     def start(self) -> VaultServer:
-        """Raises FieldError if the address is not free."""
+        """Listen; return this server. Raises FieldError if the address is not free."""
         try:
             self._listener = socket.create_server(self._where, backlog=64)
         except OSError as error:
@@ -146,7 +146,7 @@ class VaultServer:
                 self._spawn(self._serve, stream, f"{where[0]}:{where[1]}")
 
     def _make_room(self, address: str) -> None:
-        """End the oldest unauthenticated connection if there are too many. Needs the lock."""
+        """Hang up the oldest unauthenticated connection if too many are open; needs the lock."""
         waiting = self._unauthenticated
         oldest = waiting.crowded(address, MAX_PER_ADDRESS) or waiting.full(MAX_UNAUTHENTICATED)
         if oldest is not None:
@@ -182,8 +182,8 @@ class VaultServer:
                 self._unauthenticated.leave(stream)
 
     def _admit(self, stream: FrameStream, peer: str) -> bool:
-        """Count the connection as authenticated. False if it has ended, or if there are too
-        many."""
+        """Count the connection as authenticated. Return False if it was hung up or too many are
+        open."""
         with self._lock:
             if not self._unauthenticated.leave(stream):
                 return False
@@ -212,7 +212,8 @@ class VaultServer:
         return node
 
     def _answer(self, stream: FrameStream, header: Any, nbytes: int, node: str) -> None:
-        """Carry out one request of `node`. An error is the reply; the connection goes on."""
+        """Carry out one request of `node` and reply. The connection ends after a ChannelClosed or
+        FieldError; any other ElasticError is sent as the reply."""
         kind = REQUESTS.get(str(header.get("kind", ""))) if isinstance(header, dict) else None
         if kind is None:
             raise FieldError("vault request", str(header)[:80], f"one of {', '.join(REQUESTS)}")
@@ -261,7 +262,7 @@ class VaultServer:
                 self._compressing.sent(sent, time.perf_counter() - began - codec_s)
 
     def _put(self, stream: FrameStream, request: Put, nbytes: int) -> None:
-        """Receive a bundle. Every copy is verified before the first one is kept."""
+        """Receive a bundle and reply. No copy is kept before all of them are verified."""
         copies, codecs = request.copies, request.codecs or ("",) * len(request.copies)
         sizes = [copy.nbytes for copy in copies]
         if sum(sizes) != nbytes or min(sizes, default=0) < 0:
@@ -293,7 +294,7 @@ class VaultServer:
         stream.send(codec.encode(_reply_for(error)))
 
     def _reserve(self, copies: tuple[Copy, ...]) -> tuple[list[Incoming], ElasticError | None]:
-        """Reserve room for all copies, or return the reason why there is none."""
+        """Reserve room for all copies. Return the reservations, or [] and the error."""
         try:
             return self._vault.store_all(copies), None
         except (VaultError, StaleError) as error:

@@ -5,8 +5,8 @@ it (`publish`). A peer sends it (`store`): the bytes go to a slot of the vault a
 before the copy enters the index. So a partial copy never overwrites the last whole one.
 
 Each slot (`elastic.store.shared_memory`) carries the sequence number of its content. If the number
-differs from the index entry, the slot was overwritten or its writer died while writing; the entry
-is dropped when it is next used.
+differs from that of the index entry, the slot was overwritten or its writer died while writing; the
+entry is dropped at its next use.
 
 `elastic.agent.vault.retention` has the rules for keeping copies. `trim` drops whole epochs.
 """
@@ -68,15 +68,15 @@ class Incoming:
         self.buffer = slot.view(copy.nbytes)
 
     def verify(self, digest: str | None = None) -> None:
-        """Raise VaultError unless the checksum matches. `digest`: the checksum, if known."""
+        """Raise VaultError unless the checksum matches. `digest`: that of `buffer`, if known."""
         found = checksum(self.buffer) if digest is None else digest
         if found != self._copy.checksum:
             text = f"arrived corrupt: checksum {found}, not {self._copy.checksum}"
             raise VaultError(f"{self._copy.key} {text}")
 
     def commit(self, digest: str | None = None) -> None:
-        """Verify the bytes and add the copy to the vault. Raises VaultError or StaleError, and then
-        keeps nothing."""
+        """Verify the bytes (`digest`: see `verify`) and add the copy to the vault. After a
+        VaultError or StaleError nothing is kept."""
         if self._slot is None:
             raise VaultError(f"{self._copy.key} was aborted")
         try:
@@ -88,7 +88,7 @@ class Incoming:
             self.abort()
 
     def abort(self) -> None:
-        """Give the slot back unless the copy was committed."""
+        """Return the slot to the vault unless the copy was committed."""
         slot, self._slot = self._slot, None
         if slot is not None:
             self._vault._give(slot)
@@ -105,9 +105,9 @@ class Vault:
         limit: int = 0,
         on_corrupt: Callable[[Copy], None] = lambda copy: None,
     ) -> None:
-        """`directory` should be on /dev/shm. `limit`: maximum bytes of copies from peers (0: all of
-        the memory). `on_corrupt` gets each copy that is dropped because its checksum does not
-        match, from any thread."""
+        """`directory` should be on /dev/shm. `limit`: maximum bytes of copies from peers; 0: no
+        limit. `on_corrupt(copy)` is called, on any thread, for each copy that is dropped because
+        its checksum does not match."""
         self._on_corrupt = on_corrupt
         self.node, self.directory = node, Path(directory)
         self._lock, self._arriving = threading.RLock(), threading.Lock()
@@ -119,14 +119,14 @@ class Vault:
         self._gone: set[tuple[Path, str]] = set()
         self._fence = self._trimmed = 0
         self._running = -1
-        """Step of which logged messages survive the trim of their epoch; -1: none."""
+        """Step whose logged messages survive the trim of their epoch; -1: none survive."""
 
     # ---- copies come in ----
 
     def publish(self, local: LocalCopy) -> None:
         """Index a copy that a local worker wrote, and drop the entry that used the same slot.
 
-        There is no check of the epoch, because only child processes announce copies here. Raises
+        The epoch is not checked, because only child processes announce copies here. Raises
         VaultError if the slot does not hold the copy.
         """
         with self._lock:
@@ -140,7 +140,7 @@ class Vault:
             self._insert(_VaultEntry(replace(local.copy, node=self.node), local.path, reader))
 
     def store(self, copy: Copy, *, trusted: bool = False) -> Incoming:
-        """Reserve room for an arriving copy. `trusted`: this node fetched it itself, so that its
+        """Reserve room for an arriving copy. `trusted`: this node fetches the copy itself, and its
         epoch is not checked.
 
         Raises StaleError if the epoch is fenced, VaultFull if there is no room.
@@ -157,7 +157,7 @@ class Vault:
             return Incoming(self, copy, slot, trusted)
 
     def store_all(self, copies: Sequence[Copy]) -> list[Incoming]:
-        """Call `store` for all copies or for none.
+        """Reserve room for all copies or for none. Raises as `store` does.
 
         One bundle at a time reserves its room, so that two concurrent bundles cannot both fail
         because of each other's partial reservations.
@@ -182,9 +182,10 @@ class Vault:
 
     @contextlib.contextmanager
     def lease(self, key: str) -> Iterator[memoryview]:
-        """The bytes of a copy, in place. A slot of the vault is not reused meanwhile.
+        """Yield the bytes of a copy in its slot. The vault does not reuse a slot of its own
+        meanwhile.
 
-        A worker may rewrite its own slot meanwhile, so the reader must verify the checksum.
+        A worker may overwrite its own slot meanwhile, so the reader must verify the checksum.
         """
         with self._pinned(key) as entry:
             yield entry.data
@@ -202,8 +203,8 @@ class Vault:
                 self._release(entry)
 
     def read(self, key: str) -> memoryview:
-        """The verified bytes, in private memory. Raises VaultError and drops the copy if it is
-        corrupt."""
+        """Return the verified bytes, in private memory. Raises VaultError if the copy is absent or
+        corrupt, and drops a corrupt copy."""
         with self._pinned(key) as entry:
             data = bytes(entry.data)
         if checksum(data) != entry.copy.checksum:
@@ -212,12 +213,12 @@ class Vault:
         return memoryview(data)
 
     def view(self, local: LocalCopy) -> memoryview:
-        """The bytes that a worker announced, even if the index has a newer copy."""
+        """Return the bytes that a worker announced, even if the index has a newer copy."""
         with self._lock:
             return self._reader(local).view(local.copy.nbytes)
 
     def locate(self, key: str) -> LocalCopy:
-        """Path of a copy's slot, for a `SlotReader` on this node."""
+        """Return the path and offset of a copy, for a `SlotReader` on this node."""
         with self._lock:
             entry = self._find(key)
             return LocalCopy(entry.copy, entry.path, DATA_OFFSET)
@@ -227,7 +228,7 @@ class Vault:
             return self._find(key).copy
 
     def inventory(self) -> tuple[Copy, ...]:
-        """All whole copies, sorted by key. Drops overwritten ones."""
+        """Drop overwritten copies; return all others, sorted by key."""
         with self._lock:
             for entry in [e for e in self._entries.values() if not e.whole]:
                 self._drop(entry)
@@ -260,8 +261,8 @@ class Vault:
             self._drop_old()
 
     def _drop_old(self, kinds: Collection[str] = ()) -> None:
-        """Drop copies of trimmed epochs, of these kinds or of all, except the logged messages that
-        are still needed. Return unused slots to workers; remove those of dead workers."""
+        """Drop copies of trimmed epochs (`kinds`: only of these kinds) except logged messages that
+        are still needed. Return unused slots to workers; remove the slots of dead workers."""
         for entry in [e for e in self._entries.values() if e.copy.epoch < self._trimmed]:
             needed = entry.copy.kind in LOGS and entry.copy.step == self._running
             if not needed and (not kinds or entry.copy.kind in kinds):
@@ -279,23 +280,23 @@ class Vault:
                     self._readers.pop(path, None)
 
     def worker_gone(self, pid: int, directory: Path) -> None:
-        """The worker, which had its slots in `directory`, has ended. Its copies stay; `trim`
-        removes its slots when they are unused."""
+        """Record that process `pid`, a worker with slots in `directory`, has ended. Its copies
+        stay; `trim` removes its slots when they are unused."""
         with self._lock:
             self._gone.add((directory, slot_prefix(pid)))
 
     def enter(self, epoch: int, step: int) -> None:
-        """`epoch` begins in `step`: fence older epochs and drop their copies of later steps."""
+        """Begin `epoch` at `step`: fence older epochs and drop their copies of later steps."""
         with self._lock:
             self.fence(epoch)
             self._drop_all(abandoned([entry.copy for entry in self._entries.values()], epoch, step))
 
     def verify(self, key: str) -> bool:
-        """Compare a copy with its checksum. Return False and drop the copy if they differ."""
+        """Return whether the vault has the copy and its checksum matches. Drop a corrupt copy."""
         return not self._drop_corrupt(key) and key in self._entries
 
     def _drop_corrupt(self, key: str) -> bool:
-        """Drop the copy and return True if it is corrupt and was not removed meanwhile."""
+        """Drop a copy that is overwritten or corrupt. Return True if this call dropped it."""
         try:
             with self._pinned(key) as entry:
                 found = checksum(entry.data)
@@ -311,7 +312,7 @@ class Vault:
         return True
 
     def flip_bytes(self) -> int:
-        """Flip a byte in each copy from a peer, as faulty memory would; return their number."""
+        """Flip a byte in each copy from a peer, as faulty memory would; return how many."""
         with self._lock:
             found = self._from_peers()
             for entry in found:
@@ -319,7 +320,7 @@ class Vault:
             return len(found)
 
     def check_integrity(self) -> tuple[Copy, ...]:
-        """Verify all copies and the index; return the copies that were dropped."""
+        """Verify all copies and the index. Drop corrupt copies and return them."""
         bad = tuple(copy for copy in self.inventory() if self._drop_corrupt(copy.key))
         with self._lock:
             indexed = {key for keys in self._groups.values() for key in keys}
@@ -383,7 +384,7 @@ class Vault:
             self._drop_all(self._superseded((UPDATE, *group[1:])))
 
     def _superseded(self, group: RetentionGroup) -> list[Copy]:
-        """Copies of a group that retention does not keep now."""
+        """Return the copies of a group that retention does not keep now."""
         copies = [self._entries[key].copy for key in self._groups.get(group, ())]
         states = self._groups.get((STATE, *group[1:]), ()) if group[0] == UPDATE else ()
         return superseded(copies, [self._entries[key].copy.step for key in states])
@@ -402,7 +403,7 @@ class Vault:
         return entry
 
     def _drop(self, entry: _VaultEntry) -> None:
-        """Remove an entry, once. With a state, the updates that need it are dropped too."""
+        """Remove an entry, if still present. With a state, also drop updates that need it."""
         copy, group = entry.copy, group_of(entry.copy)
         if entry.dropped:
             return
@@ -416,7 +417,7 @@ class Vault:
             self._drop_all(self._superseded((UPDATE, *group[1:])))
 
     def _release(self, entry: _VaultEntry) -> None:
-        """Free the slot of a dropped entry when nobody reads it."""
+        """Return the slot of a dropped entry to the pool, unless a reader still uses it."""
         if entry.dropped and not entry.pins and isinstance(entry.slot, SharedSlot):
             self._pool.give(entry.slot)
 

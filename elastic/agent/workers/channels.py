@@ -20,10 +20,11 @@ DRAIN_S = 2.0
 
 
 class WorkerChannels:
-    """Calls `put(generation, local rank, message)` for each worker's messages, in their order.
+    """Connects the agent with its workers, which attach to a Unix socket at `path`.
 
-    `launched` returns the generation (number of the launch) and the process id per local rank of
-    the running launch.
+    `put(generation, local rank, message)` is called for each message of a worker, in order.
+    `launched()` returns the generation (number) of the running launch and its process id per local
+    rank.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class WorkerChannels:
         threading.Thread(target=self._accept, args=(listener,), name="workers", daemon=True).start()
 
     def send(self, message: Any, rank: int | None = None) -> None:
-        """Send to one worker or to all connected ones. Closed channels are skipped, because the
-        worker's exit is reported anyway."""
+        """Send to the worker `rank`, or to all connected workers (None). Closed channels are
+        skipped, because the worker's exit is reported anyway."""
         for number, channel in list(self._channels.items()):
             if rank is None or rank == number:
                 with contextlib.suppress(ChannelClosed):
@@ -70,7 +71,7 @@ class WorkerChannels:
             ).start()
 
     def _receive(self, channel: Channel) -> None:
-        """Pass on one worker's messages until it is gone."""
+        """Pass on one worker's messages until its connection ends."""
         try:
             first = channel.receive()
             if not isinstance(first, m.Attach | m.Failed):

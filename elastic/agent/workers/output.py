@@ -4,8 +4,8 @@
     --redirects    log file only
     --tee          log file, and the console line by line with a prefix
 
-One thread per group copies output that goes to both places; a worker writes to the file itself if
-it is the only place. On a full disk the log file loses lines, but no worker waits.
+One thread per group of workers copies output that goes to both places. With `--redirects` a worker
+writes to the log file itself. On a full disk the log file loses lines, but no worker waits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LONGEST_LINE_BYTES = 1 << 16
 
 @dataclass
 class _Pipe:
-    """One pipe from a worker: copied to `log` and to the descriptor `console` (-1: none)."""
+    """Copies one pipe of a worker to `log` and to the descriptor `console` (-1: none)."""
 
     log: IO[bytes]
     console: int
@@ -39,7 +39,7 @@ class _Pipe:
     rest: bytes = field(default=b"")
     """The last, unfinished line."""
     dropped: int = 0
-    """Bytes that the log file has lost in the present outage of its disk."""
+    """Bytes that the log file has lost since writing began to fail; 0: writing succeeds."""
 
     def feed(self, data: bytes) -> None:
         self._keep(data)
@@ -95,10 +95,11 @@ class Output:
         self._thread = threading.Thread(target=self._pump, name="worker-output", daemon=True)
 
     def open(self, folder: Path, local_rank: int, names: dict[str, str]) -> tuple[int, int]:
-        """Create the log files in `folder`; return the descriptors for the worker's stdout, stderr.
+        """Create the log files in `folder`; return the descriptors for the worker's stdout and
+        stderr.
 
-        `names` fill the template of the prefix. The caller closes the descriptors after the worker
-        has inherited them.
+        `names`: values for the template of the line prefix. The caller closes the descriptors after
+        the worker has inherited them.
         """
         folder.mkdir(parents=True, exist_ok=True)
         out = self._route(folder / "stdout.log", local_rank, STDOUT, names)
@@ -108,8 +109,8 @@ class Output:
         self._thread.start()
 
     def finish(self, timeout_s: float = 1.0) -> None:
-        """Copy what is still in the pipes, then stop. Descendants that hold a pipe open are waited
-        for up to `timeout_s`."""
+        """Copy the output that is still in the pipes, then stop. Wait up to `timeout_s` for
+        descendants that hold a pipe open."""
         with contextlib.suppress(BrokenPipeError):  # every pipe has ended already
             os.write(self._wake_write, b".")
         os.close(self._wake_write)

@@ -32,15 +32,15 @@ from elastic.domain.types import NodeInfo
 
 CLOCK_HZ = os.sysconf("SC_CLK_TCK")
 IDLE_S = 3.0
-"""After this time without CPU use of its main thread, a worker may be waiting for its descendants:
-their CPU time is read too."""
+"""Time without CPU use of a worker's main thread after which the CPU time of its descendants is
+read: the worker may be waiting for them."""
 DESCENDANTS_POLL_S = 1.0
-"""Interval between two such reads, which scan every process of the machine."""
+"""Interval between two reads of that CPU time; each scans all processes of the machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """One worker ended."""
+    """Exit of one worker process."""
 
     local_rank: int
     pid: int
@@ -49,12 +49,12 @@ class WorkerExit:
 
 
 def agent_socket(config: JobConfig, node: str) -> Path:
-    """Path of the Unix socket at which the agent of `node` listens for its workers."""
+    """Return the path of the Unix socket at which the agent of `node` listens for its workers."""
     return Path(config.memory_dir, node, "agent.sock")
 
 
 def process_sample(rank: int, pid: int) -> ProcessSample | None:
-    """Read the state of the worker `rank`, process `pid`; None if it has ended."""
+    """Return the state of the worker `rank`, which is process `pid`; None if it has ended."""
     try:
         status = psutil.Process(pid).status()
         main = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -68,7 +68,7 @@ def process_sample(rank: int, pid: int) -> ProcessSample | None:
 
 
 def descendant_cpu_s(pid: int) -> float:
-    """CPU time of the descendants of `pid`, including those that ended and were waited for."""
+    """Return the CPU time of the descendants of `pid`, including those already waited for."""
     total = 0.0
     for process in (pid, *(child.pid for child in _descendants(pid))):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -79,7 +79,7 @@ def descendant_cpu_s(pid: int) -> float:
 
 
 class DescendantSampler:
-    """Reads the CPU time of the descendants of processes that seem idle."""
+    """Adds the CPU time of descendants to the samples of workers that seem idle."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -114,7 +114,7 @@ def worker_environment(
     tp_store: str,
     base: Mapping[str, str],
 ) -> dict[str, str]:
-    """The environment `base` with torchrun's variables and our own for one worker."""
+    """Return one worker's environment: `base` without secrets, torchrun's variables, and ours."""
     rank = launch.rank + local_rank
     threads_unset = "OMP_NUM_THREADS" not in base
     shared = config.nproc_per_node > 1 or config.local_nodes > 1
@@ -172,7 +172,7 @@ class WorkerGroup:
         on_exit: Callable[[WorkerExit], None],
         console: tuple[int, int] = (1, 2),
     ) -> None:
-        """`on_exit` is called once per worker, from its thread. Nothing runs before `start`."""
+        """`on_exit(exit)` is called once per worker, on its own thread. `start` starts them."""
         self._config, self._launch, self._info, self._on_exit = config, launch, info, on_exit
         self._output, self._descendants = Output(config, console), DescendantSampler()
         self._changed = threading.Condition()
@@ -185,8 +185,8 @@ class WorkerGroup:
         """Path of the FileStore of the TP groups; new at each launch."""
 
     def start(self) -> None:
-        """Start all workers from the thread that calls, which must outlive them. Raises OSError if
-        a log file or a process cannot be created."""
+        """Start all workers. The calling thread must outlive them. Raises OSError if a log file or
+        a process cannot be created."""
         Path(self.tp_store).parent.mkdir(parents=True, exist_ok=True)
         streams = [self._open(rank) for rank in range(self._config.nproc_per_node)]
         self._output.start()
@@ -207,32 +207,32 @@ class WorkerGroup:
             return {rank: process.pid for rank, process in sorted(self._processes.items())}
 
     def alive(self) -> tuple[int, ...]:
-        """Local ranks of the workers that have not ended."""
+        """Return the local ranks of the workers that have not ended."""
         with self._changed:
             return tuple(rank for rank in sorted(self._processes) if rank not in self._exits)
 
     def samples(self) -> tuple[ProcessSample, ...]:
-        """The kernel's view of each worker that has not ended."""
+        """Return the kernel's view of each worker that has not ended."""
         pids = self.pids
         found = [(pids[rank], process_sample(rank, pids[rank])) for rank in self.alive()]
         return tuple(self._descendants.add(pid, one) for pid, one in found if one is not None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until every worker has ended; return False after `timeout_s`."""
+        """Wait until every worker has ended; return False after `timeout_s` (None: no limit)."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: len(self._exits) == len(self._processes), timeout_s
             )
 
     def terminate(self, grace_s: float) -> None:
-        """Send SIGTERM, and after `grace_s` SIGKILL. Returns when all workers have ended."""
+        """Send SIGTERM, after `grace_s` SIGKILL, and wait until all workers have ended."""
         for rank in self.alive():
             self._signal(rank, signal.SIGTERM)
         self.wait(grace_s)
         self.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL to all workers and descendants. Returns when all workers have ended."""
+        """Send SIGKILL to all workers and descendants, and wait until all workers have ended."""
         pids = self.pids
         descendants = [process for rank in self.alive() for process in _descendants(pids[rank])]
         for rank in self.alive():
@@ -284,7 +284,7 @@ class WorkerGroup:
             self._processes[rank].send_signal(number)
 
     def _finish(self) -> None:
-        """Flush the output, once. On return all output is in the files."""
+        """Flush the output, once. Afterwards all output is in the files."""
         with self._finishing:
             if not self._finished:
                 self._finished = True

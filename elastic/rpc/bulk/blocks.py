@@ -6,8 +6,8 @@ of the copy; the last block holds the rest:
     u32  bytes of the block (little-endian) | a Blosc buffer: bit shuffle over 8 bytes, then LZ4
 
 A block is compressed while the one before it is sent, and neither side holds more than one. The
-receiver trusts nothing in a block: it knows the raw size from the copy, and the copy's checksum
-over the raw bytes decides.
+receiver trusts nothing in a block: it knows the raw size from the copy, and verifies the copy's
+checksum over the raw bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOSC = "blosc"
 CODECS = ("", BLOSC)
 BLOCK_BYTES = 1 << 20
 _OVERHEAD = 16
-"""Most bytes that a block can grow: Blosc's header."""
+"""Most bytes by which compression can enlarge a block: Blosc's header."""
 _LENGTH = struct.Struct("<I")
 _SIZES = struct.Struct("<4xIII")
 """Fields of a Blosc header: raw bytes, block size, compressed bytes."""
@@ -61,7 +61,7 @@ def unpack(block: bytes | bytearray, out: memoryview) -> None:
 
 
 def send_copy(stream: FrameStream, data: memoryview, how: str) -> tuple[int, float]:
-    """Send a copy with the codec `how`. Returns bytes sent and seconds spent on compression."""
+    """Send a copy with the codec `how`; return bytes sent and seconds spent on compression."""
     if not how:
         stream.write(data)
         return data.nbytes, 0.0
@@ -78,10 +78,10 @@ def send_copy(stream: FrameStream, data: memoryview, how: str) -> tuple[int, flo
 def read_copy(
     stream: FrameStream, out: memoryview, how: str, on_chunk: Callable[[memoryview], object]
 ) -> VaultError | None:
-    """Read a copy with the codec `how` into `out`; `on_chunk` gets it piece by piece.
+    """Read a copy with the codec `how` into `out`; `on_chunk` gets the raw bytes piece by piece.
 
-    All blocks are read even if one is corrupt, so that the connection stays in step; the first
-    error is returned. Raises FieldError for an unknown codec or an impossible length of a block.
+    Return the first error of a corrupt block, or None. All blocks are read even then, so that the
+    connection stays usable. Raises FieldError for an unknown codec or an impossible block length.
     """
     if how not in CODECS:
         raise FieldError("codec", how[:80], f"one of {', '.join(filter(None, CODECS))}")

@@ -21,12 +21,12 @@ SAMPLE_EVERY = 64
 """Number of copies of a kind between two samples."""
 SAMPLE_BLOCKS = 4
 SENDS, LEAST_SENDS = 8, 4
-"""The link's speed is the best of SENDS sends, because this machine may slow down a single one.
-LEAST_SENDS are needed."""
+"""The link's speed is that of the fastest of the last SENDS sends, because this machine may slow
+down a single one. It is unknown before LEAST_SENDS sends."""
 OVERHEAD_S = 2e-3
-"""Overhead per send: two processes wake up, bytes are checked, memory is allocated."""
+"""Time of a send that the link does not take: waking two processes, checks, allocation."""
 MIN_BYTES = 1 << 20
-"""Smaller sends measure latency, not the link."""
+"""Least bytes of a send that measures the link. Smaller ones measure latency."""
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class CompressionPolicy:
         self._lock = threading.Lock()
 
     def codec(self, copy: Copy, data: memoryview) -> str:
-        """Codec for `copy`, whose bytes are `data`: "" or one of `elastic.rpc.bulk.blocks`."""
+        """Return the codec for `copy`, whose bytes are `data`: BLOSC, or "" for none."""
         kind, rate = copy.kind, self.link_bytes_per_s
         if self._mode == "auto" and rate and copy.nbytes >= SMALL_BYTES:
             self._sample(kind, data)
@@ -61,7 +61,7 @@ class CompressionPolicy:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Measured speed of the link; 0: not known yet."""
+        """Measured speed of the link; 0: unknown."""
         with self._lock:
             return max(self._rates) if len(self._rates) >= LEAST_SENDS else 0.0
 

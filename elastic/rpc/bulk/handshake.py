@@ -28,7 +28,7 @@ HANDSHAKE_S = 10.0
 
 
 def authenticate(stream: FrameStream, token: str, node: str) -> None:
-    """Run the client's side. Raises VaultError when either side rejects the other."""
+    """Run the client's side of the handshake. Raises VaultError if one side rejects the other."""
     mine = new_nonce()
     stream.send({"kind": "Hello", "body": {"node": node, "nonce": mine}})
     challenge = _received(stream)
@@ -42,9 +42,9 @@ def authenticate(stream: FrameStream, token: str, node: str) -> None:
 
 
 def verify_client(stream: FrameStream, gate: TokenGate) -> tuple[str, Reason | None]:
-    """Run the vault's side. Raises the errors of `FrameStream`.
+    """Run the vault's side of the handshake. Raises the errors of `FrameStream`.
 
-    Returns the node that the client claims to be, and why it is rejected (None: it is accepted).
+    Return the node that the client claims to be, and why it is rejected (None: it is accepted).
     """
     stream.most_header, stream.most_payload = MAX_BYTES, 0
     hello = _body(stream, "Hello")
@@ -62,7 +62,8 @@ def verify_client(stream: FrameStream, gate: TokenGate) -> tuple[str, Reason | N
 
 
 def wrap_client(secure: SecuritySettings, host: str) -> Callable[[socket.socket], ssl.SSLSocket]:
-    """TLS to `host`, whose certificate must carry this name or the one in the settings."""
+    """Return a function that sets up TLS on a socket to `host`. The server's certificate must carry
+    this name or the one in the settings."""
     certificates = secure.certificates
     assert certificates is not None
     context = certificates.client()
@@ -73,7 +74,7 @@ def wrap_client(secure: SecuritySettings, host: str) -> Callable[[socket.socket]
 
 
 def wrap_server(certificates: Certificates) -> Callable[[socket.socket], ssl.SSLSocket]:
-    """TLS with a client, which must have a certificate."""
+    """Return a function that sets up TLS on a socket to a client, which must have a certificate."""
     return lambda sock: certificates.server().wrap_socket(
         sock, server_side=True, do_handshake_on_connect=False
     )

@@ -2,8 +2,8 @@
 
 Each request is a frame (`elastic.rpc.frames`) with the header {"kind": request, "body": fields};
 the payload is the bytes of the copies, one after another. If the header names a codec for a copy,
-its blocks (`elastic.rpc.bulk.blocks`) take the place of its bytes; payload length and checksums
-still count raw bytes. Every request is answered by a `Reply`, whose `error` is empty on success.
+the copy is sent as blocks (`elastic.rpc.bulk.blocks`); payload length and checksums still count
+raw bytes. Every request is answered by a `Reply`, whose `error` is empty on success.
 
     Put(copies) + bytes   verified, then kept: all or none; the reply is the acknowledgement.
                           Large bundles `ask` between header and bytes: after an error no
@@ -12,7 +12,7 @@ still count raw bytes. Every request is answered by a `Reply`, whose `error` is 
     Locate(key, node)     position of the copy in shared memory; only on the vault's own node
     Inventory()           all whole copies
     Verify(key)           compare a copy with its checksum again; a corrupt one is dropped
-    Probe() + bytes       discarded; the time that they take measures the link
+    Probe() + bytes       discarded; the time until the reply measures the link
 
 With certificates or a join token, a connection begins with `elastic.rpc.bulk.handshake`.
 """
@@ -56,7 +56,7 @@ class Put:
     codecs: tuple[str, ...] = ()
     """Codec of each copy; (): all uncompressed."""
     ask: bool = False
-    """The payload waits for a first reply, which says whether there is room."""
+    """Whether the client waits for a reply about free room before it sends the payload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class Probe:
 class Reply:
     error: str = ""
     stale: bool = False
-    """The error is that the epoch is old."""
+    """Whether the error is an old epoch."""
     full: bool = False
-    """The error is that there is no room."""
+    """Whether the error is a lack of room."""
     copies: tuple[Copy, ...] = ()
     codec: str = ""
     """Codec of the requested copy."""
@@ -117,7 +117,7 @@ def tune(sock: socket.socket) -> socket.socket:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """ "host:port" as a pair. Raises FieldError."""
+    """Return the host and port of `address`. Raises FieldError unless it is HOST:PORT."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise FieldError("vault address", address, "HOST:PORT is needed")
@@ -125,7 +125,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class VaultClient:
-    """One connection to a vault. The first call opens it, and the first call after an error again.
+    """Client of one vault. A call opens the connection if there is none, or after an error.
 
     Thread-safe; calls queue. `close` may come from any thread and ends a call in progress at once.
     """
@@ -140,10 +140,9 @@ class VaultClient:
         compressing: CompressionPolicy | None = None,
         secure: tls.SecuritySettings | None = None,
     ) -> None:
-        """`node`: the client's own. `timeout_s` bounds every wait without progress. `pace`: see
-        `FrameStream`. `compressing` chooses codecs; None: uncompressed. `secure`: None means the
-        settings of this process.
-        """
+        """`node`: the client's node. `timeout_s`: longest wait without progress. `pace`: see
+        `FrameStream`. `compressing` chooses codecs; None: uncompressed. `secure`: security
+        settings; None: those of this process."""
         self.address, self._pace = address, pace
         self._secure = secure or tls.current()
         self._compressing = compressing or CompressionPolicy("off")
@@ -154,7 +153,7 @@ class VaultClient:
         self._calling, self._lock = threading.Lock(), threading.Lock()
 
     def put(self, bundle: Sequence[tuple[Copy, memoryview]]) -> None:
-        """Send copies with their bytes. Returns when the vault holds all of them, verified.
+        """Send copies with their bytes. Wait until the vault has verified and stored all of them.
 
         Raises StaleError if the vault rejects their epoch, VaultFull if it has no room, VaultError
         otherwise.
@@ -176,7 +175,8 @@ class VaultClient:
             self._compressing.sent(sent, seconds + time.perf_counter())
 
     def get(self, copy: Copy, out: memoryview | None = None) -> memoryview:
-        """Read and verify `copy`. Return `out`, which has its size (None: a new buffer).
+        """Fetch and verify `copy`. Return its bytes in `out`, which has its size (None: a new
+        buffer).
 
         Raises VaultError if the copy is gone or corrupt.
         """
@@ -196,9 +196,9 @@ class VaultClient:
         return data
 
     def locate(self, copy: Copy) -> tuple[str, int]:
-        """(path, offset) of a copy on this node.
+        """Return the path and offset of a copy in shared memory of this node.
 
-        Raises VaultError if it is gone or on another node.
+        Raises VaultError if the copy is gone or on another node.
         """
         reply = self._ask(Locate(copy.key, self._node))
         return reply.path, reply.offset
@@ -207,11 +207,11 @@ class VaultClient:
         return self._ask(Inventory()).copies
 
     def verify(self, copy: Copy) -> bool:
-        """Let the vault check the copy again. False: it was corrupt and is dropped."""
+        """Let the vault check the copy again. Return False if it was corrupt or is gone."""
         return bool(self._ask(Verify(copy.key)).copies)
 
     def probe(self, nbytes: int) -> float:
-        """Seconds from sending `nbytes` to the vault's answer; the vault discards them."""
+        """Return the seconds from sending `nbytes`, which the vault discards, to its answer."""
         with self._connected() as stream:
             began = time.perf_counter()
             _begin(stream, Probe(), nbytes)
@@ -237,7 +237,7 @@ class VaultClient:
             stream.close()
 
     def _open(self) -> FrameStream:
-        """The connection, opened if there is none.
+        """Return the connection; open it if there is none.
 
         It is registered before it is open, so that `close` can end the wait.
         """
@@ -307,7 +307,7 @@ def _reply(stream: FrameStream) -> tuple[Reply, int]:
 
 
 class _Refused(Exception):
-    """A clean error reply: the connection remains usable."""
+    """The vault replied with an error; the connection remains usable."""
 
     def __init__(self, error: ElasticError) -> None:
         super().__init__(str(error))

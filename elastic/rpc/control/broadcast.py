@@ -18,7 +18,10 @@ from elastic.rpc.control.envelope import Envelope, encode_body, pack
 
 
 class BroadcastEncoder:
-    """Remembers the newest message. Any thread may call `pack`, but only one with an `Install`."""
+    """Encodes messages to nodes, and keeps the newest one encoded for others.
+
+    Any thread may call `pack`, but only one of them with an `Install`.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[tuple[Any, ...], Envelope] = ((), Envelope(0, 0, "", b""))
@@ -28,7 +31,7 @@ class BroadcastEncoder:
         self._recipes: dict[str, list[tuple[str, Recipe]]] = {}
 
     def pack(self, message: Any, *, term: int, epoch: int, node: str) -> Envelope:
-        """Wrap a message as `elastic.rpc.control.envelope.pack` does, for `node` ("": for all)."""
+        """Return an envelope with a message for `node`; "": for any node."""
         if isinstance(message, Install) and node:
             return self._install(message, term, epoch, node)
         key = (type(message), message, term, epoch)

@@ -7,23 +7,22 @@ from elastic.rpc.control.connection_watch import HANDSHAKE_S
 from elastic.rpc.control.envelope import MAX_BODY_BYTES, PIECE_BYTES
 
 SPARE_BYTES = 4096
-"""Size of an envelope besides its body."""
+"""Upper limit of the size of an envelope without its body."""
 
 RETRY_MIN_S, RETRY_MAX_S = 0.05, 0.5
-"""Waits between two attempts to reach the coordinator, with jitter."""
+"""Shortest and longest pause between two attempts to reach the coordinator, with jitter."""
 CONNECT_TIMEOUT_S = 2.0
 IDLE_S = 30.0
-"""A connection without a call is closed after this time. Agents always have a call: their
-session."""
+"""Time after which a connection without a call is closed. An agent's session is a call."""
 MAX_CONNECTIONS = 16_384
 MAX_CALLS = 100
-"""Calls at a time on one connection. An agent has two at most, a command one."""
+"""Upper limit of calls at a time on one connection. An agent has two at most, a command one."""
 TERM = "term"
 """Metadata key of a stream: the term of the coordinator that opened it."""
 
 
 def addresses_of(text: str) -> tuple[str, ...]:
-    """The addresses of a comma-separated list. Raises FieldError unless each is host:port."""
+    """Return the addresses in a comma-separated list. Raises FieldError for a malformed one."""
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for address in found:
         check_address(address)
@@ -40,7 +39,7 @@ def check_address(address: str, lowest_port: int = 1) -> None:
 
 
 def client_options(keepalive_s: float) -> list[tuple[str, int]]:
-    """No proxies, frequent reconnects; a silent server is noticed in two keepalive intervals."""
+    """Return client options. A silent server is noticed in two keepalive intervals."""
     return [
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
@@ -54,7 +53,7 @@ def client_options(keepalive_s: float) -> list[tuple[str, int]]:
 
 
 def server_options(keepalive_s: float) -> list[tuple[str, int]]:
-    """One server per port, no limit on pings; a silent node is noticed in two keepalive intervals.
+    """Return server options. A silent node is noticed in two keepalive intervals.
 
     The largest message is a piece: gRPC reads a whole message before the server can require a
     proof.

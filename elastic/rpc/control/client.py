@@ -1,10 +1,10 @@
 """A node's side of its stream to the coordinator, and single calls.
 
 A `CoordinatorSession` tries to reach its coordinator for as long as it is open. It finds a returned
-coordinator within about half a second. It keeps no messages while the coordinator is away: in
-`on_up` a node sends its whole condition again. Of several coordinators, it follows the one with the
-highest term (`elastic.core.protocol.election`). It tries all addresses all the time, so it finds a
-new leader even if the former one is only paused and its stream is open.
+coordinator within about half a second. It queues no messages while the coordinator is away: in
+`on_up` a node sends its whole condition again. Of several coordinators, the session follows the one
+with the highest term (`elastic.core.protocol.election`). It tries all addresses all the time, so it
+finds a new leader even if the former one is only paused and its stream is open.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class CoordinatorSession:
 
     `address` is host:port; several are separated by commas.
 
-    Callbacks run on one thread of this session, in order: `on_up()` when the coordinator has
-    accepted the stream, `on_message(message, envelope)`, `on_down(reason)` when it is lost; up and
-    down alternate. Messages of an older term than the highest seen are dropped and counted as
-    rejected.
+    Callbacks run on one thread of this session, in order. `on_up()` is called when the coordinator
+    has accepted the stream, `on_message(message, envelope)` for each message, and `on_down(reason)`
+    when the stream is lost; up and down alternate. A message of an older term than the highest seen
+    is dropped and counted as rejected.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class CoordinatorSession:
         self._outbox: asyncio.Queue[Envelope] | None = None
         self._closed = False
         self._active: Any = None
-        """The stream that is followed."""
+        """The stream in use; None: there is none."""
         self._active_term = 0
         self._left: set[Any] = set()
         """Streams that were cancelled in favour of a newer coordinator's."""
@@ -113,7 +113,7 @@ class CoordinatorSession:
         return self._outbox is not None
 
     def send(self, message: Any, epoch: int) -> bool:
-        """Queue a message. Thread-safe. False: the coordinator is away and nothing was queued."""
+        """Queue a message. Return False, without queueing, if there is no stream. Thread-safe."""
         outbox = self._outbox
         if outbox is None:
             return False
@@ -135,7 +135,7 @@ class CoordinatorSession:
         return {asyncio.create_task(self._keep_up(address, keepalive_s)) for address in addresses}
 
     async def _keep_up(self, address: str, keepalive_s: float) -> None:
-        """Open one stream after another. gRPC reconnects; the wait is between streams."""
+        """Open streams to `address`, one after another, with pauses. gRPC itself reconnects."""
         delay_s = RETRY_MIN_S
         while True:
             stamp = self._stamp()
@@ -150,7 +150,7 @@ class CoordinatorSession:
                     await asyncio.sleep(random.uniform(delay_s / 2, delay_s))
 
     def _stamp(self) -> tls.Stamp:
-        """Changes when the certificates are replaced; new connections use the new ones."""
+        """Return a value that changes with the certificates; new connections use the new ones."""
         certificates = self._secure.certificates
         return certificates.stamp() if certificates is not None else ()
 
@@ -225,7 +225,7 @@ class CoordinatorSession:
                 log.info("%s: no stream to %s: %s", self.sender, address, reason)
 
     def _follow(self, call: Any, term: int) -> bool:
-        """Whether to use this stream from now on. If so, the stream in use is cancelled."""
+        """Use this stream instead of the former one. Return False if `accepts_term` refuses it."""
         active_term = self._active_term if self._active is not None else None
         if not accepts_term(term, self.term, active_term):
             return False
@@ -264,11 +264,11 @@ def call(
     timeout_s: float = 5.0,
     secure: tls.SecuritySettings | None = None,
 ) -> dict[str, Any]:
-    """Ask the first coordinator that answers a question.
+    """Send a question to the first coordinator that can be reached; return its answer.
 
     `address` is host:port; several are separated by commas. `secure`: certificates and token of
     this side; None: those of this process. Raises UsageError if no coordinator can be reached or it
-    refuses the question, ElasticError if it cannot do it; the texts are the coordinator's.
+    refuses the question, ElasticError if it cannot carry it out; the texts are the coordinator's.
     """
     secure = secure or tls.current()
     *others, last = addresses_of(address)
@@ -306,7 +306,7 @@ def _call(
 def _channel(
     api: Any, address: str, options: list[tuple[str, Any]], secure: tls.SecuritySettings
 ) -> Any:
-    """A channel of gRPC's `api` (synchronous or asyncio) to `address`."""
+    """Return a channel of gRPC's `api` (synchronous or asyncio) to `address`."""
     certificates = secure.certificates
     if certificates is None:
         return api.insecure_channel(address, options=options)
@@ -319,7 +319,7 @@ def _channel(
 def _proof(
     token: str, mine: str, reply: dict[str, Any], *words: str
 ) -> tuple[tuple[str, str], ...]:
-    """Metadata that answers a challenge. Raises UsageError if the server has another token."""
+    """Return metadata that answers a challenge. Raises UsageError if the tokens differ."""
     nonce = str(reply.get("nonce", ""))
     if token and not proved(token, str(reply.get("proof", "")), "server", mine, nonce):
         raise UsageError("the coordinator does not know the join token: is it this job's?")
@@ -327,7 +327,7 @@ def _proof(
 
 
 def _term_of(metadata: Any) -> int:
-    """The term with which a coordinator opened a stream; 0: not given."""
+    """Return the term with which a coordinator opened a stream; 0: not given."""
     text = str(dict(metadata or ()).get(TERM, "0"))
     return int(text) if text.isdecimal() else 0
 

@@ -1,9 +1,9 @@
 """Limits the number of unauthenticated connections to gRPC's TLS port.
 
-gRPC ends a handshake after HANDSHAKE_S, but it does not limit their number, and it does not report
-those that fail. A flood of silent connections could therefore use up this process's descriptors.
-The watch looks at the sockets of its own process instead. gRPC tells it how many handshakes began,
-the system which connections are open, and the server which of them made a call. A connection is
+gRPC ends a handshake after HANDSHAKE_S, but it neither limits the number of handshakes nor reports
+failed ones. A flood of silent connections could therefore use up this process's descriptors. So the
+watch looks at the sockets of its own process. gRPC tells it how many handshakes began, the system
+which connections are open, and the server which of them made a call. A connection is
 unauthenticated until its first call. If there are too many, the watch shuts the oldest ones down.
 
 gRPC keeps each socket. The watch duplicates a descriptor only while it looks at it.
@@ -27,13 +27,13 @@ from elastic.rpc.security.unauthenticated import UnauthenticatedConnections
 HANDSHAKE_S = 5.0
 """Time limit of a handshake, kept by gRPC (on a port without TLS: of the opening of HTTP/2)."""
 SPARED_S = 0.5
-"""A younger handshake is not shut down, so that many members can connect at the same moment."""
+"""Age below which a handshake is not shut down, so that many members can connect at once."""
 MAX_HANDSHAKES, MAX_PER_ADDRESS = 256, 64
 """Unauthenticated connections at a time, in all and from one address unless it is loopback."""
 MAX_SPARED = 2048
-"""Unauthenticated connections above which younger ones are shut down, too."""
+"""Number of unauthenticated connections above which even younger ones are shut down."""
 SHORTEST_LOOK_S, LOOK_S = 0.05, 0.25
-"""Times between two looks: at least; and while any connection is unauthenticated."""
+"""Shortest time between two looks; time between them while a connection is unauthenticated."""
 PORT = "coordinator"
 Peer = tuple[str, int]
 """Address and port of the other side."""
@@ -52,7 +52,7 @@ class ConnectionWatch:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """`loop` runs everything except `began`."""
         self.port = 0
-        """Set before the first handshake."""
+        """Port to watch; set before the first handshake."""
         self._loop = loop
         self._sockets: dict[int, _Connection | None] = {}
         """Sockets of this process by inode; None: not a connection to the port."""
@@ -64,11 +64,11 @@ class ConnectionWatch:
         self._closed = False
 
     def began(self) -> None:
-        """A handshake begins. From any thread."""
+        """Count a handshake that begins. Any thread may call this."""
         self._loop.call_soon_threadsafe(self._handshake_began)
 
     def authenticated(self, peer: str) -> None:
-        """A call came from `peer`, as gRPC writes it: its handshake succeeded."""
+        """Record a call of `peer`, as gRPC writes it: the handshake succeeded."""
         key = peer_of(peer)
         if key is not None and key not in self._authenticated:
             self._authenticated.add(key)
@@ -116,7 +116,7 @@ class ConnectionWatch:
             self._look_in(LOOK_S)
 
     def _current(self) -> dict[int, _Connection | None]:
-        """The sockets of this process; those of the last look as they were found then."""
+        """Return the sockets of this process. Known ones are not inspected again."""
         found: dict[int, _Connection | None] = {}
         for name in os.listdir("/proc/self/fd"):
             try:
@@ -168,7 +168,7 @@ class ConnectionWatch:
             sock.shutdown(socket.SHUT_RDWR)
 
     def _count_failures(self, gone: list[Peer]) -> None:
-        """Count the handshakes that ended without a call. `gone`: peers whose end was seen."""
+        """Count the handshakes that ended without a call. `gone`: peers seen to be gone."""
         failed = self._began - self._passed - self._shut - len(self._waiting)
         detail = "no TLS with a certificate of the job's authority"
         for _ in range(failed - self._failed):
@@ -178,7 +178,7 @@ class ConnectionWatch:
 
 
 def peer_of(text: str) -> Peer | None:
-    """Address and port from gRPC's name of a peer, such as `ipv6:%5B::1%5D:443`, or None."""
+    """Return address and port from gRPC's name of a peer, such as `ipv6:%5B::1%5D:443`, or None."""
     scheme, _, rest = urllib.parse.unquote(text).partition(":")
     host, _, port = rest.rpartition(":")
     if scheme not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -187,7 +187,7 @@ def peer_of(text: str) -> Peer | None:
 
 
 def _plain(host: str) -> str:
-    """An IP address in one spelling. A port for both protocols reports IPv4 inside IPv6."""
+    """Return an IP address in one spelling. A port for both protocols reports IPv4 inside IPv6."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address)
 
@@ -198,7 +198,7 @@ def _text(peer: Peer) -> str:
 
 @contextlib.contextmanager
 def _duplicate(descriptor: int, inode: int) -> Iterator[socket.socket]:
-    """The socket behind a descriptor. Raises OSError if another thread has closed it."""
+    """Yield the socket of a descriptor. Raises OSError if another thread has closed it."""
     copy = os.dup(descriptor)
     if os.fstat(copy).st_ino != inode:
         os.close(copy)

@@ -31,7 +31,7 @@ PIECE_BYTES = 1 << 20
 """Largest body of one envelope that a node sends. The coordinator reads no more than this from a
 sender that it has not authenticated yet."""
 PIECE = "Piece"
-"""Kind of an envelope that holds a part of the next envelope's body."""
+"""Kind of all envelopes of a long body except the last, which has the message's kind."""
 MAX_CALL_BYTES = 64 << 10
 """Largest question of the command line."""
 CHALLENGE = "challenge"
@@ -62,16 +62,16 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     kind: str
     """Class name of the body, or the name of a call."""
     body: bytes
-    """MessagePack; of a call JSON."""
+    """MessagePack; JSON for a call."""
     sender: str = ""
     """Node id; empty from the coordinator."""
     sequence: Count = 0
-    """Number in its session and direction, from 1: a message that comes twice is refused. 0: not
-    numbered."""
+    """Number of the message in its session and direction, from 1: a repeated message is refused. 0:
+    not numbered."""
     common: bytes = b""
-    """An `Install` without recipes, as deflated MessagePack (RFC 1950): the coordinator encodes it
-    once for all nodes. `body` is then the list of the receiver's own recipes. Empty: `body` is the
-    whole message."""
+    """An `Install` without recipes, as deflated MessagePack (RFC 1950), which the coordinator
+    encodes once for all nodes; `body` then is the list of the receiver's own recipes. Empty: `body`
+    is the whole message."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -87,7 +87,7 @@ KINDS = dataclasses_of(messages, health_report) | {"Rejected": Rejected}
 
 
 def pack(message: Any, *, term: int, epoch: int, sender: str = "") -> Envelope:
-    """Wrap a message.
+    """Return an envelope with a message.
 
     Raises FieldError if it is no known message, is too large or has an integer over 64 bits.
     """
@@ -113,8 +113,8 @@ def unpack(envelope: Envelope) -> Any:
 
 
 def pack_call(kind: str, body: dict[str, Any], term: int = 0) -> Envelope:
-    """Wrap a question or answer of the command line, a JSON object. Raises FieldError if too
-    large."""
+    """Return an envelope with a question or answer of the command line, a JSON object. Raises
+    FieldError if it is too large."""
     return Envelope(term, 0, kind, _checked(kind, codec.dumps(body).encode()))
 
 
@@ -155,12 +155,12 @@ def _checked(kind: str, body: bytes) -> bytes:
 
 
 def to_wire(envelope: Envelope) -> bytes:
-    """Serialize an envelope for gRPC."""
+    """Return an envelope as bytes for gRPC."""
     return _ENCODER.encode(envelope)
 
 
 def from_wire(data: bytes) -> Envelope:
-    """Read an envelope from gRPC. Raises FieldError if it is none."""
+    """Return the envelope in bytes from gRPC. Raises FieldError if there is none."""
     try:
         return _ENVELOPES.decode(data)
     except (ValueError, RecursionError) as error:
@@ -168,7 +168,7 @@ def from_wire(data: bytes) -> Envelope:
 
 
 def pieces(envelope: Envelope) -> Iterator[Envelope]:
-    """Split an envelope with a long body; the last piece keeps the kind of the message."""
+    """Yield an envelope in parts with bodies of at most PIECE_BYTES (see PIECE)."""
     body = envelope.body
     last = max(0, (len(body) - 1) // PIECE_BYTES * PIECE_BYTES)
     for start in range(0, last, PIECE_BYTES):
@@ -177,7 +177,7 @@ def pieces(envelope: Envelope) -> Iterator[Envelope]:
 
 
 def _value(field: str, body: bytes) -> Any:
-    """Read MessagePack as plain values. Raises FieldError naming `field`."""
+    """Return MessagePack as plain values. Raises FieldError naming `field`."""
     try:
         return _VALUES.decode(body)
     except (ValueError, RecursionError) as error:
@@ -185,7 +185,7 @@ def _value(field: str, body: bytes) -> Any:
 
 
 def _joined(envelope: Envelope) -> Any:
-    """Put the receiver's recipes into the common part of an `Install`. Raises FieldError."""
+    """Return the common part of an `Install` with the receiver's recipes. Raises FieldError."""
     field = f"{envelope.kind}.common"
     inflater = zlib.decompressobj()
     try:

@@ -1,14 +1,14 @@
 """The event loop thread that runs all gRPC work of a process, and threads for callbacks.
 
 There is one loop per process, because gRPC's asyncio layer shares one completion queue between
-loops and complains about several. A callback that may be slow must not run on it, because it would
-delay everybody's messages and keepalives.
+loops and complains about several. A callback that may be slow must not run on the loop, because it
+would delay everybody's messages and keepalives.
 
-gRPC's poller thread wakes the loop by one byte per event, through a socket that holds a few
-hundred. gRPC's reader handles all events that are there, but takes one byte, so each event cost a
-turn of the loop. When turns became long, as with a busy second thread, the socket was full, the
-poller waited for one byte per turn, and messages waited for seconds. `GrpcEventLoop` therefore
-takes all bytes but one (decision 023).
+gRPC's poller thread wakes the loop by one byte per event, through a socket that holds a few hundred
+bytes. gRPC's reader handles all waiting events in one turn of the loop but takes one byte, so that
+each event costs a turn. If turns are long, for example because of a busy second thread, the socket
+fills up, the poller waits a turn per event, and messages wait for seconds. `GrpcEventLoop`
+therefore takes all bytes but one (decision 023).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 log = logging.getLogger(__name__)
 WAKES = 1 << 16
-"""More bytes than the socket holds."""
+"""Bytes to take at once, more than the socket holds."""
 CANCEL_AGAIN_S = 2.0
 """A cancelled task that has not ended after this time is cancelled again."""
 _starting = threading.Lock()
@@ -41,7 +41,7 @@ class GrpcEventLoop(asyncio.SelectorEventLoop):
     """An event loop on which gRPC's poller never waits for more than one turn."""
 
     spared = 0
-    """Number of turns that were saved."""
+    """Number of turns saved so far."""
 
     def add_reader(
         self, fd: FileDescriptorLike, callback: Callable[[*Ts], Any], *args: *Ts
@@ -53,7 +53,7 @@ class GrpcEventLoop(asyncio.SelectorEventLoop):
             super().add_reader(fd, callback, *args)
 
     def _woken(self, wakes: socket.socket, handle: Callable[[], Any]) -> None:
-        """Take the bytes before the events: an event that arrives in between still has its byte."""
+        """Take the bytes before the events: an event that comes in between still has its byte."""
         with suppress(BlockingIOError):
             more = len(wakes.recv(WAKES, socket.MSG_PEEK)) - 1
             if more > 0:
@@ -62,7 +62,7 @@ class GrpcEventLoop(asyncio.SelectorEventLoop):
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The running loop of this process. It starts at the first use and ends with the process."""
+    """Return the loop of this process. It starts at the first use and ends with the process."""
     with _starting:
         return _started_loop()
 
@@ -75,14 +75,14 @@ def _started_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the loop and wait for its result; from any other thread."""
+    """Run a coroutine on the loop and return its result. Call this from any other thread."""
     return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
 
 
 async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks until all have ended.
 
-    In Python 3.11 `asyncio.wait_for` loses a cancellation at the end of its wait.
+    In Python 3.11 `asyncio.wait_for` loses a cancellation that comes at the end of its wait.
     """
     pending = set(tasks)
     while pending:
@@ -92,7 +92,7 @@ async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 def run_callback(callback: Callable[[], object]) -> None:
-    """Call `callback`. An error is logged, so that the next callbacks run."""
+    """Call `callback`, and only log an error, so that the next callbacks run."""
     try:
         callback()
     except Exception:
@@ -100,7 +100,7 @@ def run_callback(callback: Callable[[], object]) -> None:
 
 
 class Dispatcher:
-    """One thread that runs callbacks in the order in which they were posted."""
+    """Runs callbacks on one thread, in the order in which they were posted."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -116,10 +116,7 @@ class Dispatcher:
         self._abandoned = True
 
     def close(self) -> None:
-        """Run the callbacks posted so far, then end.
-
-        Waits for the end, unless called from a callback.
-        """
+        """Run the callbacks posted so far, then end. Wait for the end, except in a callback."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

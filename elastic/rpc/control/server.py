@@ -5,8 +5,8 @@ in order per session, and must return at once. With thousands of nodes, a switch
 would cost more than the callback. `on_call` runs on a small pool and may block.
 
 A message that cannot be read is answered with `Rejected`, and the session goes on. A bad call ends
-with INVALID_ARGUMENT. If a sender knows a newer term than this server, another coordinator took
-over: its session is refused.
+with INVALID_ARGUMENT. If a node knows a newer term than this server, another coordinator took over,
+and the session of this node ends.
 
 With certificates (`elastic.rpc.security.tls`) gRPC serves mutual TLS (1.2 or 1.3). With a join
 token a session or call is accepted only with a proof over a nonce of this server
@@ -75,7 +75,7 @@ class ClientSession:
     def send(self, message: Any, epoch: int) -> bool:
         """Queue a message of `elastic.core.protocol.messages`.
 
-        False: the stream has ended and nothing was sent.
+        Return False, and send nothing, if the stream has ended.
         """
         if not self.open:
             return False
@@ -90,10 +90,10 @@ class ClientSession:
 
 
 class Server:
-    """Serves on `address` (host:port; port 0: any free one) until `close`.
+    """The coordinator's server at `address` (host:port; port 0: any free one), until `close`.
 
-    Raises FieldError if the address is not available. `term` is called for every envelope and must
-    not block.
+    Raises FieldError if the address is not available. `term()` is called for every envelope and
+    must not block. The module docstring describes the other callbacks.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Server:
         keepalive_s: float = DEFAULT_TIMEOUTS.keepalive_s,
         secure: tls.SecuritySettings | None = None,
     ) -> None:
-        """`secure`: required from clients; None: the settings of this process."""
+        """`secure`: certificates and token that clients need; None: those of this process."""
         check_address(address, lowest_port=0)
         secure = secure or tls.current()
         self._gate, self._certificates = TokenGate(secure.token), secure.certificates
@@ -164,7 +164,7 @@ class Server:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
     def _peer(self, context: Any) -> str:
-        """The other side of a call, which thereby has authenticated itself to TLS."""
+        """Return the other side of a call. The call shows that its TLS handshake succeeded."""
         peer: str = context.peer()
         if self._watch is not None:
             self._watch.authenticated(peer)
@@ -196,7 +196,7 @@ class Server:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, session: ClientSession, requests: AsyncIterator[bytes]) -> None:
-        """Hand on every message until the stream ends."""
+        """Pass every message to `on_message` until the stream ends."""
         newest, begun = 0, bytearray()
         async for request in requests:
             try:
@@ -266,7 +266,7 @@ class Server:
 def _credentials(
     certificates: tls.Certificates, began: Callable[[], None]
 ) -> grpc.ServerCredentials:
-    """Mutual TLS with replaceable certificates. Each handshake calls `began`, on any thread."""
+    """Return credentials for mutual TLS. gRPC calls `began` at each handshake, on any thread."""
 
     def configuration() -> grpc.ServerCertificateConfiguration:
         ca, chain, key = certificates.pem()
@@ -275,10 +275,10 @@ def _credentials(
     served = certificates.server()
 
     def newest() -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC before each handshake. None: the certificates have not changed.
+        """Called by gRPC before each handshake. Return None if the certificates have not changed.
 
-        They are returned only if they have: gRPC 1.85 crashes if it often replaces them while
-        other handshakes begin (decision 033).
+        gRPC 1.85 crashes if certificates are often returned while other handshakes begin (decision
+        033).
         """
         nonlocal served
         began()

@@ -23,15 +23,15 @@ class Reason(StrEnum):
     """Why something was rejected."""
 
     PLAIN_TEXT = "plain-text"
-    """The connection does not use TLS, and must."""
+    """The connection must use TLS but does not."""
     NO_CERTIFICATE = "no-certificate"
     WRONG_CA = "wrong-ca"
     """The certificate is not from the job's authority."""
     EXPIRED = "expired"
     """The certificate is no longer valid, or not yet."""
     HANDSHAKE = "handshake"
-    """The TLS handshake failed or took too long. gRPC hides the reason, so this is the only one of
-    its port."""
+    """The TLS handshake failed or took too long. gRPC hides the cause, so on its port every failed
+    handshake has this reason."""
     TOKEN = "token"
     """The join token is missing or wrong."""
     REPLAYED = "replayed"
@@ -41,14 +41,14 @@ class Reason(StrEnum):
     STALE = "stale"
     """The sender has an older term, or is a former member."""
     FORGED = "forged"
-    """The sender may not send this: it is in another node's name, or not for nodes to send."""
+    """The sender may not send this message: it names another node, or nodes must not send it."""
     TOO_MANY = "too-many"
     """There are too many connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class RejectionNotice:
-    """One notice: the last rejection for a reason, and how many there were."""
+    """Report of rejections at one port for one reason: the last rejection, and counts."""
 
     port: str
     """coordinator | vault | agent | metrics"""
@@ -72,7 +72,7 @@ class Rejections:
         self._subscribers: list[Callable[[RejectionNotice], object]] = []
 
     def count(self, port: str, reason: Reason, peer: object = "", detail: object = "") -> None:
-        """Count one rejection. `peer` and `detail` come from outside: shorten and quote them."""
+        """Count one rejection. `peer` and `detail` come from outside; they are cut and escaped."""
         key, now = (port, reason), self._clock()
         with self._lock:
             total = self._counts[key] = self._counts.get(key, 0) + 1
@@ -94,19 +94,19 @@ class Rejections:
             subscriber(notice)
 
     def counts(self) -> Mapping[tuple[str, Reason], int]:
-        """Number of rejections per (port, reason)."""
+        """Return the number of rejections per (port, reason)."""
         with self._lock:
             return dict(self._counts)
 
     def by_reason(self) -> Mapping[str, int]:
-        """Number of rejections per reason, over all ports."""
+        """Return the number of rejections per reason, over all ports."""
         found = Counter[str]()
         for (_, reason), number in self.counts().items():
             found[reason.value] += number
         return found
 
     def subscribe(self, subscriber: Callable[[RejectionNotice], object]) -> None:
-        """Call `subscriber` with every notice, on the thread that rejects; it must not block."""
+        """Call `subscriber` with every notice, on the thread of `count`; it must not block."""
         with self._lock:
             self._subscribers.append(subscriber)
 
@@ -121,6 +121,6 @@ REJECTIONS = Rejections()
 
 
 def _plain(text: object) -> str:
-    """One printable line."""
+    """Return `text` shortened and escaped to one printable line."""
     line = str(text)[:DETAIL_CHARS].replace("\n", "\\n")
     return line.encode("ascii", "backslashreplace").decode()

@@ -1,8 +1,8 @@
 """Certificates and join token of a process, and of the job that it belongs to.
 
-There is one setting per process (`use`, `current`), and every port and connection of the process
-follows it. Certificates are read again when their files change, and new connections use the new
-ones, so they can be replaced while a job runs.
+Each process has one `SecuritySettings` (`use`, `current`) for all its ports and connections.
+Changed certificate files are read again for new connections, so that they can be replaced while a
+job runs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SecuritySettings:
 
 
 class Certificates:
-    """TLS settings from a certificate directory. Changed files are read again. Thread-safe."""
+    """TLS contexts from a certificate directory. Changed files are read again. Thread-safe."""
 
     def __init__(self, certs: Path) -> None:
         """Raises FieldError if the files are missing or do not belong together."""
@@ -63,15 +63,15 @@ class Certificates:
         self.pem()
 
     def server(self) -> ssl.SSLContext:
-        """Settings for ports: TLS 1.3; clients need a certificate from the job's authority."""
+        """Return the context of ports: TLS 1.3; a client needs a certificate of the job."""
         return self._get(ssl.PROTOCOL_TLS_SERVER)
 
     def client(self) -> ssl.SSLContext:
-        """Settings for clients: TLS 1.3; servers need one, too, and it must carry their name."""
+        """Return the context of clients: TLS 1.3; a server's certificate must carry its name."""
         return self._get(ssl.PROTOCOL_TLS_CLIENT)
 
     def pem(self) -> tuple[bytes, bytes, bytes]:
-        """(authority, certificate chain, key) as PEM; the last ones while a file is missing."""
+        """Return (authority, certificate chain, key) as PEM; former ones if a file is missing."""
         try:
             ca, cert, key = (self._path(name).read_bytes() for name in (CA, CERT, KEY))
         except OSError as error:
@@ -84,7 +84,7 @@ class Certificates:
         return self._pem
 
     def stamp(self) -> Stamp:
-        """A value that changes when a file does; () while one is missing."""
+        """Return a value that changes when a file does; () while a file is missing."""
         try:
             found = [os.stat(self._path(name)) for name in (CA, CERT, KEY)]
         except OSError:
@@ -131,7 +131,7 @@ _current = SecuritySettings()
 
 
 def use(settings: SecuritySettings) -> SecuritySettings:
-    """Set the settings of this process; returns the former ones."""
+    """Set the settings of this process; return the former ones."""
     global _current
     former, _current = _current, settings
     return former
@@ -149,9 +149,9 @@ def load(run_dir: str | Path, certs: str, name: str = "") -> SecuritySettings:
 
 
 def read_token(path: Path, flag: str = "") -> str:
-    """Read the token from a file. Raises FieldError.
+    """Return the token in the file `path`. Raises FieldError.
 
-    A missing file that no `flag` names gives "".
+    `flag`: option that named the file; "": none did, and the token is "" if the file is missing.
     """
     try:
         text = path.read_text().strip()
@@ -197,7 +197,7 @@ _DATES = (9, 10)
 
 
 def rejection_reason(error: BaseException) -> Reason:
-    """Return why a handshake failed."""
+    """Return the reason why a TLS handshake failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return Reason.EXPIRED if error.verify_code in _DATES else Reason.WRONG_CA
     if isinstance(error, ssl.SSLError):

@@ -20,7 +20,7 @@ from elastic.rpc.security.rejections import Reason
 
 NONCE_BYTES = 16
 GOOD_S = 30.0
-"""How long a nonce is valid."""
+"""Time for which a nonce is valid."""
 
 
 def new_nonce() -> str:
@@ -28,14 +28,14 @@ def new_nonce() -> str:
 
 
 def prove(token: str, *words: str) -> str:
-    """HMAC-SHA256 of `words` under the token, hexadecimal. Each word is preceded by its length."""
+    """Return the HMAC-SHA256 of `words` under the token, as hex; each word follows its length."""
     raw = [word.encode("utf-8", "surrogatepass") for word in words]
     text = b"".join(len(word).to_bytes(8, "little") + word for word in raw)
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
 def proved(token: str, proof: str, *words: str) -> bool:
-    """Whether `proof` is right. Takes the same time for every wrong proof."""
+    """Return whether `proof` is right, after the same time for every wrong proof."""
     return hmac.compare_digest(prove(token, *words).encode(), proof.encode("utf-8", "replace"))
 
 
@@ -44,7 +44,7 @@ def digest(data: bytes) -> str:
 
 
 class TokenGate:
-    """The server's side: gives nonces and checks answers. Thread-safe."""
+    """The server's side of the proof: gives nonces and checks answers. Thread-safe."""
 
     def __init__(self, token: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._token, self._clock = token, clock
@@ -54,11 +54,11 @@ class TokenGate:
 
     @property
     def open(self) -> bool:
-        """No token is required."""
+        """Whether no token is required."""
         return not self._token
 
     def nonce(self) -> str:
-        """Return a new nonce."""
+        """Return a nonce that carries its time and a proof that this process made it."""
         body = f"{self._clock():.3f}.{new_nonce()}"
         return f"{body}.{prove(self._secret, body)}"
 

@@ -1,8 +1,8 @@
-"""Places for connections that have not authenticated yet, apart from those of members.
+"""Limits the number of connections that have not authenticated yet.
 
 A member authenticates within milliseconds, an attacker never. When all places are taken, the oldest
-connection leaves for the next one. One address has fewer places than all together, so it displaces
-only its own connections.
+connection leaves for the next one. One address may take only some of the places, and above that it
+displaces only its own connections.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class UnauthenticatedConnections(Generic[C]):
         return len(self._held)
 
     def enter(self, connection: C, address: str) -> None:
-        """Give a connection a place, whether there is room or not."""
+        """Give a connection a place, even if all places are taken."""
         self._held[connection] = address
         self._of.setdefault(address, {})[connection] = None
 
     def crowded(self, address: str, most: int) -> C | None:
-        """The oldest connection from `address` if that has `most` places, unless it is loopback."""
+        """Return the oldest connection of `address` if it has `most` places and is not loopback."""
         mine = self._of.get(address, {})
         return next(iter(mine)) if len(mine) >= most and not _loopback(address) else None
 
     def full(self, most: int) -> C | None:
-        """The oldest connection of all if `most` places are taken."""
+        """Return the oldest connection of all if `most` places are taken, else None."""
         return next(iter(self._held)) if len(self._held) >= most else None
 
     def leave(self, connection: C) -> str:
-        """Free the place of a connection. Returns its address, "" if it had no place."""
+        """Free the place of a connection. Return its address, or "" if it had no place."""
         address = self._held.pop(connection, "")
         if not address:
             return ""
@@ -51,7 +51,7 @@ class UnauthenticatedConnections(Generic[C]):
 
 
 def _loopback(address: str) -> bool:
-    """Whether an address is of this machine, where all nodes of a job may be."""
+    """Return whether an address is of this machine, where all nodes of a job may be."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:

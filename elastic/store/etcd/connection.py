@@ -47,12 +47,12 @@ _REFUSED = (
 )
 """Status codes of errors that a retry does not change."""
 _PASSING = ("auth revision", "invalid auth token", "revision in header")
-"""Error texts with such a code that a new login resolves: etcd restarted or the login expired."""
+"""Errors with such a code that a new login resolves: etcd restarted or the login expired."""
 _TOO_LARGE = ("too large", "larger than max")
 
 
 class EtcdConnection:
-    """Calls etcd for any thread. After each failed call it runs `on_failure`.
+    """Sends requests of any thread to etcd. `on_failure()` is called after each failed request.
 
     `call_s` limits one request to one member, `patience_s` one request with all its retries.
     """

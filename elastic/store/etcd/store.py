@@ -46,7 +46,7 @@ from elastic.store.interface import (
 WRITE_ID_BYTES = 16
 PLAIN, PACKED = b"p", b"z"
 PACK_FROM = 512
-"""Values of fewer bytes are not compressed."""
+"""Least bytes of a value that is compressed."""
 HISTORY = 1000
 """Writes between two compactions, and the least number of revisions that stay readable."""
 
@@ -151,12 +151,12 @@ class EtcdStore:
         return self._connection.call("Txn", request)
 
     def _is_newest(self, token: int) -> Any:
-        """Compare the token of the newest lease with `token`. 0, which etcd's comparison takes for
-        an absent key, is never equal."""
+        """Return the condition that `token` is that of the newest lease. Token 0, which means an
+        absent key in etcd, never fulfils it."""
         return _unchanged(self._lease_key, token or -1)
 
     def _lease_record(self) -> _LeaseRecord | None:
-        """Read both keys of the lease at one point in time."""
+        """Return the lease, read from both keys at one point in time; None: no lease."""
         gets = [_get(self._lease_key), _get(self._renewal_key)]
         answer = self._transact([], gets, [])
         leases, renewals = (response.response_range.kvs for response in answer.responses)
@@ -171,7 +171,7 @@ class EtcdStore:
         return _LeaseRecord(holder, ttl_s, write_id, leases[0].mod_revision, renewal)
 
     def _left_s(self, record: _LeaseRecord, asked: float) -> float:
-        """Seconds until the lease expires, as far as this store has observed its renewals."""
+        """Return the seconds until the lease expires, from the renewals seen by this store."""
         mark, ttl_s = max(record.renewal, record.token), record.ttl_s
         with self._lock:
             before, answered = self._observation, time.monotonic()
@@ -206,7 +206,7 @@ def _delete(key: bytes) -> Any:
 
 
 def _unchanged(key: bytes, revision: int) -> Any:
-    """Compare the revision of the key's last change with `revision`; 0: the key does not exist."""
+    """Return the condition that the key's last change has `revision` (0: the key is absent)."""
     compare = etcdrpc.Compare
     return compare(key=key, target=compare.MOD, result=compare.EQUAL, mod_revision=revision)
 
