@@ -1,4 +1,4 @@
-"""The part of kustomize that deploy/kubernetes uses, so that jobs are rendered without kubectl.
+"""The part of kustomize that deploy/kubernetes needs, so that jobs are rendered without kubectl.
 
 `build` reads a folder's kustomization.yaml: `resources` (files and folders), `labels` with
 selectors, and `patches` that are strategic merges. Other fields are errors.
@@ -27,11 +27,12 @@ _KEYS = {
     "topologySpreadConstraints": "topologyKey",
     "volumeClaimTemplates": "",
 }
-"""Lists that are merged by this field of their elements; "" and other lists are replaced."""
+"""Lists that are merged by element, and the field that identifies an element. Other lists, and
+those with "", are replaced."""
 
 
 def build(folder: Path) -> list[Object]:
-    """The objects of a kustomization. Raises FieldError for unknown fields."""
+    """Return the objects of a kustomization. Raises FieldError for unknown fields."""
     path = folder / FILE
     spec = yaml.safe_load(path.read_text())
     unknown = sorted(set(spec) - _KNOWN)
@@ -55,17 +56,21 @@ def build(folder: Path) -> list[Object]:
 
 
 def load(path: Path) -> list[Object]:
-    """All objects of a YAML file."""
+    """Return all objects of a YAML file."""
     return [item for item in yaml.safe_load_all(path.read_text()) if item is not None]
 
 
 def name_of(item: Object) -> tuple[str, str]:
-    """(kind, name) of an object."""
+    """Return (kind, name) of an object."""
     return str(item["kind"]), str(item["metadata"]["name"])
 
 
 def merge(base: Any, patch: Any, field: str = "") -> Any:
-    """Strategic merge: objects by field, null deletes, some lists by key, others are replaced."""
+    """Return the strategic merge of `patch` into `base`, the values of `field`.
+
+    Objects are merged by field, where null deletes a field. Lists in `_KEYS` are merged by their
+    key field. All other values are replaced.
+    """
     if isinstance(base, dict) and isinstance(patch, dict):
         merged = dict(base)
         for key, value in patch.items():
@@ -87,7 +92,7 @@ def merge(base: Any, patch: Any, field: str = "") -> Any:
 
 
 def label(value: Any, pairs: dict[str, str]) -> None:
-    """Add labels to an object, to its pods and claims, and to selectors of our pods."""
+    """Add the labels `pairs` to an object, its pods, its claims and its selectors of our pods."""
     if isinstance(value, list):
         for entry in value:
             label(entry, pairs)
