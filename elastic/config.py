@@ -135,8 +135,7 @@ class JobConfig:
     metadata_services: tuple[tuple[str, str], ...] = ()
     """(cloud, address) of each metadata service that is not at its cloud's usual address."""
     grace_s: float = 0.0
-    """With several hosts: SIGTERM is a notice, and the node leaves within this time; 0: SIGTERM
-    ends the job on this machine."""
+    """Time to leave after SIGTERM, with several hosts; 0: SIGTERM ends the job on this machine."""
     metrics_port: int = -1
     """Port of the coordinator's metrics; this machine's agents use the ports after it. 0: any free
     ports; -1: no metrics."""

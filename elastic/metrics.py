@@ -92,10 +92,7 @@ class Exposition:
     def __init__(
         self, registry: CollectorRegistry, config: JobConfig, name: str, role: str, port: int
     ) -> None:
-        """Start serving.
-
-        Raises OSError if the address is not available, FieldError for wrong certificates.
-        """
+        """Start serving. Raises OSError for a taken address, FieldError for wrong certificates."""
         host = config.metrics_host
         family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         kind: type[_MetricsServer] = type("_Server", (_MetricsServer,), {"address_family": family})

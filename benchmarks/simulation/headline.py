@@ -43,13 +43,13 @@ MODELS = {
     "g6e.12xlarge": ("llama3-8b",),
     "p5.48xlarge": ("llama3-70b", "llama3-405b"),
 }
-"""By type of node."""
+"""Models by type of node."""
 RATES = ("10m", "30m", "1h", "3h", "6h")
 NAMES = tuple(kind.about.name for kind in RIVALS)
 EVERY = ("ours", *NAMES, *(kind.about.name for kind in ORACLES))
 WANTED_P3 = 0.95
 NOTICE = "120s"
-"""AWS announces the loss of a spot node this long before."""
+"""Time from AWS's notice to the loss of a spot node."""
 OURS_ALONE = ("ours",)
 
 

@@ -105,8 +105,7 @@ def drain(node: str | None, deadline: float, own: bool, **flags: Any) -> int:
 def _drain_self(run_dir: Path, deadline_s: float) -> Answer:
     """Make the launcher of `run_dir` leave its job; return when it has ended.
 
-    Raises UsageError if no launcher uses the directory or its run cannot leave; ElasticError after
-    the deadline.
+    Raises UsageError if no launcher is there or it cannot leave; ElasticError after the deadline.
     """
     pid = launcher_of(run_dir)
     if pid is None:

@@ -27,8 +27,7 @@ _KEYS = {
     "topologySpreadConstraints": "topologyKey",
     "volumeClaimTemplates": "",
 }
-"""Lists that are merged by element, and the field that identifies an element. Other lists, and
-those with "", are replaced."""
+"""Lists that are merged by this key of their elements; other lists, and "", are replaced."""
 
 
 def build(folder: Path) -> list[Object]:
@@ -66,10 +65,10 @@ def name_of(item: Object) -> tuple[str, str]:
 
 
 def merge(base: Any, patch: Any, field: str = "") -> Any:
-    """Return the strategic merge of `patch` into `base`, the values of `field`.
+    """Return the strategic merge of `patch` into `base`; both are values of the key `field`.
 
-    Objects are merged by field, where null deletes a field. Lists in `_KEYS` are merged by their
-    key field. All other values are replaced.
+    Objects are merged by key, where null deletes an entry, and the lists of `_KEYS` by element. All
+    other values are replaced.
     """
     if isinstance(base, dict) and isinstance(patch, dict):
         merged = dict(base)

@@ -89,8 +89,7 @@ class AgentHost:
         return child.returncode or 0, ""
 
     def logs(self, offsets: Mapping[str, int]) -> list[tuple[str, int, bytes]]:
-        """Return (relative path, offset, bytes) of log files beyond `offsets`, at most
-        MAX_LOG_BYTES.
+        """Return (relative path, offset, bytes) of log files beyond `offsets`, up to MAX_LOG_BYTES.
 
         If the agent serves metrics, metrics/NODE.json comes first.
         """

@@ -65,10 +65,7 @@ class AgentCluster(Protocol):
         """Start an agent on a machine, without waiting for it."""
 
     def request_nodes(self, nodes: int) -> str:
-        """Request capacity for `nodes` agents in total; 0 withdraws the request.
-
-        Return the reason of a failure, or "".
-        """
+        """Request capacity for `nodes` agents in total (0: none); return a problem, or ""."""
 
 
 class ClusterSupervisor(Supervisor):
@@ -151,8 +148,7 @@ class ClusterSupervisor(Supervisor):
                 self._code = 1
 
     def _secrets(self) -> Mapping[str, bytes]:
-        """Return the secrets as they are now, since certificates are renewed; else the last
-        ones."""
+        """Return the secrets; certificates are renewed, so each call reads them again if it can."""
         try:
             self._secrets_read = secrets(self._config, self._path)
         except OSError as error:

@@ -17,8 +17,8 @@ from elastic.launcher.run.event_tail import read_object
 from elastic.launcher.run.metrics_endpoint import metrics_flag
 
 MAX_FAILED_STARTS = 3
-"""Failed starts of a coordinator in a row after which the job fails. A start has failed if the
-coordinator dies before it leads or stands by."""
+"""Failed starts of a coordinator in a row after which the job fails. In a failed start it dies
+before it leads or stands by."""
 
 
 class Child:
@@ -32,8 +32,7 @@ class Child:
         lifeline: int,
         stdout: int | IO[bytes] | None,
     ) -> None:
-        """Run `python -m module args...`; `stdout` gets both output streams (None: this process's
-        own).
+        """Run `python -m module args...`; `stdout` gets both output streams (None: inherited).
 
         `lifeline` is the read end of a pipe; only this process holds its write end. The child ends
         when this process ends (`elastic.lifeline`).
@@ -125,8 +124,7 @@ class Coordinators:
     def check(self, lost_address: Callable[[], bool]) -> str:
         """Restart coordinators that died; return why the job cannot continue, or "".
 
-        `lost_address()` is called for each that died; True: another launcher has the address, so no
-        restart.
+        `lost_address()` is called for each that died; True: another launcher took over, no restart.
         """
         for slot, at in tuple(self._restart_at.items()):
             if time.monotonic() >= at:
@@ -141,8 +139,7 @@ class Coordinators:
         return ""
 
     def kill_leader(self, down_s: float) -> bool:
-        """Kill the leader, or any coordinator here; restart it after `down_s`. False: none is
-        here."""
+        """Kill the leader or any coordinator; restart it after `down_s`. False: none is here."""
         leader = self.leader()
         slot = next((s for s, child in self._children.items() if leader in (None, child)), None)
         if slot is None:

@@ -138,8 +138,8 @@ def _make_memory(path: Path) -> int | None:
 def remove_stale(folders: Iterable[Path], lock_name: str, min_age_s: float = -math.inf) -> None:
     """Remove directories that no launcher has locked: their launchers were killed.
 
-    Directories whose lock file is younger than `min_age_s` are kept: their launcher may be about to
-    lock them.
+    Directories with a lock file younger than `min_age_s` stay: a launcher may be about to lock
+    them.
     """
     for folder in folders:
         with contextlib.suppress(OSError):  # another user's, or being removed
