@@ -46,7 +46,7 @@ class WorkerCommand:
     module: bool = False
     python: bool = True
     run_path: bool = False
-    """Run the script through runpy.run_path in its interpreter."""
+    """Whether the script runs through runpy.run_path in the worker's interpreter."""
 
     def __post_init__(self) -> None:
         if not self.script:
@@ -90,7 +90,7 @@ class JobConfig:
     local_nodes: int = 1
     """Number of nodes on this machine."""
     standalone: bool = False
-    """All nodes are local and the coordinator is embedded."""
+    """Whether all nodes are local and the coordinator is embedded."""
     coordinator: str = ""
     """host:port of the coordinator, or several separated by commas; "": chosen at start and written
     to RUN_DIR/coordinator.json."""
@@ -153,7 +153,7 @@ class JobConfig:
     """Local ranks whose output reaches the console; (): all. Log files are always written."""
     role: str = "default"
     virtual_local_rank: bool = False
-    """Every worker sees LOCAL_RANK=0 and one device."""
+    """Whether every worker sees LOCAL_RANK=0 and one device."""
     domains: tuple[str, ...] = ()
     """Failure domain of each local node, or one value for all."""
     devices: tuple[str, ...] = ()
@@ -171,7 +171,7 @@ class JobConfig:
     profile: Profile | None = None
     """Costs of the layers per device type; None: the script's own figures."""
     emulate: bool = False
-    """Workers wait for the times in `profile` instead of computing."""
+    """Whether workers wait for the times in `profile` instead of computing."""
     certs: str = ""
     """Directory with this machine's ca.crt, tls.crt and tls.key; "": no TLS. The join token is not
     part of the configuration."""

@@ -9,7 +9,7 @@ block. The result is the median over pairs of neighbouring blocks.
 
 `auto` runs first, until it has compared its pairs by measured times. The pair that it takes is then
 measured like the others. "Exposed" is the time that a worker's main thread spent copying or
-waiting. "Sent" is the number of bytes that all nodes send per step.
+waiting. "Sent" is the number of bytes that all nodes sent per step.
 
 `reduce` cannot be switched within a job. Its row compares whole jobs, one after the other, with
 `recompute`, which sums once.
@@ -58,7 +58,7 @@ def switched_on(step: int) -> bool:
 
 
 class SwitchedProtection(Protection):
-    """Backup that publishes only in the blocks with backup on; the job could not recover."""
+    """Backup that publishes only in the blocks with backup on. A job with it cannot recover."""
 
     on = True
     used: ClassVar[list[float]] = []

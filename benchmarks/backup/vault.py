@@ -71,7 +71,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def transfers(directory: Path) -> list[Row]:
-    """Compare put and get over loopback with a bare socket that copies the same bytes."""
+    """Return rows: put and get over loopback against a bare socket that copies equal bytes."""
     context = multiprocessing.get_context("spawn")
     pipe, there = context.Pipe()
     process = context.Process(target=serve, args=(str(directory), there), daemon=True)
@@ -136,7 +136,7 @@ class Loop:
 
 
 def local(directory: Path) -> list[Row]:
-    """Measure publishing in the worker's main thread, and reading back through shared memory."""
+    """Return rows: publishing in the worker's main thread, and reading through shared memory."""
     loop = Loop()
     loop.publisher = Publisher(loop.send, directory / "slots", "a")
     lump, abandon = Lump(), AbandonSignal()

@@ -43,7 +43,7 @@ from elastic.telemetry import read_events
 ROOT = Path(__file__).parents[2]
 AGENTS = (100, 250, 500, 1000, 2000)
 LEASE_S = 3.0
-"""Lease; the default of `elastic run`."""
+"""Default lease of `elastic run`."""
 DEADLINE_S = 120.0
 T = TypeVar("T")
 
@@ -153,7 +153,7 @@ class AgentCrowd:
         return {key: max(told[key] for told in found) for key in found[0]}
 
     def order(self, word: str, node: int) -> float:
-        """Send a command to an agent; return the time."""
+        """Send a command to an agent; return the time of sending."""
         (process,) = [process for numbers, process in self._parts if node in numbers]
         assert process.stdin is not None
         at = time.time()

@@ -65,7 +65,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True, slots=True)
 class PlannerRunSize:
-    """Extent of a run."""
+    """Extent of a run of this benchmark."""
 
     repeats: int
     equal: int

@@ -43,14 +43,14 @@ NARROW, WIDE = 0.97, 1.2
 Otherwise the number of pipelines is split, if `WIDE` times the ratio of its reductions exceeds the
 ratio of the range's ends."""
 SHORT_TAIL = 1e-3
-"""Tails below this fraction of the step are not distinguished."""
+"""Fraction of the step below which tails are not distinguished."""
 TARGET_GAPS = 0.01, 0.045
 """Gaps of the bound to the known plan at which branching stops, in turn. The wider one yields a
 better bound where the first is out of reach."""
 SUFFICIENT_GAP = 0.04
 """Gap below which no further gap of `TARGET_GAPS` is tried."""
 MAX_LIMITS = 2500
-"""Most limits on the slowest stage near the promising groups."""
+"""Largest number of limits on the slowest stage near the promising groups."""
 COARSE_LIMITS, NEARBY = 48, 0.1
 """Number of limits in the rough pricing; fraction above promising groups where all limits count."""
 INTERVALS = 72

@@ -14,7 +14,7 @@ depend on the plan:
 - the cost of a step besides its micro-batches, from the same runs; it becomes the update's time;
 - the cost of a message between two stages, from two nodes; it becomes the link's latency.
 
-Nothing is fitted afterwards. The error is |measured - predicted| / predicted. Measured is the
+Nothing is fitted afterwards. The error is |measured - predicted| / predicted; "measured" is the
 median over all steps but the first two.
 """
 

@@ -11,7 +11,7 @@ policy, with AWS's notice of two minutes before each loss. Most models of rivals
 
 The benchmark writes two files. The tables in docs/simulator/headline.md compare our policy with the
 best rival of each scenario, seed by seed. benchmarks/results/headline-policies.csv has all
-policies. Goodput is the share of the samples of a feasible oracle. `--quick` runs one model
+policies. Goodput is a fraction of the samples of a feasible oracle. `--quick` runs one model
 briefly, without recorded traces, and writes nothing.
 """
 

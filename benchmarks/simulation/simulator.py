@@ -48,7 +48,7 @@ def timed(work: Callable[[], object]) -> Took:
 
 
 def like_p3(nodes: int, hours: float, model: str, often: float = 1.0) -> Scenario:
-    """Return `often` times the losses of AWS p3, which has 0.61 per node-hour, 2.1 at once."""
+    """Return a scenario with AWS p3's losses (0.61 per node-hour, 2.1 at once) times `often`."""
     market = Market(
         nodes=nodes,
         mtbf_s=3600 * 2.1 / (0.61 * nodes * often),

@@ -73,7 +73,8 @@ def plan(**flags: Any) -> int:
 
 
 def _for_cluster(args: SimpleNamespace, path: Path, text: str) -> tuple[Answer, Report]:
-    """Plan for a cluster file, without or with the changes of --without and --add."""
+    """Return the best plan's answer and report for a cluster file, changed by --without and
+    --add."""
     cluster, measured = _cluster(path, text)
     flags = {name: getattr(args, name) for name in ("shape", "schedule")}
     given = {name: value for name, value in flags.items() if value is not None}
@@ -111,7 +112,7 @@ def _best_plan(path: Path, request: PlanRequest) -> Plan:
 
 
 def _predicted(args: SimpleNamespace, text: str) -> tuple[Answer, Report]:
-    """Predict the plan in `text` on the nodes of the file of --cluster."""
+    """Return answer and report of the plan in `text` on the nodes of the file of --cluster."""
     path = Path(args.cluster)
     cluster, measured = _cluster(path, _read("--cluster", path))
     given = _parse(text)
@@ -145,7 +146,7 @@ def _answer(
 
 
 def _cluster(path: Path, text: str) -> tuple[Cluster, Profile | None]:
-    """Return the content of a cluster file, and the measured profile that it names (None: none)."""
+    """Return the cluster of a file, and the measured profile that the file names (None: none)."""
     cluster = parse_cluster(text)
     if not cluster.profile_file:
         return cluster, None

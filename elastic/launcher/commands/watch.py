@@ -88,7 +88,7 @@ class StatusLines:
             self._print(text)
 
     def close(self) -> None:
-        """Do nothing; a page has something to close."""
+        """Do nothing."""
 
     def _print(self, text: str) -> None:
         print(text, file=self._file, flush=True)

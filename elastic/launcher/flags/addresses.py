@@ -1,4 +1,4 @@
-"""Tells whether an address is this machine's, and which of its addresses others can reach."""
+"""Addresses of this machine: is an address its own, and at which one do others reach it?"""
 
 from __future__ import annotations
 

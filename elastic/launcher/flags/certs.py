@@ -34,7 +34,7 @@ CA_KEY = "ca.key"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 """Names that every certificate carries in addition to those of its machine."""
 CLOCK_SKEW = datetime.timedelta(minutes=5)
-"""Time before a certificate's creation from which it is valid: clocks differ."""
+"""Time by which a certificate's validity begins before its creation, because clocks differ."""
 Authority = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
 

@@ -24,8 +24,7 @@ class RayOptions:
     address: str = AUTO
     """auto, host:port of the cluster, or ray://host:port of its client server."""
     resources: tuple[tuple[str, float], ...] = ()
-    """Ray's resources per agent, by name; (): those of
-    `elastic.launcher.ray.ray.default_resources`."""
+    """Ray's resources per agent, by name; (): `default_resources` of `elastic.launcher.ray.ray`."""
     spares: int = 1
     """Number of hot spares beyond the largest --nnodes, if the cluster has that many nodes."""
 

@@ -38,7 +38,7 @@ TOKEN_VARIABLE = "ELASTIC_JOIN_TOKEN"
 PRIVATE_CERTS = "job-certs"
 """Folder in the run directory with the certificates that the launcher makes for one job."""
 PRIVATE_NAME = "elastic"
-"""Name in those certificates."""
+"""Name that the certificates in PRIVATE_CERTS carry."""
 METADATA_VARIABLES = {
     SourceKind.AWS: "AWS_EC2_METADATA_SERVICE_ENDPOINT",
     SourceKind.GCP: "GCE_METADATA_HOST",
@@ -110,7 +110,7 @@ def address(flag: str, text: str, default_port: int) -> str:
 
 
 def addresses(flag: str, text: str, default_port: int) -> str:
-    """Return the addresses in `text`, comma-separated as there, without repetitions."""
+    """Return the comma-separated addresses of `text`, each with a port, without repetitions."""
     parts = (address(flag, part.strip(), default_port) for part in text.split(","))
     return ",".join(dict.fromkeys(parts))
 
@@ -267,7 +267,7 @@ class Guard:
     warning: str = ""
     """Warning to print before the job starts; "": none."""
     private: bool = False
-    """The launcher makes certificates for this job and passes them to the agents."""
+    """Whether the launcher makes certificates for this job and passes them to the agents."""
 
 
 def certificates(flags: SimpleNamespace, guard: Guard, run_dir: Path) -> tuple[str, str]:

@@ -81,7 +81,7 @@ def connect(address: str) -> None:
 
 
 def default_resources(workers: int) -> dict[str, float]:
-    """Return the resources per agent: a CPU per worker, and as many GPUs if a node has so many."""
+    """Return the resources per agent: a CPU per worker, and a GPU each if a node has enough."""
     gpus = any(node["Resources"].get("GPU", 0) >= workers for node in ray.nodes() if node["Alive"])
     return {"CPU": float(workers), **({"GPU": float(workers)} if gpus else {})}
 
@@ -90,7 +90,7 @@ class RayCluster:
     """Ray's implementation of `AgentCluster`."""
 
     def __init__(self, resources: Mapping[str, float], gang: int) -> None:
-        """Request places for `gang` agents, the first ones, without waiting for the places."""
+        """Request places for the first `gang` agents, without waiting until Ray assigns them."""
         self._resources, self._gang = dict(resources), gang
         self._group = placement_group([self._resources] * gang, strategy="STRICT_SPREAD")
         self._requested = False

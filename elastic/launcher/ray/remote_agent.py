@@ -1,4 +1,4 @@
-"""Runs one agent for a launcher on another machine, in an actor of a cluster. Imports no cluster.
+"""One agent for a launcher on another machine, run by an actor. Imports no cluster's library.
 
 The actor gets the specification and the secrets as arguments, so that no secret is on a command
 line. It makes its own run directory, which it removes at the end. The launcher fetches the logs
@@ -66,7 +66,7 @@ class AgentSpec:
 
 
 class AgentHost:
-    """Runs one agent on this machine. Other methods may be called while `serve` blocks."""
+    """Actor that runs one agent on its machine. While `serve` blocks, other methods are called."""
 
     def __init__(self, spec: str, secrets: Mapping[str, bytes] | None = None) -> None:
         """`spec`: an encoded AgentSpec. `secrets`: contents by path below the run directory."""

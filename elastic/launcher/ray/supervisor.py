@@ -36,13 +36,13 @@ CARRIED = ("PYTHONPATH", "OMP_NUM_THREADS")
 
 
 class RemoteAgent(Child):
-    """An agent on another machine, in the place of a local child. Loss of it raises nothing."""
+    """An agent on another machine, handled like a child process. Losing it raises nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.returncode: int | None = None
         self.lost = False
-        """The machine or the connection to it was lost."""
+        """Whether the machine or the connection to it was lost."""
         self.problem = ""
         """Reason why the agent did not start, or ended; "": none."""
         self.offsets: dict[str, int] = {}
@@ -159,7 +159,7 @@ class ClusterSupervisor(Supervisor):
         return self._secrets_read
 
     def _report_missing_nodes(self, now: float) -> None:
-        """Inform the user from time to time while too few nodes run to train."""
+        """Inform the user from time to time while fewer nodes run than training needs."""
         running, needed = self._fleet.running, self._config.min_nodes
         if running >= needed:
             self._waiting_since, self._notice_after_s = now, FIRST_NOTICE_S

@@ -60,7 +60,7 @@ class ProgressLines:
             self._file = open(os.devnull, "w")  # noqa: SIM115
 
     def close(self) -> None:
-        """Do nothing; a bar has something to close."""
+        """Do nothing."""
 
 
 class ProgressBar:
@@ -156,7 +156,7 @@ EVENT_LINES = {
     "health": _health_line,
     "preflight": _preflight_line,
 }
-"""Line of each kind of event that is always printed; "": this event is not printed."""
+"""Functions that make the line of an event, by kind; "": the event is not printed."""
 
 
 def event_line(event: Entry) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Follower:
-    """Reader of a growing file of JSON lines. An incomplete last line is read again later."""
+    """Reader of a growing file of JSON lines. An incomplete last line is kept until it is whole."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._rest = path, 0, b""

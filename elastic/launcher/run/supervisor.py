@@ -5,8 +5,8 @@
 
 A coordinator that dies is restarted. An agent that dies is not: an agent stands for a machine.
 The supervisor ends when the coordinator has written exit.json, on a signal, or when no node is
-left, and leaves no process behind. Its only thread wakes when a child ends or a signal
-comes, and reads the coordinator's files every --monitor-interval.
+left, and leaves no process behind. Its loop wakes when a child ends or a signal comes, and reads
+the coordinator's files every --monitor-interval.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def agent_args(config: JobConfig, node: str, index: int, coordinator: str, host:
 
 
 class Supervisor:
-    """Starts, watches and ends the processes of one job on this machine."""
+    """Supervisor of one job on this machine: starts, watches and ends its processes."""
 
     def __init__(
         self,
