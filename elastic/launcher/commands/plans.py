@@ -73,8 +73,7 @@ def plan(**flags: Any) -> int:
 
 
 def _for_cluster(args: SimpleNamespace, path: Path, text: str) -> tuple[Answer, Report]:
-    """Return the best plan's answer and report for a cluster file, changed by --without and
-    --add."""
+    """Return answer and report of the best plan for a cluster file, after --without and --add."""
     cluster, measured = _cluster(path, text)
     flags = {name: getattr(args, name) for name in ("shape", "schedule")}
     given = {name: value for name, value in flags.items() if value is not None}

@@ -182,8 +182,7 @@ def _endpoint(flags: SimpleNamespace) -> str:
 
 
 def _at_start(config: JobConfig) -> int:
-    """Return the number of local nodes at the start: the maximum, less joins of additional
-    nodes."""
+    """Return the number of local nodes at the start: the maximum, less joins of extra nodes."""
     kinds = [spec.kind for spec in config.faults]
     joins = kinds.count(FaultKind.JOIN)
     leaving = sum(kind in (FaultKind.KILL, FaultKind.DRAIN, FaultKind.PARTITION) for kind in kinds)
