@@ -1,6 +1,6 @@
 """Benchmarks: `python -m benchmarks.FOLDER.NAME` runs one, and `make bench` runs all.
 
-The folders are named after the measured part; engine.py measures the worker. The other modules are
+Each folder has the name of the measured part; engine.py measures the worker. The other modules are
 shared: results.py, emulated.py (emulated runs) and waiting.py (their training script). `results/`
 has the measured values.
 """

@@ -1,5 +1,4 @@
-"""Runs of `elastic run --emulate` for benchmarks: equal layers that wait, real copies, shaped
-links."""
+"""Runs of `elastic run --emulate` for benchmarks: layers that wait, real copies, slow links."""
 
 from __future__ import annotations
 
@@ -21,8 +20,11 @@ OUTPUT_BYTES = 1 << 14
 def equal_layers(
     n: int, parameters: int, seconds: float, bytes_per_s: float, copy_bytes_per_s: float = 1e9
 ) -> Profile:
-    """`n` layers of `parameters` (4 bytes each, 8 more of optimizer state, 4 of gradient) that take
-    `seconds` forward and backward, on a link of `bytes_per_s`."""
+    """Return a profile of `n` layers of `parameters` each on a link of `bytes_per_s`.
+
+    A parameter has 4 bytes, 8 more of optimizer state and 4 of gradient. A layer takes `seconds` in
+    the forward and backward pass together.
+    """
     times = LayerTimes(seconds / 3, 2 * seconds / 3, seconds / 3, seconds / 3)
     layer = LayerSpec(
         4 * parameters,
@@ -65,5 +67,5 @@ def run(
 
 
 def shaped(bandwidth: str) -> list[str]:
-    """Flags that make links between nodes as slow, for instance 1Gbit."""
+    """Return flags that limit links between nodes to a bandwidth such as 1Gbit."""
     return ["--link", f"bandwidth={bandwidth} latency={LATENCY_S * 1e3:g}ms"]

@@ -48,7 +48,7 @@ class EngineSetting:
     layers: int
     hidden: int
     tokens: int
-    """Of one micro-batch."""
+    """Tokens per micro-batch."""
     microbatches: int
     pairs: int
 
@@ -228,9 +228,9 @@ class Torchs:
 
 class Timing(NamedTuple):
     wall_s: float
-    """Of the slowest rank, from a common start."""
+    """Time of the slowest rank, from a common start."""
     cpu_s: float
-    """Of all ranks together; steadier on a busy machine."""
+    """Processor time of all ranks together; steadier on a busy machine."""
 
 
 def timed(step: Callable[[], None]) -> Timing:

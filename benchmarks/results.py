@@ -17,9 +17,9 @@ class Row:
     value: float
     unit: str
     target: float | None
-    """Target; None: only reported."""
+    """Value to reach, in the direction `better`; None: the value is only reported."""
     better: str
-    """lower | higher"""
+    """lower or higher."""
 
     @property
     def met(self) -> str:
@@ -30,13 +30,13 @@ class Row:
 
 
 def machine() -> str:
-    """This machine in words."""
+    """Return processor type, cores, system and Python version of this machine as text."""
     python = platform.python_version()
     return f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}, Python {python}"
 
 
 def load(name: str) -> list[Row]:
-    """The rows of an earlier run."""
+    """Return the rows that an earlier run saved under this name."""
     return [Row(**row) for row in json.loads((DIRECTORY / f"{name}.json").read_text())["rows"]]
 
 

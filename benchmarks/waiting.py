@@ -17,7 +17,7 @@ from elastic.worker.trainer import Trainer
 
 
 class Scale(nn.Module):
-    """One parameter; the mean over the rest is the loss."""
+    """Layer that multiplies its input by its only parameter."""
 
     def __init__(self) -> None:
         super().__init__()

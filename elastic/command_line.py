@@ -20,7 +20,7 @@ from elastic.domain.errors import EXIT_INTERRUPTED, EXIT_OK, ElasticError
 from elastic.planning.plan.units import duration_of
 
 PATH = "elastic.command_line.path"
-"""Key in a context's `meta` for the running command, as the user wrote it."""
+"""Key in a click context's `meta`; its value is the running command as the user wrote it."""
 
 
 def _dashes(name: str) -> str:
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class ParsedType(click.ParamType):  # type: ignore[type-arg]
-    """Parameter type with the parser `read`(flag, text), which raises FieldError."""
+    """Parameter type of values that `read(flag, text)` parses; `read` raises FieldError."""
 
     def __init__(self, name: str, read: Callable[[str, str], Any]) -> None:
         self.name, self._read = name, read
@@ -46,12 +46,12 @@ class ParsedType(click.ParamType):  # type: ignore[type-arg]
         return self._read(_flag_of(param) if param else self.name, value)
 
     def split_envvar_value(self, rv: str) -> list[str]:
-        """An environment variable holds one value of a repeatable option."""
+        """Return the whole variable as one value: a repeatable option is not split at spaces."""
         return [rv]
 
 
 def time_of(flag: str, text: str) -> float:
-    """Parse seconds: a number, or a text such as 10us, 30s, 2m, 1h or 2d. Raises FieldError."""
+    """Return the seconds in `text`: a number, or 10us, 30s, 2m, 1h or 2d. Raises FieldError."""
     with suppress(ValueError):
         seconds = float(text.removesuffix("s"))
         if 0 <= seconds < math.inf:
@@ -63,7 +63,7 @@ TIME = ParsedType("TIME", time_of)
 
 
 class Command(click.Command):
-    """A command with the common settings."""
+    """Command with the common settings; a flag in place of an option's value is an error."""
 
     def __init__(self, name: str | None, *, context_settings: Any = None, **more: Any) -> None:
         super().__init__(name, context_settings={**SETTINGS, **(context_settings or {})}, **more)
@@ -82,21 +82,21 @@ class Command(click.Command):
 
 
 def flag(*names: str, **more: Any) -> click.Option:
-    """An option with these names; `more` are the arguments of click.Option."""
+    """Return an option with these names; `more` are the arguments of click.Option."""
     return click.Option(names, **more)
 
 
 def read_flags(command: click.Command, words: Sequence[str] | None) -> SimpleNamespace:
-    """Parse `words`, or this process's arguments, as parameters of `command` without running it.
+    """Return the parameters of `command` that `words` give, by name; the command does not run.
 
-    Raises FieldError and click's errors.
+    `words` None: the arguments of this process. Raises FieldError and click's errors.
     """
     given = sys.argv[1:] if words is None else list(words)
     return SimpleNamespace(**command.make_context(command.name, given).params)
 
 
 class CommandLine(click.Group):
-    """A group of commands that reports each usage error in one line."""
+    """Group of commands that reports each usage error in one line."""
 
     command_class = Command
     group_class = type
@@ -133,13 +133,13 @@ class CommandLine(click.Group):
 
 
 def _flag_of(param: click.Parameter) -> str:
-    """Name of a parameter in messages: its longest flag, or SCRIPT for an argument."""
+    """Return a parameter's name in messages: its longest flag, or SCRIPT for an argument."""
     is_option = isinstance(param, click.Option)
     return max(param.opts, key=len) if is_option else param.human_readable_name
 
 
 def _error_line(error: click.ClickException) -> str:
-    """One line for an error that click found, with its remedy."""
+    """Return an error of click in one line, with its remedy."""
     text, context = " ".join(error.format_message().split()), getattr(error, "ctx", None)
     if context is None:
         return text

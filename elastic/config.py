@@ -1,7 +1,7 @@
 """The job's configuration: one frozen object, validated once, saved as RUN_DIR/config.json.
 
-`elastic run` writes it; coordinator and agents load it. Code below the command line reads neither
-flags nor `PET_*` variables.
+`elastic run` writes the file; coordinators and agents load it. Code below the command line reads
+neither flags nor `PET_*` variables.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ SCHEDULES = ("auto", "1f1b", "interleaved", "zero-bubble")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
-    """The command of a worker."""
+    """The program that every worker runs."""
 
     script: str
-    """Script file, module (with `module`) or executable (without `python`)."""
+    """Path of a script; with `module` the name of a module, without `python` an executable."""
     args: tuple[str, ...] = ()
     module: bool = False
     python: bool = True
     run_path: bool = False
-    """Run the script through runpy.run_path in its interpreter."""
+    """Whether the script runs through runpy.run_path in the worker's interpreter."""
 
     def __post_init__(self) -> None:
         if not self.script:
@@ -56,7 +56,7 @@ class WorkerCommand:
             raise FieldError("-m", self.script, remedy)
 
     def argv(self, python: str = "") -> tuple[str, ...]:
-        """Command line of the worker; `python` is the interpreter (default: this one)."""
+        """Return the worker's command line. `python`: the interpreter; "": that of this process."""
         python = python or sys.executable
         if self.run_path:
             return (python, "-u", "-c", _RUN_PATH, self.script, *self.args)
@@ -77,21 +77,20 @@ class JobConfig:
     run_dir: str
     """Absolute directory of this run: config.json, events.jsonl, summary.json, logs."""
     memory_dir: str
-    """This job's own directory, in shared memory if there is any, for vaults, slots and stores. It
-    is removed at the end."""
+    """Directory of the job's vaults and stores, in shared memory if possible; finally removed."""
     checkpoint_dir: str
     """Absolute directory of durable checkpoints."""
     command: WorkerCommand
     min_nodes: int = 1
-    """The job waits until it has this many nodes."""
+    """Least number of nodes; the job waits until it has them."""
     max_nodes: int = 1
-    """The job uses at most this many nodes; others are hot spares."""
+    """Most nodes that train; further nodes are hot spares."""
     nproc_per_node: int = 1
     """Workers per node."""
     local_nodes: int = 1
-    """Nodes that run on this machine."""
+    """Number of nodes on this machine."""
     standalone: bool = False
-    """All nodes are local and the coordinator is embedded."""
+    """Whether all nodes are local and the coordinator is embedded."""
     coordinator: str = ""
     """host:port of the coordinator, or several separated by commas; "": chosen at start and written
     to RUN_DIR/coordinator.json."""
@@ -100,26 +99,26 @@ class JobConfig:
     store: StoreSpec = field(default_factory=StoreSpec)
     """Location of the coordinators' durable state."""
     run_id: str = "none"
-    """torchrun's --rdzv-id, as the workers see it."""
+    """torchrun's --rdzv-id, which the workers see."""
     rdzv_conf: tuple[tuple[str, str], ...] = ()
-    """torchrun's --rdzv-conf."""
+    """Keys and values of torchrun's --rdzv-conf."""
     master_addr: str = "127.0.0.1"
-    """MASTER_ADDR of workers under static rendezvous; otherwise it is rank 0's host."""
+    """MASTER_ADDR of the workers under static rendezvous; "": the host of rank 0."""
     master_port: int = 0
-    """MASTER_PORT under static rendezvous; 0: a free port per launch."""
+    """MASTER_PORT under static rendezvous; 0: the launcher chooses a free port."""
     local_addr: str = ""
-    """Address of this node for others; "": from the route to the coordinator."""
+    """Address at which other machines reach this one; "": from the route to the coordinator."""
     backup: str = "auto"
     """auto, or GRADIENTS+STATE (`elastic.planning.plan.schemes`)."""
     accumulate: Accumulate = Accumulate.FAST
     pipelines: str = "auto"
-    """auto, a number of pipelines, or their depths, as in 3+1."""
+    """auto, a number of pipelines, or the depth of each, as 3+1."""
     schedule: str = "auto"
     """auto, 1f1b, interleaved or zero-bubble."""
     vault_memory_bytes: int = 0
-    """Bytes of other nodes' copies that a node keeps, at most; 0: as shared memory allows."""
+    """Most bytes of other nodes' copies in a vault; 0: as much as shared memory allows."""
     node_memories_bytes: tuple[int, ...] = ()
-    """Memory of each local node that plans may use, or one value for all; (): unlimited."""
+    """Memory of each local node that plans may use, or one value for all; (): no limit."""
     resume: str = ""
     """Checkpoint directory to start from; "": start from scratch."""
     max_restarts: int = 0
@@ -127,16 +126,16 @@ class JobConfig:
     monitor_interval_s: float = 0.1
     """Longest interval between two checks of the processes."""
     shutdown_timeout_s: float = 30.0
-    """Time between SIGTERM and SIGKILL."""
+    """Time from SIGTERM to SIGKILL."""
     heartbeat_s: float = 0.5
     lease_s: float = SILENCE_S
-    """A node that is silent this long is lost; the other limits follow from it (`timeouts`)."""
+    """Silence after which a node is lost; the other limits follow from it (`timeouts`)."""
     notices: tuple[NoticeSource, ...] = ()
-    """Sources of the notices for this machine's nodes."""
+    """Sources of notices for the nodes of this machine."""
     metadata_services: tuple[tuple[str, str], ...] = ()
-    """(cloud, address) of metadata services that are not at the cloud's address."""
+    """(cloud, address) of each metadata service that is not at its cloud's usual address."""
     grace_s: float = 0.0
-    """With several hosts: SIGTERM is a notice with this deadline; 0: it ends the job here."""
+    """Time to leave after SIGTERM, with several hosts; 0: SIGTERM ends the job on this machine."""
     metrics_port: int = -1
     """Port of the coordinator's metrics; this machine's agents use the ports after it. 0: any free
     ports; -1: no metrics."""
@@ -145,22 +144,22 @@ class JobConfig:
     log_dir: str = ""
     """Absolute directory of the workers' logs; "": RUN_DIR/logs."""
     redirects: tuple[int, ...] = (0,)
-    """Per local rank: streams (1 stdout, 2 stderr, 3 both) that go to the log file only."""
+    """Streams (1 stdout, 2 stderr, 3 both) only for the log file, per local rank or one for all."""
     tee: tuple[int, ...] = (0,)
-    """Per local rank: streams for the log file and, with a prefix per line, the console."""
+    """Streams for the log file and, with a prefix per line, the console; as in `redirects`."""
     log_line_prefix: str = LOG_PREFIX
-    """Template of that prefix: ${node} ${rank} ${local_rank} ${role_name}."""
+    """Template of the prefix of `tee`: ${node} ${rank} ${local_rank} ${role_name}."""
     local_ranks_filter: tuple[int, ...] = ()
-    """Local ranks with output on the console; (): all. Log files are always written."""
+    """Local ranks whose output reaches the console; (): all. Log files are always written."""
     role: str = "default"
     virtual_local_rank: bool = False
-    """Every worker sees LOCAL_RANK=0 and one device."""
+    """Whether every worker sees LOCAL_RANK=0 and one device."""
     domains: tuple[str, ...] = ()
-    """Failure domain of each local node, or one for all."""
+    """Failure domain of each local node, or one value for all."""
     devices: tuple[str, ...] = ()
-    """Device type of each local node, or one for all, as the profile names it."""
+    """Device type of each local node, or one value for all, as the profile names it."""
     lifetimes_s: tuple[float, ...] = ()
-    """Expected lifetime of each local node, or one for all; 0: unknown."""
+    """Expected lifetime of each local node, or one value for all; 0: unknown."""
     compress: str = "auto"
     """Compression between vaults: auto, off or on (`elastic.core.protocol.compression`)."""
     link: LinkProfile = field(default_factory=LinkProfile)
@@ -168,36 +167,36 @@ class JobConfig:
     preflight: str = "on"
     """Checks of a node before it joins: on, strict (warnings refuse it too) or off."""
     quarantine_s: float = 30.0
-    """First quarantine of a node that fails repeatedly."""
+    """First quarantine of a node that fails repeatedly; later ones double."""
     profile: Profile | None = None
     """Costs of the layers per device type; None: the script's own figures."""
     emulate: bool = False
-    """Workers wait for the profiled times instead of computing."""
+    """Whether workers wait for the times in `profile` instead of computing."""
     certs: str = ""
     """Directory with this machine's ca.crt, tls.crt and tls.key; "": no TLS. The join token is not
     part of the configuration."""
     certs_name: str = ""
-    """Name in the certificates of other processes; "": the host of the connection."""
+    """Name that the certificates of other processes must carry; "": the host of the connection."""
     faults: tuple[FaultSpec, ...] = ()
-    """Injected faults; a fault's position is its number."""
+    """Injected faults. The number of a fault is its index here."""
 
     def __post_init__(self) -> None:
         _check(self)
 
     @property
     def name(self) -> str:
-        """Name of the job in a shared store: the same on every machine."""
+        """Name of the job in a shared store, equal on all its machines."""
         return self.job_id if self.standalone else self.run_id
 
     def log_path(self, node: str, restart: int, local_rank: int) -> Path:
-        """Directory of a worker's stdout.log, stderr.log and error.json."""
+        """Return the directory of a worker's stdout.log, stderr.log and error.json."""
         return (
             Path(self.log_dir or Path(self.run_dir, "logs")) / node / str(restart) / str(local_rank)
         )
 
     @property
     def directories(self) -> tuple[tuple[str, Path], ...]:
-        """(role, path) of the directories that a node writes to."""
+        """(purpose, path) of each directory that a node writes to."""
         return (
             ("checkpoints", Path(self.checkpoint_dir)),
             ("run", Path(self.run_dir)),
@@ -206,7 +205,7 @@ class JobConfig:
 
     @property
     def timeouts(self) -> Timeouts:
-        """Every limit on waiting, before measurements change it."""
+        """All limits on waiting, before measurements change them."""
         return budget(self.lease_s, heartbeat_s=self.heartbeat_s)
 
     def save(self) -> Path:
@@ -218,7 +217,7 @@ class JobConfig:
         return path
 
     def of(self, **changes: object) -> JobConfig:
-        """A copy with other values, validated again."""
+        """Return a copy with these fields changed, validated again."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -235,7 +234,7 @@ def load_config(run_dir: str | Path) -> JobConfig:
 
 
 def claim_fault(run_dir: str | Path, number: int) -> bool:
-    """Return True for the first process on this machine that claims this fault of the run.
+    """Claim fault `number` of the run; return False if it was claimed on this machine before.
 
     A process claims a fault right before it carries it out, so that restarted workers do not repeat
     it.

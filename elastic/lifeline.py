@@ -1,11 +1,11 @@
-"""Ends a process when its parent ends, so that no orphans remain. Nothing here polls.
+"""Two ways to end a process when its parent ends, so that no orphan remains. Neither polls.
 
 - `watch(fd)`, for agents and coordinators, which run our code: the parent holds the write
   end of a pipe and never writes. When the parent dies, the kernel closes that end, the child reads
   end-of-file and kills its whole process group.
 - `tied_command(argv)`, for workers, which run any code and may be stopped: the child starts through
   this file. It asks the kernel to kill it when its parent dies (PR_SET_PDEATHSIG, kept across exec)
-  and then becomes `argv`. The kernel means the *thread* that started the child, so start it from a
+  and then becomes `argv`. The kernel means the *thread* that started the child: start it from a
   thread that outlives it.
 
 This file imports only the standard library, because it also runs by itself, in an interpreter that
@@ -40,7 +40,7 @@ def _wait_for_end(fd: int) -> None:
 
 
 def tied_command(argv: tuple[str, ...]) -> list[str]:
-    """Command line that runs `argv` in a process that dies with the thread that starts it."""
+    """Return a command line for `argv` whose process dies with the thread that starts it."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *argv]
 
 

@@ -1,4 +1,4 @@
-"""Serves a process's Prometheus metrics over HTTP.
+"""HTTP server for a process's Prometheus metrics.
 
     registry = new_registry()       # with process_* metrics: CPU, memory, open files
     served = serve(registry, config, ...)   # GET /metrics at host:port
@@ -37,19 +37,19 @@ from elastic.rpc.security.tls import Certificates, rejection_reason
 
 log = logging.getLogger(__name__)
 FOLDER = "metrics"
-"""Folder in the run directory with one discovery file per process."""
+"""Folder in the run directory; it has a discovery file for each process."""
 SILENT_S = 10.0
-"""A connection without data for this long is closed."""
+"""Time without data after which a connection is closed."""
 FAST_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Histogram buckets of operations that take milliseconds."""
+"""Histogram buckets of operations that take milliseconds, in seconds."""
 RECOVERY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Histogram buckets of the phases of a recovery."""
+"""Histogram buckets of the phases of a recovery, in seconds."""
 STEP_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-"""Histogram buckets of steps."""
+"""Histogram buckets of the time of a step, in seconds."""
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the kernel's figures of this process."""
+    """Return a registry with the kernel's figures of this process."""
     disable_created_metrics()  # They would double the series of counters.
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
@@ -57,7 +57,7 @@ def new_registry() -> CollectorRegistry:
 
 
 class _MetricsServer(ThreadingWSGIServer):
-    """One thread per scrape. Each connection uses the certificates that are valid at its time."""
+    """HTTP server with one thread per scrape; new connections use renewed certificates."""
 
     contexts: Certificates | None = None
 
@@ -72,7 +72,7 @@ class _MetricsServer(ThreadingWSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
-        if isinstance(error, OSError):  # TLS errors too
+        if isinstance(error, OSError):  # includes errors of TLS
             reason = (
                 rejection_reason(error) if isinstance(error, ssl.SSLError) else Reason.HANDSHAKE
             )
@@ -87,12 +87,12 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 class Exposition:
-    """Serves a registry from its own threads until `close`."""
+    """Metrics server of a process, in threads of its own, from construction until `close`."""
 
     def __init__(
         self, registry: CollectorRegistry, config: JobConfig, name: str, role: str, port: int
     ) -> None:
-        """Raises OSError if the address is not available, FieldError for wrong certificates."""
+        """Start serving. Raises OSError for a taken address, FieldError for wrong certificates."""
         host = config.metrics_host
         family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         kind: type[_MetricsServer] = type("_Server", (_MetricsServer,), {"address_family": family})
@@ -127,12 +127,12 @@ def serve(
 
     Args:
         registry: the metrics of this process.
-        config: the job's, with the address and the certificates.
+        config: the job's configuration, with the address and the certificates.
         name: coordinator, or the node's name.
         role: coordinator or agent.
         port: 0: any free port; negative: no metrics.
 
-    Returns None, with a warning in the log, if it cannot be served: metrics never stop a job.
+    Returns None if `port` is negative or the server cannot start. A failed start is only logged.
     """
     if port < 0:
         return None
@@ -146,7 +146,7 @@ def serve(
 
 
 def discovery(run_dir: Path, name: str) -> Path:
-    """Path of the discovery file of process `name`."""
+    """Return the path of the discovery file of process `name`."""
     return run_dir / FOLDER / f"{name}.json"
 
 

@@ -17,9 +17,10 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class EventLog:
-    """Append-only JSON lines: {"at": seconds since 1970, "kind": ..., fields ...}.
+    """Append-only file of events: JSON lines {"at": seconds since 1970, "kind": ..., fields ...}.
 
-    Each line is one `write`. A line that a crash cut short is removed when the log is opened again.
+    Each line is written by one system call. Opening the log removes a last line that a crash cut
+    short.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -33,7 +34,7 @@ class EventLog:
             raise
 
     def write(self, line: bytes) -> None:
-        """Write a line of `event_line`.
+        """Append a line made by `event_line`.
 
         Raises OSError if the disk is full; the log stays readable.
         """
@@ -50,13 +51,13 @@ class EventLog:
 
 
 def event_line(kind: str, fields: Mapping[str, Any], at: float | None = None) -> bytes:
-    """One event as a line of a log. `codec` encodes the values; `at` defaults to now."""
+    """Return an event as a line of a log. `codec` encodes the values; `at` None: now."""
     record = {"at": time.time() if at is None else at, "kind": kind} | codec.encode(dict(fields))
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """All events of a log, without a last line that is still being written (no newline).
+    """Return all events of a log, without a last line that is still being written (no newline).
 
     Raises FieldError, which names file and line, for any other line that is not an event.
     """

@@ -1,6 +1,5 @@
-"""Example programs: `demo.py` shows a recovery, `train_gpt.py` trains a GPT, `ddp.py` is plain
-torch.
+"""Examples: a recovery (`demo.py`), a GPT's training (`train_gpt.py`), plain torch (`ddp.py`).
 
 Start with `train_gpt.py`. The demo runs it twice, with and without a failure, and compares the
-results. Nothing in the package `elastic` imports these modules.
+results. The package `elastic` imports none of these modules.
 """

@@ -4,9 +4,9 @@
     torchrun    $FLAGS examples/ddp.py --out result.json --fail-at 5
     elastic run $FLAGS examples/ddp.py --out result.json --fail-at 5
 
-Trains a small network on synthetic data. Rank 0 writes a checkpoint after each step, and all ranks
-continue from it after a restart. At the end rank 0 writes a JSON file with the keys steps, loss,
-params_sha256, world_size and restarts.
+The script trains a small network on synthetic data. Rank 0 writes a checkpoint after each step,
+and all ranks continue from it after a restart. At the end rank 0 writes a JSON file with the keys
+steps, loss, params_sha256, world_size and restarts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def batch(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs [8, 16] and targets [8, 1], a function of seed, step and rank."""
+    """Return inputs [8, 16] and targets [8, 1], which depend only on seed, step and rank."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1009 + rank)
     inputs = torch.randn(8, 16, generator=generator)
     return inputs, inputs.mean(dim=1, keepdim=True).tanh()
@@ -123,7 +123,7 @@ def resume(
 ) -> int:
     """Load the checkpoint of this run, if there is one. Return the next step."""
     if restart == 0 and rank == 0:
-        path.unlink(missing_ok=True)  # It belongs to an earlier run.
+        path.unlink(missing_ok=True)  # a checkpoint of an earlier run
     if restart == 0 or not path.exists():
         return 0
     state = torch.load(path, weights_only=True)
@@ -133,7 +133,7 @@ def resume(
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 over the parameters in name order."""
+    """Return the SHA-256 of the parameters in name order."""
     digest = hashlib.sha256()
     for _, parameter in sorted(model.named_parameters()):
         digest.update(parameter.detach().numpy().tobytes())

@@ -32,7 +32,7 @@ SCRIPT = ("-m", "examples.train_gpt", "--steps", "16", "--num-microbatches", "8"
 NODES, FEWER = 4, 2
 FAULT = "kill node=2 step=8 microbatch=5"
 SHOWN_EVERY = 4
-"""Show the progress line of every n-th step."""
+"""Steps between two progress lines that are shown."""
 CHART_ROWS = 8
 PHASES = (
     ("detect", "from the fault until the coordinator decides to halt"),
@@ -45,7 +45,7 @@ PHASES = (
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run, read from its files."""
+    """Results of a finished run, read from its files."""
 
     code: int
     directory: Path
@@ -63,7 +63,7 @@ class FinishedRun:
 
 
 def run(directory: Path, nodes: int, flags: Sequence[str]) -> FinishedRun:
-    """Run `elastic run` on local nodes, and read its files."""
+    """Run `elastic run` on local nodes, and return the results."""
     arguments = ["--standalone", "--nnodes", str(nodes), "--pipelines", "1"]
     arguments += ["--accumulate", "exact", *flags]
     print("  $ " + shlex.join(["elastic", "run", *arguments, *SCRIPT]), flush=True)
@@ -133,7 +133,7 @@ def show_recovery(entry: dict[str, Any], microbatches: int) -> None:
 
 
 def checks(failed: FinishedRun, clean: FinishedRun) -> list[tuple[str, bool]]:
-    """Each check, and whether it holds."""
+    """Return (check, whether it holds) of all checks."""
     node = parse_fault(FAULT).node
     lost = [entry for entry in failed.recoveries if not entry["planned"]]
     steps = len(failed.loss)

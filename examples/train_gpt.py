@@ -18,7 +18,7 @@ from elastic.worker.contrib.gpt import DTYPES, GPTConfig
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags. With the defaults the loss falls visibly in 20 steps on two CPU cores."""
+    """Return the parser. With the default flags the loss falls in 20 steps on two CPU cores."""
     out = argparse.ArgumentParser(
         "python -m examples.train_gpt",
         description="Train a byte-level GPT.",
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(flags: argparse.Namespace) -> tuple[GPTConfig, ByteCorpus]:
-    """Return model options and text. Raises FieldError. Imports no torch."""
+    """Return model options and text. Raises FieldError for a wrong flag. Imports no torch."""
     for name, least in (
         ("num_microbatches", 1),
         ("steps", 1),
@@ -84,7 +84,7 @@ def check(flags: argparse.Namespace) -> tuple[GPTConfig, ByteCorpus]:
 
 
 def train(flags: argparse.Namespace, gpt: GPTConfig, corpus: ByteCorpus) -> None:
-    """Import torch and megatron-core, and run."""
+    """Import torch and megatron-core, and train."""
     from elastic.worker.contrib.data import ByteDataset
     from elastic.worker.contrib.megatron import GPTStack
     from elastic.worker.model.optimizer import adamw, cosine

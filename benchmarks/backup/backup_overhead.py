@@ -9,7 +9,7 @@ block. The result is the median over pairs of neighbouring blocks.
 
 `auto` runs first, until it has compared its pairs by measured times. The pair that it takes is then
 measured like the others. "Exposed" is the time that a worker's main thread spent copying or
-waiting. "Sent" is the number of bytes that all nodes send per step.
+waiting. "Sent" is the number of bytes that all nodes sent per step.
 
 `reduce` cannot be switched within a job. Its row compares whole jobs, one after the other, with
 `recompute`, which sums once.
@@ -37,11 +37,11 @@ from benchmarks.results import Row, load, save
 from elastic.worker.backup.protection import Protection
 
 BLOCK = 4
-"""Steps of a block; the first is not counted."""
+"""Steps per block; the first step is not counted."""
 NODES = 4
 TARGET = 1.02
 WEIGHED = 80
-"""Steps in which `auto` has looked at its pairs."""
+"""Steps after which `auto` has compared its pairs."""
 PAIRS = {
     1: (
         "stream+snapshot", "stream:4+snapshot", "log+snapshot", "recompute+snapshot",
@@ -49,16 +49,16 @@ PAIRS = {
     ),
     2: ("stream+replica", "log+replica", "recompute+replica"),
 }  # fmt: skip
-"""Pipelines: pairs."""
+"""Measured pairs of schemes, by number of pipelines."""
 
 
 def switched_on(step: int) -> bool:
-    """Whether the backup is on at a step: in every second block. The first one is longer."""
+    """Return whether the backup is on at a step: in every second block, from the first one on."""
     return step < BLOCK or (step // BLOCK) % 2 == 0
 
 
 class SwitchedProtection(Protection):
-    """Publishes only in blocks with backup on; without it the job could not recover."""
+    """Backup that publishes only in the blocks with backup on. A job with it cannot recover."""
 
     on = True
     used: ClassVar[list[float]] = []
@@ -121,7 +121,7 @@ def train(pairs: int, sizes: argparse.Namespace) -> None:
 
 
 def cpu_s() -> float:
-    """Processor time that this worker and its agent have used."""
+    """Return the processor seconds that this worker and its agent have used."""
     agent = psutil.Process(os.getppid()).cpu_times()
     return time.process_time() + float(agent.user + agent.system)
 
@@ -144,15 +144,15 @@ def script_flags(steps: int, sizes: argparse.Namespace) -> list[str]:
 @dataclass(frozen=True)
 class Measured:
     ratios: list[float]
-    """Step time, on / off, of every pair of neighbouring blocks."""
+    """Step time with backup over step time without, per pair of neighbouring blocks."""
     cpu_ratio: float
-    """Processor time of all workers and agents, on / off, over the whole run."""
+    """Processor time with backup over that without, of all workers and agents in the whole run."""
     step_s: float
-    """Median step without backup."""
+    """Median time of a step without backup."""
     sent: float
-    """Bytes that all nodes send in a step."""
+    """Bytes that all nodes send per step."""
     exposed_s: float
-    """In a step, of the worker that copies and waits most."""
+    """Time per step that a worker copies and waits; the largest of all workers."""
 
 
 def run(
@@ -201,7 +201,7 @@ def measure(
 
 
 def halves(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Medians of the blocks that were on and of those that were off; the first pair warms up."""
+    """Return the medians of blocks with and of blocks without backup. The first pair warms up."""
     blocks = [values[at + 1 : at + BLOCK] for at in range(0, len(values), BLOCK)]
     medians = [statistics.median(block) for block in blocks][2:]
     return medians[::2], medians[1::2]
@@ -289,7 +289,7 @@ def main() -> int:
 
 
 def reduced(args: argparse.Namespace) -> Row:
-    """Compare `reduce` with `recompute`, in jobs that take turns."""
+    """Return the row that compares `reduce` with `recompute`, in jobs that take turns."""
     ratios = []
     for _ in range(3):
         seconds = [

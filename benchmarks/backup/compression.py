@@ -106,7 +106,7 @@ def written(nbytes: int, write: Callable[[torch.Tensor], None]) -> Bytes:
 
 
 def shuffled(piece: memoryview) -> bytes:
-    """Group the bytes of 8-byte words by their position; a remainder stays at the end."""
+    """Return the bytes grouped by their position in 8-byte words; a remainder stays at the end."""
     whole = len(piece) // 8 * 8
     return np.frombuffer(piece[:whole], np.uint8).reshape(-1, 8).T.tobytes() + bytes(piece[whole:])
 

@@ -36,7 +36,7 @@ TURNS = 9
 
 
 def memory_directory() -> Path:
-    """A fresh directory in shared memory if there is any."""
+    """Return a new directory, in shared memory if there is any."""
     shared = Path("/dev/shm")
     return Path(tempfile.mkdtemp(prefix="elastic-bench-", dir=shared if shared.is_dir() else None))
 
@@ -46,7 +46,7 @@ def describe(data: memoryview, sequence: int, node: str = "") -> Copy:
 
 
 def serve(directory: str, pipe: Connection) -> None:
-    """Run the other node: a vault server, and a bare socket that answers with one byte."""
+    """Run the peer: a vault server, and a bare socket that answers with one byte."""
     vault = Vault("b", Path(directory) / "b")
     server = VaultServer(vault).start()
     plain = socket.create_server(("127.0.0.1", 0))
@@ -71,7 +71,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def transfers(directory: Path) -> list[Row]:
-    """Compare put and get over loopback with a bare socket that copies the same bytes."""
+    """Return rows: put and get over loopback against a bare socket that copies equal bytes."""
     context = multiprocessing.get_context("spawn")
     pipe, there = context.Pipe()
     process = context.Process(target=serve, args=(str(directory), there), daemon=True)
@@ -111,7 +111,7 @@ def transfers(directory: Path) -> list[Row]:
 
 
 class Lump:
-    """Stands for a layer whose gradient is one tensor of SIZE bytes."""
+    """Stand-in for a layer: its gradient is one tensor of SIZE bytes."""
 
     index, losses = 0, {}  # type: ignore[var-annotated]
     gradient_nbytes = SIZE
@@ -125,7 +125,7 @@ class Lump:
 
 
 class Loop:
-    """A channel that acknowledges at once and remembers the last copy."""
+    """Stand-in for the channel to the agent: acknowledges at once, keeps the last message."""
 
     publisher: Publisher
     last: Published
@@ -136,7 +136,7 @@ class Loop:
 
 
 def local(directory: Path) -> list[Row]:
-    """Measure publishing in the worker's main thread, and reading back through shared memory."""
+    """Return rows: publishing in the worker's main thread, and reading through shared memory."""
     loop = Loop()
     loop.publisher = Publisher(loop.send, directory / "slots", "a")
     lump, abandon = Lump(), AbandonSignal()

@@ -37,7 +37,7 @@ from elastic.worker.recovery.fetch import Fetcher
 
 TARGET = 0.8
 WARM = 4
-"""Turns before the first that counts: connections stand, slots are made."""
+"""Turns that are not counted, in which connections and slots are made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +45,16 @@ class TransportSetting:
     sizes: tuple[int, ...] = (MIB, 16 * MIB, 64 * MIB)
     turns: int = 21
     turn_bytes: int = 32 * MIB
-    """Sent in a turn at least: several small copies, one after the other."""
+    """Least number of bytes that a turn sends: several small copies, one after the other."""
     bundle: int = 16
-    """Copies of the smallest size that go together."""
+    """Copies per bundle; only those of the smallest size are bundled."""
 
 
 QUICK = TransportSetting(sizes=(MIB // 4, MIB), turns=2, turn_bytes=MIB)
 
 
 def serve(directory: str, largest: int, pipe: Connection) -> None:
-    """Run the other node: a vault with its server, and a plain socket."""
+    """Run the peer: a vault with its server, and a plain socket."""
     server = VaultServer(Vault("b", Path(directory))).start()
     plain = socket.create_server(("127.0.0.1", 0))
     pipe.send((server.address, plain.getsockname()[1]))
@@ -124,7 +124,7 @@ def _next(copy: Copy, sequence: int, layer: int = 0) -> Copy:
 def fetches(
     client: VaultClient, address: str, data: memoryview, setting: TransportSetting
 ) -> list[Row]:
-    """Compare reading a state from the vault of the same node and of another node."""
+    """Compare reading a state from the vault of the same node with reading it from a peer's."""
     kept = replace(describe(data, 1, "b"), layer=99)
     client.put([(kept, data)])
     here, there = (Fetcher(node, {"b": address}) for node in ("b", "a"))

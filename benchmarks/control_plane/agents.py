@@ -36,15 +36,15 @@ from elastic.rpc.control.envelope import Envelope, encode_body, from_wire, pack,
 from elastic.rpc.control.event_loop import GrpcEventLoop
 
 MEMORY_BYTES = 24 << 30
-"""Of a node: a pipeline needs a dozen of them."""
+"""Memory of a node: a pipeline of the model needs a dozen nodes."""
 RETRY_S = 0.5
 NO_RECIPES = encode_body("Install", [])
 RAMP_S = 0.5
-"""Agents begin their heartbeats spread over so long."""
+"""Time over which the first heartbeats of the agents are spread."""
 
 
 def spec_of(layers: int, microbatches: int) -> JobSpec:
-    """A deep model of equal layers with a transformer's proportions, 100 M parameters per layer."""
+    """Return a model of equal layers, 100 M parameters each, in a transformer's proportions."""
     layer = LayerSpec(
         200 << 20, 1200 << 20, 400 << 20, 0.02, 0.04, activation_bytes=1 << 24, output_bytes=1 << 24
     )
@@ -52,7 +52,7 @@ def spec_of(layers: int, microbatches: int) -> JobSpec:
 
 
 def read(envelope: Envelope) -> Any:
-    """Decode each instruction once: all agents get the same ones, apart from unused recipes."""
+    """Return an instruction, decoded once for all agents: they differ only in unused recipes."""
     return _decoded(
         envelope.kind, NO_RECIPES if envelope.common else envelope.body, envelope.common
     )
@@ -64,7 +64,7 @@ def _decoded(kind: str, body: bytes, common: bytes) -> Any:
 
 
 class Places:
-    """Locations of the copies under a plan; computed once for all agents of the process."""
+    """Locations of the copies under a plan, computed once for all agents of the process."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.nodes = plan, frozenset(plan.nodes())
@@ -72,13 +72,13 @@ class Places:
         for _, _, stage in plan.stages():
             self.layers[stage.unit.node] = (*self.layers.get(stage.unit.node, ()), *stage.layers)
         self.owners: dict[str, tuple[str, ...]] = {node: (node,) for node in self.nodes}
-        """Those whose copies a node has: its own, and those that it keeps for others."""
+        """Nodes whose copies a node has: itself, and the nodes that it keeps backups for."""
         for node, peer in plan.peers:
             self.owners[peer] = (*self.owners.get(peer, ()), node)
 
 
 class Agent:
-    """A simulated agent."""
+    """A simulated agent: the real node logic and connection, but no workers."""
 
     def __init__(self, crowd: SimulatedAgents, name: str) -> None:
         self.crowd, self.name, self.term, self.muted = crowd, name, 0, False
@@ -91,7 +91,7 @@ class Agent:
         self.task = asyncio.create_task(self._live())
 
     async def _live(self) -> None:
-        """Retry failed connections, as real agents do: hundreds of agents connect at once."""
+        """Connect until the coordinator answers: of hundreds of connections at once some fail."""
         while not self._heard:
             try:
                 await self._speak()
@@ -124,7 +124,7 @@ class Agent:
             await asyncio.sleep(max(0.0, next_beat - loop.time()))
             self.crowd.late_s = max(self.crowd.late_s, loop.time() - next_beat)
             next_beat += self.crowd.heartbeat_s
-            if (self.state.epoch, self.term) != self._told:  # nothing else in it changes
+            if (self.state.epoch, self.term) != self._told:  # nothing else in a heartbeat changes
                 self._told = self.state.epoch, self.term
                 self._heartbeat = self._packed(core.heartbeat(self.state))
             await self._write(self._heartbeat)
@@ -152,7 +152,7 @@ class Agent:
                 await asyncio.sleep(0)
 
     async def _take(self, event: Any) -> None:
-        """A transition, and what the node's parts would do about it."""
+        """Pass an event to the node logic, and carry out its actions as the node's parts would."""
         self.state, actions, _ = core.transition(self.state, event, time.monotonic())
         for action in actions:
             match action:
@@ -199,10 +199,10 @@ class SimulatedAgents:
         self.agents: dict[str, Agent] = {}
         self._places: Places | None = None
         self.turn = asyncio.Lock()
-        """Orders are carried out one after another, with heartbeats in between: on its own machine
-        an agent's heartbeat would not wait for the reports of a thousand others."""
+        """Held while an agent carries out an order. Heartbeats go on in between: on a machine of
+        its own, an agent's heartbeat would not wait for the reports of a thousand others."""
         self.late_s = 0.0
-        """Longest delay of a heartbeat. This process has one core only."""
+        """Longest delay of a heartbeat since the last new epoch. This process has one core only."""
         self._epoch, self._halts, self._installs = 0, (0.0, 0.0), set[str]()
 
     def places(self, plan: Plan) -> Places:
@@ -211,7 +211,7 @@ class SimulatedAgents:
         return self._places
 
     def halted(self, epoch: int) -> None:
-        """Handle an order to halt the workers of an agent."""
+        """Note that an agent was told to halt its workers."""
         if epoch > self._epoch:
             self._epoch, self._halts, self._installs = epoch, (time.time(), 0.0), set()
         self._halts = (self._halts[0], time.time())
@@ -250,7 +250,7 @@ class SimulatedAgents:
         """Carry out `close NODE` or `mute NODE`."""
         word, name = line.split()
         agent = self.agents.pop(name, None)
-        if agent is None:  # it was declared lost
+        if agent is None:  # declared lost
             self.failed(f"{name} is gone already")
         elif word == "mute":
             agent.muted = True

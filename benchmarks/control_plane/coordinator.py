@@ -43,14 +43,14 @@ from elastic.telemetry import read_events
 ROOT = Path(__file__).parents[2]
 AGENTS = (100, 250, 500, 1000, 2000)
 LEASE_S = 3.0
-"""The default of `elastic run`."""
+"""Default lease of `elastic run`."""
 DEADLINE_S = 120.0
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Size:
-    """Extent of a measurement."""
+    """Extent of a measurement: numbers of agents, layers, length of idle periods, lease."""
 
     agents: tuple[int, ...] = AGENTS
     layers: int = 96
@@ -59,7 +59,7 @@ class Size:
 
 
 QUICK = Size((8,), layers=8, steady_s=1.0, lease_s=15.0)
-"""Its lease is long: on a busy machine agents that share a core are silent for seconds."""
+"""Short measurement. The lease is long: agents that share a busy core are silent for seconds."""
 
 
 @dataclass(frozen=True)
@@ -68,30 +68,30 @@ class Found:
 
     agents: int
     start_s: float
-    """From the first connection to a plan that everybody runs."""
+    """Time from the first connection until all nodes run the first plan."""
     cpu: float
-    """Share of one core while nothing happens."""
+    """Fraction of one core that the idle coordinator uses."""
     memory_bytes: int
     late_s: float
-    """How late a look at the time was, on average."""
+    """Mean delay of the coordinator's timer while idle."""
     closed_s: float
-    """From the end of a connection to the decision to halt."""
+    """Time from the end of a connection to the decision to halt."""
     silent_s: float
-    """From the last sign of life to the decision to halt."""
+    """Time from the last message of an agent to the decision to halt, after an idle period."""
     busy_s: float
-    """The same for one that falls silent just after a change of plan."""
+    """`silent_s` of an agent that falls silent just after a change of plan."""
     decide_s: float
-    """From the decision to halt to the new plan; every agent's report of its vault lies between."""
+    """Time from the decision to halt to the new plan; it includes every agent's vault report."""
     told_s: float
-    """From the decision to halt until every agent had the new plan, agents' own time included."""
+    """Time from the decision to halt until the last agent has installed the new plan."""
     agents_late_s: float
-    """How late heartbeats were sent at most: the agents' own cores."""
+    """Longest delay of a heartbeat, which depends on the cores of the agents."""
     wrongly_lost: int
-    """Live agents that the coordinator declared lost."""
+    """Number of live agents that the coordinator declared lost."""
 
 
 def heartbeat_s(agents: int, lease_s: float) -> float:
-    """Heartbeat interval: 0.5 s, longer in the largest jobs."""
+    """Return the heartbeat interval: 0.5 s, longer in the largest jobs."""
     return budget(lease_s, nodes=agents).heartbeat_s
 
 
@@ -153,7 +153,7 @@ class AgentCrowd:
         return {key: max(told[key] for told in found) for key in found[0]}
 
     def order(self, word: str, node: int) -> float:
-        """Send a command to an agent; return the time."""
+        """Send a command to an agent; return the time of sending."""
         (process,) = [process for numbers, process in self._parts if node in numbers]
         assert process.stdin is not None
         at = time.time()
@@ -162,7 +162,7 @@ class AgentCrowd:
         return at
 
     def all_there(self) -> None:
-        """Raise RuntimeError if live agents were lost: then another plan change is under way."""
+        """Raise RuntimeError if live agents were declared lost: this starts another plan change."""
         if self.fenced:
             words = f"{len(self.fenced)} live agents were declared lost"
             raise RuntimeError(f"{words}, the latest {self.fenced[-1]:g} s after its last word")

@@ -44,7 +44,7 @@ WAIT_S = 120.0
 
 
 class Run:
-    """A run that is watched through its event log."""
+    """A training run, watched through its event log."""
 
     def __init__(self, run_dir: Path, store: str) -> None:
         self._dir = run_dir
@@ -63,7 +63,7 @@ class Run:
         command += [
             "--backup",
             "log+snapshot",
-        ]  # else it is chosen anew once steps are measured, which changes the plan
+        ]  # `auto` would choose again once steps are measured, which changes the plan
         with (run_dir.parent / "out").open("wb") as out:
             words = [*command, *SCRIPT, "--steps", str(STEPS)]
             self.process = subprocess.Popen(words, stdout=out, stderr=out)
@@ -96,7 +96,7 @@ def takeover(run: Run, number: signal.Signals) -> tuple[float, float]:
     if number is signal.SIGSTOP:
         os.kill(pid, signal.SIGCONT)
     run.first(step, "step")
-    time.sleep(2.0)  # the one that was killed is up again and stands by
+    time.sleep(2.0)  # by then a killed coordinator runs again and stands by
     return adopted - begun, step - begun
 
 

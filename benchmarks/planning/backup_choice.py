@@ -34,13 +34,12 @@ from elastic.planning.search.search import PlanRequest, make_plan
 
 NODES, LAYERS, MICROBATCHES = 4, 8, 8
 PARAMETERS = 100_000
-"""Of a layer; 4 bytes each and of its gradient, 8 more of optimizer state."""
+"""Parameters per layer. Each has 4 bytes, 4 of gradient and 8 of optimizer state."""
 LINKS = {"100Mbit": 12.5e6, "1Gbit": 125e6, "10Gbit": 1.25e9, "100Gbit": 12.5e9}
 STAGE_S = {"short": 0.015, "long": 0.150}
-"""Seconds of a stage of two layers, forward and backward."""
+"""Seconds per micro-batch of a stage of two layers, forward and backward."""
 HAZARD_PER_S = 0.61 / 3600
-"""Losses per node and second on AWS P3 spot instances (trace of Bamboo, Thorpe et al., NSDI
-2023)."""
+"""Losses per node-second on AWS P3 spot instances (trace of Bamboo, Thorpe et al., NSDI 2023)."""
 SKIP = 2
 TARGET = 3.0
 TABLE = DIRECTORY / "backup-choice.csv"
@@ -48,7 +47,7 @@ TABLE = DIRECTORY / "backup-choice.csv"
 
 @dataclass(frozen=True)
 class Cell:
-    """One network, shape and length of micro-batches."""
+    """A cell of the table: one link, number of pipelines and length of micro-batches."""
 
     link: str
     pipelines: int
@@ -89,7 +88,7 @@ def nodes() -> tuple[NodeInfo, ...]:
 
 
 def measure(cell: Cell, pair: str, steps: int, folder: Path) -> float:
-    """Median seconds of a step."""
+    """Return the median seconds of a step under a pair of schemes."""
     flags = [
         "--nnodes",
         str(NODES),
@@ -106,7 +105,7 @@ def measure(cell: Cell, pair: str, steps: int, folder: Path) -> float:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One pair in one cell."""
+    """Results of one pair of schemes in one cell."""
 
     estimate: Estimate
     step_s: float

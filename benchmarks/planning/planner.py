@@ -43,7 +43,7 @@ from elastic.planning.search.search import PlanRequest, clear_caches, make_plan,
 
 T = TypeVar("T")
 NETWORK = LinkProfile(12.5e9, 10e-6)
-"""Between nodes: 100 Gbit/s, 10 us."""
+"""Link between nodes: 100 Gbit/s, 10 us."""
 TYPES = ("A100-80", "A100-40", "H100")
 STEPS = {
     "bert-large": (256, 32),
@@ -52,7 +52,7 @@ STEPS = {
     "gpt3-2.7b": (256, 2),
     "gpt3-6.7b": (512, 2),
 }
-"""(micro-batches, sequences per micro-batch): about the samples per step of Oobleck."""
+"""(micro-batches per step, sequences per micro-batch): about the samples per step of Oobleck."""
 PUBLISHED = {
     "bert-large": 368.25,
     "gpt2": 110.01,
@@ -60,26 +60,26 @@ PUBLISHED = {
     "gpt3-2.7b": 9.214,
     "gpt3-6.7b": 5.508,
 }
-"""Samples per second of Oobleck on 30 A40: table of its artifact, branch sosp23-artifact."""
+"""Samples per second of Oobleck on 30 A40 nodes, from its artifact (branch sosp23-artifact)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerRunSize:
-    """Extent of a run."""
+    """Extent of a run of this benchmark."""
 
     repeats: int
     equal: int
-    """Nodes of the speed rows."""
+    """Number of nodes in the speed rows with equal nodes."""
     layers: int
     growth: tuple[int, ...]
     clusters: int
     between: tuple[int, int]
-    """Nodes of the random clusters."""
+    """Least and largest number of nodes of the random clusters."""
     models: tuple[str, ...]
     nodes: tuple[int, ...]
     """Node counts of the comparison with rivals."""
     splits: int | None = None
-    """Branchings of the bound; None: its default."""
+    """Branchings of the bound; None: as many as `lower_bound` allows."""
 
 
 FULL = PlannerRunSize(
@@ -89,7 +89,7 @@ QUICK = PlannerRunSize(1, 5, 10, (4,), 1, (8, 12), ("gpt3-medium", "gpt3-2.7b"),
 
 
 def nodes_of(counts: dict[str, int]) -> tuple[NodeInfo, ...]:
-    """Nodes with one device each, by count per device type."""
+    """Return nodes with one device each; `counts` gives their number per device type."""
     types = [name for name, count in counts.items() for _ in range(count)]
     return tuple(NodeInfo(f"node{i}", "", "", device=name) for i, name in enumerate(types))
 
@@ -102,7 +102,7 @@ def request_of(profile: Profile, nodes: tuple[NodeInfo, ...], microbatches: int)
 
 
 def deep_profile(types: tuple[str, ...], layers: int) -> Profile:
-    """GPT-3 6.7b stretched to `layers` layers."""
+    """Return the profile of GPT-3 6.7b stretched to `layers` layers."""
     base = published_profile("gpt3-6.7b", types, link=NETWORK)
     blocks = layers - 2
 
@@ -117,7 +117,7 @@ def deep_profile(types: tuple[str, ...], layers: int) -> Profile:
 def timed(
     work: Callable[[], object], repeats: int, *, first: Callable[[], object] | None = None
 ) -> float:
-    """Median seconds of `work` without caches, except those that `first` fills.
+    """Return the median seconds of `work` without caches, except those that `first` fills.
 
     `first` makes the plan from which a re-plan starts. One unmeasured call loads all imports.
     """
@@ -137,12 +137,12 @@ def three_types(nodes: int) -> dict[str, int]:
 
 
 def reported(metric: str, value: float, unit: str, better: str = "lower") -> Row:
-    """A row without a target."""
+    """Return a row without a target."""
     return Row(metric, value, unit, None, better)
 
 
 def speed(size: PlannerRunSize) -> Iterator[Row]:
-    """Seconds of planning and re-planning."""
+    """Yield rows with the seconds of planning and re-planning."""
     one, three = deep_profile(TYPES[:1], size.layers), deep_profile(TYPES, size.layers)
     n, m = size.equal, 2 * size.equal
     equal, mixed = (
@@ -169,16 +169,16 @@ def speed(size: PlannerRunSize) -> Iterator[Row]:
 
 
 FAST, SLOW = (12.5e9, 25e9, 50e9), (3.125e9,)
-"""Links of the random clusters, bytes per second: 100, 200 and 400 Gbit/s; and 25 Gbit/s, where
+"""Links of the random clusters in bytes per second: 100, 200 and 400 Gbit/s; and 25 Gbit/s, where
 reduction dominates the step."""
 
 
 def random_cluster(
     seed: int, between: tuple[int, int], links: tuple[float, ...] = FAST
 ) -> PlanRequest:
-    """Two or three device types; random counts, model, link and number of micro-batches.
+    """Return a random cluster and problem: two or three device types, random model and link.
 
-    1F1B without backups, because the bound assumes these.
+    The plan is 1F1B without backups, because the bound assumes these.
     """
     rng = np.random.default_rng(seed)
     nodes = int(rng.integers(between[0], between[1] + 1))
@@ -199,7 +199,7 @@ def step_s(plan: Plan, request: PlanRequest) -> float:
 
 
 def closed_s(plan: Plan, request: PlanRequest) -> float:
-    """Seconds of a step by the closed forms, to which the bound refers."""
+    """Return the seconds of a step by the closed forms, to which the bound refers."""
     assert request.profile is not None
     found = predict(plan, request.profile, request.nodes)
     pairs = zip(plan.pipelines, found.stages, strict=True)
@@ -211,16 +211,16 @@ def closed_s(plan: Plan, request: PlanRequest) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BoundGap:
-    """Result of one random cluster."""
+    """Planner and bound on one random cluster."""
 
     over_bound: float
-    """Seconds of the plan over the bound, minus one."""
+    """Seconds of the plan divided by the bound, minus one."""
     plan_s: float
-    """Seconds of planning."""
+    """Seconds that planning took."""
 
 
 def bound_gap(seed: int, size: PlannerRunSize, links: tuple[float, ...]) -> BoundGap | None:
-    """The gap of the cluster drawn with `seed`; None: it cannot hold its model."""
+    """Return the gap of the cluster drawn with `seed`; None: the cluster cannot hold its model."""
     request = random_cluster(seed, size.between, links)
     began = time.perf_counter()
     try:
@@ -235,7 +235,7 @@ def bound_gap(seed: int, size: PlannerRunSize, links: tuple[float, ...]) -> Boun
 def bound_gaps(
     size: PlannerRunSize, clusters: int, links: tuple[float, ...], jobs: int
 ) -> tuple[list[BoundGap], int]:
-    """(gaps of so many clusters, number of drawn clusters that cannot hold their model)."""
+    """Return (gaps of so many clusters, number of drawn clusters that cannot hold their model)."""
     found: list[BoundGap] = []
     drawn = 0
     fresh = multiprocessing.get_context("spawn")  # locks that threads hold stay locked in a fork
@@ -257,7 +257,7 @@ def bound_gaps(
 
 
 def quality(size: PlannerRunSize, jobs: int = 1) -> Iterator[Row]:
-    """Gaps to the lower bound."""
+    """Yield rows with the gaps to the lower bound."""
     a, b = size.between
     found, small = bound_gaps(size, size.clusters, FAST, jobs)
     percent = [100 * one.over_bound for one in found]
@@ -273,7 +273,7 @@ def quality(size: PlannerRunSize, jobs: int = 1) -> Iterator[Row]:
 
 
 def slow_links(size: PlannerRunSize, jobs: int = 1) -> Iterator[Row]:
-    """Gaps where reduction dominates the step."""
+    """Yield rows with the gaps on slow links, where reduction dominates the step."""
     few = max(1, size.clusters // 10)
     percent = [100 * one.over_bound for one in bound_gaps(size, few, SLOW, jobs)[0]]
     what = f"gap, {few} clusters with links of 25 Gbit/s"
@@ -283,7 +283,7 @@ def slow_links(size: PlannerRunSize, jobs: int = 1) -> Iterator[Row]:
 
 @dataclass(frozen=True, slots=True)
 class PlanComparison:
-    """Seconds of a step under three planners' plans; inf: no plan."""
+    """Seconds per step of the plans of three planners; inf: no plan."""
 
     model: str
     nodes: int
@@ -293,7 +293,7 @@ class PlanComparison:
 
 
 def compare(model: str, nodes: int) -> PlanComparison:
-    """Compare on A40 nodes with links as in Oobleck's evaluation, all without backups."""
+    """Compare the planners on A40 nodes with links as in Oobleck's evaluation, without backups."""
     microbatches, sequences = STEPS[model]
     profile = published_profile(model, ["A40"], microbatch=sequences, link=LinkProfile(25e9, 10e-6))
     request = replace(
@@ -317,7 +317,7 @@ def compare_all(size: PlannerRunSize) -> list[PlanComparison]:
 
 
 def rivals(found: list[PlanComparison]) -> Iterator[Row]:
-    """Rows that summarise the comparison with each rival."""
+    """Yield rows that summarise the comparison with each rival."""
     for name in ("oobleck", "varuna"):
         able = [m for m in found if math.isfinite(getattr(m, name))]
         ratios = [getattr(m, name) / m.ours for m in able]
@@ -333,7 +333,7 @@ def rivals(found: list[PlanComparison]) -> Iterator[Row]:
 
 
 def published(found: list[PlanComparison]) -> Iterator[Row]:
-    """Predicted over measured speed of Oobleck's plan. Rates are assumed, not fitted."""
+    """Yield rows: predicted over published speed of Oobleck's plan. No rate is fitted."""
     for m in found:
         if m.nodes == 30 and math.isfinite(m.oobleck):
             microbatches, sequences = STEPS[m.model]
@@ -342,13 +342,13 @@ def published(found: list[PlanComparison]) -> Iterator[Row]:
 
 
 def table(found: list[PlanComparison]) -> str:
-    """The comparison as CSV: seconds of a step; inf: no plan."""
+    """Return the comparison as CSV: seconds of a step; inf: no plan."""
     lines = [f"{m.model},{m.nodes},{m.ours:.6g},{m.oobleck:.6g},{m.varuna:.6g}" for m in found]
     return "\n".join(("model,nodes,ours_s,oobleck_s,varuna_s", *lines, ""))
 
 
 def measure(size: PlannerRunSize, jobs: int = 1) -> tuple[list[Row], list[PlanComparison]]:
-    """All rows, and the comparison with rivals."""
+    """Return all rows, and the comparison with rivals."""
     fast = list(speed(size))  # before the caches are filled
     found = compare_all(size)
     return [
@@ -361,7 +361,7 @@ def measure(size: PlannerRunSize, jobs: int = 1) -> tuple[list[Row], list[PlanCo
 
 
 def remeasure_clusters(size: PlannerRunSize, jobs: int) -> list[Row]:
-    """Rows of the last run, with the random clusters measured again."""
+    """Return the rows of the last run, with the random clusters measured again."""
     rows = {row.metric: row for row in quality(size, jobs)}
     return [rows.get(row.metric, row) for row in load("planner")]
 

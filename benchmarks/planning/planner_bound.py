@@ -4,8 +4,8 @@ The bound does not follow the planner's choices. Every group of nodes that could
 gets an optimistic price that no real pipeline of the group beats (`price_optimistically`). For a
 time T, an integer programme over all groups bounds the micro-batches of all nodes
 (`master_problem.solve_integer`), and the least T that allows M is the bound. Two properties of a
-plan are branched over, because the groups alone do not know them: the length of its tail, and the
-number of pipelines in its ring. All groups are enumerated, which needs few kinds (<= 3) and some
+plan do not follow from the groups, so the bound branches over them: the length of the tail, and the
+number of pipelines in the ring. All groups are enumerated, which needs few kinds (<= 3) and some
 dozens of layers.
 """
 
@@ -33,35 +33,36 @@ from elastic.planning.search.problem import Problem
 
 MAX_GROUPS = 60_000
 RANGE_STARTS = (1, 8, 16, 32)
-"""Starts of the ranges of micro-batches per pipeline, if memory is limited."""
+"""Starts of the ranges of micro-batches per pipeline, used if memory is limited."""
 EFFORT, SPLITS = 200_000, (14, 60)
-"""Branchings times groups; and the least and most branchings."""
+"""Limit for branchings times groups; and the least and most branchings."""
 ROUGH_PRICES, FINAL_PRICES = 12, 24
-"""Prices of work that are tried."""
+"""Number of prices of work to try, in the rough and in the final pricing."""
 NARROW, WIDE = 0.97, 1.2
-"""A tail's range is split if that leaves less than `NARROW` of it. Otherwise the number of
-pipelines is split, if the ring's reduction differs by `WIDE` more than the ends of the range."""
+"""The range of tails is split if its part above `NARROW` times its end reaches the target gap.
+Otherwise the number of pipelines is split, if `WIDE` times the ratio of its reductions exceeds the
+ratio of the range's ends."""
 SHORT_TAIL = 1e-3
-"""Shorter tails, as a fraction of the step, are not distinguished."""
+"""Fraction of the step below which tails are not distinguished."""
 TARGET_GAPS = 0.01, 0.045
-"""Gaps to the plan at which branching aims in turn; it stops when the bound is so near. The wider
-aim yields a better bound where the first is out of reach."""
+"""Gaps of the bound to the known plan at which branching stops, in turn. The wider one yields a
+better bound where the first is out of reach."""
 SUFFICIENT_GAP = 0.04
-"""A bound nearer to the plan than this is not aimed at again."""
+"""Gap below which no further gap of `TARGET_GAPS` is tried."""
 MAX_LIMITS = 2500
-"""Approximate limits on the slowest stage."""
+"""Largest number of limits on the slowest stage near the promising groups."""
 COARSE_LIMITS, NEARBY = 48, 0.1
-"""Limits of the rough pricing; and the range above promising groups in which all limits count."""
+"""Number of limits in the rough pricing; fraction above promising groups where all limits count."""
 INTERVALS = 72
-"""Ranges of the slowest stage for bounding the sum of stages."""
+"""Number of ranges of the slowest stage that bound the sum of stages."""
 
 
 def lower_bound(problem: Problem, known_s: float, splits: int | None = None) -> float:
-    """Seconds that no 1F1B plan can beat, at most `known_s`.
+    """Return seconds that no 1F1B plan can beat, at most `known_s`.
 
-    `known_s`: seconds of a known plan; `splits`: branchings, None: as `EFFORT` allows.
+    `known_s`: seconds of a known plan. `splits`: number of branchings; None: as `EFFORT` allows.
 
-    Raises FieldError for problems that it cannot bound, or whose groups are too many.
+    Raises FieldError for a problem outside the bound's scope or with too many groups.
     """
     if problem.schedules != (ONE_F_ONE_B,):
         raise FieldError("schedules", problem.schedules, "the bound is for 1F1B alone")
@@ -88,7 +89,7 @@ def lower_bound(problem: Problem, known_s: float, splits: int | None = None) -> 
 
 
 def _branch_and_bound(problem: Problem, known_s: float, splits: int, near: float) -> float:
-    """The bound after `splits` branchings that aim at a gap of `near` to the known plan."""
+    """Return the bound after `splits` branchings, or once the gap to `known_s` is `near`."""
     nodes = sum(problem.counts)
     whole = _GroupBounds(problem, known_s, known_s, 1)
     value = whole.values(known_s)
@@ -111,9 +112,9 @@ def _branch_and_bound(problem: Problem, known_s: float, splits: int, near: float
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Branch:
-    """Plans of `number[0]` to `number[1]` pipelines with tails in [low, high], seconds.
+    """Part of all plans: `number[0]` to `number[1]` pipelines, tails in [low, high] seconds.
 
-    None of them is faster than `bound`.
+    None of these plans is faster than `bound`.
     """
 
     bound: float
@@ -121,7 +122,7 @@ class _Branch:
     high: float
     number: tuple[int, int]
     rest: float
-    """Least seconds of the pipelines, without the tail."""
+    """Least seconds of the pipelines without the tail."""
     groups: _GroupBounds | None = field(compare=False)
 
 
@@ -133,7 +134,7 @@ def _branch(
     number: tuple[int, int],
     parent: _Branch | None = None,
 ) -> _Branch:
-    """Bound a branch. `parent` contains it, so its bound holds and some of its work is reused."""
+    """Return a branch with its bound. `parent` contains the branch: its bound holds here."""
     low = max(low, _least_tail(problem, number[0]))
     known = parent.bound if parent else 0.0
     if low > high or low >= known_s:
@@ -156,9 +157,10 @@ def _branch(
 
 
 def _split(problem: Problem, known_s: float, branch: _Branch, near: float) -> list[_Branch]:
-    """Split the tail's range where its upper part is good enough at once.
+    """Return the parts of a branch; the branch itself if it cannot be split.
 
-    Otherwise split the cause of the looser bound: that range, or the number of pipelines.
+    The range of tails is split if its upper part then reaches the target gap `near`. Otherwise the
+    cause of the looser bound is split: that range, or the number of pipelines.
     """
     low, high, (fewest, most) = branch.low, branch.high, branch.number
     enough = known_s * (1 - near) - branch.rest
@@ -184,7 +186,7 @@ def _split(problem: Problem, known_s: float, branch: _Branch, near: float) -> li
 
 
 def _least_tail(problem: Problem, pipelines: int) -> float:
-    """Least tail: a stage holds a layer, and one of the shallowest pipeline its share."""
+    """Return the least tail: of the largest layer, or of a share in the shallowest pipeline."""
     model = problem.model
     places = sum(n * kind.units for n, kind in zip(problem.counts, model.kinds, strict=True))
     depth = max(1, min(model.n_layers, places // pipelines))
@@ -193,10 +195,10 @@ def _least_tail(problem: Problem, pipelines: int) -> float:
 
 
 class _GroupBounds:
-    """Prices of all groups, for plans of at least `fewest` pipelines and tails within `tail`.
+    """Optimistic prices of all groups, for at least `fewest` pipelines and tails up to `tail`.
 
-    Groups are priced twice: roughly, or as in `parent`, whose tail is longer or whose pipelines are
-    fewer; then again where the linear programme for `seconds` says that they may be needed.
+    First prices are rough, or those of `parent`, whose tail is longer or whose pipelines are fewer.
+    Groups that may be needed within `seconds`, by the linear programme, are then priced again.
     """
 
     def __init__(
@@ -262,9 +264,10 @@ class _GroupBounds:
         return some if len(some) else self.times[:1]
 
     def _kept(self, seconds: float) -> list[NDArray[np.bool_]]:
-        """Per part: [groups] whether the group may be in a plan that ends within `seconds`.
+        """Return per part: [groups] whether a plan that ends within `seconds` may use the group.
 
-        Others fall short by more than the slack of the linear programme (reduced-cost fixing).
+        The other groups fall short by more than the slack of the linear programme (reduced-cost
+        fixing).
         """
         value = self.values(seconds)
         if not value.any():
@@ -279,7 +282,7 @@ class _GroupBounds:
         return found
 
     def values(self, seconds: float) -> Ints:
-        """[groups] the most micro-batches; 0 for groups of more nodes than there are."""
+        """Return [groups]: most micro-batches; 0 if a group has more nodes than there are."""
         found = np.zeros(len(self.counts), dtype=np.int64)
         for part in self.parts:
             found[: len(part.counts)] = np.maximum(
@@ -288,7 +291,7 @@ class _GroupBounds:
         return np.where(self.free, found, 0)
 
     def least(self, low: float, most: float, number: tuple[int, int]) -> float:
-        """Least time, up to `most`, at which the bound on micro-batches reaches M."""
+        """Return the least time, up to `most`, at which the bound on micro-batches reaches M."""
         relaxation = Relaxation(self.counts, self.problem.counts)
         for able in (
             partial(self._able, relaxation),
@@ -317,9 +320,9 @@ class _GroupBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricingScope:
-    """Conditions of a pricing.
+    """Conditions of a pricing of groups.
 
-    Groups of up to `levels` nodes, tails within `tail` in a ring of `pipelines`, and `least` to
+    Groups of up to `levels` nodes, tails up to `tail` in a ring of `pipelines`, and `least` to
     `most` micro-batches per pipeline.
     """
 
@@ -333,16 +336,16 @@ class PricingScope:
 
 @dataclass(frozen=True, slots=True)
 class OptimisticColumns:
-    """Optimistic prices of all groups."""
+    """Optimistic prices of all groups under one `PricingScope`."""
 
     scope: PricingScope
     counts: Ints
     fill: Floats
-    """[groups, ranges of the slowest stage] least sum of stage times; inf: impossible."""
+    """[groups, ranges of the slowest stage]: least sum of stage times; inf: impossible."""
     slowest: Floats
 
     def microbatches(self, seconds: float) -> Ints:
-        """[groups] upper bound on the micro-batches within `seconds`."""
+        """Return [groups]: upper bound on the micro-batches within `seconds`."""
         with np.errstate(invalid="ignore"):
             number = np.floor((seconds - self.fill) / self.slowest * (1 + 1e-9) + 1 + 1e-9)
         number[~np.isfinite(number) | (self.fill > seconds * (1 + 1e-9))] = 0
@@ -354,13 +357,14 @@ class OptimisticColumns:
 def price_optimistically(
     scope: PricingScope, times: Floats, limits: Floats, prices: int
 ) -> OptimisticColumns:
-    """Price all groups under `limits` on the slowest stage, a subset of all stage `times`.
+    """Return optimistic prices of all groups, with `limits` on the slowest stage.
 
-    The slowest stage takes at least the least limit under which stages in some order cover the
-    layers. The sum of stages is bounded by Lagrangian relaxation of that cover: at a price per unit
-    of work, each place of the pipeline takes the cheapest stage that memory, tail and limit allow,
-    in the best order of kinds. Any price yields a bound; the best of `prices` is kept. With m
-    micro-batches, memory holds at least min(m, stages behind + 1) of them.
+    `limits` is a subset of `times`, all stage times. The slowest stage takes at least the least
+    limit under which stages in some order cover the layers. The sum of stages is bounded by
+    Lagrangian relaxation of that cover: at a price per unit of work, each place of the pipeline
+    takes the cheapest stage that memory, tail and limit allow, in the best order of kinds. Any
+    price yields a bound; the best of `prices` is kept. With m micro-batches, memory holds at least
+    min(m, stages behind + 1) of them.
     """
     priced = price_columns(
         scope.model, limits, ONE_F_ONE_B, scope.levels, 1, scope.least, scope.tail, scope.pipelines,
@@ -377,13 +381,13 @@ def price_optimistically(
 
 
 def spread_by_ratio(times: Floats, number: int) -> Floats:
-    """About `number` of these times, evenly spaced by ratio."""
+    """Return about `number` of these times, evenly spaced by ratio."""
     wanted = np.geomspace(times[0], times[-1], number)
     return np.asarray(times[np.unique(np.minimum(np.searchsorted(times, wanted), len(times) - 1))])
 
 
 def refine_limits(times: Floats, found: OptimisticColumns, kept: NDArray[np.bool_]) -> Floats:
-    """Limits among `times`: all near the least limits of the `kept` groups, few elsewhere."""
+    """Return limits from `times`: all near the least limits of `kept` groups, few elsewhere."""
     least = found.slowest[kept].min(axis=1)
     chosen = times[(times >= least.min() * (1 - 1e-9)) & (times <= least.max() * (1 + NEARBY))]
     return np.union1d(
@@ -409,7 +413,7 @@ class _StageSumBounds:
         self._known: dict[tuple[int, int, bool, bool], Floats] = {}
 
     def place(self, kind: int, behind: int, inside: bool) -> Floats:
-        """[limits, prices] least seconds of a stage minus its work's price; inf: none."""
+        """Return [limits, prices]: least seconds of a stage minus its work's price; inf: none."""
         ahead = min(behind + 1, self.scope.least) if self.model.limited else 1
         key = kind, ahead, inside, behind == 0
         if key not in self._known:
@@ -425,7 +429,7 @@ class _StageSumBounds:
         return self._known[key]
 
     def all_groups(self) -> Floats:
-        """[groups, limits] for all groups, in the order of `price_columns`."""
+        """Return [groups, limits]: least sums of all groups, in the order of `price_columns`."""
         kinds = len(self.model.kinds)
         units = np.array([min(kind.units, self.model.n_layers) for kind in self.model.kinds])
         below = np.zeros((1, len(self.ends), len(self.prices)))

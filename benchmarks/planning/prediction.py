@@ -14,7 +14,7 @@ depend on the plan:
 - the cost of a step besides its micro-batches, from the same runs; it becomes the update's time;
 - the cost of a message between two stages, from two nodes; it becomes the link's latency.
 
-Nothing is fitted afterwards. The error is |measured - predicted| / predicted. Measured is the
+Nothing is fitted afterwards. The error is |measured - predicted| / predicted; "measured" is the
 median over all steps but the first two.
 """
 
@@ -40,14 +40,14 @@ from elastic.planning.plan.plan import format_plan
 LAYERS = 12
 FORWARD_S, BACKWARD_S = 0.005, 0.010
 SLOW = 1.5
-"""The second device type takes this many times as long."""
+"""Slow factor of the second device type."""
 KILOBYTE = 1 << 10
 SKIP = 2
-"""Steps that warm up."""
+"""Number of first steps that are not counted."""
 
 Shape = tuple[str, str, tuple[tuple[tuple[int, ...], int], ...]]
-"""Schedule, device types of the nodes, pipelines as (layers of each stage, micro-batches). Under
-the interleaved schedule there are twice as many stages as units."""
+"""(schedule, device types of the nodes, pipelines as (layers of each stage, micro-batches)). The
+interleaved schedule has twice as many stages as units."""
 PLANS: tuple[Shape, ...] = (
     ("1f1b", "a", (((12,), 4),)),
     ("1f1b", "aaa", (((4, 4, 4), 8),)),
@@ -72,13 +72,13 @@ class Engine:
     """Costs of the engine on this machine, in seconds."""
 
     layer_s: float = 0.0
-    """A layer's, for each micro-batch."""
+    """Cost of a layer per micro-batch, besides its wait."""
     step_s: float = 0.0
     message_s: float = 0.0
 
 
 def profile(engine: Engine) -> Profile:
-    """Equal layers on two device types."""
+    """Return a profile of equal layers on two device types, with the costs of the engine."""
     layer = LayerSpec(
         param_bytes=16 * KILOBYTE,
         state_bytes=0,
@@ -119,7 +119,7 @@ def nodes_of(shape: Shape) -> tuple[NodeInfo, ...]:
 
 
 def measure(shape: Shape, steps: int, run_dir: Path) -> float:
-    """Run the plan; median seconds of its steps. Raises RuntimeError if the run fails."""
+    """Run the plan; return the median seconds of a step. Raises RuntimeError if the run fails."""
     plan = plan_of(shape)
     run_dir.mkdir(parents=True)
     (run_dir / "given.json").write_text(format_profile(profile(Engine())))
@@ -150,7 +150,7 @@ def measure(shape: Shape, steps: int, run_dir: Path) -> float:
 
 
 def run(plan: str, words: list[str]) -> int:
-    """Run `elastic run` with a coordinator that uses this plan."""
+    """Run `elastic run` with a coordinator that uses this plan; return the exit code."""
     from elastic.command_line import read_flags
     from elastic.launcher.commands.run import run as elastic_run
     from elastic.launcher.flags.request import request
@@ -168,7 +168,7 @@ def predicted(shape: Shape, given: Profile) -> float:
 
 
 def calibrated(steps: int, folder: Path) -> Engine:
-    """Measure the costs of the engine: one node with few and many micro-batches, and two nodes."""
+    """Return the engine's costs, from one node with few and many micro-batches, and two nodes."""
     few, many, pair = (
         measure(s, steps, folder / n) for s, n in ((FEW, "few"), (MANY, "many"), (PAIR, "pair"))
     )

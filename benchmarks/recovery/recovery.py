@@ -30,13 +30,13 @@ PHASES = ("detect_s", "decide_s", "halt_s", "transfer_s", "rebuild_s", "total_s"
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill and the figures of its recovery."""
+    """Place of one kill, and the figures of its recovery."""
 
     node: int
     microbatch: int
     recovery: dict[str, Any]
     in_flight: int
-    """Micro-batches that the lost stage may have between their forward and backward passes."""
+    """Most micro-batches that the lost stage has between their forward and backward passes."""
 
     @property
     def within_bound(self) -> bool:

@@ -32,7 +32,7 @@ PAIRS = {
     1: ("stream+snapshot", "log+snapshot", "recompute+snapshot", "stream+replay"),
     2: ("stream+replica", "reduce+replica"),
 }
-"""Pipelines: pairs."""
+"""Measured pairs of schemes, by number of pipelines."""
 PARAMETERS, LAYERS, MICROBATCHES = 100_000, 16, 8
 LAYER_S = 0.005
 LINK, BYTES_PER_S = "1Gbit", 125e6
@@ -59,7 +59,7 @@ def cases(nodes: list[int], sizes: list[int]) -> Iterator[Case]:
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """Return the first recovery of the run."""
+    """Run the case; return its first recovery as in the run's summary."""
     profile = equal_layers(LAYERS, PARAMETERS * case.size, LAYER_S, BYTES_PER_S)
     flags = [
         "--nnodes", str(case.nodes), "--pipelines", str(case.pipelines), "--backup", case.pair,

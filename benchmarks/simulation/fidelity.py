@@ -40,7 +40,7 @@ from elastic.core.protocol.fault_spec import parse_fault
 LINK, BYTES_PER_S = "80Mbit", 10e6
 COPY_BYTES_PER_S = 1e9
 TAKEN, ATTEMPTS = "is not usable", 3
-"""Message of a run that lost the race for the coordinator's port, and the number of retries."""
+"""Part of the message of a run that lost the race for a port, and how often to try a run."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class FidelityCase:
     nodes: int
     layers: int
     parameters: int
-    """Of a layer."""
+    """Parameters per layer."""
     layer_s: float
     microbatches: int
     steps: int
@@ -117,11 +117,11 @@ PHASES = (
 )
 THROUGHPUT_TARGET, PHASE_TARGET = 5.0, 20.0
 SHIFT = 5
-"""Micro-batches by which faults strike later in each further run."""
+"""Micro-batches by which the faults of each further run come later."""
 
 
 def real(case: FidelityCase, faults: tuple[str, ...], folder: Path) -> Path:
-    """Make one run unless it exists; return its directory. Raises RuntimeError if it fails."""
+    """Return the directory of a run, made if missing. Raises RuntimeError if the run fails."""
     profile = equal_layers(
         case.layers, case.parameters, case.layer_s, BYTES_PER_S, COPY_BYTES_PER_S
     )
@@ -150,7 +150,7 @@ def real(case: FidelityCase, faults: tuple[str, ...], folder: Path) -> Path:
 
 
 def shifted(case: FidelityCase, faults: tuple[str, ...], number: int) -> tuple[str, ...]:
-    """The faults of run `number`: at other micro-batches than in the runs before."""
+    """Return the faults of run `number`, at other micro-batches than in the runs before."""
     specs = [parse_fault(text) for text in faults]
     return tuple(
         spec.text
@@ -184,7 +184,7 @@ def error(figure: ComparedFigure) -> float:
 
 
 def rows_of(report: ValidationReport, single: list[ValidationReport]) -> list[Row]:
-    """Every figure of all runs together, and its error in the worst single run."""
+    """Return rows with each figure of all runs together, and its error in the worst single run."""
     there = {figure.name: figure for figure in report.figures}
     rows = list[Row]()
     for name in ("throughput", *(name for name in PHASES if name in there)):

@@ -11,7 +11,7 @@ policy, with AWS's notice of two minutes before each loss. Most models of rivals
 
 The benchmark writes two files. The tables in docs/simulator/headline.md compare our policy with the
 best rival of each scenario, seed by seed. benchmarks/results/headline-policies.csv has all
-policies. Goodput is the share of the samples of a feasible oracle. `--quick` runs one model
+policies. Goodput is a fraction of the samples of a feasible oracle. `--quick` runs one model
 briefly, without recorded traces, and writes nothing.
 """
 
@@ -43,13 +43,13 @@ MODELS = {
     "g6e.12xlarge": ("llama3-8b",),
     "p5.48xlarge": ("llama3-70b", "llama3-405b"),
 }
-"""By type of node."""
+"""Models by type of node."""
 RATES = ("10m", "30m", "1h", "3h", "6h")
 NAMES = tuple(kind.about.name for kind in RIVALS)
 EVERY = ("ours", *NAMES, *(kind.about.name for kind in ORACLES))
 WANTED_P3 = 0.95
 NOTICE = "120s"
-"""AWS announces the loss of a spot node this long before."""
+"""Time from AWS's notice to the loss of a spot node."""
 OURS_ALONE = ("ours",)
 
 

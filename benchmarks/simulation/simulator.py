@@ -48,7 +48,7 @@ def timed(work: Callable[[], object]) -> Took:
 
 
 def like_p3(nodes: int, hours: float, model: str, often: float = 1.0) -> Scenario:
-    """Losses of AWS p3 per node: 0.61 per node-hour, 2.1 at once, multiplied by `often`."""
+    """Return a scenario with AWS p3's losses (0.61 per node-hour, 2.1 at once) times `often`."""
     market = Market(
         nodes=nodes,
         mtbf_s=3600 * 2.1 / (0.61 * nodes * often),
@@ -88,7 +88,7 @@ def month(days: float) -> list[Row]:
 
 
 def growth(sizes: tuple[int, ...], hours: float) -> list[Row]:
-    """Grow the nodes at a constant number of losses, or the losses up to 16 times at equal time."""
+    """Return the time per event: more nodes at equal losses, and up to 16 times the losses."""
     by_nodes = [
         an_event(like_p3(nodes, hours * NODES / nodes, "gpt3-6.7b"), nodes) for nodes in sizes
     ]
@@ -109,7 +109,7 @@ def an_event(scenario: Scenario, nodes: int) -> Row:
 
 
 def imports(times: int) -> list[Row]:
-    """A process that imports the simulator and its command line; none may load torch."""
+    """Return the time to import the simulator and its command line; neither may load torch."""
     code = "import sys, elastic_sim.cli.cli; sys.exit('torch' in sys.modules)"
     found = []
     for _ in range(times):

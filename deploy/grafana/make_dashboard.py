@@ -9,13 +9,13 @@ from typing import Any
 OUT = Path(__file__).with_name("dashboard.json")
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 Query = tuple[str, str]
-"""(PromQL, legend)"""
+"""(PromQL expression, legend)."""
 Panel = tuple[str, str, str, list[Query]]
-"""(stat | lines | stack, title, unit, queries)"""
+"""(stat | lines | stack, title, unit, queries)."""
 
 
 def at(metric: str, where: str = "") -> str:
-    """The series of a metric for the selected job."""
+    """Return PromQL for the series of a metric of the selected job."""
     return f'{metric}{{job="$job"{", " + where if where else ""}}}'
 
 

@@ -1,4 +1,4 @@
-"""The `elastic` command. It imports the module of a subcommand on use, so that help is fast."""
+"""The `elastic` command. The module of a subcommand is imported on use, so that help is fast."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Try:
 
 
 class Elastic(CommandLine):
-    """The subcommands of COMMANDS."""
+    """Group of the subcommands in COMMANDS."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -26,7 +26,7 @@ from elastic.planning.search.search import PlanRequest, make_plan
 
 GIB = float(1 << 30)
 MAX_ROWS = 64
-"""Most rows of a table; JSON has all."""
+"""Most rows of a table. JSON output has all rows."""
 Alternatives = tuple[tuple[str, float], ...]
 """(shape of a plan, seconds per step; inf if memory is insufficient)."""
 
@@ -73,7 +73,7 @@ def plan(**flags: Any) -> int:
 
 
 def _for_cluster(args: SimpleNamespace, path: Path, text: str) -> tuple[Answer, Report]:
-    """Plan for a cluster file, as it is or after a change."""
+    """Return answer and report of the best plan for a cluster file, after --without and --add."""
     cluster, measured = _cluster(path, text)
     flags = {name: getattr(args, name) for name in ("shape", "schedule")}
     given = {name: value for name, value in flags.items() if value is not None}
@@ -111,7 +111,7 @@ def _best_plan(path: Path, request: PlanRequest) -> Plan:
 
 
 def _predicted(args: SimpleNamespace, text: str) -> tuple[Answer, Report]:
-    """Predict a given plan on the nodes of a cluster file."""
+    """Return answer and report of the plan in `text` on the nodes of the file of --cluster."""
     path = Path(args.cluster)
     cluster, measured = _cluster(path, _read("--cluster", path))
     given = _parse(text)
@@ -133,7 +133,7 @@ def _answer(
     others: Alternatives,
     gone: frozenset[str] = frozenset(),
 ) -> tuple[Answer, Report]:
-    """The answer for a plan, and its report."""
+    """Return the answer for a plan, and its report."""
     nodes = capacity.cluster_nodes(cluster, profile)
     capacity.check_plan(plan, profile, nodes)
     samples = cluster.microbatch_size or (1 if cluster.model else 0)
@@ -145,7 +145,7 @@ def _answer(
 
 
 def _cluster(path: Path, text: str) -> tuple[Cluster, Profile | None]:
-    """A cluster file, and the measured profile that it names."""
+    """Return the cluster of a file, and the measured profile that the file names (None: none)."""
     cluster = parse_cluster(text)
     if not cluster.profile_file:
         return cluster, None
@@ -187,7 +187,7 @@ def _picture_file(name: str | None) -> Path | None:
 
 
 def as_data(found: Report, alternatives: Alternatives = ()) -> Answer:
-    """The report as JSON values; times in seconds, fractions from 0 to 1."""
+    """Return the report as JSON values; times in seconds, fractions from 0 to 1."""
     names = ("step_s", "samples_per_s", "tokens_per_s", "tail_s", "stream_s", "bubble")
     units = [unit for pipeline in found.pipelines for unit in pipeline.units]
     return {
@@ -215,7 +215,7 @@ def as_data(found: Report, alternatives: Alternatives = ()) -> Answer:
 
 
 def as_tables(found: Report, alternatives: Alternatives = ()) -> Answer:
-    """The report as lines and tables, for `as_text`."""
+    """Return the report as lines and tables, for `as_text`."""
     step_s = found.step_s or 1.0
     rates = {"samples/s": f"{found.samples_per_s:.4g}" if found.samples_per_s else ""}
     rates["tokens/s"] = f"{found.tokens_per_s:.5g}" if found.tokens_per_s else ""
@@ -244,7 +244,7 @@ def as_tables(found: Report, alternatives: Alternatives = ()) -> Answer:
 
 
 def _missing_memory(found: Report) -> list[str]:
-    """The units without enough memory, and how much they lack."""
+    """Return a text for each unit without enough memory: how much it lacks."""
     return [
         f"{unit.unit} lacks {(unit.memory_bytes - unit.limit_bytes) / GIB:.2f} GiB per worker"
         for pipeline in found.pipelines
@@ -254,7 +254,7 @@ def _missing_memory(found: Report) -> list[str]:
 
 
 def _first_rows(rows: Iterable[Answer]) -> list[Answer]:
-    """At most MAX_ROWS rows; a last one counts the others."""
+    """Return at most MAX_ROWS rows, and a last one with the number of the others, if any."""
     found = list(rows)
     if len(found) <= MAX_ROWS:
         return found

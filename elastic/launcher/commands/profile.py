@@ -90,7 +90,7 @@ def profile(**given: Any) -> int:
 
 
 def _check(flags: SimpleNamespace) -> Profile | None:
-    """The profile to merge the measurement into. Raises FieldError at the first wrong flag."""
+    """Return the profile of --into, or None. Raises FieldError for the first wrong flag."""
     if flags.out is not None and flags.into is not None:
         raise FieldError("--into", flags.into, "the file is also the output: leave out --out")
     if not flags.script and not (flags.links and flags.into):
@@ -121,7 +121,7 @@ def _target(flags: SimpleNamespace) -> Path:
 
 
 def _measure(flags: SimpleNamespace, argv: tuple[str, ...]) -> Measurement:
-    """Run the script, one process per tensor-parallel rank, and read the measurement."""
+    """Run the script, one process per tensor-parallel rank; return its measurement."""
     with tempfile.TemporaryDirectory(prefix="elastic-profile-") as folder:
         order = MeasurementRequest(
             out=str(Path(folder) / "measured.json"),
@@ -143,7 +143,7 @@ def _measure(flags: SimpleNamespace, argv: tuple[str, ...]) -> Measurement:
 
 
 def _run(flags: SimpleNamespace, argv: tuple[str, ...], folder: str, order: str) -> list[int]:
-    """Exit codes of the script's processes; their output goes to standard error."""
+    """Run the script's processes, with output to standard error; return their exit codes."""
     processes = []
     try:
         for rank in range(flags.nproc_per_node):
@@ -160,7 +160,7 @@ def _run(flags: SimpleNamespace, argv: tuple[str, ...], folder: str, order: str)
 
 
 def _environment(flags: SimpleNamespace, folder: str, order: str, rank: int) -> dict[str, str]:
-    """Variables that torchrun and the agent would set for the worker of a single node."""
+    """Return the variables that torchrun and the agent set for the worker of a single node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -178,7 +178,7 @@ def _environment(flags: SimpleNamespace, folder: str, order: str, rank: int) -> 
 
 
 def _probe(flags: SimpleNamespace) -> dict[str, Any]:
-    """Measurements of the link between two processes."""
+    """Measure the link between two processes; return the measurements by name."""
     words = [sys.executable, "-m", PROBE, str(flags.repeat)]
     done = subprocess.run(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:

@@ -43,7 +43,7 @@ Answer = dict[str, Any]
 
 
 def with_options(*options: Callable[[Query], Query]) -> Callable[[Query], Query]:
-    """A decorator that adds several options."""
+    """Return a decorator that adds the options to a command."""
 
     def add(command: Query) -> Query:
         for option in reversed(options):
@@ -103,9 +103,9 @@ def drain(node: str | None, deadline: float, own: bool, **flags: Any) -> int:
 
 
 def _drain_self(run_dir: Path, deadline_s: float) -> Answer:
-    """Make the launcher of `run_dir` leave the job, and wait until it has ended.
+    """Make the launcher of `run_dir` leave its job; return when it has ended.
 
-    Raises UsageError if no run is there or it cannot leave; ElasticError after the deadline.
+    Raises UsageError if no launcher is there or it cannot leave; ElasticError after the deadline.
     """
     pid = launcher_of(run_dir)
     if pid is None:
@@ -138,7 +138,7 @@ def export(checkpoint: Path, out: Path, force: bool, json: bool) -> int:
 
 
 def query(job: SimpleNamespace, kind: str, body: Answer) -> Answer:
-    """The coordinator's answer to a query. `job` holds the values of `query_options`."""
+    """Return the coordinator's answer to a query. `job` holds the values of `query_options`."""
     address = _coordinator_address(job)
     from elastic.rpc.control.client import call
 
@@ -147,7 +147,7 @@ def query(job: SimpleNamespace, kind: str, body: Answer) -> Answer:
 
 
 def _coordinator_address(job: SimpleNamespace) -> str:
-    """Raises UsageError if the address is unknown or the run is over."""
+    """Return the address. Raises UsageError if it is unknown or the run is over."""
     if job.rdzv_endpoint:
         return str(job.rdzv_endpoint)
     path = job.run_dir or LATEST
@@ -172,7 +172,7 @@ def show(answer: Answer, as_json: bool) -> int:
 
 
 def as_text(answer: Answer) -> str:
-    """Lines of an answer; then its lists of objects as tables, and its longer texts."""
+    """Return an answer as text: short values first, then tables of objects, and longer texts."""
     lines, below = [], []
     for key, value in answer.items():
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -188,7 +188,7 @@ def as_text(answer: Answer) -> str:
 
 
 def _table(rows: Sequence[Answer]) -> str:
-    """Rows of equal keys, below a line with the keys. Lists, as evidence, are only in JSON."""
+    """Return a table of rows with equal keys; lists in rows, such as evidence, are only in JSON."""
     heads = [key for key, value in rows[0].items() if not isinstance(value, list)]
     cells = [heads, *([_cell(row.get(head)) for head in heads] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

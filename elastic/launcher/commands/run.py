@@ -1,4 +1,4 @@
-"""`elastic run`, and its services alone: `elastic coordinator` and `elastic agent`."""
+"""`elastic run`, and its services on their own: `elastic coordinator` and `elastic agent`."""
 
 from __future__ import annotations
 

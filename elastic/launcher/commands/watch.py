@@ -20,7 +20,7 @@ Answer = dict[str, Any]
 NO_ANSWER_S = 30.0
 """Time without answers after which the command fails, unless it knows the run directory."""
 MAX_NODES = 40
-"""Rows of the table of nodes; nodes with problems come first."""
+"""Most rows in the table of nodes; nodes with problems come first."""
 
 
 def watch(
@@ -63,7 +63,7 @@ def watch(
 
 
 class StatusLines:
-    """One line per change; with JSON, one object per answer."""
+    """View of the status without a terminal: a line per change; with JSON, an object per answer."""
 
     def __init__(self, file: TextIO, as_json: bool) -> None:
         self._file, self._as_json = file, as_json
@@ -88,14 +88,14 @@ class StatusLines:
             self._print(text)
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _print(self, text: str) -> None:
         print(text, file=self._file, flush=True)
 
 
 class StatusPage:
-    """A page that rich redraws in place."""
+    """View of the status on a terminal: a page that rich redraws in place."""
 
     def __init__(self) -> None:
         from rich.live import Live
@@ -114,7 +114,7 @@ class StatusPage:
 
 
 def headline(answer: Answer) -> str:
-    """Phase, step and speed of the job, in one line."""
+    """Return phase, step, time per step and nodes of the job in one line."""
     total = f"/{answer['steps']}" if answer.get("steps") else ""
     parts = [f"{answer['phase']} at step {answer['step']}{total}", f"epoch {answer['epoch']}"]
     if isinstance(answer.get("loss"), (int, float)):
@@ -137,7 +137,7 @@ def recovery_text(entry: Answer) -> str:
 
 
 def problems(node: Answer) -> str:
-    """Problems of a node, separated by commas."""
+    """Return the problems of a node, separated by commas; "": none."""
     slow, health = node.get("slow", 1.0), node.get("health", "ok")
     found = {
         "disconnected": not node["connected"],
@@ -149,7 +149,7 @@ def problems(node: Answer) -> str:
 
 
 def page(answer: Answer) -> RenderableType:
-    """The whole answer: a line, the nodes, the plan and the last recoveries."""
+    """Return the whole answer as a page: headline, nodes, plan and last recoveries."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

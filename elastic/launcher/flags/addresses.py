@@ -1,4 +1,4 @@
-"""Addresses of this machine: which ones are its own, and which one others can reach."""
+"""Addresses of this machine: is an address its own, and at which one do others reach it?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.domain.errors import FieldError
 IN_A_POD = "KUBERNETES_SERVICE_HOST"
 """The kubelet sets this variable in every container."""
 RESOLVE_TIMEOUT_S, RESOLVE_INTERVAL_S = 60.0, 0.5
-"""In a pod, names of other pods are retried, because pods start in any order."""
+"""Limit and interval for retries of unknown host names in a pod: pods start in any order."""
 
 
 class AddressState(StrEnum):
@@ -25,7 +25,7 @@ class AddressState(StrEnum):
 
 
 def address_state(address: str) -> AddressState:
-    """Bind `address` (host:port) for a moment. Raises FieldError if its host is unknown."""
+    """Bind `address` (host:port) briefly; return its state. FieldError: the host is unknown."""
     family, place = _resolve(address)
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -43,7 +43,7 @@ def address_state(address: str) -> AddressState:
 
 
 def local_address(towards: str) -> str:
-    """Address of this machine on the route to `towards` (host:port); sends nothing."""
+    """Return this machine's address on the route to `towards` (host:port). Nothing is sent."""
     family, place = _resolve(towards)
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         try:

@@ -32,9 +32,9 @@ from elastic.rpc.security.tls import CA, CERT, KEY
 
 CA_KEY = "ca.key"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-"""Every certificate carries these names besides those of its machine."""
+"""Names that every certificate carries in addition to those of its machine."""
 CLOCK_SKEW = datetime.timedelta(minutes=5)
-"""Certificates are valid this long before they were made."""
+"""Time by which a certificate's validity begins before its creation, because clocks differ."""
 Authority = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
 
@@ -78,10 +78,10 @@ def certs(out: Path, hosts: list[tuple[str, ...]], days: int, ca_days: int, forc
 def make_certificates(
     out: Path, hosts: Sequence[Sequence[str]], *, days: float = 365, ca_days: float = 3650
 ) -> None:
-    """Write a certificate per host, and the authority if there is none.
+    """Write a certificate per host into `out`, and a new authority if `out` has none.
 
-    Each of `hosts` is a sequence of names and addresses. Negative `days` make expired
-    certificates. Raises FieldError if the authority cannot be used.
+    Each of `hosts` is a sequence of names and addresses. Negative `days` make expired certificates.
+    Raises FieldError if the authority cannot be used.
     """
     out.mkdir(parents=True, exist_ok=True)
     authority = _authority(out, ca_days)
@@ -90,15 +90,15 @@ def make_certificates(
 
 
 def make_private(target: Path, name: str) -> None:
-    """Write a certificate for `name` into `target`.
+    """Write a certificate for `name` into `target`, and discard the key of its authority.
 
-    The key of its authority is discarded, so that nobody can issue another certificate.
+    Nobody can issue another certificate of that authority.
     """
     _issue(target, _new_authority(365), (name,), 365)
 
 
 def _authority(out: Path, days: float) -> Authority:
-    """The authority in `out`; a new one if neither of its files exists."""
+    """Return the authority in `out`; a new one if neither of its files exists."""
     cert, key = out / CA, out / CA_KEY
     if cert.exists() or key.exists():
         try:
@@ -148,7 +148,7 @@ def _draft(
     signer: ec.EllipticCurvePrivateKey,
     days: float,
 ) -> x509.CertificateBuilder:
-    """A certificate of `subject` with `key`; an authority's one if it signs itself."""
+    """Return an unsigned certificate of `subject`: an authority's if `key` is `signer`."""
     authority = key is signer
     now = datetime.datetime.now(datetime.UTC)
     ends = now + datetime.timedelta(days=days)
@@ -198,7 +198,7 @@ def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """Write the file atomically; it has its mode from the first byte on."""
+    """Write the file atomically, with `mode` set before the first byte is written."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:

@@ -184,7 +184,7 @@ RAY = (
               "there"),
 )
 # fmt: on
-"""Only for `elastic run`; `elastic coordinator` and `elastic agent` run on this machine."""
+"""Flags only of `elastic run`: `elastic coordinator` and `elastic agent` run on this machine."""
 
 SCRIPT = (
     click.Argument(["script"], default="", metavar="SCRIPT|-m MODULE"),
@@ -196,7 +196,7 @@ SECTIONS: Sections = {"torchrun's flags": TORCHRUN, "elastic's flags": OURS}
 
 
 class RunCommand(Command):
-    """A command with the flags of `elastic run`, its own `sections` of flags, and a script."""
+    """Command with the flags of `elastic run`, further flags (`sections`) and a script."""
 
     def __init__(
         self, name: str, callback: Callable[..., int], help: str, sections: Sections

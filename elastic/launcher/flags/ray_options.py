@@ -1,4 +1,4 @@
-"""Meaning of `--backend ray` and its flags; checked without ray before anything starts."""
+"""Meaning of `--backend ray` and its flags. Checks need no ray and start nothing."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ class RayOptions:
     address: str = AUTO
     """auto, host:port of the cluster, or ray://host:port of its client server."""
     resources: tuple[tuple[str, float], ...] = ()
-    """Resources of a Ray node per agent, by Ray's names; (): per worker a CPU, and a GPU if any."""
+    """Ray's resources per agent, by name; (): `default_resources` of `elastic.launcher.ray.ray`."""
     spares: int = 1
-    """Number of hot spares beyond the largest --nnodes, if there are that many Ray nodes."""
+    """Number of hot spares beyond the largest --nnodes, if the cluster has that many nodes."""
 
 
 def ray_options(flags: SimpleNamespace) -> RayOptions | None:
-    """The options, or None if agents run on this machine.
-
-    Raises FieldError for flags that do not go with the backend.
-    """
+    """Return the options; None: agents run on this machine. Raises FieldError for wrong flags."""
     if not hasattr(flags, "backend"):  # a single service, not `elastic run`
         return None
     resources = flags.ray_resources or ()
@@ -77,7 +74,7 @@ def _address(flag: str, text: str) -> str:
 
 
 def _resources(flag: str, text: str) -> tuple[tuple[str, float], ...]:
-    """A JSON object of names and amounts above 0."""
+    """Return (name, amount) of each entry of a JSON object with amounts above 0, sorted by name."""
     try:
         given = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Validated request from the flags of `elastic run`. Nothing is started or written here."""
+"""The validated request of `elastic run`, made of its flags. Nothing is started or written here."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ SAME_NAME = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Validated task of a launcher on this machine."""
+    """The task of a launcher on this machine, validated."""
 
     config: JobConfig
     nodes: tuple[str, ...]
     """Names of the agents to start here."""
     hosts: bool | None
-    """Start the coordinator here; None: if its address is this machine's and free."""
+    """Whether to start a coordinator here; None: if its address is this machine's and free."""
     signals: tuple[signal.Signals, ...]
     """Signals that end the job in order."""
     console_events: bool = False
     in_place: bool = False
-    """The run directory was used before: its content is moved aside."""
+    """Whether the run directory was used before; its content is then moved aside."""
     ray: RayOptions | None = None
-    """Agents run on a Ray cluster; None: on this machine."""
+    """Settings of agents on a Ray cluster; None: agents run on this machine."""
     as_service: bool = False
-    """`elastic coordinator` or `elastic agent`: the exit code tells whether a restart helps."""
+    """`elastic coordinator` or `elastic agent`: exit codes tell whether a restart would help."""
     guard: Guard = field(default_factory=Guard)
     services: tuple[str, str] = ("elastic.coordinator.service", "elastic.agent.service")
-    """Modules to run as coordinator and as agent."""
+    """Modules that run as coordinator and as agent."""
 
 
 def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
-    """Check the flags of `elastic run` together. Raises FieldError for the first wrong one."""
+    """Return the job that the flags ask for. Raises FieldError for the first wrong flag."""
     command = check_command(flags)
     if flags.profile is not None and flags.emulate is not None:
         remedy = "it gives the profile already: leave out --profile"
@@ -164,7 +164,7 @@ def _gpus(environ: Mapping[str, str]) -> int:
 
 
 def _standalone(flags: SimpleNamespace, high: int) -> bool:
-    """As for torchrun: --standalone, or one node without a rendezvous."""
+    """Return whether --standalone is given, or --nnodes is 1 and no rendezvous is given."""
     static = flags.rdzv_backend == "static"
     alone = high == 1 and static and not flags.rdzv_endpoint and flags.master_port is None
     if not flags.standalone and not alone and not static and not flags.rdzv_endpoint:
@@ -182,7 +182,7 @@ def _endpoint(flags: SimpleNamespace) -> str:
 
 
 def _at_start(config: JobConfig) -> int:
-    """Number of local nodes at the start: the maximum, less those that join while none leaves."""
+    """Return the number of local nodes at the start: the maximum, less joins of extra nodes."""
     kinds = [spec.kind for spec in config.faults]
     joins = kinds.count(FaultKind.JOIN)
     leaving = sum(kind in (FaultKind.KILL, FaultKind.DRAIN, FaultKind.PARTITION) for kind in kinds)
@@ -218,7 +218,7 @@ def _store(flags: SimpleNamespace) -> StoreSpec:
 
 
 def _run_dir(flags: SimpleNamespace, token: str) -> tuple[Path, bool]:
-    """(run directory, whether it was used before)."""
+    """Return (run directory, whether it was used before)."""
     if flags.run_dir is None:
         return folder("--run-dir", f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{token}"), False
     path: Path = flags.run_dir
@@ -240,7 +240,7 @@ def _run_dir(flags: SimpleNamespace, token: str) -> tuple[Path, bool]:
 
 
 def _resume(text: str | None, checkpoints: Path) -> str:
-    """The directory to resume from; "": without --resume, or with auto and no checkpoint."""
+    """Return the directory to resume from; "": without --resume, or with auto and no checkpoint."""
     if text is None or (text == "auto" and not _holds_checkpoint(checkpoints)):
         return ""
     path = checkpoints if text == "auto" else Path(os.path.abspath(os.path.expanduser(text)))
@@ -253,12 +253,12 @@ def _resume(text: str | None, checkpoints: Path) -> str:
 
 
 def _holds_checkpoint(path: Path) -> bool:
-    """Whether `path` is a checkpoint or a directory of checkpoints."""
+    """Return whether `path` is a checkpoint or a directory of checkpoints."""
     names = [path.name, *(entry.name for entry in path.glob("step-*/"))] if path.is_dir() else []
     return any(re.fullmatch(r"step-\d+", name) for name in names)
 
 
 def memory_root() -> Path:
-    """Parent of the memory directories of all jobs on this machine."""
+    """Return the parent of the memory directories of all jobs on this machine."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())

@@ -15,7 +15,7 @@ from elastic.domain.errors import FieldError, UsageError
 
 
 def check_command(flags: SimpleNamespace) -> WorkerCommand:
-    """The workers' command. Raises FieldError; UsageError if there is no script."""
+    """Return the workers' command. Raises FieldError; UsageError if there is no script."""
     if not flags.script:
         raise UsageError("SCRIPT is missing: give a script, or -m and a module")
     command = WorkerCommand(
@@ -46,7 +46,7 @@ def check_command(flags: SimpleNamespace) -> WorkerCommand:
 
 
 def _check_module(name: str) -> None:
-    """Find a module without importing its packages, which may be slow."""
+    """Check that a module can be run, without importing its packages, which may be slow."""
     parts = name.split(".")
     folders: list[str] | None = [os.getcwd(), *(folder for folder in sys.path if folder)]
     for i in range(len(parts)):
@@ -63,7 +63,7 @@ def _check_module(name: str) -> None:
 
 
 def _find(full: str, folders: list[str]) -> ModuleSpec | None:
-    """The spec of module `full` in its parent's folders; of a namespace package the first part."""
+    """Return the spec of module `full` in its parent's folders; None: no folder has the module."""
     namespace: ModuleSpec | None = None
     for folder in folders:
         finder = pkgutil.get_importer(folder)

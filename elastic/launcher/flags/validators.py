@@ -36,16 +36,16 @@ STATIC_PORT, DYNAMIC_PORT = 29500, 29400
 """torchrun's default ports of static and dynamic rendezvous."""
 TOKEN_VARIABLE = "ELASTIC_JOIN_TOKEN"
 PRIVATE_CERTS = "job-certs"
-"""Directory below the run directory for certificates that the launcher makes for one job."""
+"""Folder in the run directory with the certificates that the launcher makes for one job."""
 PRIVATE_NAME = "elastic"
-"""Name in those certificates."""
+"""Name that the certificates in PRIVATE_CERTS carry."""
 METADATA_VARIABLES = {
     SourceKind.AWS: "AWS_EC2_METADATA_SERVICE_ENDPOINT",
     SourceKind.GCP: "GCE_METADATA_HOST",
     SourceKind.AZURE: "ELASTIC_AZURE_METADATA_SERVICE",
 }
-"""Variables that replace the address of a cloud's metadata service. Those of AWS and GCP are their
-own tools' variables; Azure has none."""
+"""Variables that replace the address of a cloud's metadata service. AWS's and Google's own tools
+read the same variables; Azure's have none, so that name is ours."""
 
 
 # ---- types of single flags ----
@@ -65,7 +65,10 @@ def _signals(flag: str, text: str) -> tuple[signal.Signals, ...]:
 
 
 def streams(flag: str, text: str, nproc: int) -> tuple[int, ...]:
-    """torchrun's form: one digit 0..3 for all ranks, or RANK:DIGIT,... with 0 for other ranks."""
+    """Return the streams per local rank; a single value is for all ranks.
+
+    torchrun's form: one digit 0..3 for all ranks, or RANK:DIGIT,... with 0 for other ranks.
+    """
     text = text.removeprefix("=")  # click leaves the sign of -r=3 in the value
     if re.fullmatch(r"[0-3]", text):
         return (int(text),)
@@ -96,7 +99,7 @@ def _nodes(flag: str, text: str) -> tuple[int, int]:
 
 
 def address(flag: str, text: str, default_port: int) -> str:
-    """HOST:PORT or [IPv6]:PORT; the port may be left out."""
+    """Return HOST:PORT or [IPv6]:PORT, with `default_port` where `text` has no port."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]\s/]+)(?::(\d{1,6}))?", text)
     if match is None:
         raise FieldError(flag, text, "give HOST:PORT, as 10.0.0.5:29400")
@@ -107,7 +110,7 @@ def address(flag: str, text: str, default_port: int) -> str:
 
 
 def addresses(flag: str, text: str, default_port: int) -> str:
-    """One or more addresses, separated by commas, without repetitions."""
+    """Return the comma-separated addresses of `text`, each with a port, without repetitions."""
     parts = (address(flag, part.strip(), default_port) for part in text.split(","))
     return ",".join(dict.fromkeys(parts))
 
@@ -139,7 +142,7 @@ def _conf(flag: str, text: str) -> dict[str, str]:
 
 
 def _link(flag: str, text: str) -> LinkProfile:
-    """bandwidth=RATE latency=TIME, either or both, in any order."""
+    """Return the link of a text "bandwidth=RATE latency=TIME"; either may be left out."""
     given: dict[str, str] = {}
     example = 'as "bandwidth=1Gbit latency=1ms"'
     for word in text.split():
@@ -159,7 +162,7 @@ def _binding(flag: str, text: str) -> NoReturn:
 
 
 def slug(text: str) -> str:
-    """`text` as a part of file and host names, at most 40 characters."""
+    """Return `text` changed to fit into file and host names, at most 40 characters."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:40] or "job"
 
 
@@ -172,7 +175,7 @@ def _file(flag: str, text: str) -> str:
 
 
 def folder(flag: str, text: str) -> Path:
-    """Absolute path of a directory that exists or can be created."""
+    """Return the absolute path of a directory that exists or can be created."""
     if not text.strip() or "\0" in text:
         raise FieldError(flag, text, "give a directory")
     path = Path(os.path.abspath(os.path.expanduser(text)))
@@ -185,7 +188,7 @@ def folder(flag: str, text: str) -> Path:
 
 
 def read_profile(flag: str, text: str) -> Profile:
-    """The profile in the file `text`."""
+    """Return the profile in the file `text`."""
     try:
         return parse_profile(Path(text).expanduser().read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -196,14 +199,14 @@ def read_profile(flag: str, text: str) -> Profile:
 
 
 def _certs(flag: str, text: str) -> str:
-    """Absolute path of a directory with usable certificates."""
+    """Return the absolute path of a directory with usable certificates."""
     path = Path(text).expanduser().absolute()
     tls.Certificates(path)
     return str(path)
 
 
 def _several(read: Callable[[str, str], Any]) -> Callable[[str, str], tuple[Any, ...]]:
-    """Reads values separated by commas."""
+    """Return a parser of comma-separated values, each of which `read` parses."""
     return lambda flag, text: tuple(read(flag, part.strip()) for part in text.split(","))
 
 
@@ -227,7 +230,7 @@ SOURCES = ParsedType("SOURCE,...", lambda _, text: parse_sources(text))
 
 
 def silence(flags: SimpleNamespace) -> float:
-    """Seconds that a silent peer is tolerated, from --silence or its other name --lease."""
+    """Return the seconds of a peer's silence that are tolerated (--silence, or --lease)."""
     given = {value for value in (flags.silence, flags.lease) if value is not None}
     if len(given) > 1:
         remedy = f"--lease is another name of --silence, which is {flags.silence}: leave it out"
@@ -236,7 +239,7 @@ def silence(flags: SimpleNamespace) -> float:
 
 
 def heartbeat(flags: SimpleNamespace, nodes: int) -> float:
-    """Seconds between two heartbeats of a node, for a job of up to `nodes` nodes."""
+    """Return the seconds between two heartbeats of a node, in a job of up to `nodes` nodes."""
     if flags.heartbeat is not None:
         return float(flags.heartbeat)
     return budget(silence(flags), nodes=nodes).heartbeat_s
@@ -248,7 +251,7 @@ def notices(flags: SimpleNamespace, standalone: bool) -> tuple[NoticeSource, ...
 
 
 def metadata_services(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """(cloud, address) of every metadata service that the environment replaces."""
+    """Return (cloud, address) of each metadata service whose address `environ` replaces."""
     found = ((cloud.value, environ.get(name, "")) for cloud, name in METADATA_VARIABLES.items())
     return tuple((cloud, address) for cloud, address in found if address)
 
@@ -264,18 +267,18 @@ class Guard:
     warning: str = ""
     """Warning to print before the job starts; "": none."""
     private: bool = False
-    """The launcher makes certificates for this job and passes them to the agents."""
+    """Whether the launcher makes certificates for this job and passes them to the agents."""
 
 
 def certificates(flags: SimpleNamespace, guard: Guard, run_dir: Path) -> tuple[str, str]:
-    """(directory of certificates, name that they must carry) for the job's configuration."""
+    """Return (directory of certificates, name that they must carry) for the job's configuration."""
     if guard.private:
         return str(run_dir / PRIVATE_CERTS), flags.certs_name or PRIVATE_NAME
     return flags.certs or "", flags.certs_name or ""
 
 
 def read_token(flags: SimpleNamespace, environ: Mapping[str, str], *, create: bool = False) -> str:
-    """The given join token; without one a new token if `create`, else ""."""
+    """Return the given join token; "" without one, or a new token if `create`."""
     if flags.join_token_file:
         return tls.read_token(Path(flags.join_token_file).expanduser(), "--join-token-file")
     if environ.get(TOKEN_VARIABLE):
@@ -284,7 +287,7 @@ def read_token(flags: SimpleNamespace, environ: Mapping[str, str], *, create: bo
 
 
 def cluster_guard(flags: SimpleNamespace, environ: Mapping[str, str]) -> Guard:
-    """Security of a job whose launcher passes token and certificates to all agents."""
+    """Return the security settings of a job whose launcher passes token and certificates on."""
     token = read_token(flags, environ, create=True)
     if flags.certs and flags.insecure:
         raise FieldError("--insecure", "on", "certificates are given: leave out it or --certs")
@@ -296,7 +299,7 @@ def cluster_guard(flags: SimpleNamespace, environ: Mapping[str, str]) -> Guard:
 def service_guard(
     flags: SimpleNamespace, environ: Mapping[str, str], coordinators: str, standalone: bool
 ) -> Guard:
-    """Security of a job whose services listen at `coordinators` and --local-addr.
+    """Return the security settings of a job with services at `coordinators` and --local-addr.
 
     Raises FieldError unless all addresses are loopback, or --certs or --insecure is given.
     """
@@ -319,7 +322,7 @@ def service_guard(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`, a name or an address."""
+    """Return whether only this machine reaches `host`, a name or an address."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -331,7 +334,7 @@ def is_loopback(host: str) -> bool:
 def client_security(
     flags: SimpleNamespace, environ: Mapping[str, str], run_dir: Path | None
 ) -> tls.SecuritySettings:
-    """Settings of a command that calls a job, from its flags or the run directory."""
+    """Return the settings of a command that calls a job, from its flags or the run directory."""
     certs, name, token = flags.certs or "", flags.certs_name or "", read_token(flags, environ)
     if run_dir is not None:
         token = token or tls.read_token(run_dir / tls.TOKEN_FILE)

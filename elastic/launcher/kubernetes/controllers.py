@@ -2,10 +2,10 @@
 
     statefulset   pods are always replaced, also after the job's end; works in every cluster
     job           two indexed Jobs, of coordinators and of agents (Kubernetes 1.31 or newer);
-                  lost pods are replaced until one pod ends with exit code 0: training is done
-    jobset        one JobSet of these two, which ends as its coordinators do; needs its controller
+                  lost pods are replaced until a pod ends with exit code 0: training is done
+    jobset        one JobSet of the two, which ends with its coordinators; needs JobSet's controller
 
-The pods are the same, because the template of each StatefulSet is copied.
+All three run the same pods, because the template of each StatefulSet is copied.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ COMPONENT = "app.kubernetes.io/component"
 PARTS = ("coordinator", "agent")
 """Components that end with the job. etcd stays a StatefulSet."""
 FINAL = [EXIT_UNRECOVERABLE, EXIT_JOB_FAILED]
-"""Exit codes after which a new pod would fail too. Crashes end with 1 and are replaced, as is a
-coordinator that did not find etcd (2)."""
+"""Exit codes after which a new pod would fail as well. Other pods are replaced: crashes end with 1,
+a coordinator that did not find etcd with 2."""
 BACKOFF_LIMIT = 10_000
-"""Failures of pods are expected, so that the default of 6 is too small."""
+"""Failed pods per Job. Failures are expected, so Kubernetes' default of 6 is too small."""
 
 
 def convert(objects: list[Object], kind: str, name: str) -> list[Object]:
-    """The objects, with the job's own StatefulSets replaced by those of `kind`."""
+    """Return the objects, with the StatefulSets of PARTS replaced by controllers of `kind`."""
     if kind == "statefulset":
         return objects
     sets = {part: item for item in objects for part in PARTS if _runs(item, part)}
@@ -39,7 +39,7 @@ def convert(objects: list[Object], kind: str, name: str) -> list[Object]:
 
 
 def coordinators(objects: list[Object], kind: str, name: str) -> list[str]:
-    """Host names of the coordinators' pods."""
+    """Return the host names of the coordinators' pods under controllers of `kind`."""
     (item,) = (item for item in objects if _runs(item, "coordinator"))
     first, service = item["metadata"]["name"], item["spec"]["serviceName"]
     if kind == "jobset":
@@ -48,7 +48,7 @@ def coordinators(objects: list[Object], kind: str, name: str) -> list[str]:
 
 
 def pod_template(item: Object) -> Object | None:
-    """The pod template of a StatefulSet or Job; None for other kinds."""
+    """Return the pod template of a StatefulSet or Job; None for other objects."""
     return item["spec"]["template"] if item["kind"] in ("StatefulSet", "Job") else None
 
 

@@ -1,4 +1,4 @@
-"""The part of kustomize that deploy/kubernetes uses, so that jobs are rendered without kubectl.
+"""The part of kustomize that deploy/kubernetes needs, so that jobs are rendered without kubectl.
 
 `build` reads a folder's kustomization.yaml: `resources` (files and folders), `labels` with
 selectors, and `patches` that are strategic merges. Other fields are errors.
@@ -27,11 +27,11 @@ _KEYS = {
     "topologySpreadConstraints": "topologyKey",
     "volumeClaimTemplates": "",
 }
-"""Lists that are merged by this field of their elements; "" and other lists are replaced."""
+"""Lists that are merged by this key of their elements; other lists, and "", are replaced."""
 
 
 def build(folder: Path) -> list[Object]:
-    """The objects of a kustomization. Raises FieldError for unknown fields."""
+    """Return the objects of a kustomization. Raises FieldError for unknown fields."""
     path = folder / FILE
     spec = yaml.safe_load(path.read_text())
     unknown = sorted(set(spec) - _KNOWN)
@@ -55,17 +55,21 @@ def build(folder: Path) -> list[Object]:
 
 
 def load(path: Path) -> list[Object]:
-    """All objects of a YAML file."""
+    """Return all objects of a YAML file."""
     return [item for item in yaml.safe_load_all(path.read_text()) if item is not None]
 
 
 def name_of(item: Object) -> tuple[str, str]:
-    """(kind, name) of an object."""
+    """Return (kind, name) of an object."""
     return str(item["kind"]), str(item["metadata"]["name"])
 
 
 def merge(base: Any, patch: Any, field: str = "") -> Any:
-    """Strategic merge: objects by field, null deletes, some lists by key, others are replaced."""
+    """Return the strategic merge of `patch` into `base`; both are values of the key `field`.
+
+    Objects are merged by key, where null deletes an entry, and the lists of `_KEYS` by element. All
+    other values are replaced.
+    """
     if isinstance(base, dict) and isinstance(patch, dict):
         merged = dict(base)
         for key, value in patch.items():

@@ -32,15 +32,15 @@ with needs_extra("kubernetes", "`elastic kubernetes`"):
     import yaml
 
 PLACEHOLDER = "elastic"
-"""Name of the job in deploy/; the names of all its objects begin with it."""
+"""Name of the job in deploy/, with which the names of all its objects begin."""
 AGENT_IMAGE, COORDINATOR_IMAGE = "elastic-runtime:", "elastic-coordinator:"
-"""Names of the images in deploy/. The one of coordinators has no torch."""
+"""Beginnings of the images' names in deploy/. The coordinators' image has no torch."""
 PORT = 29400
 """Port of coordinators."""
 SECRETS = ("elastic-certs", "elastic-token")
 """Secrets that the user creates."""
 MAX_NAME_CHARS = 40
-"""Names of pods, which add a part and a number, must fit into a label of 63 characters."""
+"""Limit for a job's name. Pods' names add a part and a number, and must fit into 63 characters."""
 MAX_NODES = 10_000
 INSTANCE = "app.kubernetes.io/instance"
 GPU = "nvidia.com/gpu"
@@ -97,7 +97,8 @@ def _variable(flag: str, text: str) -> tuple[str, str]:
 
 
 def manifests() -> Path:
-    """The folder of base and overlays: elastic/manifests in a wheel, else deploy/kubernetes."""
+    """Return the folder with `base` and `overlays`: elastic/manifests in an installed wheel,
+    deploy/kubernetes in a clone."""
     package = Path(__file__).resolve().parents[2]
     packed = package / "manifests"
     return packed if packed.is_dir() else package.parent / "deploy" / "kubernetes"
@@ -162,7 +163,7 @@ def render(**given: Any) -> int:
 
 
 def fill(objects: list[Object], job: SimpleNamespace) -> list[Object]:
-    """New objects: those of an overlay with the values of `job`, the flags of `render`."""
+    """Return copies of an overlay's objects with the values of `job`, the flags of `render`."""
     objects = _renamed(objects, job.name)
     images = {AGENT_IMAGE: job.image, COORDINATOR_IMAGE: job.coordinator_image or job.image}
     command = [*(("-m",) if job.module else ()), job.script, *job.script_args]
@@ -210,7 +211,7 @@ def _size(item: Object, job: SimpleNamespace) -> None:
 
 
 def _renamed(objects: list[Object], name: str) -> list[Object]:
-    """Copies with the job's name in place of PLACEHOLDER: in names, references and the label."""
+    """Return copies with `name` for PLACEHOLDER in names, references and the instance label."""
     names = [item["metadata"]["name"] for item in objects if item["kind"] not in CLUSTER_WIDE]
     if wrong := [text for text in names if not text.startswith(PLACEHOLDER)]:
         raise UsageError(f"names of objects must begin with {PLACEHOLDER!r}: {', '.join(wrong)}")
@@ -224,7 +225,7 @@ def _renamed(objects: list[Object], name: str) -> list[Object]:
             return [copy(entry) for entry in value]
         if key == INSTANCE:
             return name
-        if key == "image":  # images are no objects, but can have the same names
+        if key == "image":  # an image's name may begin with an object's name
             return value
         return pattern.sub(name, value) if isinstance(value, str) else value
 

@@ -1,6 +1,6 @@
 """`elastic run --backend ray`: one actor per Ray node runs an agent. Only this module imports ray.
 
-The minimum number of nodes is a placement group with one bundle per node. Ray reserves it as a
+The minimum number of nodes is a placement group with one place per node. Ray reserves it as a
 whole and repairs it. Further agents are bound to their nodes. Actors end with this driver and with
 the raylet of their node. Only text and bytes pass through Ray; nothing of ours is pickled.
 """
@@ -40,14 +40,14 @@ THREADS = 4
 FINAL_LOGS_S = 5.0
 """Time to fetch the last logs of an agent."""
 ACTOR_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-"""Options of Ray's actors for resources that have one."""
+"""Options of Ray's actors by resource; other resources have no option of their own."""
 RAY_ERRORS = (OSError, RuntimeError, exceptions.RayError)
 
 
 def launch(request: Request) -> int:
     """Run the job on the cluster to its end; return the exit code.
 
-    Raises FieldError if there is no cluster.
+    Raises FieldError if no cluster answers.
     """
     options, config = request.ray, request.config
     assert options is not None
@@ -67,7 +67,7 @@ def launch(request: Request) -> int:
 
 
 def connect(address: str) -> None:
-    """Become a driver of the cluster. Raises FieldError if there is none."""
+    """Connect this process to the cluster as a driver. Raises FieldError if there is no cluster."""
     given = os.environ.get("RAY_ADDRESS", AUTO) if address == AUTO else address
     try:
         if ":" in given:  # Ray itself would retry for minutes
@@ -81,7 +81,7 @@ def connect(address: str) -> None:
 
 
 def default_resources(workers: int) -> dict[str, float]:
-    """Resources per agent: a CPU per worker, and a GPU if the cluster has any."""
+    """Return the resources per agent: a CPU per worker, and a GPU each if a node has enough."""
     gpus = any(node["Resources"].get("GPU", 0) >= workers for node in ray.nodes() if node["Alive"])
     return {"CPU": float(workers), **({"GPU": float(workers)} if gpus else {})}
 
@@ -90,14 +90,14 @@ class RayCluster:
     """Ray's implementation of `AgentCluster`."""
 
     def __init__(self, resources: Mapping[str, float], gang: int) -> None:
-        """Request places for the first `gang` agents, without waiting for them."""
+        """Request places for the first `gang` agents, without waiting until Ray assigns them."""
         self._resources, self._gang = dict(resources), gang
         self._group = placement_group([self._resources] * gang, strategy="STRICT_SPREAD")
         self._requested = False
         self._observed = fleet.ClusterObserved((), gang)
 
     def observe(self) -> fleet.ClusterObserved:
-        """The machines now, or the last known ones if Ray gives no answer."""
+        """Return the machines now, or the last known ones if Ray gives no answer."""
         with contextlib.suppress(*RAY_ERRORS):
             self._observed = self._observe()
         return self._observed
@@ -175,7 +175,7 @@ class RayCluster:
 
 
 class ActorAgent(RemoteAgent):
-    """An agent in an actor."""
+    """An agent that runs in an actor of Ray."""
 
     def __init__(self, name: str, actor: Any) -> None:
         super().__init__(name)
@@ -244,13 +244,13 @@ class ActorAgent(RemoteAgent):
 
 
 def _first_line(error: exceptions.RayError) -> str:
-    """Ray's reason for the end of an actor, in one line."""
+    """Return Ray's reason for the end of an actor, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines)[:300] or type(error).__name__
 
 
 def _free() -> Mapping[str, Mapping[str, float]] | None:
-    """Free resources by node id; None if Ray does not report them, and nodes count as free."""
+    """Return the free resources by node id; None: unknown, so that all resources count as free."""
     if ray.util.client.ray.is_connected():
         return None
     try:
@@ -262,7 +262,7 @@ def _free() -> Mapping[str, Mapping[str, float]] | None:
 
 
 def _own_host(address: str) -> str:
-    """Address of this machine that agents can reach."""
+    """Return the address of this machine that agents can reach."""
     if address.startswith(CLIENT):
         return local_address(address.removeprefix(CLIENT))
     return str(ray.util.get_node_ip_address())

@@ -1,11 +1,11 @@
-"""One agent for a launcher on another machine; an actor of a cluster runs it. Imports no cluster.
+"""One agent for a launcher on another machine, run by an actor. Imports no cluster's library.
 
 The actor gets the specification and the secrets as arguments, so that no secret is on a command
-line. It makes its own run directory, from which the launcher fetches the logs piece by piece, and
-removes it at the end.
+line. It makes its own run directory, which it removes at the end. The launcher fetches the logs
+from there piece by piece.
 
-No process is orphaned: the agent watches a pipe of this process, and this process watches its
-parent. So agent and workers end with the actor, and the actor with the cluster's daemon.
+No process is orphaned: the agent watches a pipe of the actor's process, and that process watches
+its parent. So agent and workers end with the actor, and the actor with the cluster's daemon.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONNECT_TIMEOUT_S = 10.0
 MAX_LOG_BYTES = 1 << 20
 """Most bytes of logs in one answer."""
 NEW_LOCK_S = 60.0
-"""A younger lock file may not be locked yet by the process that made it."""
+"""Age of a lock file up to which its process may not have locked it yet."""
 EXIT_PARENT_LOST = 1
 
 
@@ -54,7 +54,7 @@ class AgentSpec:
 
     version: str = VERSION
     config: JobConfig
-    """The launcher's; directories, except for checkpoints, are replaced by local ones."""
+    """The launcher's configuration; local directories replace its own, except for checkpoints."""
     node: str
     coordinator: str
     host: str
@@ -66,7 +66,7 @@ class AgentSpec:
 
 
 class AgentHost:
-    """Runs one agent. `serve` blocks; other methods are called from other threads meanwhile."""
+    """Actor that runs one agent on its machine. While `serve` blocks, other methods are called."""
 
     def __init__(self, spec: str, secrets: Mapping[str, bytes] | None = None) -> None:
         """`spec`: an encoded AgentSpec. `secrets`: contents by path below the run directory."""
@@ -76,7 +76,7 @@ class AgentHost:
         self._stopped = False
 
     def serve(self) -> tuple[int, str]:
-        """Run the agent to its end: (exit code or negative signal, problem before the start)."""
+        """Run the agent to its end; return (exit code or -signal, why it did not start or "")."""
         try:
             spec = codec.loads(AgentSpec, self._text)
             _check(spec)
@@ -89,9 +89,9 @@ class AgentHost:
         return child.returncode or 0, ""
 
     def logs(self, offsets: Mapping[str, int]) -> list[tuple[str, int, bytes]]:
-        """(relative path, offset, bytes) of log files beyond `offsets`, at most MAX_LOG_BYTES.
+        """Return (relative path, offset, bytes) of log files beyond `offsets`, up to MAX_LOG_BYTES.
 
-        The first entry is metrics/NODE.json, whole, if the agent serves metrics.
+        If the agent serves metrics, metrics/NODE.json comes first.
         """
         left, found, run_dir = MAX_LOG_BYTES, [], self._dir
         if run_dir is None:
@@ -112,7 +112,7 @@ class AgentHost:
         return found
 
     def stop(self, kill: bool = False) -> None:
-        """End the agent in order, or at once with `kill`."""
+        """End the agent: by SIGTERM, or with `kill` by SIGKILL."""
         self._stopped = True
         if self._child is not None:
             if kill:
@@ -148,7 +148,7 @@ class AgentHost:
 
 
 def _check(spec: AgentSpec) -> None:
-    """Raise UsageError if this machine cannot run the agent."""
+    """Raise UsageError if this machine has another version or does not reach the coordinator."""
     if spec.version != VERSION:
         versions = f"{spec.host} has elastic {VERSION}, the launcher {spec.version}"
         raise UsageError(f"{versions}: install the same version on both")
@@ -171,7 +171,7 @@ def _check(spec: AgentSpec) -> None:
 
 
 def _request(spec: AgentSpec) -> Request:
-    """Request of a launcher that runs only this agent, with directories of this machine."""
+    """Return the request of a launcher of only this agent, with directories of this machine."""
     root = Path(tempfile.gettempdir(), f"elastic-hosted-{os.getuid()}")
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = root.lstat()
@@ -206,7 +206,7 @@ def write_secret(run_dir: Path, name: str, data: bytes) -> None:
 
 
 def end_with(pid: int) -> None:
-    """End this process when process `pid` ends; does nothing on systems without pidfd_open."""
+    """End this process when process `pid` ends. No effect on systems without pidfd_open."""
     pidfd_open = getattr(os, "pidfd_open", None)
     if pidfd_open is None or pid <= 1:
         return

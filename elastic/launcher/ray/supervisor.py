@@ -30,34 +30,34 @@ from elastic.rpc.security.tls import CA, CERT, KEY, TOKEN_FILE
 CLUSTER_POLL_S = 0.25
 """Interval between queries of the cluster's machines."""
 FIRST_NOTICE_S = 10.0
-"""Time without enough nodes after which the user is informed; it doubles after each notice."""
+"""Time without enough nodes after which the user is informed; then twice as long each time."""
 CARRIED = ("PYTHONPATH", "OMP_NUM_THREADS")
-"""Environment variables that agents get from the launcher. Set others in the cluster itself."""
+"""Environment variables that agents get from the launcher. Set others in the cluster."""
 
 
 class RemoteAgent(Child):
-    """An agent on another machine, as a child of the supervisor. It never raises if lost."""
+    """An agent on another machine, handled like a child process. Losing it raises nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.returncode: int | None = None
         self.lost = False
-        """The machine or the connection to it was lost."""
+        """Whether the machine or the connection to it was lost."""
         self.problem = ""
-        """The reason why the agent did not start, or ended."""
+        """Reason why the agent did not start, or ended; "": none."""
         self.offsets: dict[str, int] = {}
-        """Number of bytes fetched of each log file, by path below the log directory."""
+        """Bytes that were fetched of each log file, by path below the log directory."""
 
     def fetch(self) -> list[tuple[str, int, bytes]]:
-        """(path, offset, bytes) of logs that arrived since the last call; does not wait."""
+        """Return (path, offset, bytes) of logs that came since the last call. Does not wait."""
         raise NotImplementedError
 
 
 class AgentCluster(Protocol):
-    """A cluster that runs agents."""
+    """A cluster on whose machines the supervisor starts agents."""
 
     def observe(self) -> fleet.ClusterObserved:
-        """The machines of the cluster now."""
+        """Return the machines of the cluster now."""
 
     def start(
         self, machine: fleet.Machine, node: str, spec: str, secrets: Mapping[str, bytes]
@@ -65,11 +65,11 @@ class AgentCluster(Protocol):
         """Start an agent on a machine, without waiting for it."""
 
     def request_nodes(self, nodes: int) -> str:
-        """Request capacity for `nodes` agents in total (0: withdraw); return a problem, or ""."""
+        """Request capacity for `nodes` agents in total (0: none); return a problem, or ""."""
 
 
 class ClusterSupervisor(Supervisor):
-    """Owns the coordinator on this machine and the agents of the cluster."""
+    """Supervisor of a job with its coordinator on this machine and its agents on a cluster."""
 
     def __init__(
         self, request: Request, run_dir: RunDir, address: str, cluster: AgentCluster, spares: int
@@ -123,7 +123,7 @@ class ClusterSupervisor(Supervisor):
         self._apply(fleet.AgentEnded(agent.name, None if agent.lost else agent.returncode))
 
     def _apply(self, event: fleet.FleetEvent) -> None:
-        """Pass an event to the fleet and carry out its actions."""
+        """Pass an event to `elastic.core.job.fleet` and carry out the actions that it returns."""
         self._fleet, actions, reason = fleet.transition(self._fleet, event, time.monotonic())
         if reason:
             self._view.note(reason)
@@ -148,7 +148,7 @@ class ClusterSupervisor(Supervisor):
                 self._code = 1
 
     def _secrets(self) -> Mapping[str, bytes]:
-        """The secrets now, because certificates are renewed; the last ones if a read fails."""
+        """Return the secrets; certificates are renewed, so each call reads them again if it can."""
         try:
             self._secrets_read = secrets(self._config, self._path)
         except OSError as error:
@@ -159,7 +159,7 @@ class ClusterSupervisor(Supervisor):
         return self._secrets_read
 
     def _report_missing_nodes(self, now: float) -> None:
-        """Inform the user now and then while there are too few nodes to train."""
+        """Inform the user from time to time while fewer nodes run than training needs."""
         running, needed = self._fleet.running, self._config.min_nodes
         if running >= needed:
             self._waiting_since, self._notice_after_s = now, FIRST_NOTICE_S
@@ -168,7 +168,7 @@ class ClusterSupervisor(Supervisor):
             self._view.note(f"waiting for nodes: {running} of at least {needed} are running")
 
     def _save_logs(self, agent: RemoteAgent) -> None:
-        """Write fetched logs under their names here; print the agent's output too."""
+        """Write fetched logs to the log directory here, and print the agent's output."""
         for name, offset, data in agent.fetch():
             path = self._logs / name
             if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -186,7 +186,7 @@ class ClusterSupervisor(Supervisor):
 
 
 def agent_spec(config: JobConfig, machine: fleet.Machine, node: str, coordinator: str) -> AgentSpec:
-    """Specification of the agent of node `node` on this machine."""
+    """Return the specification of the agent of node `node` on `machine`."""
     environment = tuple((name, os.environ[name]) for name in CARRIED if name in os.environ)
     return AgentSpec(
         config=config,
@@ -200,9 +200,9 @@ def agent_spec(config: JobConfig, machine: fleet.Machine, node: str, coordinator
 
 
 def secrets(config: JobConfig, run_dir: Path) -> Mapping[str, bytes]:
-    """Join token and certificates for an agent, by path below its run directory.
+    """Return join token and certificates for an agent, by path below its run directory.
 
-    They are passed as an argument, and only the agent's user can read the files there.
+    They travel as an argument, never on a command line. Only the agent's user can read the files.
     """
     files = {TOKEN_FILE: run_dir / TOKEN_FILE}
     if config.certs:

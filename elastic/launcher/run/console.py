@@ -12,7 +12,7 @@ Entry = dict[str, Any]
 
 
 def describe(entry: Entry) -> str:
-    """Loss, tokens per second, nodes and plan of a progress entry."""
+    """Return loss, tokens per second, nodes and plan of a progress entry, as far as it has them."""
     parts = []
     if isinstance(entry.get("loss"), (int, float)):
         parts.append(f"loss {entry['loss']:.4f}")
@@ -26,13 +26,13 @@ def describe(entry: Entry) -> str:
 
 
 class ProgressLines:
-    """One line per finished step and per change of phase.
+    """Progress of the job without a terminal: a line per finished step and per change of phase.
 
     A restarted coordinator repeats its last steps; they are not printed again.
     """
 
     output: int | None = None
-    """Agents inherit this process's standard output and error."""
+    """Descriptor for the agents' output; None: they inherit the streams of this process."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stderr
@@ -60,11 +60,11 @@ class ProgressLines:
             self._file = open(os.devnull, "w")  # noqa: SIM115
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class ProgressBar:
-    """A progress bar; the output of the workers is printed above it."""
+    """Progress of the job as a bar on a terminal. The output of the workers is printed above it."""
 
     def __init__(self) -> None:
         from tqdm import tqdm
@@ -73,7 +73,7 @@ class ProgressBar:
         self._shown: Entry = {}
         self._lock = threading.Lock()
         self._console, self.output = os.pipe()
-        """`output` is the descriptor for the agents' standard output and error."""
+        """`output`: descriptor for the agents' standard output and error."""
         self._relay = threading.Thread(target=self._pass_on, name="console", daemon=True)
         self._relay.start()
 
@@ -105,7 +105,7 @@ class ProgressBar:
 
 
 def make_view() -> ProgressBar | ProgressLines:
-    """A bar if both standard streams are terminals, else lines."""
+    """Return a bar if both standard output and error are terminals, else lines."""
     return ProgressBar() if sys.stderr.isatty() and sys.stdout.isatty() else ProgressLines()
 
 
@@ -113,7 +113,7 @@ def make_view() -> ProgressBar | ProgressLines:
 
 
 def recovery_line(event: Entry) -> str:
-    """Place, cause, duration of each phase and lost micro-batches of a recovery."""
+    """Return a recovery in a line: place, cause, seconds of each phase, lost micro-batches."""
     phases = ("detect_s", "decide_s", "transfer_s", "rebuild_s", "total_s")
     times = [f"{k[:-2]} {event[k]:.3f}" for k in phases if isinstance(event.get(k), (int, float))]
     nodes = f"{event.get('nodes_before', '?')} -> {event.get('nodes_after', '?')} nodes"
@@ -156,10 +156,10 @@ EVENT_LINES = {
     "health": _health_line,
     "preflight": _preflight_line,
 }
-"""Kinds of events that are always printed. An empty line is not printed."""
+"""Functions that make the line of an event, by kind; "": the event is not printed."""
 
 
 def event_line(event: Entry) -> str:
-    """An event as key=value pairs, without nested values."""
+    """Return an event as key=value pairs, without nested values."""
     pairs = (f"{k}={value}" for k, value in event.items() if not isinstance(value, (dict, list)))
     return " ".join(pairs)

@@ -8,13 +8,13 @@ from typing import Any
 
 
 class Follower:
-    """Reads a growing file of JSON lines from its beginning; an incomplete last line is kept."""
+    """Reader of a growing file of JSON lines. An incomplete last line is kept until it is whole."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._rest = path, 0, b""
 
     def read(self) -> list[dict[str, Any]]:
-        """Objects that were completed since the last call; other lines are skipped."""
+        """Return the objects of lines that ended since the last call. Other lines are skipped."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -27,7 +27,7 @@ class Follower:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in `path`; None if there is none."""
+    """Return the JSON object in the file `path`; None if it has none or cannot be read."""
     try:
         return _object(path.read_bytes())
     except OSError:

@@ -13,7 +13,7 @@ OVER = ("finished", "failed")
 
 
 class LauncherFaults:
-    """Pending kill-coordinator, drain and join faults of a job."""
+    """The kill-coordinator, drain and join faults of a job that are still to come."""
 
     def __init__(self, config: JobConfig) -> None:
         self._run_dir = config.run_dir
@@ -23,14 +23,14 @@ class LauncherFaults:
 
     @property
     def joins(self) -> bool:
-        """Whether a node will join."""
+        """Whether a node is still to join."""
         return any(spec.kind is FaultKind.JOIN for _, spec in self._pending)
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
     def observe(self, entry: dict[str, Any]) -> list[FaultSpec]:
-        """Faults that are due after this line of progress; each is returned once."""
+        """Return the faults that are due after this progress entry, each once per run."""
         phase = entry.get("phase")
         if phase in OVER:
             self._pending = []

@@ -9,19 +9,19 @@ from elastic.domain.errors import FieldError
 
 
 def metrics_flag(config: JobConfig, number: int) -> list[str]:
-    """Arguments of service `number` of this machine: coordinators from 0, agents after them."""
+    """Return the metrics flag of service `number` here: coordinators from 0, agents after them."""
     if config.metrics_port < 0:
         return []
     return ["--metrics-port", str(config.metrics_port and config.metrics_port + number)]
 
 
 def first_agent(config: JobConfig) -> int:
-    """Number of this machine's first agent; the same whether a coordinator runs here or not."""
+    """Return the number of this machine's first agent, even if no coordinator runs here."""
     return config.coordinators if config.standalone else 1
 
 
 def remote_agent_flag(config: JobConfig) -> list[str]:
-    """Arguments of an agent that a cluster placed here: any free port if its own is taken."""
+    """Return the metrics flag of an agent on a cluster: any free port if its own is taken."""
     try:
         check_free(config, 0, 1)
     except FieldError:
@@ -30,7 +30,7 @@ def remote_agent_flag(config: JobConfig) -> list[str]:
 
 
 def check_free(config: JobConfig, coordinators: int, agents: int) -> None:
-    """Check the ports of so many services of this machine.
+    """Check the metrics ports of as many coordinators and agents on this machine.
 
     Raises FieldError if a requested port is taken, or the address is not this machine's.
     """

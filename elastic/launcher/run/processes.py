@@ -17,7 +17,8 @@ from elastic.launcher.run.event_tail import read_object
 from elastic.launcher.run.metrics_endpoint import metrics_flag
 
 MAX_FAILED_STARTS = 3
-"""The job fails when a coordinator dies this often in a row before it leads or stands by."""
+"""Failed starts of a coordinator in a row after which the job fails. In a failed start it dies
+before it leads or stands by."""
 
 
 class Child:
@@ -33,8 +34,8 @@ class Child:
     ) -> None:
         """Run `python -m module args...`; `stdout` gets both output streams (None: inherited).
 
-        `lifeline` is the read end of a pipe whose write end only this process holds. The child
-        ends when this process ends (`elastic.lifeline`).
+        `lifeline` is the read end of a pipe; only this process holds its write end. The child ends
+        when this process ends (`elastic.lifeline`).
         """
         self.name = name
         self.returncode: int | None = None
@@ -53,13 +54,13 @@ class Child:
 
     @property
     def how(self) -> str:
-        """The exit code or signal of a process that has ended, as text."""
+        """Exit code or signal of a process that has ended, as text."""
         if self.returncode is not None and self.returncode < 0:
             return signal.Signals(-self.returncode).name
         return f"exit code {self.returncode}"
 
     def ended(self) -> bool:
-        """Whether the process has ended; the first time, the rest of its group is killed."""
+        """Return whether the process has ended. If it has, the rest of its group is killed."""
         if self.returncode is not None:
             return True
         try:
@@ -72,13 +73,13 @@ class Child:
         return gone
 
     def drain(self) -> None:
-        """Send SIGUSR1 to the agent alone: it drains its node and ends."""
+        """Send SIGUSR1 to the agent alone, which then drains its node and ends."""
         if not self.ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the group, and so to workers too, as torchrun does."""
+        """Send SIGTERM to the group, which includes the workers, as torchrun does."""
         if not self.ended():
             self._signal(signal.SIGTERM)
 
@@ -94,7 +95,7 @@ class Child:
 
 
 class Coordinators:
-    """The coordinators of this machine, one child per address; those that die are restarted."""
+    """The coordinators of this machine, a child for each address; those that die are restarted."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Coordinators:
         lifeline: int,
         note: Callable[[str], object],
     ) -> None:
-        """`note` prints a line."""
+        """`note(line)` prints a line for the user."""
         self._config, self._path = config, Path(config.run_dir)
         self._module, self.addresses = module, addresses
         self._lifeline, self._note = lifeline, note
@@ -121,9 +122,9 @@ class Coordinators:
             self._start(slot)
 
     def check(self, lost_address: Callable[[], bool]) -> str:
-        """Restart coordinators that died. Return why the job cannot continue, or "".
+        """Restart coordinators that died; return why the job cannot continue, or "".
 
-        Nothing is restarted if `lost_address` says that another launcher has taken the address.
+        `lost_address()` is called for each that died; True: another launcher took over, no restart.
         """
         for slot, at in tuple(self._restart_at.items()):
             if time.monotonic() >= at:
@@ -138,7 +139,7 @@ class Coordinators:
         return ""
 
     def kill_leader(self, down_s: float) -> bool:
-        """Kill the leader, or any coordinator; restart it after `down_s`. False: none is here."""
+        """Kill the leader or any coordinator; restart it after `down_s`. False: none is here."""
         leader = self.leader()
         slot = next((s for s, child in self._children.items() if leader in (None, child)), None)
         if slot is None:
@@ -148,7 +149,7 @@ class Coordinators:
         return True
 
     def leader(self) -> Child | None:
-        """The child that leads; None if the leader is not here."""
+        """Return the child that leads; None if the leader does not run here."""
         leader_pid = (read_object(self._path / "coordinator.json") or {}).get("pid")
         return next((child for child in self.children if child.pid == leader_pid), None)
 

@@ -1,4 +1,4 @@
-"""The run directory of a launcher: locked, never overwritten, shared memory removed at the end."""
+"""The run directory of a launcher: locked while in use; results of earlier runs are kept."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from elastic.rpc.security.tls import TOKEN_FILE, write_token
 from elastic.store.shared_memory import remove_fallbacks
 
 KEPT = ("checkpoints", "launcher.lock")
-"""Entries that stay in place when a run directory is used again."""
+"""Entries that are not moved when a run directory is used again."""
 PORTS, ATTEMPTS = range(20_000, 32_000), 100
-"""Range of ports for services without a given port, and the number of ports to try."""
+"""Ports of services without a given port, and how many of them to try."""
 
 
 class RunDir:
-    """A run directory while its launcher lives: created, locked, with config.json."""
+    """A run directory that its launcher uses: created, locked, with config.json."""
 
     def __init__(self, request: Request) -> None:
-        """Raises FieldError if another launcher uses the directory."""
+        """Create and lock the directory. Raises FieldError if another launcher uses it."""
         self.path = Path(request.config.run_dir)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = locked(self.path / "launcher.lock")
@@ -71,7 +71,7 @@ class RunDir:
 
 
 def launcher_of(path: Path) -> int | None:
-    """Process id of the launcher that uses this run directory, if any."""
+    """Return the process id of the launcher that uses this run directory; None: none does."""
     with contextlib.suppress(FileNotFoundError):
         if (lock := locked(path / "launcher.lock", create=False)) is None:
             text = (path / "launcher.lock").read_text().strip()
@@ -81,10 +81,10 @@ def launcher_of(path: Path) -> int | None:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A free TCP port below the range from which systems take ports of outgoing connections.
+    """Return a free TCP port below the range from which systems take ports of outgoing connections.
 
     That range begins at 32768 (Linux) or 49152 (IANA), so no connection takes the port while its
-    service restarts. Raises UsageError.
+    service restarts. Raises UsageError if no port is found.
     """
     for port in random.sample(PORTS, ATTEMPTS):
         with socket.socket() as sock, contextlib.suppress(OSError):
@@ -95,9 +95,10 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def locked(path: Path, *, create: bool = True) -> int | None:
-    """Descriptor of an exclusive lock, which ends with this process; None if another has it.
+    """Lock a file until this process ends; return its descriptor, or None if another has the lock.
 
-    Use `create=False` to clean up: the owner may be removing the directory. Raises OSError.
+    `create` False, for cleaning up: the file must exist, and its path must still lead to it,
+    because its owner may be removing the directory. Raises OSError.
     """
     descriptor = os.open(path, os.O_CREAT * create | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -126,7 +127,7 @@ def _move_aside(path: Path) -> None:
 
 
 def _make_memory(path: Path) -> int | None:
-    """Create and lock the memory directory; it gets its name when it is locked. Return the lock."""
+    """Create the memory directory, which gets its name once it is locked. Return the lock."""
     draft = path.with_name(f".{path.name}")
     draft.mkdir(mode=0o700)
     lock = locked(draft / ".lock")
@@ -137,7 +138,8 @@ def _make_memory(path: Path) -> int | None:
 def remove_stale(folders: Iterable[Path], lock_name: str, min_age_s: float = -math.inf) -> None:
     """Remove directories that no launcher has locked: their launchers were killed.
 
-    A younger lock file than `min_age_s` may not be locked yet by the process that made it.
+    Directories with a lock file younger than `min_age_s` stay: a launcher may be about to lock
+    them.
     """
     for folder in folders:
         with contextlib.suppress(OSError):  # another user's, or being removed

@@ -3,10 +3,10 @@
     standalone      one or more coordinators, and one agent per local node
     several hosts   one agent; also a coordinator on the machine that owns the coordinator's address
 
-A coordinator that dies is restarted. An agent that dies is not, because it stands for a machine.
+A coordinator that dies is restarted. An agent that dies is not: an agent stands for a machine.
 The supervisor ends when the coordinator has written exit.json, on a signal, or when no node is
-left, and leaves no process behind. It is one thread, which wakes when a child ends or a signal
-comes, and reads the coordinator's files every --monitor-interval.
+left, and leaves no process behind. Its loop wakes when a child ends or a signal comes, and reads
+the coordinator's files every --monitor-interval.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from elastic.rpc.security import tls
 from elastic.store.open_store import check_store
 
 FAULT_POLL_S = 0.02
-"""Interval between reads of progress while a fault of the launcher is pending."""
+"""Interval between reads of progress while `LauncherFaults` are pending."""
 
 
 def launch(request: Request) -> int:
@@ -66,7 +66,7 @@ def launch(request: Request) -> int:
 
 @contextlib.contextmanager
 def open_run_dir(request: Request) -> Iterator[RunDir]:
-    """The run directory of a launcher, and the security settings of its process."""
+    """Open the run directory of a launcher, and set the security settings of this process."""
     if request.guard.warning:
         print(f"elastic: {request.guard.warning}", file=sys.stderr)
     run_dir = RunDir(request)
@@ -78,9 +78,9 @@ def open_run_dir(request: Request) -> Iterator[RunDir]:
 
 
 def _hosted(addresses: tuple[str, ...], hosts: bool | None) -> tuple[str, ...]:
-    """The address at which this machine runs a coordinator, if any.
+    """Return the addresses at which this machine runs coordinators.
 
-    With `hosts` None it runs one if it owns an address that is free.
+    `hosts` False: none; True: one of `addresses`; None: one if it is this machine's and free.
     """
     if hosts is False:
         return ()
@@ -94,7 +94,7 @@ def _hosted(addresses: tuple[str, ...], hosts: bool | None) -> tuple[str, ...]:
 
 
 def agent_args(config: JobConfig, node: str, index: int, coordinator: str, host: str) -> list[str]:
-    """Arguments of the agent of local node `index`."""
+    """Return the arguments of the agent of local node `index`."""
     args = ["--run-dir", config.run_dir, "--node", node, "--coordinator", coordinator]
     args += ["--host", host]
     per_node: dict[str, Sequence[str | float]] = {
@@ -110,7 +110,7 @@ def agent_args(config: JobConfig, node: str, index: int, coordinator: str, host:
 
 
 class Supervisor:
-    """Owns the processes of one job on this machine."""
+    """Supervisor of one job on this machine: starts, watches and ends its processes."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Supervisor:
         hosted: tuple[str, ...],
         host: str,
     ) -> None:
-        """`coordinator`: addresses of all coordinators; `hosted`: those to run here."""
+        """`coordinator`: addresses of all coordinators; `hosted`: of those that run here."""
         self._request, self._config, self._path = request, run_dir.config, run_dir.path
         self._address, self._hosting, self._host = coordinator, bool(hosted), host
         self._view = make_view()
@@ -133,9 +133,9 @@ class Supervisor:
         )
         self._agents: list[Child] = []
         self._reported: set[str] = set()
-        """Agents whose end was reported."""
+        """Names of agents whose end was reported."""
         self._no_agents_since = 0.0
-        """0: at least one agent runs, or will join."""
+        """Time at which the last agent ended; 0: an agent runs or is still to join."""
         self._signals: deque[int] = deque()
         self._drain_deadline = 0.0
         self._code: int | None = None
@@ -197,7 +197,7 @@ class Supervisor:
         self._check_agents()
 
     def _drain_node(self) -> bool:
-        """Treat the first SIGTERM as a notice: drain this node while the job continues."""
+        """Drain this node at the first SIGTERM; return False if the job must end instead."""
         ended = all(agent.ended() for agent in self._agents)
         if not self._config.grace_s or self._drain_deadline or ended:
             return False
@@ -222,7 +222,7 @@ class Supervisor:
                 self._view.note(event_line(event))
 
     def _lost_address(self) -> bool:
-        """Whether another launcher of this machine took the coordinator's address first."""
+        """Return True if another launcher of this machine has taken the coordinator's address."""
         addresses = self._coordinators.addresses
         taken = AddressState.TAKEN
         if self._request.hosts is None and all(address_state(a) is taken for a in addresses):
@@ -278,7 +278,7 @@ class Supervisor:
     # ---- ending ----
 
     def _end(self, wake: int) -> None:
-        """End all children: agents of a finished job end alone, others by SIGTERM, then SIGKILL.
+        """End all children. Agents of a finished job end alone, others by SIGTERM, then SIGKILL.
 
         A second signal skips the waiting.
         """
@@ -298,7 +298,7 @@ class Supervisor:
         self._await(wake, self._coordinators.children, timeout_s)
 
     def _await(self, wake: int, children: Sequence[Child], timeout_s: float) -> bool:
-        """Wait for children to end; False after the timeout or another signal."""
+        """Wait until the children have ended; return False after the timeout or another signal."""
         end = time.monotonic() + timeout_s
         while not all(child.ended() for child in children):
             self._sleep(wake, min(1.0, max(0.0, end - time.monotonic())))
@@ -314,7 +314,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals_handled(self) -> Iterator[int]:
-        """Queue signals; yield a descriptor that is readable after one or a child's end."""
+        """Queue signals; yield a descriptor that a signal or the end of a child makes readable."""
         read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
         def enqueue(number: int, _frame: Any) -> None:
