@@ -234,8 +234,7 @@ def message_of(unit: int, send: Action, n_units: int) -> tuple[int, Action]:
 def _with_receives(
     unit: int, actions: Iterable[Action], n_stages: int, sender: Callable[[int], deque[Action]]
 ) -> Iterator[Action]:
-    """Yield `actions` with receives. `sender(1)` is the queue of the next unit, -1: the
-    previous."""
+    """Yield `actions` with receives. `sender`: queue from the next (1) or previous (-1) unit."""
     here: set[Action] = set()
     for action in actions:
         stage = unit if action.stage < 0 else action.stage
