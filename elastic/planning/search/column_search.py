@@ -304,8 +304,7 @@ def knapsack(relaxation: Relaxation, values: Ints) -> tuple[Counter[int], int]:
 def _cut_precisely(
     problem: Problem, priced: ColumnPool, chosen: Counter[int], seconds: float, tail: float
 ) -> Solution | None:
-    """Return the precisely cut solution with exactly M micro-batches; None if a cut does not
-    fit."""
+    """Return precisely cut pipelines with exactly M micro-batches; None if a cut does not fit."""
     values = priced.values(seconds, tail, problem.counts)
     members = [c for c in sorted(chosen) for _ in range(chosen[c])]
     shares = _without_surplus(problem, priced, members, [int(values[c]) for c in members], tail)

@@ -184,8 +184,7 @@ class _StageReach:
     def extend(
         self, kind: int, behind: int, depth: int, inside: bool, state: _Progress
     ) -> _Progress:
-        """Return `state` with a stage of `kind` put first; `behind` stages come after this
-        stage."""
+        """Return `state` with a stage of `kind` put first; `behind` stages come after it."""
         reach = state.reach
         ahead = min(float(depth if self.schedule == ZERO_BUBBLE else behind + 1), self.most)
         at = np.arange(reach.shape[1])

@@ -158,8 +158,7 @@ class _CoverTables:
     def _first_node(
         self, key: _CoverKey, group: NodeGroup, at: int, limit: int
     ) -> tuple[int, tuple[int, ...], int, NodeGroup]:
-        """Return the first node of a best cover from layer `at`: (kind, cuts, end, group
-        behind)."""
+        """Return the first node of a best cover from layer `at`: (kind, cuts, end, next group)."""
         found = self.cover(key)
         target, slowest = found[group][at, limit], self.limits[key.schedule][limit]
         for kind, used in product(range(len(self.counts)), range(1, max(self.units) + 1)):
@@ -182,8 +181,7 @@ class _CoverTables:
     def _runs(
         self, key: _CoverKey, kind: int, used: int, behind: int, at: int, slowest: float
     ) -> Iterator[tuple[tuple[int, ...], int, float]]:
-        """Yield placements of `used` stages of a node from `at`: (first layers, end, sum of
-        fills)."""
+        """Yield (first layers, end, sum of fills) of `used` stages of one node from layer `at`."""
         tau, fill = self.stage(kind, behind + used - 1, used > 1, key)
         ends = range(at + 1, self.n_layers + 1)
         for end in sorted(ends, key=lambda end: abs(tau[at, end] - slowest)):
@@ -286,8 +284,7 @@ class _Solver(_CoverTables):
         return table.doable[at]
 
     def _fill(self, table: _FinishTimes, seconds: float) -> list[NDArray[np.int64]]:
-        """Return, per number of pipelines, the most micro-batches in time, by [nodes of each
-        kind]."""
+        """Return, per number of pipelines, the most micro-batches in time, by nodes per kind."""
         shares = (table.times <= seconds).sum(axis=1)
         layers = [np.zeros(tuple(n + 1 for n in self.counts), dtype=np.int64)]
         for k in range(1, max(self.numbers) + 1):
@@ -331,8 +328,7 @@ class _Solver(_CoverTables):
     def _without_surplus(
         self, table: _FinishTimes, shares: list[tuple[NodeGroup, int]]
     ) -> list[tuple[NodeGroup, int]]:
-        """Take the surplus over M from the pipelines that end last, but not their last
-        micro-batch."""
+        """Take the surplus over M from the pipelines that end last; each keeps a micro-batch."""
         rows = dict(zip(table.groups, table.times, strict=True))
         for _ in range(sum(share for _, share in shares) - self.m):
             able = [i for i, (_, share) in enumerate(shares) if share > 1]

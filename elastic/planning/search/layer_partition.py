@@ -94,9 +94,7 @@ class LayerPartitioner:
         return float(values[last]) if len(values) else high
 
     def cut(self, limit: float) -> tuple[int, ...] | None:
-        """Return the cuts with the least sum of fills and no stage above `limit`; None: no cuts
-        fit.
-        """
+        """Return cuts with the least sum of fills, no stage above `limit`; None: impossible."""
         bands = self._bands_up_to(self._longest(limit))
         costs = np.where(bands.seconds <= limit * (1 + TIME_TOLERANCE), bands.costs, inf)
         rows = np.arange(self.model.n_layers + 1)
