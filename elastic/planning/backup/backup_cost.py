@@ -303,8 +303,7 @@ def _update_bytes(load: _Load, kept: State) -> float:
 
 
 def _memory(load: _Load, scheme: Gradients, kept: State) -> float:
-    """Return the bytes that others keep for this node: copies of state and gradient, and
-    updates."""
+    """Return the bytes that others keep for this node: copies of states, gradients and updates."""
     updates = 2 * kept.every * _update_bytes(load, kept)
     state = 3 * load.state if kept.away else 0.0
     return state + updates + (5 * load.gradient if scheme.every else 0.0)

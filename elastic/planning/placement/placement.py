@@ -283,8 +283,7 @@ class _Dealer:
 def recut(
     reach: Sequence[Sequence[int]], moved: Sequence[Sequence[int]], cuts: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return cuts with which the pipeline's nodes fetch least; among equals those nearest to
-    `cuts`.
+    """Return cuts with which the pipeline's nodes fetch least; among equals, nearest to `cuts`.
 
     Args:
         reach: `reach[s][i]` is the largest end of stage s if it begins at layer i, within its
