@@ -42,7 +42,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether to use nodes, and why."""
+    """Decision whether to use some more nodes, with the reason."""
 
     use: bool
     reason: str

@@ -71,7 +71,8 @@ class Weighing:
 
     @property
     def figures(self) -> tuple[float, ...]:
-        """Inputs that may change during training; their ratios measure the change."""
+        """Inputs that may change during training; ratios of new to old values measure the
+        change."""
         p = self.profile
         return (
             p.link.bytes_per_s,
@@ -136,8 +137,7 @@ def estimates(plan: Plan, by: Weighing, nodes: Sequence[NodeInfo]) -> list[Estim
 class _Estimator:
     """Estimates pairs of schemes for one plan.
 
-    All pairs use the same step without backups, step times by fraction of gradients sent, and
-    loads.
+    All pairs share the step without backups, steps by fraction of gradients sent, and loads.
     """
 
     def __init__(self, plan: Plan, by: Weighing, nodes: Sequence[NodeInfo]) -> None:

@@ -41,8 +41,7 @@ def choose_peers(
 ) -> tuple[tuple[str, str], ...]:
     """Return (node, peer) for every node in `layers`, in that order; () for a single node.
 
-    `layers` maps each node to the layers that it holds. `nodes` describes all nodes at hand, spares
-    included.
+    `layers` maps nodes to the layers that they hold. `nodes` has all nodes at hand, also spares.
     """
     known = {*layers, *spares}
     infos = {info.node: info for info in nodes if info.node in known}

@@ -98,7 +98,8 @@ def check_plan(plan: Plan, profile: Profile, nodes: tuple[NodeInfo, ...]) -> Non
 
 
 def with_more(cluster: Cluster, text: str) -> Cluster:
-    """Return the cluster with the nodes of `text`: COUNTxDEVICE or COUNTxDEVICE:DEVICES, by commas.
+    """Return the cluster with more nodes. `text`: COUNTxDEVICE or COUNTxDEVICE:DEVICES, with
+    commas.
 
     New nodes are in the failure domain of the first group. Raises FieldError.
     """

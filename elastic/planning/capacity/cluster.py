@@ -1,13 +1,13 @@
 """The cluster file: a TOML file with a model, nodes and links, for capacity planning.
 
     [model]
-    name = "gpt3-6.7b"          # of the catalogue; or profile = "measured.json"
+    name = "gpt3-6.7b"          # in the catalogue; or profile = "measured.json"
     microbatches = 64
     microbatch_size = 2         # sequences
     [[nodes]]
     count = 8
     device = "A100-40"
-    devices = 4                 # in each node
+    devices = 4                 # per node
     [links]
     inside = { bandwidth = "300GB/s" }
     link = { bandwidth = "100Gbit", latency = "10us" }

@@ -76,7 +76,7 @@ def _worse(fast: NodeKind, slow: NodeKind) -> NodeKind:
 
 
 def _nearest(kind: NodeKind, kinds: Sequence[NodeKind], profile: Profile) -> int:
-    """Return the index of the fastest of `kinds` that exceeds `kind` in nothing."""
+    """Return the index of the fastest of `kinds` with at most the speed and resources of `kind`."""
     seconds = _seconds(kind, profile)
     able = [
         i

@@ -43,8 +43,7 @@ class LayerTimes:
     backward_s: float
     """Backward pass that runs as a whole."""
     backward_input_s: float = 0.0
-    """The two parts of the backward pass when run apart, together perhaps longer than the whole; 0:
-    unknown."""
+    """Parts of the backward pass run apart, perhaps longer than the whole; 0: unknown."""
     backward_weight_s: float = 0.0
     update_s: float = 0.0
     """Optimizer update, once per step."""

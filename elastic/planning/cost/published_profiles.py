@@ -121,8 +121,7 @@ def parameter_count(name: str) -> int:
 
 
 def _layers(model: PublishedModel, b: int, s: int, tp: int) -> list[_LayerWork]:
-    """Return embedding, blocks and head. `b`: sequences per micro-batch; `s`: tokens per
-    sequence."""
+    """Return embedding, blocks, head. `b`: sequences per micro-batch; `s`: tokens per sequence."""
     h, v, n = model.hidden, model.vocabulary, b * s
     embedding = _LayerWork(
         parameter_count=(v + model.positions) * h,

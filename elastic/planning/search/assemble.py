@@ -203,8 +203,7 @@ def assign_backups(
 ) -> tuple[Plan, str]:
     """Return the plan with peers and backup schemes, and the reason for these.
 
-    `weighing`: input to the choice for `auto`; None: take stream, with replica if all layers have
-    one.
+    `weighing`: input to the choice for `auto`; None: stream, with replica if all layers have one.
     """
     layers: dict[str, frozenset[int]] = {}
     for _, _, stage in plan.stages():

@@ -266,8 +266,7 @@ def _whole_pipelines(
 def knapsack(relaxation: Relaxation, values: Ints) -> tuple[Counter[int], int]:
     """Return (number by column, micro-batches) of a choice that does most on the available nodes.
 
-    The choice is among the columns that the linear programme finds most promising, and the
-    smallest.
+    Only the columns that the linear programme finds most promising, and the smallest, are used.
     """
     counts, left = relaxation.counts, relaxation.nodes
     fits = np.flatnonzero((values > 0) & (counts <= np.array(left)).all(axis=1))

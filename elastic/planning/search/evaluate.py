@@ -59,7 +59,7 @@ def fill_and_slowest(model: CostModel, shape: PipelineShape) -> tuple[float, flo
 
 @lru_cache(maxsize=1024)
 def cached_figures(model: CostModel, shape: PipelineShape) -> tuple[float, float]:
-    """Return `fill_and_slowest`; `shape.microbatches` are only those in flight."""
+    """Return `fill_and_slowest` of a shape that has only the micro-batches in flight."""
     return partitioner_of(model, shape).fill_and_slowest(shape.cuts)
 
 
@@ -71,7 +71,7 @@ def simulated_step_seconds(model: CostModel, solution: Solution) -> float:
 
 @lru_cache(maxsize=4096)
 def simulated_seconds(model: CostModel, shape: PipelineShape) -> float:
-    """Return the seconds of one pipeline: simulated, or by the closed form if long or exact."""
+    """Return a pipeline's seconds, simulated unless it is long or the closed form is exact."""
     if shape.depth * shape.microbatches > MAX_SIMULATED_ACTIONS:
         return shape_seconds(model, shape)
     if shape.depth > 1:

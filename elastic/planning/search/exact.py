@@ -101,7 +101,9 @@ class _CoverTables:
     def _extend(
         self, covers: dict[NodeGroup, Floats], group: NodeGroup, kind: int, key: _CoverKey
     ) -> None:
-        """Add to `covers` a node of `kind` before `group`, with any number of its units."""
+        """Add to `covers` those of `group` with a node of `kind` in front, using 1 to all its
+        units.
+        """
         cover = covers[group]
         counts = tuple(n + (q == kind) for q, n in enumerate(group.counts))
         for used in range(1, self.units[kind] + 1):
@@ -122,7 +124,7 @@ class _CoverTables:
         allowed = self.model.tails(kind, key.pipelines) <= key.tail * (1 + TIME_TOLERANCE)
         return np.where(allowed, stages.tau, inf), stages.fill
 
-    # ---- from a cover back to its nodes and cuts ----
+    # ---- nodes and cuts of a cover ----
 
     def shape_of(
         self, group: NodeGroup, microbatches: int, tail: float, pipelines: int

@@ -151,7 +151,7 @@ class _FreeNodeSearch:
         return missing <= 0 or (not alone and self._free(seconds)[1] >= missing)
 
     def least(self) -> float:
-        """Return the least sufficient seconds, up to `PRECISION` too many; inf if there is none."""
+        """Return the least sufficient seconds, at most `PRECISION` too large; inf: none suffice."""
         figures = self._figures.items()
         start = max(float(pipeline_seconds(s.schedule, *pair, 1)) for s, pair in figures)
         low, high = start, 2 * start
@@ -217,7 +217,7 @@ class _FreeNodeSearch:
 def prefer_current(request: PlanRequest, best: Plan) -> Plan:
     """Return `best`, or the intact pipelines of the current plan if these make more progress.
 
-    To keep pipelines takes a shorter pause. The comparison needs observed losses and known links;
+    Keeping pipelines takes a shorter pause. The comparison needs observed losses and known links;
     without them the result is `best`.
     """
     current, profile = request.current, request.profile
@@ -245,7 +245,8 @@ def prefer_current(request: PlanRequest, best: Plan) -> Plan:
 
 
 def _intact_pipelines(request: PlanRequest, current: Plan, profile: Profile) -> Plan | None:
-    """Return a plan of the intact current pipelines with all micro-batches; None if impossible."""
+    """Return the intact current pipelines as a plan; None: no pipeline, or too few
+    micro-batches."""
     alive = {info.node for info in request.nodes} - request.dead
     intact = [p for p in current.pipelines if all(s.unit.node in alive for s in p.stages)]
     if not intact or len(intact) > request.spec.n_microbatches:

@@ -13,7 +13,7 @@ from elastic.planning.search.request import PlanRequest
 
 
 def explain_infeasible(problem: Problem, kinds: NodeKinds, request: PlanRequest) -> str:
-    """Return which memory is short for one pipeline over all nodes, cut to need least."""
+    """Return a message that names the memory which one pipeline over all nodes lacks."""
     model = problem.model
     units = [min(kind.units, model.n_layers) for kind in kinds.kinds]
     places = sum(n * u for n, u in zip(problem.counts, units, strict=True))

@@ -38,7 +38,7 @@ class Optimum:
     prices: Floats
     """[kinds] dual value of one node; no column is worth more than its nodes."""
     gaps: Floats
-    """[columns] price of the nodes minus value, at least 0."""
+    """[columns] price of the column's nodes minus its value, at least 0."""
 
 
 class Relaxation:

@@ -64,9 +64,8 @@ class PlanRequest:
     def stream_shares(self) -> tuple[float, ...]:
         """Fractions of gradient bytes streamed per micro-batch; shapes are searched for each.
 
-        The best schemes depend on the shape, and the best shape on the schemes. A search with
-        another fraction may find a better shape for the right fraction, because closed forms are
-        not exact.
+        The best schemes depend on the shape, and the best shape on the schemes. Because closed
+        forms are not exact, the search with another fraction may find a better shape.
         """
         fixed = () if self.backup == "auto" else (schemes_of(self.backup)[0].share,)
         if self.profile is None or not self.profile.link.bytes_per_s:
