@@ -71,8 +71,7 @@ class Weighing:
 
     @property
     def figures(self) -> tuple[float, ...]:
-        """Inputs that may change during training; ratios of new to old values measure the
-        change."""
+        """Inputs that may change during training; new / old values measure the change."""
         p = self.profile
         return (
             p.link.bytes_per_s,

@@ -98,8 +98,7 @@ def check_plan(plan: Plan, profile: Profile, nodes: tuple[NodeInfo, ...]) -> Non
 
 
 def with_more(cluster: Cluster, text: str) -> Cluster:
-    """Return the cluster with more nodes. `text`: COUNTxDEVICE or COUNTxDEVICE:DEVICES, with
-    commas.
+    """Return the cluster with nodes added: COUNTxDEVICE or COUNTxDEVICE:DEVICES, comma-separated.
 
     New nodes are in the failure domain of the first group. Raises FieldError.
     """

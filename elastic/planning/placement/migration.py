@@ -42,7 +42,7 @@ Links = Callable[[str, str], LinkProfile]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The way in which a node gets one layer."""
+    """One layer that a node gets, and its source."""
 
     layer: int
     source: str

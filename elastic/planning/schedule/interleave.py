@@ -20,7 +20,7 @@ def can_interleave(n_layers: int, n_units: int, chunks: int = 2) -> bool:
 
 
 def interleave(pipeline: Pipeline, seconds: Sequence[Sequence[float]], chunks: int = 2) -> Pipeline:
-    """Return `pipeline` with `chunks` stages per unit, cut for the shortest slowest stage.
+    """Return `pipeline` with `chunks` stages per unit, cut so that the slowest stage is fastest.
 
     Args:
         pipeline: units in order; a unit that recomputes does so on all of its stages.

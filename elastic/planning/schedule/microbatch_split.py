@@ -10,8 +10,7 @@ import heapq
 from collections.abc import Callable, Sequence
 
 Cost = Callable[[int], float]
-"""Function from a number of micro-batches to a pipeline's finish time: never decreasing, and inf
-above the pipeline's limit."""
+"""Finish time by number of micro-batches: never decreasing; inf above the pipeline's limit."""
 
 
 def allot(total: int, costs: Sequence[Cost], least: int = 1) -> tuple[int, ...]:

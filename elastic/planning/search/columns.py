@@ -450,8 +450,8 @@ class ColumnPool:
     ) -> float:
         """Return the least seconds in which the linear programme reaches `microbatches`.
 
-        inf: the least is above `most`, or no time suffices. The result may be too large by the
-        fraction `tolerance`.
+        inf: these exceed `most`, or no time suffices. The result is at most the fraction
+        `tolerance` too large.
         """
 
         def able(seconds: float) -> bool:

@@ -101,9 +101,7 @@ class _CoverTables:
     def _extend(
         self, covers: dict[NodeGroup, Floats], group: NodeGroup, kind: int, key: _CoverKey
     ) -> None:
-        """Add to `covers` those of `group` with a node of `kind` in front, using 1 to all its
-        units.
-        """
+        """Add the covers of `group` with a node of `kind` in front, by number of its units."""
         cover = covers[group]
         counts = tuple(n + (q == kind) for q, n in enumerate(group.counts))
         for used in range(1, self.units[kind] + 1):

@@ -245,8 +245,7 @@ def prefer_current(request: PlanRequest, best: Plan) -> Plan:
 
 
 def _intact_pipelines(request: PlanRequest, current: Plan, profile: Profile) -> Plan | None:
-    """Return the intact current pipelines as a plan; None: no pipeline, or too few
-    micro-batches."""
+    """Return the intact current pipelines as a plan; None: none, or too few micro-batches."""
     alive = {info.node for info in request.nodes} - request.dead
     intact = [p for p in current.pipelines if all(s.unit.node in alive for s in p.stages)]
     if not intact or len(intact) > request.spec.n_microbatches:

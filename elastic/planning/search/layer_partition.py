@@ -20,7 +20,7 @@ from elastic.planning.cost.cost_model import (
 from elastic.planning.search.problem import TIME_TOLERANCE, PipelineShape
 
 EVENNESS_WEIGHT = 1e-9
-"""Weight of evenness, which decides among equally fast cuts."""
+"""Weight of evenness, for the choice among equally fast cuts."""
 
 
 @dataclass(frozen=True, slots=True)

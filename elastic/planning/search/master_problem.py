@@ -26,7 +26,7 @@ PROVEN = (
     highspy.HighsModelStatus.kObjectiveTarget,
     highspy.HighsModelStatus.kSolutionLimit,
 )
-"""Solver outcomes for which its bound holds."""
+"""Solver outcomes after which the solver's bound holds."""
 
 
 @dataclass(frozen=True, slots=True)
