@@ -1,7 +1,7 @@
 """Payoff of a plan change: the expected gain in steps against its pause.
 
-A pause of p seconds and then the new plan until the horizon H make (H - p) * r steps, with
-r = 1 / step time. So `choose` takes the plan with the largest (H - pause) / step.
+A plan that runs after a pause of p seconds until the horizon H makes (H - p) * r steps, with
+r = 1 / step time. So `choose` takes the plan with the largest (H - p) * r.
 
 A node that leaves after H seconds costs two pauses: one to join and one to leave. Until training
 continues without it, using the node makes (H - pause_in) * r1 steps, and not using it makes
@@ -11,8 +11,8 @@ continues without it, using the node makes (H - pause_in) * r1 steps, and not us
     H > (pause_in * s + pause_out) / (s - 1)
 
 with the speed-up s = r1 / r0. H is the expected lifetime of the node, or the time to the next
-change of the cluster if that is earlier. At that change all nodes pause anyway, and an
-unused node joins without cost, so pause_out does not count then.
+change of the cluster if that is shorter. At such a change all nodes pause anyway, and an unused
+node joins without cost. So pause_out does not count in this case.
 
 The next change is expected after 1 / (hazard * nodes) seconds. The hazard is
 (observed losses + 1) / (observed node-seconds + 3600): the posterior mean under a gamma prior of
@@ -28,7 +28,7 @@ from math import inf
 PRIOR_LOSSES, PRIOR_NODE_S = 1, 3600.0
 """Prior of the hazard: one loss per node-hour."""
 DEFAULT_PAUSE_S = 1.0
-"""Pause of a change before any was measured."""
+"""Assumed pause of a change before the first one is measured, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,17 @@ class Option:
 
     step_s: float
     pause_s: float
-    """Seconds without training until it runs."""
+    """Seconds without training until the plan runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether to use nodes, and why."""
+    """Decision whether to use some more nodes, with the reason."""
 
     use: bool
     reason: str
     again_s: float = inf
-    """Seconds without a loss after which using them pays off; inf: never."""
+    """Seconds without a loss after which the nodes are worth using; inf: never."""
 
 
 def hazard_per_s(losses: int, node_seconds: float) -> float:
@@ -61,7 +61,7 @@ def horizon_s(hazard: float, nodes: int) -> float:
 
 
 def progress(option: Option, horizon: float) -> float:
-    """Return the steps until `horizon` (seconds), or steps per second if it is inf."""
+    """Return the steps until `horizon` (seconds); steps per second if `horizon` is inf."""
     if option.step_s <= 0:
         return inf
     return (1 if horizon == inf else max(0.0, horizon - option.pause_s)) / option.step_s
@@ -70,7 +70,7 @@ def progress(option: Option, horizon: float) -> float:
 def choose(options: Sequence[Option], horizon: float) -> tuple[int, str]:
     """Return (index, reason) of the option with most progress; ties: shortest pause, then first.
 
-    At least two options are needed.
+    `options` has at least two options.
     """
     made = [progress(option, horizon) for option in options]
     best, other, *_ = sorted(range(len(made)), key=lambda i: (-made[i], options[i].pause_s))
@@ -87,11 +87,11 @@ def _format_option(option: Option) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """Expected losses and pauses of a job."""
+    """Basis for the expected losses and pauses of a job."""
 
     losses: int = 0
     node_seconds: float = 0.0
-    """Observed so far, over all nodes."""
+    """Observed seconds, summed over all nodes."""
     pause_in_s: float = DEFAULT_PAUSE_S
     """Pause of a change that adds nodes; 0 if training pauses anyway."""
     pause_out_s: float = DEFAULT_PAUSE_S
@@ -103,12 +103,12 @@ class Outlook:
 
 
 def worth(outlook: Outlook, *, speedup: float, lifetime_s: float, nodes: int) -> Verdict:
-    """Decide whether some more nodes are worth their pauses.
+    """Return whether some more nodes are worth their pauses.
 
     Args:
         speedup: step time without these nodes / step time with them.
         lifetime_s: expected seconds until the first of these nodes leaves; inf: unknown.
-        nodes: number of nodes that the plan with them uses.
+        nodes: number of nodes in the plan that uses them.
     """
     change_s = horizon_s(outlook.hazard_per_s, nodes)
     leaves = lifetime_s <= change_s

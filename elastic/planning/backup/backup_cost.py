@@ -5,9 +5,9 @@ TP part); B bytes/s of its link; r bytes/s of copies to shared memory; x content
 compute delay per second of transfer); m micro-batches of its pipeline per step; tau seconds per
 micro-batch. A copy of n bytes takes n / r, and its transfer delays computing by x n / B.
 
-    exposed   additional seconds per step: copies and contention of gradients by `predict`, every K
-              micro-batches; G / B after the last one; copy and contention of the state; and the
-              transfers that the link cannot finish during the step
+    exposed   additional seconds per step: copies and contention of gradients every K micro-batches,
+              as `predict` finds them; G / B after the last micro-batch; copy and contention of the
+              state; and the transfers that the link cannot finish during the step
     lost      seconds per loss, beyond the pause: bytes to fetch over B, micro-batches to repeat
     expected  step (1 + losses per second * (pause + lost))
 
@@ -42,36 +42,36 @@ from elastic.planning.plan.schemes import (
 )
 
 CLOSE = 0.01
-"""Tolerance on the expected time; the pair with the smallest loss within it wins."""
+"""Tolerance on the expected time; within it the pair with the smallest loss is chosen."""
 UNACKED = 2
 """Maximum unacknowledged copies of a gradient (`elastic.worker.backup.publisher`)."""
 EVERY, SELDOM = (1, 2, 4, 8), (16, 32, 64)
-"""Candidates for the micro-batches between copies.
+"""Candidates for the number of micro-batches between copies.
 
-`SELDOM` values are candidates only if a step still has `LEAST` copies: for 512 micro-batches of a
-70B model, a copy after every 8 takes a twentieth of the step.
+`SELDOM` values are candidates only if a step still has `LEAST` copies: in a step of 512
+micro-batches of a 70B model, copies after every 8 take a twentieth of the step.
 """
 LEAST = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighing:
-    """Inputs of the cost estimate besides the plan."""
+    """Inputs of the cost estimate, except the plan."""
 
     profile: Profile
-    """Layer times, links, copy rate and contention; measured if possible."""
+    """Layer times, links, copy rate and contention, measured if possible."""
     slow: tuple[tuple[str, float], ...] = ()
     """(node, factor) of slow nodes."""
     hazard_per_s: float = 0.0
     """Losses per node and second; 0: the prior of `amortization`."""
     pause_s: float = DEFAULT_PAUSE_S
-    """Seconds per loss under any scheme: detection, decision, new process groups."""
+    """Pause per loss under any scheme: detection, decision, new process groups."""
     room_bytes: int = 0
     """Memory of a node for copies of other nodes; 0: unlimited."""
 
     @property
     def figures(self) -> tuple[float, ...]:
-        """Return the inputs that may change during training; their ratios measure the change."""
+        """Inputs that may change during training; new / old values measure the change."""
         p = self.profile
         return (
             p.link.bytes_per_s,
@@ -88,11 +88,11 @@ class Estimate:
     gradients: str
     state: str
     exposed_s: float
-    """Seconds that it adds to a step."""
+    """Seconds that the pair adds to a step."""
     sent_bytes: float
-    """Bytes per step of the node that sends most."""
+    """Maximum over nodes of the bytes that a node sends per step."""
     memory_bytes: float
-    """Bytes on the node that keeps most for others."""
+    """Maximum over nodes of the bytes that a node keeps for others."""
     lost_s: float
     """Seconds per loss, beyond the pause."""
     expected_s: float
@@ -114,11 +114,11 @@ class _Load:
     gradient: float
     microbatches: int
     pace_s: float
-    """Seconds per micro-batch of its pipeline."""
+    """Seconds per micro-batch of the pipeline's slowest stage, messages included."""
     compute_s: float
-    """Seconds per micro-batch of its own stages."""
+    """Compute seconds per micro-batch of the node's own stages."""
     messages: float
-    """Bytes per micro-batch that it sends to other stages, both directions."""
+    """Bytes per micro-batch sent to neighbouring stages, both directions."""
 
 
 def estimate(plan: Plan, pair: str, by: Weighing, nodes: Sequence[NodeInfo]) -> Estimate:
@@ -127,16 +127,16 @@ def estimate(plan: Plan, pair: str, by: Weighing, nodes: Sequence[NodeInfo]) -> 
 
 
 def estimates(plan: Plan, by: Weighing, nodes: Sequence[NodeInfo]) -> list[Estimate]:
-    """Return estimates of all pairs open to `auto`."""
+    """Return estimates of all pairs that `auto` may choose."""
     estimator = _Estimator(plan, by, nodes)
     replicated, _ = is_replicated(plan, nodes)
     return [estimator.estimate(pair) for pair in options(plan, replicated=replicated)]
 
 
 class _Estimator:
-    """Estimates pairs for one plan.
+    """Estimates pairs of schemes for one plan.
 
-    Pairs share the step without backups, the steps per fraction of gradients sent, and the loads.
+    All pairs share the step without backups, steps by fraction of gradients sent, and loads.
     """
 
     def __init__(self, plan: Plan, by: Weighing, nodes: Sequence[NodeInfo]) -> None:
@@ -170,7 +170,7 @@ class _Estimator:
         )
 
     def _tail_s(self, load: _Load, scheme: Gradients, kept: State, step_s: float) -> float:
-        """Return the seconds that a node adds to a step, besides gradient copies during it."""
+        """Return the seconds that a node adds to a step, except by gradient copies during it."""
         profile = self.by.profile
         state_s = _state_bytes(load, kept) * profile.link.s_per_byte
         gradient_s = load.gradient * profile.link.s_per_byte
@@ -196,10 +196,10 @@ class _Estimator:
             unsent = gradient_s / (scheme.every * load.pace_s) if load.pace_s > 0 else 0.0
             again = min(m / 2, scheme.every * (0.5 + min(UNACKED, unsent)))
             return fetch_s + gradient_s + again * load.pace_s
-        if scheme.rounds:  # on average half a round is lost, and the unfinished one
+        if scheme.rounds:  # on average, half a round and the unfinished round are lost
             return fetch_s + min(m / 2, 1.5 * scheme.rounds) * load.pace_s
         again_s = load.pace_s
-        if scheme.name == LOG:  # only the lost layers, spread over all pipelines
+        if scheme.name == LOG:  # only the lost layers run, divided among all pipelines
             alone_s = load.compute_s + 2 * load.messages * per_byte
             again_s = min(alone_s / len(self.plan.pipelines), again_s)
         # If the new state is incomplete at the peer, all nodes roll back and repeat the step.
@@ -241,7 +241,7 @@ def options(plan: Plan, *, replicated: bool) -> list[str]:
 
 
 def choose_pair(estimates: Sequence[Estimate], room_bytes: int = 0) -> tuple[Estimate, str]:
-    """Return (best, reason): the smallest loss within `CLOSE` of the least expected time."""
+    """Return (best, reason): the smallest loss among pairs within `CLOSE` of the least time."""
     fitting = [e for e in estimates if not 0 < room_bytes < e.memory_bytes] or [
         min(estimates, key=lambda e: e.memory_bytes)
     ]
@@ -257,7 +257,7 @@ def _loads(plan: Plan, profile: Profile, bare: Prediction) -> list[_Load]:
 
     @cache
     def sizes(first: int, last: int) -> tuple[float, float, float]:
-        """(state, gradient, messages) of a stage."""
+        """Return the bytes of (state, gradient, messages) of a stage."""
         layers = profile.layers[first:last]
         ends = [boundary - 1 for boundary in (first, last) if 0 < boundary < plan.n_layers]
         return (
@@ -287,7 +287,7 @@ def _copies(load: _Load, scheme: Gradients) -> int:
 
 
 def _times_sent(load: _Load, scheme: Gradients) -> float:
-    """Return how often a gradient is sent per step, besides the sum at the end."""
+    """Return how often a gradient is sent per step, not counting the sum at the end."""
     return load.microbatches * scheme.share if scheme.rounds else _copies(load, scheme)
 
 
@@ -297,12 +297,12 @@ def _state_bytes(load: _Load, kept: State) -> float:
 
 
 def _update_bytes(load: _Load, kept: State) -> float:
-    """Return the bytes of update inputs per step; the float32 gradient is an upper bound."""
+    """Return the bytes of update inputs per step; the gradient's bytes are an upper bound."""
     return load.gradient if kept.updates else 0.0
 
 
 def _memory(load: _Load, scheme: Gradients, kept: State) -> float:
-    """Return the bytes kept for this node elsewhere: three copies, plus updates."""
+    """Return the bytes that others keep for this node: copies of states, gradients and updates."""
     updates = 2 * kept.every * _update_bytes(load, kept)
     state = 3 * load.state if kept.away else 0.0
     return state + updates + (5 * load.gradient if scheme.every else 0.0)

@@ -1,7 +1,7 @@
 """Assignment of backup peers: the node that keeps each node's backups.
 
 Criteria by importance: another failure domain, an even load, other layers than the node's own
-(losing both would cost more), a spare, and the next node in the ring. The ring alternates
+(losing both copies would cost more), a spare, and the next node in the ring. The ring alternates
 between domains. Nodes choose one after the other. Augmenting chains then even the load.
 
 N nodes take about N log N time. The search follows the ring and skips full nodes. After many
@@ -19,20 +19,20 @@ from functools import cache, lru_cache
 from elastic.domain.types import NodeInfo
 
 SCAN = 32
-"""Nodes looked at one by one before the sorts are."""
+"""Maximum nodes examined one by one; after them, one node per sort is examined."""
 Sort = tuple[str, int]
-"""Failure domain ("": one of its own), and the layers held as a bit mask."""
+"""Failure domain ("": a domain of its own), and the layers held as a bit mask."""
 
 
 @lru_cache(maxsize=1 << 15)
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Sort key under which node10 comes after node9."""
+    """Return a sort key under which node10 comes after node9."""
     parts = re.split(r"(\d+)", name)
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in parts if part)
 
 
 def domain_of(info: NodeInfo) -> str:
-    """Failure domain; a node that names none is one of its own."""
+    """Return the failure domain; a node that names none has a domain of its own."""
     return info.domain or f"\0{info.node}"
 
 
@@ -41,9 +41,7 @@ def choose_peers(
 ) -> tuple[tuple[str, str], ...]:
     """Return (node, peer) for every node in `layers`, in that order; () for a single node.
 
-    `layers` maps each node to the layers that it holds.
-
-    `nodes` describes all nodes at hand, spares included.
+    `layers` maps nodes to the layers that they hold. `nodes` has all nodes at hand, also spares.
     """
     known = {*layers, *spares}
     infos = {info.node: info for info in nodes if info.node in known}
@@ -59,7 +57,7 @@ def choose_peers(
 
 
 def _ring(infos: list[NodeInfo]) -> list[str]:
-    """Order nodes so that neighbours are in different domains if possible, then by name."""
+    """Return the nodes as a ring, neighbours in different domains if possible."""
     domains: dict[str, list[str]] = {}
     for info in sorted(infos, key=lambda i: natural(i.node)):
         domains.setdefault(domain_of(info), []).append(info.node)
@@ -81,7 +79,7 @@ class _Table:
         self.sorts, self.holds, self.size = sorts, holds, len(sorts)
         self.chosen: dict[int, int] = {}
         self.kept: dict[int, list[int]] = {}
-        """Node: those whose copies it keeps."""
+        """Per peer, the nodes whose copies it keeps."""
         self.limit = 1
 
     def settle(self) -> dict[int, int]:
@@ -97,12 +95,12 @@ class _Table:
         return self.chosen
 
     def _open(self) -> None:
-        """Reset the free nodes after a higher limit: every node has room again."""
+        """Mark every node as free again, because the limit was raised."""
         self.spares = _Free([p for p in range(self.size) if not self.holds[p]], self.sorts)
         self.holders = _Free([p for p in range(self.size) if self.holds[p]], self.sorts)
 
     def _choose(self, node: int) -> bool:
-        """Give `node` the best peer that has room, if any has."""
+        """Give `node` the best peer that has room; return whether there is such a peer."""
         peer = self._best(node, False)
         if peer is not None:
             self._give(node, peer)
@@ -111,7 +109,7 @@ class _Table:
         return peer is not None
 
     def _best(self, node: int, other_layers: bool) -> int | None:
-        """The best peer that has room; with `other_layers` none that holds the same layers."""
+        """Return the best free peer, or None; `other_layers`: none with layers of the node."""
         peer = self.spares.next(node, False)
         if peer is None:
             peer = self.holders.next(node, True)
@@ -125,7 +123,7 @@ class _Table:
         self.kept.setdefault(peer, []).append(node)
 
     def _exchange(self, node: int, other_layers: bool) -> bool:
-        """Give `node` a full peer by the shortest chain of reassignments.
+        """Give `node` a full peer by the shortest chain of reassignments; False: there is no chain.
 
         With `other_layers` no node of the chain gets a peer that holds the same layers.
         """
@@ -147,7 +145,7 @@ class _Table:
         return False
 
     def _pass_on(self, peer: int, node: int, came: Mapping[int, int]) -> None:
-        """Apply the chain of reassignments from `peer`, which has room now, back to `node`."""
+        """Apply the chain of reassignments from `peer`, which now has room, back to `node`."""
         while True:
             asking = came[peer]
             former = self.chosen.get(asking)
@@ -167,14 +165,14 @@ class _Table:
 
 
 class _Free:
-    """Some places of the ring that have room."""
+    """Places of the ring that have room."""
 
     def __init__(self, places: Sequence[int], sorts: Sequence[Sort]) -> None:
         self.sorts = sorts
         self.skip = list(range(len(sorts) + 1))
-        """Place -> next place at or after it that may have room; the size if none."""
+        """Per place, the next place at or after it that may have room; the ring's size if none."""
         self.by_sort: dict[Sort, list[int]] = {}
-        """Places that have room, ascending."""
+        """Per sort, the places that have room, ascending."""
         free = set(places)
         for place, sort in enumerate(sorts):
             if place in free:
@@ -182,7 +180,7 @@ class _Free:
             else:
                 self.skip[place] = place + 1
         self.none: set[tuple[Sort, bool]] = set()
-        """Searches without result; they stay so, because nodes never regain room."""
+        """Searches without result; none succeeds later, because nodes never regain room."""
 
     def take(self, place: int) -> None:
         """Mark `place` as full."""
@@ -193,7 +191,7 @@ class _Free:
             del self.by_sort[self.sorts[place]]
 
     def next(self, node: int, other_layers: bool) -> int | None:
-        """Return the next place after `node` with room and another domain.
+        """Return the next place after `node` with room and in another domain; None: no such place.
 
         With `other_layers` the place holds none of the node's layers.
         """
@@ -218,7 +216,7 @@ class _Free:
         return self._by_sort(node, other_layers)
 
     def _at(self, place: int) -> int:
-        """Follow `skip`, shortening the way for the next time."""
+        """Return the first place from `place` on that may have room; shorten `skip` on the way."""
         end = place
         while end < len(self.sorts) and self.skip[end] != end:
             end = self.skip[end]

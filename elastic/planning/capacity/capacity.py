@@ -23,7 +23,7 @@ from elastic.planning.search.search import PlanRequest, make_plan
 def cluster_profile(cluster: Cluster, measured: Profile | None = None) -> Profile:
     """Return the cluster's profile: the measured one, or one from the catalogue.
 
-    Raises FieldError.
+    Links of the cluster file replace those of the profile. Raises FieldError for unusable values.
     """
     links = {name: link for name in LINKS if (link := getattr(cluster, name)) is not None}
     if measured is None:
@@ -70,7 +70,7 @@ def cluster_nodes(cluster: Cluster, profile: Profile) -> tuple[NodeInfo, ...]:
 
 
 def cluster_slow(cluster: Cluster, nodes: tuple[NodeInfo, ...]) -> tuple[tuple[str, float], ...]:
-    """Return (node, factor) of the nodes whose speed differs from their device type's."""
+    """Return (node, slow factor) of the nodes whose factor is not 1."""
     factors = [group.slow for group in cluster.groups for _ in range(group.count)]
     return tuple(
         (info.node, factor) for info, factor in zip(nodes, factors, strict=True) if factor != 1.0
@@ -131,7 +131,7 @@ def check_gone(gone: frozenset[str], nodes: tuple[NodeInfo, ...]) -> None:
 
 
 def plan_request(cluster: Cluster, profile: Profile) -> PlanRequest:
-    """Return the request to the planner."""
+    """Return the request to plan the job of the cluster file on all of its nodes."""
     nodes = cluster_nodes(cluster, profile)
     return PlanRequest(
         spec=JobSpec(
@@ -154,8 +154,8 @@ def plan_request(cluster: Cluster, profile: Profile) -> PlanRequest:
 def alternatives(request: PlanRequest, best: Plan) -> tuple[tuple[str, float], ...]:
     """Return (description, predicted seconds per step) of other plans, the fastest first.
 
-    They have another number of pipelines or another schedule, unless the request fixes it. Seconds
-    are inf if memory is short.
+    They have another number of pipelines or another schedule, unless the request fixes these.
+    Seconds are inf if memory is short.
     """
     asked: list[dict[str, Any]] = []
     if request.shape == "auto":

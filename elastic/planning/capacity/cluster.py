@@ -1,13 +1,13 @@
 """The cluster file: a TOML file with a model, nodes and links, for capacity planning.
 
     [model]
-    name = "gpt3-6.7b"          # of the catalogue; or profile = "measured.json"
+    name = "gpt3-6.7b"          # in the catalogue; or profile = "measured.json"
     microbatches = 64
     microbatch_size = 2         # sequences
     [[nodes]]
     count = 8
     device = "A100-40"
-    devices = 4                 # in each node
+    devices = 4                 # per node
     [links]
     inside = { bandwidth = "300GB/s" }
     link = { bandwidth = "100Gbit", latency = "10us" }
@@ -36,13 +36,14 @@ LINKS = ("inside", "link", "across")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Equal nodes."""
+    """A number of equal nodes."""
 
     count: int = 1
     name: str = ""
-    """Prefix of node names NAME0, NAME1, ...; "": node, numbered over all groups without a name."""
+    """Prefix of node names NAME0, NAME1, ...; "": the prefix is "node", and nodes of all such
+    groups are numbered together."""
     device: str = ""
-    """Device type of the catalogue or the profile; "": the first of the profile."""
+    """Device type of the catalogue or the profile; "": the profile's first."""
     devices: int = 1
     """Devices per node."""
     memory_bytes: int = 0
@@ -51,7 +52,7 @@ class Group:
     lifetime_s: float = 0.0
     """Expected seconds until a node leaves; 0: unknown."""
     slow: float = 1.0
-    """Factor on the times of the device type."""
+    """Factor on the times of the device type; above 1: slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +60,15 @@ class Cluster:
     """Content of a cluster file."""
 
     model: str = ""
-    """Name in the catalogue."""
+    """Name of a model in the catalogue; "": `profile_file` is given."""
     profile_file: str = ""
-    """File with a measured profile, instead of a model of the catalogue."""
+    """File with a measured profile; "": `model` is given."""
     microbatches: int
     """Micro-batches per step."""
     microbatch_size: int = 0
     """Sequences per micro-batch; 0: unknown with a measured profile, otherwise 1."""
     sequence: int = 0
-    """Tokens per sequence; 0: as published."""
+    """Tokens per sequence; 0: as published, or as in the measured profile."""
     tp: int = 0
     """Workers per unit; 0: as in the measured profile, otherwise 1."""
     schedule: str = "auto"
@@ -84,7 +85,7 @@ class Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Read and check a cluster file. Raises FieldError naming field, value and remedy."""
+    """Return the cluster of a cluster file. Raises FieldError with field, value and remedy."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -159,7 +160,7 @@ def _group(path: str, data: Mapping[str, Any]) -> Group:
 
 
 def _check_groups(cluster: Cluster) -> None:
-    """Check the groups against the model and each other."""
+    """Raise FieldError if groups do not fit the model or each other."""
     if cluster.n_nodes > MAX_NODES:
         raise FieldError("nodes", cluster.n_nodes, f"at most {MAX_NODES} nodes in all")
     prefixes = [group.name for group in cluster.groups if group.name]
@@ -180,7 +181,7 @@ def _check_groups(cluster: Cluster) -> None:
 
 
 def check_name(path: str, name: str, find: Callable[[str], object]) -> None:
-    """Look up a device type. Raises FieldError with `path` if it is unknown."""
+    """Raise FieldError with `path` if `find` does not know the device type `name`."""
     try:
         find(name)
     except FieldError as error:

@@ -21,15 +21,15 @@ class UnitReport:
     unit: str
     device: str
     layers: str
-    """Its ranges of layers: FIRST:LAST, comma-separated."""
+    """Ranges of layers of the unit's stages: FIRST:LAST, comma-separated."""
     compute_s: float
-    """Per micro-batch: forward and backward pass, recomputation and gradient streaming."""
+    """Seconds per micro-batch: forward and backward pass, recomputation and gradient streaming."""
     hop_s: float
-    """Messages to the next stage and back per micro-batch, over all of its stages."""
+    """Seconds per micro-batch of the messages between the unit's stages and the next ones."""
     busy: float
-    """Fraction of the pipeline's time in which it computes."""
+    """Fraction of the pipeline's time in which the unit computes."""
     memory_bytes: int
-    """Peak memory of a worker."""
+    """Peak memory of a worker of the unit."""
     limit_bytes: int
     """Memory that a worker may use; 0: unknown."""
     recompute: bool
@@ -42,9 +42,9 @@ class PipelineReport:
     schedule: str
     microbatches: int
     finish_s: float
-    """End of its last micro-batch."""
+    """End of the last micro-batch, in seconds from the start of the step."""
     bubble: float
-    """Fraction of its units' time in which they wait."""
+    """Fraction of the units' time in which they wait."""
     timeline: Timeline
     units: tuple[UnitReport, ...]
 
@@ -60,13 +60,13 @@ class Report:
     stream_s: float
     """Part of `step_s` that streaming gradients to peers adds."""
     samples_per_s: float
-    """0: the samples per micro-batch are unknown."""
+    """Samples per second; 0: unknown."""
     tokens_per_s: float
     pipelines: tuple[PipelineReport, ...]
 
     @property
     def bubble(self) -> float:
-        """Fraction of the step in which units do not compute, the tail included."""
+        """Fraction of the step in which units do not compute, tail included."""
         busy = sum(sum(p.timeline.busy_s) for p in self.pipelines)
         units = sum(len(p.units) for p in self.pipelines)
         return 1 - busy / (units * self.step_s) if self.step_s > 0 else 0.0

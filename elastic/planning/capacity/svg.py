@@ -15,24 +15,24 @@ from statistics import median
 from elastic.planning.schedule.timeline import Span, Timeline
 
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#f0e442", "W": "#009e73"}
-"""By kind of action; I and W are the two parts of a split backward pass."""
+"""Colour of each kind of action; I and W are the two parts of a split backward pass."""
 NAMES = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
 OTHER = "#999999"
 CHART, WIDEST, MARGIN, GUTTER = 1080.0, 6000.0, 16.0, 12.0
 """Widths in pixels: least and largest time axis, outer margin, gap between row names and boxes."""
 COMFORT = 18.0
-"""Least width of the median box, up to the largest time axis."""
+"""Minimum width of the median box; the time axis grows for it, up to `WIDEST`."""
 ROW, BOX, HEAD, FOOT = 26.0, 22.0, 30.0, 30.0
 """Heights in pixels: row, box, title of a panel, axis."""
 LETTER = 7.0
 """Approximate width of a letter."""
 TICKS = 10
-"""Most marks on the time axis."""
+"""Maximum number of marks on the time axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pipeline."""
+    """The part of the picture that shows one pipeline."""
 
     title: str
     timeline: Timeline
@@ -99,7 +99,7 @@ def seconds(value: float) -> str:
 
 
 def _median(panels: Sequence[Panel]) -> float:
-    """Median duration of a box."""
+    """Return the median duration of a box in seconds; 1.0 without boxes."""
     found = [span.end_s - span.start_s for panel in panels for span in panel.timeline.spans]
     return max(median(found), 1e-12) if found else 1.0
 
@@ -158,5 +158,5 @@ def marks(until: float) -> list[float]:
 
 
 def _text(text: str) -> str:
-    """Escape text for XML."""
+    """Return `text` escaped for XML, with spaces for characters that cannot be printed."""
     return escape("".join(char if char.isprintable() else " " for char in text))

@@ -1,7 +1,7 @@
 """Published sizes of well-known models and rates of well-known devices.
 
-`elastic.planning.cost.published_profiles` makes profiles from them. Achieved fractions without a
-source are marked as assumed.
+`published_profiles` makes profiles from them. Achieved fractions without a source are marked as
+assumed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PublishedModel:
     feed: int
     """Width of the feed-forward layer."""
     key_value: int
-    """Width of the keys over all heads, and of the values; `hidden` unless heads share them."""
+    """Width of the keys over all heads, and of the values; below `hidden` if heads share them."""
     vocabulary: int
     sequence: int
     positions: int = 0
@@ -32,7 +32,7 @@ class PublishedModel:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Published rates of a device type, and the fraction that training achieves."""
+    """Published rates of a device type, and the fraction of its peak that training achieves."""
 
     name: str
     peak: float
@@ -40,7 +40,7 @@ class Hardware:
     achieved: float
     """Fraction of `peak` that a block's forward and backward pass achieve."""
     memory: int
-    """GiB."""
+    """Memory, GiB."""
     bandwidth: float
     """Memory bandwidth, bytes per second."""
     source: str
@@ -111,7 +111,7 @@ HARDWARE = (
 
 
 def find_model(name: str) -> PublishedModel:
-    """The published sizes of a model. Raises FieldError for an unknown name."""
+    """Return the published sizes of a model. Raises FieldError for an unknown name."""
     for model in MODELS:
         if model.name == name:
             return model
@@ -120,7 +120,7 @@ def find_model(name: str) -> PublishedModel:
 
 
 def find_hardware(name: str) -> Hardware:
-    """A device type by name, ignoring case. Raises FieldError for an unknown name."""
+    """Return a device type by name, ignoring case. Raises FieldError for an unknown name."""
     for device in HARDWARE:
         if device.name.lower() == name.lower():
             return device

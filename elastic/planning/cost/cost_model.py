@@ -38,7 +38,7 @@ class NodeKind:
 
     device: str
     slow: float
-    """Factor on the device type's times."""
+    """Factor on the device type's times; above 1: slower."""
     memory_bytes: int
     """Per worker; 0: unlimited."""
     units: int
@@ -47,17 +47,17 @@ class NodeKind:
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """All stages [i, j) of one kind with a given number of micro-batches in flight.
+    """Costs of all stages [i, j) on one kind, for a given number of micro-batches in flight.
 
     Matrices are [L + 1, L + 1]; inf where i >= j or memory forbids the stage.
     """
 
     tau: Floats
-    """Seconds per micro-batch, communication included."""
+    """Seconds per micro-batch, including communication."""
     fill: Floats
     """Seconds that the stage adds to filling and draining the pipeline."""
     recompute: NDArray[np.bool_]
-    """The stage fits in memory only with activation recomputation."""
+    """Whether the stage fits in memory only with activation recomputation."""
 
 
 class _KindPrefixSums:
@@ -72,7 +72,7 @@ class _KindPrefixSums:
         both = [(t.backward_input_s + t.backward_weight_s) * kind.slow for t in times]
         self.weight = _prefix_sums(weight) if known else None
         self.split = _prefix_sums(both) if known else None
-        """Backward pass run in two parts; None: the profile does not know them."""
+        """Both parts of the backward pass; None: the profile does not know them."""
         self.update = _prefix_sums(t.update_s * kind.slow for t in times)
         self.stream = stream_s
         self.exposed = exposed_s
@@ -80,7 +80,7 @@ class _KindPrefixSums:
 
 
 class CostModel:
-    """Costs of stages on the node kinds of a cluster.
+    """Costs of all stages on the node kinds of a cluster.
 
     Args:
         profile: times, bytes, links.
@@ -115,39 +115,39 @@ class CostModel:
             for kind in kinds
         ]
         self.limited = any(p.memory < UNLIMITED_BYTES for p in self.prefix)
-        """Memory limits some kind."""
+        """Whether the memory of some kind is limited."""
         self.has_split_times = all(p.split is not None for p in self.prefix)
-        """The parts of the backward pass are known, so zero-bubble can be priced."""
+        """Whether the parts of the backward pass are known, so that zero-bubble can be priced."""
         self._cached_stages = cache(self._stages)
         self._cached_times = cache(self._times)
 
     def reduction(self, pipelines: int) -> float:
-        """Seconds per byte in a ring over k pipelines: a rank sends 2 (k - 1) / k of the data."""
+        """Return seconds per byte in a ring over k pipelines: a rank sends 2 (k - 1) / k bytes."""
         return 2 * (pipelines - 1) / pipelines * self._reduce_per_byte
 
     def tail_sums(self, kind: int, pipelines: int) -> Floats:
-        """Prefix sums of the layers' reduction and update, seconds."""
+        """Return prefix sums of the layers' reduction and update, in seconds."""
         return np.asarray(self.gradient * self.reduction(pipelines) + self.prefix[kind].update)
 
     def tails(self, kind: int, pipelines: int) -> Floats:
-        """Seconds of reduction and update of every stage, [L + 1, L + 1]."""
+        """Return the seconds of reduction and update of every stage, [L + 1, L + 1]."""
         sums = self.tail_sums(kind, pipelines)
         return np.asarray(sums[None, :] - sums[:, None])
 
     @property
     def has_no_tail(self) -> bool:
-        """Reduction and update take no time."""
+        """Whether reduction and update take no time."""
         return self._reduce_per_byte == 0 and not any(p.update[-1] > 0 for p in self.prefix)
 
     def compute(self, kind: int, schedule: str) -> Floats:
-        """Prefix sums of compute seconds per micro-batch, without recomputation."""
+        """Return prefix sums of compute seconds per micro-batch, without recomputation."""
         p = self.prefix[kind]
         backward = p.split if schedule == ZERO_BUBBLE else p.backward
         assert backward is not None, "zero-bubble needs the parts of the backward pass"
         return np.asarray(p.forward + backward)
 
     def hops(self, *, inside: bool, last: bool) -> Floats:
-        """[L + 1] seconds to and fro over the boundary at the end j of a stage.
+        """Return, [L + 1], the seconds of both messages over the boundary at each end j of a stage.
 
         `inside`: the next stage is on the same node.
         """
@@ -156,7 +156,7 @@ class CostModel:
         return self._hop_inside if inside else self._hop
 
     def memory(self, in_flight: int, recompute: bool) -> Floats:
-        """Bytes per worker of every stage [i, j), [L + 1, L + 1]."""
+        """Return the bytes per worker of every stage [i, j), [L + 1, L + 1]."""
         if recompute:
             sums = self.fixed + self.activation
             return np.asarray(sums[None, :] - sums[:, None] + in_flight * self.widest)
@@ -166,7 +166,7 @@ class CostModel:
     def stages(
         self, kind: int, in_flight: int, schedule: str, *, inside: bool, last: bool
     ) -> StageCosts:
-        """Every stage of `kind`. `inside`: the next stage is on the same node."""
+        """Return costs of all stages of `kind`. `inside`: the next stage is on the same node."""
         if not self.limited:
             in_flight = 1
         return self._cached_stages(kind, in_flight, schedule, inside, last)
@@ -188,7 +188,7 @@ class CostModel:
         return StageCosts(tau, fill, ~fits & fits_again)
 
     def _times(self, kind: int, schedule: str, inside: bool, last: bool) -> tuple[Floats, Floats]:
-        """Seconds of every stage without and with recomputation; inf where i >= j."""
+        """Return seconds of every stage without and with recomputation; inf where i >= j."""
         p = self.prefix[kind]
         stream = p.stream[None, :] - p.stream[:, None]
         exposed = p.exposed[None, :] - p.exposed[:, None]
@@ -206,17 +206,17 @@ class CostModel:
 def cost_model(
     profile: Profile, kinds: tuple[NodeKind, ...], tp: int, stream_share: float
 ) -> CostModel:
-    """Cached `CostModel`, because a re-plan needs the same tables again."""
+    """Return a cached `CostModel`, because a re-plan needs the same tables again."""
     return CostModel(profile, kinds, tp=tp, stream_share=stream_share)
 
 
 def pipeline_seconds(schedule: str, fill: Any, slowest: Any, microbatches: Any) -> Any:
-    """Seconds of a pipeline from the sum of fills and the slowest tau; numbers or arrays."""
+    """Return a pipeline's seconds from the sum of fills and the slowest tau; numbers or arrays."""
     return fill + (microbatches if schedule == ZERO_BUBBLE else microbatches - 1) * slowest
 
 
 def in_flight(schedule: str, behind: int, depth: int, microbatches: int) -> int:
-    """Micro-batches between forward and backward pass on a stage with `behind` stages after it."""
+    """Return the maximum micro-batches in flight on a stage with `behind` stages after it."""
     return min(depth if schedule == ZERO_BUBBLE else behind + 1, microbatches)
 
 

@@ -14,22 +14,22 @@ from elastic.planning.cost.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class NodeKinds:
-    """Kinds of nodes, and the kind of each node."""
+    """The node kinds of a cluster, and the kind of each node."""
 
     kinds: tuple[NodeKind, ...]
     index_of: dict[str, int]
-    """Index into `kinds`, by node."""
+    """Per node, the index of its kind in `kinds`."""
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Nodes per kind."""
+        """Number of nodes of each kind."""
         found = Counter(self.index_of.values())
         return tuple(found[i] for i in range(len(self.kinds)))
 
     def merged(self, limit: int, profile: Profile) -> NodeKinds:
-        """Merge the two kinds nearest in speed until at most `limit` are left.
+        """Return kinds, merged in pairs nearest in compute time until at most `limit` are left.
 
-        A merged kind is as slow and as small as the worse of both.
+        A merged kind is as slow as the slower, and has the memory and units of the smaller.
         """
         kinds, index_of = list(self.kinds), {}
         while len(kinds) > limit:
@@ -51,7 +51,7 @@ class NodeKinds:
 def classify_nodes(
     nodes: Sequence[NodeInfo], profile: Profile, tp: int, slow: dict[str, float], *, typed: bool
 ) -> NodeKinds:
-    """Sort nodes into kinds. `slow`: factor by node; `typed`: the profile knows device types.
+    """Return the kinds of `nodes`. `slow`: factor by node; `typed`: the profile knows device types.
 
     Raises FieldError for a device type that the profile lacks.
     """
@@ -76,7 +76,7 @@ def _worse(fast: NodeKind, slow: NodeKind) -> NodeKind:
 
 
 def _nearest(kind: NodeKind, kinds: Sequence[NodeKind], profile: Profile) -> int:
-    """Index of the fastest of `kinds` that is no faster, larger or wider than `kind`."""
+    """Return the index of the fastest of `kinds` with at most the speed and resources of `kind`."""
     seconds = _seconds(kind, profile)
     able = [
         i

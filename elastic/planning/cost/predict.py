@@ -1,9 +1,9 @@
 """Predicts the step time of a plan, for comparing, showing and checking plans.
 
-Pipelines are simulated action by action (`timeline`). Pipelines of many thousand actions are
-priced by the closed form, which the simulated time never exceeds. The tail is that of the cost
-model: after the last pipeline, every layer is reduced over its holders and updated; the slowest
-unit ends it.
+Pipelines are simulated action by action (`timeline`). A pipeline of many thousand actions that is
+not interleaved is priced by the closed form, which the simulated time never exceeds. The tail
+follows the last pipeline, as in the cost model: every layer is reduced over its holders and
+updated. The tail ends with the slowest unit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic.planning.schedule.schedule import INTERLEAVED, ZERO_BUBBLE, units_o
 from elastic.planning.schedule.timeline import StageTimes, makespan
 
 MAX_SIMULATED_ACTIONS = 20_000
-"""Micro-batches times stages of a pipeline above which the closed form is used."""
+"""Maximum micro-batches times stages of a pipeline that is simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Prediction:
 
     step_s: float
     pipelines: tuple[float, ...]
-    """End of the last micro-batch of each pipeline."""
+    """End of the last micro-batch of each pipeline, seconds."""
     tail_s: float
-    """Reduction over pipelines and update, after the last pipeline has ended."""
+    """Seconds of reduction over pipelines and update, after the last pipeline has ended."""
     stages: tuple[tuple[StageTimes, ...], ...]
     """Per pipeline, the times of each stage for one micro-batch."""
 
@@ -46,7 +46,7 @@ class _StageLocations:
         self._cached_sums = cache(self._sums)
         one_link = profile.across in (LinkProfile(), profile.link)
         self.uniform = not self.slow and len(profile.devices) == 1 and one_link
-        """All nodes and links between nodes are equal."""
+        """Whether all nodes are equal, and all links between nodes."""
         self.nodes = {info.node: info for info in nodes}
 
     def factor(self, unit: Unit) -> float:
@@ -65,7 +65,7 @@ class _StageLocations:
         return seconds, sum(la.gradient_bytes for la in self.profile.layers[first:last])
 
     def link(self, a: Unit, b: Unit) -> LinkProfile:
-        """The link between neighbouring stages."""
+        """Return the link between the units of neighbouring stages; free within a unit."""
         if a == b:
             return LinkProfile()
         if a.node == b.node:
@@ -78,7 +78,7 @@ class _StageLocations:
 def predict(
     plan: Plan, profile: Profile, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]] = ()
 ) -> Prediction:
-    """Predict a step of `plan`. `nodes` includes all that hold stages; `slow`: (node, factor)."""
+    """Return the prediction. `nodes` has all that hold stages; `slow`: (node, factor)."""
     share = gradients_of(plan.gradients).share
     return Predictor(plan, profile, nodes, slow).prediction(share)
 
@@ -111,7 +111,7 @@ class Predictor:
         )
 
     def prediction(self, share: float) -> Prediction:
-        """The prediction if nodes stream `share` of their gradients per micro-batch to a peer."""
+        """Return the prediction if nodes stream `share` of their gradient per micro-batch."""
         share = share if self._plan.peers else 0.0
         runs = {}
         for key, pipeline in self._distinct.items():
@@ -122,13 +122,13 @@ class Predictor:
 
 
 def _equivalence_key(pipeline: Pipeline) -> object:
-    """Equal for pipelines that take the same time if all nodes are equal."""
+    """Return a key that is equal for pipelines of equal time, if all nodes are equal."""
     stages = tuple((stage.first, stage.last, stage.recompute) for stage in pipeline.stages)
     return pipeline.schedule, len(pipeline.microbatches), stages
 
 
 def _tail(pipeline: Pipeline, tp: int, per_byte: float, locations: _StageLocations) -> float:
-    """Seconds of reduction and update of the pipeline's slowest unit."""
+    """Return the seconds of reduction and update of the pipeline's slowest unit."""
     tails: dict[Unit, float] = {}
     for stage in pipeline.stages:
         layers, gradient_bytes = locations.sums(stage)
@@ -144,7 +144,7 @@ def pipeline_timer(
     slow: Sequence[tuple[str, float]],
     tp: int,
 ) -> Callable[[int], float]:
-    """A function from a number of micro-batches to the pipeline's seconds, without backups."""
+    """Return a function from micro-batches to the pipeline's seconds, without backups."""
     times = _all_times(pipeline, tp, _StageLocations(profile, nodes, slow), 0.0)
     return lambda microbatches: _finish(pipeline, microbatches, times)
 
@@ -158,10 +158,10 @@ def _all_times(
 def _times(
     pipeline: Pipeline, number: int, tp: int, locations: _StageLocations, share: float
 ) -> StageTimes:
-    """Times of one stage.
+    """Return the times of one stage.
 
-    Streaming `share` of its gradient lengthens the backward pass by copying and contention, or up
-    to the time of the transfer.
+    Streaming `share` of the stage's gradient lengthens the backward pass: by copying and
+    contention, or until it ends with the transfer if that takes longer.
     """
     stage, profile = pipeline.stages[number], locations.profile
     factor = locations.factor(stage.unit)
@@ -202,7 +202,7 @@ _makespan = lru_cache(maxsize=1024)(makespan)
 
 
 def closed_form(schedule: str, times: Sequence[StageTimes], microbatches: int) -> float:
-    """Seconds of a 1F1B or zero-bubble pipeline by the closed form of the cost model."""
+    """Return the seconds of a 1F1B or zero-bubble pipeline by the cost model's closed form."""
     zero = schedule == ZERO_BUBBLE
     taus = [
         t.forward_s

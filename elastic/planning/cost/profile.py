@@ -1,8 +1,8 @@
 """Times and bytes of a model on devices and links: measured by `elastic profile`, or published.
 
-A profile is JSON with a version. Layers carry bytes and the times of the first device type. Every
-device type has its own times of every layer, because the ratio of forward to backward differs
-between devices. A `Measurement` of one device type starts or extends a profile.
+A profile is JSON with a version. Its layers have bytes, and the times of the first device type.
+Every device type has its own times of every layer, because the ratio of forward to backward time
+differs between devices. A `Measurement` of one device type starts or extends a profile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LinkProfile:
         return 1 / self.bytes_per_s if self.bytes_per_s > 0 else 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds to transfer `nbytes`."""
+        """Return the seconds to transfer `nbytes`."""
         return self.latency_s + (nbytes / self.bytes_per_s if self.bytes_per_s > 0 else 0.0)
 
 
@@ -41,9 +41,9 @@ class LayerTimes:
 
     forward_s: float
     backward_s: float
-    """Whole backward pass run at once."""
+    """Backward pass that runs as a whole."""
     backward_input_s: float = 0.0
-    """Its two parts when run apart, together perhaps longer than the whole; 0: unknown."""
+    """Parts of the backward pass run apart, perhaps longer than the whole; 0: unknown."""
     backward_weight_s: float = 0.0
     update_s: float = 0.0
     """Optimizer update, once per step."""
@@ -66,16 +66,16 @@ class Profile:
     version: int = VERSION
     model: str
     tp: int = 1
-    """Workers that shared each layer when it was measured; times are those of the whole group."""
+    """Workers that shared each layer in the measurement; times are those of the whole group."""
     tokens_per_microbatch: int = 0
     layers: tuple[LayerSpec, ...]
     devices: tuple[Device, ...]
     inside: LinkProfile = LinkProfile()
-    """Between devices of one node."""
+    """Link between devices of one node."""
     link: LinkProfile = LinkProfile()
-    """Between nodes of one failure domain."""
+    """Link between nodes of one failure domain."""
     across: LinkProfile = LinkProfile()
-    """Between failure domains; if unknown, as `link`."""
+    """Link between failure domains; unknown: `link` is used."""
     contention: float = 0.0
     """Seconds of compute lost per second of concurrent transfer."""
     copy_bytes_per_s: float = 0.0
@@ -86,7 +86,7 @@ class Profile:
         return 1 / self.copy_bytes_per_s if self.copy_bytes_per_s > 0 else 0.0
 
     def device(self, name: str) -> Device:
-        """The device type of this name, or the first for "". Raises FieldError."""
+        """Return the device type of this name, or the first for "". Raises FieldError."""
         for device in self.devices:
             if name in ("", device.name):
                 return device
@@ -95,12 +95,12 @@ class Profile:
 
 
 def format_profile(profile: Profile) -> str:
-    """The profile as JSON."""
+    """Return the profile as JSON."""
     return dumps(profile)
 
 
 def parse_profile(text: str) -> Profile:
-    """Parse and check the JSON of `format_profile`. Raises FieldError."""
+    """Return the profile of the JSON of `format_profile`. Raises FieldError for unusable values."""
     profile = loads(Profile, text)
     check_profile(profile)
     return profile
@@ -157,7 +157,7 @@ def profile_of(
     tokens_per_microbatch: int = 0,
     link: LinkProfile | None = None,
 ) -> Profile:
-    """Profile from a job's own layer figures: one unnamed device type, one link."""
+    """Return a profile of a job's own layer figures: one unnamed device type, one link."""
     times = tuple(
         LayerTimes(
             la.forward_s, la.backward_s, la.backward_input_s, la.backward_weight_s, la.update_s
@@ -176,7 +176,7 @@ def profile_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementRequest:
-    """Request of the command line to the script's process."""
+    """Request from the command line to the script's process to measure a device type."""
 
     out: str
     """File for the resulting `Measurement` as JSON."""
@@ -191,10 +191,10 @@ class Measurement:
     """Figures measured on one device type."""
 
     layers: tuple[LayerSpec, ...]
-    """Measured bytes, and times of this device."""
+    """Measured bytes, and times on this device type."""
     device: Device
     like: tuple[int, ...]
-    """For each layer, the index of the equal layer that was measured."""
+    """Per layer, the index of the equal layer that was measured instead of it."""
     stated: tuple[LayerSpec, ...]
     """Figures that the script states for its layers."""
     tp: int
@@ -202,7 +202,7 @@ class Measurement:
 
 
 def new_profile(model: str, found: Measurement) -> Profile:
-    """A profile of this device type alone, with unknown links."""
+    """Return a profile of this device type alone, with unknown links."""
     return Profile(
         model=model,
         tp=found.tp,
@@ -213,7 +213,7 @@ def new_profile(model: str, found: Measurement) -> Profile:
 
 
 def add_measurement(profile: Profile, found: Measurement, force: bool = False) -> Profile:
-    """Add a device type to `profile`; `force`: replace one of the same name.
+    """Return `profile` with the measured device type; `force`: replace one of the same name.
 
     Raises FieldError if the measured model is another one, or the device type exists.
     """

@@ -1,8 +1,8 @@
 """Profiles from published sizes and rates, for planning before anything was measured.
 
-One transformer block on b sequences of s tokens, with hidden size h, key/value width k and
-feed-forward width g. Operations are those of matrix
-products, two per multiply-add:
+The figures below are those of one transformer block on b sequences of s tokens, with hidden size
+h, key/value width k and feed-forward width g. Operations are those of matrix products, two per
+multiply-add:
 
     forward products   2 b s (2 h^2 + 2 h k + c h g), c = 2, gated feed-forward c = 3
     forward scores     4 b s^2 h. Narayanan et al. 2021, appendix: 24 b s h^2 + 4 b s^2 h
@@ -17,8 +17,8 @@ products, two per multiply-add:
 
 Seconds are operations / (peak * achieved fraction). Embedding look-ups and the optimizer are bound
 by memory: bytes / bandwidth. Mixed-precision Adam holds 2 bytes of value and 12 of state per
-parameter (float32 copy, two moments; Rajbhandari et al. 2020, section 3.1). The runtime adds a
-float32 gradient, in which it accumulates.
+parameter (float32 copy, two moments; Rajbhandari et al. 2020, section 3.1). The runtime accumulates
+gradients in an additional float32 value per parameter.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from elastic.planning.cost.catalogue import Hardware, PublishedModel, find_hardw
 from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile, check_profile
 
 PARAM_BYTES, STATE_BYTES, GRADIENT_BYTES = 2, 12, 4
-"""Per parameter."""
+"""Bytes per parameter."""
 UPDATE_BYTES = 2 * (PARAM_BYTES + STATE_BYTES) + GRADIENT_BYTES
 """Bytes that an update moves per parameter: all are read, all but the gradient are written."""
 ACTIVATION_BYTES = 2
-"""Per value of an activation."""
+"""Bytes per value of an activation."""
 USABLE_MEMORY = 0.9
-"""Fraction of device memory left by context, workspace and fragmentation (assumed)."""
+"""Fraction of device memory that context, workspace and fragmentation leave (assumed)."""
 MEMORY_EFFICIENCY = 0.8
 """Fraction of peak memory bandwidth that look-ups and updates achieve (assumed)."""
 
@@ -49,16 +49,16 @@ class _LayerWork:
 
     parameter_count: int
     forward: float = 0.0
-    """Operations."""
+    """Operations of the forward pass."""
     backward_input: float = 0.0
     backward_weight: float = 0.0
     forward_bytes: float = 0.0
-    """Memory traffic of layers that are bound by memory."""
+    """Memory traffic in the forward pass of layers that are bound by memory."""
     backward_bytes: float = 0.0
     reduced: int = 0
     """TP all-reduces of the activations per direction."""
     activation: float = 0.0
-    """Bytes per worker."""
+    """Activation bytes per worker."""
 
 
 def published_profile(
@@ -72,10 +72,10 @@ def published_profile(
     link: LinkProfile | None = None,
     across: LinkProfile | None = None,
 ) -> Profile:
-    """The profile of a published model on published device types.
+    """Return the profile of a published model on published device types.
 
     Args:
-        name: of the model, see `catalogue.MODELS`.
+        name: name of the model, see `catalogue.MODELS`.
         devices: names of device types, see `catalogue.HARDWARE`; at least one.
         microbatch: sequences per micro-batch.
         tp: workers that share a layer.
@@ -115,13 +115,13 @@ def published_profile(
 
 
 def parameter_count(name: str) -> int:
-    """Parameters of all layers; a tied embedding counts twice, because both ends hold it."""
+    """Return the number of parameters. A tied embedding counts twice: both ends hold it."""
     model = find_model(name)
     return sum(layer.parameter_count for layer in _layers(model, 1, model.sequence, 1))
 
 
 def _layers(model: PublishedModel, b: int, s: int, tp: int) -> list[_LayerWork]:
-    """Embedding, blocks, head. `b`: sequences per micro-batch; `s`: tokens per sequence."""
+    """Return embedding, blocks, head. `b`: sequences per micro-batch; `s`: tokens per sequence."""
     h, v, n = model.hidden, model.vocabulary, b * s
     embedding = _LayerWork(
         parameter_count=(v + model.positions) * h,

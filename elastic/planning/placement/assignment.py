@@ -3,8 +3,8 @@
 Up to some thousand nodes are matched by shortest augmenting paths (Crouse 2016, after Jonker and
 Volgenant 1987: `scipy.optimize.linear_sum_assignment`). More nodes, if they are of few sorts, are
 matched as flows between sorts: a transportation problem, solved by the simplex method of HiGHS. Its
-basic solutions are whole numbers, because its constraints are totally unimodular. Costs that differ
-by less than 1e-7 of the largest count as equal there.
+basic solutions are whole numbers, because its constraints are totally unimodular. There, costs that
+differ by less than 1e-7 of the largest cost count as equal.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 Sort = tuple[frozenset[int], frozenset[tuple[int, int]]]
-"""Live layers, and kept (layer, bytes): equal for nodes of one sort."""
+"""Layers of a node's worker, and (layer, bytes) in its vault; nodes of one sort agree in both."""
 
 FEW = 8
-"""Nodes up to which SciPy is not needed."""
+"""Maximum number of nodes that are matched without SciPy."""
 DENSE = 1 << 22
-"""Most pairs of slot and node that are compared one by one."""
+"""Maximum number of pairs of slot and node that are compared one by one."""
 
 
 def cheapest(
@@ -34,8 +34,8 @@ def cheapest(
     """Return a least-cost matching of all slots as (slot, node).
 
     `wanted` has the layers of each slot, and `sorts` the sort of each node. There are at least as
-    many nodes as slots. Costs are whole numbers (bytes are divided by their common divisor). Up to
-    2^53, float64 sums of them are exact; for petabytes of odd sizes the 16th digit may be wrong.
+    many nodes as slots. Costs are whole numbers (bytes are divided by their common divisor). Sums
+    of them are exact up to 2^53; for petabytes of odd sizes the 16th digit may be wrong.
     """
     distinct, which = _number(tuple(layers) for layers in wanted)
     kinds, what = _number(sorts)

@@ -1,11 +1,11 @@
 """Choice of senders that keeps the largest load of a sender small.
 
 Items go, largest first, to the sender that would finish first (list scheduling, longest processing
-time first). The result is at most 4/3 of the optimum if every sender has every item (Graham 1969),
-and at most 1 + log2(senders) times the optimum otherwise (Azar, Naor and Rom 1995). Then items move
-from the most loaded sender along chains of senders, while the whole chain stays below its load.
-For items of equal size the result is optimal (Harvey, Ladner, Lovasz and Tamir 2006:
-semi-matchings).
+time first). The largest load is at most 4/3 of the optimum if every sender has every item (Graham
+1969), and at most 1 + log2(senders) times the optimum otherwise (Azar, Naor and Rom 1995). Then
+items move from the most loaded sender along chains of senders, while the whole chain stays below
+that sender's load. For items of equal size the result is optimal (Harvey, Ladner, Lovasz and Tamir
+2006: semi-matchings).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 MAX_EXAMINED = 50_000
-"""Maximum choices examined while moving items; enough for hundreds of items."""
+"""Maximum number of choices examined while moving items; enough for hundreds of items."""
 
 
 def balance(
@@ -22,8 +22,8 @@ def balance(
 ) -> list[str]:
     """Return the sender of each item.
 
-    An item is {sender: cost}, in order of preference among equals. `load` is the initial load of
-    senders. All costs have the same unit (bytes or seconds).
+    An item is {sender: cost}, in order of preference among equal senders. `load` is the initial
+    load of senders. All costs and loads are in the same measure (bytes or seconds).
     """
     assignment = _SenderAssignment(items, dict(load or {}))
     for i in sorted(range(len(items)), key=lambda i: (-min(items[i].values()), i)):
@@ -42,7 +42,7 @@ class _SenderAssignment:
         self.items, self.load = items, load
         self.sender: dict[int, str] = {}
         self.of: dict[str, dict[int, None]] = {}
-        """Sender: its items, in the order in which they came."""
+        """Items of each sender, in the order in which they were assigned."""
         self.examined = 0
 
     def give(self, item: int, sender: str) -> None:
@@ -55,12 +55,12 @@ class _SenderAssignment:
         self.of.setdefault(sender, {})[item] = None
 
     def relieve_heaviest(self) -> bool:
-        """Take one item from the heaviest sender, by the shortest chain; False if there is none."""
+        """Take an item from the heaviest sender by the shortest chain; False: there is no chain."""
         if not self.of:
             return False
         heaviest = max(self.load, key=lambda s: self.load[s])
         most = self.load[heaviest]
-        # came[s]: the item that reaches s on the way found to it.
+        # came[s]: the item that sender s would get in the chain found so far.
         came: dict[str, int] = {}
         queue = deque([heaviest])
         while queue:
@@ -82,7 +82,7 @@ class _SenderAssignment:
         return False
 
     def _pass_on(self, taker: str, came: Mapping[str, int]) -> None:
-        """Move every item of the chain that ends at `taker` one sender on."""
+        """Move every item of the chain that ends at `taker` to the next sender in the chain."""
         at: str | None = taker
         while at is not None and at in came:
             item = came[at]

@@ -1,10 +1,10 @@
 """Moves of layers from one plan to the next: sources, senders, and the time that they take.
 
 The two plans determine the layers to move: all that a node shall hold and does not hold. A node
-whose own vault keeps a whole copy loads it from there. Otherwise another living node sends the
-layer: one that holds it, or one that keeps a whole copy. So the bytes sent are the least possible
-for these plans (`placement` chooses the node of each slot). Senders are chosen so that none is a
-bottleneck (`balance`).
+whose own vault keeps a whole copy loads it from there. Otherwise another living node that holds the
+layer, or keeps a whole copy of it, sends it. So the bytes sent are the least possible for these
+plans (`placement` chooses the node of each slot). Senders are chosen so that none is a bottleneck
+(`balance`).
 
 Every node sends and receives at once over its own link. With tensor parallelism each worker moves
 its part of a layer over its own link. The transfers take
@@ -31,21 +31,22 @@ from elastic.planning.plan.schemes import state_of
 HELD, KEPT, LOCAL, CHECKPOINT, FRESH = "held", "kept", "local", "checkpoint", "fresh"
 """Kinds of moves, by source of the layer.
 
-A node that holds the layer; a node that keeps a peer's copy; the target's own vault; the
-checkpoint, because no living node has the layer; initialisation, because there is no old plan.
+HELD: a node that holds the layer. KEPT: a node that keeps a peer's copy. LOCAL: the target's own
+vault. CHECKPOINT: the checkpoint, because no living node has the layer. FRESH: initialisation,
+because there is no old plan.
 """
 
 Links = Callable[[str, str], LinkProfile]
-"""The link from one node to another."""
+"""Function that returns the link from one node to another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One layer that a node gets."""
+    """One layer that a node gets, and its source."""
 
     layer: int
     source: str
-    """Name of the node; "" for `CHECKPOINT` and `FRESH`."""
+    """Name of the sending node; "" for `CHECKPOINT` and `FRESH`."""
     target: str
     nbytes: int
     kind: str
@@ -67,7 +68,7 @@ class Transition:
 
 
 def links_of(profile: Profile | None, nodes: Sequence[NodeInfo]) -> Links:
-    """Return the links between nodes, inside and across failure domains."""
+    """Return a function for the links between nodes, inside and across failure domains."""
     domains = {info.node: domain_of(info) for info in nodes if info.domain}
     link = profile.link if profile else LinkProfile()
     across = profile.across if profile and profile.across != LinkProfile() else link
@@ -90,8 +91,8 @@ def transition(
 ) -> Transition:
     """Return the moves that lead from `old` to `new`.
 
-    `dead` nodes have lost everything. With `gradients` the accumulated gradients move too, as in
-    the middle of a step. Without `links` transfers take no time.
+    `dead` nodes have lost everything. With `gradients` the accumulated gradients move as well, as
+    in the middle of a step. Without `links` transfers take no time.
     """
     between = links or (lambda source, target: LinkProfile())
     held = Holdings.of(old, layers)
@@ -134,14 +135,14 @@ def transition(
 
 
 def _seconds(link: LinkProfile, nbytes: float, *, unknown: float) -> float:
-    """Return the seconds of a transfer without latency; `unknown` if the bandwidth is unknown."""
+    """Return the seconds of a transfer without latency; `unknown` if its bandwidth is unknown."""
     return nbytes / link.bytes_per_s if link.bytes_per_s > 0 else unknown
 
 
 def _sources(
     held: Holdings, needed: set[int], dead: Collection[str], old: Plan | None
 ) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
-    """Return, per needed layer, the living nodes that hold it and others that keep a whole copy."""
+    """Return, per needed layer, the living holders and other living nodes with a whole copy."""
     holders, keepers = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
     for node, live in held.live.items():
         if node not in dead:

@@ -1,9 +1,9 @@
 """Placement: the node of each slot of a plan, so that the fewest bytes move.
 
-A slot is the layers that one node holds in one pipeline. Only nodes of the slot's kind (device
-type, units, memory) may take it. Layers that the node's worker holds are free. Copies that its
-vault keeps for a peer need no network. All other bytes come from other nodes. `assign` finds the
-assignment with
+A slot is the layers that one node is to hold in one pipeline. Only nodes of the slot's kind (device
+type, slow factor, memory, units) may take it. Layers that the node's worker holds cost nothing.
+Copies that its vault keeps for a peer need no network. All other bytes come from other nodes.
+`assign` finds the assignment with
 
 1. the fewest bytes over the network,
 2. among these the fewest layers that a worker has to load,
@@ -12,8 +12,8 @@ assignment with
    should not fail together,
 4. otherwise the given order of slots and nodes.
 
-1 and 2 are exact (`assignment`). To be fast when little changes, most pairs are fixed before the
-search:
+Criteria 1 and 2 are met exactly (`assignment`). To be fast when little changes, most pairs are
+fixed before the search:
 
   Nodes with equal holdings are one sort, and so are slots with equal layers. First, slots are
   paired with nodes that hold exactly their layers. These pairs cost nothing, so they are a cheapest
@@ -25,7 +25,8 @@ search:
   of each sort are needed.
 
 Without vaults all these pairs could be fixed. With vaults they cannot: a node may hold a slot's
-layers and keep another slot's layers for a lost peer, while a second node holds the first slot too.
+layers and keep another slot's layers for a lost peer, while a second node also holds the first
+slot's layers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 
 class Slot(NamedTuple):
-    """Layers for one node."""
+    """Layers that one node is to hold in one pipeline."""
 
     kind: int
     layers: range
@@ -62,14 +63,14 @@ class Host(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """State that each node has before the change. Nodes without state are absent."""
+    """Layers that each node has before the change. Nodes without state are absent."""
 
     live: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """Layers that the node's worker holds."""
+    """Per node, the layers that its worker holds."""
     kept: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    """Bytes of each layer that the node's vault keeps for peers."""
+    """Per node, the bytes of each layer that its vault keeps for peers."""
     team: Mapping[str, int] = field(default_factory=dict)
-    """Number of the node's pipeline."""
+    """Per node, the index of its pipeline."""
 
     @classmethod
     def of(
@@ -77,7 +78,7 @@ class Holdings:
     ) -> Holdings:
         """Return the holdings under the current plan; none if the number of layers differs.
 
-        With `gradients` the vaults keep accumulated gradients too, as in the middle of a step.
+        With `gradients` the vaults also keep accumulated gradients, as in the middle of a step.
         """
         if current is None or current.n_layers != len(layers):
             return cls()
@@ -115,7 +116,7 @@ class Holdings:
     def missing(self, node: str, full_bytes: Sequence[int]) -> list[int]:
         """Return prefix sums over layers of the cost for `node` to hold them.
 
-        The cost combines bytes over the network and layers to load; bytes count first.
+        The cost counts bytes over the network first, then layers to load.
         """
         live, weight = self.live.get(node, frozenset()), len(full_bytes) + 1
         costs = (b * weight + (i not in live) for i, b in enumerate(self.fetched(node, full_bytes)))
@@ -127,7 +128,7 @@ def assign(
 ) -> list[str]:
     """Return the node of each slot. There must be enough nodes of each kind.
 
-    `full_bytes[i]` is the size of layer i for a node that has nothing of it.
+    `full_bytes[i]` is the number of bytes of layer i for a node that has nothing of this layer.
     """
     chosen: dict[str, int] = {}
     for kind in dict.fromkeys(slot.kind for slot in slots):
@@ -151,7 +152,7 @@ def _match(
     holdings: Holdings,
     full_bytes: Sequence[int],
 ) -> dict[int, int]:
-    """Return {slot: node}, indices into `wanted` (the layers of each slot) and `names`."""
+    """Return {slot: node} as indices into `wanted` (the layers of each slot) and `names`."""
     sorts: list[Sort] = [
         (holdings.live.get(name, frozenset()), frozenset(holdings.kept.get(name, {}).items()))
         for name in names
@@ -192,16 +193,16 @@ def _few(items: Iterable[T], sort: Callable[[T], Sort], most: int) -> list[T]:
 
 
 _Pool = tuple[int, range | None]
-"""Kind of nodes that may be exchanged, and their layers; None: nodes without state."""
+"""Kind and layers of nodes that may be exchanged; layers None: nodes without state."""
 
 
 class _Dealer:
-    """Exchanges nodes among slots where that moves nothing more.
+    """Exchanges nodes among slots where no more bytes have to move.
 
     Slots with equal layers may exchange their nodes, and so may all nodes without state. Each
-    pipeline takes nodes from the domain that can fill most of its slots; among such domains from
-    the one used least so far; then from the next one for the slots left. Without domains, nodes
-    of one former pipeline (`Holdings.team`) stay together.
+    pipeline first takes nodes from the domain that can fill most of its slots; among such domains,
+    from the one used least so far. Then it goes on with the slots left. Without domains, nodes of
+    one former pipeline (`Holdings.team`) stay together.
     """
 
     def __init__(
@@ -211,11 +212,11 @@ class _Dealer:
         self.slots = slots
         self.named = any(host.domain for host, _ in hosts)
         self.stock = defaultdict[_Pool, dict[str, deque[str]]](dict)
-        """Pool: label (domain, or former pipeline): nodes."""
+        """Per pool and label (domain, or former pipeline), the nodes left."""
         self.empty: Counter[_Pool] = Counter()
-        """Pool: how many of its slots are for nodes without state."""
+        """Per pool, the number of its slots that are for nodes without state."""
         self.used: Counter[str] = Counter()
-        """Label: how often a pipeline took nodes from it."""
+        """Per label, how often a pipeline took nodes from it."""
         for host, s in hosts:
             pool: _Pool = slots[s].kind, slots[s].layers
             label = host.domain if self.named else str(holdings.team.get(host.name, ""))
@@ -242,15 +243,15 @@ class _Dealer:
         return chosen
 
     def _pools(self, s: int) -> list[_Pool]:
-        """Return the pools that slot s may take a node from; the one with its layers first."""
+        """Return the pools from which slot s may take a node, first the one with its layers."""
         own: _Pool = self.slots[s].kind, self.slots[s].layers
         pools: list[_Pool] = [own, (own[0], None)] if self.empty[own] else [own]
         return [pool for pool in pools if self.stock.get(pool)]
 
     def _former(self, left: Collection[int], begun: bool) -> str:
-        """Return the former pipeline of the first slot that has one.
+        """Return the former pipeline of the first slot that has nodes of one; "": there is none.
 
-        Once the pipeline is `begun`, nodes without a former pipeline come first.
+        Once the pipeline has `begun`, nodes without a former pipeline come first.
         """
         labels = [label for s in left for pool in self._pools(s) for label in self.stock[pool]]
         if begun and "" in labels:
@@ -282,20 +283,20 @@ class _Dealer:
 def recut(
     reach: Sequence[Sequence[int]], moved: Sequence[Sequence[int]], cuts: Sequence[int]
 ) -> tuple[int, ...]:
-    """Cut a pipeline again so that its nodes fetch least; among equals nearest to `cuts`.
+    """Return cuts with which the pipeline's nodes fetch least; among equals, nearest to `cuts`.
 
     Args:
         reach: `reach[s][i]` is the largest end of stage s if it begins at layer i, within its
             limits of time and memory. All smaller ends are within these limits too.
         moved: per stage, prefix sums over layers of the cost to fetch them (`Holdings.missing`).
-            Each stage counts its own if a node has several.
+            If a node has several stages, each stage counts its own layers.
         cuts: the present cuts, within `reach`.
     """
     n_layers, depth = cuts[-1], len(cuts) - 1
     if all(moved[s][cuts[s + 1]] == moved[s][cuts[s]] for s in range(depth)):
         return tuple(cuts)
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
-    """End of the stages so far: (cost, distance from `cuts`, cuts so far)."""
+    """Per end of the stages so far: (cost, distance from `cuts`, cuts so far)."""
     for s in range(depth):
         following: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for first, (cost, away, done) in best.items():

@@ -7,11 +7,11 @@
     spares node5
     reason 2 pipelines of depths 3+1
 
-A unit prints as NODE. It prints as NODE/GROUP if the node has several TP groups, or if the group is
-not the first. The default schedule is 1f1b. Stages are listed in model order, so units repeat under
-the interleaved schedule. The formatter omits empty lines; the parser skips blank lines and lines
-that begin with #. A reason escapes backslash, newline and carriage return as \\\\, \\n and \\r.
-`parse_plan(format_plan(p)) == p` holds for every plan.
+A unit prints as NODE, or as NODE/GROUP if its group is not 0 or the node has other units in the
+plan. The default schedule is 1f1b. Stages are listed in model order, so units repeat under the
+interleaved schedule. The formatter omits peers, spares and reason if they are empty. The parser
+skips blank lines and lines that begin with #. A reason escapes backslash, newline and carriage
+return as \\\\, \\n and \\r. `parse_plan(format_plan(p)) == p` holds for every valid plan.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNESCAPES = {text: char for char, text in _ESCAPES.items()}
 
 
 def format_plan(plan: Plan) -> str:
-    """Return the text form. Raises FieldError for node names that the parser would reject."""
+    """Return the text form of `plan`. Raises FieldError for names that the parser would reject."""
     _check_names(plan)
     groups = Counter(unit.node for unit in dict.fromkeys(plan.units()))
     lines = [
@@ -59,9 +59,9 @@ def format_plan(plan: Plan) -> str:
 
 
 def parse_plan(text: str) -> Plan:
-    """Parse the text form. Raises FieldError for malformed text.
+    """Return the plan that `text` describes. Raises FieldError for malformed text.
 
-    `validate_plan` checks whether the parsed plan can run.
+    `validate_plan` checks whether the plan can run.
     """
     text = text.replace("\r\n", "\n")
     lines = [

@@ -15,7 +15,7 @@ from elastic.planning.schedule.schedule import units_of
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """One stage of a worker, and the ranks of its neighbours."""
+    """One stage of a worker, and the ranks that hold the neighbouring stages."""
 
     stage: Stage
     number: int
@@ -35,14 +35,14 @@ class RankMember:
     """TP rank."""
     pipeline: int
     stage: int
-    """Index of its first stage, equal to the index of its unit in the pipeline."""
+    """Index of the worker's first stage, equal to the index of its unit in the pipeline."""
     layers: tuple[int, ...]
-    """Layers of all of its stages, ascending."""
+    """Layers of all stages of the worker, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """All workers of an epoch. The index in `members` is the rank."""
+    """All workers of an epoch; the rank of a worker is its index in `members`."""
 
     members: tuple[RankMember, ...]
     pipelines: tuple[Pipeline, ...]
@@ -55,7 +55,7 @@ class Roster:
         return len(self.members)
 
     def rank(self, unit: Unit, shard: int = 0) -> int:
-        """Return the rank of a worker. Raises FieldError if it holds no stage."""
+        """Return the rank of a worker. Raises FieldError if the worker holds no stage."""
         for rank, member in enumerate(self.members):
             if member.unit == unit and member.shard == shard:
                 return rank
@@ -90,21 +90,21 @@ class Roster:
         )
 
     def holder_sets(self) -> tuple[tuple[int, ...], ...]:
-        """Return the distinct sets of several ranks that share a (layer, TP rank), sorted."""
+        """Return the holders of each (layer, TP rank) with several, sorted and without repeats."""
         sets = {
             self.holders(layer, shard) for layer in range(self.n_layers) for shard in range(self.tp)
         }
         return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
 
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Return every (sender, receiver) of neighbouring stages, both directions, sorted."""
+        """Return the (sender, receiver) ranks of neighbouring stages, both directions, sorted."""
         places = ((rank, place) for rank in range(self.size) for place in self.places(rank))
         down = {(rank, place.following) for rank, place in places if place.following is not None}
         return tuple(sorted(down | {(following, rank) for rank, following in down}))
 
 
 def roster(plan: Plan) -> Roster:
-    """Return the ranks of `plan`."""
+    """Return the roster of `plan`."""
     members = tuple(
         RankMember(
             unit,

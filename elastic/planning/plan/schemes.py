@@ -39,16 +39,16 @@ class Gradients:
     def share(self) -> float:
         """Fraction of gradient bytes sent per micro-batch.
 
-        In a sum over k holders each sends 2 (k - 1) / k; this assumes k = 2.
+        In a sum over k holders, each sends 2 (k - 1) / k of its gradient; k = 2 is assumed.
         """
         often = self.every or self.rounds
         return 1 / often if often else 0.0
 
 
 def gradients_of(text: str, field: str = "gradients") -> Gradients:
-    """Parse stream, stream:K, reduce, reduce:K, log, recompute or none.
+    """Return the scheme named stream, stream:K, reduce, reduce:K, log, recompute or none.
 
-    Raises FieldError with `field`.
+    Raises FieldError, which names `field`.
     """
     name, colon, number = text.partition(":")
     if name not in GRADIENT_SCHEMES:
@@ -69,7 +69,7 @@ def _is_number(text: str, least: int, most: int) -> bool:
 
 
 def streamed(gradients: str) -> str:
-    """Return the scheme that replaces `reduce` if some layer has only one holder."""
+    """Return `gradients` with `stream` instead of `reduce`, for plans with single holders."""
     return gradients.replace(REDUCE, STREAM, 1)
 
 
@@ -81,24 +81,27 @@ class State:
     every: int = 0
     """Updates between two whole copies of a layer at the peer; 0: no copies."""
     sharded: bool = False
-    """Each of k holders of a layer has 1 / k of its optimizer state.
+    """Whether each of k holders of a layer has only 1 / k of its optimizer state.
 
-    It updates that part and receives the other parameters from the other holders.
+    Each holder updates its part of the parameters and receives the other parts.
     """
 
     @property
     def away(self) -> bool:
-        """Whether the peer can restore the state of every layer."""
+        """Whether the peer keeps the state of all layers of a node."""
         return self.every > 0
 
     @property
     def updates(self) -> bool:
-        """Whether the peer receives the input of each update between whole copies."""
+        """Whether the peer receives the input of each update, because whole copies are rarer."""
         return self.every > 1
 
 
 def state_of(text: str, field: str = "state") -> State:
-    """Parse snapshot, replica, replay, replay:N or none. Raises FieldError with `field`."""
+    """Return the scheme named snapshot, replica, replay, replay:N or none; /sharded may follow.
+
+    Raises FieldError, which names `field`.
+    """
     scheme, slash, _ = text.partition("/")
     if slash and text != scheme + SHARDED:
         remedy = f"write {scheme}{SHARDED} where pipelines share the optimizer state"
@@ -123,7 +126,7 @@ def state_of(text: str, field: str = "state") -> State:
 
 
 def portion_of(plan: Plan, node: str, layer: int) -> Portion:
-    """Return the part of the optimizer state of `layer` that its holder `node` has."""
+    """Return the portion of the optimizer state of `layer` that its holder `node` has."""
     if not state_of(plan.state).sharded:
         return WHOLE
     nodes = [unit.node for unit in plan.holders(layer)]
@@ -131,7 +134,7 @@ def portion_of(plan: Plan, node: str, layer: int) -> Portion:
 
 
 def schemes_of(backup: str, field: str = "backup") -> tuple[Gradients, str]:
-    """Parse GRADIENTS+STATE. Raises FieldError with `field`."""
+    """Return (gradient scheme, name of the state scheme). FieldError names `field`."""
     gradients, plus, state = backup.partition("+")
     if not plus or state.partition("/")[0].partition(":")[0] not in STATE_SCHEMES:
         raise FieldError(field, backup, REMEDY)
@@ -140,7 +143,7 @@ def schemes_of(backup: str, field: str = "backup") -> tuple[Gradients, str]:
 
 
 def refuse_useless(backup: str, pipelines: str, field: str = "--backup") -> None:
-    """Raise FieldError, with the reason, for pairs that protect nothing.
+    """Raise FieldError, with the reason, if the schemes `backup` protect nothing.
 
     `pipelines` is the value of --pipelines.
     """

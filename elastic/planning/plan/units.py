@@ -1,4 +1,4 @@
-"""Sizes, rates and durations as people write them: 40GiB, 25Gbit, 300GB/s, 10us, 2h."""
+"""Parsers of sizes, rates and durations as people write them: 40GiB, 25Gbit, 300GB/s, 10us, 2h."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBER = r"(\d{1,15}(?:\.\d{1,9})?)\s*"
 
 
 def size_of(field: str, value: object) -> int:
-    """Bytes: a whole number, or text as 40GiB or 500MB. Raises FieldError."""
+    """Return bytes, from a number or text such as 40GiB or 500MB. Raises FieldError."""
     text = _text(value)
     match = re.fullmatch(_NUMBER + r"([kmgt]i?)?b?", text.lower())
     if match is None or float(match[1]) <= 0:
@@ -25,7 +25,7 @@ def size_of(field: str, value: object) -> int:
 
 
 def rate_of(field: str, value: object) -> float:
-    """Bytes a second: 25Gbit (a second is understood), 100Gbit/s, 300GB/s. Raises FieldError."""
+    """Return bytes per second, from text such as 25Gbit/s or 300GB/s. Raises FieldError."""
     text = _text(value)
     match = re.fullmatch(_NUMBER + r"([kKmMgGtT]i?)?(bit(?:/s)?|bps|B(?:/s)?)", text)
     if match is None or float(match[1]) <= 0:
@@ -36,7 +36,7 @@ def rate_of(field: str, value: object) -> float:
 
 
 def duration_of(field: str, value: object) -> float:
-    """Seconds: a number of at least 0, or text as 10us, 2m, 1.5h. Raises FieldError."""
+    """Return seconds, from a number or text such as 10us, 2m or 1.5h. Raises FieldError."""
     match = re.fullmatch(_NUMBER + r"([a-zµ]*)", _text(value))
     if match is None or match[2] not in {**_FRACTIONS, **_SECONDS}:
         raise FieldError(field, value, "a duration from 0 up, as 10us, 30s, 2m or 1h")
@@ -44,7 +44,7 @@ def duration_of(field: str, value: object) -> float:
 
 
 def _text(value: object) -> str:
-    """Return numbers without exponent; return "?" for values that are no number or text."""
+    """Return `value` as text, numbers without exponent; "?" if it is neither number nor text."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return "?"
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Stages of the interleaved schedule: several per unit."""
+"""Division of the layers into several stages per unit, for the interleaved schedule."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def can_interleave(n_layers: int, n_units: int, chunks: int = 2) -> bool:
 
 
 def interleave(pipeline: Pipeline, seconds: Sequence[Sequence[float]], chunks: int = 2) -> Pipeline:
-    """Give every unit of `pipeline` `chunks` stages; minimise the time of the slowest stage.
+    """Return `pipeline` with `chunks` stages per unit, cut so that the slowest stage is fastest.
 
     Args:
         pipeline: units in order; a unit that recomputes does so on all of its stages.
-        seconds: per unit, the seconds (or figures in proportion) of each layer on it.
+        seconds: per unit, the seconds of each layer on this unit, or figures in proportion.
 
     Raises:
         FieldError: there are too few layers or units (`can_interleave`).
@@ -62,9 +62,9 @@ def _cut(sums: Sequence[Sequence[float]], n_layers: int) -> list[int]:
 
 
 def _reach(sums: Sequence[Sequence[float]], n_layers: int, limit: float) -> list[int] | None:
-    """Ends of stages of at most `limit` each; None if they cannot hold all layers.
+    """Return the boundaries if no stage may take longer than `limit`; None if that is impossible.
 
-    Each stage holds at least one layer. The stages are as long as possible, the first ones first.
+    Each stage holds at least one layer. The first stages are as long as possible.
     """
     ends_at = [[n_layers]]
     for left, row in enumerate(reversed(sums)):
@@ -81,7 +81,7 @@ def _reach(sums: Sequence[Sequence[float]], n_layers: int, limit: float) -> list
 
 
 def _longest(row: Sequence[float], first: int, limit: float, allowed: list[int]) -> int | None:
-    """The largest allowed end of a stage that begins at `first` and takes at most `limit`."""
+    """Return the largest allowed end of a stage from `first` within `limit`; None: no such end."""
     place = bisect_right(allowed, bisect_right(row, row[first] + limit) - 1) - 1
     return allowed[place] if place >= 0 and allowed[place] > first else None
 
@@ -89,7 +89,7 @@ def _longest(row: Sequence[float], first: int, limit: float, allowed: list[int])
 def scheduled(pipeline: Pipeline, schedule: str, seconds: Sequence[Sequence[float]]) -> Pipeline:
     """Return `pipeline` under `schedule`, or unchanged if the schedule does not fit it.
 
-    One unit or too few layers do not fit. `seconds` is as in `interleave`.
+    A pipeline with one unit or too few layers stays unchanged. `seconds` is as in `interleave`.
     """
     units = units_of(pipeline)
     if schedule == INTERLEAVED and can_interleave(pipeline.stages[-1].last, len(units)):

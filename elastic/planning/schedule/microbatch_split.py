@@ -1,7 +1,7 @@
-"""Split of micro-batches over pipelines with the earliest finish of the last pipeline.
+"""Split of micro-batches over pipelines that lets the last pipeline finish earliest.
 
-A pipeline's cost grows with every micro-batch. So the greedy choice is optimal: each micro-batch
-goes to the pipeline that would finish it first.
+Each micro-batch goes to the pipeline that would finish it first. This greedy choice is optimal,
+because a pipeline's finish time grows with every micro-batch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import heapq
 from collections.abc import Callable, Sequence
 
 Cost = Callable[[int], float]
-"""Finish time of a pipeline by number of micro-batches: non-decreasing, inf above its limit."""
+"""Finish time by number of micro-batches: never decreasing; inf above the pipeline's limit."""
 
 
 def allot(total: int, costs: Sequence[Cost], least: int = 1) -> tuple[int, ...]:
     """Return the number of micro-batches of each pipeline, at least `least` each.
 
-    Earlier pipelines win ties. Needs total >= least * len(costs).
+    Earlier pipelines win ties. `total` must be at least `least` * len(costs).
     """
     counts = [least] * len(costs)
     heap = [(cost(least + 1), i) for i, cost in enumerate(costs)]
@@ -29,7 +29,7 @@ def allot(total: int, costs: Sequence[Cost], least: int = 1) -> tuple[int, ...]:
 
 
 def deal(microbatches: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Cut `microbatches` into consecutive ranges of the given lengths."""
+    """Return `microbatches` cut into consecutive parts of the lengths `counts`."""
     dealt, start = [], 0
     for count in counts:
         dealt.append(tuple(microbatches[start : start + count]))

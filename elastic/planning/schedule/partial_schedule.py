@@ -20,7 +20,7 @@ FORWARD = (Kind.RECV_F, Kind.F, Kind.SEND_F)
 def groups(
     runs: Sequence[PartialRun], pipeline: int
 ) -> list[tuple[tuple[int, int], tuple[PartialRun, ...]]]:
-    """Group consecutive runs of one pipeline by layers: ((first, last), runs)."""
+    """Return ((first, last), runs) of one pipeline for each series of runs with equal layers."""
     mine = [run for run in runs if run.pipeline == pipeline]
     return [
         (span, tuple(found)) for span, found in groupby(mine, lambda run: (run.first, run.last))
@@ -30,8 +30,8 @@ def groups(
 def excerpt(pipeline: Pipeline, first: int, last: int, microbatches: tuple[int, ...]) -> Lists:
     """Return each unit's actions that run `microbatches` through layers [first, last).
 
-    The order is that of `units_of`. The first stage gets its inputs, and the last stage its output
-    gradients, from the caller, without receives.
+    Units are in the order of `units_of`. The caller provides the inputs of the first stage and the
+    output gradients of the last one, so the actions do not receive these.
     """
     units = units_of(pipeline)
     inside = [
@@ -55,7 +55,7 @@ def excerpt(pipeline: Pipeline, first: int, last: int, microbatches: tuple[int, 
 
 
 def _one_after_another(rows: Sequence[Sequence[Action]]) -> tuple[Action, ...]:
-    """Merge the stages of one unit: per micro-batch all forward, then all backward."""
+    """Return the stages of one unit as one list: per micro-batch all forward, then all backward."""
     if len(rows) < 2:
         return tuple(action for row in rows for action in row)
     order = dict.fromkeys(action.microbatch for action in rows[0])

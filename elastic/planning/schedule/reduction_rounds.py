@@ -1,13 +1,13 @@
 """Rounds of gradient sums with the other holders, under the gradient scheme `reduce`.
 
-The micro-batches of a step form rounds, equally many for every worker. A worker joins round r
-with its accumulated gradients when its slowest stage has finished `due(pipeline, r)` micro-batches.
-It waits if too many earlier rounds are unfinished. So pipelines stay within a few rounds of each
-other, which bounds the unsaved work of a lost pipeline.
+The micro-batches of a step form rounds; every worker has the same number of them. A worker joins
+round r with its accumulated gradients when its slowest stage has finished `due(pipeline, r)`
+micro-batches. The worker waits if too many of its earlier rounds are unfinished. So pipelines stay
+within a few rounds of each other, which bounds the unsaved work of a lost pipeline.
 
 Waiting inside a schedule could deadlock: the awaited stage may itself wait for a message from the
-waiting stage. Under 1F1B and zero-bubble it cannot: a stage that catches up never needs an action
-that comes later in the other stage's list. Under the interleaved schedule a stage may lag by
+waiting stage. Under 1F1B and zero-bubble this cannot happen: a stage that catches up never needs an
+action that comes later in the other stage's list. Under the interleaved schedule a stage may lag by
 `n_units - 2` micro-batches, so a worker leaves that distance between the awaited round and the
 started one (`tests/planning/schedule/test_reduction_rounds.py` tries all lists).
 """
@@ -23,24 +23,25 @@ from elastic.planning.schedule.schedule import INTERLEAVED, units_of
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The rounds of one step."""
+    """Number of rounds in one step, and the micro-batches that each round needs."""
 
     number: int
     shares: tuple[int, ...]
     """Number of micro-batches of each pipeline in this step."""
     windows: tuple[int, ...]
-    """Per pipeline: maximum unfinished rounds of a worker."""
+    """Per pipeline: maximum rounds that a worker may have joined before they are finished."""
 
     def due(self, pipeline: int, index: int) -> int:
-        """Return the micro-batches that all stages of a worker finish before round `index`."""
+        """Return how many micro-batches all stages of a worker finish before round `index`."""
         return (min(index, self.number - 1) + 1) * self.shares[pipeline] // self.number
 
     def most_finished(self, pipeline: int, n_saved: int) -> int:
-        """Return the most micro-batches that a lost stage can have finished.
+        """Return the maximum number of micro-batches that a lost stage can have finished.
 
-        The other holders have `n_saved` of them: all rounds up to some r. They have joined at most
-        one window more. So the lost stage saw no later round end, joined at most its own window
-        beyond that, and stopped where the next round is due.
+        The other holders have the sums of `n_saved` micro-batches: all rounds up to some r. They
+        have joined at most one window of rounds after r. So the lost stage saw no later round end.
+        It joined at most its own window after those rounds, and stopped where the next round is
+        due.
         """
         saved = sum(self.due(pipeline, index) <= n_saved for index in range(self.number))
         others = [window for p, window in enumerate(self.windows) if p != pipeline]
@@ -50,8 +51,8 @@ class Rounds:
 def rounds_of(pipelines: Sequence[Pipeline], shares: Sequence[int], every: int) -> Rounds:
     """Return the rounds of a step in which pipeline p runs `shares[p]` micro-batches.
 
-    There is one round per `every` micro-batches of the largest share. Every active pipeline brings
-    at least one micro-batch to each round.
+    There is one round per `every` micro-batches of the largest share, but no more rounds than the
+    smallest share above 0 has micro-batches.
     """
     least = min((share for share in shares if share), default=1)
     number = max(1, min(-(-max(shares) // every), least))
@@ -63,10 +64,10 @@ def rounds_of(pipelines: Sequence[Pipeline], shares: Sequence[int], every: int) 
 
 
 def lag(pipeline: Pipeline) -> int:
-    """Return the micro-batches by which a stage may lag behind a waiting stage."""
+    """Return the number of micro-batches by which a stage may lag behind a waiting stage."""
     return max(0, len(units_of(pipeline)) - 2) if pipeline.schedule == INTERLEAVED else 0
 
 
 def _window(pipeline: Pipeline, part: int) -> int:
-    """Return the window of a pipeline with at least `part` micro-batches per round."""
+    """Return the `windows` entry of a pipeline with at least `part` micro-batches per round."""
     return max(1, -(-lag(pipeline) // part)) if part else 1

@@ -1,7 +1,7 @@
 """Schedules: the action list of each unit in a step, with its text form.
 
-A unit runs its actions in order. A receive waits for the neighbour. A send does not wait, up to a
-bound on the messages in flight. Messages between two units arrive in the order of sending.
+A unit runs its actions in order. A receive waits for the message. A send does not wait unless too
+many messages are in flight. Messages between two units arrive in the order of sending.
 
     F3  forward pass of micro-batch 3  SF3  send activations to the next stage
                                        RF3  receive activations from the previous stage
@@ -51,7 +51,7 @@ class Kind(StrEnum):
 
     @property
     def finishes(self) -> bool:
-        """Whether it completes the micro-batch's gradients and frees its activations."""
+        """Whether the action completes a micro-batch's gradients and frees its activations."""
         return self in (Kind.B, Kind.WEIGHT)
 
 
@@ -67,7 +67,7 @@ class Action:
 
 
 Lists = tuple[tuple[Action, ...], ...]
-"""Actions of each unit of a pipeline, first unit first."""
+"""Actions of each unit of a pipeline, in the order of `units_of`."""
 
 
 def units_of(pipeline: Pipeline) -> tuple[Unit, ...]:
@@ -78,8 +78,7 @@ def units_of(pipeline: Pipeline) -> tuple[Unit, ...]:
 def actions_of(pipeline: Pipeline, microbatches: tuple[int, ...] | None = None) -> Lists:
     """Return the actions of the units of `pipeline`, in the order of `units_of`.
 
-    `microbatches` defaults to those of the pipeline. Engine, timeline and validation all take their
-    lists from here. Raises FieldError.
+    `microbatches` defaults to those of the pipeline. Raises FieldError as `lists` does.
     """
     indices = pipeline.microbatches if microbatches is None else microbatches
     return lists(pipeline.schedule, len(units_of(pipeline)), len(pipeline.stages), indices)
@@ -121,7 +120,7 @@ def check_stages(schedule: str, n_units: int, n_stages: int) -> None:
 
 
 def _one_f_one_b(stage: int, n_stages: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    """1F1B (PipeDream-Flush): warm-up forwards, then alternation, then the backwards left.
+    """Yield 1F1B (PipeDream-Flush): warm-up forwards, alternation, then the remaining backwards.
 
     At most `n_stages - stage` micro-batches are in flight. Source: Narayanan et al. 2021,
     "Memory-Efficient Pipeline-Parallel DNN Training".
@@ -137,12 +136,12 @@ def _one_f_one_b(stage: int, n_stages: int, microbatches: Sequence[int]) -> Iter
 
 
 def _zero_bubble(stage: int, n_stages: int, microbatches: Sequence[int]) -> Iterator[Action]:
-    """ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): 1F1B with split backward passes.
+    """Yield ZB-H1: 1F1B with backward passes split into an input part and a weight part.
 
-    Stage s delays its weight parts by s micro-batches. Gradients so reach the first stage earlier,
+    Stage s delays its weight parts by s micro-batches. So gradients reach the first stage earlier,
     and the delayed parts fill the bubble at the end. At most min(n_stages, micro-batches) are in
     flight, as on the first stage of 1F1B. The first stage would run both parts in a row, so it runs
-    whole backward passes.
+    whole backward passes. Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
     """
     late: deque[int] = deque()
     for action in _one_f_one_b(stage, n_stages, microbatches):
@@ -160,13 +159,13 @@ def _zero_bubble(stage: int, n_stages: int, microbatches: Sequence[int]) -> Iter
 def _interleaved(
     unit: int, n_units: int, chunks: int, microbatches: Sequence[int]
 ) -> Iterator[Action]:
-    """Interleaved 1F1B.
+    """Yield interleaved 1F1B.
 
-    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
     A unit runs a group of micro-batches through one of its stages, then through its next one.
     Groups of exactly `n_units` keep all units busy with the least memory (Megatron-LM requires
     them). Here any number of micro-batches runs: group sizes differ by at most one, and are at
-    least `n_units` unless there are fewer micro-batches.
+    least `n_units` unless there are fewer micro-batches. Source: Narayanan et al. 2021, "Efficient
+    Large-Scale Language Model Training on GPU Clusters".
     """
     groups = _groups(microbatches, n_units)
     forwards = [(c, m) for group in groups for c in range(chunks) for m in group]
@@ -183,7 +182,7 @@ def _interleaved(
 
 
 def _groups(microbatches: Sequence[int], least: int) -> list[Sequence[int]]:
-    """Cut into as many groups of at least `least` as possible (or one), larger groups first."""
+    """Return as many groups of at least `least` as possible (or one group), larger groups first."""
     n_groups = max(1, len(microbatches) // least)
     size, larger = divmod(len(microbatches), n_groups)
     ends = [(i + 1) * size + min(i + 1, larger) for i in range(n_groups)]
@@ -191,10 +190,11 @@ def _groups(microbatches: Sequence[int], least: int) -> list[Sequence[int]]:
 
 
 def _connect(compute: Sequence[Iterable[Action]], n_stages: int) -> Lists:
-    """Add sends right after the producing action, and receives right before the consuming one.
+    """Return the actions with sends after the producers, and receives before the consumers.
 
-    A unit receives in the other unit's order of sending. If it needs a later message first, it also
-    receives the earlier ones then. That costs no time, because they have arrived already.
+    A unit receives messages in the order in which the other unit sends them. If it needs a later
+    one first, it also receives the earlier ones then. This takes no time, for they have arrived
+    already.
     """
     sent = [tuple(_with_sends(u, actions, n_stages)) for u, actions in enumerate(compute)]
     n_units, queues = len(sent), defaultdict[tuple[int, int], deque[Action]](deque)
@@ -234,7 +234,7 @@ def message_of(unit: int, send: Action, n_units: int) -> tuple[int, Action]:
 def _with_receives(
     unit: int, actions: Iterable[Action], n_stages: int, sender: Callable[[int], deque[Action]]
 ) -> Iterator[Action]:
-    """Insert receives. `sender(step)` is the queue of the next (1) or previous (-1) unit."""
+    """Yield `actions` with receives. `sender`: queue from the next (1) or previous (-1) unit."""
     here: set[Action] = set()
     for action in actions:
         stage = unit if action.stage < 0 else action.stage
@@ -248,7 +248,7 @@ def _with_receives(
 
 
 def peak(actions: Sequence[Action], weights: Mapping[int, float] | None = None) -> float:
-    """Return the maximum number of micro-batches in flight: between F and B or W.
+    """Return the maximum number of micro-batches in flight, which is from F until B or W.
 
     Each stage of the unit counts separately. With `weights` (stage -> bytes of one micro-batch's
     activations; key -1 if actions name no stage) the result is in bytes.

@@ -19,7 +19,7 @@ from elastic.planning.schedule.schedule import Action, Kind, computing, units_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds of one stage's compute actions for one micro-batch, and of its messages."""
+    """Seconds of one stage per micro-batch: compute actions and messages."""
 
     forward_s: float
     backward_s: float
@@ -70,9 +70,9 @@ class Timeline:
 
 
 def simulate(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
-    """Simulate `pipeline` with `times` (one per stage).
+    """Return the timeline of `pipeline`. `times` has one entry per stage.
 
-    The result is exact for the rules above, in time linear in the number of actions.
+    The result is exact for the rules above. It takes time linear in the number of actions.
     """
     schedule, n_units, indices = pipeline.schedule, len(units_of(pipeline)), pipeline.microbatches
     program = _program(schedule, n_units, len(times), len(indices))
@@ -90,7 +90,7 @@ def simulate(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
 
 
 def makespan(schedule: str, n_units: int, microbatches: int, times: Sequence[StageTimes]) -> float:
-    """Return the `makespan_s` of a schedule. `times` has one entry per stage."""
+    """Return the makespan of a schedule in seconds. `times` has one entry per stage."""
     program = _program(schedule, n_units, len(times), microbatches)
     return max(_run(program, n_units, times)[1])
 
@@ -104,16 +104,19 @@ class _Program:
 
     unit: array[int]
     slot: array[int]
-    """Index of its duration, from stage and kind."""
+    """Index of the action's duration: stage * number of compute kinds + index of the kind."""
     before: array[int]
-    """Index of the action whose message it waits for; one past the end for none."""
+    """Index of the action whose message must arrive first; one past the last action: none."""
     hop: array[int]
-    """Stage whose `hop_s` the message takes; one past the end for none."""
+    """Stage whose `hop_s` the message takes; one past the last stage: no message."""
 
 
 @lru_cache(maxsize=512)
 def _program(schedule: str, n_units: int, n_stages: int, microbatches: int) -> _Program:
-    """Order the actions. An early receive costs no time, so messages need no own action."""
+    """Return the compute actions, each after those that it waits for.
+
+    Messages are left out, because receiving a message early costs no time.
+    """
     lists = [list(row) for row in computing(schedule, n_units, n_stages, range(microbatches))]
     total = sum(map(len, lists))
     program = _Program(array("i"), array("i"), array("i"), array("i"))
@@ -149,7 +152,7 @@ def _program(schedule: str, n_units: int, n_stages: int, microbatches: int) -> _
 def _run(
     program: _Program, n_units: int, times: Sequence[StageTimes]
 ) -> tuple[list[float], list[float]]:
-    """Return the starts and ends of all actions; the list of ends has a 0 after them."""
+    """Return (starts, ends) of all actions; `ends` has a 0 after them, which means no message."""
     hops = [stage.hop_s for stage in times] + [0.0]
     seconds = [stage.of(kind) for stage in times for kind in _COMPUTE]
     clock, starts, ends = [0.0] * n_units, [], [0.0] * (len(program.unit) + 1)

@@ -28,9 +28,9 @@ from elastic.planning.search.problem import TIME_TOLERANCE, PipelineShape, Solut
 from elastic.planning.search.request import PlanRequest
 
 MAX_NODES_TO_RECUT = 128
-"""Nodes up to which pipelines are cut again to move less."""
+"""Maximum number of nodes for which pipelines are cut again to move less."""
 MAX_INTERLEAVED_RATIO = 0.99
-"""Interleaving must shorten a pipeline to this fraction: it sends twice the messages."""
+"""Interleaving must take less than this fraction of the time: it sends twice the messages."""
 MAX_PIPELINES_TO_INTERLEAVE = 64
 
 
@@ -42,7 +42,7 @@ def build_pipelines(
     active: Sequence[NodeInfo],
     kept: Sequence[tuple[Pipeline, PipelineShape]] = (),
 ) -> tuple[Pipeline, ...]:
-    """Assign nodes to the shapes so that the fewest bytes move.
+    """Return all pipelines, with nodes assigned to the shapes so that the fewest bytes move.
 
     `kept`: pipelines that stay on their nodes, with their shapes; they come first.
     """
@@ -81,7 +81,7 @@ def build_pipelines(
 def _kept(
     pipeline: Pipeline, shape: PipelineShape, share: tuple[int, ...], model: CostModel
 ) -> Pipeline:
-    """The same stages on the same nodes; recomputation follows from the micro-batches in flight."""
+    """Return `pipeline` with micro-batches `share`; their number decides which stages recompute."""
     again = recomputing_stages(model, shape)
     stages = tuple(
         stage if stage.recompute == r else replace(stage, recompute=r)
@@ -92,13 +92,13 @@ def _kept(
 
 @lru_cache(maxsize=512)
 def recomputing_stages(model: CostModel, shape: PipelineShape) -> tuple[bool, ...]:
-    """Which stages of a shape have to recompute."""
+    """Return, for each stage of a shape, whether it has to recompute."""
     pairs = zip(partitioner_of(model, shape).tables, pairwise(shape.cuts), strict=True)
     return tuple(bool(table.recompute[a, b]) for table, (a, b) in pairs)
 
 
 def _slots(shape: PipelineShape, pipeline: int) -> list[Slot]:
-    """One slot per node: the layers of its stages."""
+    """Return a slot per node, with the layers of its stages."""
     ends = pairwise(accumulate(shape.stages, initial=0))
     return [
         Slot(kind, range(shape.cuts[a], shape.cuts[b]), pipeline)
@@ -125,9 +125,10 @@ def _recut(
     full: Sequence[int],
     allowed: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
 ) -> tuple[int, ...]:
-    """Cuts that are as fast and move less; `allowed`: stages within the tail, [L + 1, L + 1].
+    """Return cuts that are as fast as those of `shape` and move less, or its own cuts.
 
-    Only if all nodes are of one kind, so that no layer is faster on another node.
+    New cuts are tried only if no stage recomputes and all nodes are of one kind, so that no layer
+    is faster on another node. `allowed`: stages within the limit on the tail, [L + 1, L + 1].
     """
     pairs = list(pairwise(shape.cuts))
     tables = partitioner.tables
@@ -147,7 +148,7 @@ def _recut(
 
 
 def _reach(able: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[int]:
-    """For each first layer, the largest end up to which every end is able."""
+    """Return, per first layer, the largest end up to which all ends are able."""
     size = able.shape[0]
     stops = np.ones((size, size + 1), dtype=bool)
     stops[:, :size] = np.triu(~able, 1)
@@ -157,9 +158,9 @@ def _reach(able: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[int]:
 def apply_schedule(
     request: PlanRequest, profile: Profile, pipelines: tuple[Pipeline, ...], limited: bool
 ) -> tuple[Pipeline, ...]:
-    """Put the requested schedule on all pipelines; for auto, interleave if all pipelines gain.
+    """Return the pipelines under the requested schedule; auto interleaves if the slowest one gains.
 
-    `limited`: memory is limited, so auto does not interleave: it holds more micro-batches.
+    `limited`: memory is limited; then auto does not interleave, which needs more memory.
     """
 
     def with_schedule(schedule: str) -> tuple[Pipeline, ...]:
@@ -186,7 +187,7 @@ def apply_schedule(
 
 
 def _seconds(request: PlanRequest, profile: Profile, pipeline: Pipeline) -> list[list[float]]:
-    """Per unit, the seconds of each layer on it."""
+    """Return, per unit, the seconds of each layer on it."""
     nodes: dict[str, NodeInfo] = {info.node: info for info in request.nodes}
     slow = dict(request.slow)
     rows = []
@@ -202,7 +203,7 @@ def assign_backups(
 ) -> tuple[Plan, str]:
     """Return the plan with peers and backup schemes, and the reason for these.
 
-    `weighing`: input to the choice for `auto`; None: take the pair that loses least.
+    `weighing`: input to the choice for `auto`; None: stream, with replica if all layers have one.
     """
     layers: dict[str, frozenset[int]] = {}
     for _, _, stage in plan.stages():

@@ -2,12 +2,12 @@
 
 `benchmarks.planning.planner_bound` proves their quality.
 
-For a time T and a limit on the tail, each group of nodes (`columns`) does a whole number of
-micro-batches. The linear programme yields the most that all nodes could do, and the least T at
-which that reaches M is a target. Just above the target, whole pipelines are chosen among the most
-promising groups (`master_problem.solve_integer`, or a knapsack for one kind of node), and T is
-raised in small steps until they do M. Then they are cut precisely (`layer_partition`), and the
-groups are priced again for longer and shorter tails than that of the plan found.
+Within a time T and a limit on the tail, each group of nodes (`columns`) does a whole number of
+micro-batches. The linear programme yields the most that all nodes could do. The target is the least
+T at which they could do all M micro-batches. Just above the target, whole pipelines are chosen
+among the most promising groups (`master_problem.solve_integer`, or a knapsack for one kind of
+node). T is raised in small steps until these pipelines do M micro-batches. Then they are cut
+precisely (`layer_partition`), and the groups are priced again for longer and shorter tails.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from elastic.planning.search.master_problem import Relaxation, solve_integer
 from elastic.planning.search.problem import PipelineShape, Problem, Solution
 
 MAX_TAILS_FOLLOWED = 2
-"""Limits on the tail that are followed to their end, with several kinds of nodes."""
+"""Maximum number of limits on the tail with which solutions are searched on larger clusters."""
 TAIL_RATIO = 1.07
 """Ratio between neighbouring limits on the tail that are tried around that of a plan."""
 TAIL_STRIDES = ((2, 16), (1, 2))
-"""(stride, reach) of the search over these limits on either side."""
+"""(stride, reach) of the search over these limits, in both directions."""
 MAX_MISSES = 1
-"""Limits without a gain after which the search on a side ends, with several kinds of nodes."""
+"""Maximum misses in a row before the search in one direction ends, with several kinds of nodes."""
 SMALL_CLUSTER = 32
-"""Nodes up to which all limits on the tail are followed."""
+"""Maximum nodes of several kinds for which all limits on the tail are searched."""
 MAX_TAIL_LOSS = 1.02
-"""Limits on the tail whose fractional time is worse by this factor are not followed."""
+"""A limit on the tail is dropped if its fractional time is worse by this factor."""
 NEGLIGIBLE_TAIL = 0.01
-"""Share of the step above which a tail is worth cutting for."""
+"""Fraction of the step from which on a tail is worth a search."""
 LARGE_CLUSTER = 128
 """Nodes above which only the first schedule is priced; zero-bubble is tried on the result."""
 MAX_KNAPSACK_STATES = 30_000
 KNAPSACK_COLUMNS, INTEGER_COLUMNS = 48, 128
-"""Promising columns that are given to the knapsack and to the integer programme."""
+"""Maximum promising columns that are given to the knapsack and to the integer programme."""
 STEPS = tuple(0.0004 * 2**i for i in range(11))
 """T is raised by these fractions until a plan is found."""
 MAX_HALVINGS, SEARCH_TOLERANCE = 3, 5e-4
-"""Most halvings of the last step, and the precision at which they end."""
+"""Maximum halvings of the last step, and the precision at which they end."""
 
 
 def candidate_solutions(problem: Problem) -> list[Solution]:
-    """Near-best plans for several limits on the tail; [] if nothing fits.
+    """Return near-best plans for several limits on the tail; [] if nothing fits.
 
     Small clusters are also planned with one node less of each kind, so that another node never
     makes the plan worse. The problem must not fix the shape.
@@ -77,7 +77,7 @@ def candidate_solutions(problem: Problem) -> list[Solution]:
 
 @lru_cache(maxsize=512)
 def near_best_solutions(problem: Problem) -> tuple[Solution, ...]:
-    """Near-best plans for several limits on the tail."""
+    """Return near-best plans for several limits on the tail; () if nothing fits."""
     found: list[Solution] = []
     one_kind = len(problem.counts) == 1
     all_tails = problem.thorough and (
@@ -103,7 +103,7 @@ def near_best_solutions(problem: Problem) -> tuple[Solution, ...]:
 
 
 def thorough(problem: Problem) -> bool:
-    """Whether all schedules are priced, and solutions simulated."""
+    """Return whether all schedules are priced, and solutions simulated."""
     return problem.thorough and sum(problem.counts) <= LARGE_CLUSTER
 
 
@@ -115,7 +115,7 @@ def price_problem(
     pipelines: int = MANY_PIPELINES,
     deepest: int = 0,
 ) -> ColumnPool | None:
-    """`column_pool` for this problem; `deepest` 0: as many stages as layers and nodes."""
+    """Return `column_pool` for the problem; `deepest` 0: as deep as layers and nodes allow."""
     nodes = sum(problem.counts)
     schedules = problem.schedules if thorough(problem) else problem.schedules[:1]
     limit = min(problem.model.n_layers, nodes, deepest or nodes)
@@ -124,10 +124,10 @@ def price_problem(
 
 @dataclass
 class _TailSweep:
-    """Cuts groups again for tails around that of the best plan.
+    """Searches for better solutions whose tails are near that of the best one.
 
     Groups in `free` were cut greedily, without a limit on the tail, so their fractional time bounds
-    all others.
+    that of all other groups.
     """
 
     problem: Problem
@@ -139,7 +139,7 @@ class _TailSweep:
     done: set[int] = field(default_factory=set)
 
     def run(self) -> list[Solution]:
-        """Better and better solutions."""
+        """Return the solutions found, each better than the one before."""
         problem, model = self.problem, self.problem.model
         several = len(problem.counts) > 1
         seconds = self.best.seconds
@@ -160,7 +160,7 @@ class _TailSweep:
         return self.found
 
     def _try(self, exponents: range, least: float) -> None:
-        """Try limits on the tail outwards until they no longer gain."""
+        """Try limits on the tail, nearest first, until they no longer gain."""
         missed = 0
         for i in exponents:
             if i in self.done:
@@ -176,7 +176,7 @@ class _TailSweep:
                 break
 
     def _solve(self, tail: float) -> Solution | None:
-        """The best plan within `tail`; None: no plan with tails near it can beat `best`."""
+        """Return the best plan within `tail`; None: no plan with such a tail can beat `best`."""
         problem, shapes = self.problem, set(self.best.shapes)
         slowest = [fill_and_slowest(problem.model, shape)[1] for shape in shapes]
         near = min(slowest) / 1.5, max(slowest) * 1.5
@@ -193,7 +193,7 @@ class _TailSweep:
 
 
 def _assumed_microbatches(problem: Problem) -> Iterator[float]:
-    """Micro-batches per pipeline that memory is assumed to hold: few in flight need less."""
+    """Yield micro-batches per pipeline that memory is assumed to hold: few in flight need less."""
     yield inf
     share = problem.microbatches / max(1, sum(problem.counts))
     if problem.model.limited and share < 2:
@@ -203,7 +203,7 @@ def _assumed_microbatches(problem: Problem) -> Iterator[float]:
 def _promising_tails(
     problem: Problem, priced: ColumnPool, relaxation: Relaxation
 ) -> list[tuple[float, float]]:
-    """(fractional seconds, limit on the tail), best first, without limits that cannot be best."""
+    """Return (fractional seconds, limit on the tail), best first, without hopeless limits."""
     if len(priced.tails) == 1:
         return [(0.0, priced.tails[0])]
     totals: list[tuple[float, float]] = []
@@ -223,7 +223,7 @@ def _promising_tails(
 def _solve_with_tail(
     problem: Problem, priced: ColumnPool, relaxation: Relaxation, tail: float, most: float = inf
 ) -> Solution | None:
-    """The best whole pipelines within a tail; None if they do not end within `most` seconds."""
+    """Return the best whole pipelines within a tail; None if they take more than `most` seconds."""
     target = priced.fractional(relaxation, problem.microbatches, tail, most)
     if target == inf:
         return None
@@ -251,7 +251,7 @@ def _solve_with_tail(
 def _whole_pipelines(
     problem: Problem, priced: ColumnPool, relaxation: Relaxation, seconds: float, tail: float
 ) -> Counter[int] | None:
-    """Whole pipelines (number by column) that do M micro-batches within `seconds`, or None."""
+    """Return pipelines (number by column) that do M micro-batches within `seconds`, or None."""
     values = priced.values(seconds, tail, problem.counts)
     if not values.any():
         return None
@@ -264,7 +264,7 @@ def _whole_pipelines(
 
 
 def knapsack(relaxation: Relaxation, values: Ints) -> tuple[Counter[int], int]:
-    """(columns, micro-batches) that do the most on the nodes of `relaxation`.
+    """Return (number by column, micro-batches) of a choice that does most on the available nodes.
 
     Only the columns that the linear programme finds most promising, and the smallest, are used.
     """
@@ -303,7 +303,7 @@ def knapsack(relaxation: Relaxation, values: Ints) -> tuple[Counter[int], int]:
 def _cut_precisely(
     problem: Problem, priced: ColumnPool, chosen: Counter[int], seconds: float, tail: float
 ) -> Solution | None:
-    """Share out exactly M micro-batches and cut every pipeline; None if a cut does not fit."""
+    """Return precisely cut pipelines with exactly M micro-batches; None if a cut does not fit."""
     values = priced.values(seconds, tail, problem.counts)
     members = [c for c in sorted(chosen) for _ in range(chosen[c])]
     shares = _without_surplus(problem, priced, members, [int(values[c]) for c in members], tail)
@@ -312,7 +312,7 @@ def _cut_precisely(
     shapes: dict[tuple[int, int], PipelineShape] = {}
     for column, m in sorted(set(shares)):
         part, row = priced.find(column)
-        # Memory holds no more micro-batches than the pipeline is deep: cuts differ no further.
+        # At most as many micro-batches as stages are in flight, so more do not change the cut.
         key = column, min(m, int(part.depth[row])) if problem.model.limited else 0
         if key not in cut:
             cut[key] = cut_column(problem.model, priced, column, m, tail, pipelines)
@@ -330,7 +330,7 @@ def _cut_precisely(
 
 
 def _cost(model: CostModel, shape: PipelineShape) -> Cost:
-    """Finishing time by micro-batches; inf above those in flight that memory was checked for."""
+    """Return the finish time by micro-batches; inf above those that memory was checked for."""
     fill, slowest = fill_and_slowest(model, shape)
     most = shape.microbatches if model.limited and shape.microbatches < shape.depth else inf
 
@@ -345,7 +345,7 @@ def _cost(model: CostModel, shape: PipelineShape) -> Cost:
 def _with_zero_bubble(
     problem: Problem, shapes: tuple[PipelineShape, ...]
 ) -> tuple[PipelineShape, ...]:
-    """Put zero-bubble on the pipelines that it makes faster, if it was not priced before."""
+    """Return the shapes, under zero-bubble where this is faster and was not priced before."""
     if ZERO_BUBBLE not in problem.schedules or thorough(problem):
         return shapes
     model = problem.model
@@ -360,7 +360,7 @@ def _with_zero_bubble(
 def _without_surplus(
     problem: Problem, priced: ColumnPool, members: list[int], most: list[int], tail: float
 ) -> list[tuple[int, int]]:
-    """(column, micro-batches): take the surplus over M from the pipelines that end last."""
+    """Return (column, micro-batches), less the surplus over M of the pipelines that end last."""
 
     def end(column: int, m: int) -> float:
         part, row = priced.find(column)
@@ -385,7 +385,7 @@ def cut_column(
     tail: float,
     pipelines: int,
 ) -> PipelineShape | None:
-    """The fastest precise cut of a column's best option; None if it does not fit."""
+    """Return the fastest precise cut of a column's best option; None if it does not fit."""
     part, row = priced.find(column)
     option = part.fastest_option(row, microbatches, tail)
     kinds = part.node_order(row, option)

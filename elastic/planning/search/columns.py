@@ -6,8 +6,8 @@ Starting earlier is never worse, so the best reach of a group follows from the b
 groups with one node less. The group can hold the whole model under a limit if it reaches layer 0.
 All groups of one size and all limits are computed in a few array operations.
 
-Each group keeps its smallest limit and some wider ones under which the stages' times add up to
-less, because fast nodes then take more layers. So a group has one to four *options* of (fill,
+Each group keeps its smallest limit and some wider ones. Under a wider limit fast nodes take more
+layers, so that the stages' times add up to less. So a group has one to four *options* of (fill,
 slowest, tail). A `ColumnPool` holds the groups of all schedules.
 """
 
@@ -30,18 +30,18 @@ from elastic.planning.search.master_problem import Relaxation
 LIMIT_FACTORS = (1.0, 1.05, 1.15, 1.4)
 """Limits kept per group, as factors of its smallest one."""
 BUCKET_WIDTHS = (1e-4, 1e-3, 4e-3, 0.01, 0.02, 0.04)
-"""Of too many limits, only the largest in each bucket of this relative width is kept."""
+"""Relative widths of buckets: if there are too many limits, each bucket keeps only its largest."""
 FAR_THINNING = 6
 """Ratio of the numbers of limits inside and above the range of interest."""
 MANY_PIPELINES = 1 << 20
-"""Pipelines in the ring if their number is not yet known."""
+"""Assumed number of pipelines in the ring if it is not yet known."""
 MAX_LEVELS = {1: (128, 64, 64), 2: (64, 40, 40), 3: (26, 20, 17), 4: (13, 11, 9)}
-"""Most blocks per group, by number of kinds, for growing blocks: a few thousand groups."""
+"""Maximum blocks in a group for three growing block sizes, by kinds: a few thousand groups."""
 MAX_STAGE_LIMITS = 192
-"""Limits on the slowest stage that groups are priced with."""
+"""Maximum number of limits on the slowest stage with which groups are priced."""
 MAX_TAIL_LIMITS = 20
 ROUNDING = 1.03
-"""Limits are rounded to powers of this, so that similar questions share cached tables."""
+"""Base to whose powers limits are rounded, so that similar searches share cached tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +59,18 @@ class ColumnBlock:
     tail: Floats
     """[groups, options] seconds of the largest stage's reduction and update."""
     most: float
-    """Most micro-batches that such a pipeline may take with the assumed memory."""
+    """Maximum micro-batches of such a pipeline, because its memory was checked for no more."""
     schedule: str
     choice: list[NDArray[np.int8]]
-    """Per level: [groups of the level, limits] kind of the first node."""
+    """Per number of blocks: [groups of this size, limits] kind of the first node."""
     option: Ints
-    """[groups, options] index of the limit."""
+    """[groups, options] index into `limits`."""
     limits: Floats
     block: int
-    """Nodes of one kind that always go together."""
+    """Number of nodes of one kind that are always used together."""
 
     def microbatches(self, seconds: float, tail: float) -> Ints:
-        """[groups] the most micro-batches done within `seconds`, no stage's tail above `tail`."""
+        """Return, [groups], the most micro-batches within `seconds` if no tail exceeds `tail`."""
         ahead = 0 if self.schedule == ZERO_BUBBLE else 1
         with np.errstate(invalid="ignore"):
             number = np.floor((seconds - self.fill) / self.slowest * (1 + 1e-12) + ahead)
@@ -79,7 +79,7 @@ class ColumnBlock:
         return np.asarray(np.clip(number, 0, self.most).max(axis=1), dtype=np.int64)
 
     def fastest_option(self, group: int, microbatches: int, tail: float) -> int:
-        """The option under which `microbatches` are done first."""
+        """Return the option with which the group finishes `microbatches` first."""
         ahead = 0 if self.schedule == ZERO_BUBBLE else 1
         able = np.isfinite(self.fill[group]) & (self.tail[group] <= tail * (1 + 1e-9))
         slowest = np.where(able, self.slowest[group], 0.0)
@@ -87,7 +87,7 @@ class ColumnBlock:
         return int(np.argmin(np.where(able, seconds, np.inf)))
 
     def node_order(self, group: int, option: int) -> tuple[int, ...]:
-        """Kinds of the nodes that achieve the option, first stage first."""
+        """Return the kinds of the nodes that achieve the option, first stage first."""
         limit, counts = self.option[group, option], self.counts[group] // self.block
         kinds: list[int] = []
         while counts.any():
@@ -100,7 +100,7 @@ class ColumnBlock:
 
 
 class _Progress(NamedTuple):
-    """Best stages so far, each [groups, limits]."""
+    """Figures of the best stages so far, each [groups, limits]; `reach` is their first layer."""
 
     reach: Ints
     fill: Floats
@@ -110,12 +110,12 @@ class _Progress(NamedTuple):
     """Largest tail."""
 
     def select(self, index: Any) -> _Progress:
-        """The tables at a NumPy index."""
+        """Return the tables at a NumPy index."""
         return _Progress(self.reach[index], self.fill[index], self.slowest[index], self.tail[index])
 
 
 class _StageReach:
-    """First layers that one more stage can start at."""
+    """Computes the first layer at which another stage can start."""
 
     def __init__(
         self,
@@ -128,9 +128,9 @@ class _StageReach:
         *,
         optimistic: bool = False,
     ) -> None:
-        """`optimistic`: a stage may end at any later layer too.
+        """`optimistic`: a stage may start as early as any stage that ends later.
 
-        If boundaries differ in bytes, starting earlier is otherwise not always better.
+        This matters if boundaries differ in bytes: then an earlier start is not always better.
         """
         self.model, self.limits, self.schedule, self.most = model, limits, schedule, most
         self.tail, self.optimistic = tail, optimistic
@@ -144,7 +144,7 @@ class _StageReach:
         self._by_time_cache: dict[tuple[int, bool, bool, bool], Ints] = {}
 
     def _by_time(self, kind: int, again: bool, inside: bool, last: bool) -> Ints:
-        """[L + 1, limits] the least first layer of a stage that ends at j, as time allows."""
+        """Return, [L + 1, limits], the least first layer that time allows, by a stage's end."""
         key = (kind, again, inside, last)
         if key not in self._by_time_cache:
             times = self.times[kind, again]
@@ -162,7 +162,7 @@ class _StageReach:
         return self._by_time_cache[key]
 
     def _by_space(self, kind: int, ahead: float, again: bool) -> Ints:
-        """[L + 1] the least first layer of a stage that ends at j, as memory and tail allow."""
+        """Return, [L + 1], the least first layer that memory and tail allow, by a stage's end."""
         found = self._by_memory(kind, ahead, again)
         if self.tail < np.inf:
             sums = self.tails[kind]
@@ -184,7 +184,7 @@ class _StageReach:
     def extend(
         self, kind: int, behind: int, depth: int, inside: bool, state: _Progress
     ) -> _Progress:
-        """Put a stage of `kind` before the stages of `state`; `behind` stages come after it."""
+        """Return `state` with a stage of `kind` put first; `behind` stages come after it."""
         reach = state.reach
         ahead = min(float(depth if self.schedule == ZERO_BUBBLE else behind + 1), self.most)
         at = np.arange(reach.shape[1])
@@ -221,7 +221,7 @@ class _StageReach:
 
 
 def _stage_prefix(model: CostModel, schedule: str, kind: int, again: bool) -> Floats:
-    """Prefix sums of a stage's seconds per micro-batch, without hops; `again`: it recomputes."""
+    """Return prefix sums of seconds per micro-batch, without hops; `again`: with recomputation."""
     p = model.prefix[kind]
     backward = p.split if schedule == ZERO_BUBBLE else p.backward
     assert backward is not None
@@ -229,7 +229,7 @@ def _stage_prefix(model: CostModel, schedule: str, kind: int, again: bool) -> Fl
 
 
 def compositions(kinds: int, size: int) -> Ints:
-    """All ways to take `size` nodes of `kinds` kinds, [n, kinds], by `composition_index`."""
+    """Return all ways to take `size` nodes of `kinds` kinds, [n, kinds], by `composition_index`."""
     if kinds == 1:
         return np.array([[size]])
     bars = np.array(list(combinations(range(size + kinds - 1), kinds - 1)), dtype=np.int64)
@@ -238,7 +238,7 @@ def compositions(kinds: int, size: int) -> Ints:
 
 
 def composition_index(counts: Ints, size: int) -> Ints:
-    """Row of each of `counts` in `compositions`: the rank of its bars among combinations."""
+    """Return the row of each of `counts` in `compositions`, by its rank among combinations."""
     kinds = counts.shape[1]
     total, chosen = size + kinds - 1, kinds - 1
     bars = np.cumsum(counts[:, :-1] + 1, axis=1) - 1
@@ -264,7 +264,7 @@ def price_columns(
     *,
     optimistic: bool = False,
 ) -> ColumnBlock:
-    """Price all groups of up to `levels` blocks of `block` nodes.
+    """Return all groups of up to `levels` blocks of `block` nodes, with their options.
 
     `tail`: limit on a stage's reduction (in a ring of `pipelines`) and update, seconds.
     `optimistic`: no able group is left out, and none is priced above its least limit.
@@ -295,7 +295,7 @@ def price_columns(
 def _next_level(
     stage_reach: _StageReach, state: _Progress, groups: Ints, level: int, units: Ints, block: int
 ) -> tuple[_Progress, NDArray[np.int8]]:
-    """The best progress of groups of one more block, and the kind of their first nodes."""
+    """Return the best progress of groups of `level` blocks, and the kind of their first node."""
     model = stage_reach.model
     shape = (len(groups), state.reach.shape[1])
     none = np.full(shape, np.inf)
@@ -321,7 +321,7 @@ def _next_level(
 def _keep_better(
     best: _Progress, chosen: NDArray[np.int8], rows: Ints, state: _Progress, kind: int
 ) -> None:
-    """Replace entries of `best` that `state` exceeds in reach, or equals in less time."""
+    """Replace entries of `best` where `state` reaches further, or as far in less time."""
     here = best.select(rows)
     better = np.isfinite(state.fill) & (
         (state.reach < here.reach)
@@ -341,7 +341,7 @@ def _with_options(
     choice: list[NDArray[np.int8]],
     block: int,
 ) -> ColumnBlock:
-    """Keep the smallest limit of each group and those of `LIMIT_FACTORS`."""
+    """Return the groups with their options: a limit per factor of `LIMIT_FACTORS`."""
     counts, depth = (np.concatenate([part[i] for part in found]) for i in (0, 1))
     shape = (len(counts), found[0][2].reach.shape[1])
     tables = [np.full(shape, missing) for missing in (1.0, inf, inf, inf)]
@@ -368,7 +368,7 @@ def _with_options(
 
 @lru_cache(maxsize=8)
 def stage_times(model: CostModel, schedule: str, deepest: int) -> Floats:
-    """All times, ascending, of stages that may be the slowest of up to `deepest` stages."""
+    """Return, ascending, all times of stages that may be the slowest of up to `deepest` stages."""
     found = []
     kinds = range(len(model.kinds))
     least = float(np.min([np.diff(model.compute(q, schedule)) for q in kinds], axis=0).sum())
@@ -385,14 +385,14 @@ def stage_times(model: CostModel, schedule: str, deepest: int) -> Floats:
                 found.append(tau[np.triu_indices(model.n_layers + 1, 1)])
     values = np.unique(np.concatenate(found))
     values = values[values >= least / deepest * (1 - 1e-9)]
-    # Rounding makes twins: of nearly equal values keep the last.
+    # Rounding errors make nearly equal values; keep the last of these.
     return np.asarray(values[np.append(np.diff(values) > 1e-9 * values[:-1], True)])
 
 
 def _stage_time_limits(
     model: CostModel, schedule: str, deepest: int, near: tuple[float, float]
 ) -> Floats:
-    """About `MAX_STAGE_LIMITS` times that stages have, most of them in the range `near`."""
+    """Return about `MAX_STAGE_LIMITS` times that stages have, most of them in the range `near`."""
     values = stage_times(model, schedule, deepest)
     inside = (values >= near[0]) & (values <= near[1])
     if inside.all() or not inside.any():
@@ -403,7 +403,7 @@ def _stage_time_limits(
 
 
 def _thinned(values: Floats, size: int) -> Floats:
-    """At most `size` of the values if the widest buckets suffice for that."""
+    """Return at most `size` of the values, if the widest buckets suffice for that."""
     if len(values) <= size:
         return values
     for width in (*BUCKET_WIDTHS, *(2**i * BUCKET_WIDTHS[-1] for i in range(1, 12))):
@@ -422,18 +422,18 @@ class ColumnPool:
     counts: Ints
     """[columns, kinds] nodes."""
     tails: tuple[float, ...]
-    """Limits on the tail to try, seconds."""
+    """Limits on the tail under which solutions are searched, seconds."""
     pipelines: int
-    """Pipelines in the assumed ring."""
+    """Assumed number of pipelines in the ring."""
 
     def values(self, seconds: float, tail: float, nodes: tuple[int, ...]) -> Ints:
-        """[columns] most micro-batches within `seconds`; 0 if more than `nodes` are needed."""
+        """Return, [columns], the most micro-batches in time; 0 if more than `nodes` are needed."""
         found = np.concatenate([part.microbatches(seconds, tail) for part in self.parts])
         found[(self.counts > np.array(nodes)).any(axis=1)] = 0
         return found
 
     def find(self, column: int) -> tuple[ColumnBlock, int]:
-        """(part, row in it) of a column."""
+        """Return (part, row in this part) of a column."""
         for part in self.parts:
             if column < len(part.counts):
                 return part, column
@@ -448,9 +448,10 @@ class ColumnPool:
         most: float = inf,
         tolerance: float = 2e-4,
     ) -> float:
-        """Least seconds at which the linear programme of these columns reaches `microbatches`.
+        """Return the least seconds in which the linear programme reaches `microbatches`.
 
-        inf if that is above `most` or never. Too large by at most the fraction `tolerance`.
+        inf: these exceed `most`, or no time suffices. The result is at most the fraction
+        `tolerance` too large.
         """
 
         def able(seconds: float) -> bool:
@@ -482,7 +483,7 @@ def column_pool(
     near: tuple[float, float] = (0.0, inf),
     pipelines: int = MANY_PIPELINES,
 ) -> ColumnPool | None:
-    """Price groups of up to `deepest` nodes; None if none can hold the model.
+    """Return the priced groups of up to `deepest` nodes; None if none can hold the model.
 
     Args:
         most: micro-batches per pipeline that memory is assumed to hold.
@@ -505,7 +506,7 @@ def cached_pool(
     near: tuple[float, float],
     pipelines: int,
 ) -> ColumnPool | None:
-    """`column_pool` without rounding."""
+    """Return `column_pool`, for arguments that are rounded already."""
     parts = []
     for schedule in schedules:
         limits = _stage_time_limits(model, schedule, deepest, near)
@@ -522,7 +523,7 @@ def cached_pool(
 
 
 def _block_sizes(kinds: int, deepest: int) -> Iterator[tuple[int, int]]:
-    """(levels, nodes per block): small groups node by node, deeper ones in growing blocks."""
+    """Yield (levels, nodes per block): small groups node by node, deeper ones in growing blocks."""
     block, reached = 1, 0
     for number, levels in enumerate(MAX_LEVELS.get(kinds, (8, 8, 8))):
         if reached >= deepest:
@@ -535,7 +536,7 @@ def _block_sizes(kinds: int, deepest: int) -> Iterator[tuple[int, int]]:
 
 
 def _spread(tails: Floats, model: CostModel) -> tuple[float, ...]:
-    """Some of the tails, evenly spaced by ratio."""
+    """Return some of the tails, evenly spaced on a logarithmic scale; (inf,) without tails."""
     if model.has_no_tail:
         return (inf,)
     values = np.unique(tails)

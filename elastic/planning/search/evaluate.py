@@ -1,8 +1,8 @@
 """Seconds of shapes and of whole solutions: by closed forms, and simulated action by action.
 
-Closed forms only bound or approximate some schedules: 1F1B if the ratio of forward to backward
-differs between stages, and zero-bubble on uneven stages. The simulation is exact for the engine's
-actions. It chooses among solutions that the closed forms find about equally good.
+Closed forms only bound or approximate some schedules: 1F1B if forward takes another part of the
+time on some stages, and zero-bubble on uneven stages. The simulation is exact for the engine's
+actions. It chooses among solutions that are about equally good by the closed forms.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from elastic.planning.search.problem import PipelineShape, Solution
 
 MAX_PIPELINES_TO_IMPROVE = 8
 MAX_ACTIONS_TO_IMPROVE = 3000
-"""Micro-batches times stages up to which cuts are improved."""
+"""Maximum micro-batches times stages of a solution whose cuts are improved."""
 MAX_IMPROVEMENTS = 6
 
 
 def step_seconds(model: CostModel, shapes: tuple[PipelineShape, ...]) -> float:
-    """Seconds of a step by the closed forms."""
+    """Return the seconds of a step by the closed forms."""
     slowest = max(shape_seconds(model, shape) for shape in set(shapes))
     return slowest + largest_tail(model, shapes)
 
 
 def largest_tail(model: CostModel, shapes: Sequence[PipelineShape], pipelines: int = 0) -> float:
-    """Seconds of reduction and update of the slowest stage.
+    """Return the seconds of reduction and update of the slowest stage.
 
-    `pipelines`: number in the ring; 0: these shapes.
+    `pipelines`: number of pipelines that reduce in one ring; 0: as many as shapes.
     """
     tails = [model.tails(kind, pipelines or len(shapes)) for kind in range(len(model.kinds))]
     return max(
@@ -46,32 +46,32 @@ def largest_tail(model: CostModel, shapes: Sequence[PipelineShape], pipelines: i
 
 
 def shape_seconds(model: CostModel, shape: PipelineShape) -> float:
-    """Seconds of one pipeline by the closed form."""
+    """Return the seconds of one pipeline by the closed form."""
     figures = fill_and_slowest(model, shape)
     return float(pipeline_seconds(shape.schedule, *figures, shape.microbatches))
 
 
 def fill_and_slowest(model: CostModel, shape: PipelineShape) -> tuple[float, float]:
-    """(sum of fills, slowest stage) of a shape, seconds."""
+    """Return (sum of fills, slowest stage) of a shape, in seconds."""
     ahead = min(shape.microbatches, shape.depth) if model.limited else 1
     return cached_figures(model, replace(shape, microbatches=ahead))
 
 
 @lru_cache(maxsize=1024)
 def cached_figures(model: CostModel, shape: PipelineShape) -> tuple[float, float]:
-    """`fill_and_slowest` of a shape that has only the micro-batches in flight."""
+    """Return `fill_and_slowest` of a shape that has only the micro-batches in flight."""
     return partitioner_of(model, shape).fill_and_slowest(shape.cuts)
 
 
 def simulated_step_seconds(model: CostModel, solution: Solution) -> float:
-    """Seconds of a step with simulated pipelines."""
+    """Return the seconds of a step with simulated pipelines."""
     slowest = max(simulated_seconds(model, shape) for shape in set(solution.shapes))
     return slowest + (0.0 if model.has_no_tail else largest_tail(model, solution.shapes))
 
 
 @lru_cache(maxsize=4096)
 def simulated_seconds(model: CostModel, shape: PipelineShape) -> float:
-    """Seconds of one pipeline, simulated unless it is long or the closed form is exact."""
+    """Return a pipeline's seconds, simulated unless it is long or the closed form is exact."""
     if shape.depth * shape.microbatches > MAX_SIMULATED_ACTIONS:
         return shape_seconds(model, shape)
     if shape.depth > 1:
@@ -115,7 +115,7 @@ def _stage_times(model: CostModel, shape: PipelineShape) -> tuple[StageTimes, ..
 
 
 def improve_cuts(model: CostModel, solution: Solution) -> Solution:
-    """Move cuts of the slowest pipeline by one layer while that makes it faster.
+    """Return `solution` with cuts of its slowest pipeline moved by one layer while that gains time.
 
     Closed forms ignore the order of equally slow stages. Large solutions are returned unchanged.
     """
@@ -140,7 +140,7 @@ def improve_cuts(model: CostModel, solution: Solution) -> Solution:
 
 
 def _neighbours(model: CostModel, shape: PipelineShape) -> Iterator[PipelineShape]:
-    """Shapes with one cut moved by one layer that fit in memory."""
+    """Yield the shapes that differ from `shape` by one layer at one cut and fit in memory."""
     partitioner = partitioner_of(model, shape)
     for at, step in product(range(1, shape.depth), (-1, 1)):
         cuts = (*shape.cuts[:at], shape.cuts[at] + step, *shape.cuts[at + 1 :])

@@ -8,8 +8,8 @@ Three nested dynamic programmes.
    kept beside the sum, because the group with the smallest sum may have too slow a stage: one best
    value per sub-problem would be wrong (Jang et al., SOSP 2023, section 4).
 2. Sharing. Within a given time each group does a number of micro-batches. A knapsack over groups
-   yields the most that k pipelines of the available nodes do, and bisection over all finishing
-   times finds the least sufficient time.
+   yields the most that k pipelines of the available nodes do. Bisection over all finish times finds
+   the least sufficient time.
 3. The tail (reduction and update) depends on the largest stage of the whole plan and on k. Limits
    on the tail are tried by branch and bound.
 """
@@ -37,7 +37,7 @@ from elastic.planning.search.problem import (
 
 IMPOSSIBLE = -(1 << 40)
 LAYERS_PER_TAIL_LIMIT = 8
-"""Layers per step in which limits on the tail add to the work, with several kinds of nodes."""
+"""Number of layers per limit on the tail in `work_estimate`, with several kinds of nodes."""
 
 
 class _CoverKey(NamedTuple):
@@ -45,15 +45,15 @@ class _CoverKey(NamedTuple):
 
     schedule: str
     ahead: int
-    """Most micro-batches in flight; for zero-bubble exactly."""
+    """Maximum micro-batches in flight; for zero-bubble the exact number."""
     tail: float
     """Limit on a stage's reduction and update, seconds."""
     pipelines: int
-    """Pipelines in the ring."""
+    """Number of pipelines in the ring."""
 
 
 class _CoverTables:
-    """Covers of all groups of a problem's nodes."""
+    """Computes the covers of all groups of a problem's nodes."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.model, self.counts = problem, problem.model, problem.counts
@@ -66,7 +66,7 @@ class _CoverTables:
         self._covers: dict[_CoverKey, dict[NodeGroup, Floats]] = {}
 
     def _limits(self, schedule: str) -> Floats:
-        """Every time that the slowest stage can have."""
+        """Return every time that the slowest stage can have, ascending."""
         found = [np.zeros(0)]
         for kind, n in enumerate(self.counts):
             if not n:
@@ -81,7 +81,7 @@ class _CoverTables:
         return values[values <= self.problem.upper_bound_s * (1 + TIME_TOLERANCE)]
 
     def cover(self, key: _CoverKey) -> dict[NodeGroup, Floats]:
-        """`cover` of every group: [L + 1, limits]."""
+        """Return the cover of every group, [L + 1, limits]: least sums of fills."""
         key = key if key.tail < inf else key._replace(pipelines=0)
         if key not in self._covers:
             self._covers[key] = self._build(key)
@@ -101,7 +101,7 @@ class _CoverTables:
     def _extend(
         self, covers: dict[NodeGroup, Floats], group: NodeGroup, kind: int, key: _CoverKey
     ) -> None:
-        """Put a node of `kind` before `group`, with any number of its units."""
+        """Add the covers of `group` with a node of `kind` in front, by number of its units."""
         cover = covers[group]
         counts = tuple(n + (q == kind) for q, n in enumerate(group.counts))
         for used in range(1, self.units[kind] + 1):
@@ -114,7 +114,7 @@ class _CoverTables:
             covers[NodeGroup(counts, depth)] = cover if known is None else np.minimum(known, cover)
 
     def stage(self, kind: int, behind: int, inside: bool, key: _CoverKey) -> tuple[Floats, Floats]:
-        """(tau, fill) of every stage of `kind` with `behind` stages after it."""
+        """Return (tau, fill) of every stage of `kind` with `behind` stages after it."""
         ahead = key.ahead if key.schedule == ZERO_BUBBLE else min(behind + 1, key.ahead)
         stages = self.model.stages(kind, ahead, key.schedule, inside=inside, last=behind == 0)
         if key.tail == inf:
@@ -122,12 +122,12 @@ class _CoverTables:
         allowed = self.model.tails(kind, key.pipelines) <= key.tail * (1 + TIME_TOLERANCE)
         return np.where(allowed, stages.tau, inf), stages.fill
 
-    # ---- from a cover back to its nodes and cuts ----
+    # ---- nodes and cuts of a cover ----
 
     def shape_of(
         self, group: NodeGroup, microbatches: int, tail: float, pipelines: int
     ) -> PipelineShape:
-        """The shape by which `group` does these micro-batches first, within a limit on the tail."""
+        """Return the shape with which `group` finishes first, within a limit on the tail."""
         best: tuple[float, _CoverKey, int] | None = None
         for schedule in self.schedules:
             ahead = 1
@@ -158,7 +158,7 @@ class _CoverTables:
     def _first_node(
         self, key: _CoverKey, group: NodeGroup, at: int, limit: int
     ) -> tuple[int, tuple[int, ...], int, NodeGroup]:
-        """First node of a best cover from layer `at`: (kind, cuts, end, group behind it)."""
+        """Return the first node of a best cover from layer `at`: (kind, cuts, end, next group)."""
         found = self.cover(key)
         target, slowest = found[group][at, limit], self.limits[key.schedule][limit]
         for kind, used in product(range(len(self.counts)), range(1, max(self.units) + 1)):
@@ -181,7 +181,7 @@ class _CoverTables:
     def _runs(
         self, key: _CoverKey, kind: int, used: int, behind: int, at: int, slowest: float
     ) -> Iterator[tuple[tuple[int, ...], int, float]]:
-        """Placements of `used` stages of one node from layer `at`: (first layers, end, fills)."""
+        """Yield (first layers, end, sum of fills) of `used` stages of one node from layer `at`."""
         tau, fill = self.stage(kind, behind + used - 1, used > 1, key)
         ends = range(at + 1, self.n_layers + 1)
         for end in sorted(ends, key=lambda end: abs(tau[at, end] - slowest)):
@@ -195,7 +195,7 @@ class _CoverTables:
 
 
 def _prepend(cover: Floats, tau: Floats, fill: Floats, limits: Floats) -> Floats:
-    """Put one stage before `cover`: [L + 1, limits], the least sum over the ends of the stage."""
+    """Return `cover` with another stage before it: least sums over the ends of that stage."""
     result = np.full_like(cover, inf)
     ends = np.flatnonzero(np.isfinite(cover).any(axis=1))
     for end in ends:
@@ -208,7 +208,7 @@ def _prepend(cover: Floats, tau: Floats, fill: Floats, limits: Floats) -> Floats
 
 @dataclass
 class _FinishTimes:
-    """Finishing times of all groups, for one limit on the tail."""
+    """Finish times of all groups, for one limit on the tail."""
 
     groups: list[NodeGroup]
     times: Floats
@@ -220,7 +220,7 @@ class _FinishTimes:
 
 
 class _Solver(_CoverTables):
-    """Shares the micro-batches among groups."""
+    """Divides the micro-batches among groups."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -231,10 +231,10 @@ class _Solver(_CoverTables):
         self.numbers = (
             [len(depths)] if depths else sorted(range(1, most + 1), key=lambda k: (k != current, k))
         )
-        """Numbers of pipelines to try, the present one first."""
+        """Numbers of pipelines to try, that of the current plan first."""
 
     def finish_times(self, tail: float, pipelines: int) -> _FinishTimes:
-        """Finishing times per group and number of micro-batches, under the best schedule."""
+        """Return finish times per group and number of micro-batches, under the best schedule."""
         rows: dict[NodeGroup, Floats] = {}
         for schedule in self.schedules:
             steps = np.arange(1, self.m + 1)
@@ -257,7 +257,7 @@ class _Solver(_CoverTables):
         return _FinishTimes(groups, times)
 
     def _groups(self, key: _CoverKey) -> Iterator[tuple[NodeGroup, Floats]]:
-        """Groups with their covers for pipelines of `key.ahead` micro-batches or more."""
+        """Yield groups with their covers, for pipelines of `key.ahead` micro-batches or more."""
         if key.schedule != ZERO_BUBBLE or not self.model.limited:
             yield from self.cover(key).items()
             return
@@ -266,7 +266,7 @@ class _Solver(_CoverTables):
             yield from ((g, c) for g, c in covers.items() if min(g.depth, key.ahead) == ahead)
 
     def least(self, table: _FinishTimes, pipelines: int) -> float:
-        """The least time within which so many pipelines do all micro-batches; inf if never."""
+        """Return the least time in which so many pipelines do all micro-batches; inf if never."""
         low, high = 0, len(table.values)
         while low < high:
             middle = (low + high) // 2
@@ -277,14 +277,14 @@ class _Solver(_CoverTables):
         return float(table.values[low]) if low < len(table.values) else inf
 
     def _doable(self, table: _FinishTimes, at: int) -> list[int]:
-        """By number of pipelines, the most micro-batches done within `table.values[at]`."""
+        """Return, by number of pipelines, the most micro-batches within `table.values[at]`."""
         if at not in table.doable:
             filled = self._fill(table, float(table.values[at]))
             table.doable[at] = [int(best.flat[-1]) for best in filled]
         return table.doable[at]
 
     def _fill(self, table: _FinishTimes, seconds: float) -> list[NDArray[np.int64]]:
-        """Per number of pipelines: [counts + 1 ...] the most micro-batches in time, by nodes."""
+        """Return, per number of pipelines, the most micro-batches in time, by nodes per kind."""
         shares = (table.times <= seconds).sum(axis=1)
         layers = [np.zeros(tuple(n + 1 for n in self.counts), dtype=np.int64)]
         for k in range(1, max(self.numbers) + 1):
@@ -300,13 +300,13 @@ class _Solver(_CoverTables):
         return layers
 
     def _allowed(self, group: NodeGroup, pipeline: int) -> bool:
-        """Whether `group` may be the pipeline of this number, counted from 1."""
+        """Return whether `group` may be the pipeline of this number, counted from 1."""
         return not self.problem.depths or group.depth == self.problem.depths[pipeline - 1]
 
     def trace(
         self, table: _FinishTimes, seconds: float, pipelines: int
     ) -> list[tuple[NodeGroup, int]]:
-        """(group, micro-batches) of each pipeline of a best sharing within `seconds`."""
+        """Return (group, micro-batches) of each pipeline of a best division within `seconds`."""
         layers, shares = self._fill(table, seconds), (table.times <= seconds).sum(axis=1)
         left, found = self.counts, []
         for k in range(pipelines, 0, -1):
@@ -328,7 +328,7 @@ class _Solver(_CoverTables):
     def _without_surplus(
         self, table: _FinishTimes, shares: list[tuple[NodeGroup, int]]
     ) -> list[tuple[NodeGroup, int]]:
-        """Take the surplus over M from the pipelines that end last; each keeps one micro-batch."""
+        """Take the surplus over M from the pipelines that end last; each keeps a micro-batch."""
         rows = dict(zip(table.groups, table.times, strict=True))
         for _ in range(sum(share for _, share in shares) - self.m):
             able = [i for i, (_, share) in enumerate(shares) if share > 1]
@@ -337,7 +337,7 @@ class _Solver(_CoverTables):
         return shares
 
     def tails(self, pipelines: int) -> Floats:
-        """Every tail that a stage can have, ascending."""
+        """Return every tail that a stage can have, ascending."""
         found = [self.model.tails(q, pipelines) for q, n in enumerate(self.counts) if n]
         upper = np.triu_indices(self.n_layers + 1, 1)
         return np.unique(np.concatenate([t[upper] for t in found]))
@@ -351,14 +351,14 @@ class _Candidate(NamedTuple):
     """Limit on the tail."""
     table: _FinishTimes
     end: float
-    """End of the pipelines."""
+    """Finish time of the slowest pipeline."""
     pipelines: int
 
 
 def solve(problem: Problem) -> tuple[Solution | None, dict[int, float]]:
     """Return the best solution (None: nothing fits) and the best seconds by number of pipelines.
 
-    Seconds of numbers that cannot win may be inf: they are not followed to their end.
+    The seconds of numbers that cannot win may be inf, because their search is not completed.
     """
     solver = _Solver(problem)
     if not solver.numbers or solver.deepest < 1:
@@ -391,7 +391,7 @@ def _better(found: _Candidate, best: _Candidate, current: int) -> bool:
 def _candidates(
     solver: _Solver, free: _FinishTimes, least: float, k: int, best: float
 ) -> Iterator[_Candidate]:
-    """Plans of k pipelines, the best among them.
+    """Yield plans of k pipelines, the best plan among them.
 
     Pipelines end earlier under a wider limit on the tail. So between two limits no plan is faster
     than the smaller limit plus the end under the wider one, and most ranges need not be searched.
@@ -421,7 +421,7 @@ def _candidates(
 
 
 def work_estimate(problem: Problem) -> int:
-    """Rough number of elementary array operations of `solve`."""
+    """Return the rough number of elementary array operations of `solve`."""
     layers = problem.model.n_layers
     states = prod(n + 1 for n in problem.counts)
     units = max(min(kind.units, layers) for kind in problem.model.kinds)

@@ -1,11 +1,11 @@
 """Shapes with given depths: parsing, fitting to the nodes, and plans on one kind of node.
 
-A shape is given as "auto", as a number of pipelines ("2") or as their depths ("3+1"). Depths count
-stages. A node with several units takes that many neighbouring stages of one pipeline, because a
-node never holds a layer twice.
+A shape is given as "auto", as a number of pipelines ("2") or as their depths ("3+1"). A depth is a
+number of stages. A node with several units takes that many neighbouring stages of one pipeline,
+because a node never holds a layer twice.
 
-`solve` makes plans of given depths on clusters that are too large for the exact search: each depth
-is cut so that its slowest stage is as fast as possible, and micro-batches are shared out.
+`solve` makes plans of given depths on clusters that are too large for the exact search. It cuts
+each depth so that the slowest stage is as fast as possible, and divides the micro-batches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic.planning.search.layer_partition import LayerPartitioner
 from elastic.planning.search.problem import PipelineShape, Problem, Solution
 
 MAX_EVEN_SHAPES = 3
-"""Even shapes that are solved."""
+"""Maximum number of even shapes that are solved, the best estimates first."""
 
 Depths = tuple[int, ...]
 
@@ -42,15 +42,15 @@ class ShapeLimits:
 
     @property
     def max_pipelines(self) -> int:
-        """The most pipelines that can be kept busy."""
+        """Maximum number of pipelines that all have a node and a micro-batch."""
         return min(self.nodes, self.n_microbatches)
 
     def nodes_for(self, depth: int) -> int:
-        """Nodes that a pipeline of `depth` stages takes."""
+        """Return the number of nodes that a pipeline of `depth` stages takes."""
         return -(-depth // self.per_node)
 
     def even(self, pipelines: int) -> Depths:
-        """Depths with all nodes spread as evenly as possible, none deeper than the layers."""
+        """Return depths that use all nodes as evenly as possible, none deeper than the layers."""
         base, more = divmod(self.nodes, pipelines)
         return tuple(
             min((base + (i < more)) * self.per_node, self.n_layers) for i in range(pipelines)
@@ -58,7 +58,7 @@ class ShapeLimits:
 
 
 def parse_shape(text: str) -> Depths | int | None:
-    """Return None for auto, a number of pipelines, or depths. Raises FieldError."""
+    """Return a number of pipelines, or their depths; None for auto. Raises FieldError."""
     if text == "auto":
         return None
     if not re.fullmatch(r"[1-9]\d{0,5}(\+[1-9]\d{0,5})*", text):
@@ -73,9 +73,9 @@ def format_depths(depths: Depths) -> str:
 
 
 def candidate_depths(shape: str, limits: ShapeLimits) -> Iterator[tuple[Depths, str]]:
-    """Depths for a requested number or depths of pipelines, best first.
+    """Yield (depths, note) for a requested number or depths of pipelines, best first.
 
-    Each comes with a note on how it differs from the request, "" if it does not.
+    The note says how the depths differ from the request; "": they do not.
     """
     wanted = parse_shape(shape)
     assert wanted is not None, "a shape is requested"
@@ -91,7 +91,7 @@ def candidate_depths(shape: str, limits: ShapeLimits) -> Iterator[tuple[Depths, 
 
 
 def fit_depths(wanted: Depths, limits: ShapeLimits) -> Depths:
-    """Shorten the deepest pipelines or deepen the shallowest ones until all nodes are used."""
+    """Return `wanted` with deep pipelines shortened or shallow ones deepened to use all nodes."""
     depths = [min(depth, limits.n_layers) for depth in wanted]
     while sum(map(limits.nodes_for, depths)) > limits.nodes:
         deepest = max(range(len(depths)), key=lambda i: (depths[i], i))
@@ -104,9 +104,9 @@ def fit_depths(wanted: Depths, limits: ShapeLimits) -> Depths:
 
 
 def solve(problem: Problem, per_node: int) -> Solution | None:
-    """The best cuts and shares for `problem.depths` on one kind of node with `per_node` units.
+    """Return the best cuts and micro-batches for `problem.depths` on one kind of node.
 
-    None if there are more pipelines than micro-batches, or memory is short.
+    None: there are more pipelines than micro-batches, or memory is short.
     """
     schedule, model = problem.schedules[0], problem.model
     if len(problem.depths) > problem.microbatches:
@@ -126,10 +126,10 @@ def solve(problem: Problem, per_node: int) -> Solution | None:
 
 
 def even_solutions(problem: Problem) -> list[Solution]:
-    """The best plans with nodes spread evenly over 1, 2, ... pipelines of one kind of node.
+    """Return the best plans that spread nodes of one kind evenly over 1, 2, ... pipelines.
 
-    A ring of few pipelines reduces a little faster. `column_search` assumes a ring of many, so it
-    misses that.
+    A ring of few pipelines reduces a little faster. `column_search` misses this gain, because it
+    assumes a ring of many. Without a tail, or with several kinds of nodes, the result is empty.
     """
     model = problem.model
     if len(problem.counts) > 1 or model.has_no_tail:
@@ -164,7 +164,7 @@ def even_solutions(problem: Problem) -> list[Solution]:
 def _estimate(
     model: CostModel, schedule: str, depths: Depths, per_node: int, microbatches: int
 ) -> float:
-    """Seconds of a step with these depths, as if every pipeline were full."""
+    """Return the seconds of a step as if every pipeline were full; inf if memory is short."""
     numbers = Counter(depths)
     shapes = []
     for depth in numbers:
@@ -184,7 +184,7 @@ def _estimate(
 
 
 def _share(model: CostModel, schedule: str, depth: int, per_node: int, seconds: float) -> int:
-    """Micro-batches that a pipeline of this depth does within `seconds`."""
+    """Return the micro-batches that a pipeline of this depth does within `seconds`."""
     found = cut_uniform(model, schedule, depth, per_node, depth)
     if found is None:
         return 0
@@ -206,9 +206,9 @@ def _seconds(
 def cut_uniform(
     model: CostModel, schedule: str, depth: int, per_node: int, ahead: int
 ) -> tuple[PipelineShape, float, float] | None:
-    """(shape, sum of fills, slowest stage) on one kind of node; None if memory forbids it.
+    """Return (shape, sum of fills, slowest stage) on one kind of node; None if memory is short.
 
-    `ahead`: most micro-batches in flight; the shape has as many micro-batches.
+    `ahead`: maximum micro-batches in flight; the shape has as many micro-batches.
     """
     stages = tuple(min(per_node, depth - first) for first in range(0, depth, per_node))
     kinds = (0,) * len(stages)

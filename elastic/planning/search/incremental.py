@@ -1,7 +1,7 @@
 """Plans that keep pipelines of the current plan after a change of the nodes.
 
 `replan_free_nodes` serves large clusters: pipelines that lost nothing stay, and only the free nodes
-are planned again. With many pipelines that is nearly as fast as the best plan, moves almost
+are planned again. With many pipelines the result is nearly as fast as the best plan, moves almost
 nothing, and takes milliseconds. The optimum of the linear programme bounds every plan of the priced
 groups; if the result is not within `MAX_GAP` of that bound, everything is planned again.
 
@@ -37,14 +37,14 @@ MAX_GAP = 0.02
 """Fraction by which an incremental plan may be slower than the bound."""
 PRECISION = 1e-3
 MAX_SPEEDUP = 0.06
-"""Usual upper limit of the fraction of time that the free nodes save."""
+"""Fraction of time that the free nodes seldom save; the bisection tries this range first."""
 MAX_NODES_TO_KEEP = 256
-"""Nodes above which a change is not weighed against the current plan."""
+"""Maximum number of nodes for which a change is compared with the intact pipelines."""
 
 
 @dataclass(frozen=True, slots=True)
 class IncrementalPlan:
-    """Current pipelines that stay, with their shapes, and shapes for the free nodes."""
+    """Current pipelines that stay, with their shapes, and new shapes for the free nodes."""
 
     kept: tuple[tuple[Pipeline, PipelineShape], ...]
     shapes: tuple[PipelineShape, ...]
@@ -54,9 +54,9 @@ class IncrementalPlan:
 def replan_free_nodes(
     request: PlanRequest, problem: Problem, kinds: NodeKinds
 ) -> IncrementalPlan | None:
-    """Plan the nodes that are free, or None.
+    """Return a plan for the free nodes beside the current pipelines that are intact.
 
-    None: there is no current plan, it does not fit the request, or the result would be too slow.
+    None: no pipeline is intact, too many nodes are free, or the plan would be too slow.
     """
     kept = _intact_shapes(request, problem.model, kinds)
     priced = column_search.price_problem(problem, inf) if kept else None
@@ -73,7 +73,7 @@ def replan_free_nodes(
 
 
 def _within_gap(problem: Problem, priced: ColumnPool, seconds: float) -> bool:
-    """Whether no plan of the priced groups can be faster by more than `MAX_GAP`."""
+    """Return whether no plan of the priced groups can be faster by more than `MAX_GAP`."""
     relaxation = Relaxation(priced.counts, problem.counts)
     for low, high in zip((0.0, *priced.tails), priced.tails, strict=False):
         target = seconds * (1 - MAX_GAP) - (low if low < inf else 0.0)
@@ -88,7 +88,7 @@ def _within_gap(problem: Problem, priced: ColumnPool, seconds: float) -> bool:
 def _intact_shapes(
     request: PlanRequest, model: CostModel, kinds: NodeKinds
 ) -> list[tuple[Pipeline, PipelineShape]]:
-    """Pipelines of the current plan whose nodes are all left, with their shapes."""
+    """Return the pipelines that can stay (all nodes left, not interleaved), with their shapes."""
     current = request.current
     if current is None or current.n_layers != model.n_layers or current.tp != request.workers:
         return []
@@ -105,7 +105,7 @@ def _intact_shapes(
 
 
 class _FreeNodeSearch:
-    """Least time within which kept pipelines and free nodes do all micro-batches."""
+    """Finds the least time in which the kept pipelines and the free nodes do all micro-batches."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class _FreeNodeSearch:
         kept: list[tuple[Pipeline, PipelineShape]],
         left: tuple[int, ...],
     ) -> None:
-        """`left`: free nodes per kind."""
+        """`left`: number of free nodes of each kind."""
         self.problem, self.priced, self.kept, self.left = problem, priced, kept, left
         self.tail = largest_tail(problem.model, [shape for _, shape in kept])
         self._relaxation = Relaxation(priced.counts, left)
@@ -127,7 +127,7 @@ class _FreeNodeSearch:
             self._figures[shape] = partitioner.fill_and_slowest(shape.cuts)
 
     def _share(self, shape: PipelineShape, seconds: float) -> int:
-        """Micro-batches that a kept pipeline does in time."""
+        """Return the number of micro-batches that a kept pipeline does within `seconds`."""
         fill, slowest = self._figures[shape]
         if fill == inf or fill > seconds:
             return 0
@@ -137,7 +137,7 @@ class _FreeNodeSearch:
         return max(0, int((seconds - first) / slowest * (1 + 1e-12)) + 1)
 
     def _free(self, seconds: float) -> tuple[Counter[int], int, Ints]:
-        """(columns for the free nodes, their micro-batches, values of all columns)."""
+        """Return (columns for the free nodes, their micro-batches, values of all columns)."""
         values = self.priced.values(seconds, self.tail, self.left)
         if not values.any():
             return Counter(), 0, values
@@ -145,13 +145,13 @@ class _FreeNodeSearch:
         return chosen, done, values
 
     def _able(self, seconds: float, *, alone: bool = False) -> bool:
-        """Whether all micro-batches are done in time; `alone`: by the kept pipelines."""
+        """Return whether all micro-batches are done in time; `alone`: by kept pipelines only."""
         staying = sum(self._share(shape, seconds) * n for shape, n in self._numbers.items())
         missing = self.problem.microbatches - staying
         return missing <= 0 or (not alone and self._free(seconds)[1] >= missing)
 
     def least(self) -> float:
-        """Bisection to within `PRECISION`, starting from the time of the kept pipelines alone."""
+        """Return the least sufficient seconds, at most `PRECISION` too large; inf: none suffice."""
         figures = self._figures.items()
         start = max(float(pipeline_seconds(s.schedule, *pair, 1)) for s, pair in figures)
         low, high = start, 2 * start
@@ -174,7 +174,7 @@ class _FreeNodeSearch:
         return high
 
     def finish(self, seconds: float) -> IncrementalPlan | None:
-        """Share out exactly M micro-batches, and cut the new pipelines."""
+        """Return the plan with exactly M micro-batches; None if a new pipeline cannot be cut."""
         model, problem = self.problem.model, self.problem
         shares = [self._share(shape, seconds) for _, shape in self.kept]
         missing = problem.microbatches - sum(shares)
@@ -203,7 +203,7 @@ class _FreeNodeSearch:
         return IncrementalPlan(kept, tuple(fresh), step_seconds(model, shapes))
 
     def _without_surplus(self, shares: list[int], surplus: int) -> list[int]:
-        """Take the surplus from the pipelines with the slowest stages: one each, in turn."""
+        """Return `shares` less the surplus, taken in turn from the slowest pipelines."""
         slowest = [self._figures[shape][1] for _, shape in self.kept]
         order = sorted(range(len(shares)), key=lambda i: (-slowest[i], i))
         while surplus > 0:
@@ -217,8 +217,8 @@ class _FreeNodeSearch:
 def prefer_current(request: PlanRequest, best: Plan) -> Plan:
     """Return `best`, or the intact pipelines of the current plan if these make more progress.
 
-    Their pause is shorter. The choice needs observed losses and known links; without them `best`
-    is returned.
+    Keeping pipelines takes a shorter pause. The comparison needs observed losses and known links;
+    without them the result is `best`.
     """
     current, profile = request.current, request.profile
     if current is None or profile is None or not profile.link.bytes_per_s:
@@ -245,14 +245,14 @@ def prefer_current(request: PlanRequest, best: Plan) -> Plan:
 
 
 def _intact_pipelines(request: PlanRequest, current: Plan, profile: Profile) -> Plan | None:
-    """The current pipelines that lost nothing, with all micro-batches shared out among them."""
+    """Return the intact current pipelines as a plan; None: none, or too few micro-batches."""
     alive = {info.node for info in request.nodes} - request.dead
     intact = [p for p in current.pipelines if all(s.unit.node in alive for s in p.stages)]
     if not intact or len(intact) > request.spec.n_microbatches:
         return None
 
     def cost(pipeline: Pipeline) -> Cost:
-        """Simulate a few micro-batches, and extrapolate linearly."""
+        """Return the finish time: simulated for few micro-batches, extrapolated for more."""
         seconds = pipeline_timer(pipeline, profile, request.nodes, request.slow, current.tp)
         few = 2 * len(pipeline.stages)
         base, each = seconds(few), (seconds(2 * few) - seconds(few)) / few

@@ -13,7 +13,7 @@ from elastic.planning.search.request import PlanRequest
 
 
 def explain_infeasible(problem: Problem, kinds: NodeKinds, request: PlanRequest) -> str:
-    """Name the missing memory of one pipeline over all nodes, cut to need the least memory."""
+    """Return a message that names the memory which one pipeline over all nodes lacks."""
     model = problem.model
     units = [min(kind.units, model.n_layers) for kind in kinds.kinds]
     places = sum(n * u for n, u in zip(problem.counts, units, strict=True))
@@ -46,7 +46,7 @@ def explain_infeasible(problem: Problem, kinds: NodeKinds, request: PlanRequest)
 def _fullest_stage(
     model: CostModel, depth: int, microbatches: int
 ) -> tuple[int, int, tuple[int, int]]:
-    """(bytes, stage, its layers) of the fullest stage; recomputation is used where it helps."""
+    """Return (bytes, index, layers) of the fullest stage under the cut that needs least."""
     tables = [_bytes_of_stages(model, min(depth - s, microbatches)) for s in range(depth)]
     rest = np.full(model.n_layers + 1, np.inf)
     rest[-1] = 0.0

@@ -1,4 +1,4 @@
-"""Best partition of the layers into the stages of one pipeline whose order of nodes is given."""
+"""Best partition of the layers into the stages of one pipeline with a given order of nodes."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from elastic.planning.cost.cost_model import (
 from elastic.planning.search.problem import TIME_TOLERANCE, PipelineShape
 
 EVENNESS_WEIGHT = 1e-9
-"""Weight of evenness among equally fast cuts."""
+"""Weight of evenness, for the choice among equally fast cuts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StageBands:
-    """Stages of up to `longest` layers, by first layer and number of layers."""
+    """Tables of the stages with 1 to `longest` layers."""
 
     longest: int
     ends: Ints
-    """[first layer, number of layers]"""
+    """[first layer, number of layers - 1] end of the stage."""
     seconds: Floats
-    """[table, first layer, number of layers]; inf beyond the last layer."""
+    """[table, first layer, number of layers - 1]; inf beyond the last layer."""
     costs: Floats
-    """Like `seconds`; `LayerPartitioner.cut` minimises their sum."""
+    """Indices as in `seconds`. `LayerPartitioner.cut` minimises the sum of costs."""
 
 
 class LayerPartitioner:
     """Partitions the layers for one order of nodes, first stage first.
 
     Args:
-        kinds, stages: kind of each node, and stages on it.
-        microbatches: of the pipeline.
+        kinds, stages: kind of each node, and number of stages on it.
+        microbatches: micro-batches of the pipeline.
         tail: limit on a stage's reduction and update in a ring of `pipelines`, seconds.
     """
 
@@ -68,7 +68,7 @@ class LayerPartitioner:
             self.tables.append(model.stages(kind, ahead, schedule, inside=inside, last=behind == 0))
         numbers: dict[int, int] = {}
         self._numbers = [numbers.setdefault(id(table), len(numbers)) for table in self.tables]
-        """By stage, the number of its table among the distinct ones."""
+        """Per stage, the index of its table in `_distinct`."""
         self._distinct = {
             number: (table, kind)
             for number, table, (kind, _) in zip(self._numbers, self.tables, owners, strict=True)
@@ -79,7 +79,7 @@ class LayerPartitioner:
         self._unit = min((seconds for seconds in whole if seconds < inf), default=1.0) or 1.0
 
     def least_limit(self, low: float, high: float) -> float:
-        """The least limit on a stage in [low, high] for which a partition exists; inf if none."""
+        """Return the least limit on a stage in [low, high] with which `cut` succeeds, or inf."""
         if self.cut(high) is None:
             return inf
         seconds = self._bands_up_to(self._longest(high)).seconds
@@ -94,7 +94,7 @@ class LayerPartitioner:
         return float(values[last]) if len(values) else high
 
     def cut(self, limit: float) -> tuple[int, ...] | None:
-        """Cuts with the least sum of fills if no stage exceeds `limit`; the most even of these."""
+        """Return cuts with the least sum of fills, no stage above `limit`; None: impossible."""
         bands = self._bands_up_to(self._longest(limit))
         costs = np.where(bands.seconds <= limit * (1 + TIME_TOLERANCE), bands.costs, inf)
         rows = np.arange(self.model.n_layers + 1)
@@ -114,7 +114,7 @@ class LayerPartitioner:
         return tuple(cuts)
 
     def _longest(self, limit: float) -> int:
-        """Most layers of a stage within `limit`, by the compute time of the fastest kind."""
+        """Return the maximum layers of a stage within `limit`, by the times of the fastest kind."""
         longest, rows = 1, np.arange(self.model.n_layers + 1)
         for kind in set(self.kinds):
             times = self.model.compute(kind, self.schedule)
@@ -142,13 +142,13 @@ class LayerPartitioner:
         return self._bands
 
     def fill_and_slowest(self, cuts: Sequence[int]) -> tuple[float, float]:
-        """(sum of fills, slowest stage) of these cuts, seconds."""
+        """Return (sum of fills, slowest stage) of these cuts, in seconds."""
         pairs = list(zip(self.tables, pairwise(cuts), strict=True))
         fill = sum(float(table.fill[a, b]) for table, (a, b) in pairs)
         return fill, max(float(table.tau[a, b]) for table, (a, b) in pairs)
 
     def fastest(self, least: float, factors: Sequence[float]) -> PipelineShape | None:
-        """The fastest shape under limits of `factors` times `least`; None if none fits."""
+        """Return the fastest shape under limits of `factors` times `least`; None if none fits."""
         found: tuple[PipelineShape, float] | None = None
         for factor in factors:
             cuts = self.cut(least * factor)
@@ -165,5 +165,5 @@ class LayerPartitioner:
 
 
 def partitioner_of(model: CostModel, shape: PipelineShape) -> LayerPartitioner:
-    """The partitioner for the nodes of a shape, without a limit on the tail."""
+    """Return the partitioner for the nodes of a shape, without a limit on the tail."""
     return LayerPartitioner(model, shape.schedule, shape.kinds, shape.stages, shape.microbatches)

@@ -18,35 +18,36 @@ import numpy as np
 from elastic.planning.cost.cost_model import Floats, Ints
 
 MAX_TREE_NODES = 200
-"""Nodes of the search tree of the integer programme."""
+"""Maximum nodes of the search tree of the integer programme."""
 PRECISION = 1e-9
-"""A column may still gain this fraction of the largest value."""
+"""Fraction of the largest value that a column may still gain at the optimum."""
 PROVEN = (
     highspy.HighsModelStatus.kOptimal,
     highspy.HighsModelStatus.kObjectiveTarget,
     highspy.HighsModelStatus.kSolutionLimit,
 )
-"""Outcomes after which the solver's bound holds."""
+"""Solver outcomes after which the solver's bound holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """Optimum of the linear programme; rounding errors cannot break its bound."""
+    """Optimum of the linear programme, with a bound that holds despite rounding errors."""
 
     bound: float
-    """prices @ nodes: the most that any choice of columns is worth."""
+    """prices @ nodes: the maximum value of any choice of columns."""
     prices: Floats
     """[kinds] dual value of one node; no column is worth more than its nodes."""
     gaps: Floats
-    """[columns] price of the nodes minus value, at least 0."""
+    """[columns] price of the column's nodes minus its value, at least 0."""
 
 
 class Relaxation:
     """The linear programme for fixed columns and nodes, solved for many sets of values in turn.
 
-    HiGHS holds the columns that earlier solutions needed (delayed column generation), so a similar
-    problem takes one or two of its runs. If several prices are optimal, the returned ones depend on
-    earlier problems. So no instance may outlive its search: equal requests must get equal plans.
+    HiGHS keeps the columns that earlier solutions needed (delayed column generation), so a similar
+    problem takes only one or two runs of HiGHS. If several prices are optimal, the returned ones
+    depend on earlier problems. So no instance may outlive its search: equal requests must get equal
+    plans.
     """
 
     def __init__(self, counts: Ints, nodes: tuple[int, ...]) -> None:
@@ -57,7 +58,7 @@ class Relaxation:
         self._solver: highspy.Highs | None = None
 
     def maximise(self, value: Ints) -> Optimum:
-        """Solve the programme for these values of the columns."""
+        """Return the optimum for these values of the columns."""
         worth = value.astype(np.float64)
         prices = self._least_prices(worth)
         gaps = self._matrix @ prices - worth
@@ -66,7 +67,7 @@ class Relaxation:
         return Optimum(float(prices @ np.array(self.nodes)), prices, gaps + short * self._sizes)
 
     def _least_prices(self, worth: Floats) -> Floats:
-        """[kinds] prices at which no column gains, except for rounding."""
+        """Return, [kinds], prices at which no column gains, except for rounding."""
         if len(self.nodes) == 1:
             return np.array([np.max(worth / self._sizes)])
         if self._solver is None:
@@ -103,10 +104,10 @@ class IntegerSolution:
     """Result of `solve_integer`."""
 
     bound: float
-    """No choice of columns is worth more; 0 if none reaches `enough`."""
+    """Upper bound on the value of any choice; 0 if no choice reaches `enough`."""
     value: int
     chosen: Counter[int]
-    """Columns that reach `value`, with their numbers."""
+    """Number of each column in the choice with this value; empty: no choice was found."""
 
 
 def solve_integer(
@@ -116,13 +117,13 @@ def solve_integer(
     number: tuple[int, int] = (0, 1 << 30),
     promising: int = 0,
 ) -> IntegerSolution:
-    """Choose `number[0]` to `number[1]` columns that reach `enough`, or prove that none do.
+    """Return `number[0]` to `number[1]` columns that reach `enough`, or a bound if none do.
 
-    `promising`: use only so many columns, without a proof; 0: all.
+    `promising`: use only so many columns, and prove nothing; 0: use all.
 
     A column whose gap exceeds the slack of the fractional optimum over `enough` is in no solution
-    that reaches it (reduced-cost fixing). A few dozen of thousands of columns are left for branch
-    and cut (HiGHS; Huangfu and Hall 2018).
+    that reaches `enough` (reduced-cost fixing). A few dozen of thousands of columns are left for
+    branch and cut (HiGHS; Huangfu and Hall 2018).
     """
     counts, nodes = relaxation.counts, relaxation.nodes
     optimum = relaxation.maximise(value)
@@ -166,7 +167,7 @@ def _check(solver: highspy.Highs, expected: tuple[highspy.HighsModelStatus, ...]
 def _model(
     value: Ints, counts: Ints, nodes: tuple[int, ...], number: tuple[int, int]
 ) -> highspy.HighsLp:
-    """Minimise -value; one row per kind of node, and one for the number of columns."""
+    """Return the programme that minimises -value: a row per kind of node, and one for `number`."""
     rows = np.concatenate((counts, np.ones((len(counts), 1), dtype=np.int64)), axis=1)
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = rows.shape

@@ -1,4 +1,4 @@
-"""The planning problem, and its solutions before nodes have names."""
+"""The planning problem, and its solutions, which know nodes only by their kinds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from math import inf
 from elastic.planning.cost.cost_model import CostModel
 
 NodeCounts = tuple[int, ...]
-"""Nodes per kind."""
+"""Number of nodes of each kind."""
 TIME_TOLERANCE = 1e-12
 """Relative difference up to which two times are equal."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class NodeGroup:
-    """Nodes of one pipeline, and the number of stages on them."""
+    """Number of nodes of each kind in a pipeline, and the number of its stages."""
 
     counts: NodeCounts
     depth: int
@@ -29,9 +29,9 @@ class PipelineShape:
     kinds: tuple[int, ...]
     """Kind of each node, first stage first."""
     stages: tuple[int, ...]
-    """Stages on each of these nodes."""
+    """Number of stages on each of these nodes."""
     cuts: tuple[int, ...]
-    """First layer of each stage, then L."""
+    """First layer of each stage, then the number of layers."""
     microbatches: int
 
     @property
@@ -39,7 +39,7 @@ class PipelineShape:
         return len(self.cuts) - 1
 
     def stage_kinds(self) -> tuple[int, ...]:
-        """Kind of each stage."""
+        """Return the kind of the node of each stage."""
         pairs = zip(self.kinds, self.stages, strict=True)
         return tuple(kind for kind, n in pairs for _ in range(n))
 
@@ -54,7 +54,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Find the pipelines with the shortest step for `microbatches` on `counts` nodes per kind."""
+    """Input of the search for the pipelines with the shortest step."""
 
     model: CostModel
     counts: NodeCounts
@@ -63,8 +63,8 @@ class Problem:
     depths: NodeCounts = ()
     """Depth of each pipeline; (): free."""
     current: int = 0
-    """Present number of pipelines, preferred among equals."""
+    """Number of pipelines in the current plan, preferred among equals; 0: no current plan."""
     thorough: bool = True
-    """Search longer: seconds instead of milliseconds for a few dozen nodes."""
+    """Whether to search for seconds instead of milliseconds (with a few dozen nodes)."""
     upper_bound_s: float = inf
-    """Seconds of a known plan; slower ones need not be found."""
+    """Step time of a known plan; slower plans need not be found."""

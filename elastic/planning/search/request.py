@@ -15,7 +15,7 @@ from elastic.planning.schedule.schedule import SCHEDULES
 from elastic.planning.search.fixed_shape import parse_shape
 
 MAX_NODES_BOTH_SHARES = 128
-"""Nodes above which shapes are searched for one share of streamed gradients only."""
+"""Maximum nodes for which shapes are searched for several fractions of streamed gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,32 +28,32 @@ class PlanRequest:
     tp: int = 0
     """Workers per unit; 0: as in the spec."""
     shape: str = "auto"
-    """auto | number of pipelines | depths, as 3+1."""
+    """auto, a number of pipelines, or their depths such as 3+1."""
     current: Plan | None = None
     """The plan that is running: where layers are now."""
     dead: frozenset[str] = frozenset()
-    """Nodes that can hold nothing."""
+    """Lost nodes. They get no stage, and their copies are gone."""
     link_bytes_per_s: float = 0.0
-    """Bandwidth between nodes without a profile; 0: unknown, treated as infinite. Needs layer times
-    in seconds."""
+    """Bandwidth between nodes if there is no profile; 0: unknown, treated as infinite. The spec's
+    layer times must then be in seconds."""
     latency_s: float = 0.0
     backup: str = "auto"
-    """auto, or GRADIENTS+STATE as stream:4+snapshot."""
+    """auto, or GRADIENTS+STATE such as stream:4+snapshot."""
     max_nodes: int = 0
-    """Most nodes that may hold stages; 0: all."""
+    """Maximum number of nodes that hold stages; 0: all."""
     profile: Profile | None = None
-    """Times of device types, and links; None: the spec's own figures."""
+    """Times of device types, and links; None: the spec's own figures are used."""
     slow: tuple[tuple[str, float], ...] = ()
-    """(node, factor) of nodes that compute slower than their type's profile."""
+    """(node, factor) of nodes whose speed differs from their type's profile; above 1: slower."""
     schedule: str = "auto"
-    """auto | 1f1b | interleaved | zero-bubble."""
+    """auto, 1f1b, interleaved or zero-bubble."""
     hazard_per_s: float = 0.0
-    """Observed losses per node and second; 0: unknown, nodes are assumed to stay."""
+    """Observed losses per node and second; 0: unknown, and pauses of changes are not weighed."""
     pause_s: float = 0.0
-    """Seconds for which a change of plan stops training, without the transfer of state."""
+    """Seconds without training during a change of plan, besides the transfer of state."""
     weighing: Weighing | None = None
-    """Input to the choice of backup schemes for `auto`; None: derived from the profile and the
-    hazard, if the profile knows links."""
+    """Input to the choice of backup schemes for `auto`; None: made from the profile and the hazard,
+    if the profile knows links."""
 
     @property
     def workers(self) -> int:
@@ -64,8 +64,8 @@ class PlanRequest:
     def stream_shares(self) -> tuple[float, ...]:
         """Fractions of gradient bytes streamed per micro-batch; shapes are searched for each.
 
-        The best schemes depend on the shape, and the best shape on the schemes. Shapes found for
-        another share can be better for the right one too, because closed forms are not exact.
+        The best schemes depend on the shape, and the best shape on the schemes. Because closed
+        forms are not exact, the search with another fraction may find a better shape.
         """
         fixed = () if self.backup == "auto" else (schemes_of(self.backup)[0].share,)
         if self.profile is None or not self.profile.link.bytes_per_s:
@@ -75,7 +75,7 @@ class PlanRequest:
         return tuple(dict.fromkeys((*fixed, 1.0, 0.0)))
 
     def backup_weighing(self) -> Weighing | None:
-        """Input to the choice of schemes; None: links are unknown, or the schemes are fixed."""
+        """Return the input to the choice of schemes; None: links are unknown, or schemes fixed."""
         if self.backup != "auto" or self.weighing is not None:
             return self.weighing
         if self.profile is None or not self.profile.link.bytes_per_s:
@@ -88,7 +88,7 @@ class PlanRequest:
         )
 
     def effective_profile(self) -> Profile:
-        """The given profile, or one made from the spec's own figures."""
+        """Return the given profile, or one made from the spec's own figures."""
         if self.profile is not None:
             return self.profile
         link = LinkProfile(self.link_bytes_per_s, self.latency_s)

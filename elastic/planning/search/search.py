@@ -39,11 +39,11 @@ from elastic.planning.search.request import PlanRequest, check_request, select_n
 __all__ = ["PlanDecision", "PlanRequest", "clear_caches", "decide", "make_plan", "problem_of"]
 
 EXACT_SIZE, EXACT_MICROBATCHES = 40_000, 512
-"""Largest `exact.work_estimate` and micro-batches of problems that are searched exactly."""
+"""Largest `exact.work_estimate` and number of micro-batches of a problem that is solved exactly."""
 REPLAN_SIZE_DIVISOR = 16
 """Divides `EXACT_SIZE` for re-plans with limited memory, because training waits for them."""
 MAX_KINDS = 4
-"""Node kinds of a large problem; more are merged."""
+"""Maximum number of node kinds in a large problem; further kinds are merged."""
 
 _Alternatives = tuple[tuple[str, float], ...]
 """(description, seconds of a step), best first."""
@@ -56,18 +56,18 @@ class PlanDecision:
     plan: Plan
     prediction: Prediction
     alternatives: _Alternatives
-    """Without the plan itself."""
+    """Plans with other numbers of pipelines."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SearchResult:
-    """A solution for one set of kinds."""
+    """Result of a search: a solution, with the node kinds and the cost model that it refers to."""
 
     solution: Solution
     kinds: NodeKinds
     model: CostModel
     note: str = ""
-    """How the shape differs from the request."""
+    """How the shape differs from the requested one; "": it does not."""
     others: _Alternatives = ()
     kept: tuple[tuple[Pipeline, PipelineShape], ...] = ()
     """Pipelines of the current plan that stay; the solution is for the other nodes."""
@@ -76,13 +76,13 @@ class _SearchResult:
 def make_plan(request: PlanRequest) -> Plan:
     """Return the best plan.
 
-    Raises InfeasiblePlan naming the shortage, and FieldError for an unusable request.
+    Raises InfeasiblePlan, which names the shortage, and FieldError for an unusable request.
     """
     return _plan(request)[0]
 
 
 def decide(request: PlanRequest) -> PlanDecision:
-    """Like `make_plan`, with the plan's prediction and alternatives."""
+    """Return the best plan with its prediction and alternatives. Raises as `make_plan` does."""
     plan, others = _plan(request)
     prediction = predict(plan, request.effective_profile(), request.nodes, request.slow)
     return PlanDecision(plan, prediction, others)
@@ -95,7 +95,7 @@ def clear_caches() -> None:
 
 
 def problem_of(request: PlanRequest) -> Problem:
-    """The problem of a request whose shape is free: kinds, counts and costs."""
+    """Return the problem that a request with a free shape poses."""
     check_request(request)
     kinds = _classify(request, select_nodes(request)[0])
     return _problem(request, kinds, request.stream_shares[0])
@@ -107,7 +107,7 @@ def _classify(request: PlanRequest, active: Sequence[NodeInfo]) -> NodeKinds:
 
 
 def _problem(request: PlanRequest, kinds: NodeKinds, share: float) -> Problem:
-    """`share`: fraction of gradient bytes streamed per micro-batch."""
+    """Return the problem if nodes stream `share` of the gradient bytes per micro-batch."""
     model = cost_model(request.effective_profile(), kinds.kinds, request.workers, share)
     schedules: tuple[str, ...] = (ONE_F_ONE_B,)
     if request.schedule == ZERO_BUBBLE and model.has_split_times:
@@ -125,23 +125,20 @@ def _problem(request: PlanRequest, kinds: NodeKinds, share: float) -> Problem:
 
 
 def _is_small(problem: Problem) -> bool:
-    """Whether the problem is searched exactly.
-
-    If memory is limited, each number of micro-batches in flight is a search of its own.
-    """
+    """Return whether the problem is solved exactly; re-plans with limited memory seldom are."""
     quick = problem.model.limited and not problem.thorough
     most = EXACT_SIZE // REPLAN_SIZE_DIVISOR if quick else EXACT_SIZE
     return exact.work_estimate(problem) <= most and problem.microbatches <= EXACT_MICROBATCHES
 
 
 def _plan(request: PlanRequest) -> tuple[Plan, _Alternatives]:
-    """The best of the plans for each share of a gradient that may be streamed."""
+    """Return (plan, alternatives): the best for any of the fractions of streamed gradients."""
     check_request(request)
     active, spares = select_nodes(request)
     kinds = _classify(request, active)
     shares = request.stream_shares
     if request.backup != "auto" and _is_small(_problem(request, kinds, shares[0])):
-        shares = shares[:1]  # found exactly
+        shares = shares[:1]  # One exact search is enough.
     searched = [_search(request, kinds, share) for share in shares]
     distinct = {frozenset(Counter(r.solution.shapes).items()): r for r in reversed(searched)}
     found = [_assemble(request, result, active, spares) for result in distinct.values()]
@@ -152,7 +149,7 @@ def _plan(request: PlanRequest) -> tuple[Plan, _Alternatives]:
 
 
 def _expected_seconds(request: PlanRequest, plan: Plan) -> float:
-    """Seconds of a step with the plan's schemes; expected losses count if schemes are chosen."""
+    """Return the seconds of a step, with expected losses if the planner chooses the schemes."""
     by = request.backup_weighing()
     if by is not None:
         return estimate(plan, f"{plan.gradients}+{plan.state}", by, request.nodes).expected_s
@@ -165,7 +162,7 @@ def _assemble(
     active: Sequence[NodeInfo],
     spares: Sequence[NodeInfo],
 ) -> tuple[Plan, _Alternatives]:
-    """The plan of a solution: nodes, cuts that move little, schedules, backups."""
+    """Return the plan of a solution (nodes, cuts, schedules, backups) and the alternatives."""
     pipelines = assemble.build_pipelines(
         request, found.solution, found.kinds, found.model, active, found.kept
     )
@@ -238,9 +235,9 @@ def _search_free_shape(
 
 @lru_cache(maxsize=512)
 def _solve_exactly(problem: Problem) -> tuple[list[Solution], _Alternatives]:
-    """The best solution, and the seconds of other numbers of pipelines.
+    """Return the best and a near-best solution, and the seconds of each number of pipelines.
 
-    A near-best solution bounds the search where it is long.
+    The near-best solution bounds the exact search where that takes long.
     """
     hard = not problem.model.has_no_tail or problem.model.limited
     near = min(
@@ -269,9 +266,9 @@ CACHED = (
 def _search_fixed_shape(
     request: PlanRequest, kinds: NodeKinds, problem: Problem, share: float
 ) -> _SearchResult:
-    """The best plan of the requested shape, or of the nearest that fits.
+    """Return the best plan of the requested shape, or of the nearest shape that fits.
 
-    On large clusters all nodes are treated as the worst of them.
+    On large clusters every node is treated as the worst one.
     """
     limits = ShapeLimits(
         nodes=sum(problem.counts),
@@ -296,9 +293,9 @@ def _count(pipelines: int) -> str:
 
 
 def _describe_choice(request: PlanRequest, found: _SearchResult, plan: Plan) -> str:
-    """One line: the choice and up to three alternatives.
+    """Return the choice and up to three alternatives as one line.
 
-    Times are seconds, or without a profile in passes of a micro-batch through all layers.
+    Times are in seconds; without a profile, in passes of a micro-batch through all layers.
     """
     times = request.effective_profile().devices[0].layers
     whole = sum(t.forward_s + t.backward_s for t in times) or 1.0
@@ -314,7 +311,7 @@ def _describe_choice(request: PlanRequest, found: _SearchResult, plan: Plan) -> 
 
 
 def _format_depths(depths: Depths) -> str:
-    """`format_depths`, with equal depths of many pipelines counted."""
+    """Return the depths as text; many are counted: 9x4+2 is nine pipelines of depth 4, one of 2."""
     if len(depths) <= 8:
         return format_depths(depths)
     counts = {depth: depths.count(depth) for depth in sorted(set(depths), reverse=True)}
