@@ -63,7 +63,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Facts that all workers share before the update, bit for bit."""
+    """Facts that are equal on all workers, bit for bit, before the update."""
 
     norm: float
     """Norm of the whole gradient."""
@@ -93,7 +93,7 @@ def commit(
     Raises:
         LedgerError: a micro-batch is missing or counted twice in a layer, or the workers are not
             at the same step.
-        EpochAbandoned, LinkFailed: nothing was decided here.
+        EpochAbandoned, LinkFailed: this worker has no commit and must not update.
     """
     layers = tuple(LayerContribution(frozenset(s.ledger), norms_sq[s.index]) for s in sums)
     losses = sums[-1].losses if sums[-1].index == roster.n_layers - 1 else {}
@@ -181,9 +181,9 @@ def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
 
 
 def _check(where: str, ledgers: list[frozenset[int]], common: bool, n_microbatches: int) -> None:
-    """Raise LedgerError unless each micro-batch is in exactly one ledger.
+    """Raise LedgerError unless each micro-batch is in exactly one of `ledgers`.
 
-    `common`: the ledgers must be equal instead, and each micro-batch must be in all of them.
+    `common`: each micro-batch must be in all of them instead.
     """
     if common and len(set(ledgers)) > 1:
         found = [sorted(ledger) for ledger in ledgers]
