@@ -86,7 +86,7 @@ class WorkerContext:
     publisher: Publisher
     injector: FaultInjector
     replicas: dict[int, LayerReplica] = field(default_factory=dict)
-    """Layers that this worker holds, by index. Each epoch keeps the usable ones."""
+    """Layers that this worker holds, by index. Each epoch keeps the usable layers."""
     protection: Protection | None = None
     """Backup of `replicas`. The next epoch replaces it once its own layers are installed."""
 

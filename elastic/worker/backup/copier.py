@@ -21,7 +21,7 @@ THREADS = 4
 
 
 class Copier:
-    """Runs one worker's copy jobs in threads, which start with the first job, end with `close`."""
+    """Runs one worker's copy jobs in background threads, until `close`."""
 
     def __init__(self, device: torch.device, failed: Callable[[BaseException], None]) -> None:
         """`failed(error)` is called in the job's thread if a job raises an error."""

@@ -1,4 +1,4 @@
-"""Lists of the copies to be made of a worker's layers."""
+"""Builds the lists of copies to be made of a worker's layers."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from elastic.core.protocol.messages import BackupTraffic
 
 
 class TrafficMeter:
-    """Counts a worker's backup traffic until `take`. Thread-safe.
+    """Counts a worker's backup traffic between two calls of `take`. Thread-safe.
 
     Bundles are sent one after the other. A bundle's sending time begins with its announcement or
     with the acknowledgement of the bundle before it, whichever is later, and ends with its own
@@ -62,7 +62,7 @@ class TrafficMeter:
                 self._acked_at = now
 
     def forget(self) -> None:
-        """Forget the bundles on their way, whose acknowledgements the end of the epoch prevents."""
+        """Forget the bundles on their way, because no acknowledgement follows the epoch's end."""
         with self._lock:
             self._unacked.clear()
 

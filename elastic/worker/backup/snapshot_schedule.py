@@ -44,7 +44,7 @@ class SnapshotSchedule:
             self._refused.add(bundle)
 
     def retry(self) -> None:
-        """Send refused states again at the next updates. Called when the peer soon has room."""
+        """Send refused states again at the next updates. Called when the peer will have room."""
         with self._lock:
             self._retries = RETRIES
 

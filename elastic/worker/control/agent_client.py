@@ -2,7 +2,7 @@
 
 One thread reads the agent's messages; another sends heartbeats with the main thread's position.
 The main thread takes its next order with `next_order`. It trains under an `AbandonSignal`, which
-is set as soon as a newer epoch is announced.
+is set as soon as a newer epoch is announced, except by a boundary halt.
 """
 
 from __future__ import annotations

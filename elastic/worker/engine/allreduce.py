@@ -64,7 +64,7 @@ class GradientAllReduce:
         tied_layers = {layer for group in tied for layer, _ in group}
 
         def key(replica: LayerReplica) -> tuple[tuple[int, ...], bool]:
-            """The layer's holders, and whether a later step changes its reduced gradient."""
+            """Return the layer's holders, and whether `sum_tied` changes its reduced gradient."""
             return roster.holders(replica.index, self._me.shard), replica.index in tied_layers
 
         self._buckets = []

@@ -54,11 +54,11 @@ class Contribution:
     halt_epoch: int
     """Epoch of a planned change that the agent asked for, or -1."""
     layers: tuple[LayerContribution, ...]
-    """In layer order."""
+    """Facts about each layer that the worker holds, in layer order."""
     losses: Mapping[int, float]
-    """By micro-batch; empty without the last layer."""
+    """Loss by micro-batch; empty if the worker does not hold the last layer."""
     common: bool = False
-    """The ledgers belong to common sums, which are equal at all holders."""
+    """Whether the ledgers belong to common sums, which are equal at all holders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Commit:
     norm: float
     """Norm of the whole gradient."""
     loss: float
-    """Mean over the micro-batches, added in their order."""
+    """Mean loss of the micro-batches, which are added in their order."""
     halt_epoch: int
     """Epoch for which all workers leave after the update, or -1."""
 
@@ -170,7 +170,7 @@ def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
     losses: dict[int, float] = {}
     for rank in roster.holders(roster.n_layers - 1, 0):
         losses.update(contributions[rank].losses)
-    # `sum` compensates from Python 3.12 on, so its last bits may differ.
+    # A loop, because Python's `sum` compensates rounding from version 3.12 on.
     for m in range(roster.n_microbatches):
         loss += losses[m]
     return Commit(

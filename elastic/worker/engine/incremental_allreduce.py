@@ -81,7 +81,7 @@ class IncrementalAllReduce:
         self._finishing: Iterator[int] = iter(())
         """Stages of the actions that will finish a micro-batch, in order."""
         self._finished: dict[int, int] = {}
-        """Stage -> micro-batches that it has finished in this step."""
+        """Stage -> number of micro-batches that the stage has finished in this step."""
         self.shared = False
         """Whether a round of this epoch is over; all holders then have the recovered gradients."""
 
@@ -126,9 +126,9 @@ class IncrementalAllReduce:
         return {layer: g.clone() if layer in copied else g for layer, g in gradients.items()}
 
     def parts(self) -> list[GradientSum]:
-        """The common sums of all layers, after `finish`.
+        """Return the common sums of all layers. Call when all rounds of the step are over.
 
-        Raises LedgerError if a layer has no common sum, or gradients outside of it.
+        Raises LedgerError if a layer has no common sum, or has gradients that are not in it.
         """
         rest = {r.index: sorted(r.ledger) for r in self._replicas if r.ledger}
         parts = [replica.common for replica in self._replicas if replica.common is not None]

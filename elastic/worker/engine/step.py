@@ -72,7 +72,7 @@ class StepRunner:
     on_microbatch: Callable[[], None]
     """Called when a stage has collected a micro-batch."""
     partial: PartialRunner
-    """Partial replays that precede the first step."""
+    """Partial replays that precede the epoch's first step."""
 
     step: int = field(default=-1, init=False)
     record: StepRecord | None = field(default=None, init=False)
@@ -147,7 +147,7 @@ class StepRunner:
         pipeline = self.plan.pipelines[self._member.pipeline]
         actions = actions_of(pipeline, todo[self._member.pipeline])[self._member.stage]
         if not actions:
-            # Otherwise the initial copies of the epoch are published after the first micro-batch.
+            # With actions, the first copies of the epoch are published after a micro-batch.
             with self.runner.agreement:
                 self.protection.enter()
         if self._incremental is not None:

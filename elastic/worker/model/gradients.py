@@ -35,7 +35,7 @@ DTYPES = {Accumulate.FAST: torch.float32, Accumulate.EXACT: torch.int64}
 
 
 class GradientError(ElasticError):
-    """A gradient is not finite, or exceeds the range of the accumulator."""
+    """Raised if a gradient is not finite or exceeds the range of the accumulator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class FlatLayout:
 
     @staticmethod
     def of(parameters: Iterable[tuple[str, Tensor]]) -> FlatLayout:
-        """Lay out tensors given as (name, tensor)."""
+        """Return the layout of `parameters`: (name, tensor)."""
         ranges, offset = [], 0
         for name, tensor in parameters:
             stop = offset + tensor.numel()
@@ -66,7 +66,7 @@ class FlatLayout:
         return FlatLayout(tuple(ranges), offset)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Split `flat` [numel] into views in the parameters' shapes."""
+        """Return views of `flat` [numel], one per parameter, in the parameters' shapes."""
         return [flat[place.start : place.stop].view(place.shape) for place in self.ranges]
 
 

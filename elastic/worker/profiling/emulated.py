@@ -5,10 +5,10 @@ size are accumulated, copied, backed up and reduced; the optimizer updates the p
 cores can run many nodes of any device type, and measured times can be compared with the cost
 model's predictions.
 
-The values are a small model of their own, which depends only on (seed, step, micro-batch, layer)
-and the parameters: layer i outputs mean(input) + noise_i * w_i, and the loss is the sum of the
-last output squared. Every element of every message contributes, so a lost or doubled element
-changes the parameters.
+The values come from a small model, which depends only on (seed, step, micro-batch, layer) and the
+parameters: layer i outputs mean(input) + noise_i * w_i, and the loss is the sum of the last output
+squared. Every element of every message contributes, so a lost or doubled element changes the
+parameters.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class LoadedStage:
     sources: list[str] = field(default_factory=list)
     """Per layer: memory | initial | checkpoint | shared-memory | peer:NODE."""
     messages: dict[str, Tensor] = field(default_factory=dict)
-    """Logged messages for partial runs, by the copies' keys."""
+    """Logged messages for partial replays, by the keys of their copies."""
 
 
 class StateLoader:
@@ -71,7 +71,7 @@ class StateLoader:
         """Return the stage's replicas at the assignment's version and ledger.
 
         `live` is the result of `usable`; incomplete replicas in it are loaded anew. Raises
-        VaultError if a source is gone; the caller then waits for the next epoch.
+        VaultError if a source is gone.
         """
         recipes = {
             recipe.layer: recipe

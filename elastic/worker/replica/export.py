@@ -1,8 +1,8 @@
 """Hashes whole parameters, and exports them to a plain safetensors file.
 
 Parameters come from state runs (`elastic.domain.state_layout`) of vaults or of a checkpoint, one
-run per TP rank. Parameters that TP ranks split are joined first, so hash and file do not depend on the TP
-size. Values are copied bit for bit. This module imports no torch, so that it starts fast.
+run per TP rank. Those that TP ranks split are joined first, so hash and file do not depend on the
+TP size. Values are copied bit for bit. This module imports no torch, so that it starts fast.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class PendingCollective:
 
 
 class Links:
-    """Links of one rank to all others in one epoch, made by `open`. No transport for one rank."""
+    """Links of one rank in one epoch, made by `open`. Without other ranks it has no transports."""
 
     control: GlooTransport
     """Transport of headers and gathers, on CPU tensors."""

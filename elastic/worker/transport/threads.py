@@ -27,7 +27,7 @@ def start(name: str, work: Callable[[], object]) -> threading.Thread:
 
 
 def wait(seconds: float = JOIN_TIMEOUT_S) -> bool:
-    """Wait for all started threads. Returns False if some still run after `seconds`."""
+    """Wait for all started threads. Returns False if a thread still runs after `seconds`."""
     end = time.monotonic() + seconds
     for thread in list(_started):
         thread.join(max(0.0, end - time.monotonic()))
