@@ -52,7 +52,7 @@ class TrainingJob:
         empty: bool = False,
         portion: Portion = WHOLE,
     ) -> LayerReplica:
-        """Build `layer` at version 0, or `empty` to be filled from a copy."""
+        """Return a replica of `layer` at version 0; `empty`: with arbitrary values to replace."""
         return build_replica(
             self.stack,
             layer,
@@ -86,7 +86,7 @@ class WorkerContext:
     publisher: Publisher
     injector: FaultInjector
     replicas: dict[int, LayerReplica] = field(default_factory=dict)
-    """Layers that this worker holds, by index. Each epoch keeps the usable ones."""
+    """Layers that this worker holds, by index. Each epoch keeps the usable layers."""
     protection: Protection | None = None
     """Backup of `replicas`. The next epoch replaces it once its own layers are installed."""
 
@@ -105,6 +105,7 @@ class WorkerContext:
         if job.accumulate is Accumulate.EXACT and "OMP_NUM_THREADS" not in os.environ:
             # A kernel's sums depend on its number of threads, so all nodes must use the same.
             torch.set_num_threads(1)
+        # `shard` is the TP rank, everywhere in the code.
         group, shard = divmod(settings.local_rank, spec.tp)
         tp = job.stack.tensor_parallel(shard, spec.tp, f"{settings.tp_store}.{group}", device)
         warm_up(job.stack, tp, job.optimizer, job.accumulate, device)
@@ -133,9 +134,9 @@ class WorkerContext:
         return context
 
     def release(self) -> None:
-        """Free process groups and slots before the interpreter exits.
+        """Release process groups and shared memory before the interpreter exits.
 
-        Their destructors join threads, which is not safe during exit.
+        Destructors that run during exit would join threads, which is not safe then.
         """
         self.agent.close()
         self.publisher.close()
@@ -145,14 +146,14 @@ class WorkerContext:
         self.job.stack.release()
 
     def on_acked(self, acked: m.BundleAcknowledged) -> None:
-        """Pass an acknowledgement to its owners. Called in the agent connection's thread."""
+        """Pass an acknowledgement to publisher and protection. Called in the receiving thread."""
         self.publisher.on_acked(acked.bundle, acked.kept)
         protection = self.protection
         if protection is not None:
             protection.on_acked(acked.bundle, acked.kept)
 
     def build_replica(self, layer: int, empty: bool, portion: Portion = WHOLE) -> LayerReplica:
-        """Build `layer` at version 0, or `empty` to be filled from a copy."""
+        """Return a replica of `layer` at version 0; `empty`: with arbitrary values to replace."""
         replica = self.job.replica(layer, self.tp, self.device, empty=empty, portion=portion)
         replica.owner = self.settings.node
         return replica

@@ -1,9 +1,9 @@
 """One worker in one epoch: install, connect, train, leave, and report the layers it holds.
 
 The session begins with an `Install` order. It ends when the worker has sent `Halted`, or when the
-job is over. It owns the links to the other workers and the step runner, which end with it. All
-other objects belong to the `WorkerContext`, where the session leaves the layers and their backup
-for the next session.
+job is over. Between `Halted` and the next `Install` the worker waits in `Trainer.run`. A session
+owns the links to the other workers and the step runner. All other objects belong to the
+`WorkerContext`, where the session leaves the layers and their backup for the next session.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elastic.worker.transport.links import Links
 
 
 class EpochSession:
-    """One worker in the epoch that `order` begins. Call `run` once."""
+    """Takes one worker through the epoch that `order` begins. Call `run` once."""
 
     def __init__(self, context: WorkerContext, order: m.Install) -> None:
         self._context, self._order = context, order
@@ -54,8 +54,8 @@ class EpochSession:
     def run(self) -> None:
         """Train until the job is done, a newer epoch is announced or a fault occurs.
 
-        A broken link or a missing copy is reported to the agent; the session then waits for the
-        next epoch. Returns once this worker has sent `Halted`, or when the job is over. Raises
+        A broken link or a missing copy is reported to the agent. Then wait for the `Halt` of a
+        newer epoch and answer it with `Halted`, or return because the job is over. Raises
         SystemExit, or the original error, if the job cannot continue.
         """
         try:
@@ -79,11 +79,11 @@ class EpochSession:
         self._await_halt()
 
     def _on_runtime_error(self, error: RuntimeError) -> None:
-        """Return if the end of another rank of the tensor-parallel group caused the error.
+        """Return if the end of another rank of the tensor-parallel group caused `error`.
 
-        The collectives of a group fail when one of its ranks dies. The agent notices that death
-        and ends this worker too, or a new epoch is announced. Otherwise the script or the device
-        caused the error, and it is raised or reported as the job's failure.
+        The collectives of a group fail when one of its ranks dies. The agent then ends this worker,
+        or announces a newer epoch. Otherwise the device or the script caused the error: a device
+        fault is raised, any other error is reported as the job's failure.
         """
         alone = self._context.tp.size == 1 or is_local_device_fault(error)
         if alone or not self._abandon.wait(self._context.settings.timeouts.sibling_s):
@@ -92,7 +92,7 @@ class EpochSession:
             self._fail(error)
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Report that the job failed. Raises SystemExit for an ElasticError, else `error`."""
+        """Report that the job failed; then raise SystemExit for an ElasticError, else `error`."""
         code = error.exit_code if isinstance(error, ElasticError) else EXIT_FAILURE
         text = f"{type(error).__name__}: {error}"
         self._send(m.Failed(text, code, self._context.settings.local_rank))
@@ -124,13 +124,13 @@ class EpochSession:
             if result.halt_epoch > self._order.epoch:
                 break
             todo, covered = tuple(p.microbatches for p in self._plan.pipelines), {}
-        # A tensor-parallel rank that failed in the last commit waits here for the others.
+        # A tensor-parallel rank that failed in the last step waits in an exchange: take part in it.
         steps.runner.agreement.check()
         if all(replica.version == n_steps for replica in context.replicas.values()):
             self._finish()
 
     def _install(self) -> StepRunner:
-        """Load the layers at the assigned version, connect, and report `Ready`."""
+        """Load the layers at the assigned version, connect, report `Ready`; return the runner."""
         context = self._context
         context.agent.position.update("install", self._assignment.step)
         began = time.perf_counter()
@@ -148,7 +148,7 @@ class EpochSession:
         return steps
 
     def _load_layers(self, recovering: bool) -> LoadedStage:
-        """Keep the usable live layers and read the missing ones into `context.replicas`."""
+        """Keep the usable live layers and read the missing ones, all in `context.replicas`."""
         context = self._context
         member = self._roster.members[self._rank]
 
@@ -195,7 +195,7 @@ class EpochSession:
         )
 
     def _runner(self, installed: LoadedStage, links: Links) -> StepRunner:
-        """Return the runner of the epoch's steps on the installed layers, and their backup."""
+        """Create the layers' backup as `context.protection`; return the runner of the steps."""
         context, replicas = self._context, installed.replicas
         context.protection = Protection(
             context.publisher,
@@ -228,7 +228,7 @@ class EpochSession:
     # ---- training ----
 
     def _data(self, step: int, index: int) -> Microbatch:
-        """Return the user's micro-batch on this device. An emulated job reads no data."""
+        """Return micro-batch `index` of `step` on this device; under --emulate without data."""
         if self._context.settings.profile == EMULATE:
             return Microbatch(step, index, {})
         microbatch, device = self._context.job.data(step, index), self._context.device
@@ -236,7 +236,7 @@ class EpochSession:
         return Microbatch(step, index, fields)
 
     def _report_resumed(self) -> None:
-        """Report once that training has resumed."""
+        """Report `Resumed`, once per epoch."""
         if not self._resumed:
             self._resumed = True
             self._send(m.Resumed(self._order.epoch, time.time()))
@@ -259,7 +259,7 @@ class EpochSession:
             context.agent.position.measured = measured
 
     def _finish(self) -> None:
-        """Wait until all workers' final states are in vaults. Rank 0 hashes the result."""
+        """Wait until all final states are in vaults; report `Finished`, with rank 0's hash."""
         context, spec = self._context, self._context.job.spec
         assert context.protection is not None and self._links is not None
         context.agent.position.update("wait", spec.n_steps)
@@ -275,7 +275,10 @@ class EpochSession:
     # ---- leaving ----
 
     def _await_halt(self) -> None:
-        """Wait for the next epoch, publish all layers to the local vault, and send `Halted`."""
+        """Wait for a newer `Halt`, publish all layers to the local vault, and send `Halted`.
+
+        Returns without `Halted` if the job is over.
+        """
         context = self._context
         context.agent.position.update("wait")
         newest = context.agent.await_halt(self._order.epoch)
@@ -287,7 +290,7 @@ class EpochSession:
         context.agent.position.update("idle")
 
     def _halted(self, epoch: int) -> m.Halted:
-        """Return the report of the layers that this worker holds, for the plan of `epoch`."""
+        """Return the message that tells the planner of `epoch` how far this worker came."""
         steps, replicas = self._steps, self._context.replicas.values()
         version = min((replica.version for replica in replicas), default=-1)
         if steps is None or not replicas:

@@ -3,9 +3,9 @@
     Trainer(stack=..., optimizer=..., data=..., steps=..., microbatches=...).run()
 
 The worker attaches to its agent once and then follows orders. Each `Install` begins an epoch. An
-`EpochSession` installs the assigned layers, connects to the other workers and trains until a fault
-or a newer epoch ends it. The process, its device and its layers outlive the epoch
-(`WorkerContext`).
+`EpochSession` installs the assigned layers, connects to the other workers, trains until a fault or
+a newer epoch, and sends `Halted`. Then `Trainer.run` waits for the next `Install`. The process, its
+device and its layers outlive the epoch (`WorkerContext`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Trainer:
     """Trains `stack` for `steps` steps of `microbatches` micro-batches, on the available nodes.
 
     Global batch, sample order, dropout and learning rate do not depend on the number of nodes.
-    With `--accumulate exact`, the parameters do not depend on it either, bit for bit.
+    With `--accumulate exact`, the parameters are independent of that number too, bit for bit.
 
     Args:
         stack: the model's layers.

@@ -39,11 +39,11 @@ class LoggedMessage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its copy."""
+        """Size of the message's copy in bytes."""
         return DATA_OFFSET + self.tensor.nbytes
 
     def as_copy(self) -> PendingCopy:
-        """The copy to make of this message."""
+        """Return the copy to be made of this message."""
         ledger = frozenset((self.microbatch,))
         return PendingCopy(self.kind, self.layer, self.step, self.nbytes, self.write, ledger)
 
@@ -55,7 +55,10 @@ class LoggedMessage:
 
 
 def read_message(data: Tensor) -> Tensor:
-    """The message in a copy's bytes, uint8 [nbytes], as a view. VaultError if it is malformed."""
+    """Return the message in `data`, a copy's bytes (uint8 [nbytes]), as a view of `data`.
+
+    Raises VaultError if the copy is malformed.
+    """
     try:
         dtype, shape = unpack_header(data[:HEADER_BYTES].clone().view(torch.int64), 0)
         return data[DATA_OFFSET:].view(dtype).view(shape)
@@ -65,11 +68,11 @@ def read_message(data: Tensor) -> Tensor:
 
 
 class ActivationLog:
-    """The log of one worker in one epoch.
+    """Logs the messages that one worker sends in one epoch.
 
-    `keep` only holds a tensor, which does not change after `Links.send`. The next `flush` writes
-    and announces all held tensors together. If memory is short, the log ends for this epoch and
-    training goes on: if a stage is lost, its micro-batches then run through more layers again.
+    `keep` holds a message without copying its tensor, which does not change after `Links.send`. The
+    next `flush` writes and announces all held messages. If memory is short, logging ends for this
+    epoch and training goes on. If a stage is lost then, its micro-batches repeat more layers.
     """
 
     def __init__(self, publisher: Publisher, epoch: int, *, in_memory: bool = False) -> None:
@@ -91,9 +94,10 @@ class ActivationLog:
             self._pending.append(message)
 
     def flush(self, abandon: AbandonSignal | None) -> None:
-        """Write and announce the held messages; `abandon` is None when the epoch has ended.
+        """Write and announce the held messages; with `in_memory`, only when the epoch has ended.
 
-        Waits for slots as `Publisher` does. Raises EpochAbandoned, and keeps the messages then.
+        `abandon`: None if the epoch has ended. Waits for slots as `Publisher.publish` does. If
+        EpochAbandoned is raised, the messages are still held.
         """
         if self._in_memory and abandon is not None:
             return
@@ -102,7 +106,7 @@ class ActivationLog:
             return
         steps = [list(messages) for _, messages in groupby(pending, key=lambda m: m.step)]
         try:
-            # The running step goes first. A bundle uses one slot of a ring at most.
+            # One bundle per step, the running step first: a bundle uses one slot per ring at most.
             for messages in reversed(steps):
                 copies = [message.as_copy() for message in messages]
                 self._publisher.publish(copies, self._epoch, "", abandon)

@@ -21,10 +21,10 @@ THREADS = 4
 
 
 class Copier:
-    """Background threads of one worker. They start with the first job and end with `close`."""
+    """Runs one worker's copy jobs in background threads, until `close`."""
 
     def __init__(self, device: torch.device, failed: Callable[[BaseException], None]) -> None:
-        """`failed` is called with the error of a job, in the job's thread."""
+        """`failed(error)` is called in the job's thread if a job raises an error."""
         self._device, self._failed = device, failed
         self._jobs = ThreadPoolExecutor(1, "copier")
         self._pool = ThreadPoolExecutor(THREADS, "copy")
@@ -34,14 +34,14 @@ class Copier:
     def start(
         self, writes: Sequence[Callable[[], T]], then: Callable[[list[T]], None]
     ) -> Future[None]:
-        """Run `writes` after all earlier jobs, then call `then` with their results."""
+        """Start a job and return its future: run `writes`, then call `then` with the results."""
         cuda = self._device.type == "cuda"
         ready = torch.cuda.current_stream(self._device).record_event() if cuda else None
         self._last = self._jobs.submit(self._run, ready, writes, then)
         return self._last
 
     def settle(self) -> None:
-        """Wait for all jobs. Raises the error of the last one."""
+        """Wait for all jobs. Raises the last job's error, if it failed."""
         if self._last is not None:
             self._last.result()
 
@@ -62,7 +62,7 @@ class Copier:
             raise
 
     def _write(self, ready: torch.cuda.Event | None, write: Callable[[], T]) -> T:
-        """On a GPU, write on this thread's own stream, after the event `ready`."""
+        """Call `write`; on a GPU, on this thread's own stream and after the event `ready`."""
         if ready is None:
             return write()
         if not hasattr(self._local, "stream"):

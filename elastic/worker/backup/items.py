@@ -1,4 +1,4 @@
-"""Lists of the copies to be made of a worker's layers."""
+"""Builds the lists of copies to be made of a worker's layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RingKey = tuple[str, int, frozenset[int]]
 
 @dataclass(slots=True, eq=False)
 class PendingCopy:
-    """One copy to be made."""
+    """A copy that is to be made."""
 
     kind: str
     layer: int
@@ -31,11 +31,11 @@ class PendingCopy:
     losses: tuple[tuple[int, float], ...] = ()
     portion: Portion = WHOLE
     source: GradientSum | None = None
-    """The data that `write` reads, if later micro-batches or updates change it."""
+    """The data that `write` reads; None if no later micro-batch or update changes the data."""
 
     @property
     def ring(self) -> RingKey:
-        """The ring of slots that holds copies of this kind."""
+        """Key of the ring of slots in which this copy is written."""
         return self.kind, self.layer, self.microbatches if self.kind in LOGS else frozenset()
 
     @property
@@ -44,7 +44,7 @@ class PendingCopy:
 
 
 def gradients(sums: Iterable[GradientSum], step: int) -> list[PendingCopy]:
-    """Copies of the sums that are not empty."""
+    """Return the copies to be made of those `sums` that are not empty."""
     return [
         PendingCopy(
             GRADIENT,
@@ -64,7 +64,7 @@ def gradients(sums: Iterable[GradientSum], step: int) -> list[PendingCopy]:
 def reduced_gradients(
     replicas: Iterable[LayerReplica], reduced: Mapping[int, Tensor], step: int
 ) -> list[PendingCopy]:
-    """Copies of `reduced`: layer -> flat gradient that its update takes."""
+    """Return the copies to be made of `reduced`: layer -> flat gradient for its update."""
     copies = []
     for replica in replicas:
         source = reduced[replica.index]
@@ -77,9 +77,9 @@ def reduced_gradients(
 def updates(
     replicas: Iterable[LayerReplica], reduced: Mapping[int, Tensor], clip: float
 ) -> list[PendingCopy]:
-    """Copies of the inputs of the next updates.
+    """Return the copies to be made of the inputs of the next updates.
 
-    `reduced` is converted at once, because it may change before the copies are written.
+    The gradients in `reduced` are converted at once, because they may change before the writing.
     """
     copies = []
     for replica in replicas:

@@ -11,10 +11,11 @@ from elastic.core.protocol.messages import BackupTraffic
 
 
 class TrafficMeter:
-    """Counts until `take`. Thread-safe: acknowledgements come from a thread of their own.
+    """Counts a worker's backup traffic between two calls of `take`. Thread-safe.
 
-    Bundles are sent one after the other. The sending time of a bundle is the time from its
-    announcement, or from the acknowledgement of the bundle before it, to its own acknowledgement.
+    Bundles are sent one after the other. A bundle's sending time begins with its announcement or
+    with the acknowledgement of the bundle before it, whichever is later, and ends with its own
+    acknowledgement.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
@@ -49,7 +50,7 @@ class TrafficMeter:
             self._unacked.append((bundle, nbytes, self._clock()))
 
     def acked(self, bundle: int, kept: bool = True) -> None:
-        """Count all bundles up to `bundle` as sent; not if the peer had no room (not `kept`)."""
+        """Count all bundles up to `bundle` as sent; `kept` is false if the peer had no room."""
         with self._lock:
             now, began = self._clock(), None
             while self._unacked and self._unacked[0][0] <= bundle:
@@ -61,7 +62,7 @@ class TrafficMeter:
                 self._acked_at = now
 
     def forget(self) -> None:
-        """Drop bundles on their way: the epoch is over, so their acknowledgements never come."""
+        """Forget the bundles on their way, because no acknowledgement follows the epoch's end."""
         with self._lock:
             self._unacked.clear()
 

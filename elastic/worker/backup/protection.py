@@ -1,4 +1,4 @@
-"""When a worker's gradients and states are copied, and what must be safe before an update.
+"""Decides when a worker's gradients and states are copied, and which must be safe before an update.
 
 The plan names the scheme. For gradients, `stream:k` sends copies to the peer's vault after every k
 micro-batches and after the last one. `recompute` copies nothing. `log` keeps the messages between
@@ -36,7 +36,7 @@ from elastic.worker.transport.cancellation import AbandonSignal
 log = logging.getLogger(__name__)
 
 USELESS_AFTER = 2
-"""Updates after which copies of an older epoch are useless: survivors keep two versions."""
+"""Updates after which copies of an older epoch are useless, as workers keep only two versions."""
 
 
 class Protection:
@@ -53,7 +53,7 @@ class Protection:
         tied: Tied,
         stages: int = 1,
     ) -> None:
-        """`stages`: number of this worker's stages; each passes every micro-batch on its own."""
+        """`stages`: number of this worker's stages. Every micro-batch passes each of them once."""
         self._publisher, self._replicas = publisher, replicas
         self._abandon, self._send, self._epoch = abandon, send, plan.epoch
         self._tied = {layer for group in tied for layer, _ in group}
@@ -62,11 +62,12 @@ class Protection:
         self._every = gradients.every * stages
         """Backward passes between two copies of gradients; 0: no copies."""
         self._uncopied = 0
-        """Backward passes that are in the gradients and in no copy."""
+        """Backward passes since the last copy of gradients."""
         self._copy_tied = bool(self._every or gradients.rounds)
         """Whether to copy the reduced gradients of layers with tied tensors."""
         self._shared = not gradients.rounds
-        """All holders have the micro-batches that the recovery restored at one of them."""
+        """Whether all holders have the micro-batches that the recovery restored at one holder.
+        Under `reduce` they have them after the first round."""
         self._states = state.name != NONE
         publisher.keep_final_gradients = self._sharded = state.sharded
         self._gradient_peer = peer if self._every else ""
@@ -83,20 +84,22 @@ class Protection:
         keep_final = not self._every and (self._sharded or logged)
         self._hold_final = keep_final and in_memory and not gradients.rounds
         self._copy_final = keep_final and not self._hold_final
-        """The last gradients of a step must outlive the update, because a loss leads back to the
-        old state until each peer has the new one. They are held here, or copied to the vault."""
+        """Whether to copy the last gradients of a step to the local vault; `_hold_final`: to hold
+        them in this process instead. They must outlive the update, because the loss of a node
+        leads back to the old state until each peer has the new state."""
         self._finals: dict[int, tuple[int, GradientSum]] = {}
         """Layer -> (step, its last gradients)."""
         self._entered = False
         self._lock = threading.Lock()
         self._acked, self._install_bundle, self._reported = 0, -1, False
         self._refused, self._updates = False, 0
-        """Whether the peer had no room for the first copies; updates made in this epoch."""
+        """`_refused`: whether the peer had no room for the first copies of this epoch.
+        `_updates`: number of updates in this epoch."""
 
     def enter(self) -> None:
-        """Publish the layers as the epoch begins; later calls do nothing.
+        """Publish the first copies of the epoch; later calls do nothing.
 
-        The older copies stay until the agent has confirmed these.
+        The copies of older epochs stay until the first copies are whole (`Protected`).
         """
         if self._entered:
             return
@@ -110,10 +113,11 @@ class Protection:
         self.on_acked(0)
 
     def on_acked(self, bundle: int, kept: bool = True) -> None:
-        """Record that a bundle is whole, or (not `kept`) refused. Called from another thread.
+        """Record that `bundle` is acknowledged; `kept` is false if the peer had no room for it.
 
-        Reports `Protected` once this epoch's first copies are whole, so that older ones may go. If
-        they were refused, the report waits for two updates, which make the older copies useless.
+        Reports `Protected` once the epoch's first copies are whole, so that the older copies may be
+        dropped. If the first copies were refused, the report waits for two updates, which make the
+        older copies useless. Called from another thread.
         """
         if not kept:
             self._snapshots.refused(bundle)
@@ -137,7 +141,7 @@ class Protection:
             self.on_acked(0)
 
     def after_microbatch(self, step: int) -> None:
-        """The gradients of one stage's layers have one more micro-batch."""
+        """Called when a stage has collected a micro-batch: publish the copies that are due."""
         self._uncopied += 1
         if self._every and self._uncopied >= self._every:
             self._publish_gradients()
@@ -146,15 +150,15 @@ class Protection:
         self.enter()
 
     def after_microbatches(self) -> None:
-        """The last micro-batch of the step is done: copy the rest during the reduction."""
+        """Called after the step's last micro-batch: publish the gradients not copied yet."""
         if self._every and self._uncopied:
             self._publish_gradients()
 
     def before_commit(self, step: int, reduced: Mapping[int, Tensor]) -> None:
         """Wait until the final gradients and the current states are safe.
 
-        `reduced` (layer -> gradient of its update) is copied for layers with tied tensors, because
-        their update cannot be repeated from their own gradients alone.
+        `reduced`: layer -> gradient for its update. Those of layers with tied tensors are copied,
+        because such an update cannot be repeated from the layer's own gradients alone.
         """
         self.enter()
         tied = [r for r in self._replicas if r.index in self._tied]
@@ -172,9 +176,10 @@ class Protection:
         self._publisher.wait_acked(self._state_bundle, self._abandon)
 
     def before_update(self, reduced: Mapping[int, Tensor], clip: float) -> None:
-        """After the commit: send the input of the update, `clip` times `reduced`, to the peer.
+        """Called after the commit: send the input of the update to the peer, under `replay`.
 
-        The update may change `reduced` afterwards. A slot is free, because `before_commit` waited.
+        The input is `clip` times `reduced`, which may change after this call. A slot is free,
+        because `before_commit` has waited.
         """
         if self._replays:
             copies = items.updates(self._replicas, reduced, clip)
@@ -182,7 +187,7 @@ class Protection:
             self._state_bundle = self._snapshots.sent(bundle, whole=False)
 
     def retire(self, replica: LayerReplica) -> None:
-        """The layer was updated: clear its gradients, or hold them as the last of their step."""
+        """Called after the update of `replica`: clear its gradients, or hold its last ones."""
         if not self._hold_final:
             replica.clear()
             return
@@ -190,7 +195,7 @@ class Protection:
         self._finals[replica.index] = replica.version - 1, replica.set_aside(before)
 
     def after_update(self) -> None:
-        """All layers were updated: publish the states."""
+        """Called after the update of all layers: publish the states."""
         if self._states:
             self._publish_states(self._snapshots.due(self._replicas))
         self._updates += 1
@@ -202,9 +207,9 @@ class Protection:
         self._finals.clear()
 
     def flush(self) -> None:
-        """The epoch is over: put all missing states and gradients into the local vault.
+        """Called when the epoch ends: put the states and gradients not copied yet into the vault.
 
-        If they do not fit, training goes back, or runs micro-batches again.
+        If they do not fit, the recovery goes back to an older state or repeats micro-batches.
         """
         if self.log is not None:
             self.log.flush(None)
@@ -234,7 +239,7 @@ class Protection:
         return self._publisher.traffic.busy
 
     def finish(self) -> None:
-        """All steps are done: put the last states into the local vault and wait for the peer's."""
+        """Called after the last step: wait until the last states are whole in their vaults."""
         self.settle()
         self.enter()
         if not self._states:

@@ -5,15 +5,15 @@ written again only after the bundle of its last announcement is acknowledged, th
 peer. Until then the agent may send it. The previous copy stays whole while the next one is written.
 At most two bundles of gradients and two of states are unacknowledged at any time.
 
-Two slots are enough to recover by rolling forward. A recovery needs, from a worker whose agent
-lives, at any moment either state v+1, or state v and the final gradients of step v:
+Two slots are enough for a recovery, if the worker's agent lives. At any moment a recovery needs
+either state v+1, or state v and the final gradients of step v:
 
 - Before the update of step v the rings hold states v and v-1, and the last two gradient copies of
   step v; the later one is final. State v+1 goes into the slot of v-1, so v and the final gradients
   stay whole while it is written.
 - Gradients of step v+1 are published only after state v+1. Nothing else overwrites gradients of
   step v.
-- `Published` puts a copy into the agent's index. Messages stay in order and survive the death of
+- `Published` puts a copy into the agent's index. Messages arrive in order, even after the death of
   their sender: an agent that has read a worker's last message knows all announced copies.
 
 Slots belong to one epoch. When the first copy of a new epoch is published, older slots are retired.
@@ -55,13 +55,13 @@ class _RingSlot:
     bundle: int = 0
     """The bundle of its announcement; 0: not announced, so free to be written."""
     content: tuple[int, frozenset[int]] = (-1, frozenset())
-    """(step, ledger) of the announced copy, which is not announced again."""
+    """(step, ledger) of the announced copy. An equal copy is not announced again."""
     peer: str = ""
-    """The peer to which the copy was announced; empty for a copy that stays here."""
+    """Peer to which the copy goes; "": the copy stays on this node."""
 
 
 class Publisher:
-    """Publisher of one worker. The main thread publishes; `on_acked` comes from another thread."""
+    """Publishes one worker's copies in the main thread; another thread calls `on_acked`."""
 
     def __init__(
         self,
@@ -83,15 +83,15 @@ class Publisher:
         self._retired: list[SharedSlot] = []
         self._epoch = 0
         self._sequence = time.monotonic_ns() // 1000
-        """Starts above the numbers of each earlier worker of this node."""
+        """Number of the newest copy. It starts above the numbers of this node's past workers."""
         self._bundle, self._acked = 0, 0
         self._changed = threading.Condition()
         self._copier = Copier(copy_device, self._on_failed) if copy_device is not None else None
         self._failed: BaseException | None = None
         self._logs_given_up = False
         self.keep_final_gradients = False
-        """Keep the last gradients of a step until the last ones of the next step replace them:
-        another holder's portion of the state may be rebuilt from them."""
+        """Whether to keep the last gradients of a step until those of the next step replace them,
+        because another holder's portion of the state may be rebuilt from them."""
         self.traffic = TrafficMeter()
 
     def publish_gradients(
@@ -102,7 +102,7 @@ class Publisher:
         peer: str,
         abandon: AbandonSignal | None = None,
     ) -> int:
-        """`publish` the gradient sums that are not empty."""
+        """Publish copies of those `sums` that are not empty. Returns the same as `publish`."""
         return self.publish(items.gradients(sums, step), epoch, peer, abandon)
 
     def publish_states(
@@ -113,7 +113,10 @@ class Publisher:
         peer_layers: Collection[int] | None = None,
         abandon: AbandonSignal | None = None,
     ) -> int:
-        """`publish` the states: of `peer_layers` (None: all) to the peer, of others locally."""
+        """Publish the states: of `peer_layers` (None: all) to `peer`, the others locally.
+
+        Returns the newest bundle that protects a state (see `publish`).
+        """
         states = items.states(replicas)
         away = [c for c in states if peer_layers is None or c.layer in peer_layers]
         local = self.publish([c for c in states if c not in away], epoch, "", abandon)
@@ -122,12 +125,12 @@ class Publisher:
     def publish(
         self, copies: Iterable[PendingCopy], epoch: int, peer: str, abandon: AbandonSignal | None
     ) -> int:
-        """Write and announce the copies that are new, as one bundle.
+        """Write and announce those of `copies` that are new, as one bundle.
 
-        `peer` is empty for copies that stay on this node. Returns the bundle that protects the
-        copies; 0 if there was never any. Waits for a free slot until `abandon` is set; without
-        `abandon` it takes more memory instead. Raises EpochAbandoned, VaultFull, and StaleError
-        for copies of an older epoch.
+        `peer` is "" for copies that stay on this node. Returns the bundle after whose
+        acknowledgement all `copies` are safe; 0 without copies. Waits for a free slot until
+        `abandon` is set; if `abandon` is None, takes more memory instead. Raises EpochAbandoned,
+        VaultFull, and StaleError for copies of an older epoch.
         """
         copies = list(copies)
         self._enter_epoch(epoch)
@@ -193,7 +196,7 @@ class Publisher:
     # ---- acknowledgements ----
 
     def on_acked(self, bundle: int, kept: bool = True) -> None:
-        """All bundles up to `bundle` are whole at their places, or (not `kept`) were refused."""
+        """Record that all bundles up to `bundle` are whole, or refused (`kept` is false)."""
         self.traffic.acked(bundle, kept)
         with self._changed:
             self._acked = max(self._acked, bundle)
@@ -227,7 +230,7 @@ class Publisher:
             self._copier.settle()
 
     def close(self) -> None:
-        """Remove the files of empty slots; the vault removes the others."""
+        """End the copier. Remove the files of empty slots; the vault removes the others."""
         if self._copier is not None:
             self._copier.close()
         self._pool.close()
@@ -245,7 +248,7 @@ class Publisher:
     def _free_slot(
         self, ring: list[_RingSlot], item: PendingCopy, abandon: AbandonSignal | None
     ) -> _RingSlot:
-        """A slot of the ring that may be written now; never the newest announced one."""
+        """Return a slot of the ring that may be written now, never the newest announced slot."""
         final = self._final_gradients(ring, item)
         usable = [slot for slot in ring if slot is not final]
         oldest = min(usable, key=lambda slot: slot.bundle, default=None)
@@ -263,7 +266,7 @@ class Publisher:
         return oldest
 
     def _final_gradients(self, ring: list[_RingSlot], item: PendingCopy) -> _RingSlot | None:
-        """The slot of the last gradients of an earlier step, if it must be kept."""
+        """Return the slot of an earlier step's last gradients; None if none must be kept."""
         if not self.keep_final_gradients or item.kind != GRADIENT:
             return None
         before = [slot for slot in ring if slot.bundle and slot.content[0] < item.step]
@@ -282,7 +285,8 @@ class Publisher:
     def _give_up_logs(self) -> bool:
         """Free the slots of logged messages, which are optional; return whether there were any.
 
-        No more are written in this epoch. The vault drops them when their slots are written.
+        No more messages are logged in this epoch. The vault drops a message when its slot is
+        written again.
         """
         self._logs_given_up = True
         found = [key for key in self._rings if key[0] in LOGS]
@@ -301,7 +305,10 @@ class Publisher:
                 self._pool.give(slot)
 
     def _enter_epoch(self, epoch: int) -> None:
-        """If `epoch` is new, retire the announced slots until the vault releases them."""
+        """If `epoch` is new, retire the announced slots until the vault releases them.
+
+        Raises StaleError if `epoch` is older than the current one.
+        """
         if epoch < self._epoch:
             raise StaleError(f"copies of epoch {epoch} after those of epoch {self._epoch}")
         if epoch == self._epoch:

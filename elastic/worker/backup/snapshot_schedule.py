@@ -1,9 +1,9 @@
-"""The `replay:N` scheme: when whole states go to the peer, between the inputs of updates.
+"""Decides when whole states go to the peer under `replay:N`, besides the inputs of updates.
 
-A layer's whole state goes when an epoch begins, and then after every N updates. Layers take turns,
-so that each step sends about the same number of bytes. If the peer had no room for an update, later
-updates are useless to it, so the whole states of all layers follow at once. If it has no room for
-those either, layers continue to take turns until older copies at the peer make room.
+A layer's whole state goes to the peer when an epoch begins, and then after every N updates. Layers
+take turns, so that each step sends about the same number of bytes. If the peer had no room for an
+update, later updates are useless there, and the whole states of all layers follow at once. If the
+peer refuses those states as well, layers continue to take turns until it drops older copies.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Iterable
 from elastic.worker.replica.replica import LayerReplica
 
 RETRIES = 3
-"""Updates at which refused states are sent again at once, after `retry`."""
+"""Number of updates after `retry` at which refused states are sent again at once."""
 
 
 class SnapshotSchedule:
-    """Schedule of one worker in one epoch. Thread-safe."""
+    """Selects the layers whose whole state is due, for one worker and epoch. Thread-safe."""
 
     def __init__(self, every: int) -> None:
         """`every`: updates between two whole states of a layer; 1: after each update."""
         self._every, self._wait = every, 0
         self._sent: dict[int, bool] = {}
-        """Bundle -> whether it has whole states; bundles of this update and the one before."""
+        """Bundle -> whether it has whole states, for bundles since the previous update."""
         self._oldest = 0
-        """The first bundle of this update."""
+        """First bundle since the last update; 0: none."""
         self._refused: set[int] = set()
         self._retries = 0
         self._lock = threading.Lock()
@@ -39,17 +39,17 @@ class SnapshotSchedule:
         return bundle
 
     def refused(self, bundle: int) -> None:
-        """Record that the peer had no room for a bundle of any kind."""
+        """Record that the peer had no room for `bundle`, which may be of any kind."""
         with self._lock:
             self._refused.add(bundle)
 
     def retry(self) -> None:
-        """The peer will have room soon: send refused whole states again at the next updates."""
+        """Send refused states again at the next updates. Called when the peer will have room."""
         with self._lock:
             self._retries = RETRIES
 
     def due(self, replicas: Iterable[LayerReplica]) -> set[int]:
-        """Layers whose whole states go to the peer now. Call once per update."""
+        """Return the layers whose whole states go to the peer now. Call once per update."""
         with self._lock:
             lost = self._refused & self._sent.keys()
             again = self._retries > 0 and (self._wait > 0 or bool(lost))

@@ -92,7 +92,7 @@ def _files(path: Path) -> list[tuple[str, int]]:
 
 
 def _walk(root: Path, skip: tuple[str, ...]) -> list[tuple[str, int]]:
-    """(path, size) of the regular files below `root` that are not hidden, sorted by path."""
+    """Return (path, size) of the regular, visible files below `root`, sorted by path."""
     found = []
     for folder, folders, names in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]

@@ -14,9 +14,9 @@ SAMPLES = 1 << 32
 
 
 class ByteDataset:
-    """Random windows of a corpus.
+    """Draws random windows of a corpus as micro-batches.
 
-    Fields: tokens and labels (the next bytes), int64 [batch, sequence].
+    Fields of a micro-batch: tokens and labels (the next bytes), int64 [batch, sequence].
     """
 
     def __init__(self, corpus: ByteCorpus, seq_len: int, microbatch_size: int, seed: int) -> None:
@@ -25,7 +25,7 @@ class ByteDataset:
         self.microbatch_size, self.seed = microbatch_size, seed
 
     def offsets(self, step: int, index: int) -> list[int]:
-        """First bytes of the samples of micro-batch `index` of `step`."""
+        """Return the position of each sample of micro-batch `index` of `step` in the corpus."""
         room = len(self.corpus) - self.seq_len
         keys = (self.seed, step, index, SAMPLES)
         return [derive_seed(*keys, n) % room for n in range(self.microbatch_size)]

@@ -25,11 +25,11 @@ class GPTConfig:
     """Sequences per micro-batch; used for the planner's figures only."""
     vocab: int = 256
     dropout: float = 0.0
-    """On embeddings, attention weights and both residual branches."""
+    """Dropout probability on embeddings, attention weights and both residual branches."""
     dtype: str = "fp32"
     """Type of parameters and activations: fp32 | bf16."""
     tie_embeddings: bool = False
-    """Use the embedding matrix as the head's matrix."""
+    """Whether the embedding matrix is also the head's matrix."""
     tp: int = 1
     """Tensor-parallel size."""
     seed: int = 0

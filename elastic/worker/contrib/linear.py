@@ -49,7 +49,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _requested(ctx: Any) -> list[bool]:
-    """Whether the running backward pass needs the gradients of input, weight and bias."""
+    """Return whether the running backward pass needs the gradients of input, weight and bias."""
     nodes = [node for node, _ in ctx.next_functions]
     found = [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
     return found + [False] * (3 - len(found))
@@ -64,9 +64,9 @@ def linear(
     tp_group: dist.ProcessGroup | None = None,
     **others: Any,
 ) -> Tensor:
-    """input @ weight.T + bias, with the signature of megatron-core's function.
+    """Return input @ weight.T + bias, with the signature of megatron-core's function.
 
-    `allreduce_dgrad`: sum the input's gradient over `tp_group`. `others` have their defaults.
+    `allreduce_dgrad`: sum the input's gradient over `tp_group`. `others`: ignored.
     """
     group = tp_group if allreduce_dgrad else None
     out: Tensor = _Linear.apply(input, weight, bias, group)  # type: ignore[no-untyped-call]

@@ -35,10 +35,10 @@ from elastic.worker.model.optimizer import OptimizerSpec
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Disable `torch.compile` inside, if there is no GPU.
+    """Disable `torch.compile` inside the block, if there is no GPU.
 
-    megatron-core compiles fused helpers while it is imported. That loads the whole compiler: 1.7 s
-    of CPU time per worker start, for helpers that only a GPU gains from.
+    megatron-core compiles fused helpers while it is imported, which loads the whole compiler. That
+    takes 1.7 s of CPU time per worker start, and only a GPU gains from these helpers.
     """
 
     def identity(function: Any = None, **options: Any) -> Any:
@@ -190,7 +190,7 @@ class HeadLayer(nn.Module):
 
 
 class GPTStack(LayerStack):
-    """A GPT of `layers` + 2 layers. Call `init_tensor_parallel` before building layers."""
+    """A GPT: embedding, transformer layers and head. Call `tensor_parallel` before `build`."""
 
     def __init__(self, gpt: GPTConfig) -> None:
         self.gpt, self.seed = gpt, gpt.seed
@@ -296,7 +296,7 @@ class GPTStack(LayerStack):
             )
 
     def _initial(self, index: int, name: str, parameter: Tensor, tp: TensorParallel) -> Tensor:
-        """This rank's part of the parameter's initial value, float32 on the CPU.
+        """Return this rank's part of the parameter's initial value, float32 on the CPU.
 
         Tied parameters take the value of their first owner.
         """
@@ -316,7 +316,7 @@ class GPTStack(LayerStack):
         return drawn if dim < 0 else drawn.chunk(tp.size, dim)[tp.rank]
 
     def _parameters(self, kind: int) -> list[tuple[str, Tensor]]:
-        """Whole parameters of embedding (0), transformer layer (1) or head (2), without memory."""
+        """Return the whole parameters of embedding (0), layer (1) or head (2), without memory."""
         h, dtype = self.gpt.hidden, TORCH_DTYPES[self.gpt.dtype]
         shapes: list[tuple[int, ...]]
         if kind == 0:
@@ -333,6 +333,6 @@ class GPTStack(LayerStack):
 
 
 def _mark_sharded(parameter: Tensor | None, dim: int) -> None:
-    """Set megatron's attributes for a split parameter; with one rank too, to split it later."""
+    """Mark `parameter` as split along `dim`; also with one rank, so that it can be split later."""
     if parameter is not None and getattr(parameter, "partition_dim", -1) < 0:
         set_tensor_model_parallel_attributes(parameter, True, dim, 1)

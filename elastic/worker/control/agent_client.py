@@ -2,7 +2,7 @@
 
 One thread reads the agent's messages; another sends heartbeats with the main thread's position.
 The main thread takes its next order with `next_order`. It trains under an `AbandonSignal`, which
-is set as soon as a newer epoch is announced.
+is set as soon as a newer epoch is announced, except by a boundary halt.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class WorkerSettings:
     node: str
     """Name of this worker's node."""
     local_rank: int
-    """Number of this worker on its node."""
+    """Index of this worker on its node, from 0."""
     local_world_size: int
     """Number of workers on the node."""
     run_dir: str
     memory_dir: str
     """Directory for backup copies, in shared memory."""
     tp_store: str
-    """File through which the node's tensor-parallel ranks meet."""
+    """Path of the rendezvous file of the node's tensor-parallel ranks."""
     accumulate: str
     """exact | fast."""
     faults: tuple[FaultSpec, ...]
@@ -61,7 +61,7 @@ class WorkerSettings:
     link: LinkProfile = field(default_factory=LinkProfile)
     """Emulated limits of the links to other nodes."""
     measure: str = ""
-    """File with the request of `elastic profile`: layers are measured and nothing is trained."""
+    """File with the request of `elastic profile` to measure layers; "": train instead."""
     timeouts: Timeouts = DEFAULT_TIMEOUTS
     """Limits on waiting for others."""
 
@@ -97,12 +97,12 @@ class WorkerSettings:
 
 
 class TrainingPosition:
-    """Activity of the main thread, which writes it; the heartbeat thread reads it."""
+    """Progress of the main thread. The main thread writes it, the heartbeat thread reads it."""
 
     def __init__(self) -> None:
         self.counter, self.activity, self.step, self.microbatch = 0, "idle", 0, 0
         self.measured: m.MicrobatchTiming | None = None
-        """Compute times of the newest step."""
+        """Compute times of the newest measured step; None: no step was measured yet."""
 
     def update(self, activity: str, step: int | None = None, microbatch: int | None = None) -> None:
         """Record progress. A `step` or `microbatch` of None keeps the former one."""
@@ -113,7 +113,7 @@ class TrainingPosition:
 
 
 class AgentClient:
-    """Connection to the agent at the Unix socket `path`."""
+    """Receives orders from the agent at the Unix socket `path`, and sends reports."""
 
     def __init__(self, path: str) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -130,9 +130,9 @@ class AgentClient:
         self.position = TrainingPosition()
 
     def start(self, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
-        """Start to receive messages and to send heartbeats. Send Attach first.
+        """Start to receive messages and to send heartbeats. Send `Attach` before this call.
 
-        The receiving thread calls `on_acked` for every acknowledgement.
+        The receiving thread calls `on_acked(message)` for every acknowledgement.
         """
         listen = partial(self._listen, on_acked)
         threading.Thread(target=listen, name="elastic-orders", daemon=True).start()
@@ -144,13 +144,13 @@ class AgentClient:
         self._channel.send(message)
 
     def next_order(self) -> m.Install | m.Stop:
-        """Wait for the next order."""
+        """Wait for the next order and return it."""
         return self._orders.get()
 
     def begin_epoch(self, epoch: int) -> AbandonSignal:
         """Return the signal that ends `epoch`.
 
-        It is set already if a newer epoch was announced.
+        The signal is already set if a newer epoch was announced, except by a boundary halt.
         """
         with self._lock:
             self._epoch = epoch
@@ -160,13 +160,13 @@ class AgentClient:
             return self._abandon
 
     def boundary_requested(self) -> int:
-        """Epoch for which all workers shall stop after the running step, or 0."""
+        """Return the newer epoch that a boundary halt has announced, or 0 if there is none."""
         with self._lock:
             newest = self._newest
             return newest.epoch if newest.boundary and newest.epoch > self._epoch else 0
 
     def await_halt(self, epoch: int) -> int | None:
-        """Wait for a newer epoch than `epoch` and return it; None if the job is over."""
+        """Wait for a `Halt` newer than `epoch`; return its epoch, or None if the job is over."""
         with self._halt:
             self._halt.wait_for(lambda: self._stopping or self._newest.epoch > epoch)
             return None if self._stopping else self._newest.epoch

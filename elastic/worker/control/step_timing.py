@@ -1,7 +1,8 @@
 """Measures how long a worker's stages compute, while training and without stopping the device.
 
-On the CPU a clock is read. On CUDA events are recorded in the stream and read at the end of the
-step, when the device has passed them anyway. Waiting for neighbours is not counted.
+On the CPU the timer reads a clock. On CUDA it records events in the stream and reads them at the
+end of the step; an event that the device has not reached by then is left out. Waiting for
+neighbours is not counted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class StepTimer:
     """Times the compute actions of one step.
 
     Args:
-        sending: whether backup copies are being sent to a peer now.
+        sending: returns whether backup copies are on their way to a peer.
     """
 
     def __init__(self, device: torch.device, sending: Callable[[], bool]) -> None:
@@ -40,7 +41,7 @@ class StepTimer:
         self._open = (action, mark(self._device), self._sending())
 
     def end(self) -> None:
-        """The action that began last is done; on CUDA it is launched."""
+        """End the timing of the action that began last. On CUDA its kernels may still run."""
         if self._open is not None:
             action, began, sending = self._open
             self._spans.append((action, began, mark(self._device), sending, self._sending()))
@@ -49,7 +50,7 @@ class StepTimer:
     def take(
         self, epoch: int, step: int, local_rank: int, traffic: BackupTraffic
     ) -> MicrobatchTiming | None:
-        """Return the measurements since the last call, or None without a forward pass."""
+        """Return the measurements since the last call; None if no forward pass was measured."""
         spans, self._spans = self._spans, []
         times: Times = defaultdict(list)
         with_transfer: Times = defaultdict(list)
@@ -71,7 +72,7 @@ class StepTimer:
 
 
 def mark(device: torch.device) -> Mark:
-    """The point in time at which `device` has done all work that was launched."""
+    """Return the point in time at which `device` has done all work launched so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -86,9 +87,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def _slowdown(with_transfer: Times, without_transfer: Times) -> float:
-    """Ratio of compute times with and without a concurrent transfer.
+    """Return compute time during a transfer, divided by compute time without a transfer.
 
-    0 if no action was measured both ways.
+    0 if no kind of action was measured both ways.
     """
     both = with_transfer.keys() & without_transfer.keys()
     alone = sum(median(without_transfer[key]) for key in both)
@@ -96,7 +97,7 @@ def _slowdown(with_transfer: Times, without_transfer: Times) -> float:
 
 
 def seconds_between(began: Mark, ended: Mark) -> float | None:
-    """Seconds between two marks; None if the device has not reached the second one."""
+    """Return the seconds between two marks; None if the device has not reached the second."""
     if isinstance(began, float) and isinstance(ended, float):
         return ended - began
     assert isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event)

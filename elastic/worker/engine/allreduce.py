@@ -28,7 +28,7 @@ def buckets(
     key: Callable[[LayerReplica], object],
     nbytes: Callable[[LayerReplica], int],
 ) -> Iterator[list[LayerReplica]]:
-    """Group adjacent layers with equal keys, up to BUCKET_BYTES.
+    """Yield groups of adjacent layers with equal keys, of at most BUCKET_BYTES or of one layer.
 
     The groups are the same at all holders if `key` and `nbytes` are.
     """
@@ -45,7 +45,7 @@ def buckets(
 
 
 class GradientAllReduce:
-    """The reduction of one worker's layers, for one epoch. Its buffers are reused every step.
+    """Sums one worker's gradients over the holders, in one epoch. Buffers are reused every step.
 
     Args:
         replicas: this worker's layers, in order.
@@ -64,7 +64,7 @@ class GradientAllReduce:
         tied_layers = {layer for group in tied for layer, _ in group}
 
         def key(replica: LayerReplica) -> tuple[tuple[int, ...], bool]:
-            """The layer's holders, and whether a later step changes its reduced gradient."""
+            """Return the layer's holders, and whether `sum_tied` changes its reduced gradient."""
             return roster.holders(replica.index, self._me.shard), replica.index in tied_layers
 
         self._buckets = []
@@ -112,7 +112,7 @@ class GradientAllReduce:
     ) -> None:
         """Sum one tied tensor over its owners in this pipeline.
 
-        The other pipelines do the same with the same values.
+        The other pipelines sum the same values, so the result is equal in all pipelines.
         """
         owners = [self._owner(layer) for layer, _ in group]
         if self._links.rank not in owners:
@@ -137,7 +137,7 @@ class GradientAllReduce:
             row_tensor.copy_(total)
 
     def _owner(self, layer: int) -> int:
-        """Rank in this pipeline that holds `layer`."""
+        """Return the rank in this pipeline that holds `layer`."""
         ranks = self._roster.holders(layer, self._me.shard)
         return next(r for r in ranks if self._roster.members[r].pipeline == self._me.pipeline)
 
@@ -146,7 +146,7 @@ class _ReduceBucket:
     """Layers that share a collective.
 
     Args:
-        copied: reduce a copy. False if the layers have one holder and their gradients need none.
+        copied: reduce a copy of the gradients; false if nothing would change the originals.
     """
 
     def __init__(self, layers: list[LayerReplica], ranks: tuple[int, ...], *, copied: bool) -> None:
@@ -155,7 +155,7 @@ class _ReduceBucket:
         self._buffer: torch.Tensor | None = None
 
     def fill(self) -> torch.Tensor:
-        """Copy the layers' gradients into one buffer and return it."""
+        """Return the layers' gradients in one buffer; without `copied`, the first gradient."""
         first = self._layers[0].gradient
         if not self._copied:
             return first
@@ -166,7 +166,7 @@ class _ReduceBucket:
         return self._buffer
 
     def views(self) -> list[tuple[int, torch.Tensor]]:
-        """(layer, its part of the buffer)."""
+        """Return (layer, its part of the buffer) pairs; without `copied`, its own gradient."""
         if not self._copied or self._buffer is None:
             return [(r.index, r.gradient) for r in self._layers]
         parts = torch.split(self._buffer, [r.gradient.numel() for r in self._layers])

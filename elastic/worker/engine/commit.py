@@ -54,21 +54,21 @@ class Contribution:
     halt_epoch: int
     """Epoch of a planned change that the agent asked for, or -1."""
     layers: tuple[LayerContribution, ...]
-    """In layer order."""
+    """Facts about each layer that the worker holds, in layer order."""
     losses: Mapping[int, float]
-    """By micro-batch; empty without the last layer."""
+    """Loss by micro-batch; empty if the worker does not hold the last layer."""
     common: bool = False
-    """The ledgers belong to common sums, which are equal at all holders."""
+    """Whether the ledgers belong to common sums, which are equal at all holders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Facts that all workers share before the update, bit for bit."""
+    """Facts that are equal on all workers, bit for bit, before the update."""
 
     norm: float
     """Norm of the whole gradient."""
     loss: float
-    """Mean over the micro-batches, added in their order."""
+    """Mean loss of the micro-batches, which are added in their order."""
     halt_epoch: int
     """Epoch for which all workers leave after the update, or -1."""
 
@@ -93,7 +93,7 @@ def commit(
     Raises:
         LedgerError: a micro-batch is missing or counted twice in a layer, or the workers are not
             at the same step.
-        EpochAbandoned, LinkFailed: nothing was decided here.
+        EpochAbandoned, LinkFailed: this worker has no commit and must not update.
     """
     layers = tuple(LayerContribution(frozenset(s.ledger), norms_sq[s.index]) for s in sums)
     losses = sums[-1].losses if sums[-1].index == roster.n_layers - 1 else {}
@@ -170,7 +170,7 @@ def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
     losses: dict[int, float] = {}
     for rank in roster.holders(roster.n_layers - 1, 0):
         losses.update(contributions[rank].losses)
-    # `sum` compensates from Python 3.12 on, so its last bits may differ.
+    # A loop, because Python's `sum` compensates rounding from version 3.12 on.
     for m in range(roster.n_microbatches):
         loss += losses[m]
     return Commit(
@@ -181,9 +181,9 @@ def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
 
 
 def _check(where: str, ledgers: list[frozenset[int]], common: bool, n_microbatches: int) -> None:
-    """Raise LedgerError unless each micro-batch is in exactly one ledger.
+    """Raise LedgerError unless each micro-batch is in exactly one of `ledgers`.
 
-    `common`: the ledgers must be equal instead, and each micro-batch must be in all of them.
+    `common`: each micro-batch must be in all of them instead.
     """
     if common and len(set(ledgers)) > 1:
         found = [sorted(ledger) for ledger in ledgers]

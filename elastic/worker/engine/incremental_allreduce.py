@@ -1,18 +1,18 @@
 """The gradient scheme `reduce`: all-reduce in rounds while the step runs.
 
-When a worker joins a round, it hands over the gradient sums of its layers, starts new ones, and
-starts an all-reduce of a copy. When the round is over, the total moves into the layer's *common*
-sum, which is equal at all holders. From then on these micro-batches survive as long as one holder
-does. After the last round all gradients are common, and the update uses the common sum. If the
-epoch ends earlier, the sums of unfinished rounds are taken back (`LayerReplica.cancel_rounds`). A
-micro-batch is in the layer's own sum or in the common sum, never in both.
+When a worker joins a round, it sets the gradient sums of its layers aside, continues with empty
+sums, and starts an all-reduce of a copy. When the round is over, the total is added to the layer's
+*common* sum, which is equal at all holders. From then on the micro-batches of the round survive as
+long as one holder does. After the last round all gradients are common, and the update uses the
+common sum. If the epoch ends earlier, the sums of unfinished rounds are taken back
+(`LayerReplica.cancel_rounds`). A micro-batch is never in both the replica's own and the common sum.
 
-A second, small all-reduce of int64 counts accompanies each one of gradients. Per layer it tells how
-often each micro-batch of the step is in the total; this is the ledger and its proof. It also
-carries the bits of the losses, which only the holder that ran the micro-batch contributes. So no
-worker needs to know in advance what the others contribute, even after a recovery.
+A small all-reduce of int64 counts runs beside each all-reduce of gradients. The counts tell, per
+layer, how often the total contains each micro-batch; they are the ledger and its proof. The same
+message carries the bits of the losses, which only the holder that ran the micro-batch contributes.
+So no worker needs to know in advance what the others contribute, even after a recovery.
 
-Two workers with several common layers start their all-reduces in the same order: round by round,
+Two workers that share several layers start their all-reduces in the same order: round by round,
 and by layer within a round. A tensor-parallel group moves a total into the common sums on all of
 its ranks or on none, so their ledgers stay equal. `elastic.planning.schedule.reduction_rounds`
 defines when a round is due, and why waiting for one cannot deadlock.
@@ -47,11 +47,11 @@ class _PendingReduction:
     counts: Tensor
     """int64 [layers (+ 1 for the losses' bits), micro-batches]."""
     waits: tuple[PendingCollective, PendingCollective]
-    """Of `gradients` and of `counts`."""
+    """The all-reduces of `gradients` and of `counts`."""
 
 
 class IncrementalAllReduce:
-    """The rounds of one worker, for one epoch.
+    """Runs the rounds of one worker in one epoch.
 
     Args:
         every: micro-batches per round, in the pipeline that runs the most of them.
@@ -81,9 +81,9 @@ class IncrementalAllReduce:
         self._finishing: Iterator[int] = iter(())
         """Stages of the actions that will finish a micro-batch, in order."""
         self._finished: dict[int, int] = {}
-        """Stage -> micro-batches that it has finished in this step."""
+        """Stage -> number of micro-batches that the stage has finished in this step."""
         self.shared = False
-        """A round of this epoch is over, so all holders have the gradients of the recovery."""
+        """Whether a round of this epoch is over; all holders then have the recovered gradients."""
 
     def begin(self, actions: Sequence[Action], n_microbatches: Sequence[int]) -> None:
         """Begin a step.
@@ -111,7 +111,7 @@ class IncrementalAllReduce:
         """End all rounds of the step. Returns layer -> common gradient.
 
         Args:
-            copied: layers whose gradient the caller may change.
+            copied: layers whose gradient is copied, because the caller changes it.
             on_layer: called for each layer when its common gradient is whole.
 
         Raises:
@@ -126,9 +126,9 @@ class IncrementalAllReduce:
         return {layer: g.clone() if layer in copied else g for layer, g in gradients.items()}
 
     def parts(self) -> list[GradientSum]:
-        """The common sums of all layers, after `finish`.
+        """Return the common sums of all layers. Call when all rounds of the step are over.
 
-        Raises LedgerError if a layer has no common sum, or gradients outside of it.
+        Raises LedgerError if a layer has no common sum, or has gradients that are not in it.
         """
         rest = {r.index: sorted(r.ledger) for r in self._replicas if r.ledger}
         parts = [replica.common for replica in self._replicas if replica.common is not None]
@@ -149,7 +149,7 @@ class IncrementalAllReduce:
             self._joined += 1
 
     def _start(self, layers: list[LayerReplica]) -> _PendingReduction:
-        """Start the round of these layers, which share a collective."""
+        """Start a round for `layers`, which share the collectives."""
         sent, n = [layer.start_round() for layer in layers], self._roster.n_microbatches
         rows = [[int(m in part.ledger) for m in range(n)] for part in sent]
         counts = torch.tensor(rows, dtype=torch.int64)
@@ -166,7 +166,7 @@ class IncrementalAllReduce:
     def _end_oldest(self, on_layer: Callable[[int], None] = lambda layer: None) -> None:
         """Wait for the oldest round and add its totals to the common sums.
 
-        All ranks of a tensor-parallel group do it, or none does.
+        All ranks of a tensor-parallel group add them, or no rank does.
         """
         for reduction in self._running[0]:
             for wait in reduction.waits:
@@ -204,7 +204,7 @@ def _share(reduction: _PendingReduction) -> None:
 
 
 def _stages(roster: Roster, layer: int) -> list[int]:
-    """Number of the stage that holds `layer`, per pipeline."""
+    """Return the number of the stage that holds `layer`, per pipeline."""
     return [
         s
         for pipeline in roster.pipelines

@@ -19,7 +19,7 @@ _LAUNCHER_FAULTS = (FaultKind.KILL_COORDINATOR, FaultKind.DRAIN, FaultKind.JOIN)
 
 
 class FaultInjector:
-    """Checks at each point of a step whether a fault is due, and carries it out once."""
+    """Carries out each injected fault of this worker once, at the fault's point of a step."""
 
     def __init__(self, settings: WorkerSettings, send: Callable[[object], None]) -> None:
         self._settings, self._send = settings, send
@@ -31,7 +31,7 @@ class FaultInjector:
         self.recoveries = 0
         """Number of recoveries that this worker has installed."""
         self.slow = 1.0
-        """Factor by which this worker's compute takes longer."""
+        """Factor by which this worker's compute takes longer; 1.0: not slowed."""
 
     def reach(self, step: int, phase: Phase, microbatch: int | None = None) -> None:
         """Carry out the faults that are due at this point of the step."""

@@ -1,8 +1,8 @@
 """Partial replay: runs micro-batches through only those layers that lack their gradients.
 
-The first of these stages reads its input, and the last one its output's gradient, from messages
-that the neighbours logged in vaults; they are fetched while the epoch is installed. Everything
-else is as in a full step (`elastic.worker.engine.stage_runner`).
+The first of the repeating stages reads its input from a message that its neighbour logged; the last
+one reads its output's gradient in the same way. These messages are fetched from vaults while the
+epoch is installed. All else is as in a full step (`elastic.worker.engine.stage_runner`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.worker.replica.replica import LayerReplica
 
 
 def needed_messages(assignment: Assignment, member: RankMember) -> Iterator[Copy]:
-    """Copies of logged messages that `member` needs for its partial replays."""
+    """Yield the copies of logged messages that `member` needs for its partial replays."""
     for run in assignment.partial:
         if run.pipeline != member.pipeline:
             continue
@@ -33,7 +33,7 @@ def needed_messages(assignment: Assignment, member: RankMember) -> Iterator[Copy
 
 
 class PartialRunner:
-    """The partial replays of one worker, in an epoch's first step.
+    """Runs the partial replays of one worker, before an epoch's first step.
 
     Args:
         messages: bytes of the copies that `needed_messages` names, by key.
@@ -57,7 +57,7 @@ class PartialRunner:
         self._messages = {key: read_message(data) for key, data in messages.items()}
 
     def run(self, runner: StageRunner, skip: Mapping[int, frozenset[int]], hooks: Hooks) -> None:
-        """Run all partial replays on `runner`. See `StageRunner.run`, also for the errors."""
+        """Run all partial replays on `runner`. `StageRunner.run` defines arguments and errors."""
         for (first, last), runs in self._groups:
             indices = tuple(run.microbatch for run in runs)
             actions = excerpt(self._pipeline, first, last, indices)[self._member.stage]
@@ -67,7 +67,7 @@ class PartialRunner:
                 runner.run(self.step, actions, skip, hooks, given, stages)
 
     def _logged_messages(self, runs: Sequence[PartialRun]) -> dict[Action, torch.Tensor]:
-        """The logged messages of `runs`, by the action that would receive them."""
+        """Return the logged messages of `runs`, by the action that would receive them."""
         messages = {}
         for run in runs:
             for copies, layer, kind in (

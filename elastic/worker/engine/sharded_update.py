@@ -1,10 +1,10 @@
 """All-gather of parameters after a sharded update (ZeRO stage 1, Rajbhandari et al. 2020).
 
 Each of a layer's k holders has 1 / k of the optimizer state and updates that portion of the
-parameters (`elastic.worker.model.optimizer`). An all-gather over the holders then completes the
+parameters (`elastic.worker.model.optimizer`). Then an all-gather over the holders completes the
 layer; each holder sends (k - 1) / k of the parameters' bytes. Until then the layer is not
-`complete`. Its portion of the state is valid already and was published before, so a fault in
-between loses nothing (docs/design/backup.md).
+`complete`, but its portion of the state is valid and published, so a fault before the all-gather
+loses nothing (docs/design/backup.md). "Sharded" means: in portions; `shard` is a TP rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic.worker.transport.links import Links, PendingCollective
 
 
 class ParameterGather:
-    """The gathers of one worker's layers, for one epoch."""
+    """Gathers the updated parameters of one worker's sharded layers, in one epoch."""
 
     def __init__(self, replicas: Sequence[LayerReplica], links: Links, roster: Roster) -> None:
         self._links, shard = links, roster.members[links.rank].shard
@@ -94,7 +94,7 @@ class _GatherBucket:
             layer.complete = True
 
     def _parts(self, index: int) -> Iterator[Tensor]:
-        """Portion `index` of each parameter, as a view of its bytes. Scalars are not sharded."""
+        """Yield portion `index` of each parameter as a view of its bytes. Scalars have none."""
         portion = index, len(self.ranks)
         for layer in self._layers:
             for parameter in layer.parameters:

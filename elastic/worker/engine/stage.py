@@ -53,8 +53,8 @@ class LocalStage:
             this stage.
         recompute: keep only the stage's input, and repeat the forward pass before the backward
             pass.
-        begins: it holds the model's first layer; None: true without a preceding stage.
-        ends: it holds the model's last layer; None: true without a next stage.
+        begins: whether it holds the model's first layer; None: yes without a preceding stage.
+        ends: whether it holds the model's last layer; None: yes without a next stage.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class LocalStage:
     def forward(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
         """Run the layers. Returns the next stage's input or, on the last stage, the loss.
 
-        A stage that recomputes builds the graph too, and drops it: kernels without a graph may
-        give different last bits.
+        A stage that recomputes also builds the graph here and drops it, because kernels without a
+        graph may give different last bits.
 
         Args:
             hidden: output of the preceding stage; None on the first stage.
@@ -121,7 +121,7 @@ class LocalStage:
     def backward_input(self, index: int, gradient: Tensor | float) -> Tensor | None:
         """Run the input part of a backward pass, and return the gradient of the stage's input.
 
-        `backward_weight` runs the rest.
+        `backward_weight` runs the other part.
         """
         current = self._passes[index]
         assert current.hidden is not None, "the first stage has no input"
@@ -155,7 +155,7 @@ class LocalStage:
         return hidden
 
     def _output(self, current: _MicrobatchPass) -> Tensor:
-        """The stage's output with its graph, recomputed if necessary."""
+        """Return the stage's output with its graph, recomputed if necessary."""
         if current.output is None:
             return self._run(current.microbatch, current.hidden)
         return current.output
@@ -176,11 +176,11 @@ def stages_of_rank(
     first: int = 0,
     last: int | None = None,
 ) -> list[LocalStage]:
-    """The stages of `rank` in model order, restricted to the layers from `first` to before `last`.
+    """Return the stages of `rank` in model order, restricted to the layers `first` to `last` - 1.
 
     Args:
         replicas: all layers of `rank`.
-        last: None: the number of layers.
+        last: None: up to the model's last layer.
     """
     last = roster.n_layers if last is None else last
     held, places = {replica.index: replica for replica in replicas}, roster.places(rank)
@@ -203,5 +203,5 @@ def stages_of_rank(
 
 
 def _like(gradient: Tensor | float, output: Tensor) -> Tensor:
-    """`gradient` as a tensor of the shape of `output`."""
+    """Return `gradient` as a tensor in the shape of `output`."""
     return gradient if isinstance(gradient, Tensor) else torch.full_like(output, gradient)

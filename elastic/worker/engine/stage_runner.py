@@ -31,7 +31,7 @@ RECEIVES_AHEAD = 2
 
 
 class Hooks(Protocol):
-    """Callbacks of `StageRunner.run`, in the main thread. An exception of a hook ends the run."""
+    """Callbacks of `StageRunner.run`, called in the main thread. Their exceptions end the run."""
 
     def before(self, action: Action) -> None:
         """Called before each action."""
@@ -47,15 +47,16 @@ class GroupAgreement:
     """Lets all ranks of a tensor-parallel group leave an epoch at the same point.
 
     The ranks run the same collectives inside every layer, so a rank that stopped alone would leave
-    the others blocked. Therefore every rank calls `check` before each compute action. It exchanges
-    "must I leave?" over the group; if any rank must leave, all ranks raise.
+    the others blocked. Therefore every rank calls `check` before each compute action. The ranks
+    then exchange whether they must leave; if any rank must, all ranks raise.
 
     A rank may also have to leave between two checks: a link failed, a wait was abandoned, a copy
-    found no room. It then owes the others one exchange, and this context manager does it. Wrap all
-    code that may raise EpochAbandoned, LinkFailed or VaultError. Nested use does one exchange.
+    found no room. The others then wait for this rank in an exchange. As a context manager, the
+    agreement takes part in that exchange, once even if nested. Wrap all code that may raise
+    EpochAbandoned, LinkFailed or VaultError.
 
     Args:
-        sync: maximum of a flag over the group; None without tensor parallelism.
+        sync: sync(flag) -> maximum over the group; None without tensor parallelism.
     """
 
     def __init__(self, sync: Callable[[bool], bool] | None, abandon: AbandonSignal) -> None:
@@ -72,7 +73,7 @@ class GroupAgreement:
             raise EpochAbandoned(self._abandon.reason or text)
 
     def all_true(self, flag: bool) -> bool:
-        """Whether `flag` is true on all ranks of the group. Raises as `check` does."""
+        """Return whether `flag` is true on all ranks of the group. Raises as `check` does."""
         self.check()
         return flag if self._sync is None else not self._sync(not flag)
 
@@ -90,7 +91,7 @@ class GroupAgreement:
 
 
 class _PostedReceives:
-    """Messages expected from one neighbour, in order; the next `RECEIVES_AHEAD` are posted."""
+    """Receives from one neighbour, in order. The next `RECEIVES_AHEAD` of them are posted."""
 
     def __init__(self, actions: Iterable[Action], post: Callable[[Action], Receive]) -> None:
         self._left, self._post = deque(actions), post
@@ -102,7 +103,7 @@ class _PostedReceives:
             self._posted.append(self._post(self._left.popleft()))
 
     def take(self) -> torch.Tensor:
-        """Wait for the next message."""
+        """Wait for the next message and return it."""
         tensor = self._posted.popleft().wait()
         self._top_up()
         return tensor
@@ -116,8 +117,8 @@ class StageRunner:
         links: the epoch's links.
         n_microbatches: micro-batches M of the whole step; each loss is weighted by 1 / M.
         data: data(step, index) -> the micro-batch's fields; called on the first and last stage.
-        tp_sync: maximum of a flag over the tensor-parallel group; None without one.
-        keep: receives every message that is sent; None to keep none.
+        tp_sync: `sync` of `GroupAgreement`.
+        keep: called with every message that is sent; None: messages are not logged.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class StageRunner:
         """Run `actions` of `step`. Returns when all gradients are collected and messages sent.
 
         Args:
-            skip: layer -> micro-batches that some ledger has already for that layer.
+            skip: layer -> micro-batches that a ledger has already; their gradients are dropped.
             given: messages that no neighbour sends, by the action that would receive them.
             stages: stages with some of the layers, for a partial replay; None: all stages.
 
@@ -194,18 +195,18 @@ class StageRunner:
             self._clear()
 
     def _collect_and_notify(self, skip: Mapping[int, frozenset[int]], hooks: Hooks) -> None:
-        """Collect the last backward pass.
+        """Collect the last backward pass, if it is not collected yet, and call `on_backward`.
 
-        This comes after the sends that follow the pass, because the neighbour waits for them.
+        Called after the sends that follow the pass, because the neighbour waits for them.
         """
         index = self._collect(skip)
         if index is not None:
             hooks.on_backward(index)
 
     def _collect(self, skip: Mapping[int, frozenset[int]]) -> int | None:
-        """Add the last backward pass to the layers' sums, unless that is done.
+        """Add the last backward pass to the layers' sums; return its micro-batch.
 
-        Returns its micro-batch, or None.
+        Returns None if no backward pass is left to collect.
         """
         uncollected, self._uncollected = self._uncollected, None
         if uncollected is None:
@@ -277,12 +278,12 @@ class StageRunner:
             self._outgoing[Action(Kind.SEND_F, m, action.stage)] = output
 
     def _take_received(self, kind: Kind, action: Action) -> torch.Tensor | None:
-        """The message that was received, or given, as input of `action`; None if there is none."""
+        """Return the received or given message that is the input of `action`; None: no message."""
         tensor = self._received.pop(Action(kind, action.microbatch, action.stage), None)
         return None if tensor is None else tensor.to(self._links.device)
 
     def _gradient(self, action: Action) -> torch.Tensor | float:
-        """Gradient of the stage's output: from the next stage, or 1 / M for the loss."""
+        """Return the gradient of the stage's output: the next stage's, or 1 / M for the loss."""
         received = self._take_received(Kind.RECV_B, action)
         return self._scale if received is None else received
 
@@ -295,10 +296,9 @@ class StageRunner:
 
 
 def _tag(action: Action) -> int:
-    """Tag of a message's flow.
+    """Return the tag of a message's flow (`Links`).
 
-    It encodes the direction and the boundary between stages; without stage numbers there is only
-    one boundary per neighbour.
+    The tag encodes the direction, and the boundary if the worker has several stages.
     """
     forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
     if action.stage < 0:

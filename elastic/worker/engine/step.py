@@ -1,7 +1,7 @@
 """One optimizer step on one worker: run the schedule, reduce, commit, update.
 
 The order of events makes every later recovery possible (docs/design/design.md, "Versions"):
-1. Gradients are published after each micro-batch.
+1. Gradients are published while the micro-batches run.
 2. The commit begins only when the final gradients and the current state, or the means to rebuild
    it, are whole at the peer.
 3. The update's input is published before the update, and the new state right after it.
@@ -38,7 +38,7 @@ from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.links import Links
 
 UNRECEIVED_PER_UNIT = 2
-"""A message and its header: long interleaved pipelines have one of each in flight per unit."""
+"""Messages in flight per unit of a long interleaved pipeline: one message and its header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class StepResult:
 
 @dataclass(kw_only=True, eq=False)
 class StepRunner:
-    """Runs the steps of one epoch on one worker. It also implements the stage runner's hooks."""
+    """Runs the steps of one epoch on one worker. Implements the stage runner's `Hooks`."""
 
     plan: Plan
     roster: Roster
@@ -65,14 +65,14 @@ class StepRunner:
     data: Callable[[int, int], Microbatch]
     """data(step, index) -> micro-batch on this device."""
     tp_sync: Callable[[bool], bool] | None
-    """Maximum of a flag over the tensor-parallel group; None without one."""
+    """tp_sync(flag) -> maximum over the tensor-parallel group; None without tensor parallelism."""
     protection: Protection
     injector: FaultInjector
     agent: AgentClient
     on_microbatch: Callable[[], None]
     """Called when a stage has collected a micro-batch."""
     partial: PartialRunner
-    """Partial replays that precede the first step."""
+    """Partial replays that precede the epoch's first step."""
 
     step: int = field(default=-1, init=False)
     record: StepRecord | None = field(default=None, init=False)
@@ -133,7 +133,7 @@ class StepRunner:
         return StepResult(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
 
     def _run_partial_replay(self, covered: Mapping[int, frozenset[int]]) -> None:
-        """Run the partial replays before the epoch's first step. Their compute is not timed."""
+        """Before the epoch's first step, run the partial replays. Their compute is not timed."""
         if self.partial.step == self.step:
             self._in_partial_replay = True
             self.partial.run(self.runner, covered, self)
@@ -147,7 +147,7 @@ class StepRunner:
         pipeline = self.plan.pipelines[self._member.pipeline]
         actions = actions_of(pipeline, todo[self._member.pipeline])[self._member.stage]
         if not actions:
-            # Otherwise the initial copies of the epoch are published after the first micro-batch.
+            # With actions, the first copies of the epoch are published after a micro-batch.
             with self.runner.agreement:
                 self.protection.enter()
         if self._incremental is not None:
@@ -177,7 +177,7 @@ class StepRunner:
         return reduced, agreed
 
     def _reduce(self, on_layer: Callable[[int], None]) -> dict[int, Tensor]:
-        """Return layer -> gradient for the update."""
+        """Return layer -> reduced flat gradient. Calls `on_layer(layer)` when a sum is whole."""
         if self._incremental is None:
             return self._all_reduce.run(on_layer)
         tied = {layer for group in self.tied for layer, _ in group}
@@ -230,7 +230,7 @@ class StepRunner:
 
 
 def _clip(norm: float, limit: float | None) -> float:
-    """Factor that scales a gradient of `norm` down to `limit`.
+    """Return the factor that scales a gradient of `norm` down to `limit`; None: no limit.
 
     The formula is that of torch.nn.utils.clip_grad_norm_.
     """

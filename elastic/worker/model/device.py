@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def choose_device(local_rank: int, *, emulated: bool = False) -> torch.device:
-    """This worker's GPU if the machine has any, else the CPU; always the CPU if `emulated`."""
+    """Return this worker's GPU if the machine has GPUs, else the CPU; the CPU if `emulated`."""
     if emulated or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -18,11 +18,11 @@ def choose_device(local_rank: int, *, emulated: bool = False) -> torch.device:
 
 
 def activation_bytes(forward: Callable[[], Tensor], module: nn.Module, device: torch.device) -> int:
-    """Measure the bytes that `forward` keeps for its backward pass, parameters excluded.
+    """Return the bytes that `forward` keeps for its backward pass, parameters excluded.
 
-    On the CPU these are the storages that autograd saves, each counted once, with the input. On
-    CUDA it is the growth of the allocated memory: without the input, but with the output, which is
-    the next layer's input.
+    On the CPU the storages that autograd saves are counted, each once, with the input. On CUDA the
+    growth of the allocated memory is measured: without the input, but with the output, which is the
+    next layer's input.
     """
     if device.type == "cuda":
         forward()  # The first call also allocates libraries and workspaces.

@@ -8,7 +8,7 @@ recoveries.
                  rounding; smaller ones to within 2.9e-14, as good as float32 addition down to
                  about 1e-7.
     range        |sum| < 2**19. Each accumulator refuses more than 2**13 = 8192, counted as the sum
-                 of the micro-batches' largest elements, so that up to 64 of them can be added.
+                 of the micro-batches' largest elements, so that up to 64 sums can be added.
 
 A gradient that is infinite, NaN or out of range raises GradientError with layer and parameter.
 """
@@ -35,7 +35,7 @@ DTYPES = {Accumulate.FAST: torch.float32, Accumulate.EXACT: torch.int64}
 
 
 class GradientError(ElasticError):
-    """A gradient is not finite, or exceeds the range of the accumulator."""
+    """Raised if a gradient is not finite or exceeds the range of the accumulator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class FlatLayout:
 
     @staticmethod
     def of(parameters: Iterable[tuple[str, Tensor]]) -> FlatLayout:
-        """Lay out tensors given as (name, tensor)."""
+        """Return the layout of `parameters`: (name, tensor)."""
         ranges, offset = [], 0
         for name, tensor in parameters:
             stop = offset + tensor.numel()
@@ -66,7 +66,7 @@ class FlatLayout:
         return FlatLayout(tuple(ranges), offset)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Split `flat` [numel] into views in the parameters' shapes."""
+        """Return views of `flat` [numel], one per parameter, in the parameters' shapes."""
         return [flat[place.start : place.stop].view(place.shape) for place in self.ranges]
 
 
@@ -89,16 +89,16 @@ class Accumulator:
         self._peaks.zero_()
 
     def new_empty(self) -> Accumulator:
-        """An empty accumulator of the same layout, type and device."""
+        """Return an empty accumulator of the same layout, type and device."""
         return Accumulator(self.layout, self._accumulate, self.flat.device, self.label)
 
     def absorb(self, other: Accumulator) -> None:
-        """Add another accumulator of the same layout, together with its use of the range."""
+        """Add another accumulator of the same layout, with its part of the used range."""
         self._peaks += other._peaks
         self.flat += other.flat
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add one micro-batch's gradients in parameter order; None is zero.
+        """Add one micro-batch's gradients, in parameter order; None counts as zero.
 
         Raises GradientError for bad values on the CPU; on a GPU `check` raises it later.
         """
@@ -148,7 +148,7 @@ class Accumulator:
 
 
 def _peaks(tensors: Sequence[Tensor]) -> Tensor:
-    """Largest magnitude in each tensor, NaN if the tensor has one. [len(tensors)]"""
+    """Return the largest magnitude in each tensor (NaN if it contains NaN), [len(tensors)]."""
     ends = [torch.aminmax(t) if t.numel() else (t.new_zeros(()), t.new_zeros(())) for t in tensors]
     low, high = (torch.stack(list(end)) for end in zip(*ends, strict=True))
     return torch.maximum(low.neg(), high)
@@ -165,7 +165,7 @@ def to_flat(reduced: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def norm_sq(reduced: Tensor, ranges: Iterable[ParameterRange]) -> float:
-    """Sum of squares over `ranges` in float64, in an order that depends on the shapes alone."""
+    """Return the float64 sum of squares over `ranges`, in an order that depends on shapes alone."""
     unit = 1.0 / SCALE if reduced.dtype == torch.int64 else 1.0
     total = torch.zeros((), dtype=torch.float64, device=reduced.device)
     for place in ranges:

@@ -42,7 +42,7 @@ class TensorParallel:
 
 
 def tp_sync(tp: TensorParallel) -> Callable[[bool], bool] | None:
-    """Return a function that gives the maximum of a flag over the group; None for one rank."""
+    """Return a function: flag -> maximum over the group. None for a group of one rank."""
     if tp.size == 1:
         return None
     device = torch.device("cpu")
@@ -68,7 +68,8 @@ class LayerStack(ABC):
 
     seed: int
     tied: Tied = ()
-    """Each owner of a tied tensor holds an equal copy; gradients are summed before the update."""
+    """Groups of parameters that are one tensor. Each owner holds an equal copy of the tensor, and
+    the owners' gradients are summed before the update."""
 
     @property
     @abstractmethod
@@ -113,7 +114,7 @@ def layer_spec(
     activation_bytes: int = 0,
     output_bytes: int = 0,
 ) -> LayerSpec:
-    """Describe a layer of these parameters, (name, tensor on the meta device).
+    """Return the spec of a layer with `parameters`: (name, tensor on the meta device).
 
     A backward pass counts as two forward passes.
     """
@@ -193,6 +194,6 @@ class ListStack(LayerStack):
 
 
 def _holds_constants(module: nn.Module) -> bool:
-    """Whether it has buffers or tensor attributes, which only the real builder can fill."""
+    """Return whether `module` has buffers or tensor attributes, which only the builder can fill."""
     attributes = (value for part in module.modules() for value in vars(part).values())
     return any(True for _ in module.buffers()) or any(isinstance(v, Tensor) for v in attributes)

@@ -28,12 +28,12 @@ LearningRate = Callable[[int], float]
 
 
 def one_group(parameters: list[tuple[str, Parameter]]) -> ParameterGroups:
-    """Treat all parameters alike."""
+    """Return one group with all parameters."""
     return [{"params": [p for _, p in parameters]}]
 
 
 def decay_matrices(weight_decay: float) -> Callable[[list[tuple[str, Parameter]]], ParameterGroups]:
-    """Decay tensors of two or more dimensions, but not biases and norms."""
+    """Return a function that puts only tensors of two or more dimensions under weight decay."""
 
     def groups(parameters: list[tuple[str, Parameter]]) -> ParameterGroups:
         decayed = [p for _, p in parameters if p.ndim >= 2]
@@ -49,18 +49,18 @@ class OptimizerSpec:
     """Optimizer, learning rate and clipping of a job."""
 
     factory: Callable[[ParameterGroups], torch.optim.Optimizer]
-    """Create the optimizer of one layer from its parameter groups."""
+    """factory(groups) -> optimizer of one layer."""
     lr: LearningRate
     """Learning rate per step; the "lr_scale" of a group multiplies it."""
     groups: Callable[[list[tuple[str, Parameter]]], ParameterGroups] = one_group
-    """Split one layer's (name, parameter) pairs into groups. Must treat tied parameters alike."""
+    """groups([(name, parameter), ...]) -> groups of one layer. Must treat tied parameters alike."""
     clip_norm: float | None = None
     """Global gradient norm above which gradients are scaled down; None: no clipping."""
     master_weights: bool = False
-    """Keep float32 copies of lower-precision parameters, and update those."""
+    """Whether to keep float32 copies of lower-precision parameters, and to update the copies."""
     elementwise: bool = False
-    """Each element's update depends on its own gradient and state alone, as in AdamW. The holders
-    of a layer can share the optimizer's state only if this is true."""
+    """Whether each element's update depends on its own gradient and state alone, as in AdamW. Only
+    then can the holders of a layer share the optimizer's state."""
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
@@ -69,7 +69,7 @@ class OptimizerSpec:
             )
 
     def check(self, *, shared: bool) -> None:
-        """Raise FieldError if `shared`, and holders cannot share this optimizer's state."""
+        """Raise FieldError if holders are to share the optimizer's state (`shared`) and cannot."""
         if shared and not self.elementwise:
             remedy = (
                 "pipelines can share the state of elementwise optimizers only: "
@@ -78,7 +78,7 @@ class OptimizerSpec:
             raise FieldError("OptimizerSpec.elementwise", self.elementwise, remedy)
 
     def state_bytes_per_element(self, dtype: torch.dtype) -> int:
-        """Bytes of state per element of a parameter of `dtype`, measured on a tiny layer."""
+        """Return the state bytes per element of a `dtype` parameter, measured on a tiny layer."""
         parameter = Parameter(torch.zeros(4, 4, dtype=dtype))
         tiny = LayerOptimizer([("tiny", parameter)], self)
         tiny.step([torch.zeros(4, 4)], 0.0)
@@ -87,11 +87,10 @@ class OptimizerSpec:
 
 
 class LayerOptimizer:
-    """The optimizer of one layer with its float32 masters, or one portion of them.
+    """Updates one layer, or one portion of its parameters; holds optimizer state and masters.
 
-    With a portion, it updates that portion of the parameters. Tensors are named and cut as
-    `elastic.domain.state_layout` defines. Raises FieldError if a portion is requested of an
-    optimizer that is not elementwise.
+    Masters are float32 copies of the parameters. `elastic.domain.state_layout` defines how tensors
+    are named and cut. Raises FieldError for a portion if the optimizer is not elementwise.
     """
 
     def __init__(
@@ -120,14 +119,14 @@ class LayerOptimizer:
         self._initial = [self._scalars(group) for group in self.optimizer.param_groups]
 
     def portion_of(self, tensor: Tensor) -> Tensor:
-        """This optimizer's portion of a tensor in a parameter's shape: a flat view, or itself."""
+        """Return this portion of a parameter-shaped `tensor`: a flat view; scalars stay whole."""
         if self.portion == WHOLE or not tensor.ndim:
             return tensor
         first, last = span(tensor.shape, self.portion)
         return tensor.view(-1)[first:last]
 
     def _groups(self, spec: OptimizerSpec, whole: Mapping[str, Parameter]) -> ParameterGroups:
-        """The spec's parameter groups, with whole parameters replaced by the update targets."""
+        """Return the spec's groups, with whole parameters replaced by the update targets."""
         target_of = {id(parameter): self.targets[name] for name, parameter in whole.items()}
         groups = spec.groups(list(whole.items()))
         held = [id(p) for group in groups for p in group["params"]]
@@ -159,7 +158,7 @@ class LayerOptimizer:
                     yield name, key, value
 
     def extra(self) -> dict[str, str]:
-        """State that is not a tensor, as JSON texts by path."""
+        """Return the state that is not in tensors, as path -> JSON text."""
         texts = {
             f"optim/{name}/{key}": json.dumps(value)
             for name, target in self.targets.items()
@@ -204,12 +203,15 @@ class LayerOptimizer:
 
 
 def constant(lr: float) -> LearningRate:
-    """The same learning rate in each step."""
+    """Return a schedule with the same learning rate in each step."""
     return lambda step: lr
 
 
 def cosine(peak: float, *, warmup: int, steps: int, floor: float = 0.1) -> LearningRate:
-    """Linear warm-up over `warmup` steps, then a half cosine to `floor` * `peak` at `steps`."""
+    """Return a schedule: linear warm-up for `warmup` steps, then half a cosine to `floor` * `peak`.
+
+    The learning rate reaches the floor at step `steps`.
+    """
 
     def schedule(step: int) -> float:
         if step < warmup:
@@ -229,7 +231,7 @@ def adamw(
     clip_norm: float | None = 1.0,
     master_weights: bool = False,
 ) -> OptimizerSpec:
-    """torch's fused AdamW, with weight decay on matrices only."""
+    """Return the spec of torch's fused AdamW, with weight decay on matrices only."""
 
     def factory(groups: ParameterGroups) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)

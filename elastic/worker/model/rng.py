@@ -1,9 +1,9 @@
-"""Random numbers as a function of (seed, step, micro-batch, layer), independent of the worker.
+"""Makes random numbers a function of (seed, step, micro-batch, layer), not of the worker.
 
 `seed_forward` seeds the default generators right before a layer's forward pass. Everything that
 draws from them, such as torch's dropout, then repeats its numbers on any worker at any time. Within
-the pass, `rank_stream` gives each tensor-parallel rank its own numbers for sharded tensors, such as
-attention heads. Whole tensors, such as hidden states, get equal numbers on all ranks.
+the pass, `rank_stream` gives each tensor-parallel rank its own numbers for tensors that the ranks
+split, such as attention heads. Whole tensors, such as hidden states, get equal numbers everywhere.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def seed_forward(seed: int, step: int, microbatch: int, layer: int, device: torc
 
 @contextmanager
 def rank_stream(rank: int, device: torch.device) -> Iterator[None]:
-    """Draw the numbers of TP rank `rank` inside; restore the common generator state at the end."""
+    """Inside the block, draw the numbers of TP rank `rank`; then restore the generator's state."""
     base = int(torch.randint(1 << 62, ()).item())
     generator = default_generator(device)
     state = generator.get_state()

@@ -6,8 +6,8 @@ all operations between the output and the input, and keeps the gradients that ar
 The second part continues from the cuts towards the parameters. Each operation sees the same tensors
 as in a whole backward pass, so the results are equal bit for bit.
 
-A parameter that is used in several places would need its gradients added in the order of a whole
-pass; the first part computes its gradient. Tensor hooks that a layer sets may run in both parts.
+If a parameter is used in several places, the order in which its gradients are added matters, so the
+first part computes its gradient. Tensor hooks that a layer sets may run in both parts.
 
 torch.distributed.pipelining (`_backward.py`) splits in the same way; Qi et al. 2023 describe the
 schedules that use it.
@@ -61,7 +61,7 @@ class WeightBackward:
 def backward_input(
     output: Tensor, gradient: Tensor, source: Tensor, parameters: Iterable[Tensor]
 ) -> WeightBackward:
-    """Set the `.grad` of `source`, and keep what the parameters' gradients need.
+    """Set the `.grad` of `source`, and return the rest of the backward pass.
 
     Args:
         output: result of a forward pass on `source` and `parameters`.
@@ -110,7 +110,7 @@ def _cut(
 
 
 def _behind(node: Node, inside: set[Node]) -> set[Node]:
-    """All operations behind `node` that do not lead to the input, including parameter leaves."""
+    """Return all operations behind `node` that do not lead to the input, parameters included."""
     found: set[Node] = set()
     left = [child for child, _ in node.next_functions if child is not None and child not in inside]
     while left:
@@ -122,7 +122,7 @@ def _behind(node: Node, inside: set[Node]) -> set[Node]:
 
 
 def _children_first(root: Node) -> list[Node]:
-    """All operations of a graph, each after the operations behind it."""
+    """Return all operations of a graph, each after the operations behind it."""
     children: dict[Node, list[Node]] = {}
     left = [root]
     while left:

@@ -1,4 +1,4 @@
-"""A layer's state as one run of bytes, and the conversion of runs between TP sizes.
+"""Encodes a layer's state as one run of bytes, and converts runs between TP sizes.
 
 A run is a uint8 tensor [n] in host memory in the format of `elastic.domain.state_layout`. Values
 are never converted: reading gives the written bits.
@@ -42,12 +42,12 @@ class StatePlan:
     """Places of the tensors in a run of `nbytes`."""
 
     text: bytes
-    """Length and padded JSON, as at the start of the run."""
+    """First bytes of the run: the length of the header, and the header as padded JSON."""
     header: StateHeader
     nbytes: int
 
     def at(self, version: int) -> StatePlan | None:
-        """The same plan for another version, or None if the header has no room for it."""
+        """Return the same plan for `version`, or None if the header has no room for the number."""
         old, new = (f'{{"version":{v},'.encode() for v in (self.header.version, version))
         room = len(self.text) - 8
         body = (new + self.text[8:].rstrip().removeprefix(old)).ljust(room)
@@ -56,7 +56,7 @@ class StatePlan:
         return StatePlan(self.text[:8] + body, replace(self.header, version=version), self.nbytes)
 
     def fits(self, tensors: Sequence[NamedTensor], extra: dict[str, str]) -> bool:
-        """Whether the plan is for exactly these tensors (by name and size) and texts."""
+        """Return whether the plan is for exactly these tensors (by name and size) and texts."""
         wanted = [(named.name, named.tensor.nbytes) for named in tensors]
         planned = [(entry.name, entry.nbytes) for entry in self.header.tensors]
         return extra == self.header.extra and wanted == planned
@@ -77,7 +77,7 @@ class StatePlan:
 def plan_state(
     version: int, tensors: Sequence[NamedTensor], extra: dict[str, str], portion: Portion = WHOLE
 ) -> StatePlan:
-    """Lay out these tensors, which are `portion` of a state. FieldError for an unknown dtype."""
+    """Return the plan of a run with `portion` of a state. Raises FieldError for a bad dtype."""
     rows = [
         (
             named.name,
@@ -94,7 +94,7 @@ def plan_state(
 
 
 def read_state(run: Tensor) -> tuple[StateHeader, list[NamedTensor]]:
-    """Parse a run into views of it, which are flat if the run is a portion.
+    """Return the header of a run and views of its tensors, which are flat if it is a portion.
 
     Raises VaultError if the run is malformed or cut short.
     """
@@ -103,7 +103,7 @@ def read_state(run: Tensor) -> tuple[StateHeader, list[NamedTensor]]:
 
 
 def join_portions(runs: Sequence[Tensor]) -> Tensor:
-    """Join the runs of all portions to the run of the whole state."""
+    """Return the run of the whole state, joined from the runs of all portions in any order."""
     if len(runs) == 1:
         return runs[0]
     found: list[Tensor] = []
@@ -117,12 +117,12 @@ def join_portions(runs: Sequence[Tensor]) -> Tensor:
 
 
 def as_memory(run: Tensor) -> memoryview:
-    """The bytes of a run in host memory, in place."""
+    """Return a memoryview of `run`, a uint8 tensor in host memory, without copying."""
     return memoryview(cast(Any, run.numpy()))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of `tensor` as uint8 [nbytes]; a view if it is contiguous."""
+    """Return the bytes of `tensor` as uint8 [nbytes]; a view if `tensor` is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 

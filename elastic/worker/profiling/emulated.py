@@ -5,10 +5,10 @@ size are accumulated, copied, backed up and reduced; the optimizer updates the p
 cores can run many nodes of any device type, and measured times can be compared with the cost
 model's predictions.
 
-The values are a small model of their own, which depends only on (seed, step, micro-batch, layer)
-and the parameters: layer i outputs mean(input) + noise_i * w_i, and the loss is the sum of the
-last output squared. Every element of every message contributes, so a lost or doubled element
-changes the parameters.
+The values come from a small model, which depends only on (seed, step, micro-batch, layer) and the
+parameters: layer i outputs mean(input) + noise_i * w_i, and the loss is the sum of the last output
+squared. Every element of every message contributes, so a lost or doubled element changes the
+parameters.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from elastic.worker.model.optimizer import OptimizerSpec
 WIDTH = 4
 """Bytes per element: parameters and messages are float32."""
 MAX_CARRYOVER_S = 0.02
-"""Maximum delay that later waits make up for; a longer delay is a real one."""
+"""Maximum part of a delay that the next wait makes up for."""
 
 
 class PassTimer:
     """Sleeps until deadlines, so that the delays of single waits do not add up.
 
-    The waits of one action, a pass of one micro-batch through the layers of a stage, follow each
-    other without a gap: time between the layers belongs to the layers. A wait that ends late
-    shortens the next one. CPU time that the engine uses between two actions of a step shortens the
-    second action too, because a real device computes while its host does such work.
+    An action is a pass of one micro-batch through the layers of a stage. The waits of an action
+    follow each other without a gap, so the time between two layers is part of the wait. A wait that
+    ends late shortens the next wait. CPU time that the engine uses between two actions of a step
+    shortens the second action, because a real device computes while its host does such work.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class PassTimer:
 
 
 class _LayerPass:
-    """One micro-batch's pass through one layer; it decides how long each backward part waits.
+    """Decides how long each part of one micro-batch's pass through one layer waits.
 
     Autograd runs either the whole backward pass at once, beginning with the parameters' path,
     which was built last; or the input's path first and the parameters' path later. The path that
-    runs first shows which case it is. The identifier of autograd's current graph task tells
+    runs first distinguishes the two cases. The identifier of autograd's current graph task tells
     whether the other path belongs to the same backward pass.
     """
 
@@ -84,7 +84,7 @@ class _LayerPass:
         self._whole_task = -1
         """Graph task of a backward pass that runs both paths."""
         self._split = False
-        """The input's path ran in a graph task of its own."""
+        """Whether the input's path ran in a graph task of its own."""
 
     def forward(self, began: float, seconds: float) -> None:
         self._wait("F", began, seconds)
@@ -106,7 +106,7 @@ class _LayerPass:
 
 
 class _InputPath(torch.autograd.Function):
-    """Fills the output with mean(hidden). Its backward waits for the input part or whole pass."""
+    """Fills the output with mean(hidden). `backward` takes the time of input part or whole pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, numel: int, layer_pass: _LayerPass) -> Tensor:
@@ -123,7 +123,7 @@ class _InputPath(torch.autograd.Function):
 
 
 class _WeightPath(torch.autograd.Function):
-    """noise * mean(weight), whose elements are equal. Its backward waits for the weight part."""
+    """noise * mean(weight), whose elements are equal. `backward` takes the weight part's time."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, noise: Tensor, layer_pass: _LayerPass) -> Tensor:
@@ -140,11 +140,11 @@ class _WeightPath(torch.autograd.Function):
 
 
 class EmulatedLayer(nn.Module):
-    """One layer of `spec.param_bytes` that takes `times`.
+    """A layer with parameters of `spec.param_bytes`, whose passes take `times`.
 
     Args:
         value: initial value of all parameters.
-        last: the layer returns a scalar loss.
+        last: whether the layer returns a scalar loss.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class _LayerMeasurement:
         def seconds(
             call: Callable[[], object], before: Callable[[], object] = lambda: None
         ) -> float:
-            """Median seconds of `call`. `before` and `clear` run around it and do not count."""
+            """Return the median seconds of `call`, without `before` and the clearing after it."""
             times = []
             for _ in range(self._order.warmup + self._order.repeat):
                 before()
@@ -142,7 +142,7 @@ class _LayerMeasurement:
         return layer, replica.index, output
 
     def _seconds(self, call: Callable[[], object]) -> float:
-        """Seconds of one call, until the device has done its work."""
+        """Return the seconds of one call, until the device has done the call's work."""
         synchronize(self._device)
         began = mark(self._device)
         call()
@@ -154,7 +154,7 @@ class _LayerMeasurement:
 
 
 class _MeasuredPass:
-    """One micro-batch that runs through one layer repeatedly."""
+    """Runs one micro-batch through one layer repeatedly, pass by pass."""
 
     def __init__(
         self, replica: LayerReplica, hidden: Tensor | None, microbatch: Microbatch
@@ -189,7 +189,7 @@ class _MeasuredPass:
             self._replica.collect(0, skip=False)
 
     def _gradient(self) -> Tensor:
-        """Gradient of the output, small enough that no sum overflows."""
+        """Return a gradient of the output that is so small that no sum overflows."""
         return torch.full_like(self._out, 1.0 / self._out.numel())
 
     def clear(self) -> None:
@@ -202,7 +202,7 @@ class _MeasuredPass:
 
 
 def _signature(replica: LayerReplica, hidden: Tensor | None) -> object:
-    """Key that is equal for layers with equal modules, parameters and inputs."""
+    """Return a key that is equal for layers with equal modules, parameters and inputs."""
     assert hidden is not None
     named = replica.module.named_parameters()
     parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in named)
@@ -210,9 +210,9 @@ def _signature(replica: LayerReplica, hidden: Tensor | None) -> object:
 
 
 def _layer_bytes(replica: LayerReplica, tp: int, update: Callable[[], None]) -> dict[str, int]:
-    """Bytes of the whole layer; this TP rank holds a part of them.
+    """Return the byte sizes of the whole layer, summed over all TP ranks.
 
-    Updates the layer once, because most optimizers create their state then.
+    Calls `update` first, because most optimizers create their state at the first update.
     """
     update()
     parameters = dict(replica.module.named_parameters())
@@ -232,7 +232,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _device_memory(device: torch.device) -> int:
-    """Bytes of the device's memory; 0 for the CPU."""
+    """Return the bytes of the device's memory; 0 for the CPU."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(device).total_memory)

@@ -23,7 +23,7 @@ def select_stack(settings: WorkerSettings, stack: LayerStack) -> LayerStack:
 
 
 def check_profile(settings: WorkerSettings, spec: JobSpec) -> None:
-    """Raise FieldError if the run's profile belongs to another model than the script's."""
+    """Raise FieldError if the run's profile does not fit the script or, emulated, tp is not 1."""
     profile = _profile(settings)
     if profile is None:
         return

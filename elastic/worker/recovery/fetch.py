@@ -1,4 +1,4 @@
-"""Reads copies from vaults: this node's through shared memory, others' over TCP, all verified."""
+"""Reads and verifies copies: from this node's vault in shared memory, from others over TCP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FetchedCopy(NamedTuple):
 
 
 class Fetcher:
-    """Connections to the vaults of one assignment. Thread-safe; calls to one vault queue up."""
+    """Reads from the vaults of one assignment. Thread-safe; a vault serves one call at a time."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Fetcher:
         *,
         timeout_s: float = DEFAULT_TIMEOUTS.bulk_s,
     ) -> None:
-        """`node`: this node; `vaults`: node -> host:port; `abandon` ends all transfers."""
+        """`node`: this node; `vaults`: node -> host:port; `abandon`: signal that ends transfers."""
         self._node, self._abandon = node, abandon or AbandonSignal()
         self._clients = {
             name: VaultClient(address, node=node, timeout_s=timeout_s)

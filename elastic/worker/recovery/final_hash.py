@@ -1,4 +1,4 @@
-"""The hash of a finished job's parameters, from the last states in the vaults."""
+"""Computes the hash of a finished job's parameters, from the last states in the vaults."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from elastic.worker.transport.cancellation import AbandonSignal
 def job_sha256(
     plan: Plan, spec: JobSpec, vaults: Mapping[str, str], node: str, abandon: AbandonSignal
 ) -> str:
-    """SHA-256 of all parameters after the last step (`elastic.worker.replica.export`).
+    """Return the SHA-256 of all parameters after the last step (`elastic.worker.replica.export`).
 
-    Each node's vault has its last state. Raises VaultError if one is gone, and EpochAbandoned.
+    Each holder's vault has its last state. Raises VaultError if a state is gone, EpochAbandoned.
     """
     first = None if state_of(plan.state).sharded else 1
     holders = {

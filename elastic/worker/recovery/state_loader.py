@@ -26,13 +26,13 @@ from elastic.worker.replica.replica import LayerReplica
 
 @dataclass
 class LoadedStage:
-    """Layers of the stage in order, and the source of each layer's state."""
+    """Loaded layers of a worker, in order, with the source of each layer's state."""
 
     replicas: list[LayerReplica] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
-    """memory | initial | checkpoint | shared-memory | peer:NODE"""
+    """Per layer: memory | initial | checkpoint | shared-memory | peer:NODE."""
     messages: dict[str, Tensor] = field(default_factory=dict)
-    """Logged messages for partial runs, by the copies' keys."""
+    """Logged messages for partial replays, by the keys of their copies."""
 
 
 class StateLoader:
@@ -46,9 +46,9 @@ class StateLoader:
         after_layer: Callable[[], None],
         tied: Tied,
     ) -> None:
-        """`build`(layer, empty, portion) makes a replica; `lr` is the learning rate of a step.
+        """`build(layer, empty, portion)` returns a new replica, `lr(step)` the learning rate.
 
-        `after_layer` is called after each layer; it may raise EpochAbandoned.
+        `after_layer()` is called after each layer and may raise EpochAbandoned.
         """
         self._build, self._fetcher, self._lr = build, fetcher, lr
         self._after_layer, self._tied = after_layer, tied
@@ -58,7 +58,7 @@ class StateLoader:
     def usable(
         assignment: Assignment, member: RankMember, live: dict[int, LayerReplica]
     ) -> dict[int, LayerReplica]:
-        """Live replicas of layers that `member` keeps with the same portion of the state.
+        """Return the live replicas that `member` keeps, with the same portion of the state.
 
         The caller frees the others before `install`, which needs their memory.
         """
@@ -71,7 +71,7 @@ class StateLoader:
         """Return the stage's replicas at the assignment's version and ledger.
 
         `live` is the result of `usable`; incomplete replicas in it are loaded anew. Raises
-        VaultError if a source is gone; the caller then waits for the next epoch.
+        VaultError if a source is gone.
         """
         recipes = {
             recipe.layer: recipe
@@ -108,9 +108,9 @@ class StateLoader:
     def _load(
         self, recipe: Recipe, portion: Portion, old: LayerReplica | None, record: StepRecord | None
     ) -> tuple[LayerReplica, str]:
-        """A replica with this portion of the state at the recipe's version, and its source.
+        """Return a replica with this portion of the state at the recipe's version, and its source.
 
-        `old`: a live replica with this portion; an incomplete one provides its memory only.
+        `old`: a live replica with this portion. If `old` is incomplete, only its memory is used.
         """
         live = old if old is not None and old.complete else None
         memory = old if old is not None and not old.complete else None
@@ -141,7 +141,7 @@ class StateLoader:
         return replica, source
 
     def _whole_run(self, recipe: Recipe) -> tuple[Tensor, str]:
-        """The run of the recipe's initial whole state, and its source; a peer, if any part is."""
+        """Return the run of the recipe's first whole state, and its source (a peer's, if any)."""
         if not recipe.portions:
             return self._fetched_state(recipe)
         parts = [self._portion_run(part) for part in recipe.portions]
@@ -149,7 +149,7 @@ class StateLoader:
         return join_portions([run for run, _ in parts]), source
 
     def _portion_run(self, recipe: Recipe) -> tuple[Tensor, str]:
-        """The run of one portion after the recipe's updates, and its source."""
+        """Return the run of one portion after the recipe's updates, and its source."""
         data, source = self._fetched_state(recipe)
         if not recipe.updates:
             return data, source
@@ -160,7 +160,7 @@ class StateLoader:
         return replica.state_run(), source
 
     def _load_whole(self, recipe: Recipe, live: LayerReplica | None) -> tuple[LayerReplica, str]:
-        """A replica with the whole state after the recipe's updates, and its source."""
+        """Return a replica with the whole state after the recipe's updates, and its source."""
         if live is not None and _continues(recipe, live):
             replica, source = live, "memory"
         else:
@@ -188,7 +188,7 @@ class StateLoader:
         return self._fetches[recipe.state.key].result()
 
     def _replay(self, recipe: Recipe, replica: LayerReplica, record: StepRecord | None) -> None:
-        """Apply the update of step version-1 from gradients, exactly as their holders would."""
+        """Repeat the update of step `recipe.version - 1` from gradients, with the same bits."""
         if record is None or record.step != recipe.version - 1:
             raise VaultError(f"layer {recipe.layer}: no record of step {recipe.version - 1}")
         replica.clear()
@@ -201,7 +201,7 @@ class StateLoader:
         replica.clear()
 
     def _reduced(self, recipe: Recipe, replica: LayerReplica) -> Tensor:
-        """The layer's reduced gradient from the copies in `recipe.replay`, tied tensors summed."""
+        """Return the layer's reduced gradient from `recipe.replay`, with tied tensors summed."""
         owners = {recipe.layer: replica}
         for copy in recipe.replay:
             if copy.layer not in owners:
@@ -215,7 +215,10 @@ class StateLoader:
         return reduced
 
     def _load_gradients(self, recipe: Recipe, replica: LayerReplica, *, kept: bool) -> None:
-        """Make the gradient the sum of the recipe's copies; live sums are used where possible."""
+        """Make the gradient the sum of the recipe's copies.
+
+        If the live replica was `kept`, its own sums replace equal copies.
+        """
         live = [copy for copy in recipe.gradients if kept and _is_live(replica, copy)]
         replica.keep([copy.microbatches for copy in live])
         for copy in recipe.gradients:
@@ -242,12 +245,12 @@ def _sum_tied(
 
 
 def _portions(assignment: Assignment, member: RankMember) -> dict[int, Portion]:
-    """Layer -> portion of its state that `member` holds."""
+    """Return layer -> portion of its state that `member` holds."""
     return {layer: portion_of(assignment.plan, member.unit.node, layer) for layer in member.layers}
 
 
 def _copies_to_fetch(recipes: Iterable[Recipe], live: dict[int, LayerReplica]) -> Iterator[Copy]:
-    """Copies that the recipes need and no live replica replaces, states first."""
+    """Yield the copies that the recipes need and no live replica replaces, states first."""
     later: list[Copy] = []
     for recipe in recipes:
         replica = live.get(recipe.layer)
@@ -269,7 +272,7 @@ def _copies_to_fetch(recipes: Iterable[Recipe], live: dict[int, LayerReplica]) -
 
 
 def _continues(recipe: Recipe, live: LayerReplica) -> bool:
-    """Whether the live state is the recipe's first state, or a later one of the same owner."""
+    """Return whether the live state is the recipe's first one, or a later one of its owner."""
     if recipe.state is None:
         return False
     further = len(recipe.updates) if recipe.state.owner == live.owner else 0
@@ -277,7 +280,7 @@ def _continues(recipe: Recipe, live: LayerReplica) -> bool:
 
 
 def _is_live(replica: LayerReplica | None, copy: Copy) -> bool:
-    """Whether a sum of the live replica equals this copy."""
+    """Return whether a sum of the live replica equals `copy`."""
     return (
         replica is not None
         and replica.version == copy.step

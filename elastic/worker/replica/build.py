@@ -23,7 +23,7 @@ def build_replica(
     empty: bool = False,
     portion: Portion = WHOLE,
 ) -> LayerReplica:
-    """Build layer `index` at version 0. `empty`: fast, with values that `read_state` replaces."""
+    """Return a replica of layer `index` at version 0; `empty`: with arbitrary values to replace."""
     module = (stack.build_empty if empty else stack.build)(index, device, tp)
     module.train()
     parameters = list(module.named_parameters())
@@ -48,7 +48,7 @@ def warm_up(
     accumulate: Accumulate,
     device: torch.device,
 ) -> None:
-    """Build and drop the first, the middle and the last layer, so that a recovery imports less."""
+    """Build and drop the first, middle and last layer, so that a recovery imports fewer modules."""
     for index in sorted({0, stack.n_layers // 2, stack.n_layers - 1}):
         replica = build_replica(stack, index, tp, optimizer, accumulate, 0, device, empty=True)
         replica.read_state(replica.state_run())

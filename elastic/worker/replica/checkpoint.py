@@ -13,7 +13,7 @@ from elastic.worker.replica.replica import LayerReplica
 
 
 def read_layer(path: str | Path, layer: int) -> list[Tensor]:
-    """The state runs, uint8 [n], of all TP ranks in order. Raises FieldError if one is corrupt."""
+    """Return the layer's state runs (uint8 [n]) in TP rank order. FieldError if one is corrupt."""
     directory = Path(path)
     manifest = read_manifest(directory)
     runs: list[Tensor] = []
@@ -28,9 +28,9 @@ def read_layer(path: str | Path, layer: int) -> list[Tensor]:
 
 
 def load_layer(path: str | Path, replica: LayerReplica) -> None:
-    """Load the state of `replica`'s layer, version included, and cut it to the replica's TP size.
+    """Load the state and version of `replica`'s layer, converted to the replica's TP size.
 
-    Raises FieldError if the checkpoint is corrupt or cannot be cut to that size.
+    Raises FieldError or VaultError if the checkpoint is corrupt or cannot be converted.
     """
     runs = read_layer(path, replica.index)
     replica.read_state(reshard(runs, replica.shard, replica.tp_size))

@@ -1,8 +1,8 @@
-"""Whole parameters from state runs: their hash, and a plain safetensors file.
+"""Hashes whole parameters, and exports them to a plain safetensors file.
 
-Runs (`elastic.domain.state_layout`) come from vaults or from a checkpoint, one per TP rank.
-Parameters that TP ranks split are joined first, so that neither hash nor file depends on the TP
-size. Bits are moved, never converted. This module imports no torch, so that it starts fast.
+Parameters come from state runs (`elastic.domain.state_layout`) of vaults or of a checkpoint, one
+run per TP rank. Those that TP ranks split are joined first, so hash and file do not depend on the
+TP size. Values are copied bit for bit. This module imports no torch, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parameters(runs: Sequence[memoryview]) -> Iterator[tuple[str, str, NDArray[n
 
 
 def params_sha256(layers: Iterable[Sequence[memoryview]]) -> str:
-    """SHA-256 over layers in order, parameters in name order, little-endian bytes.
+    """Return the SHA-256 over layers in order, parameters in name order, little-endian bytes.
 
     `layers` has each layer's state runs, one per TP rank; a lazy iterable saves memory.
     """

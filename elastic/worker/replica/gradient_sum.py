@@ -17,13 +17,13 @@ class GradientSum:
     """Gradients of one layer, summed over the micro-batches in `ledger`."""
 
     index: int
-    """The layer."""
+    """Index of the layer."""
     accumulator: Accumulator
     ledger: set[int] = field(default_factory=set)
     losses: dict[int, float] = field(default_factory=dict)
     """Losses of the micro-batches in the ledger; on the last layer only."""
     copying: Future[None] | None = None
-    """A copy that is being written and reads this sum."""
+    """Background copy that reads this sum; None: none."""
 
     @property
     def gradient(self) -> Tensor:
@@ -40,7 +40,7 @@ class GradientSum:
         out.copy_(as_bytes(self.gradient))
 
     def add(self, total: Tensor, ledger: set[int], losses: Mapping[int, float]) -> None:
-        """Add a flat gradient of micro-batches that are not in the ledger yet."""
+        """Add `total`, a flat gradient over the micro-batches `ledger`, all new to this sum."""
         self.settle()
         self.accumulator.merge(total)
         self.ledger |= ledger
@@ -53,7 +53,7 @@ class GradientSum:
         self.losses.update(other.losses)
 
     def settle(self) -> None:
-        """Wait for a copy that is being written; call before a change. Raises the copy's error."""
+        """Wait for the background copy; call before changing the sum. Raises the copy's error."""
         copying, self.copying = self.copying, None
         if copying is not None:
             copying.result()

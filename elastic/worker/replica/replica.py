@@ -28,9 +28,9 @@ from elastic.worker.replica.gradient_sum import GradientSum
 class LayerReplica(GradientSum):
     """A layer that this worker holds, and the gradient sum of the micro-batches run here.
 
-    The state has version `version`, and the gradient belongs to the step of that number. Under
-    `reduce` a layer has several sums, with disjoint ledgers: its own, `common`, and the sums of
-    rounds that are not finished.
+    The state has version `version`, and the gradient belongs to the step of that number. `shard` is
+    this worker's TP rank. Under `reduce` a replica has several sums with disjoint ledgers: its own,
+    `common`, and the sums of rounds that are not finished.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LayerReplica(GradientSum):
         self.common: GradientSum | None = None
         """Under `reduce`: the sum of finished rounds, equal on all holders of the layer."""
         self.complete = True
-        """All parameters have this version. If not, only the optimizer's portion has it
+        """Whether all parameters have this version; if not, only the optimizer's portion has it
         (`elastic.worker.engine.sharded_update`)."""
         self._rounds: deque[GradientSum] = deque()
         self._spare: list[GradientSum] = []
@@ -92,7 +92,7 @@ class LayerReplica(GradientSum):
         self.ledger.add(index)
 
     def gradient_slice(self, name: str) -> slice:
-        """The elements of parameter `name` in `gradient`."""
+        """Return the slice of `gradient` that belongs to parameter `name`."""
         place = next(place for place in self.layout.ranges if place.name == name)
         return slice(place.start, place.stop)
 
@@ -102,7 +102,7 @@ class LayerReplica(GradientSum):
         microbatches: Iterable[int],
         losses: Mapping[int, float] | Iterable[tuple[int, float]],
     ) -> None:
-        """Add a copy that `write_gradient` wrote elsewhere, with its ledger and losses.
+        """Add `data`, which `write_gradient` of another sum wrote, with its ledger and losses.
 
         Raises LedgerError if a micro-batch would count twice, VaultError for a wrong size.
         """
@@ -115,7 +115,7 @@ class LayerReplica(GradientSum):
         self.add(aligned.view(self.gradient.dtype), added, dict(losses))
 
     def clear(self) -> None:
-        """Empty all sums and ledgers: a step begins."""
+        """Empty all sums and ledgers, as the next step begins."""
         super().clear()
         while self._rounds:
             self._retire_round()
@@ -123,13 +123,13 @@ class LayerReplica(GradientSum):
             self.common.clear()
 
     def set_aside(self, reuse: GradientSum | None = None) -> GradientSum:
-        """Clear the replica, but return its sum. `reuse`: an earlier sum whose memory is free."""
+        """Return the replica's own sum, and clear all others. `reuse`: an old sum to overwrite."""
         final = self._detach(reuse)
         self.clear()
         return final
 
     def _detach(self, empty: GradientSum | None) -> GradientSum:
-        """Return the current sum, and continue with `empty`, or with a new one."""
+        """Return the replica's own sum, which `empty` (None: a new sum) replaces."""
         self.settle()
         sum_ = GradientSum(self.index, self.accumulator, self.ledger, self.losses)
         empty = empty or GradientSum(self.index, self.accumulator.new_empty())
@@ -145,15 +145,15 @@ class LayerReplica(GradientSum):
     # ---- rounds of sums over the holders (elastic.worker.engine.incremental_allreduce) ----
 
     def start_round(self) -> GradientSum:
-        """Detach the current sum for an all-reduce over the holders; continue with an empty one."""
+        """Return the replica's own sum for an all-reduce; an empty sum replaces it."""
         self.accumulator.check()
         self._rounds.append(self._detach(self._spare.pop() if self._spare else None))
         return self._rounds[-1]
 
     def finish_round(self, total: Tensor, ledger: set[int], losses: Mapping[int, float]) -> None:
-        """Add `total`, the all-reduced sums of the oldest round, to `common`.
+        """Add `total`, the all-reduced sum of the oldest round, to `common`.
 
-        Raises LedgerError if `ledger` lacks this worker's part, or repeats a finished round.
+        Raises LedgerError if `ledger` lacks this worker's part, or contains some of `common`.
         """
         if self.common is None:
             self.common = GradientSum(self.index, self.accumulator.new_empty())
@@ -166,14 +166,14 @@ class LayerReplica(GradientSum):
         self._retire_round()
 
     def cancel_rounds(self) -> None:
-        """Put the sums of unfinished rounds back into the replica's own sum: the epoch is over."""
+        """Called when the epoch ends: put the sums of unfinished rounds back into the own sum."""
         self.settle()
         while self._rounds:
             self.absorb(self._rounds[0])
             self._retire_round()
 
     def keep(self, ledgers: Collection[frozenset[int]]) -> None:
-        """Merge the sums that have one of these ledgers into the own sum; drop the others."""
+        """Merge the sums whose ledger is in `ledgers` into the own sum; drop the others."""
         self.cancel_rounds()
         common, self.common = self.common, None
         self._spare.clear()
@@ -196,21 +196,21 @@ class LayerReplica(GradientSum):
     # ---- the update ----
 
     def norm_sq(self, reduced: Tensor) -> float:
-        """Squared norm of this layer's share of the model's gradient, float64.
+        """Return this replica's part of the squared norm of the model's gradient, in float64.
 
-        Parameters that all TP ranks hold count on rank 0 only, tied ones at their first owner only.
+        Parameters that TP ranks do not split count on rank 0 only, tied ones at their first owner.
         """
         self.accumulator.check()
         return gradients.norm_sq(reduced, self._in_norm)
 
     def update(self, reduced: Tensor, clip: float, lr: float) -> None:
-        """Apply `clip` times the flat gradient `reduced`; the version goes up by one."""
+        """Update the state with `clip` times the flat gradient `reduced`; increment the version."""
         self.accumulator.check()
         self._step(self._portions(gradients.to_flat(reduced, clip)), lr)
 
     @property
     def portion(self) -> Portion:
-        """Portion of the optimizer's state held here; the update changes these parameters alone."""
+        """Portion of the optimizer's state held here; an update changes only these parameters."""
         return self._optimizer.portion
 
     @property
@@ -224,7 +224,7 @@ class LayerReplica(GradientSum):
         return 4 * max(self._targets.numel, 1)
 
     def update_input(self, reduced: Tensor, clip: float) -> Tensor:
-        """The float32 gradient that `update` applies, in a new flat tensor; at least one byte."""
+        """Return the float32 gradient that `update` applies, as a new flat tensor."""
         flat = gradients.to_flat(reduced, clip)
         if self.portion == WHOLE:
             return flat
@@ -234,7 +234,7 @@ class LayerReplica(GradientSum):
         return mine
 
     def apply_update(self, data: Tensor, lr: float) -> None:
-        """Repeat an update from the bytes of `update_input`; the version goes up by one."""
+        """Repeat an update from the bytes of `update_input`; increment the version."""
         if data.numel() != self.update_nbytes:
             sizes = f"update of {data.numel()} bytes, not {self.update_nbytes}"
             raise VaultError(f"layer {self.index}: {sizes}")
@@ -242,18 +242,18 @@ class LayerReplica(GradientSum):
         self._step(self._targets.views(aligned.view(torch.float32).to(self.device)), lr)
 
     def _step(self, parts: Sequence[Tensor], lr: float) -> None:
-        """Update from these portions of the gradient, in parameter order."""
+        """Update from `parts`: the portion of each parameter's gradient, in parameter order."""
         self.settle()
         self._optimizer.step(parts, lr)
         self.complete = self.portion == WHOLE
         self.version += 1
 
     def _portions(self, flat: Tensor) -> list[Tensor]:
-        """The optimizer's portion of each parameter's gradient."""
+        """Return the optimizer's portion of each parameter's gradient."""
         return [self._optimizer.portion_of(view) for view in self.layout.views(flat)]
 
     def optimizer_bytes(self) -> dict[str, int]:
-        """Bytes of optimizer state and masters by parameter; most state appears at first update."""
+        """Return bytes of optimizer state and masters by parameter; complete after an update."""
         found = {name: master.nbytes for name, master in self._optimizer.masters.items()}
         for name, _, value in self._optimizer.tensors():
             found[name] = found.get(name, 0) + value.nbytes
@@ -262,7 +262,7 @@ class LayerReplica(GradientSum):
     # ---- the state as bytes ----
 
     def state_nbytes(self) -> int:
-        """Bytes of the current state; it grows at the first update with most optimizers."""
+        """Return the bytes of the current state. Most optimizers enlarge it at the first update."""
         return self._state_plan(self._tensors()).nbytes
 
     def write_state(self, out: Tensor) -> None:
@@ -271,16 +271,16 @@ class LayerReplica(GradientSum):
         self._state_plan(tensors).write(out, tensors)
 
     def state_run(self) -> Tensor:
-        """The state as a new run, uint8 [state_nbytes()] in host memory."""
+        """Return the state as a new run, uint8 [state_nbytes()] in host memory."""
         run = torch.empty(self.state_nbytes(), dtype=torch.uint8)
         self.write_state(run)
         return run
 
     def read_state(self, data: Tensor) -> None:
-        """Load a written state with its version: the whole state, or this replica's portion.
+        """Load state and version from a run of the whole state, or of this replica's portion.
 
-        From a whole state the optimizer takes its portion. After a portion the replica is not
-        `complete`. Raises VaultError if the state is not of this layer.
+        The optimizer keeps only its portion of a whole state. A run of a portion leaves the replica
+        not `complete`. Raises VaultError if the state is not of this layer.
         """
         self.settle()
         header, tensors = read_state(data)
@@ -313,7 +313,7 @@ class LayerReplica(GradientSum):
         self.complete, self.version = whole, header.version
 
     def _in_portion(self, path: str) -> bool:
-        """Whether a text of the state belongs to this replica's portion of it."""
+        """Return whether this replica's portion of the state includes the text named `path`."""
         kind = path.partition("/")[0]
         return kind != "optim" or bool(self._optimizer.targets[_split(path)[0]].numel())
 
@@ -342,12 +342,12 @@ class LayerReplica(GradientSum):
         return tensors
 
     def _named(self, path: str, value: Tensor, name: str) -> NamedTensor:
-        """`value` has the shape of parameter `name`, or of this portion of it."""
+        """Return `value` with a name. It has the shape of parameter `name` or of its portion."""
         parameter = self._parameters[name]
         return NamedTensor(path, value, shard_dim(parameter), tuple(parameter.shape))
 
     def _state_plan(self, tensors: list[NamedTensor]) -> StatePlan:
-        """The layout of the state; made from the layout of another version if possible."""
+        """Return the layout of the state, made from the layout of another version if possible."""
         extra, plan = self._optimizer.extra(), self._plan
         if plan is not None and plan.header.version != self.version:
             plan = plan.at(self.version)
@@ -358,11 +358,11 @@ class LayerReplica(GradientSum):
 
 
 def shard_dim(parameter: Tensor) -> int:
-    """Dimension along which TP ranks split the parameter; -1: not split."""
+    """Return the dimension along which TP ranks split the parameter; -1: not split."""
     return int(getattr(parameter, "partition_dim", -1))
 
 
 def _split(path: str) -> tuple[str, str]:
-    """optim/NAME/KEY -> (NAME, KEY)."""
+    """Split optim/NAME/KEY into (NAME, KEY)."""
     name, key = path.removeprefix("optim/").rsplit("/", 1)
     return name, key

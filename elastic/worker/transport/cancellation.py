@@ -1,4 +1,4 @@
-"""Ends of an epoch: a signal that wakes every blocked thread, and the error of a broken link.
+"""Ends an epoch early: a signal that wakes every blocked thread, and the error of a broken link.
 
 Any thread may call `AbandonSignal.set`; usually the thread that reads the agent's messages does. A
 thread that blocks in native code, where an event cannot wake it, subscribes a callback that makes
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class EpochAbandoned(Exception):
-    """The running epoch was left on purpose; this is no failure. The text tells the reason."""
+    """Raised to leave an epoch on purpose, which is no failure. The text tells the reason."""
 
 
 class LinkFailed(ElasticError):

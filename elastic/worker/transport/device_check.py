@@ -15,7 +15,7 @@ import time
 import torch
 
 SIZE, ROUNDS = 2048, 8
-"""Rows of the square matrices; number of multiplications."""
+"""`SIZE`: rows of the square matrices; `ROUNDS`: number of multiplications."""
 
 
 def check_device(device: torch.device) -> tuple[float, str]:

@@ -1,6 +1,6 @@
-"""Faults of a device: the worker crashes, the agent restarts it, and the job continues.
+"""Tells faults of a device from errors of the script, and crashes the worker on a device fault.
 
-The contents of a broken device are lost with the process; recovery reads the published copies from
+The agent restarts a crashed worker, and the job continues: recovery reads the published copies from
 the vaults. Running out of memory, or an operation that no device supports, is an error of the
 script and ends the job (`elastic.core.protocol.device_errors`).
 """
@@ -24,7 +24,7 @@ CAUSE_CHARS = 300
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """Whether a device, its driver or a link between devices caused `error`, not the script."""
+    """Return whether a device, its driver or a link between devices caused `error`."""
     text, by_script = str(error), isinstance(error, torch.OutOfMemoryError)
     if not isinstance(error, RuntimeError) or by_script or is_script_error(text):
         return False
@@ -32,7 +32,7 @@ def is_device_fault(error: BaseException) -> bool:
 
 
 def is_local_device_fault(error: BaseException) -> bool:
-    """Whether `error` is a device fault that the other end of a link cannot have caused."""
+    """Return whether `error` is a device fault that no other end of a link can have caused."""
     return is_device_fault(error) and not is_link_error(str(error))
 
 

@@ -2,13 +2,13 @@
 
 A wait on gloo blocks in native code, where no Python event can wake it. gloo offers one way out:
 when an operation reaches its own timeout, gloo closes all connections of its group. The neighbours
-notice that, and operations that have not started to move data fail. `GlooTransport.close` uses it:
-it posts a receive that no rank answers, with a timeout of one millisecond.
+notice that, and operations that have not started to move data fail. `GlooTransport.close` therefore
+posts a receive that no rank answers, with a timeout of one millisecond.
 
 Operations in the middle of a message are an exception. gloo does not fail them when a connection
 is closed or breaks; they block until their own timeout. Therefore a helper thread does the native
-wait, and the waiting thread can leave it behind. Meanwhile the waiting thread checks at growing
-intervals that the peers are still connected (docs/decisions/027-waits-that-can-be-left.md).
+wait, and the waiting thread can leave the helper behind. Meanwhile the waiting thread checks at
+growing intervals that its peers are connected (docs/decisions/027-waits-that-can-be-left.md).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from elastic.worker.transport.interface import BackendGroup, Operation
 _POISON_TAG = 2**20
 _POISON_S = 0.001
 PEER_CHECK_S = 0.25
-"""A wait checks its peers' connections after this time, then at doubled intervals."""
+"""Time until a wait first checks its peers' connections. Later intervals double each time."""
 MAX_PEER_CHECK_S = 8.0
 """Longest interval between two checks of the peers' connections."""
 DISCONNECT_GRACE_S = 2.0
-"""A collective may still finish after a peer that did its part has disconnected."""
+"""Time in which an operation may still finish after a peer did its part and disconnected."""
 _CLOSED = "the links were closed"
 
 
@@ -173,7 +173,7 @@ class GlooTransport:
             interval = min(2 * interval, MAX_PEER_CHECK_S)
 
     def disconnected(self) -> tuple[int, ...]:
-        """Ranks whose connection to this rank has ended."""
+        """Return the ranks whose connection to this rank has ended."""
         ended = []
         for peer in self._peers:
             try:
@@ -186,8 +186,8 @@ class GlooTransport:
         """Make all operations raise RuntimeError; see `Transport.close`.
 
         Returns when no collective runs any more. A collective that hangs in the middle of a
-        message ends with its own timeout. Destroying its group earlier would block in the thread
-        that drops the last reference.
+        message ends with its own timeout. Destroying its group earlier would block the thread that
+        drops the last reference to the group.
         """
         with self._lock:
             if self._closed:
@@ -212,7 +212,7 @@ def _probe(group: BackendGroup, peer: int) -> None:
 
 
 def _poison(group: BackendGroup, rank: int, size: int) -> None:
-    """Fail all operations of `group` by a receive from a connected peer that times out."""
+    """Fail all operations of `group`: let receives from its connected peers time out."""
     for peer in range(size):
         if peer != rank:
             try:

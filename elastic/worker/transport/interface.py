@@ -16,7 +16,7 @@ class Operation(Protocol):
     """A communication that was started and may still run."""
 
     def is_completed(self) -> bool:
-        """Whether `Transport.wait` would return or raise at once.
+        """Return whether `Transport.wait` would return or raise at once.
 
         gloo reports this for collectives only, not for messages between two ranks.
         """
@@ -56,7 +56,7 @@ class Transport(Protocol):
         """Prepare collectives over `ranks`. Blocks until all of these ranks have called it."""
 
     def wait(self, operation: Operation) -> None:
-        """Return when the host has seen the operation finish. Raises RuntimeError if it failed."""
+        """Wait until the host has seen the operation finish. Raises RuntimeError if it failed."""
 
     def close(self) -> None:
         """Make all operations of this process raise RuntimeError, blocked and future ones.

@@ -34,13 +34,13 @@ SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Message sizes, in bytes."""
 TIMEOUT_S = 120.0
 PAUSE_S = 0.005
-"""Pause before each message, so that the receiver sleeps when it arrives, as in a pipeline."""
+"""Pause before each message, so that the receiver sleeps when the message arrives."""
 MATRIX_ROWS = 256
 """Rows of the square matrices that are multiplied while messages are sent."""
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkProfile:
-    """Fit bandwidth and latency to one-way times.
+    """Return the bandwidth and latency that fit the one-way times.
 
     Bandwidth is the median slope between the larger sizes. Latency is the time of the smallest
     message minus the time that its bytes take at this bandwidth.
@@ -52,7 +52,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkProfile:
 
 
 def one_way(links: Links, nbytes: int, tag: int, repeat: int) -> float:
-    """Median one-way seconds of a message of `nbytes`. Ranks 0 and 1 both call this."""
+    """Return the median one-way seconds of a message of `nbytes`. Ranks 0 and 1 both call this."""
     tensor, times = torch.zeros(nbytes // 4), []
     for _ in range(repeat):
         expected = links.recv(1 - links.rank, tag)
@@ -70,7 +70,7 @@ def one_way(links: Links, nbytes: int, tag: int, repeat: int) -> float:
 
 
 def contention(links: Links, link: LinkProfile, tag: int, repeat: int) -> float:
-    """Seconds added to rank 0's compute per second of concurrent sending.
+    """Return the seconds by which one second of sending prolongs rank 0's concurrent compute.
 
     Both ranks call this; rank 1 returns 0.
     """
@@ -97,7 +97,7 @@ def contention(links: Links, link: LinkProfile, tag: int, repeat: int) -> float:
 
 
 def copy_rate(nbytes: int = SIZES[-1], repeat: int = 9) -> float:
-    """Bytes per second at which this process writes backup copies of `nbytes`."""
+    """Return the bytes per second at which this process writes backup copies of `nbytes`."""
     source, times = torch.ones(nbytes, dtype=torch.uint8), []
     memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
     with tempfile.TemporaryDirectory(dir=memory) as directory:
@@ -134,7 +134,7 @@ def _calibrate() -> tuple[int, float]:
 
 
 def probe(rank: int, store: str, repeat: int) -> dict[str, object]:
-    """Measure the link. Both ranks call this; rank 0 returns the valid result."""
+    """Measure the link. Both ranks call this; only the result of rank 0 is valid."""
     torch.set_num_threads(1)
     result = _measure(rank, store, repeat)
     gc.collect()  # links are in reference cycles; their threads must end before the interpreter
@@ -166,7 +166,7 @@ def _measure(rank: int, store: str, repeat: int) -> dict[str, object]:
 
 
 def main() -> int:
-    """Arguments: the number of repetitions; the second process also gets the store's address."""
+    """Run one end of the link. Arguments: repetitions and, on the second end, the store."""
     repeat, *second = sys.argv[1:]
     if second:
         probe(1, second[0], int(repeat))

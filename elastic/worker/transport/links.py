@@ -4,8 +4,8 @@
 and a small gather over all ranks.
 
 Every blocking call ends at once when the epoch's `AbandonSignal` is set (EpochAbandoned) and when
-a peer disconnects (LinkFailed). After either, the links stay closed; the next epoch opens new
-ones. `elastic.worker.transport.gloo` explains how blocked waits are ended.
+a peer disconnects (LinkFailed). After either error the links stay closed; the next epoch opens new
+links. `elastic.worker.transport.gloo` explains how blocked waits are ended.
 
 A `tag` names a flow of messages with the same dtype and shape. A header with dtype and shape
 precedes the first message of a flow and holds for the whole epoch, so receives can be posted ahead
@@ -51,18 +51,18 @@ MAX_UNRECEIVED = 32
 
 @dataclass(frozen=True, slots=True)
 class PendingCollective:
-    """A collective that runs. Call it to wait for its result."""
+    """A collective that may still run. Call the object to wait for the result."""
 
     wait: Callable[[], None]
     done: Callable[[], bool]
-    """Whether `wait` would return or raise at once."""
+    """Returns whether `wait` would return or raise at once."""
 
     def __call__(self) -> None:
         self.wait()
 
 
 class Links:
-    """Open links of one rank. `open` creates them. A single rank has no transports."""
+    """Links of one rank in one epoch, made by `open`. Without other ranks it has no transports."""
 
     control: GlooTransport
     """Transport of headers and gathers, on CPU tensors."""
@@ -83,7 +83,7 @@ class Links:
         """(rank, tag) -> dtype and shape of the flow's messages."""
         self._unreceived: deque[tuple[Operation, torch.Tensor, Transport]] = deque()
         self.max_unreceived = MAX_UNRECEIVED
-        """Number of messages in flight from this rank at which a send waits for the oldest."""
+        """Maximum number of messages in flight from this rank; further sends wait."""
         self._groups_opened = threading.Event()
         self._group_errors: list[RuntimeError] = []
 
@@ -112,7 +112,7 @@ class Links:
             host: address of this node that the other ranks can reach.
             holder_sets: all groups of ranks that will ever reduce together; equal on all ranks.
             pairs: all (sender, receiver) that will ever communicate; equal on all ranks.
-            shaper: slows CPU tensors for the ranks in `remote` down to a given network.
+            shaper: delays CPU tensors to the ranks in `remote`; None: no delay.
 
         Raises:
             EpochAbandoned: `abandon` was set meanwhile.
@@ -159,10 +159,10 @@ class Links:
 
     @contextmanager
     def translate_errors(self, peer: int | None = None) -> Iterator[None]:
-        """Turn a transport's RuntimeError into its cause: EpochAbandoned or LinkFailed.
+        """Raise EpochAbandoned or LinkFailed for a transport's RuntimeError inside the block.
 
         A fault of this rank's own device is raised as it is. `peer` is suspected if the cause is
-        unknown. Raises EpochAbandoned also after a call without an error.
+        unknown. If the epoch is abandoned, raises EpochAbandoned even without an error.
         """
         try:
             yield
@@ -173,7 +173,7 @@ class Links:
         self.abandon.check()
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
-        """Start to send `tensor` to `dst`. It must not change until `flush`.
+        """Start to send `tensor` to `dst`. The tensor must not change until `flush`.
 
         Blocks only while more than `max_unreceived` messages are in flight. Raises FieldError if
         dtype or shape differ from the first tensor of this flow.
@@ -196,7 +196,7 @@ class Links:
             self._keep(self.data.send(tensor, dst, data_tag(tag)), tensor, self.data)
 
     def _keep(self, work: Operation, tensor: torch.Tensor, transport: Transport) -> None:
-        """Keep a tensor that is being sent; wait for the oldest one if there are too many.
+        """Keep a tensor that is being sent; if there are too many, wait for the oldest message.
 
         The limit is needed because gloo does not report the receipt of a message.
         """
@@ -208,7 +208,7 @@ class Links:
             transport.wait(oldest)
 
     def recv(self, src: int, tag: int = 0) -> Receive:
-        """Post a receive of the next message of a flow. Never blocks.
+        """Post a receive of the next message of a flow, and return it. Never blocks.
 
         Post receives in the order in which `src` sends, over all of its flows.
         """
@@ -291,7 +291,7 @@ class Links:
         return PendingCollective(wait, lambda: bool(work.is_completed()))
 
     def _await_groups(self) -> None:
-        """Wait until all groups are open. Raises EpochAbandoned, or RuntimeError if one failed."""
+        """Wait for all groups to open. Raises EpochAbandoned; RuntimeError if a group failed."""
         if not self._groups_opened.is_set():
             self.abandon.subscribe(self._groups_opened.set)
             self._groups_opened.wait()

@@ -1,8 +1,8 @@
 """NCCL transport for CUDA tensors.
 
-Each group has one communicator, and so has each direction between two stages. Operations of one
-communicator run one after the other. With one communicator for both directions, a send and a
-receive between the same two ranks could therefore wait for each other.
+Each group of holders has its own communicator, as has each direction between two ranks.
+Operations of a communicator run one after the other. With one communicator for both directions, a
+send and a receive between the same two ranks could therefore wait for each other.
 
 `close` aborts all communicators inside one NCCL group. Aborting them one by one can hang while
 operations of another communicator run on the device.
@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupNCCL, Store, Wor
 from elastic.worker.transport.interface import BackendGroup, Operation
 
 _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Disables torch's watchdog, which would end the whole process when a peer dies."""
+"""Variables that disable torch's watchdog, which would end the process when a peer dies."""
 _CLOSED = "the epoch's communication is closed"
 
 
@@ -35,7 +35,7 @@ class NcclTransport:
     The constructor blocks until the other ranks of all `pairs` of this rank have connected.
 
     Args:
-        pairs: (sender, receiver) ranks that will ever communicate.
+        pairs: all (sender, receiver) ranks that will ever communicate in the epoch.
     """
 
     def __init__(

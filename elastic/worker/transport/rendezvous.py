@@ -56,7 +56,7 @@ def agree_on_failed_ranks(
 
     Args:
         store: the connection that was opened with the epoch. If its host died, a request fails at
-            once; if its host hangs, this call takes 0.2 s or until the epoch is abandoned.
+            once; if its host hangs, this call takes at most 0.2 s. None: no connection.
         suspects: ranks that this rank suspects; returned if the store does not answer.
     """
     name = ",".join(map(str, suspects))

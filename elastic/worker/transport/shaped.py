@@ -26,7 +26,7 @@ class _DelayedSend(Future[Operation]):
     """A message that may not have been handed over yet; the result is the inner operation."""
 
     def is_completed(self) -> bool:
-        """False after an error, so that the thread that waits raises it."""
+        """Return whether the message has left; false after an error, which only `wait` raises."""
         return self.done() and self.exception() is None and self.result().is_completed()
 
 

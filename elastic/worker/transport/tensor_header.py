@@ -27,7 +27,7 @@ TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """dtype and shape of `tensor`."""
+    """Return dtype and shape of `tensor`."""
     return tensor.dtype, tuple(tensor.shape)
 
 

@@ -1,8 +1,8 @@
 """Daemon threads that run torch's native code, joined when the process exits.
 
-Python ends daemon threads at exit as soon as they try to run Python code again. Inside C++ frames
-that aborts the process ("terminate called without an active exception"), and a job that succeeded
-would look like one that failed. Hence an exit handler waits for these threads first.
+At exit, Python ends daemon threads as soon as they try to run Python code again. If a thread is
+inside C++ frames then, the process aborts ("terminate called without an active exception"), and a
+successful job would look like a failed job. Hence an exit handler waits for these threads first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def start(name: str, work: Callable[[], object]) -> threading.Thread:
-    """Run `work` in a daemon thread of this name."""
+    """Run `work` in a new daemon thread and return the thread."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     _started.add(thread)
     thread.start()
@@ -27,7 +27,7 @@ def start(name: str, work: Callable[[], object]) -> threading.Thread:
 
 
 def wait(seconds: float = JOIN_TIMEOUT_S) -> bool:
-    """Wait for all started threads. Returns False if some still run after `seconds`."""
+    """Wait for all started threads. Returns False if a thread still runs after `seconds`."""
     end = time.monotonic() + seconds
     for thread in list(_started):
         thread.join(max(0.0, end - time.monotonic()))
