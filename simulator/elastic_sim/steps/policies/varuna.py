@@ -41,7 +41,7 @@ class VarunaPolicy(CheckpointRestartPolicy):
 
 
 class VarunaNoRollbackPolicy(VarunaPolicy):
-    """Varuna, if a restart lost no steps."""
+    """Varuna with restarts that lose no steps."""
 
     about = PolicyDescription(
         name="varuna-no-rollback",
