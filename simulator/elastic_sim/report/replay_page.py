@@ -156,8 +156,7 @@ def headline(found: Sequence[PolicySummary]) -> str:
 
 
 def _comparison(first: PolicySummary, other: PolicySummary) -> str:
-    """Return a comparison of samples, in pairs of equal seeds, that claims no more than they
-    show."""
+    """Return a comparison of the samples of equal seeds, with its 95 % interval."""
     model = about(other.policy).model
     name = f"our model of {other.policy}" if model else other.policy
     if not all(run.samples for run in other.runs):

@@ -1,4 +1,4 @@
-"""Runs cells on processes of this machine. A process that dies is replaced; its cells run again."""
+"""Runs cells on processes of this machine. If a process dies, all unfinished cells run again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def _run(
     running: dict[Future[Result | str], SweepCell],
     deaths: Counter[SweepCell],
 ) -> Iterator[tuple[SweepCell, Result]]:
-    """Run cells, at most one per process. Raises BrokenProcessPool; `running` has its suspects."""
+    """Run cells, one per process. Raises BrokenProcessPool; `running` then has the suspected
+    cells."""
     while waiting or running:
         while waiting and len(running) < workers:
             if running and (deaths[waiting[0]] or any(deaths[cell] for cell in running.values())):
@@ -67,7 +68,7 @@ def _run(
 
 @contextmanager
 def _ignore_interrupts() -> Iterator[None]:
-    """Let only the main process handle Ctrl-C, not processes started meanwhile."""
+    """Let only the main process handle Ctrl-C, not processes started in the meantime."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -226,7 +226,7 @@ def _gaps(trace: Trace, diurnal: float) -> list[float]:
 
 
 def _weibull_shape(gaps: list[float]) -> float:
-    """Return the Weibull shape with the gaps' coefficient of variation; 1 for fewer than 5 gaps."""
+    """Return the Weibull shape with the gaps' variation coefficient; 1: fewer than 5 gaps."""
     if len(gaps) < 5:
         return 1.0
     mean = sum(gaps) / len(gaps)
