@@ -238,8 +238,7 @@ class SimulatedAgent:
         pulled()
 
     def receive_from_worker(self, generation: int, message: Any) -> None:
-        """Take a message of worker `generation`, in the order of sending. Older workers are
-        ignored."""
+        """Take a message of worker `generation`, in the order of sending, unless it is outdated."""
         clock = self.world.clock
         arrival = clock.now + clock.vary(self.world.physics.local_s)
         self._last_arrival = max(self._last_arrival, arrival)
@@ -329,8 +328,7 @@ class SimulatedAgent:
         self._send(report)
 
     def replicate(self, copies: list[Copy], peer: str, acked: Callable[[], None]) -> None:
-        """Send a bundle to the peer's vault. `acked()` is called unless the peer fails or refuses
-        it."""
+        """Send a bundle to the peer's vault. `acked()` is called if the vault accepts it."""
         epoch, bundle = copies[0].epoch, (copies[0].epoch, peer)
         self._outgoing.append(bundle)
 

@@ -36,8 +36,7 @@ class HeldLayers:
     def __init__(self) -> None:
         self.version = -1
         self.parts: dict[int, tuple[Ledger, Ledger]] = {}
-        """(ledger of the worker's own gradient, ledger of the sum that all holders share), by
-        layer."""
+        """By layer: ledger of the worker's own gradient, and of the sum that all holders share."""
         self._recovered: dict[int, Ledger] = {}
         """Micro-batches that the recovery gave to this holder alone, by layer."""
 

@@ -133,8 +133,7 @@ class WorkerTraining:
         """Nodes whose connections have ended. A worker that waits for such a node notices."""
 
     def begin(self, first: bool) -> None:
-        """Begin a step. `first`: whether it is the epoch's first, with the work of the
-        assignment."""
+        """Begin a step. `first`: whether it is the epoch's first, as the assignment gives it."""
         run, p = self.run, self._member.pipeline
         todo = run.assignment.todo if first else tuple(pl.microbatches for pl in run.plan.pipelines)
         lists = list[tuple[LayerRange, tuple[Action, ...]]]()
@@ -434,16 +433,14 @@ class SimulatedWorker:
         )
 
     def _between_actions(self, action: Callable[[], None]) -> None:
-        """Run `action` at the end of the running compute action, unless another one waits for
-        that."""
+        """Run `action` at the end of the running compute action, unless another one waits."""
         if self.world.clock.now >= self.busy_until:
             action()
         elif self._pending is None:
             self._pending = action
 
     def interrupted(self) -> bool:
-        """Run the action that waits for the end of a compute action; return whether there was
-        any."""
+        """Run the action that waits for the end of a compute action; return whether it exists."""
         if self._pending is None:
             return False
         action, self._pending = self._pending, None

@@ -113,8 +113,7 @@ def affordable(kind: NodeType, budget_per_h: float, steps: int) -> list[Mix]:
 
 
 def resized(mix: Mix) -> list[Mix]:
-    """Return the mix with an eighth fewer and more nodes: spot nodes if it has any, else on
-    demand."""
+    """Return the mix with an eighth fewer and more nodes: of spot nodes, if it has any."""
     by = max(1, round((mix.on_demand + mix.spot) / 8))
     if mix.spot:
         found = [Mix(mix.on_demand, mix.spot - by), Mix(mix.on_demand, mix.spot + by)]
@@ -133,8 +132,7 @@ def answer_text(best: Offer) -> str:
 
 
 def blended(trace: Trace, mix: Mix) -> Trace:
-    """Return a trace of on-demand nodes, and `mix.spot` nodes of the trace and its shifted
-    copies."""
+    """Return the trace of a mix: on-demand nodes, and spot nodes from shifted copies of `trace`."""
     fixed = [Event(0.0, ADD, f"on-demand-{i}", ON_DEMAND) for i in range(mix.on_demand)]
     changes = (1 if event.kind == ADD else -1 for event in trace.events)
     most = max(accumulate(changes, initial=0))

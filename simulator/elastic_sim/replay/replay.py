@@ -37,8 +37,7 @@ class Mean:
         return format(self)
 
     def __format__(self, spec: str) -> str:
-        """Format both numbers by `spec`; "": the mean with four significant digits, the margin with
-        two."""
+        """Format both numbers by `spec`; "": mean with four significant digits, margin with two."""
         margin = f" ± {self.margin:{spec or '.2g'}}" if self.margin else ""
         return f"{self.value:{spec or '.4g'}}{margin}"
 
@@ -144,8 +143,7 @@ def replay(
 
 
 def summarize(runs: Sequence[PolicyRun], oracles: Sequence[PolicyRun]) -> PolicySummary:
-    """Return a summary of the runs of one policy; `oracles`: the oracle's runs of the same
-    seeds."""
+    """Summarize the runs of one policy; `oracles`: the oracle's runs of the same seeds."""
     whole = sum(run.node_s for run in runs) or 1.0
     costs = [1e6 * run.cost / run.samples if run.samples else math.inf for run in runs]
     goodputs = [

@@ -55,8 +55,7 @@ def _finite(value: float) -> float | None:
 
 
 def table(found: Sequence[PolicySummary]) -> str:
-    """Return a row per policy: figures with intervals, and fractions of node time; "-": no
-    prices."""
+    """Return a table by policy: figures with intervals, fractions of node time. "-": no prices."""
     shares = (f"{use} %" for use in Use)
     head = ["policy", "samples/s", "goodput", "cost $", "$/M samples", *shares]
     rows = [

@@ -97,8 +97,7 @@ def goodput_bars(goodputs: Mapping[str, Mean]) -> Any:
 
 
 def time_bars(shares: Mapping[str, Mapping[str, float]]) -> Any:
-    """Return stacked bars of node time, one bar per policy. `shares`: fractions by policy and
-    use."""
+    """Return one stacked bar of node time per policy. `shares`: fractions by policy and use."""
     bars = [
         go.Bar(
             orientation="h",

@@ -282,8 +282,7 @@ class ArtifactVaruna(ArtifactSimulation):
         self.meet(ArtifactEventKind.GLOBAL)
 
     def _place(self, at: int) -> int:
-        """Return the index of `at` among the beginnings and ends of all steps, or the last
-        index."""
+        """Return the index of `at` among begins and ends of all steps, or else the last index."""
         ends = [end for step in self.steps for end in (step.began, step.ended)]
         return ends.index(at) if at in ends else len(ends) - 1
 
@@ -378,8 +377,7 @@ class ArtifactBamboo(ArtifactSimulation):
 
 
 def throughputs(text: str) -> dict[str, ThroughputTable]:
-    """Read the artifact's tables: {"SYSTEM/MODEL": {"tputs": samples/s for 30, 29, ... 15
-    nodes}}."""
+    """Read the artifact's tables: {"SYSTEM/MODEL": {"tputs": samples/s for 30 to 15 nodes}}."""
     try:
         rows = json.loads(text)
         return {
@@ -477,8 +475,7 @@ class ArtifactOobleckTimes(ArtifactOobleck):
         return _percent(done_ms, self._met_ms, max(0, span_ms - done_ms - self._met_ms))
 
     def step_seconds(self) -> tuple[float, float]:
-        """Return the seconds of the shortest and longest completed step, without the cost of
-        losses."""
+        """Return the seconds of the shortest and longest completed step, without lost time."""
         lengths_ms = self._lengths_ms or [0]
         return min(lengths_ms) / 1000, max(lengths_ms) / 1000
 

@@ -64,7 +64,7 @@ class ParcaeModel:
     """Time to build a group without added nodes; or to build all, by least number of pipelines."""
     min_stages: int
     build_ms: dict[int, float]
-    """Time to build by stages. Empty: 430 ms per layer of the deepest stage, and sending the
+    """Time to build, by stages. Empty: 430 ms per layer of the deepest stage, plus the
     embedding."""
     process_ms: float = 240.0
     extra_ms: float = 0.0
@@ -147,8 +147,8 @@ class MigrationCosts:
         return self.restart(grid, adding=adding) + sent + (0.0 if first else CHECKPOINT_MS)
 
     def _moving(self, nodes: int, old: Grid, lost: int, new: Grid) -> float:
-        """Return the expected cost of a change to `new` when `lost` of `nodes` nodes are lost at
-        random."""
+        """Return the expected cost of changing to `new` while `lost` random nodes of `nodes` are
+        lost."""
         if old == NO_GRID:
             return self._recut(old, 0, new)
         same_depth = new[1] == old[1]
@@ -279,8 +279,7 @@ def _solve(
     left: float,
     coming: Sequence[Minute],
 ) -> Grid:
-    """Return the grid for the next minute that leads to the most samples over all coming
-    minutes."""
+    """Return the grid for the next minute that leads to the most samples in `coming`."""
     states: dict[Grid, tuple[float, float, Grid | None]] = {grid: (0.0, left, None)}
     """By grid: (samples, remaining milliseconds of a change, grid of the first minute)."""
     for present, _, lost in coming:

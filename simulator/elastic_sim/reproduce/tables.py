@@ -91,8 +91,7 @@ PUBLISHED = {key: PublishedValue(text) for key, text in _SINGLE_VALUES.items()}
 
 
 def data_directory(given: Path | None) -> Path:
-    """Return the directory of recorded traces: `given`, ELASTIC_DATA, or a default. Raises
-    FieldError."""
+    """Return the directory of traces: `given`, ELASTIC_DATA, or a default. Raises FieldError."""
     defaults = (os.environ.get("ELASTIC_DATA"), "../shared/data")
     places = [given] if given else [Path(place) for place in defaults if place]
     for place in places:
@@ -131,8 +130,7 @@ def oobleck(data: Path) -> list[Row]:
 
 
 def _times(trace: Trace, tables: Mapping[str, oobleck_artifact.ThroughputTable]) -> list[Row]:
-    """Return Oobleck's use of time with a failure every ten minutes, as counted and by the
-    clock."""
+    """Return Oobleck's use of time with a failure per ten minutes, as counted and by the clock."""
     rows = []
     for model in oobleck_artifact.MODELS:
         if table := tables.get(f"oobleck/{model.key}"):

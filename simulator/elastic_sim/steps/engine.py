@@ -150,8 +150,7 @@ class SimulationResult:
         return self.samples / self.ended * 1000 if self.ended else 0.0
 
     def decision_spans(self) -> Iterator[tuple[DecisionRecord, int]]:
-        """Return (decision, millisecond of the next decision or of the end) of each decision, in
-        order."""
+        """Return (decision, millisecond of the next decision or of the end), in order."""
         ends = [*(decision.at for decision in self.decisions[1:]), self.ended]
         return zip(self.decisions, ends, strict=True)
 

@@ -90,8 +90,8 @@ class EqualNodes:
         return self.fixed[last] - self.fixed[first] + kept
 
     def tail(self, first: int, last: int, per_byte: float) -> float:
-        """Return seconds to reduce (`per_byte` seconds each) and update the gradients of a
-        stage."""
+        """Return the seconds to reduce and update the gradients of a stage, at `per_byte`
+        seconds."""
         layers, times = self.profile.layers[first:last], self.profile.devices[0].layers[first:last]
         sent = sum(layer.gradient_bytes for layer in layers) / self.profile.tp
         return per_byte * sent + sum(t.update_s for t in times)

@@ -49,8 +49,7 @@ def _run(
     running: dict[Future[Result | str], SweepCell],
     deaths: Counter[SweepCell],
 ) -> Iterator[tuple[SweepCell, Result]]:
-    """Run cells, one per process. Raises BrokenProcessPool; `running` then has the suspected
-    cells."""
+    """Run cells, one per process. Raises BrokenProcessPool; `running` then has the suspects."""
     while waiting or running:
         while waiting and len(running) < workers:
             if running and (deaths[waiting[0]] or any(deaths[cell] for cell in running.values())):

@@ -146,8 +146,7 @@ def run(
 
 
 def _rows(cells: Sequence[SweepCell], done: Mapping[str, Result]) -> list[SweepRow]:
-    """Return rows, sorted by model. Traces precede failure rates, and short times between losses
-    long ones."""
+    """Return rows by model: first traces, then failure rates, the most frequent losses first."""
     found = []
     scenarios = dict.fromkeys(cell.scenario for cell in cells)
     for scenario in sorted(scenarios, key=_sort_key):

@@ -139,10 +139,10 @@ def _next_loss(draw: random.Random, market: Market, after: float) -> float:
 def _victims(
     draw: random.Random, cluster: _Cluster, size: int, now: float, shape: float
 ) -> list[str]:
-    """Return the nodes that are lost at once.
+    """Return nodes that are lost at once.
 
-    The first is drawn by its Weibull hazard, age ^ (shape - 1), the others from its zone if it has
-    enough.
+    The first is drawn by its Weibull hazard, age ^ (shape - 1); others of its zone precede the
+    rest.
     """
     if not cluster.present:
         return []
@@ -187,8 +187,7 @@ def fit_market(trace: Trace, *, zones: tuple[str, ...] = ()) -> Market:
 
 
 def _lifetime_shape(found: Statistics) -> float:
-    """Return the fitted shape, or 1 if it is within two standard errors (0.78 shape / sqrt(n)) of
-    1."""
+    """Return the fitted shape; 1 if within two standard errors (0.78 shape / sqrt(n)) of 1."""
     shape = found.lifetime_shape
     two_errors = 2 * 0.78 * shape / math.sqrt(found.losses)
     return shape if shape and abs(shape - 1) > two_errors else 1.0

@@ -33,12 +33,11 @@ from elastic_sim.traces.trace import (
 )
 
 MAX_LIKELY_LOSSES = 20.0
-"""Losses per node-hour above which the unit of time is probably wrong. Recorded markets have up to
-1.6."""
+"""Losses per node-hour that suggest a wrong unit of time. Recorded markets have up to 1.6."""
 MIN_LOSSES = 5
 """Least number of losses for an estimate of their rate."""
 MAX_LIKELY_END_S = 365 * 86400.0
-"""Length above which the unit of time is probably wrong: no recorded market is as long."""
+"""Length that suggests a wrong unit of time: no recorded market is as long."""
 
 
 def bamboo(text: str, name: str) -> Trace:
@@ -63,8 +62,7 @@ def counts(text: str, name: str, unit_s: float = 1.0) -> Trace:
 
 
 def _numbered(rows: Iterable[tuple[str, float, Any]]) -> TraceBuilder:
-    """Return a builder with the events of rows (place in the file, seconds, instances from then
-    on)."""
+    """Return the events of rows (place in the file, seconds, instances from then on)."""
     builder, present, number = TraceBuilder(), list[str](), 0
     for where, at, count in rows:
         wanted = _number(count, where)
@@ -137,8 +135,7 @@ def spot_prices(
 
 
 def _prices(text: str, name: str, product: str | None) -> list[tuple[float, str, str, float, str]]:
-    """Return (seconds, zone, instance type, price, place in the file) of each row, times
-    ascending."""
+    """Return (seconds, zone, instance type, price, place in the file), times ascending."""
     prices, products = list[tuple[float, str, str, float, str]](), set[str]()
     for where, row in _listed(text, name, "SpotPriceHistory"):
         found = _text(row, "ProductDescription", where, "")

@@ -13,8 +13,7 @@ from elastic_sim.traces.trace import Event
 
 
 class BambooPolicy(PolicyBase):
-    """Bamboo: a node also runs the forward pass of the next stage, and takes over if that is
-    lost."""
+    """Bamboo: a node also runs the next stage's forward pass, and takes over if it is lost."""
 
     about = PolicyDescription(
         name="bamboo",
@@ -98,8 +97,7 @@ class BambooPolicy(PolicyBase):
         return self.adjust_setup(job, step_ms=step_ms, redundant=redundant)
 
     def _fits_in_memory(self, plan: PricedPlan) -> bool:
-        """Return whether each node can hold parameters, gradients and optimizer state of two
-        stages."""
+        """Return whether each node can hold parameters, gradients and optimizer of two stages."""
         profile = self.world.profile
         limit = profile.devices[0].memory_bytes
         held = [

@@ -169,8 +169,7 @@ class PolicyBase(ElasticPolicy):
         return (1 - rate / new_rate) * until_loss_s > pause_s
 
     def grow_grid(self, job: JobView) -> Reconfiguration | None:
-        """Return a restart on Varuna's best grid if that grid is larger and pays off, at a step's
-        end."""
+        """At a step's end, return a restart on Varuna's best grid if it is larger and pays off."""
         self.write_checkpoint_in_background(job)
         larger = self.world.varuna(len(job.alive))
         if larger is None or self._plan is None or larger.nodes <= self._plan.nodes:

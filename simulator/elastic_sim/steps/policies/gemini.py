@@ -66,8 +66,7 @@ class GeminiPolicy(CheckpointRestartPolicy):
 
 
 def _pair_up(nodes: Sequence[str]) -> dict[str, str]:
-    """Return the peer of each node. An odd last node uses the node before it, a single node
-    itself."""
+    """Return the peer of each node. An odd last node uses its predecessor, a single one itself."""
     last = len(nodes) - 1
     return {
         node: nodes[i ^ 1 if i ^ 1 <= last else max(0, last - 1)] for i, node in enumerate(nodes)

@@ -76,7 +76,7 @@ class OobleckPolicy(PolicyBase):
         return Reconfiguration(parts, setup, lost_ms=job.now, reason=reason)
 
     def _all_replicas_lost(self, plan: PricedPlan, before: int, lost: int) -> bool:
-        """Return whether one stage was lost in all pipelines. The lost nodes are drawn at
+        """Return whether one stage was lost in all pipelines; the lost nodes are drawn at
         random."""
         k = plan.pipelines
         if lost < k:

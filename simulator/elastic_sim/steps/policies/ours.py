@@ -240,7 +240,7 @@ class OurPolicy(PolicyBase):
             job.set_timer(prefetch_s, f"prefetched {self.state.epoch}")
 
     def _replans_for_stragglers(self, job: JobView) -> bool:
-        """Apply the coordinator's straggler rule to the true speeds; return whether the plan
+        """Apply the coordinator's straggler rule to true speeds; return whether the plan
         changes."""
         state, paces = self.state, dict(self.state.paces)
         assert state.plan is not None
@@ -256,8 +256,7 @@ class OurPolicy(PolicyBase):
         return self._takes_effect(rebalance_stragglers(self.state, job.now / 1000))
 
     def _rechooses_backup(self, job: JobView) -> bool:
-        """Apply the coordinator's backup rule to the true bandwidths; return whether the plan
-        changes.
+        """Apply the coordinator's backup rule to true bandwidths; return whether the plan changes.
 
         Links and contention are constant, so the rule is evaluated after 1, 2, 4, ... periods.
         """
@@ -287,8 +286,7 @@ class OurPolicy(PolicyBase):
     # ---- the running plan ----
 
     def _run(self, job: JobView, plan: Plan) -> PricedPlan:
-        """Run `plan` with its true step time: with slow nodes, and backups under true
-        contention."""
+        """Run `plan` with its true step time: with slow nodes and the backups' true contention."""
         infos = self._infos()
         slow = tuple((node, factor) for node, factor in job.slow.items() if node in plan.nodes())
         running = self.world.running(plan, infos, slow)

@@ -115,8 +115,7 @@ class ParcaePolicy(PolicyBase):
     def _solve(
         self, nodes: int, forecast: tuple[int, ...], old: tuple[int, int] | None
     ) -> PricedPlan | None:
-        """Return the grid for now that makes the most steps over the forecast, migrations
-        included."""
+        """Return the grid for now with the most steps over the forecast, including migrations."""
         grids = {n: self._grids(n) for n in {nodes, *forecast}}
         by_shape = {grid.shape: grid for found in grids.values() for grid in found}
         later: dict[
@@ -166,8 +165,8 @@ class ParcaeTrendPolicy(ParcaePolicy):
         self._past: list[int] = []
 
     def forecast(self, job: JobView) -> tuple[int, ...]:
-        """Return the number of nodes in the next minutes, by the trend of the last ones if it
-        falls."""
+        """Return the numbers of nodes in the next minutes: the trend of the last ones, if
+        falling."""
         self._past = [*self._past, len(job.alive)][-LOOK_AHEAD:]
         k = len(self._past)
         middle = (k - 1) / 2

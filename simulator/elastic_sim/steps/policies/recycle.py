@@ -43,8 +43,7 @@ class ReCyclePolicy(PolicyBase):
         return self.grow_grid(job)
 
     def _fill_holes(self, job: JobView, loss: bool) -> Reconfiguration:
-        """Let free nodes take the places of lost ones and copy the state from a peer of the
-        stage."""
+        """Let free nodes take the places of lost ones and copy the state from a stage's peer."""
         plan = self._plan
         assert plan is not None
         free = [n for n in job.alive if n not in self._places]

@@ -55,8 +55,7 @@ class TorchFTPolicy(PolicyBase):
         return self._form_groups(job)
 
     def _form_groups(self, job: JobView) -> Setup | None:
-        """Return the setup of the complete groups, each with its share of the batch; others are
-        idle."""
+        """Return the setup of the complete groups, each with its share of the full batch."""
         grid = self._plan
         groups = min(len(job.alive) // self._depth, grid.pipelines) if grid else 0
         if grid is None or groups == 0:
