@@ -112,7 +112,7 @@ class CoordinatorModel:
                     self.finish = action
                 case job.ChangeCompleted() if not action.change.starts_job:
                     self._log_recovery(action)
-                case job.LogEntry(kind, data) if kind != "step":  # workers log their steps
+                case job.LogEntry(kind, data) if kind != "step":  # `step_done` logs these
                     self._world.log(kind, data)
 
     def _log_recovery(self, event: job.ChangeCompleted) -> None:

@@ -33,11 +33,11 @@ class MicrobatchPhysics:
     leave_s: float = 0.05
     """Time in which a worker aborts all communication and puts its state into the vault."""
     stop_s: float = 0.05
-    """As `leave_s`, after the last step of an epoch, for a planned change."""
+    """As `leave_s`, but after the last step of an epoch, for a planned change."""
     plan_s: float = 0.1
     """Time of planner and recipes, from the last node's halt until the plan is sent."""
     replan_s: float = 0.1
-    """As `plan_s`, for joining nodes, whose plan was computed when they were considered."""
+    """As `plan_s`, but for joining nodes; their plan was computed when they were considered."""
     install_s: float = 0.03
     """Time of an installation, without the transfer of its bytes."""
     group_s: float = 0.1

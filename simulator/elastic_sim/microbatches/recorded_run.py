@@ -63,7 +63,8 @@ class RunHistory:
     startups: tuple[float, ...]
     """Seconds from the join of each later node until it was ordered to pull state."""
     prefetches: tuple[float, ...]
-    """Seconds from this order until the decision to include the node."""
+    """Seconds from the order to pull state until the decision to include the node, of each later
+    node."""
 
     @property
     def seconds(self) -> float:

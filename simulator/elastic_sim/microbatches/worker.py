@@ -440,7 +440,7 @@ class SimulatedWorker:
             self._pending = action
 
     def interrupted(self) -> bool:
-        """Run the action that waits for the end of a compute action; return whether it exists."""
+        """Run the action that waits for the end of a compute action; return False if none waits."""
         if self._pending is None:
             return False
         action, self._pending = self._pending, None

@@ -221,7 +221,7 @@ def _trial(world: SimulatedWorld, kind: NodeType, trace: Trace, policy: str, see
     run = run_one(world, trace, policy, seed, keep=True)
     assert run.outcome is not None
     return Trial(
-        run=replace(run, outcome=None),  # large
+        run=replace(run, outcome=None),  # the outcome is large
         cost=dollars_for(trace, lambda e: kind.on_demand if e.zone == ON_DEMAND else kind.spot),
         hours=trace.end_s / 3600,
         spare_s=run.outcome.account.totals()[Use.IDLE] / 1000,

@@ -192,9 +192,7 @@ class ArtifactSimulation:
     def _assign_places(self) -> None:
         self.pipelines = len(self.meeting) // STAGES
         wanted = [(p, s) for p in range(self.pipelines) for s in range(STAGES)]
-        for number, node in enumerate(
-            self.meeting
-        ):  # nodes outside of the rendezvous keep their places
+        for number, node in enumerate(self.meeting):  # other nodes keep their places
             self.slots[node] = wanted[number : number + 1]
         self.waiting = max(0, len(self.meeting) - len(wanted))
 

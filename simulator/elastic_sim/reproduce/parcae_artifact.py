@@ -64,8 +64,8 @@ class ParcaeModel:
     """Time to build a group without added nodes; or to build all, by least number of pipelines."""
     min_stages: int
     build_ms: dict[int, float]
-    """Time to build, by stages. Empty: 430 ms per layer of the deepest stage, plus the
-    embedding."""
+    """Time to build the stages, by their number. Empty: 430 ms per layer of the deepest stage, plus
+    sending the embedding."""
     process_ms: float = 240.0
     extra_ms: float = 0.0
     excluded_stages: tuple[int, ...] = ()
@@ -147,8 +147,8 @@ class MigrationCosts:
         return self.restart(grid, adding=adding) + sent + (0.0 if first else CHECKPOINT_MS)
 
     def _moving(self, nodes: int, old: Grid, lost: int, new: Grid) -> float:
-        """Return the expected cost of changing to `new` while `lost` random nodes of `nodes` are
-        lost."""
+        """Return the expected cost of changing to `new` when `lost` of `nodes` nodes, drawn at
+        random, are lost."""
         if old == NO_GRID:
             return self._recut(old, 0, new)
         same_depth = new[1] == old[1]

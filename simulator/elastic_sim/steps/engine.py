@@ -22,7 +22,7 @@ StepNoise = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Nodes and steps between two reconfigurations."""
+    """Nodes in use and size of a step, between two reconfigurations."""
 
     nodes: int
     """Number of nodes in use; all others are idle."""
@@ -51,12 +51,13 @@ class Reconfiguration:
     setup: Setup | None = None
     """Setup after the pauses; None: nothing runs until the next reconfiguration."""
     lost_ms: int = 0
-    """Useful milliseconds of the running step that must be repeated; at most all of them are."""
+    """Useful milliseconds of the running step that must be repeated; a larger number: all of
+    them."""
     back_to: int = -1
     """Number of finished steps that remain; the running step is lost as well; -1: no rollback."""
     reason: str = ""
     keep_pauses: bool = False
-    """Whether the pauses of the previous reconfiguration end first."""
+    """Whether the pauses of the previous reconfiguration are finished first."""
     in_force: PlanInForce | None = None
     """Plan of the setup, for reports; None for rivals."""
 
@@ -99,7 +100,7 @@ class Slowdown:
 
 
 class ElasticPolicy:
-    """Interface of a training system. Each event calls one method; None leaves the job as it is."""
+    """Interface of a training system: its answer to each event. None changes nothing."""
 
     def on_start(self, job: JobView) -> Reconfiguration:
         raise NotImplementedError

@@ -90,8 +90,9 @@ class EqualNodes:
         return self.fixed[last] - self.fixed[first] + kept
 
     def tail(self, first: int, last: int, per_byte: float) -> float:
-        """Return the seconds to reduce and update the gradients of a stage, at `per_byte`
-        seconds."""
+        """Return the seconds to reduce the gradients of a stage and to update it.
+
+        `per_byte`: seconds to reduce one byte."""
         layers, times = self.profile.layers[first:last], self.profile.devices[0].layers[first:last]
         sent = sum(layer.gradient_bytes for layer in layers) / self.profile.tp
         return per_byte * sent + sum(t.update_s for t in times)

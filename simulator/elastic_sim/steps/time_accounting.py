@@ -78,8 +78,8 @@ class TimeAccount:
             self.spans.append(span)
 
     def lose(self, useful_ms: int) -> None:
-        """Turn the last `useful_ms` of useful time into lost time. Raises ValueError if too
-        long."""
+        """Turn the last `useful_ms` of useful time into lost time. Raises ValueError if there is
+        less useful time."""
         at = len(self.spans) - 1
         while useful_ms > 0 and at >= 0:
             span = self.spans[at]

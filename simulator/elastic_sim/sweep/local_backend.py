@@ -39,7 +39,7 @@ def run_locally(cells: Sequence[SweepCell], workers: int) -> Generator[tuple[Swe
         finally:
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
-            pool.shutdown(cancel_futures=True)  # stop its thread before exit
+            pool.shutdown(cancel_futures=True)  # end the pool's thread before exit
 
 
 def _run(
@@ -49,7 +49,7 @@ def _run(
     running: dict[Future[Result | str], SweepCell],
     deaths: Counter[SweepCell],
 ) -> Iterator[tuple[SweepCell, Result]]:
-    """Run cells, one per process. Raises BrokenProcessPool; `running` then has the suspects."""
+    """Run cells, one per process. Raises BrokenProcessPool; `running` then has unfinished cells."""
     while waiting or running:
         while waiting and len(running) < workers:
             if running and (deaths[waiting[0]] or any(deaths[cell] for cell in running.values())):

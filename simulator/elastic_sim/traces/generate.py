@@ -92,7 +92,7 @@ class _Cluster:
 
 
 def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
-    """Return a generated trace of `end_s` seconds, in whole seconds. Raises FieldError."""
+    """Return a generated trace of `end_s` seconds; times are whole seconds. Raises FieldError."""
     _check_duration(end_s)
     draw, cluster = random.Random(seed), _Cluster(market.zones, market.type)
     for _ in range(market.nodes):
@@ -139,10 +139,10 @@ def _next_loss(draw: random.Random, market: Market, after: float) -> float:
 def _victims(
     draw: random.Random, cluster: _Cluster, size: int, now: float, shape: float
 ) -> list[str]:
-    """Return nodes that are lost at once.
+    """Return the nodes that are lost at once.
 
-    The first is drawn by its Weibull hazard, age ^ (shape - 1); others of its zone precede the
-    rest.
+    The first node is drawn by its Weibull hazard, age ^ (shape - 1). The others are from its zone
+    as far as possible.
     """
     if not cluster.present:
         return []

@@ -38,8 +38,8 @@ MAX_SECONDS = 100 * 365 * 86400.0
 SUSPICIOUS_SECONDS = 60 * 86400.0
 """A trace longer than this whose times are all whole thousands is refused as milliseconds."""
 SHORT_SUSPICIOUS_SECONDS, SUSPICIOUS_TIMES = 86400.0, 3
-"""A trace longer than the first value (86 s in milliseconds) is refused as well if it has at least
-as many different times above 0 as the second."""
+"""With `SUSPICIOUS_TIMES` or more different times above 0, a trace longer than this (86 s in
+milliseconds) is refused for the same reason."""
 _NAME = re.compile(r"[A-Za-z0-9_.:\-/]{1,128}")
 
 

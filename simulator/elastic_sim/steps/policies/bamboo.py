@@ -13,7 +13,7 @@ from elastic_sim.traces.trace import Event
 
 
 class BambooPolicy(PolicyBase):
-    """Bamboo: a node also runs the next stage's forward pass, and takes over if it is lost."""
+    """Bamboo: a node also runs its successor's forward pass, and does all its work after a loss."""
 
     about = PolicyDescription(
         name="bamboo",

@@ -154,7 +154,7 @@ class PolicyBase(ElasticPolicy):
         return Reconfiguration(parts if setup else parts[:1], setup, back_to=back_to, reason=reason)
 
     def restart_without_copies(self, job: JobView, lost: Sequence[Event]) -> Reconfiguration:
-        """Return a restart from the durable checkpoint, for when no node holds the whole state."""
+        """Return a restart from the durable checkpoint; no node holds the whole state any more."""
         reason = f"{len(lost)} lost, no node has the state" if lost else "nodes joined"
         return self.restart_from_checkpoint(job, self.start(job), reason, loss=bool(lost))
 

@@ -42,8 +42,9 @@ class CheckpointRestartPolicy(PolicyBase):
         return self.world.varuna(nodes)
 
     def checkpoint_due(self, job: JobView) -> bool:
-        """Return whether Young's interval is over; losses so far, plus one assumed, give the
-        MTBF."""
+        """Return whether Young's interval for the losses so far has passed.
+
+        One loss in an hour is assumed before the start."""
         mtbf_s = (job.now / 1000 + 3600.0) / (self._loss_events + 1)
         interval_s = sqrt(2 * self.checkpoint_s(job) * mtbf_s)
         return job.now - self._last_checkpoint_ms >= 1000 * interval_s

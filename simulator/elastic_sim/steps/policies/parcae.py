@@ -118,9 +118,7 @@ class ParcaePolicy(PolicyBase):
         """Return the grid for now with the most steps over the forecast, including migrations."""
         grids = {n: self._grids(n) for n in {nodes, *forecast}}
         by_shape = {grid.shape: grid for found in grids.values() for grid in found}
-        later: dict[
-            tuple[int, int], float
-        ] = {}  # steps of later intervals, by the shape before them
+        later: dict[tuple[int, int], float] = {}  # steps in later intervals, by the shape before
 
         def steps(grid: PricedPlan, before: PricedPlan | None) -> float:
             return self._steps_per_interval(grid, before) + later.get(grid.shape, 0.0)
@@ -165,8 +163,8 @@ class ParcaeTrendPolicy(ParcaePolicy):
         self._past: list[int] = []
 
     def forecast(self, job: JobView) -> tuple[int, ...]:
-        """Return the numbers of nodes in the next minutes: the trend of the last ones, if
-        falling."""
+        """Return the number of nodes in each of the next minutes, from the trend of the last
+        minutes if that falls."""
         self._past = [*self._past, len(job.alive)][-LOOK_AHEAD:]
         k = len(self._past)
         middle = (k - 1) / 2
