@@ -199,7 +199,7 @@ def sweep_scenarios(
     models: tuple[str, ...],
     options: dict[str, Any],
 ) -> list[Scenario]:
-    """Return scenarios of each trace and failure rate with each model. Raises FieldError."""
+    """Return a scenario per model, for each trace and each failure rate. Raises FieldError."""
     if not traces and not rates:
         raise FieldError("--trace, --mtbf", "neither", "name traces, or failure rates, or both")
     names = [trace.name for trace in dict.fromkeys(traces)]

@@ -133,7 +133,8 @@ class WorkerTraining:
         """Nodes whose connections have ended. A worker that waits for such a node notices."""
 
     def begin(self, first: bool) -> None:
-        """Begin a step. `first`: whether it is the epoch's first, as the assignment gives it."""
+        """Begin a step. `first`: whether this is the epoch's first step, whose work the assignment
+        gives."""
         run, p = self.run, self._member.pipeline
         todo = run.assignment.todo if first else tuple(pl.microbatches for pl in run.plan.pipelines)
         lists = list[tuple[LayerRange, tuple[Action, ...]]]()
@@ -470,7 +471,7 @@ class SimulatedWorker:
                 self._disconnect(self.world.physics.closed_s)
 
     def crash(self) -> None:
-        """End the process alone; its agent notices."""
+        """End the process but not its node; the agent notices."""
         if self.alive:
             self.send(core.WorkerExited(0, -9))
             self.die()

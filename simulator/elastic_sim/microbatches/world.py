@@ -29,7 +29,7 @@ from elastic_sim.traces.trace import ADD, Event, Trace
 
 @dataclass(frozen=True, slots=True)
 class AnchoredEvent:
-    """An event at `after_s` seconds after the beginning of `step`; `event.seconds` is not used."""
+    """An event `after_s` seconds after the beginning of `step`; `event.seconds` is not used."""
 
     event: Event
     step: int

@@ -248,14 +248,14 @@ class ArtifactSimulation:
 
 
 class ArtifactOobleck(ArtifactSimulation):
-    """Oobleck in the artifact."""
+    """The artifact's model of Oobleck."""
 
     def meeting_ms(self, kind: ArtifactEventKind) -> int:
         return self.model.oobleck_ms
 
 
 class ArtifactVaruna(ArtifactSimulation):
-    """Varuna in the artifact."""
+    """The artifact's model of Varuna."""
 
     def __init__(
         self, model: ArtifactModel, throughput: ThroughputTable, *, rollback: bool
@@ -326,7 +326,7 @@ class ArtifactVaruna(ArtifactSimulation):
 
 
 class ArtifactBamboo(ArtifactSimulation):
-    """Bamboo in the artifact."""
+    """The artifact's model of Bamboo."""
 
     def __init__(self, model: ArtifactModel, throughput: ThroughputTable) -> None:
         super().__init__(model, throughput)

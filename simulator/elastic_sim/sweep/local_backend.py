@@ -19,7 +19,7 @@ from elastic_sim.sweep.cells import MAX_DEATHS, Result, SweepCell, attempt, died
 def run_locally(cells: Sequence[SweepCell], workers: int) -> Generator[tuple[SweepCell, Result]]:
     """Run cells on `workers` processes. Raises CellFailed.
 
-    After a process died, its cells run again one at a time, to find the one that caused it.
+    After a process died, the unfinished cells run one at a time, to find the cell that killed it.
     """
     waiting, deaths = deque(cells), Counter[SweepCell]()
     while waiting:

@@ -27,7 +27,7 @@ CELLS_FILE, SUMMARY_FILE = "cells.jsonl", "sweep.json"
 
 @dataclass(slots=True)
 class CellLog:
-    """OUT/cells.jsonl, open for one sweep at a time."""
+    """Log of finished cells: OUT/cells.jsonl, open for one sweep at a time."""
 
     file: IO[bytes]
     done: dict[str, Result] = field(default_factory=dict)

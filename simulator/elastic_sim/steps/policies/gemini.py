@@ -12,7 +12,7 @@ from elastic_sim.traces.trace import Event
 
 
 class GeminiPolicy(CheckpointRestartPolicy):
-    """A checkpoint in a peer's memory after every step, and a restart from it after a loss."""
+    """Gemini: a checkpoint in a peer's memory after every step; a loss restarts from this copy."""
 
     about = PolicyDescription(
         name="gemini",

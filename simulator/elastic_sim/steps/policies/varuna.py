@@ -14,7 +14,7 @@ from elastic_sim.traces.trace import Event
 
 
 class VarunaPolicy(CheckpointRestartPolicy):
-    """A checkpoint every ten steps; after a loss, a restart with another depth and width."""
+    """Varuna: a checkpoint every ten steps; after a loss, a restart on another grid."""
 
     about = PolicyDescription(
         name="varuna",
