@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Use(StrEnum):
-    """Kinds of use of a node's time."""
+    """Uses of a node's time."""
 
     USEFUL = "useful"
     """Computing that no loss discards."""
