@@ -46,7 +46,7 @@ DEFAULT_POLICIES = ("ours", "varuna", "bamboo", "oobleck", "parcae", "oracle")
 
 
 def policies_of(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the policies of --policy; "all" means every one. Raises FieldError."""
+    """Return the policies of --policy; "all" means every policy. Raises FieldError."""
     names = [name.strip() for text in words for name in text.split(",") if name.strip()]
     names = names or list(DEFAULT_POLICIES)
     names = [
@@ -227,7 +227,7 @@ def sweep(
 
 
 def _backend(workers: int | None, ray: bool, address: str | None) -> Backend:
-    """Return the backend. Raises FieldError."""
+    """Return the backend that the options name. Raises FieldError."""
     if not ray:
         if address is not None:
             raise FieldError("--address", address, "it goes with --ray")

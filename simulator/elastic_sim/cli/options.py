@@ -181,13 +181,13 @@ def scenarios_of(traces: Sequence[Path], options: dict[str, Any]) -> list[Scenar
 def warn_if_implausible(
     found: Trace, source: Path | str, unit: str = "seconds", hint: str = ""
 ) -> None:
-    """Warn of a trace that is unlike any market."""
+    """Print a warning if the trace is unlike any recorded market."""
     if warning := plausibility_warning(found, unit):
         click.echo(f"elastic-sim: {source}: {warning}{hint}", err=True)
 
 
 def warn_of_traces(scenarios: Sequence[Scenario]) -> None:
-    """Warn of implausible whole traces, except events of runs with injected faults."""
+    """Print a warning for implausible traces, except events of runs with injected faults."""
     for trace in dict.fromkeys(one.trace for one in scenarios if one.trace):
         if Path(trace).suffix != ".jsonl":
             warn_if_implausible(Scenario(trace=trace).trace_of(0), trace)
@@ -199,7 +199,7 @@ def sweep_scenarios(
     models: tuple[str, ...],
     options: dict[str, Any],
 ) -> list[Scenario]:
-    """Return each trace and failure rate with each model. Raises FieldError."""
+    """Return a scenario per model, for each trace and each failure rate. Raises FieldError."""
     if not traces and not rates:
         raise FieldError("--trace, --mtbf", "neither", "name traces, or failure rates, or both")
     names = [trace.name for trace in dict.fromkeys(traces)]

@@ -57,7 +57,7 @@ class Uplink:
     def __init__(self, clock: VirtualClock, bytes_per_s: float, latency_s: float) -> None:
         self._clock, self._rate, self._latency_s = clock, bytes_per_s, latency_s
         self._streams: dict[str, deque[tuple[float, Callable[[], None]]]] = {}
-        """Stream name: (bytes left, action at arrival) of each transfer."""
+        """(bytes left, action at arrival) of each transfer, by stream."""
         self._updated_at, self._version = clock.now, 0
 
     @property
@@ -83,7 +83,7 @@ class Uplink:
             self._schedule()
 
     def _advance(self) -> None:
-        """Move the first transfer of each stream up to now."""
+        """Subtract the bytes sent until now from the first transfer of each stream."""
         moved = (self._clock.now - self._updated_at) * self._rate / max(1, len(self._streams))
         self._updated_at = self._clock.now
         for stream in self._streams.values():

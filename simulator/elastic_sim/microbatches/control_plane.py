@@ -1,6 +1,6 @@
 """The coordinator and the agents: the real transitions, connected by streams.
 
-While the coordinator plans, its messages wait in a queue. An agent has a vault, an uplink, a
+While the coordinator plans, messages to it wait in a queue. An agent has a vault, an uplink, a
 stream to the coordinator and one worker.
 """
 
@@ -34,7 +34,7 @@ RUNNING = (NodePhase.RUNNING, NodePhase.INSTALLING, NodePhase.HALTING, NodePhase
 
 
 class CoordinatorModel:
-    """Applies the real transition to its messages and logs events as the coordinator does."""
+    """The simulated coordinator: applies the real transition to messages and logs events."""
 
     def __init__(self, world: Environment, state: JobState) -> None:
         self._world, self.state = world, state
@@ -53,7 +53,7 @@ class CoordinatorModel:
         return self.state.phase in (JobPhase.FINISHED, JobPhase.FAILED)
 
     def receive(self, stream: CoordinatorStream | None, message: Any) -> None:
-        """Take a message; while a plan is computed it waits in the queue."""
+        """Handle a message, or queue it while a plan is computed."""
         if self._world.clock.now < self._busy_until or self._backlog:
             self._backlog.append((stream, message))
         else:
@@ -112,7 +112,7 @@ class CoordinatorModel:
                     self.finish = action
                 case job.ChangeCompleted() if not action.change.starts_job:
                     self._log_recovery(action)
-                case job.LogEntry(kind, data) if kind != "step":  # workers log their steps
+                case job.LogEntry(kind, data) if kind != "step":  # `step_done` logs these
                     self._world.log(kind, data)
 
     def _log_recovery(self, event: job.ChangeCompleted) -> None:
@@ -147,7 +147,7 @@ class CoordinatorStream:
 
 
 class SimulatedAgent:
-    """A node: applies the real node transition and acts it out on the worker and the vault."""
+    """A node's agent: applies the real node transition and acts on its worker and vault."""
 
     def __init__(
         self,
@@ -158,9 +158,9 @@ class SimulatedAgent:
         info: NodeInfo,
         start_s: float,
     ) -> None:
-        """`agents` and `runs`: those of the cluster, by name and epoch.
+        """`agents`: all agents by name. `runs`: the workers' runs by epoch.
 
-        `start_s`: start-up time of its first worker; later ones take `physics.spawn_s`.
+        `start_s`: start-up time of the node's first worker; later ones take `physics.spawn_s`.
         """
         self.world, self.name, self.info = world, info.node, info
         self._coordinator, self._agents, self._runs = coordinator, agents, runs
@@ -199,7 +199,7 @@ class SimulatedAgent:
             self.stream.up(message)
 
     def receive_from_coordinator(self, message: Any) -> None:
-        """Take a message of the coordinator."""
+        """Handle a message of the coordinator."""
         if not self.alive:
             return
         match message:
@@ -211,7 +211,7 @@ class SimulatedAgent:
                 self.apply(message)
 
     def _prefetch(self, order: m.Prefetch) -> None:
-        """Pull states into the own vault while training goes on."""
+        """Pull states into this node's vault while training continues."""
         incarnation, copies, left = self.info.incarnation, list[Copy](), 1
 
         def pulled() -> None:
@@ -238,7 +238,7 @@ class SimulatedAgent:
         pulled()
 
     def receive_from_worker(self, generation: int, message: Any) -> None:
-        """Take messages of the current worker, in the order of sending."""
+        """Take a message of worker `generation`, in the order of sending, unless it is outdated."""
         clock = self.world.clock
         arrival = clock.now + clock.vary(self.world.physics.local_s)
         self._last_arrival = max(self._last_arrival, arrival)
@@ -328,7 +328,7 @@ class SimulatedAgent:
         self._send(report)
 
     def replicate(self, copies: list[Copy], peer: str, acked: Callable[[], None]) -> None:
-        """Send a bundle to the peer's vault, after earlier ones. A refusal is not acknowledged."""
+        """Send a bundle to the peer's vault. `acked()` is called if the vault accepts it."""
         epoch, bundle = copies[0].epoch, (copies[0].epoch, peer)
         self._outgoing.append(bundle)
 
@@ -349,12 +349,12 @@ class SimulatedAgent:
         self.uplink.send(COPIES, nbytes, lambda: self.world.clock.after_about(delay_s, arrive))
 
     def _peer_lost(self, peer: str) -> None:
-        """Notice that the peer's connections ended, if a bundle is in flight to it."""
+        """Report that the peer failed, if the first bundle in flight is for this peer."""
         if self._outgoing and self._outgoing[0] == (self.fence, peer):
             self._backup_failed(peer)
 
     def die(self) -> None:
-        """End the node: agent, vault and worker; its connections break."""
+        """End agent, vault and worker; the node's connections break."""
         if self.alive:
             self.alive = False
             if self.worker is not None:

@@ -36,9 +36,9 @@ class HeldLayers:
     def __init__(self) -> None:
         self.version = -1
         self.parts: dict[int, tuple[Ledger, Ledger]] = {}
-        """Layer: ledger of the worker's own gradient, and of the sum that all holders share."""
+        """By layer: ledger of the worker's own gradient, and of the sum that all holders share."""
         self._recovered: dict[int, Ledger] = {}
-        """Layer: micro-batches that the recovery gave to this holder alone."""
+        """Micro-batches that the recovery gave to this holder alone, by layer."""
 
     def install(self, version: int, recovered: Mapping[int, Ledger]) -> None:
         """Hold layers at `version`, with the gradients that the recovery restored."""
@@ -51,7 +51,7 @@ class HeldLayers:
         return own | shared
 
     def unshared(self) -> bool:
-        """Whether a restored gradient is in no shared sum yet."""
+        """Return whether a restored gradient is in no shared sum yet."""
         return any(self._recovered.get(la, EMPTY) & own for la, (own, _) in self.parts.items())
 
     def add(self, microbatch: int, layers: Iterable[int], covered: Mapping[int, Ledger]) -> None:
@@ -102,7 +102,7 @@ class CopyPublisher:
         """Whether all restored gradients are in shared sums."""
         self._unacked = {GRADIENT: 0, STATE: 0}
         self._initial_unacked = 0
-        """Bundles in flight up to the last one of the epoch's initial copies."""
+        """Number of bundles in flight up to the last one of the epoch's initial copies."""
         self._published: dict[int, set[tuple[int, Ledger]]] = {}
         self._versions: dict[int, int] = {}
         self._finals: dict[int, tuple[int, Ledger]] = {}
@@ -167,7 +167,7 @@ class CopyPublisher:
             self._host.vault.add(replace(copy, nbytes=nbytes))
 
     def flush(self) -> None:
-        """Put everything that is in no vault yet into the own one, at the end of the epoch."""
+        """Put all that is in no vault yet into the node's own vault, at the end of the epoch."""
         held, keep = self._held, self._host.vault.add
         for layer in held.parts:
             if self._versions.get(layer) != held.version:
@@ -217,7 +217,7 @@ class CopyPublisher:
         return [self._copy(GRADIENT, layer, version, part) for part in parts]
 
     def _publish_states(self, away: Collection[int] | None = None) -> float:
-        """Publish the state of every layer; `away`: layers that also go to the peer (all)."""
+        """Publish all states; `away`: layers that are also sent to the peer; None: all."""
         held = self._held
         copies = [self._copy(STATE, layer, held.version) for layer in held.parts]
         self._versions = dict.fromkeys(held.parts, held.version)

@@ -28,7 +28,7 @@ class Node(Protocol):
         """Take a message of the node's worker number `generation`."""
 
     def replicate(self, copies: list[Copy], peer: str, acked: Callable[[], None]) -> None:
-        """Send copies to the peer's vault; call `acked` when they have arrived."""
+        """Send copies to the peer's vault. `acked()` is called when they have arrived."""
 
 
 class Environment(ABC):
@@ -43,7 +43,7 @@ class Environment(ABC):
         self.spec, self.profile, self.physics = spec, profile, physics
         self.clock = VirtualClock(seed, physics.jitter)
         self.events: list[dict[str, Any]] = []
-        """As in events.jsonl; `at` is in seconds since the beginning of the trace."""
+        """Events as in events.jsonl; `at` is in seconds since the beginning of the trace."""
         self.number = count(1).__next__
         """Return a new number at every call."""
         self.link_bytes_per_s = profile.link.bytes_per_s * profile.tp

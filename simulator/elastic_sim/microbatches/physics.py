@@ -1,7 +1,7 @@
-"""Delays of a machine besides computing, which the profile gives.
+"""Delays of a machine, except computing times, which the profile gives.
 
-They belong to a machine, not to a job: `elastic-sim validate RUN_DIR --calibrate FILE` measures
-them in one run, for the prediction of others.
+The delays belong to a machine, not to a job: `elastic-sim validate RUN_DIR --calibrate FILE`
+measures them in one run, to predict others.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ MAX_JITTER = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchPhysics:
-    """Delays, in seconds unless a name says otherwise. Each use of one, except `pair_s`, is varied
-    by a random factor of mean 1."""
+    """Delays, in seconds unless a name says otherwise. Each use of a delay, except `pair_s`, is
+    varied by a random factor of mean 1."""
 
     version: int = VERSION
     message_s: float = 0.002
-    """One way between coordinator and agent."""
+    """Time of a message between coordinator and agent."""
     local_s: float = 0.001
-    """One way between agent and worker."""
+    """Time of a message between agent and worker."""
     closed_s: float = 0.05
     """From the end of a node until its peers see their connections closed."""
     leave_s: float = 0.05
-    """A worker aborts all communication and puts its state into the vault."""
+    """Time in which a worker aborts all communication and puts its state into the vault."""
     stop_s: float = 0.05
-    """The same after the last step of an epoch, for a planned change."""
+    """As `leave_s`, but after the last step of an epoch, for a planned change."""
     plan_s: float = 0.1
-    """Planner and recipes: from the last node's halt until the plan is sent."""
+    """Time of planner and recipes, from the last node's halt until the plan is sent."""
     replan_s: float = 0.1
-    """The same for joining nodes, whose plan was computed when they were considered."""
+    """As `plan_s`, but for joining nodes; their plan was computed when they were considered."""
     install_s: float = 0.03
-    """An installation, without the bytes that it moves."""
+    """Time of an installation, without the transfer of its bytes."""
     group_s: float = 0.1
-    """Connecting, once all workers have their state."""
+    """Time to connect, once all workers have their state."""
     pair_s: float = 0.0
     """Additional connection time per pair of workers, which share one store and the same cores.
-    Workers that come early have connected to each other before the last one comes."""
+    Workers that come early connect to each other before the last worker comes."""
     start_s: float = 5.0
     """From the launch of the job's first workers until the last one attaches."""
     spawn_s: float = 3.0
-    """The start of a later worker."""
+    """Start-up time of a later worker."""
     prefetch_s: float = 0.05
-    """A joining node's background transfer, without the bytes that it moves."""
+    """Time of a joining node's background transfer, without that of its bytes."""
     resume_s: float = 0.0
     """Additional time of a worker's first micro-batch in an epoch."""
     hop_s: float = 0.0
-    """A message between stages, besides the profile's link."""
+    """Additional time of a message between stages, beyond the profile's link."""
     step_s: float = 0.0
-    """A step, besides its micro-batches, reduction and update."""
+    """Additional time of a step, beyond micro-batches, reduction and update."""
     bytes_per_s: float = 0.0
-    """Speed of a node's link per direction, for states and copies; 0: the profile's."""
+    """Bandwidth of a node's link per direction, for states and copies; 0: the profile's."""
     disk_bytes_per_s: float = 0.0
     """Speed at which a worker reads a checkpoint; 0: no time."""
     jitter: float = 0.1

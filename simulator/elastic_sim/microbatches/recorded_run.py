@@ -61,9 +61,10 @@ class RunHistory:
     """(kind of cause, seconds from the last halt until the plan was sent) of each recovery with
     one cause."""
     startups: tuple[float, ...]
-    """Seconds from the join of each later node until it pulled state."""
+    """Seconds from the join of each later node until it was ordered to pull state."""
     prefetches: tuple[float, ...]
-    """Seconds from then until the decision to include the node."""
+    """Seconds from the order to pull state until the decision to include the node, of each later
+    node."""
 
     @property
     def seconds(self) -> float:
@@ -83,7 +84,7 @@ class RunHistory:
 
 
 def history_of(events: Sequence[LogEvent]) -> RunHistory:
-    """Return the history that events in their order describe."""
+    """Return the history of a run from its events in order."""
     steps: dict[int, tuple[int, float, float, int]] = {}
     recoveries, halts, plans = list[LogEvent](), dict[int, float](), dict[int, float]()
     pulled = _prefetch_times(events)

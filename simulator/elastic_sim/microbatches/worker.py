@@ -28,7 +28,7 @@ from elastic_sim.microbatches.environment import Environment, Node
 
 LayerRange = tuple[int, int]
 FAULT_PHASES = {Kind.F: Phase.FORWARD, Kind.B: Phase.BACKWARD, Kind.INPUT: Phase.BACKWARD}
-"""Phase of the injected faults that strike right before an action."""
+"""Phase of the injected faults that strike right before an action of each kind."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class EpochRun:
         infos = tuple(known.info for node in plan.nodes() if (known := self.world.agents.get(node)))
         self.predicted = predict(replace(plan, gradients="none"), self.world.profile, infos)
         self.joined: dict[tuple[int, int, int], dict[str, Ledger]] = {}
-        """(layer, version, round): contributions to the shared sum, by node."""
+        """Ledgers contributed to each shared sum, by node. Key: (layer, version, round)."""
 
     @property
     def complete(self) -> bool:
@@ -58,7 +58,7 @@ class EpochRun:
         return everyone and all(worker.here for worker in self.present.values())
 
     def connect(self, worker: SimulatedWorker) -> None:
-        """Connect a worker that has its state; start training with the last one."""
+        """Connect a worker that has its state. Training starts when the last one connects."""
         clock, physics = self.world.clock, self.world.physics
         others = len(self.plan.nodes()) - 1
         self.connected_at = max(self.connected_at, clock.now) + physics.pair_s * others / 2
@@ -125,15 +125,16 @@ class WorkerTraining:
         self.step = -1
         self.started, self.sent = set[int](), set[int]()
         self._finished: dict[int, int] = {}
-        """Stage: number of its finished micro-batches in this step."""
+        """Number of micro-batches that each stage finished in this step."""
         self._round = 0
         self._rounds: Rounds | None = None
         self._began = self._world.clock.now
         self._disconnected = set[str]()
-        """Nodes whose connections have ended. A worker that waits for one of them notices."""
+        """Nodes whose connections have ended. A worker that waits for such a node notices."""
 
     def begin(self, first: bool) -> None:
-        """Begin a step; `first`: the epoch's first one, whose work the assignment gives."""
+        """Begin a step. `first`: whether this is the epoch's first step, whose work the assignment
+        gives."""
         run, p = self.run, self._member.pipeline
         todo = run.assignment.todo if first else tuple(pl.microbatches for pl in run.plan.pipelines)
         lists = list[tuple[LayerRange, tuple[Action, ...]]]()
@@ -190,7 +191,7 @@ class WorkerTraining:
             self._sender_failed(self._lists[0][1][self._at])
 
     def _sender_failed(self, receive: Action) -> bool:
-        """Whether the message's sender is disconnected; if so, report it and leave."""
+        """Return whether the message's sender is disconnected; if so, report it and leave."""
         ahead = 1 if receive.kind is Kind.RECV_B else -1
         node = self._units[(self._member.stage + ahead) % len(self._units)].node
         if node in self._disconnected:
@@ -298,7 +299,7 @@ class WorkerTraining:
             self._round += 1
 
     def _join(self, number: int) -> None:
-        """Contribute the own gradients to the shared sums of a round."""
+        """Contribute this worker's gradients to the shared sums of a round."""
         run, mine = self.run, self._worker.held
         nbytes, rate = 0, self._world.link_bytes_per_s
         for layer in mine.parts:
@@ -323,7 +324,7 @@ class WorkerTraining:
                 training.settle()
 
     def settle(self) -> None:
-        """Go on if the shared sum that was just completed is the last one awaited."""
+        """Continue after a shared sum, if the worker awaits no other."""
         if not self.copies.settled and not self._worker.held.unshared():
             self.copies.settled = True
             self.copies.report_protected()
@@ -393,7 +394,7 @@ class SimulatedWorker:
         generation: int,
         seconds: float,
     ) -> None:
-        """Attach after about `seconds`. `runs`: runs of the cluster, by epoch."""
+        """`seconds`: mean time until the worker attaches. `runs`: runs of the cluster, by epoch."""
         self.agent, self.world, self._generation, self._runs = agent, world, generation, runs
         self.alive, self.attached = True, False
         self.epoch = self.left_epoch = 0
@@ -407,7 +408,7 @@ class SimulatedWorker:
         self.busy_until = 0.0
         """End of the running compute action."""
         self._sources: tuple[Uplink, ...] = ()
-        """Uplinks over which it fetches."""
+        """Uplinks over which the worker fetches copies."""
         self._pending: Callable[[], None] | None = None
         self._token = 0
         world.clock.after_about(seconds, self._attach)
@@ -419,28 +420,28 @@ class SimulatedWorker:
 
     @property
     def here(self) -> bool:
-        """Whether it takes part in its epoch."""
+        """Whether the worker takes part in its epoch."""
         return self.reachable and not self.left
 
     def _trains_in(self, run: EpochRun) -> bool:
         return self.here and self.training is not None and self.training.run is run
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Act after `seconds`, unless the worker has left its epoch or died by then."""
+        """Run `action` after `seconds`, unless the worker has left its epoch or died by then."""
         token = self._token
         self.world.clock.after(
             seconds, lambda: action() if token == self._token and self.alive else None
         )
 
     def _between_actions(self, action: Callable[[], None]) -> None:
-        """Act at the end of the running compute action; only the first such action counts."""
+        """Run `action` at the end of the running compute action, unless another one waits."""
         if self.world.clock.now >= self.busy_until:
             action()
         elif self._pending is None:
             self._pending = action
 
     def interrupted(self) -> bool:
-        """Run the action that waits for the end of a compute action; return whether one did."""
+        """Run the action that waits for the end of a compute action; return False if none waits."""
         if self._pending is None:
             return False
         action, self._pending = self._pending, None
@@ -470,7 +471,7 @@ class SimulatedWorker:
                 self._disconnect(self.world.physics.closed_s)
 
     def crash(self) -> None:
-        """End the process alone; its agent notices."""
+        """End the process but not its node; the agent notices."""
         if self.alive:
             self.send(core.WorkerExited(0, -9))
             self.die()
@@ -480,7 +481,7 @@ class SimulatedWorker:
             self.training.over = self.training.copies.over = True
 
     def _disconnect(self, seconds: float) -> None:
-        """Show the other workers of the run that this one's connections ended."""
+        """Let the other workers of the run notice that this worker's connections ended."""
         if self.training is None:
             return
         run = self.training.run
@@ -615,7 +616,7 @@ class SimulatedWorker:
         return node is not None and copy in node.vault and (node is self.agent or node.alive)
 
     def _fetch(self, copies: list[Copy], done: Callable[[], None]) -> None:
-        """Fetch over the uplinks of all sources at once, and locally at copying speed."""
+        """Fetch from all sources at once, own copies at copying speed, and call `done()`."""
         nbytes: dict[str, int] = {}
         for copy in copies:
             nbytes[copy.node] = nbytes.get(copy.node, 0) + copy.nbytes

@@ -29,15 +29,15 @@ from elastic_sim.traces.trace import ADD, Event, Trace
 
 @dataclass(frozen=True, slots=True)
 class AnchoredEvent:
-    """An event at a time relative to the beginning of a step; its own time does not count."""
+    """An event `after_s` seconds after the beginning of `step`; `event.seconds` is not used."""
 
     event: Event
     step: int
     after_s: float
     ready: bool = False
-    """For a new node: its worker has started already."""
+    """Whether a new node's worker has started already."""
     fault: FaultSpec | None = None
-    """For a lost node: the point of its work at which it is lost, instead of the time."""
+    """Point of a lost node's work at which it is lost, instead of `after_s`."""
 
 
 class MicrobatchWorld(Environment):
@@ -50,7 +50,7 @@ class MicrobatchWorld(Environment):
         super().__init__(spec, policy.profile, physics, seed)
         self.agents: dict[str, SimulatedAgent] = {}
         self.runs: dict[int, EpochRun] = {}
-        """By epoch."""
+        """Runs by epoch."""
         self._present: set[str] = set()
         """Nodes that exist according to the trace, whatever runs on them."""
         self._anchored: dict[int, list[AnchoredEvent]] = {}
@@ -59,7 +59,7 @@ class MicrobatchWorld(Environment):
         self.coordinator = CoordinatorModel(self, JobState(policy=policy))
 
     def schedule(self, trace: Trace, anchored: Sequence[AnchoredEvent] = ()) -> None:
-        """Schedule the events of the trace and those relative to steps."""
+        """Schedule the events of the trace and the anchored events."""
         for at, events in trace.steps():
             for event in events:
                 self._put(at, event, self.physics.spawn_s if at else self.physics.start_s)
@@ -70,7 +70,7 @@ class MicrobatchWorld(Environment):
                 self._anchored.setdefault(one.step, []).append(one)
 
     def _put(self, seconds: float, event: Event, start_s: float) -> None:
-        """`start_s`: start-up time of a new node's worker."""
+        """Schedule an event. `start_s`: start-up time of a new node's worker."""
         if event.kind == ADD:
             self.clock.after(seconds, lambda: self._add(event, start_s))
             return
@@ -119,7 +119,7 @@ class MicrobatchWorld(Environment):
         return False
 
     def reach(self, step: int) -> None:
-        """Schedule the events relative to steps up to `step`."""
+        """Schedule the events anchored to steps up to `step`."""
         for at in range(self._reached + 1, step + 1):
             for one in self._anchored.pop(at, []):
                 self._put(
@@ -130,14 +130,14 @@ class MicrobatchWorld(Environment):
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchResult:
-    """Results of one run."""
+    """End and events of a simulated run."""
 
     phase: JobPhase
     """Final phase of the job."""
     reason: str
     """Reason for the end of the job; "" if it did not end."""
     events: Sequence[dict[str, Any]]
-    """As in events.jsonl; `at` is in seconds since the beginning of the trace."""
+    """Events as in events.jsonl; `at` is in seconds since the beginning of the trace."""
 
 
 def simulate(
@@ -148,7 +148,7 @@ def simulate(
     seed: int = 0,
     anchored: Sequence[AnchoredEvent] = (),
 ) -> MicrobatchResult:
-    """Run a job on `trace` until one of them ends. `policy` has the profile of the nodes."""
+    """Simulate a job until the job or `trace` ends. `policy` has the profile of the nodes."""
     world = MicrobatchWorld(spec, policy, physics, seed)
     world.schedule(trace, anchored)
     world.reach(0)

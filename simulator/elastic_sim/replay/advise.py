@@ -1,14 +1,14 @@
 """Advises on nodes to rent: spot or on demand, how many, and with which backup.
 
-Every mix of on-demand nodes, which are never lost, and spot nodes, which follow the traces, is
+A mix has on-demand nodes, which are never lost, and spot nodes, which follow a trace. Every mix is
 replayed on each trace with every policy and seed. All traces have the same weight. Intervals are
 over traces, or over seeds if there is one trace, because seeds of one trace share its market. With
-a budget, the best mix makes the most samples within it; without one, it has the lowest cost per
-sample. Nodes that the plan cannot use wait as spares. `resized` gives slightly smaller and larger
-mixes.
+a budget, the best mix makes the most samples within the budget; without one, it has the lowest cost
+per sample. Nodes that the plan cannot use wait as spares. `resized` gives slightly smaller and
+larger mixes.
 
-A recorded trace has a fixed number of nodes. For more spot nodes it is repeated under other names
-and shifted in time, so that losses coincide as rarely as in the recording."""
+A recorded trace has a fixed number of nodes. For more spot nodes, the trace is repeated under other
+names and shifted in time, so that losses coincide as rarely as in the recording."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Mix:
 
     on_demand: int
     spot: int
-    """Requested; the trace decides how many are present."""
+    """Number of spot nodes requested; the trace decides how many are present."""
 
     def __str__(self) -> str:
         return f"{self.on_demand} on demand + {self.spot} spot"
@@ -56,21 +56,21 @@ class Offer:
     samples_per_s: Mean
     dollars_per_h: Mean
     per_million_samples: Mean
-    """Dollars; inf if there are no samples."""
+    """Dollars per million samples; inf: there are no samples."""
     per_million_tokens: Mean
-    """Dollars."""
+    """Dollars per million tokens; inf: there are no samples."""
     goodput: Mean
-    """Samples divided by those of the best plan if all nodes of the mix were always present."""
+    """Samples divided by those of the best plan, if all nodes of the mix were always present."""
     idle: float
-    """Share of node time without any use."""
+    """Fraction of node time that is idle."""
     spares: float
     """Mean number of usable nodes that wait."""
     backup: str
-    """The pair of backup schemes that was in force longest; "": none, for rivals."""
+    """Pair of backup schemes that was in force longest; "": none (rivals)."""
     backup_share: float
-    """Its share of the time in which our plans were in force."""
+    """Fraction of the time with a plan of ours in which `backup` was in force."""
     within: bool
-    """Whether it is within the budget."""
+    """Whether the offer is within the budget."""
     by_trace: tuple[tuple[str, float, float], ...]
     """(trace, samples per second, dollars per million tokens), means over seeds."""
 
@@ -94,15 +94,15 @@ class Trial:
 
 
 def mixes(sizes: Sequence[int], steps: int) -> list[Mix]:
-    """Mixes of `sizes` nodes in total, from all spot to all on demand."""
+    """Return mixes of `sizes` nodes in total, from all spot to all on demand."""
     on_demand = [(size, round(size * i / steps)) for size in sizes for i in range(steps + 1)]
     return list(dict.fromkeys(Mix(n, size - n) for size, n in on_demand))
 
 
 def affordable(kind: NodeType, budget_per_h: float, steps: int) -> list[Mix]:
-    """Mixes from all spot to all on demand, each with as many nodes as the budget pays for.
+    """Return mixes from all spot to all on demand, each with all nodes that the budget pays for.
 
-    At most `MAX_NODES`; one spot node if the budget pays for none.
+    At most `MAX_NODES` nodes; one spot node if the budget pays for none.
     """
     found = []
     for i in range(steps + 1):
@@ -113,7 +113,7 @@ def affordable(kind: NodeType, budget_per_h: float, steps: int) -> list[Mix]:
 
 
 def resized(mix: Mix) -> list[Mix]:
-    """The mix with an eighth fewer and an eighth more nodes, of spot nodes if it has any."""
+    """Return the mix with an eighth fewer and more nodes: of spot nodes, if it has any."""
     by = max(1, round((mix.on_demand + mix.spot) / 8))
     if mix.spot:
         found = [Mix(mix.on_demand, mix.spot - by), Mix(mix.on_demand, mix.spot + by)]
@@ -123,7 +123,7 @@ def resized(mix: Mix) -> list[Mix]:
 
 
 def answer_text(best: Offer) -> str:
-    """One line: the mix, its spares and its backup."""
+    """Return one line: the mix, its spares and its backup."""
     mix, backup = best.mix, f"{best.policy} has none of our schemes"
     if best.backup:
         backup = f"{best.backup}, in force {100 * best.backup_share:.0f} % of the time"
@@ -132,7 +132,7 @@ def answer_text(best: Offer) -> str:
 
 
 def blended(trace: Trace, mix: Mix) -> Trace:
-    """Trace of a mix: on-demand nodes, and `mix.spot` nodes of the trace and its shifted copies."""
+    """Return the trace of a mix: on-demand nodes, and spot nodes from shifted copies of `trace`."""
     fixed = [Event(0.0, ADD, f"on-demand-{i}", ON_DEMAND) for i in range(mix.on_demand)]
     changes = (1 if event.kind == ADD else -1 for event in trace.events)
     most = max(accumulate(changes, initial=0))
@@ -149,7 +149,7 @@ def blended(trace: Trace, mix: Mix) -> Trace:
 
 
 def _shifted(trace: Trace, copy: int) -> Trace:
-    """The same market, shifted in time by a golden fraction of the trace, with wrap-around.
+    """Return the trace shifted by `copy` golden fractions of its length, with wrap-around.
 
     At the seam, a node that is present at the trace's end replaces one present at its start.
     """
@@ -175,7 +175,7 @@ def _shifted(trace: Trace, copy: int) -> Trace:
 
 
 def _limited(trace: Trace, most: int) -> list[Event]:
-    """Events with at most `most` nodes at a time; further nodes are not rented."""
+    """Return the events with at most `most` nodes at a time; further nodes are not rented."""
     present: set[str] = set()
     found = []
     for event in trace.events:
@@ -196,7 +196,7 @@ def offers(
     budget_per_h: float = math.inf,
     progress: Callable[[], object] = lambda: None,
 ) -> list[Offer]:
-    """Every mix with every policy, the best first.
+    """Return an offer for every mix with every policy, the best first.
 
     `scenarios` differ only in their traces. Prices are those of the first node type. Raises
     FieldError.
@@ -221,7 +221,7 @@ def _trial(world: SimulatedWorld, kind: NodeType, trace: Trace, policy: str, see
     run = run_one(world, trace, policy, seed, keep=True)
     assert run.outcome is not None
     return Trial(
-        run=replace(run, outcome=None),  # large
+        run=replace(run, outcome=None),  # the outcome is large
         cost=dollars_for(trace, lambda e: kind.on_demand if e.zone == ON_DEMAND else kind.spot),
         hours=trace.end_s / 3600,
         spare_s=run.outcome.account.totals()[Use.IDLE] / 1000,
@@ -230,7 +230,7 @@ def _trial(world: SimulatedWorld, kind: NodeType, trace: Trace, policy: str, see
 
 
 def ranked(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
-    """Offers in order, the best first."""
+    """Return the offers, the best first."""
     if math.isfinite(budget_per_h):
         return sorted(
             found,
@@ -244,7 +244,7 @@ def ranked(found: Sequence[Offer], budget_per_h: float) -> list[Offer]:
 
 
 def _pairs(outcome: SimulationResult) -> Counter[str]:
-    """Milliseconds in which each pair of backup schemes was in force."""
+    """Return the milliseconds in which each pair of backup schemes was in force."""
     found = Counter[str]()
     for decision, until in outcome.decision_spans():
         if (seen := decision.change.in_force) is not None:
@@ -259,7 +259,7 @@ def _offer(
     trials: Mapping[str, Sequence[Trial]],
     budget_per_h: float,
 ) -> Offer:
-    """`trials`: one per seed, by trace."""
+    """Return the offer of a mix with a policy. `trials`: one per seed, by trace."""
     every = [one for seeds in trials.values() for one in seeds]
 
     def over(figure: Callable[[Trial], float]) -> Mean:

@@ -28,7 +28,7 @@ ORACLE = "oracle"
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Mean over seeds, with half the width of its 95 % interval (Student's t; 0 for one seed)."""
+    """A mean with half the width of its 95 % interval (Student's t; 0 for one value)."""
 
     value: float
     margin: float = 0.0
@@ -37,7 +37,7 @@ class Mean:
         return format(self)
 
     def __format__(self, spec: str) -> str:
-        """Both numbers by `spec`; without it, with four significant digits and with two."""
+        """Format both numbers by `spec`; "": mean with four significant digits, margin with two."""
         margin = f" ± {self.margin:{spec or '.2g'}}" if self.margin else ""
         return f"{self.value:{spec or '.4g'}}{margin}"
 
@@ -93,7 +93,7 @@ class PolicySummary:
 def run_one(
     world: SimulatedWorld, trace: Trace, policy: str, seed: int, *, keep: bool = False
 ) -> PolicyRun:
-    """Simulate one policy. `keep`: also store the simulation result."""
+    """Simulate one policy with one seed. `keep`: also store the simulation result."""
     made = policy_class(policy)(world, seed)
     usable = usable_trace(trace, world.physics, seed)
     if isinstance(made, ParcaePolicy):
@@ -125,7 +125,7 @@ def replay(
 ) -> list[PolicySummary]:
     """Run all policies, in the given order. The oracle always runs, to measure goodput.
 
-    `trace_of`: the trace for a seed. `keep`: store the simulation results of the first seed. Raises
+    `trace_of(seed)`: its trace. `keep`: store the simulation results of the first seed. Raises
     FieldError.
     """
 
@@ -143,7 +143,7 @@ def replay(
 
 
 def summarize(runs: Sequence[PolicyRun], oracles: Sequence[PolicyRun]) -> PolicySummary:
-    """Summary of the runs of one policy; `oracles`: the oracle's runs with the same seeds."""
+    """Summarize the runs of one policy; `oracles`: the oracle's runs of the same seeds."""
     whole = sum(run.node_s for run in runs) or 1.0
     costs = [1e6 * run.cost / run.samples if run.samples else math.inf for run in runs]
     goodputs = [
@@ -162,7 +162,7 @@ def summarize(runs: Sequence[PolicyRun], oracles: Sequence[PolicyRun]) -> Policy
 
 
 def dollars_for(trace: Trace, price_per_h: Callable[[Event], float]) -> float:
-    """Dollars for all nodes of the trace while they are present, booting included."""
+    """Return the dollars for all nodes of the trace while they are present, booting included."""
     return sum(
         price_per_h(added) * (until - added.seconds) / 3600
         for added, _, until in node_lifetimes(trace)

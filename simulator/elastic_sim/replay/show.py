@@ -16,10 +16,10 @@ from elastic_sim.steps.time_accounting import Use
 def as_json(
     scenario: Scenario, scenario_json: dict[str, Any], found: Sequence[PolicySummary]
 ) -> dict[str, Any]:
-    """{"trace", "model", "scenario", "policies": {P: {"samples_per_s", "goodput", "cost", ...}}}.
+    """Return {"trace", "model", "scenario", "policies": {P: {"samples_per_s", "goodput", ...}}}.
 
     Figures are means over seeds; `margins` has half the widths of their 95 % intervals. Times are
-    shares of all node-seconds.
+    fractions of all node-seconds.
     """
     return {
         "trace": scenario.name(),
@@ -41,7 +41,7 @@ def _policy(one: PolicySummary) -> dict[str, Any]:
 
 
 def _figures(one: PolicySummary | Offer, *names: str) -> dict[str, dict[str, float | None]]:
-    """{"value", "margin"} of each `Mean` named."""
+    """Return {"value", "margin"} of each `Mean` named."""
     means: dict[str, Mean] = {name: getattr(one, name) for name in names}
     return {
         name: {"value": _finite(mean.value), "margin": _finite(mean.margin)}
@@ -50,13 +50,12 @@ def _figures(one: PolicySummary | Offer, *names: str) -> dict[str, dict[str, flo
 
 
 def _finite(value: float) -> float | None:
-    """The value, or None if it is infinite, which JSON cannot express."""
+    """Return the value, or None if it is infinite, which JSON cannot express."""
     return value if math.isfinite(value) else None
 
 
 def table(found: Sequence[PolicySummary]) -> str:
-    """One row per policy: figures with intervals, and shares of node time. No costs without
-    prices."""
+    """Return a table by policy: figures with intervals, fractions of node time. "-": no prices."""
     shares = (f"{use} %" for use in Use)
     head = ["policy", "samples/s", "goodput", "cost $", "$/M samples", *shares]
     rows = [
@@ -74,14 +73,14 @@ def table(found: Sequence[PolicySummary]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows with aligned columns; the first one is left-aligned."""
+    """Return the rows with aligned columns. The first column is left-aligned."""
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = ([row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def policies(found: Sequence[PolicyDescription]) -> str:
-    """A paragraph per policy: name, behaviour, source."""
+    """Return a paragraph per policy: name, behaviour, source."""
     lines = []
     for about in found:
         mark = " (a model of it)" if about.model else ""
@@ -90,7 +89,7 @@ def policies(found: Sequence[PolicyDescription]) -> str:
 
 
 def advice(found: Sequence[Offer], budget: float) -> str:
-    """The best offer in words, and all offers in a table. `found`: best first."""
+    """Return the best offer in words, and all offers in a table. `found`: best first."""
     head = "mix", "policy", "samples/s", "goodput", "$/h", "$/M samples", "$/M tokens", "idle %", ""
     rows = [
         [
@@ -130,7 +129,7 @@ def advice(found: Sequence[Offer], budget: float) -> str:
 
 
 def offers_json(found: Sequence[Offer]) -> list[dict[str, Any]]:
-    """The offers as JSON, in the given order."""
+    """Return the offers as JSON values, in the given order."""
     return [
         {
             "on_demand": one.mix.on_demand,

@@ -32,7 +32,7 @@ class Assumption:
 
 
 def _field_docs(kind: type) -> dict[str, str]:
-    """Return the docstring under each field of a dataclass."""
+    """Return the docstrings under the fields of a dataclass, by field."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
     found = {}
@@ -48,7 +48,7 @@ def _field_docs(kind: type) -> dict[str, str]:
 
 
 def constants(physics: ClusterPhysics) -> list[Assumption]:
-    """Return every constant of the simulated world."""
+    """Return every constant of the simulated cluster, with its source."""
     docs, usual = _field_docs(ClusterPhysics), ClusterPhysics()
     found = []
     for name in (field.name for field in fields(ClusterPhysics)):
@@ -69,7 +69,7 @@ def title(scenario: Scenario, world: SimulatedWorld) -> str:
 
 
 def setting(scenario: Scenario, world: SimulatedWorld) -> list[Assumption]:
-    """Return the job, its nodes, and the source of losses."""
+    """Return the assumptions about the job, its nodes and the source of losses."""
     return [*_job(scenario, world), *_nodes(scenario, world), *_market(scenario)]
 
 

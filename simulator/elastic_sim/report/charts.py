@@ -44,7 +44,7 @@ DASHES = ("solid", "dash", "dot")
 MAX_LABEL = 44
 """Characters of the longest label on an axis."""
 BAR, UNIT, GAP, TOP, BOTTOM = 30, 26, 34, 34, 44
-"""Heights in pixels: bar, row of a pipeline, gap between charts, margins."""
+"""Heights in pixels: bar, row of a pipeline, gap between charts, top and bottom margin."""
 LETTER, NARROW = 6, 400
 """Widths in pixels: a typical letter, a narrow chart."""
 TEMPLATE = go.layout.Template(
@@ -77,7 +77,7 @@ def html(figure: Any, name: str) -> str:
 
 
 def colour(policy: str, index: int) -> str:
-    """Return the colour of a policy, the `index`-th of a page."""
+    """Return the colour of the `index`-th policy of a page."""
     return GREY if policy_class(policy).about.bound else PALETTE[index % len(PALETTE)]
 
 
@@ -97,7 +97,7 @@ def goodput_bars(goodputs: Mapping[str, Mean]) -> Any:
 
 
 def time_bars(shares: Mapping[str, Mapping[str, float]]) -> Any:
-    """Return stacked bars of node time, one bar per policy. `shares`: by policy and use."""
+    """Return one stacked bar of node time per policy. `shares`: fractions by policy and use."""
     bars = [
         go.Bar(
             orientation="h",

@@ -33,7 +33,7 @@ def sweep_command(scenarios: Sequence[Scenario], policies: Sequence[str], seeds:
 
 
 def _shared_words(scenario: Scenario, policies: Sequence[str], seeds: int) -> list[str]:
-    """Return policies, seeds, options that are not the defaults, and those of a failure rate."""
+    """Return the options for policies, seeds, values other than defaults, and a failure rate."""
     default, market = Scenario(), scenario.market
     options = [
         ("--policy", ",".join(policies), True),

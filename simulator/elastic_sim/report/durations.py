@@ -14,7 +14,7 @@ ROUND = (
 
 
 def duration(seconds: float) -> str:
-    """Format with the largest unit that fits: 600 is 10 min."""
+    """Format seconds in the largest unit that needs at most two decimals: 600 is 10 min."""
     for unit, name in UNITS[:-1]:
         if seconds >= unit and round(seconds / unit, 2) * unit == seconds:
             return f"{seconds / unit:g} {name}"
@@ -22,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Format as days and time of day: 1 d 02:03:04."""
+    """Format seconds as days and time of day: 1 d 02:03:04."""
     days, rest = divmod(int(seconds), 86400)
     text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days} d {text}" if days else text

@@ -14,7 +14,7 @@ with needs_extra("simulator", "An HTML page"):
 
 
 def page(template: str, values: dict[str, Any]) -> str:
-    """Fill in a template of `simulator/elastic_sim/report/templates`."""
+    """Return a page: a filled-in template of `simulator/elastic_sim/report/templates`."""
     environment = Environment(
         loader=PackageLoader("elastic_sim.report"),
         autoescape=True,

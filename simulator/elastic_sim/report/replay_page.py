@@ -27,19 +27,19 @@ from elastic_sim.steps.time_accounting import Use
 from elastic_sim.steps.world import SimulatedWorld
 
 MAX_WINDOWS = 150
-"""Windows of a throughput curve."""
+"""Largest number of windows of a throughput curve."""
 MAX_DECISIONS = 300
-"""Decisions per policy."""
+"""Largest number of decisions shown per policy."""
 DRAWN_MICROBATCHES = 6
-"""Micro-batches in the picture of a pipeline, in addition to twice its depth."""
+"""Number of micro-batches drawn of a pipeline, in addition to twice its depth."""
 NAMED_PIPELINES = 4
-"""Pipelines that a title names."""
+"""Largest number of pipelines that a title names."""
 
 
 def replay_page(
     scenario: Scenario, found: Sequence[PolicySummary], policies: Sequence[str], seeds: int
 ) -> str:
-    """Return the page. `found`: summaries of runs with outcomes, with the oracle if requested."""
+    """Return the page. `found`: summaries of all `policies`, whose first runs have outcomes."""
     world = scenario.world()
     first = [one.runs[0] for one in found]
     outcomes = {run.policy: run.outcome for run in first if run.outcome is not None}
@@ -156,7 +156,7 @@ def headline(found: Sequence[PolicySummary]) -> str:
 
 
 def _comparison(first: PolicySummary, other: PolicySummary) -> str:
-    """Compare samples in pairs of the same seed, without claims that the seeds do not allow."""
+    """Return a comparison of the samples of equal seeds, with its 95 % interval."""
     model = about(other.policy).model
     name = f"our model of {other.policy}" if model else other.policy
     if not all(run.samples for run in other.runs):
@@ -179,7 +179,7 @@ def lead(first: PolicySummary, other: PolicySummary) -> Mean:
 
 
 def _percent(share: float, sign: str = "") -> str:
-    """Format with a non-breaking space."""
+    """Format a fraction as percent, with a non-breaking space."""
     return f"{100 * share:{sign}.1f}\u00a0%"
 
 
@@ -205,7 +205,7 @@ def throughput(outcome: SimulationResult, window_s: float) -> list[float]:
 
 
 def _spread(found: list[float], at: float, until: float, per_ms: float, width: float) -> None:
-    """Add a rate over [at, until) to its windows, in place."""
+    """Add the samples of a rate over [at, until) milliseconds to the windows in `found`."""
     while at < until:
         i = int(at // width)
         edge = min(until, (i + 1) * width)
@@ -216,7 +216,7 @@ def _spread(found: list[float], at: float, until: float, per_ms: float, width: f
 def _pictures(
     world: SimulatedWorld, outcome: SimulationResult
 ) -> list[tuple[str, str, tuple[Panel, ...]]]:
-    """Return (title, label, panels) of our first plan and of the longest-lived one."""
+    """Return (title, label, panels) of our first plan and of our longest-lived plan."""
     lasted, first = Counter[str](), dict[str, PlanInForce]()
     for decision, end in outcome.decision_spans():
         setup, seen = decision.change.setup, decision.change.in_force

@@ -44,7 +44,7 @@ def trace_page(trace: Trace, name: str) -> str:
 
 
 def _lifetimes(trace: Trace) -> Any:
-    """Return the chart of the share of lost nodes that lived longer."""
+    """Return a chart of the share of lost nodes that lived longer than each lifetime."""
     ended = sorted(lifetimes(trace)[0])
     rows = [
         (0.0, 100.0),

@@ -3,15 +3,15 @@
 Source: Jang et al., SOSP 2023, branch sosp23-artifact, tools/simulator. Rules and constants are the
 artifact's, in whole milliseconds; this code is our own.
 
-A node is usable 45 s after its arrival. A rendezvous takes all nodes that are usable when it begins
-or become so meanwhile; a node that leaves meanwhile makes it begin again. The step time follows
+A node is usable 45 s after its arrival. A rendezvous includes all nodes that are usable before its
+end. If one of these nodes leaves meanwhile, the rendezvous begins again. The step time follows
 from the number of usable nodes, by a table of measured samples/s for 30 to 15 nodes (more count as
 30, fewer as 15). Training does not begin with fewer than twelve nodes. Nodes that join wait for the
 next rendezvous. The simulation ends with the trace's last event. Its result is the samples of all
 steps, divided by the time from the first rendezvous to the last step.
 
-- **Oobleck**: every loss begins a rendezvous of 2 to 10 s. A step that has not ended by then begins
-  again.
+- **Oobleck**: every loss begins a rendezvous of 2 to 10 s. A step that has not ended by the end of
+  the rendezvous begins again.
 - **Varuna**: every loss begins a rendezvous of 49 to 701 s, less the time of a checkpoint. A
   checkpoint follows every tenth step, and the first step after a loss. A loss takes back all steps
   since the last checkpoint; a loss during a checkpoint takes back ten steps. The authors switch
@@ -39,7 +39,7 @@ READY_MS = 45_000
 STAGES = 12
 MAX_NODES, MIN_NODES = 30, 15
 TABLE_NODES = range(MAX_NODES, MIN_NODES - 1, -1)
-"""Numbers of nodes in the tables, in their order."""
+"""Numbers of nodes of the tables' columns, in order."""
 SLOWED = 1.5
 BAMBOO_GLOBAL_MS = 30_000
 CHECKPOINT_STEPS = 10
@@ -71,7 +71,7 @@ MODELS = (
 BERT_RESTART_S = (
     71.3, 67.6, 67.6, 49.1, 112, 108.3, 104.6, 100.9, 97.2, 93.5, 89.8, 86.1, 82.4, 78.7, 75, 71.3,
 )  # fmt: skip
-"""Restart time of Varuna for BERT-large, for `TABLE_NODES`."""
+"""Restart times of Varuna for BERT-large, one per number in `TABLE_NODES`."""
 
 ThroughputTable = Mapping[int, float]
 """Samples per second by number of nodes."""
@@ -108,14 +108,14 @@ class _Step:
 
 
 class ArtifactSimulation:
-    """One system on one trace; subclasses define the cost of a loss."""
+    """Simulates one system; subclasses define the cost of a loss."""
 
     def __init__(self, model: ArtifactModel, throughput: ThroughputTable) -> None:
         self.model, self._throughput = model, throughput
         self.now = 0
         self.events: list[_Event] = []
         self.usable: dict[str, bool] = {}
-        """Nodes present, and whether they are usable."""
+        """Whether each node present is usable."""
         self.slots: dict[str, list[tuple[int, int]]] = {}
         """(pipeline, stage) pairs that each node runs."""
         self.pipelines = 0
@@ -130,13 +130,13 @@ class ArtifactSimulation:
         self.steps: list[_Step] = []
 
     def run(self, trace: Trace) -> float:
-        """Run the trace; returns samples per second."""
+        """Run the trace and return the samples per second."""
         for event in trace.events:
             kind = ArtifactEventKind.ADD if event.kind == ADD else ArtifactEventKind.REMOVE
             heapq.heappush(self.events, _Event(round(event.seconds * 1000), kind, event.node))
         heapq.heapify(
             self.events
-        )  # as in the artifact: it changes the order of events of one moment
+        )  # as in the artifact: heapify changes the order of events of one moment
         end = self.events[-1].at if self.events else 0
         while self.events and self.events[0].at < end:
             current = heapq.heappop(self.events)
@@ -192,7 +192,7 @@ class ArtifactSimulation:
     def _assign_places(self) -> None:
         self.pipelines = len(self.meeting) // STAGES
         wanted = [(p, s) for p in range(self.pipelines) for s in range(STAGES)]
-        for number, node in enumerate(self.meeting):  # others keep their places
+        for number, node in enumerate(self.meeting):  # other nodes keep their places
             self.slots[node] = wanted[number : number + 1]
         self.waiting = max(0, len(self.meeting) - len(wanted))
 
@@ -221,41 +221,41 @@ class ArtifactSimulation:
     # ---- differences between systems ----
 
     def lost(self, node: str) -> None:
-        """A node was lost."""
+        """Called when `node` is lost; subclasses override it."""
         self.meet(ArtifactEventKind.GLOBAL)
 
     def meeting_ms(self, kind: ArtifactEventKind) -> int:
         raise NotImplementedError
 
     def resumed(self) -> None:
-        """A rendezvous has ended."""
+        """Called when a rendezvous has ended; subclasses override it."""
 
     def delayed(self) -> bool:
-        """Whether the step takes longer after all."""
+        """Return whether the step that would end now takes longer."""
         return False
 
     def after_step(self) -> int:
-        """Milliseconds before the next step."""
+        """Called after each step; return the milliseconds before the next step."""
         return 0
 
     def samples(self) -> list[float]:
-        """Samples of each step that count."""
+        """Return the samples of each step that count."""
         return [float(self.model.samples_per_step)] * len(self.steps)
 
     def reconfigures(self) -> bool:
-        """Whether a local rendezvous follows the step."""
+        """Return whether a local rendezvous follows the step."""
         return False
 
 
 class ArtifactOobleck(ArtifactSimulation):
-    """Oobleck in the artifact."""
+    """The artifact's model of Oobleck."""
 
     def meeting_ms(self, kind: ArtifactEventKind) -> int:
         return self.model.oobleck_ms
 
 
 class ArtifactVaruna(ArtifactSimulation):
-    """Varuna in the artifact."""
+    """The artifact's model of Varuna."""
 
     def __init__(
         self, model: ArtifactModel, throughput: ThroughputTable, *, rollback: bool
@@ -264,13 +264,13 @@ class ArtifactVaruna(ArtifactSimulation):
         self._rollback = rollback
         self._restart_ms = model.varuna_ms
         self._written: int | None = None
-        """Completion of the last checkpoint."""
+        """Time in milliseconds at which the last checkpoint is complete."""
         self._after_loss = False
         self._done = 0
         self._rates: list[float] = []
         """Two entries per step, in samples per millisecond; 0: the step was lost. As in the
         artifact's program, a checkpoint that fails before the tenth step makes this list longer
-        than the list of steps, so that rates shift to earlier steps."""
+        than the list of steps. Later steps then get the rates of earlier ones."""
 
     def lost(self, node: str) -> None:
         self._after_loss = True
@@ -280,7 +280,7 @@ class ArtifactVaruna(ArtifactSimulation):
         self.meet(ArtifactEventKind.GLOBAL)
 
     def _place(self, at: int) -> int:
-        """Index of `at` among the beginnings and ends of all steps; else the last index."""
+        """Return the index of `at` among begins and ends of all steps, or else the last index."""
         ends = [end for step in self.steps for end in (step.began, step.ended)]
         return ends.index(at) if at in ends else len(ends) - 1
 
@@ -316,9 +316,9 @@ class ArtifactVaruna(ArtifactSimulation):
         return writing
 
     def _interrupted(self) -> bool:
-        """Whether a loss precedes the checkpoint in the artifact's event queue.
+        """Return whether a loss precedes the checkpoint in the artifact's event queue.
 
-        As in the artifact, precedes means the order of the heap in memory.
+        As in the artifact, the order is that of the heap in memory.
         """
         heapq.heapify(self.events)
         kinds = [event.kind for event in self.events]
@@ -326,7 +326,7 @@ class ArtifactVaruna(ArtifactSimulation):
 
 
 class ArtifactBamboo(ArtifactSimulation):
-    """Bamboo in the artifact."""
+    """The artifact's model of Bamboo."""
 
     def __init__(self, model: ArtifactModel, throughput: ThroughputTable) -> None:
         super().__init__(model, throughput)
@@ -359,7 +359,7 @@ class ArtifactBamboo(ArtifactSimulation):
         self._slowed_at, self._handled = None, False
 
     def delayed(self) -> bool:
-        """The rest of a step with a loss takes 1.5 times as long."""
+        """Return whether a loss lengthens the step: its rest takes 1.5 times as long."""
         if self._slowed_at is None or self._handled or self._slowed_at[0] != len(self.steps):
             return False
         self._handled = True
@@ -375,8 +375,7 @@ class ArtifactBamboo(ArtifactSimulation):
 
 
 def throughputs(text: str) -> dict[str, ThroughputTable]:
-    """Read the artifact's tables: {"SYSTEM/MODEL": {"tputs": samples/s for 30, 29, ... 15
-    nodes}}."""
+    """Read the artifact's tables: {"SYSTEM/MODEL": {"tputs": samples/s for 30 to 15 nodes}}."""
     try:
         rows = json.loads(text)
         return {
@@ -396,9 +395,9 @@ def simulate(
     *,
     recorded: bool,
 ) -> float:
-    """Samples per second of oobleck, varuna or bamboo; 0 if there is no table (out of memory).
+    """Return the samples per second of oobleck, varuna or bamboo; 0: no table (out of memory).
 
-    `recorded`: the trace was recorded, so that Varuna's rollback is off for small models.
+    `recorded`: whether the trace was recorded; Varuna's rollback is then off for small models.
     """
     table = tables.get(f"{system}/{model.key}")
     if table is None:
@@ -455,42 +454,42 @@ class ArtifactOobleckTimes(ArtifactOobleck):
         return 0
 
     def counted(self) -> dict[str, float]:
-        """Percent of the time that is effective, restart and lost work, as the artifact prints it.
+        """Return the percent of effective time, restarts and lost work, as the artifact prints
+        them.
 
         The artifact counts every step that begins as effective, and one more full step per loss as
-        lost, so the parts exceed the true time. They are percent of their own sum. Source:
-        create_training_step_complete_event, create_global_rendezvous_timeout_event and
+        lost, so that the sum of the parts exceeds the true time. The percents are of this sum.
+        Source: create_training_step_complete_event, create_global_rendezvous_timeout_event and
         simulate_spot_instance_remove in tools/simulator/oobleck_simulator.py."""
         return _percent(self._begun_ms, self._meetings_ms, self._redone_ms)
 
     def by_the_clock(self) -> dict[str, float]:
-        """The same by the clock, from the end of the first rendezvous to the last step.
+        """Return the same by the clock, from the end of the first rendezvous to the last step.
 
-        Completed steps, rendezvous, and the rest, which is the time of steps that were not
-        completed.
+        The parts are completed steps, rendezvous, and the rest: steps that were not completed.
         """
         done_ms = sum(self._lengths_ms)
         span_ms = self.steps[-1].ended - (self.began or 0) if self.steps else 0
         return _percent(done_ms, self._met_ms, max(0, span_ms - done_ms - self._met_ms))
 
     def step_seconds(self) -> tuple[float, float]:
-        """Seconds of the shortest and longest completed step, without the cost of losses."""
+        """Return the seconds of the shortest and longest completed step, without lost time."""
         lengths_ms = self._lengths_ms or [0]
         return min(lengths_ms) / 1000, max(lengths_ms) / 1000
 
 
 def _percent(effective_ms: int, restart_ms: int, lost_ms: int) -> dict[str, float]:
-    """Percent of each part; 0 if there was no time."""
+    """Return the percent of each part; 0 if there was no time."""
     parts = {"effective": effective_ms, "restart": restart_ms, "lost work": lost_ms}
     total = sum(parts.values())
     return {name: 100 * part / total if total else 0.0 for name, part in parts.items()}
 
 
 def oracle(model: ArtifactModel, trace: Trace, tables: Mapping[str, ThroughputTable]) -> float:
-    """Samples per second of the best system at every moment, if changes cost nothing.
+    """Return the samples per second of the best system at every moment, if changes cost nothing.
 
-    The mean from the first node to the trace's end. As in the artifact, more than 30 nodes count as
-    30, and fewer than 15 as 15. 0 if no system has a table.
+    This is the mean from the first node to the trace's end. As in the artifact, more than 30 nodes
+    count as 30, and fewer than 15 as 15. 0 if no system has a table.
     """
     own = [table for name, table in tables.items() if name.partition("/")[2] == model.key]
     if not own or not trace.events:

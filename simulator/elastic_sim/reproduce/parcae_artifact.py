@@ -4,15 +4,14 @@ The rules and constants are those of the authors' program (github.com/JF-D/Parca
 liveput/cost.py, throughput.py, liveput.py, monte_carlo.py); this code is our own.
 
 Time passes in minutes. In each minute nodes join or are lost, and a grid of D pipelines with P
-stages is chosen for the nodes present. Changing to it takes time from this minute and the next
-ones.
+stages is chosen for the nodes present. A change takes time from this minute and the next ones.
 
 - **ideal**: the grid with the highest throughput, at no cost.
 - **reactive**: the same grid, reached by a checkpoint (14 s) and a restart that sends all
   parameters.
 - **proactive** (Parcae): knows the next twelve minutes and takes the grid with the most samples
-  over them. The costs are those of moving within a stage (new groups), between stages, or of a new
-  cut, expected over the draws of lost nodes."""
+  over them. A change builds new groups, moves nodes between stages, or needs a new cut. Its cost is
+  the mean over random draws of the lost nodes."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ VALUES_PER_PARAMETER = 3
 """The parameter and two optimizer moments, 4 bytes each."""
 RENDEZVOUS_MS, CHECKPOINT_MS = 6600.0, 14_000.0
 GROUP_BASE_MS, GROUP_ADD_MS, GROUPS_ADD = 35.0, 500.0, 1.5
-"""Building groups: a constant, and a time per added group. Models whose groups were timed together
-take `GROUPS_ADD` times the time of a removal."""
+"""Time to build groups: a constant, and the time per group if nodes are added. Models whose groups
+were timed together take `GROUPS_ADD` times the time of a removal."""
 
 Grid = tuple[int, int]
 """(pipelines D, stages P)."""
@@ -57,15 +56,16 @@ class ParcaeModel:
 
     name: str
     throughput: dict[Grid, float]
-    """Samples per second."""
+    """Samples per second of each measured grid."""
     parameters: tuple[int, int, int]
     """Number of parameters of the first, each middle, and the last layer."""
     layers: int
     group_remove_ms: float | dict[int, float]
-    """Per group; or for all groups together, by least number of pipelines, in descending order."""
+    """Time to build a group without added nodes; or to build all, by least number of pipelines."""
     min_stages: int
     build_ms: dict[int, float]
-    """By stages. Empty: 430 ms per layer of the deepest stage, plus sending the embedding."""
+    """Time to build the stages, by their number. Empty: 430 ms per layer of the deepest stage, plus
+    sending the embedding."""
     process_ms: float = 240.0
     extra_ms: float = 0.0
     excluded_stages: tuple[int, ...] = ()
@@ -77,7 +77,7 @@ class ParcaeModel:
 
     @lru_cache(maxsize=64)  # noqa: B019 - few models, which live as long as the program
     def cut(self, stages: int) -> list[int]:
-        """First layer of each stage, and the number of layers."""
+        """Return the first layer of each stage, followed by the number of layers."""
         size, over = divmod(len(self.sizes) - 1, stages)
         chunks = [size + 1, *[size] * (stages - 1)]
         for i in range(over):
@@ -103,7 +103,7 @@ class ParcaeModel:
 
     @lru_cache(maxsize=64)  # noqa: B019
     def grids(self, nodes: int) -> tuple[Grid, ...]:
-        """Grids with a known throughput that fit on `nodes` nodes."""
+        """Return the grids with a known throughput that fit on `nodes` nodes."""
         return tuple(
             (d, p)
             for d, p in self.throughput
@@ -115,7 +115,7 @@ class ParcaeModel:
 
 
 def sending_ms(nbytes: float) -> float:
-    """Milliseconds to send bytes over 10 Gbit/s."""
+    """Return the milliseconds to send bytes over 10 Gbit/s."""
     sizes = list(SENDING_MS)
     at = bisect_left(sizes, nbytes)
     if at == 0:
@@ -127,7 +127,7 @@ def sending_ms(nbytes: float) -> float:
 
 
 class MigrationCosts:
-    """Milliseconds to change from one grid to another."""
+    """Computes the milliseconds to change from one grid to another."""
 
     def __init__(self, model: ParcaeModel, seed: int = 0) -> None:
         self.model, self._draw = model, random.Random(seed)
@@ -147,15 +147,15 @@ class MigrationCosts:
         return self.restart(grid, adding=adding) + sent + (0.0 if first else CHECKPOINT_MS)
 
     def _moving(self, nodes: int, old: Grid, lost: int, new: Grid) -> float:
-        """Expected cost of changing to `new` when `lost` of `nodes` nodes, drawn at random, are
-        lost."""
+        """Return the expected cost of changing to `new` when `lost` of `nodes` nodes, drawn at
+        random, are lost."""
         if old == NO_GRID:
             return self._recut(old, 0, new)
         same_depth = new[1] == old[1]
         return self._within(nodes, old, lost, new) if same_depth else self._recut(old, lost, new)
 
     def _within(self, nodes: int, old: Grid, lost: int, new: Grid) -> float:
-        """Expected cost of a change that keeps the stages."""
+        """Return the expected cost of a change that keeps the stages."""
         if not lost:
             return 0.0 if new == old else self._draw_within(old, [old[0]] * old[1], new, lost)
         total = 0.0
@@ -168,7 +168,7 @@ class MigrationCosts:
         return total / DRAWS
 
     def _draw_within(self, old: Grid, left: Sequence[int], new: Grid, lost: int) -> float:
-        """Cost if `left` nodes of each stage remain."""
+        """Return the cost if `left` nodes of each stage remain."""
         d, p = new
         if min(left) >= d:
             return self.model.groups_ms(new, adding=False) + self.model.process_ms
@@ -184,7 +184,7 @@ class MigrationCosts:
         return max(most, gone) + self.restart(new, adding=d * p > old[0] * old[1] - lost)
 
     def _recut(self, old: Grid, lost: int, new: Grid) -> float:
-        """Cost of a change to other stages."""
+        """Return the cost of a change to other stages."""
         d, p = new
         sent = self._last_stage(old, p)
         if d > 1:
@@ -193,7 +193,7 @@ class MigrationCosts:
         return sent + self.restart(new, adding=d * p > old[0] * old[1] - lost)
 
     def _sending_last_stage(self, old: Grid, stages: int) -> float:
-        """Cost of fetching the last stage of a new cut, with nodes assigned greedily.
+        """Return the cost of fetching the last stage of a new cut, with nodes assigned greedily.
 
         The authors' program counts only this stage.
         """
@@ -219,7 +219,7 @@ Minute = tuple[int, int, int]
 
 
 def minutes(trace: Trace) -> list[Minute]:
-    """The trace, minute by minute."""
+    """Return the trace, minute by minute."""
     found: list[Minute] = []
     nodes = 0
     events = Counter((event.seconds // MINUTE_S, event.kind) for event in trace.events)
@@ -231,13 +231,13 @@ def minutes(trace: Trace) -> list[Minute]:
 
 
 def ideal(model: ParcaeModel, trace: Trace) -> float:
-    """Samples per second if changes cost nothing."""
+    """Return the samples per second if changes cost nothing."""
     found = [model.best(nodes) for nodes, _, _ in minutes(trace)]
     return sum(model.throughput[grid] for grid in found if grid) / len(found)
 
 
 def reactive(model: ParcaeModel, trace: Trace) -> float:
-    """Samples per second with a checkpoint and a restart at every change."""
+    """Return the samples per second with a checkpoint and a restart at every change."""
     costs, left, samples = MigrationCosts(model), 0.0, 0.0
     steps = minutes(trace)
     for number, (nodes, joined, lost) in enumerate(steps):
@@ -254,7 +254,7 @@ def reactive(model: ParcaeModel, trace: Trace) -> float:
 
 
 def proactive(model: ParcaeModel, trace: Trace) -> float:
-    """Samples per second of Parcae with a perfect forecast."""
+    """Return the samples per second of Parcae with a perfect forecast."""
     costs, steps = MigrationCosts(model), minutes(trace)
     nodes, grid, left, samples = 0, NO_GRID, 0.0, 0.0
     for number, (present, _, lost) in enumerate(steps):
@@ -279,7 +279,7 @@ def _solve(
     left: float,
     coming: Sequence[Minute],
 ) -> Grid:
-    """The grid for the next minute that leads to the most samples over all coming minutes."""
+    """Return the grid for the next minute that leads to the most samples in `coming`."""
     states: dict[Grid, tuple[float, float, Grid | None]] = {grid: (0.0, left, None)}
     """By grid: (samples, remaining milliseconds of a change, grid of the first minute)."""
     for present, _, lost in coming:

@@ -36,7 +36,7 @@ class PublishedValue(float):
 
 
 def published_values(text: str) -> tuple[PublishedValue, ...]:
-    """Values from a text with blanks between them."""
+    """Return the values of a text with blanks between them."""
     return tuple(PublishedValue(word) for word in text.split())
 
 
@@ -84,14 +84,14 @@ _SINGLE_VALUES = {
 """Published values by (model, system, trace).
 
 The oracle is the best system at each number of nodes, if changes cost nothing (samples/s,
-integrated from the artifact's tables). Oobleck's use of time has a failure every ten minutes and
-was printed by the authors' program (BERT-large also in the README of tools/simulator).
+integrated from the artifact's tables). The authors' program printed Oobleck's use of time, with a
+failure every ten minutes (BERT-large also in the README of tools/simulator).
 """
 PUBLISHED = {key: PublishedValue(text) for key, text in _SINGLE_VALUES.items()}
 
 
 def data_directory(given: Path | None) -> Path:
-    """The directory of recorded traces: `given`, ELASTIC_DATA, or a default. Raises FieldError."""
+    """Return the directory of traces: `given`, ELASTIC_DATA, or a default. Raises FieldError."""
     defaults = (os.environ.get("ELASTIC_DATA"), "../shared/data")
     places = [given] if given else [Path(place) for place in defaults if place]
     for place in places:
@@ -102,7 +102,7 @@ def data_directory(given: Path | None) -> Path:
 
 
 def oobleck(data: Path) -> list[Row]:
-    """Oobleck's artifact: five models, seven traces, three systems; the oracle; use of time."""
+    """Return the rows of Oobleck's artifact: three systems and the oracle, and the use of time."""
     tables = oobleck_artifact.throughputs(_read(data / "reference/oobleck_throughput.json"))
     traces = {
         name: bamboo(_read(data / "traces/oobleck" / file), file)
@@ -130,7 +130,7 @@ def oobleck(data: Path) -> list[Row]:
 
 
 def _times(trace: Trace, tables: Mapping[str, oobleck_artifact.ThroughputTable]) -> list[Row]:
-    """Oobleck's use of time with a failure every ten minutes, as counted and by the clock."""
+    """Return Oobleck's use of time with a failure per ten minutes, as counted and by the clock."""
     rows = []
     for model in oobleck_artifact.MODELS:
         if table := tables.get(f"oobleck/{model.key}"):
@@ -168,13 +168,13 @@ PARCAE_PUBLISHED = {
 """Samples/s of ideal, reactive and Parcae with a perfect forecast, from the authors' program.
 
 Total samples divided by the seconds of the hour. For gpt-6.7b and bert, the program uses 400 and
-100 draws of the lost nodes, on the same events. It prints no value for gpt-6.7b on ladp, because it
-ends with an error when there are fewer nodes than its twelve stages.
+100 draws of the lost nodes, on the same events. The program prints no value for gpt-6.7b on ladp,
+because it fails with fewer nodes than the model's twelve stages.
 """
 
 
 def parcae(data: Path) -> list[Row]:
-    """Four hours of p3: the ideal, a reactive system, and Parcae with a perfect forecast."""
+    """Return rows for four hours of p3: ideal, reactive, and Parcae with a perfect forecast."""
     rows = []
     for name, file in PARCAE_TRACES.items():
         trace = parcae_trace(_read(data / "traces/parcae" / file), file)
@@ -187,7 +187,7 @@ def parcae(data: Path) -> list[Row]:
 
 
 def torchft(data: Path) -> list[Row]:
-    """300 GPUs in 30 groups, a failure per minute: percent of committed steps and of work.
+    """Return percents of committed steps and of work: 300 GPUs in 30 groups, a failure per minute.
 
     Each failure discards the running step. torchft's test on 300 L40S GPUs had 1,100 failures in
     6,249 steps, of which 5,145 were committed. Source: pytorch.org/blog/
@@ -203,7 +203,7 @@ def torchft(data: Path) -> list[Row]:
 
 
 def meta(data: Path) -> list[Row]:
-    """Mean time to failure in hours and expected share of training time in percent, by job size.
+    """Return mean hours to failure and expected percent of effective training time, by job size.
 
     MTTF = 1 / (N r) and E[ETTR] = 1 - N r (u0 + dt / 2) for N nodes with r failures per node-day, a
     restart of u0 = 5 min and a checkpoint every dt = 60 min (Kokolis et al., HPCA 2025).
@@ -220,7 +220,7 @@ def meta(data: Path) -> list[Row]:
 
 
 def gemini(data: Path) -> list[Row]:
-    """Cost of a failure with a checkpoint in peers' memory per step of 65 s, fetched in 2.5 s.
+    """Return the cost of a failure with a copy in peers' memory per step of 65 s, fetched in 2.5 s.
 
     The formula is the authors' (Wang et al., SOSP 2023): t_ckpt + 1 / (2 f) + t_rtvl, here with a
     hidden checkpoint. They published no value.
@@ -243,7 +243,7 @@ RECORDED = ("oobleck", "parcae")
 
 
 def describe(rows: Sequence[Row]) -> str:
-    """The rows as a table for the terminal."""
+    """Return the rows as a table for the terminal."""
     lines = [
         f"{'model':<16} {'system':<10} {'trace':<40} {'value':>10} {'published':>10} {'off by':>10}"
     ]
@@ -256,7 +256,7 @@ def describe(rows: Sequence[Row]) -> str:
 
 
 def rounds_to(value: float, published: PublishedValue) -> bool:
-    """Whether `value` rounds to the published digits."""
+    """Return whether `value` rounds to the published digits."""
     return f"{value:.{published.decimals}f}" == published.text
 
 
@@ -269,7 +269,7 @@ def _off(value: float, published: PublishedValue) -> str:
 def _row(
     model: str, system: str, trace: str, value: float, published: PublishedValue | None = None
 ) -> Row:
-    """A row with the given published value, else that in `PUBLISHED`."""
+    """Return a row with the given published value, or else the one in `PUBLISHED`."""
     if published is None:
         published = PUBLISHED.get((model, system, trace))
     return {

@@ -13,7 +13,7 @@ from elastic.domain.errors import FieldError
 from elastic.planning.cost.profile import LinkProfile
 
 LATENCY_S = 50e-6
-"""Latency between nodes of a cloud (assumed)."""
+"""Seconds of latency between two nodes of a cloud (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +22,17 @@ class NodeType:
 
     name: str
     device: str
-    """Name in `elastic.planning.cost.catalogue`."""
+    """Name of the device in `elastic.planning.cost.catalogue`."""
     devices: int
-    """All devices of a node form one unit (tensor parallelism)."""
+    """Number of devices of a node. They form one unit (tensor parallelism)."""
     link_bytes_per_s: float
-    """Bandwidth between nodes, all devices of a node together."""
+    """Bandwidth of a node to other nodes, shared by all its devices."""
     inside_bytes_per_s: float
-    """Bandwidth between devices of a node; 0: a node has only one."""
+    """Bandwidth between the devices of a node; 0: the node has one device."""
     on_demand: float
-    """Dollars per hour."""
+    """On-demand price in dollars per hour."""
     spot: float
+    """Spot price in dollars per hour."""
     source: str
 
     @property
@@ -48,7 +49,7 @@ class NodeType:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """A model with its batch."""
+    """A model with the sizes of its batches and micro-batches."""
 
     model: str
     samples: int
@@ -96,7 +97,7 @@ NODE_TYPES = (
 
 
 def training_of(model: str) -> TrainingSetup:
-    """The job of a model by name. Raises FieldError."""
+    """Return the job with this model. Raises FieldError if the name is unknown."""
     for job in JOBS:
         if job.model == model:
             return job
@@ -105,7 +106,7 @@ def training_of(model: str) -> TrainingSetup:
 
 
 def node_type_of(name: str) -> NodeType:
-    """A node type by name. Raises FieldError."""
+    """Return the node type of this name. Raises FieldError if the name is unknown."""
     for kind in NODE_TYPES:
         if kind.name == name:
             return kind

@@ -1,10 +1,9 @@
 """Simulates a job on a trace, step by step, on virtual time in whole milliseconds.
 
-The engine knows nothing of plans. A policy answers every event with a `Reconfiguration`: pauses,
-one after the other, then a setup that makes a number of samples in a number of milliseconds. Events
-of one moment are processed in a fixed order: those of the trace as one event, then notices and
-speed changes, then timers in the order in which they were set. The same trace, policy and seed
-therefore give the same result."""
+The engine does not look into plans. A policy answers an event with a `Reconfiguration`: pauses,
+then a `Setup` with the duration and the samples of a step. Events of the same time are processed in
+a fixed order: all joins and losses as one event, then notices and speed changes, then timers.
+Therefore the same trace, policy and seed give the same result."""
 
 from __future__ import annotations
 
@@ -18,20 +17,20 @@ from elastic_sim.steps.time_accounting import TimeAccount, Use
 from elastic_sim.traces.trace import ADD, Event, Trace
 
 StepNoise = Callable[[int], float]
-"""Factor on the duration of the n-th step that begins; repeated steps count again."""
+"""Function of the number of steps finished so far, lost ones included: factor on the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Configuration that runs between two reconfigurations."""
+    """Nodes in use and size of a step, between two reconfigurations."""
 
     nodes: int
-    """Nodes in use; all others are idle."""
+    """Number of nodes in use; all others are idle."""
     step_ms: int
     samples: int
     """Samples per step."""
     redundant: float = 0.0
-    """Share of the useful nodes' time that only protects against losses."""
+    """Fraction of useful time that counts as `Use.REDUNDANT`."""
     text: str = ""
 
 
@@ -45,52 +44,54 @@ class PlanInForce:
 
 @dataclass(frozen=True, slots=True)
 class Reconfiguration:
-    """Answer of a policy to an event."""
+    """A policy's answer to an event: pauses, then a setup, and the work that is lost."""
 
     pauses: tuple[tuple[Use, int], ...] = ()
-    """(use, milliseconds) of all nodes present, in order, before the setup runs."""
+    """(use of all nodes present, milliseconds) of each pause before the setup runs, in order."""
     setup: Setup | None = None
-    """None: nothing runs until the next reconfiguration."""
+    """Setup after the pauses; None: nothing runs until the next reconfiguration."""
     lost_ms: int = 0
-    """Useful time of the running step that must be repeated."""
+    """Useful milliseconds of the running step that must be repeated; a larger number: all of
+    them."""
     back_to: int = -1
-    """Number of steps that remain after a rollback; -1: all finished ones."""
+    """Number of finished steps that remain; the running step is lost as well; -1: no rollback."""
     reason: str = ""
     keep_pauses: bool = False
-    """Finish the pauses of the previous reconfiguration first."""
+    """Whether the pauses of the previous reconfiguration are finished first."""
     in_force: PlanInForce | None = None
     """Plan of the setup, for reports; None for rivals."""
 
 
 @dataclass(slots=True)
 class JobView:
-    """State of the job that a policy sees."""
+    """State of the job as its policy sees it."""
 
     now: int = 0
-    """Milliseconds."""
+    """Milliseconds since the beginning of the trace."""
     alive: dict[str, Event] = field(default_factory=dict)
-    """Nodes present, by name, in the order in which they joined."""
+    """Event with which each present node joined, by name, in the order of joining."""
     steps: int = 0
-    """Finished steps, without those that a rollback discarded."""
+    """Number of finished steps, without those that a rollback discarded."""
     progress_ms: int = 0
-    """Useful time in the running step."""
+    """Milliseconds of `length_ms` that are done."""
     length_ms: int = 1
-    """True duration of the running step."""
+    """Duration of the running step in milliseconds, including noise."""
     slow: dict[str, float] = field(default_factory=dict)
-    """Slowdown factor of each straggler."""
+    """Factor on the compute time of each slow node."""
     setup: Setup | None = None
     paused: bool = False
     """Whether pauses of the last reconfiguration remain."""
     timers: list[tuple[int, str]] = field(default_factory=list)
-    """(milliseconds from now, name) of each timer that the policy requested."""
+    """(milliseconds from now, name) of each timer that the policy just set."""
 
     def set_timer(self, after_s: float, name: str) -> None:
+        """Request a call of the policy's `on_timer` with `name` after `after_s` seconds."""
         self.timers.append((round(after_s * 1000), name))
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """A node computes slower by `factor` from `at` to `until` (milliseconds)."""
+    """An interval from `at` to `until` (milliseconds) with `factor` on a node's compute time."""
 
     at: int
     until: int
@@ -99,7 +100,7 @@ class Slowdown:
 
 
 class ElasticPolicy:
-    """Behaviour of a training system. An answer of None leaves everything as it is."""
+    """Interface of a training system: its answer to each event. None changes nothing."""
 
     def on_start(self, job: JobView) -> Reconfiguration:
         raise NotImplementedError
@@ -107,15 +108,15 @@ class ElasticPolicy:
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
     ) -> Reconfiguration | None:
-        """Nodes joined or were lost; `job.alive` is the state after that."""
+        """Called when nodes joined or were lost, which `job.alive` already shows."""
         raise NotImplementedError
 
     def on_notice(self, job: JobView, leaving: Sequence[Event]) -> Reconfiguration | None:
-        """Nodes got notice that they will leave at `Event.seconds`."""
+        """Called when nodes get notice; each will leave at its `Event.seconds`."""
         return None
 
     def on_speed_change(self, job: JobView) -> Reconfiguration | None:
-        """A node became slow or recovered (`job.slow`)."""
+        """Called when a node becomes slow or recovers, which `job.slow` already shows."""
         return None
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
@@ -136,10 +137,10 @@ class DecisionRecord:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Result of one simulation."""
+    """Progress, node time and decisions of one simulation."""
 
     ended: int
-    """Milliseconds."""
+    """Milliseconds since the beginning of the trace."""
     steps: int
     samples: int
     account: TimeAccount
@@ -150,13 +151,13 @@ class SimulationResult:
         return self.samples / self.ended * 1000 if self.ended else 0.0
 
     def decision_spans(self) -> Iterator[tuple[DecisionRecord, int]]:
-        """(decision, milliseconds of the next one or of the end), in order."""
+        """Return (decision, millisecond of the next decision or of the end), in order."""
         ends = [*(decision.at for decision in self.decisions[1:]), self.ended]
         return zip(self.decisions, ends, strict=True)
 
 
 class Simulation:
-    """One policy on one trace."""
+    """Simulates one policy on one trace."""
 
     def __init__(
         self,
@@ -171,8 +172,8 @@ class Simulation:
         self._steps_begun = 0
         self._samples = 0
         self._spent = 0
-        """Useful milliseconds in the running step. `JobView.progress_ms` is rescaled with the
-        setup."""
+        """Useful milliseconds of the running step. A new setup rescales `JobView.progress_ms`, but
+        not this."""
         self._finished: list[tuple[int, int]] = []
         """(samples, useful milliseconds) of each finished step, for rollbacks."""
         self._queue: list[tuple[int, int, int, str, Any]] = []
@@ -212,7 +213,7 @@ class Simulation:
                 self._apply(argument)
 
     def _dispatch(self, kind: str, argument: Any) -> Reconfiguration | None:
-        """Update the job view and let the policy answer."""
+        """Update the job view for an event and return the policy's answer."""
         job, policy = self._job, self._policy
         if kind == "events":
             joined, lost = self._apply(argument)
@@ -252,7 +253,7 @@ class Simulation:
                 self._work(job.setup, at)
 
     def _work(self, setup: Setup, at: int) -> None:
-        """Compute up to `at` or to the end of the running step."""
+        """Compute up to `at` or to the end of the running step, whichever is earlier."""
         job = self._job
         passed = min(job.length_ms - job.progress_ms, at - job.now)
         self._spend(passed, setup.nodes, Use.USEFUL, setup.redundant)
@@ -279,8 +280,8 @@ class Simulation:
     # ---- changes ----
 
     def _apply(self, events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
-        """(nodes that joined and are still present, nodes that were present before and are
-        lost)."""
+        """Apply events of one moment. Return (events of nodes that joined and are still present,
+        events of lost nodes that were present before)."""
         before = dict(self._job.alive)
         for event in events:
             if event.kind == ADD:

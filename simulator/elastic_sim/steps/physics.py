@@ -1,7 +1,7 @@
 """Durations and random disturbances of the simulated cluster, the same for every policy.
 
-Each constant names its source. The planner never sees them: it uses its own estimates, as in a real
-run. The functions below turn a recorded trace into the trace that a job sees.
+Each constant names its source. The planner does not see the constants; it uses its own estimates,
+as in a real run. `usable_trace` turns a recorded trace into the trace that a job sees.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from elastic_sim.traces.trace import ADD, Event, Trace
 NOISE_STEPS = 4096
 """Number of noise factors that are drawn; longer runs repeat them."""
 Lifetime = tuple[Event, Event | None, float]
-"""(add event, remove event or None, seconds until which the node is present) of a node."""
+"""(add event, remove event or None, time in seconds until which the node is present)."""
 MAX_NOISE = 3.0
-"""With this value, one step in twenty takes 360 times its duration, or a 360th of it."""
+"""Largest `ClusterPhysics.noise`: one step in twenty is over 360 times longer or shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPhysics:
-    """Durations in seconds, sizes in bytes, and fractions."""
+    """Constants of the simulated cluster: seconds, bytes per second, and fractions."""
 
     boot_s: float = 45.0
-    """From a node's arrival until it is usable: image, drivers, processes (Oobleck's artifact: node
-    boot)."""
+    """Time from a node's arrival until it is usable: image, drivers, processes (Oobleck's artifact:
+    node boot)."""
     storage_bytes_per_s: float = 0.78e9
-    """Durable storage of up to 30 devices; more devices get more in proportion (Oobleck's artifact:
-    14 bytes of 6.7e9 parameters in 120 s on 30 devices)."""
+    """Rate of durable storage with up to 30 devices; with more devices it grows in proportion
+    (Oobleck's artifact: 14 bytes of 6.7e9 parameters in 120 s on 30 devices)."""
     groups_base_s: float = 0.035
-    """Constant part of building the process groups of an epoch (Parcae's measurements)."""
+    """Constant part of the time to build an epoch's process groups (Parcae's measurements)."""
     group_s: float = 0.0393
-    """For each group that a node is in (Parcae's measurements); groups of other nodes are built at
-    the same time (assumed)."""
+    """Additional time for each group that a node is in (Parcae's measurements); groups of other
+    nodes are built at the same time (assumed)."""
     decide_s: float = 0.3
-    """Gathering reports, planning, notifying all nodes (ours on 32 to 64 nodes: 0.02 to 0.6 s)."""
+    """Time to gather reports, plan and notify all nodes (32 to 64 of our nodes: 0.02 to 0.6 s)."""
     contention: float = 0.3
     """Seconds that one second of transfer adds to computing (assumed; our CPU runs: 0.1 to 0.5)."""
     copy_bytes_per_s: float = 10e9
-    """From a device to host memory (PCIe 3 x16, somewhat below its peak: assumed)."""
+    """Rate of copies from device to host memory (PCIe 3 x16, somewhat below its peak: assumed)."""
     copy_exposed: float = 0.1
-    """Share of these copies' time that lengthens a step, since they run on streams of their own
+    """Fraction of the time of device copies that lengthens a step. The rest overlaps with computing
     (assumed)."""
     noise: float = 0.02
     """Standard deviation of the logarithm of a step's duration (assumed)."""
     spread_s: float = 0.0
-    """Losses of one moment happen within this time before it: recorded traces only have minutes."""
+    """Losses recorded at one moment happen within this time before it; traces only have minutes."""
     stragglers_per_node_h: float = 0.0
-    """Rate at which nodes become slow, per node and hour."""
+    """Rate at which nodes become slow, per node-hour."""
     straggler_factor: float = 1.5
     """Factor on the compute time of a slow node."""
     straggler_s: float = 900.0
@@ -71,7 +71,7 @@ class ClusterPhysics:
                 raise FieldError(f"physics.{name}", value, f"a number from {least:g} {upto}")
 
     def restart_s(self, devices: int) -> float:
-        """Restart of all processes: launch, imports, contexts, groups, without loading the state.
+        """Return the seconds to restart all processes, which do not load the state.
 
         50 s at 16 devices and 58 s more for each doubling, fitted to Varuna's 49 to 112 s at 15 to
         30 devices (Oobleck's artifact) and ByteRobust's 454 s at 2,048 and 545 s at 4,096 devices.
@@ -79,25 +79,24 @@ class ClusterPhysics:
         return 50.0 + 58.0 * max(0.0, log2(max(devices, 1) / 16))
 
     def storage_s(self, nbytes: float, devices: int) -> float:
-        """Seconds to write to durable storage or read from it, all devices together."""
+        """Return the seconds in which all devices together write or read durable storage."""
         return nbytes / (self.storage_bytes_per_s * max(1.0, devices / 30))
 
     @property
     def exposed_copy_bytes_per_s(self) -> float:
-        """Apparent rate of device copies, from the time that they add to a step; 0: they add
-        none."""
+        """Bytes copied from devices per second that the copies add to a step; 0: they add none."""
         return self.copy_bytes_per_s / self.copy_exposed if self.copy_exposed else 0.0
 
     def groups_s(self, pipelines: int, depth: int) -> float:
-        """Building process groups while the processes stay.
+        """Return the seconds to build process groups while the processes stay.
 
-        A node is in one group for its pipeline's `depth` and in up to `pipelines` others.
+        A node counts as a member of `pipelines` + `depth` + 1 groups.
         """
         return self.groups_base_s + self.group_s * (pipelines + depth + 1)
 
 
 def physics_from_settings(settings: Sequence[str]) -> ClusterPhysics:
-    """Physics with NAME=NUMBER settings changed. Raises FieldError."""
+    """Return the physics with NAME=NUMBER settings changed. Raises FieldError."""
     names = [field.name for field in fields(ClusterPhysics)]
     changes = {}
     for setting in settings:
@@ -112,7 +111,7 @@ def physics_from_settings(settings: Sequence[str]) -> ClusterPhysics:
 
 
 def step_noise(physics: ClusterPhysics, seed: int) -> StepNoise | None:
-    """Noise factors on step durations, the same for every policy."""
+    """Return the noise of step durations, the same for every policy; None: no noise."""
     if not physics.noise:
         return None
     draw = np.random.default_rng((seed, 1))
@@ -121,7 +120,7 @@ def step_noise(physics: ClusterPhysics, seed: int) -> StepNoise | None:
 
 
 def draw_slowdowns(physics: ClusterPhysics, trace: Trace, seed: int) -> list[Slowdown]:
-    """Intervals in which nodes are slow, the same for every policy."""
+    """Return the intervals in which nodes are slow, the same for every policy."""
     if not physics.stragglers_per_node_h:
         return []
     rng = random.Random(f"{seed} stragglers")
@@ -140,7 +139,7 @@ def draw_slowdowns(physics: ClusterPhysics, trace: Trace, seed: int) -> list[Slo
 
 
 def node_lifetimes(trace: Trace) -> list[Lifetime]:
-    """The lifetimes of all nodes, in the order in which they were added."""
+    """Return the lifetimes of all nodes, in the order in which they were added."""
     found: list[Lifetime] = []
     present: dict[str, int] = {}
     for event in trace.events:
@@ -154,10 +153,10 @@ def node_lifetimes(trace: Trace) -> list[Lifetime]:
 
 
 def usable_trace(trace: Trace, physics: ClusterPhysics, seed: int) -> Trace:
-    """The trace that a job sees: new nodes appear once they have booted.
+    """Return the trace that a job sees: new nodes appear once they have booted.
 
-    The losses of one moment are spread over the time before it. Nodes that are present for no time
-    are left out.
+    The losses of one moment are spread over the time before it. A node that is lost before it has
+    booted is left out.
     """
     rng = random.Random(f"{seed} spread")
     events: list[Event] = []
@@ -174,7 +173,7 @@ def usable_trace(trace: Trace, physics: ClusterPhysics, seed: int) -> Trace:
 
 
 def node_ms(trace: Trace) -> int:
-    """Node-milliseconds of all nodes while they are present, rounded as the engine rounds."""
+    """Return the node-milliseconds of all nodes while present, rounded as the engine rounds."""
     return sum(
         round(1000 * until) - round(1000 * event.seconds)
         for event, _, until in node_lifetimes(trace)

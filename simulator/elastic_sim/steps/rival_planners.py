@@ -2,21 +2,23 @@
 
 **Varuna** (Athlur et al., EuroSys 2022), `plan_varuna`. All pipelines have one depth P, and there
 are D = floor(N / P) of them. Stages have equal numbers of blocks, and all pipelines the same number
-of micro-batches (as nearly as they divide). Varuna finds P by simulation; here the cost model does.
-The paper always recomputes activations; here the planner may also keep them.
+of micro-batches (as nearly as they divide). Varuna finds P by simulation; this model uses our cost
+model. The paper always recomputes activations; this model may also keep them.
 
 **Oobleck** (Jang et al., SOSP 2023), `plan_oobleck`. Nodes are equal. A template for n nodes is a
 pipeline of n stages (one device per node). Its cuts minimise T1 + T2 + T3: T1 = sum of the stages'
 times w, T2 = (4 S - S + k - 1) w_k with k the slowest of S stages, T3 = sum from stage k on.
-Templates exist from n0 nodes, the fewest with enough memory. Pipelines are made of templates, at
-least f + 1 of them, so that all nodes are used; micro-batches balance the pipelines. This model
-differs from the paper as follows. It finds the best cuts exactly (the paper's program keeps one
-best per sub-problem and can miss them). For every number of pipelines it takes the multiset of
-templates with the greatest total rate, and of these the fastest under our cost model. It recomputes
-wherever that makes a template feasible or faster. Where f + 1 = 2 pipelines do not fit, it uses
-one.
+Templates exist from n0 nodes, the fewest with enough memory. At least f + 1 pipelines are made from
+templates, such that they use all nodes. Each gets as many micro-batches as balance the pipelines.
 
-Both planners use the 1F1B schedule. Our cost model, which they do not have, makes their choices.
+This model differs from the paper: it finds the best cuts exactly (the paper's program keeps one
+best per sub-problem and can miss them). For every number of pipelines, it considers the multiset of
+templates with the greatest total rate, and chooses the fastest of these under our cost model. It
+recomputes activations wherever that makes a template feasible or faster. If f + 1 = 2 pipelines do
+not fit, it uses a single pipeline.
+
+Both models use the 1F1B schedule, and choose by our cost model, which the original planners do not
+have.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from elastic.domain.types import NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.cost.profile import Profile
 
 MIN_PIPELINES = 2
-"""Oobleck's f + 1."""
+"""Oobleck's f + 1: the fewest pipelines with which f = 1 loss leaves a replica."""
 MAX_PRICED = 4
-"""Number of shapes that the full cost model prices."""
+"""Number of candidates, the best by the closed form, that the full cost model compares."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineTemplate:
-    """A pipeline whose nodes are not yet known."""
+    """Stages of a pipeline whose nodes are not yet chosen."""
 
     cuts: tuple[int, ...]
     recompute: bool
     seconds: float
-    """T1 + T2 + T3, for 4 S micro-batches."""
+    """Time of 4 S micro-batches through S stages; in Oobleck's planner T1 + T2 + T3."""
 
     @property
     def depth(self) -> int:
@@ -58,7 +60,7 @@ class PipelineTemplate:
 
 
 class EqualNodes:
-    """Equal nodes with one unit each. Lists are prefix sums over layers."""
+    """A cluster of equal nodes with one unit each. Its lists are prefix sums over layers."""
 
     def __init__(self, profile: Profile, microbatches: int, memory_bytes: float) -> None:
         self.profile, self.microbatches = profile, microbatches
@@ -68,7 +70,7 @@ class EqualNodes:
         keeping = (t.forward_s + t.backward_s for t in times)
         recomputing = (t.forward_s * 2 + t.backward_s for t in times)
         self.time = {False: _prefix_sums(keeping), True: _prefix_sums(recomputing)}
-        """Forward and backward seconds, by whether activations are recomputed."""
+        """Forward and backward seconds of a micro-batch, by whether activations are recomputed."""
         held = (-(-(la.param_bytes + la.state_bytes + la.gradient_bytes) // tp) for la in layers)
         self.fixed = _prefix_sums(held)
         """Bytes of parameters, optimizer state and gradients."""
@@ -82,13 +84,15 @@ class EqualNodes:
         return len(self.fixed) - 1
 
     def needs(self, first: int, last: int, ahead: int, recompute: bool) -> float:
-        """Bytes of a stage with `ahead` micro-batches under way."""
+        """Return the bytes of layers [first, last) with `ahead` micro-batches in flight."""
         activation = self.activation[last] - self.activation[first]
         kept = ahead * self.widest + activation if recompute else ahead * activation
         return self.fixed[last] - self.fixed[first] + kept
 
     def tail(self, first: int, last: int, per_byte: float) -> float:
-        """Seconds to reduce the gradients of a stage and to update it."""
+        """Return the seconds to reduce the gradients of a stage and to update it.
+
+        `per_byte`: seconds to reduce one byte."""
         layers, times = self.profile.layers[first:last], self.profile.devices[0].layers[first:last]
         sent = sum(layer.gradient_bytes for layer in layers) / self.profile.tp
         return per_byte * sent + sum(t.update_s for t in times)
@@ -106,17 +110,17 @@ def _prefix_sums(values: Iterable[float]) -> list[float]:
 
 
 def plan_oobleck(cluster: EqualNodes, nodes: Sequence[NodeInfo]) -> list[Plan]:
-    """Plans of Oobleck's templates; the fastest under the cost model is Oobleck's choice."""
+    """Return plans from Oobleck's templates; Oobleck's choice is the fastest by the cost model."""
     return _candidates(cluster, nodes, _template_sets(cluster, len(nodes)))
 
 
 def plan_varuna(cluster: EqualNodes, nodes: Sequence[NodeInfo]) -> list[Plan]:
-    """Grids of equal pipelines; the fastest under the cost model is Varuna's (P, D)."""
+    """Return grids of equal pipelines; Varuna's (P, D) is the fastest by the cost model."""
     return _candidates(cluster, nodes, _grids(cluster, len(nodes)))
 
 
 def plan_grid(cluster: EqualNodes, nodes: Sequence[NodeInfo], depth: int) -> list[Plan]:
-    """A plan of as many equal pipelines of this depth as fit; empty if none fits.
+    """Return one plan with as many pipelines of this depth as fit, or [] if none fits.
 
     Activations are recomputed only if memory requires it.
     """
@@ -127,7 +131,7 @@ def plan_grid(cluster: EqualNodes, nodes: Sequence[NodeInfo], depth: int) -> lis
 def _candidates(
     cluster: EqualNodes, nodes: Sequence[NodeInfo], shapes: Iterable[list[PipelineTemplate]]
 ) -> list[Plan]:
-    """Plans of the `MAX_PRICED` shapes that are best by the closed form, the best first."""
+    """Return the plans of the `MAX_PRICED` best candidates by the closed form, best first."""
     options = [(shape, _split_microbatches(cluster, shape)) for shape in shapes]
     options.sort(key=lambda option: _closed_form_s(cluster, *option))
     return [_plan(cluster, nodes, *option) for option in options[:MAX_PRICED]]
@@ -136,7 +140,7 @@ def _candidates(
 def _closed_form_s(
     cluster: EqualNodes, shape: Sequence[PipelineTemplate], counts: Sequence[int]
 ) -> float:
-    """Step time: sum + (m - 1) * max of the stages' times, then reduction and update."""
+    """Return the step time: sum + (m - 1) * max of the stages' times, then reduction and update."""
     k, link = len(shape), cluster.profile.link
     per_byte = 2 * (k - 1) / k / link.bytes_per_s if link.bytes_per_s > 0 else 0.0
     ends, tails = [], []
@@ -148,9 +152,9 @@ def _closed_form_s(
 
 
 def _grids(cluster: EqualNodes, nodes: int, only: int = 0) -> Iterator[list[PipelineTemplate]]:
-    """D equal pipelines of depth P, for every P, or for depth `only`.
+    """Yield D equal pipelines of depth P for every P, or only for depth `only` if above 0.
 
-    The embedding and the head are in the stage of the block next to them.
+    The embedding is in the first stage, and the head in the last one.
     """
     blocks = cluster.n_layers - 2
     for depth in range(only or 1, min(nodes, blocks, only or blocks) + 1):
@@ -165,9 +169,9 @@ def _grids(cluster: EqualNodes, nodes: int, only: int = 0) -> Iterator[list[Pipe
 
 
 def _template_sets(cluster: EqualNodes, nodes: int) -> Iterator[list[PipelineTemplate]]:
-    """For each number of pipelines, the multiset of templates with the greatest total rate.
+    """Yield for each number of pipelines the multiset of templates with the greatest total rate.
 
-    It uses all nodes, or as many as templates can.
+    A multiset uses all nodes, or as many as templates can.
     """
     most = min(nodes, cluster.microbatches)
     table = _rate_table(cluster, nodes)
@@ -181,7 +185,7 @@ def _template_sets(cluster: EqualNodes, nodes: int) -> Iterator[list[PipelineTem
 
 
 RateTable = list[list[tuple[float, int]]]
-"""[pipelines][nodes]: (greatest total rate, nodes of one template in it); rate 0: impossible."""
+"""[pipelines][nodes]: (greatest total rate, nodes of the last template); rate 0: impossible."""
 
 
 @lru_cache(maxsize=256)
@@ -208,7 +212,7 @@ def _rate_table(cluster: EqualNodes, nodes: int) -> RateTable:
 def _multiset(
     cluster: EqualNodes, table: RateTable, pipelines: int, nodes: int
 ) -> list[PipelineTemplate]:
-    """The templates of one table entry, the deepest first."""
+    """Return the templates of one table entry, the deepest first."""
     found = []
     for left in range(pipelines, 0, -1):
         size = table[left][nodes][1]
@@ -221,16 +225,16 @@ def _multiset(
 
 @lru_cache(maxsize=4096)
 def best_template(cluster: EqualNodes, depth: int) -> PipelineTemplate | None:
-    """The cuts into `depth` stages with the least T1 + T2 + T3 that fit in memory, or None."""
+    """Return the template of `depth` stages with the least T1 + T2 + T3, or None if none fits."""
     found = [made for recompute in (False, True) if (made := _cut(cluster, depth, recompute))]
     return min(found, key=lambda t: t.seconds, default=None)
 
 
 def _cut(cluster: EqualNodes, depth: int, recompute: bool) -> PipelineTemplate | None:
-    """Try limits on the slowest stage's time, from small to large.
+    """Return the template with the least T1 + T2 + T3, or None if none fits.
 
-    With limit w, every other stage may take any time up to w. T3 is the smaller, the later the
-    slowest stage begins.
+    Tries limits on the slowest stage's time, from small to large. All other stages may take any
+    time up to the limit. T3 is the smaller, the later the slowest stage begins.
     """
     time, n = cluster.time[recompute], cluster.n_layers
     spans: dict[float, list[tuple[int, int]]] = {}
@@ -258,7 +262,7 @@ def _cut(cluster: EqualNodes, depth: int, recompute: bool) -> PipelineTemplate |
 
 
 def _ends(cluster: EqualNodes, depth: int, recompute: bool, limit: float) -> list[int]:
-    """[s]: the last layer that the first s stages can reach; -1: impossible."""
+    """Return [s]: the most layers that the first s stages can hold; -1: impossible."""
     found, time = [0], cluster.time[recompute]
     for s in range(depth):
         first, ahead = found[-1], min(depth - s, cluster.microbatches)
@@ -270,7 +274,7 @@ def _ends(cluster: EqualNodes, depth: int, recompute: bool, limit: float) -> lis
 
 
 def _begins(cluster: EqualNodes, depth: int, recompute: bool, limit: float) -> list[int]:
-    """[s]: the first layer at which stages s, s+1, ... can begin and still cover the rest.
+    """Return [s]: the first layer from which stage s and all later stages can hold the rest.
 
     A value above the number of layers: impossible.
     """
@@ -290,7 +294,7 @@ def _begins(cluster: EqualNodes, depth: int, recompute: bool, limit: float) -> l
 
 
 def _cuts_around(ends: list[int], begins: list[int], k: int, a: int, b: int) -> tuple[int, ...]:
-    """Cuts with stage k at [a, b) and all other stages as long as possible."""
+    """Return cuts with stage k at layers [a, b) and all other stages as long as possible."""
     before = [min(ends[s], a - (k - s)) for s in range(k + 1)]
     depth = len(begins) - 1
     after = [max(begins[s], b + (s - k - 1)) for s in range(k + 1, depth + 1)]
@@ -298,7 +302,7 @@ def _cuts_around(ends: list[int], begins: list[int], k: int, a: int, b: int) -> 
 
 
 def _times(cluster: EqualNodes, cuts: Sequence[int], recompute: bool) -> list[float]:
-    """Seconds of each stage per micro-batch, including the message to the next stage."""
+    """Return the seconds per micro-batch of each stage, with messages to and from the next one."""
     time, layers, link = cluster.time[recompute], cluster.profile.layers, cluster.profile.link
     return [
         time[b] - time[a] + (2 * link.seconds(layers[b - 1].output_bytes) if b < cuts[-1] else 0.0)
@@ -312,7 +316,7 @@ def _plan(
     shape: Sequence[PipelineTemplate],
     counts: Sequence[int],
 ) -> Plan:
-    """The plan that assigns nodes to templates in order."""
+    """Return the plan that assigns nodes to templates in order."""
     names, index, pipelines = iter(info.node for info in nodes), 0, []
     for made, count in zip(shape, counts, strict=True):
         stages = tuple(
@@ -333,9 +337,10 @@ def _plan(
 
 
 def _split_microbatches(cluster: EqualNodes, shape: Sequence[PipelineTemplate]) -> list[int]:
-    """Micro-batches of each pipeline.
+    """Return the number of micro-batches of each pipeline.
 
-    Each pipeline gets one. Each further one goes to the pipeline that would end first with it.
+    Each pipeline gets one micro-batch. Each further micro-batch goes to the pipeline that would
+    finish it first.
     """
     times = {made: _times(cluster, made.cuts, made.recompute) for made in set(shape)}
     counts = [1] * len(shape)

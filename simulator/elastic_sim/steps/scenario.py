@@ -24,39 +24,39 @@ class Scenario:
     """Everything that a simulation needs except policy and seed."""
 
     trace: str = ""
-    """A file in our format, our events.jsonl, or a trace of Bamboo, Oobleck or Parcae. Empty: the
+    """A file in our format, events.jsonl of a run, or a trace of Bamboo, Oobleck or Parcae. "": the
     trace is generated from `market`."""
     first_s: float = 0.0
     last_s: float = 0.0
-    """The simulated part of the trace; `last_s` 0: to its end."""
+    """Seconds of the trace at which the simulation begins and ends; `last_s` 0: the trace's end."""
     market: Market | None = None
     duration_s: float = 86400.0
     """Length of a generated trace."""
     model: str = "gpt3-6.7b"
-    """A name, or the file of a measured profile."""
+    """Name of a model, or file of a measured profile."""
     microbatches: int = 0
-    """Per step. 0: the number in `clusters`. A measured profile needs a number here."""
+    """Micro-batches per step; 0: as in `clusters.JOBS`. A measured profile needs 1 or more."""
     nodes_of: tuple[str, ...] = ("a40",)
-    """Node types. Nodes whose trace names no type have the first one."""
+    """Names of node types. A node has the first type if the trace names no type for it."""
     notice_s: float = -1.0
-    """Notice before every loss; below 0: that of the trace."""
+    """Seconds of notice before every loss; below 0: as in the trace."""
     physics: tuple[str, ...] = ()
     """NAME=NUMBER settings of `ClusterPhysics`."""
 
     def name(self) -> str:
-        """Name of the trace for reports."""
+        """Return the name of the trace for reports."""
         if self.trace:
             return Path(self.trace).name
         assert self.market is not None
         return f"mtbf {self.market.mtbf_s:g} s"
 
     def files(self) -> dict[str, str]:
-        """Paths of the input files, by field."""
+        """Return the paths of the input files, by field (`trace`, `model`)."""
         found = {"trace": self.trace, "model": self.model if _is_file(self.model) else ""}
         return {name: path for name, path in found.items() if path}
 
     def trace_of(self, seed: int) -> Trace:
-        """The trace for a seed. Raises FieldError."""
+        """Return the trace for a seed. Raises FieldError."""
         if self.trace:
             found = _read(self.trace)
         elif self.market is not None:
@@ -78,13 +78,13 @@ class Scenario:
         return found
 
     def world(self) -> SimulatedWorld:
-        """The simulated world, cached because its plans are expensive. Raises FieldError."""
+        """Return the simulated world. Cached, because plans are expensive. Raises FieldError."""
         return _world(self.model, self.microbatches, self.nodes_of, self.physics)
 
 
 @lru_cache(maxsize=8)
 def _read(path: str) -> Trace:
-    """Read a trace in any known format, which its first lines tell."""
+    """Read a trace whose first row, or the suffix of its file, tells the format."""
     file = Path(path)
     try:
         head = file.open("rb").read(4096).decode("utf-8-sig", "replace")
@@ -126,9 +126,9 @@ def _is_file(model: str) -> bool:
 def _measured(
     path: Path, microbatches: int, nodes_of: tuple[str, ...], settings: Any
 ) -> SimulatedWorld:
-    """The world of a profile that `elastic profile` wrote.
+    """Return the world of a profile that `elastic profile` wrote.
 
-    It has one node type. Its price is 0 unless `nodes_of` names the type.
+    It has one node type. Nodes cost nothing if `nodes_of` is the default.
     """
     profile: Profile = parse_profile(traces.read_text(path, "--model"))
     if not microbatches:
@@ -161,7 +161,7 @@ def _measured(
 
 
 def check_profile_matches(kind: NodeType, profile: Profile) -> None:
-    """Raises FieldError if the devices of a measured profile are not those of the node type."""
+    """Raise FieldError if the devices of a measured profile are not those of the node type."""
     if kind.devices != profile.tp:
         remedy = (
             f"its nodes have {kind.devices} devices, the profile's {profile.tp} (tp); "

@@ -11,12 +11,12 @@ from enum import StrEnum
 
 
 class Use(StrEnum):
-    """Use of a node's time."""
+    """Uses of a node's time."""
 
     USEFUL = "useful"
-    """Computing that counts in the end."""
+    """Computing that no loss discards."""
     DETECT = "detect"
-    """From a loss until it is detected."""
+    """Waiting for the detection of a loss."""
     PLAN = "plan"
     """Planning, rendezvous, starting processes."""
     TRANSFER = "transfer"
@@ -26,25 +26,25 @@ class Use(StrEnum):
     REDUNDANT = "redundant"
     """Computing that only protects against losses."""
     IDLE = "idle"
-    """Present, but not used or still booting."""
+    """Present, but not used, or still booting."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """An interval in which nothing changed. Times in milliseconds."""
+    """An interval of milliseconds in which the number of nodes and their use did not change."""
 
     began: int
     ended: int
     alive: int
-    """Nodes present."""
+    """Number of nodes present."""
     used: int
-    """Nodes with this `use`; the others are idle."""
+    """Number of nodes with this `use`; all other nodes present are idle."""
     use: Use
     redundant: float = 0.0
-    """Share of the useful nodes' time that only protects against losses."""
+    """Fraction of useful time that counts as `Use.REDUNDANT`."""
 
     def shares(self) -> Iterator[tuple[Use, int]]:
-        """(use, node-milliseconds): whole numbers that add up to all nodes' time."""
+        """Yield (use, node-milliseconds): whole numbers that add up to the time of all nodes."""
         length = self.ended - self.began
         yield Use.IDLE, (self.alive - self.used) * length
         useful = self.use is Use.USEFUL
@@ -64,7 +64,7 @@ class TimeAccount:
         return self.spans[-1].ended if self.spans else 0
 
     def add(self, until: int, alive: int, used: int, use: Use, redundant: float = 0.0) -> None:
-        """Add a span from the end of the last one to `until`. Raises ValueError."""
+        """Add a span from the end of the last span to `until`. Raises ValueError."""
         began = self.ended
         if until < began or not 0 <= used <= alive:
             raise ValueError(f"{used} of {alive} nodes from {began} to {until} ms")
@@ -78,7 +78,8 @@ class TimeAccount:
             self.spans.append(span)
 
     def lose(self, useful_ms: int) -> None:
-        """Turn the last `useful_ms` of useful time into lost time. Raises ValueError."""
+        """Turn the last `useful_ms` of useful time into lost time. Raises ValueError if there is
+        less useful time."""
         at = len(self.spans) - 1
         while useful_ms > 0 and at >= 0:
             span = self.spans[at]
@@ -94,7 +95,7 @@ class TimeAccount:
             raise ValueError(f"{useful_ms} ms more are lost than were ever useful")
 
     def totals(self) -> dict[Use, int]:
-        """Node-milliseconds by use."""
+        """Return the node-milliseconds by use."""
         found = dict.fromkeys(Use, 0)
         for span in self.spans:
             for use, amount in span.shares():

@@ -1,7 +1,7 @@
 """One training job on one kind of cluster: plans and their durations.
 
 The cost model (`elastic.planning.cost.predict`, action by action) gives the step time of every
-plan, ours or a rival's. Plans are cached, because a trace visits the same numbers of nodes again.
+plan, ours or a rival's. Plans are cached, because the same numbers of nodes recur in a trace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic_sim.traces.trace import Event
 ENDLESS_STEPS = 1 << 40
 """Number of steps of a job that never ends."""
 ASSUMED_CONTENTION = 0.2
-"""Contention that planners assume; the true value is in `ClusterPhysics`."""
+"""Contention that planners assume; the simulated contention is in `ClusterPhysics`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class PricedPlan:
     plan: Plan
     step_s: float
     nodes: int
-    """Nodes that hold stages."""
+    """Number of nodes that hold stages."""
     slowest_stage_s: float
-    """One micro-batch through the slowest stage."""
+    """Seconds of one micro-batch on the slowest stage, forward and backward, with its messages."""
     pipeline_latency_s: float
-    """One micro-batch through all stages of the slowest pipeline, forward and backward."""
+    """Seconds of one micro-batch through the slowest pipeline, forward and backward."""
     pipelines: int
     depth: int
-    """Stages of the deepest pipeline."""
+    """Number of stages of the deepest pipeline."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -48,10 +48,10 @@ class PricedPlan:
 
 
 class SimulatedWorld:
-    """A job, its node types and its physics.
+    """A job with its node types and physics; gives plans and their durations.
 
-    Nodes whose trace names no type have the first of `types`. `profile` None: computed from public
-    sizes and rates.
+    A node has the first of `types` if the trace names no type for it. If `profile` is None, it is
+    computed from public sizes and rates.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class SimulatedWorld:
             tokens_per_microbatch=self.profile.tokens_per_microbatch,
         )
         self.state_bytes = sum(la.param_bytes + la.state_bytes for la in self.profile.layers)
-        """Parameters and optimizer state of the whole model."""
+        """Bytes of parameters and optimizer state of the whole model."""
         memory = self.profile.devices[0].memory_bytes or 1 << 60
         self._cluster = EqualNodes(self.profile, self.spec.n_microbatches, memory)
         self._plans: dict[tuple[object, ...], PricedPlan | None] = {}
@@ -103,7 +103,7 @@ class SimulatedWorld:
         return self.training.microbatches * self.training.microbatch
 
     def checkpoint_s(self, nodes: int) -> float:
-        """Seconds to write a durable checkpoint or to read one."""
+        """Return the seconds to write or to read a durable checkpoint."""
         return self.physics.storage_s(self.state_bytes, self.devices(nodes))
 
     @property
@@ -116,14 +116,14 @@ class SimulatedWorld:
 
     @property
     def compute_s(self) -> float:
-        """Device-seconds of computing per step on the first node type, without a memory limit."""
+        """Node-seconds of computing per step on the first node type, without recomputation."""
         times = self.profile.devices[0].layers
         return self.spec.n_microbatches * sum(t.forward_s + t.backward_s for t in times)
 
     # ---- nodes ----
 
     def type_of(self, event: Event) -> NodeType:
-        """The node type that the trace names, or the first one."""
+        """Return the node type that the trace names; the first type if it names none of ours."""
         named = (kind for kind in self.types if event.type in (kind.name, kind.device))
         return next(named, self.types[0])
 
@@ -138,7 +138,7 @@ class SimulatedWorld:
         )
 
     def equal_nodes(self, n: int) -> tuple[NodeInfo, ...]:
-        """`n` nodes of the first type."""
+        """Return `n` nodes of the first type."""
         return tuple(self.info(Event(0, "add", f"n{i}")) for i in range(n))
 
     # ---- plans ----
@@ -146,7 +146,7 @@ class SimulatedWorld:
     def running(
         self, plan: Plan, nodes: Sequence[NodeInfo], slow: Sequence[tuple[str, float]] = ()
     ) -> PricedPlan:
-        """Durations of `plan` without its backups. `slow`: (node, factor) of stragglers."""
+        """Return the durations of `plan` without backups. `slow`: (node, factor) of slow nodes."""
         found = predict(replace(plan, gradients="none", state="none"), self.profile, nodes, slow)
         stages = [
             [t.forward_s + t.backward_s + 2 * t.hop_s for t in times] for times in found.stages
@@ -162,21 +162,21 @@ class SimulatedWorld:
         )
 
     def best(self, nodes: int) -> PricedPlan | None:
-        """The fastest plan of all planners for `nodes` equal nodes."""
+        """Return the fastest plan of all planners for `nodes` equal nodes; None: no plan fits."""
         ours = self._fastest(self._plan_ours, nodes)
         found = (plan for plan in (ours, self.varuna(nodes), self.oobleck(nodes)) if plan)
         return min(found, key=lambda plan: plan.step_s, default=None)
 
     def varuna(self, nodes: int) -> PricedPlan | None:
-        """The best grid of equal pipelines: the plan of Varuna's planner."""
+        """Return the best grid of equal pipelines, as Varuna plans it; None: no plan fits."""
         return self._fastest(plan_varuna, nodes)
 
     def oobleck(self, nodes: int) -> PricedPlan | None:
-        """The best pipelines from Oobleck's templates."""
+        """Return the best pipelines from Oobleck's templates; None: no plan fits."""
         return self._fastest(plan_oobleck, nodes)
 
     def grid(self, nodes: int, depth: int) -> PricedPlan | None:
-        """As many equal pipelines of one depth as fit."""
+        """Return as many equal pipelines of one depth as fit; None: no plan fits."""
         return self._fastest(plan_grid, nodes, depth)
 
     def _plan_ours(self, cluster: EqualNodes, nodes: tuple[NodeInfo, ...]) -> list[Plan]:
@@ -191,7 +191,7 @@ class SimulatedWorld:
     def _fastest(
         self, planner: Callable[..., list[Plan]], nodes: int, *more: int
     ) -> PricedPlan | None:
-        """The fastest of a planner's plans for `nodes` equal nodes, cached."""
+        """Return the fastest of a planner's plans for `nodes` equal nodes, or None. Cached."""
         key = (planner, nodes, *more)
         if key not in self._plans:
             infos = self.equal_nodes(nodes)

@@ -73,7 +73,7 @@ def attempt(cell: SweepCell) -> Result | str:
 
 
 def died(cell: SweepCell) -> CellFailed:
-    """The error of a cell whose processes died too often."""
+    """Return the error of a cell whose processes died too often."""
     return CellFailed(f"{cell}: {MAX_DEATHS} processes died while they ran it")
 
 
@@ -105,7 +105,7 @@ def _sha256(path: str) -> str:
 
 
 def cells_of(scenarios: Iterable[Scenario], policies: Sequence[str], seeds: int) -> list[SweepCell]:
-    """Return the cells of all combinations and the oracle's, without duplicates.
+    """Return the cells of all combinations and of the oracle, without duplicates.
 
     Cells with the same plans are neighbours.
     """

@@ -1,4 +1,4 @@
-"""Runs cells on processes of this machine. A process that dies is replaced; its cells run again."""
+"""Runs cells on processes of this machine. If a process dies, all unfinished cells run again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic_sim.sweep.cells import MAX_DEATHS, Result, SweepCell, attempt, died
 def run_locally(cells: Sequence[SweepCell], workers: int) -> Generator[tuple[SweepCell, Result]]:
     """Run cells on `workers` processes. Raises CellFailed.
 
-    After a process died, its cells run again one at a time, to find the one that caused it.
+    After a process died, the unfinished cells run one at a time, to find the cell that killed it.
     """
     waiting, deaths = deque(cells), Counter[SweepCell]()
     while waiting:
@@ -39,7 +39,7 @@ def run_locally(cells: Sequence[SweepCell], workers: int) -> Generator[tuple[Swe
         finally:
             for process in set(multiprocessing.active_children()) - before:
                 process.kill()
-            pool.shutdown(cancel_futures=True)  # stop its thread before exit
+            pool.shutdown(cancel_futures=True)  # end the pool's thread before exit
 
 
 def _run(
@@ -49,7 +49,7 @@ def _run(
     running: dict[Future[Result | str], SweepCell],
     deaths: Counter[SweepCell],
 ) -> Iterator[tuple[SweepCell, Result]]:
-    """Run cells, at most one per process. Raises BrokenProcessPool; `running` has its suspects."""
+    """Run cells, one per process. Raises BrokenProcessPool; `running` then has unfinished cells."""
     while waiting or running:
         while waiting and len(running) < workers:
             if running and (deaths[waiting[0]] or any(deaths[cell] for cell in running.values())):
@@ -67,7 +67,7 @@ def _run(
 
 @contextmanager
 def _ignore_interrupts() -> Iterator[None]:
-    """Let only the main process handle Ctrl-C, not processes started meanwhile."""
+    """Let only the main process handle Ctrl-C, not processes started in the meantime."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -99,7 +99,7 @@ def batches(cells: Sequence[SweepCell], cpus: int) -> Iterator[list[SweepCell]]:
 
 
 def _attempt_all(cells: Sequence[SweepCell], files: Files) -> list[Result | str]:
-    """Run a batch in a worker."""
+    """Return the results or errors of a batch of cells, in a Ray worker."""
     return [
         attempt(replace(cell, scenario=with_local_files(cell.scenario, files))) for cell in cells
     ]

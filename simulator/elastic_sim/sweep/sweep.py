@@ -27,11 +27,11 @@ CELLS_FILE, SUMMARY_FILE = "cells.jsonl", "sweep.json"
 
 @dataclass(slots=True)
 class CellLog:
-    """OUT/cells.jsonl, open for one sweep at a time."""
+    """Log of finished cells: OUT/cells.jsonl, open for one sweep at a time."""
 
     file: IO[bytes]
     done: dict[str, Result] = field(default_factory=dict)
-    """Results by key of the cell."""
+    """Results by key of their cell."""
 
     def add(self, cell: SweepCell, result: Result) -> None:
         """Append a result; it is on disk when this returns."""
@@ -129,8 +129,8 @@ def run(
 ) -> list[SweepRow]:
     """Run the cells that are not done yet; write the summary and return its rows.
 
-    `began` gets the number of cells done before. Raises FieldError before anything starts, and
-    CellFailed later.
+    `began(done)` is called first, with the number of cells done before; `progress(cell)` after each
+    cell. Raises FieldError before anything starts, and CellFailed later.
     """
     with open_log(out, cells) as log:
         began(len(log.done))
@@ -146,7 +146,7 @@ def run(
 
 
 def _rows(cells: Sequence[SweepCell], done: Mapping[str, Result]) -> list[SweepRow]:
-    """Return rows by model, traces before failure rates, short times between losses first."""
+    """Return rows by model: first traces, then failure rates, the most frequent losses first."""
     found = []
     scenarios = dict.fromkeys(cell.scenario for cell in cells)
     for scenario in sorted(scenarios, key=_sort_key):

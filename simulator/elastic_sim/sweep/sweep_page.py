@@ -69,7 +69,7 @@ def _label(scenario: Scenario) -> str:
 
 
 def _headline(rows: Sequence[SweepRow]) -> str:
-    """Return in how many scenarios our policy is ahead of all others, and in how many behind."""
+    """Return a sentence: in how many scenarios our policy is ahead of all others, or behind."""
     names = [one.policy for one in rows[0].found]
     ours = next((name for name in names if about(name).ours), None)
     others = [name for name in names if about(name).model]

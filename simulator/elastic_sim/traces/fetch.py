@@ -39,7 +39,7 @@ with Path(__file__).with_name("published_traces.csv").open(newline="") as _file:
 
 
 def fetch(original: PublishedTrace, directory: Path, host: str = HOST) -> Path:
-    """Download a trace into `directory`, unless the right file is there already.
+    """Download a trace into `directory`, unless it is there already, and return its path.
 
     Raises FieldError, and writes nothing, if the file is not reachable or has other content.
     """
@@ -68,7 +68,7 @@ def fetch(original: PublishedTrace, directory: Path, host: str = HOST) -> Path:
 
 
 def _download(url: str) -> bytes:
-    """The file. Raises FieldError."""
+    """Return the content of a file. Raises FieldError."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
             data: bytes = response.read(MAX_BYTES + 1)

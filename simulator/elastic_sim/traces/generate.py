@@ -30,11 +30,11 @@ class Market:
     mtbf_s: float
     """Mean time between two moments of loss in the whole cluster."""
     bulk: tuple[tuple[int, float], ...] = ((1, 1.0),)
-    """(nodes lost at once, weight)."""
+    """(number of nodes lost at once, weight) of each size of a loss."""
     repair_s: float = 0.0
     """Mean time until a lost node is replaced; 0: never."""
     notice_s: float = 0.0
-    """Notice before each loss."""
+    """Seconds of notice before each loss."""
     shape: float = 1.0
     """Weibull shape of the times between losses; 1: exponential, below 1: bursts."""
     lifetime_shape: float = 1.0
@@ -43,7 +43,7 @@ class Market:
     diurnal: float = 0.0
     """Amplitude of the loss rate over a day: 1 - diurnal at midnight, 1 + diurnal at noon."""
     zones: tuple[str, ...] = ("a",)
-    """Zones of the nodes, in turn; a bulk loss hits one zone first."""
+    """Zones, which nodes get in turn. Nodes lost at once are from one zone as far as possible."""
     type: str = ""
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class _Cluster:
 
 
 def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
-    """A trace of `end_s` seconds, with times in whole seconds. Raises FieldError."""
+    """Return a generated trace of `end_s` seconds; times are whole seconds. Raises FieldError."""
     _check_duration(end_s)
     draw, cluster = random.Random(seed), _Cluster(market.zones, market.type)
     for _ in range(market.nodes):
@@ -124,8 +124,8 @@ def _check_duration(end_s: float) -> None:
 def _next_loss(draw: random.Random, market: Market, after: float) -> float:
     """Draw the time of the next loss after `after`.
 
-    Candidates are drawn at the highest rate of a day. Each one is kept with the probability rate /
-    highest rate at its time of day (thinning).
+    Candidates are drawn at the highest rate of a day. A candidate is kept with the probability rate
+    / highest rate at its time of day (thinning).
     """
     scale = market.mtbf_s / math.gamma(1 + 1 / market.shape)
     at = after
@@ -139,9 +139,10 @@ def _next_loss(draw: random.Random, market: Market, after: float) -> float:
 def _victims(
     draw: random.Random, cluster: _Cluster, size: int, now: float, shape: float
 ) -> list[str]:
-    """Nodes that are lost at once: the first by its Weibull hazard, age ^ (shape - 1).
+    """Return the nodes that are lost at once.
 
-    The others are drawn from its zone first.
+    The first node is drawn by its Weibull hazard, age ^ (shape - 1). The others are from its zone
+    as far as possible.
     """
     if not cluster.present:
         return []
@@ -159,9 +160,9 @@ def _victims(
 
 
 def fit_market(trace: Trace, *, zones: tuple[str, ...] = ()) -> Market:
-    """A market with the statistics of a recorded trace.
+    """Return a market with the statistics of a recorded trace.
 
-    `zones`: other zones than those of the trace. Raises FieldError if the trace has no losses.
+    `zones`: zones instead of the trace's. Raises FieldError if the trace has no losses.
     """
     found = statistics(trace)
     if not found.loss_events:
@@ -186,7 +187,7 @@ def fit_market(trace: Trace, *, zones: tuple[str, ...] = ()) -> Market:
 
 
 def _lifetime_shape(found: Statistics) -> float:
-    """The fitted shape, or 1 if it is within two standard errors (0.78 shape / sqrt(n)) of 1."""
+    """Return the fitted shape; 1 if within two standard errors (0.78 shape / sqrt(n)) of 1."""
     shape = found.lifetime_shape
     two_errors = 2 * 0.78 * shape / math.sqrt(found.losses)
     return shape if shape and abs(shape - 1) > two_errors else 1.0
@@ -197,7 +198,7 @@ def _moments(trace: Trace) -> list[float]:
 
 
 def _diurnal(trace: Trace) -> float:
-    """Diurnal amplitude by least squares on the loss rate in each hour of the day.
+    """Return the diurnal amplitude, by least squares on the loss rate in each hour of the day.
 
     0 for less than a day, and for an amplitude below two standard errors.
     """
@@ -217,14 +218,14 @@ def _diurnal(trace: Trace) -> float:
 
 
 def _gaps(trace: Trace, diurnal: float) -> list[float]:
-    """Times between losses, on a clock that follows the diurnal rate."""
+    """Return the times between losses, on a clock whose speed follows the diurnal rate."""
     turn = 2 * math.pi / DAY_S
     times = [at - diurnal / turn * math.sin(turn * at) for at in _moments(trace)]
     return [b - a for a, b in itertools.pairwise(times)]
 
 
 def _weibull_shape(gaps: list[float]) -> float:
-    """Weibull shape by moments: the coefficient of variation falls with the shape."""
+    """Return the Weibull shape with the gaps' variation coefficient; 1: fewer than 5 gaps."""
     if len(gaps) < 5:
         return 1.0
     mean = sum(gaps) / len(gaps)
@@ -246,7 +247,7 @@ def shared_with_inference(
     notice_s: float = 30.0,
     noise: float = 0.05,
 ) -> Trace:
-    """Trace of a cluster that training shares with inference, whose load rises by day.
+    """Return the trace of a cluster that training shares with inference, whose load rises by day.
 
     Every five minutes, training gets between `least` nodes (at noon) and all `nodes` (at midnight).
     `noise`: standard deviation of the load. Raises FieldError.

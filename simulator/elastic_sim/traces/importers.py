@@ -1,7 +1,7 @@
 """Converts recorded traces of other projects, and our own events.jsonl, to our format.
 
-`FORMATS` names the importers: Bamboo and Oobleck, Parcae, counts over time, AWS, SkyPilot. Their
-errors name the file, the place in it, the value and the remedy.
+`FORMATS` names the importers: Bamboo and Oobleck, Parcae, counts over time, AWS, SkyPilot. Errors
+name the file, the place in the file, the value and the remedy.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ from elastic_sim.traces.trace import (
 )
 
 MAX_LIKELY_LOSSES = 20.0
-"""Per node and hour. Recorded markets have up to 1.6; more than this suggests a wrong unit of
-time."""
+"""Losses per node-hour that suggest a wrong unit of time. Recorded markets have up to 1.6."""
 MIN_LOSSES = 5
 """Least number of losses for an estimate of their rate."""
 MAX_LIKELY_END_S = 365 * 86400.0
-"""Nobody recorded a market for longer; more than this suggests a wrong unit of time."""
+"""Length that suggests a wrong unit of time: no recorded market is as long."""
 
 
 def bamboo(text: str, name: str) -> Trace:
-    """Traces of Bamboo and of Oobleck's artifact: rows of milliseconds, add or remove, node.
+    """Parse a trace of Bamboo or Oobleck's artifact: rows of milliseconds, add or remove, node.
 
     The trace ends with its last event.
     """
@@ -54,7 +53,7 @@ def bamboo(text: str, name: str) -> Trace:
 
 
 def counts(text: str, name: str, unit_s: float = 1.0) -> Trace:
-    """Rows of time and number of instances, before and after each change. `unit_s`: unit of time.
+    """Parse rows of time and number of instances from then on. `unit_s`: seconds per unit of time.
 
     The file does not name nodes, so the newest node is removed first.
     """
@@ -63,7 +62,7 @@ def counts(text: str, name: str, unit_s: float = 1.0) -> Trace:
 
 
 def _numbered(rows: Iterable[tuple[str, float, Any]]) -> TraceBuilder:
-    """Events from rows of (place in the file, seconds, instances from then on)."""
+    """Return the events of rows (place in the file, seconds, instances from then on)."""
     builder, present, number = TraceBuilder(), list[str](), 0
     for where, at, count in rows:
         wanted = _number(count, where)
@@ -80,7 +79,7 @@ def _numbered(rows: Iterable[tuple[str, float, Any]]) -> TraceBuilder:
 
 
 def parcae(text: str, name: str) -> Trace:
-    """Traces of Parcae: one JSON list per line.
+    """Parse a trace of Parcae: one JSON list per line.
 
     [milliseconds, "add", "remove" or "no-op", {"nodes": [...], "duration": milliseconds}]
     """
@@ -111,9 +110,9 @@ def parcae(text: str, name: str) -> Trace:
 def spot_prices(
     text: str, name: str, bid: float, nodes: int = 1, product: str | None = None
 ) -> Trace:
-    """Output of `aws ec2 describe-spot-price-history`.
+    """Parse the output of `aws ec2 describe-spot-price-history`.
 
-    `nodes` nodes per zone are present while its price is at most `bid`, in dollars per hour.
+    Each zone has `nodes` nodes of a type while their price is at most `bid` dollars per hour.
     `product`: use only rows with this ProductDescription.
     """
     if not (math.isfinite(bid) and bid > 0):
@@ -136,7 +135,7 @@ def spot_prices(
 
 
 def _prices(text: str, name: str, product: str | None) -> list[tuple[float, str, str, float, str]]:
-    """(seconds, zone, instance type, price, place in the file), times ascending."""
+    """Return (seconds, zone, instance type, price, place in the file), times ascending."""
     prices, products = list[tuple[float, str, str, float, str]](), set[str]()
     for where, row in _listed(text, name, "SpotPriceHistory"):
         found = _text(row, "ProductDescription", where, "")
@@ -156,7 +155,7 @@ def _prices(text: str, name: str, product: str | None) -> list[tuple[float, str,
 
 
 def scaling_activities(text: str, name: str) -> Trace:
-    """Output of `aws autoscaling describe-scaling-activities`.
+    """Parse the output of `aws autoscaling describe-scaling-activities`.
 
     A launch counts at its end, a termination at its start. Failed and unfinished activities are
     ignored.
@@ -188,7 +187,7 @@ def scaling_activities(text: str, name: str) -> Trace:
 
 
 def skypilot(text: str, name: str) -> Trace:
-    """SkyPilot's spot traces: number of instances at fixed intervals.
+    """Parse a spot trace of SkyPilot: number of instances at fixed intervals.
 
     {"metadata": {"gap_seconds": S}, "data": [0, 1, ...]}
     """
@@ -208,17 +207,17 @@ class _PresentNode:
 
     since: float
     where: str
-    """Place of the event with which it joined."""
+    """Place in the file of the event with which the node joined."""
     noticed: float = math.nan
-    """Time of its notice; nan: none."""
+    """Time of the node's notice; nan: none."""
     until: float = math.inf
-    """Time at which it will leave, according to its notice."""
+    """Time at which the node will leave, according to its notice; inf: no notice."""
     drained: bool = False
-    """Its state was moved away; it may still serve others until it leaves."""
+    """Whether the node's data was moved out. The node may still serve copies until it leaves."""
 
 
 class _RunNodes:
-    """Nodes of a run, and the trace events of them so far."""
+    """Follows the nodes of a run and collects their trace events."""
 
     def __init__(
         self, start: float, kills: dict[str, list[float]], devices: tuple[str, ...]
@@ -248,7 +247,7 @@ class _RunNodes:
             self._remove(node, at, where)
 
     def finish(self, last: float) -> None:
-        """Remove nodes that left, or were killed, without an event that says so."""
+        """Remove nodes that left or were killed without an event of their loss."""
         for node, present in list(self._present.items()):
             if present.drained:
                 self._remove(node, present.until, present.where)
@@ -280,11 +279,11 @@ class _RunNodes:
 
 
 def elastic_events(text: str, name: str, config: str = "{}") -> Trace:
-    """Our own events.jsonl, from the first event on.
+    """Parse our own events.jsonl, from the first event on.
 
     A node is present from `joined` until `lost`. A node with a notice (`drain`, unless withdrawn)
-    leaves when the notice ends. `config` is the run's config.json: it gives the nodes' types, and a
-    node that an injected fault killed is lost at the fault, not at its detection.
+    leaves when the notice ends. `config` is the run's config.json, which gives the nodes' types and
+    the injected faults: a node that a fault killed is lost at the fault, not at its detection.
     """
     rows = _rows(text, name)
     start = rows[0][1] if rows else 0.0
@@ -305,7 +304,7 @@ def elastic_events(text: str, name: str, config: str = "{}") -> Trace:
 
 
 def _rows(text: str, name: str) -> list[tuple[str, float, dict[str, Any]]]:
-    """(place in the file, time, event) of each event with a time."""
+    """Return (place in the file, time, event) of each event with a time."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{name}, line {number}"
@@ -319,7 +318,7 @@ def _rows(text: str, name: str) -> list[tuple[str, float, dict[str, Any]]]:
 def _kills(
     rows: list[tuple[str, float, dict[str, Any]]], config: dict[str, Any]
 ) -> dict[str, list[float]]:
-    """Times at which injected faults killed each node."""
+    """Return the times at which injected faults killed each node."""
     faults = decode(tuple[FaultSpec, ...], config.get("faults") or [], "config.json: faults")
     found = dict[str, list[float]]()
     for where, at, row in rows:
@@ -355,7 +354,7 @@ UNITS = {
 
 
 def plausibility_warning(trace: Trace, unit: str) -> str:
-    """Why the times of an imported trace are probably not in `unit`; "" if they are plausible."""
+    """Return why the times of a trace are probably not in `unit`; "": they are plausible."""
     if not trace.events:
         return "no node ever joins; is the bid too low, or is it the wrong file?"
     found = statistics(trace)
@@ -376,14 +375,14 @@ def _build(placed: Iterable[PlacedEvent]) -> TraceBuilder:
 
 
 def _trace(builder: TraceBuilder, end_s: float, name: str, more: str = "") -> Trace:
-    """The whole trace. `more`: options of the import, for its origin."""
+    """Return the whole trace. `more`: options of the import, for the trace's origin."""
     found = builder.build(end_s, f"imported from {name}{more}", name)
     refuse_milliseconds(name, [event.seconds for event in found.events], end_s)
     return found
 
 
 def _not_before(last: float, at: float, where: str, text: Any) -> float:
-    """`at`. Raises FieldError if it is before the time of the last row."""
+    """Return `at`. Raises FieldError if `at` is before `last`, the time of the row before."""
     if at < last:
         remedy = f"times must ascend; the row before is at {last:.15g}"
         raise FieldError(where, _shown(text), remedy)
@@ -396,7 +395,7 @@ def _not_too_many(events: list[Event], where: str) -> None:
 
 
 def _csv(text: str, name: str, fields: int) -> Iterator[tuple[str, float, list[str]]]:
-    """(place, first field as an ascending time, all fields) of each row."""
+    """Yield (place, first field as an ascending time, all fields) of each row."""
     reader, last = csv.reader(io.StringIO(text)), 0.0
     try:
         for row in reader:
@@ -412,7 +411,7 @@ def _csv(text: str, name: str, fields: int) -> Iterator[tuple[str, float, list[s
 
 
 def _listed(text: str, name: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, object) for the non-empty list under `key`."""
+    """Yield (place, object) of each element of the non-empty list under `key`."""
     found = _json(text, name)
     rows = found.get(key) if isinstance(found, dict) else None
     if not isinstance(rows, list) or not rows:
@@ -442,7 +441,7 @@ def _text(row: dict[str, Any], key: str, where: str, default: str | None = None)
 
 
 def _number(value: Any, where: str) -> float:
-    """A finite number from 0 up, from text or JSON. Raises FieldError."""
+    """Return a finite number from 0 up, from text or JSON. Raises FieldError."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -453,7 +452,7 @@ def _number(value: Any, where: str) -> float:
 
 
 def _timestamp(value: Any, where: str) -> float:
-    """Seconds since 1970 of a time in ISO 8601. Raises FieldError."""
+    """Return the seconds since 1970 of a time in ISO 8601. Raises FieldError."""
     try:
         return datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
     except (ValueError, AttributeError, TypeError, OverflowError):

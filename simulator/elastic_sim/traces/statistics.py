@@ -17,36 +17,36 @@ MIN_LIFETIMES = 20
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of one trace. Rates are per hour of a present node."""
+    """Statistics of one trace."""
 
     hours: float
     node_hours: float
     nodes_mean: float
     nodes_least: int
-    """Without the time before the first node joins."""
+    """Fewest nodes at once, without the time before the first node joins."""
     nodes_most: int
     losses: int
     loss_events: int
-    """Moments at which nodes were lost."""
+    """Number of moments at which nodes were lost."""
     losses_per_node_hour: float
     bulk_mean: float
-    """Nodes lost per such moment."""
+    """Mean number of nodes lost at one of these moments."""
     bulk_most: int
     joins: int
-    """Nodes that joined after the beginning."""
+    """Number of nodes that joined after the beginning."""
     lifetime_median_s: float
-    """Of lost nodes; 0 if there are none."""
+    """Median lifetime of the lost nodes; 0: no node was lost."""
     lifetime_shape: float
     """Weibull shape of lifetimes, including unfinished ones. Below 1, young nodes are lost more
     often; above 1, old ones. 0: fewer than `MIN_LIFETIMES` nodes were lost."""
     between_losses_mean_s: float
-    """Of the whole cluster; 0: fewer than two moments of loss."""
+    """Mean seconds between moments of loss in the cluster; 0: fewer than two such moments."""
     notices: int
-    """Losses with notice."""
+    """Number of losses with notice."""
 
 
 def statistics(trace: Trace) -> Statistics:
-    """Compute the statistics of a trace."""
+    """Return the statistics of a trace."""
     steps = node_counts(trace)
     ended, lasting = lifetimes(trace)
     bulks = Counter[float]()
@@ -82,7 +82,7 @@ def statistics(trace: Trace) -> Statistics:
 
 
 def lifetimes(trace: Trace) -> tuple[list[float], list[float]]:
-    """(lifetimes of lost nodes, ages at the end of the nodes still present), in seconds."""
+    """Return (lifetimes of lost nodes, ages at the end of the nodes still present), in seconds."""
     joined_at: dict[str, float] = {}
     ended = list[float]()
     for event in trace.events:
@@ -94,7 +94,7 @@ def lifetimes(trace: Trace) -> tuple[list[float], list[float]]:
 
 
 def weibull_shape(ended: Sequence[float], lasting: Sequence[float]) -> float:
-    """Maximum-likelihood shape of the Weibull distribution of lifetimes, by bisection.
+    """Return the maximum-likelihood shape of the Weibull distribution of lifetimes, by bisection.
 
     `lasting` lifetimes are censored: they are longer than given. Source: Cohen, Technometrics 1965,
     equation for the shape alone.
@@ -112,7 +112,7 @@ def weibull_shape(ended: Sequence[float], lasting: Sequence[float]) -> float:
 
 
 def node_counts(trace: Trace) -> list[tuple[float, int]]:
-    """(seconds, nodes from then on), from 0 to the end."""
+    """Return (seconds, nodes from then on) of each change, from 0 to the end."""
     found, n = {0.0: 0}, 0
     for event in trace.events:
         n += 1 if event.kind == ADD else -1

@@ -29,22 +29,23 @@ from elastic.domain.errors import FieldError
 ADD, REMOVE, END = "add", "remove", "end"
 HEADER = ("seconds", "event", "node", "zone", "type", "notice")
 MAX_BYTES = 1 << 30
-"""Largest file: about ten million events."""
+"""Largest size of a file, which then has about ten million events."""
 MAX_NODES = 100_000
-"""Largest number of nodes at once, more than any cluster that trains one model."""
+"""Largest number of nodes at once: more than any cluster that trains one model has."""
 MAX_EVENTS = 10_000_000
 """Largest imported trace: as many events as a file of `MAX_BYTES` holds."""
 MAX_SECONDS = 100 * 365 * 86400.0
 SUSPICIOUS_SECONDS = 60 * 86400.0
-"""A longer trace whose times are all whole thousands is refused as milliseconds."""
+"""A trace longer than this whose times are all whole thousands is refused as milliseconds."""
 SHORT_SUSPICIOUS_SECONDS, SUSPICIOUS_TIMES = 86400.0, 3
-"""So is a trace longer than this (86 s in milliseconds) with this many different times above 0."""
+"""With `SUSPICIOUS_TIMES` or more different times above 0, a trace longer than this (86 s in
+milliseconds) is refused for the same reason."""
 _NAME = re.compile(r"[A-Za-z0-9_.:\-/]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A node joins or is lost."""
+    """Join or loss of a node."""
 
     seconds: float
     kind: str
@@ -53,7 +54,7 @@ class Event:
     zone: str = ""
     type: str = ""
     notice_s: float = 0.0
-    """Notice before a removal; 0: none."""
+    """Seconds of notice before the loss; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +67,14 @@ class Trace:
     """Source of the trace; may have several lines."""
 
     def steps(self) -> Iterator[tuple[float, tuple[Event, ...]]]:
-        """(seconds, all events of that moment), ascending."""
+        """Yield (seconds, all events of that moment), ascending."""
         for at, events in itertools.groupby(self.events, lambda event: event.seconds):
             yield at, tuple(events)
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """Repair of an unusable row."""
+    """Repair of an unusable row; `line` 0: of the whole file."""
 
     line: int
     text: str
@@ -86,13 +87,13 @@ class PlacedEvent(NamedTuple):
     where: str
     text: str
     line: int = 0
-    """Number of its line; 0: not in our format."""
+    """Number of the event's line in a file of our format; 0: another format."""
 
 
 def build_trace(
     events: Iterable[Event], end_s: float, origin: str = "", where: str = "event"
 ) -> Trace:
-    """The trace of these events. Raises FieldError with the number of the first invalid event."""
+    """Return a trace of `events`. Raises FieldError with the number of the first invalid event."""
     builder = TraceBuilder(end_s)
     for number, event in enumerate(events, 1):
         builder.add(event, f"{where} {number}")
@@ -116,14 +117,14 @@ class TraceBuilder:
         self._last = event.seconds
 
     def build(self, end_s: float, origin: str, name: str) -> Trace:
-        """The trace of all events. Raises FieldError."""
+        """Return the trace of all events. Raises FieldError if `end_s` is invalid."""
         if not (math.isfinite(end_s) and 0 < end_s <= MAX_SECONDS):
             raise FieldError(f"{name}: end", end_s, "seconds above 0, at most a hundred years")
         return Trace(tuple(self.events), end_s, origin)
 
 
 def _problem(event: Event, last: float, present: dict[str, None], end_s: float) -> str | None:
-    """The rule that an event violates, or None; a valid event updates `present`."""
+    """Return the rule that an event violates, or None; a valid event updates `present`."""
     names = (event.node, event.zone, event.type)
     rules = (
         (math.isfinite(event.seconds) and event.seconds >= 0, "a time in seconds from 0 up"),
@@ -156,16 +157,17 @@ def _problem(event: Event, last: float, present: dict[str, None], end_s: float) 
 
 
 def read(path: Path | str, *, repair: bool = False) -> tuple[Trace, tuple[Repair, ...]]:
-    """Read a file of our format. Raises FieldError with the invalid line.
+    """Return the trace in a file of our format, and repairs. Raises FieldError with an invalid
+    line.
 
     With `repair`, invalid rows are dropped, unordered rows are sorted, and a missing end is set to
-    the last event. The repairs are returned.
+    the last event.
     """
     return parse(read_text(Path(path)), str(path), repair=repair)
 
 
 def read_text(path: Path, field: str = "trace") -> str:
-    """The text of a file, without a byte order mark. Raises FieldError about `field`."""
+    """Return the text of a file, without a byte order mark. Raises FieldError about `field`."""
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
@@ -225,7 +227,7 @@ def parse(
 
 
 def _rows(text: str, name: str) -> tuple[str, list[tuple[int, list[str]]]]:
-    """The comments at the top, and all rows with their line numbers."""
+    """Return the comments at the top, and all rows with their line numbers."""
     lines, comments = text.splitlines(), list[str]()
     for line in lines:
         if not line.startswith("#"):
@@ -278,7 +280,7 @@ def _number(text: str, where: str, remedy: str) -> float:
 
 
 def refuse_milliseconds(name: str, times: list[float], end_s: float) -> None:
-    """Raises FieldError if all times of a long trace are whole thousands."""
+    """Raise FieldError if all times of a long trace are whole thousands."""
     if end_s <= SHORT_SUSPICIOUS_SECONDS or any(at % 1000 for at in (*times, end_s)):
         return
     distinct = len({*times, end_s} - {0.0})
@@ -291,7 +293,7 @@ def refuse_milliseconds(name: str, times: list[float], end_s: float) -> None:
 
 
 def format_trace(trace: Trace) -> str:
-    """The text of a file, which `parse` reads back without a difference."""
+    """Return the text of a file, which `parse` reads back without a difference."""
     out = io.StringIO()
     for line in trace.origin.splitlines():
         out.write(f"# {line}\n")
@@ -310,7 +312,7 @@ def _plain(value: float) -> str:
 
 
 def window(trace: Trace, first_s: float, last_s: float) -> Trace:
-    """The part from `first_s` to `last_s`; nodes present at its beginning are added at 0."""
+    """Return the part from `first_s` to `last_s`; nodes present at `first_s` are added at 0."""
     present: dict[str, Event] = {}
     inside = list[Event]()
     for event in trace.events:

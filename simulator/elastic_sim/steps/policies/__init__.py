@@ -1,10 +1,10 @@
 """Policies: the behaviour of one training system each, as answers to the engine's events.
 
-- ours.py is our own coordinator on virtual time; lost_work.py is the work that it repeats per loss.
+- ours.py is our own coordinator on virtual time; lost_work.py models the work that it repeats.
 - Rival systems, each modelled from its publication: varuna.py, bamboo.py, oobleck.py, parcae.py,
   recycle.py, torchft.py, gemini.py and checkpoint_restart.py (torchrun with Megatron; spare nodes).
   The planners of Varuna and Oobleck are in `elastic_sim.steps.rival_planners`.
-- oracles.py has the upper bounds that goodput is measured against.
+- oracles.py has upper bounds. Goodput is measured against `OraclePolicy`.
 
 Start with base.py. Policies decide; they must not compute durations, which `SimulatedWorld` and
 `ClusterPhysics` give. A new policy is a subclass of `PolicyBase` that is listed in `RIVALS` below.
@@ -34,13 +34,13 @@ ORACLES: tuple[type[PolicyBase], ...] = (OraclePolicy, CeilingPolicy)
 
 
 def policy_classes() -> dict[str, type[PolicyBase]]:
-    """All listed policies by name."""
+    """Return all listed policies by name."""
     ours = (our_policy(pair) for pair in SCHEMES)
     return {kind.about.name: kind for kind in (*ours, *RIVALS, *ORACLES)}
 
 
 def policy_class(name: str) -> type[PolicyBase]:
-    """A policy by name; ours:PAIR for any pair of backup schemes. Raises FieldError."""
+    """Return a policy by name; ours:PAIR names any pair of backup schemes. Raises FieldError."""
     known = policy_classes()
     if name in known:
         return known[name]

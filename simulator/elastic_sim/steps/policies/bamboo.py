@@ -13,7 +13,7 @@ from elastic_sim.traces.trace import Event
 
 
 class BambooPolicy(PolicyBase):
-    """Every node also runs the forward pass of its successor, and takes over if that is lost."""
+    """Bamboo: a node also runs its successor's forward pass, and does all its work after a loss."""
 
     about = PolicyDescription(
         name="bamboo",
@@ -31,7 +31,7 @@ class BambooPolicy(PolicyBase):
         self._places: dict[str, int] = {}
         """Place of each node in the grid, counted pipeline by pipeline."""
         self._holes: set[int] = set()
-        """Lost places, done by their predecessors until the grid is rebalanced."""
+        """Places of lost nodes. Their predecessors do the work until the grid is rebalanced."""
 
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
@@ -97,7 +97,7 @@ class BambooPolicy(PolicyBase):
         return self.adjust_setup(job, step_ms=step_ms, redundant=redundant)
 
     def _fits_in_memory(self, plan: PricedPlan) -> bool:
-        """Whether each node can hold the parameters and optimizer state of two stages."""
+        """Return whether each node can hold parameters, gradients and optimizer of two stages."""
         profile = self.world.profile
         limit = profile.devices[0].memory_bytes
         held = [

@@ -1,7 +1,7 @@
 """Base class of all policies.
 
-A policy decides what its system does after each event. `SimulatedWorld` and `ClusterPhysics` say
-how long that takes."""
+A policy decides what its system does after each event. `SimulatedWorld` and `ClusterPhysics` give
+the duration of each action."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from elastic_sim.steps.world import PricedPlan, SimulatedWorld
 from elastic_sim.traces.trace import Event
 
 CHECKPOINT_INTERVAL_S = 600.0
-"""Time between durable checkpoints that are written in the background (assumed). If a checkpoint
-takes more than half of this, the interval is twice its duration."""
+"""Seconds between the starts of durable checkpoints in the background (assumed). If writing takes
+more than half of this, the interval is twice the time of writing."""
 
 
 def to_ms(seconds: float) -> int:
@@ -26,7 +26,7 @@ def to_ms(seconds: float) -> int:
 def pauses(
     *, detect_s: float = 0.0, write_s: float = 0.0, plan_s: float = 0.0, transfer_s: float = 0.0
 ) -> tuple[tuple[Use, int], ...]:
-    """Pauses in this order, without the empty ones. `write_s`: writing a checkpoint."""
+    """Return the pauses in this order, without empty ones. `write_s`: writing a checkpoint."""
     parts = (
         (Use.DETECT, detect_s),
         (Use.TRANSFER, write_s),
@@ -45,31 +45,31 @@ class PolicyDescription:
     source: str
     ours: bool = False
     bound: bool = False
-    """It bounds the other policies; no system can follow it."""
+    """Whether the policy is an upper bound, which no system can reach."""
 
     @property
     def model(self) -> bool:
-        """Whether it models another system."""
+        """Whether the policy models another system."""
         return not self.ours and not self.bound
 
 
 class PolicyBase(ElasticPolicy):
-    """A policy that runs every node at the speed of the slowest one."""
+    """Base of all policies: checkpoints, restarts, and a job as slow as its slowest node."""
 
     about: PolicyDescription
     detect_s = 5.0
-    """Seconds from a loss until the system knows of it."""
+    """Seconds from a loss until the system detects it."""
 
     def __init__(self, world: SimulatedWorld, seed: int = 0) -> None:
         self.world, self.physics = world, world.physics
         self.rng = random.Random(f"{seed} {self.about.name}")
         self._nominal: Setup | None = None
-        """The running setup, if all nodes had their full speed."""
+        """The running setup as it would be without slow nodes."""
         self._in_force: PlanInForce | None = None
         self._loss_events = 0
-        """Moments at which nodes were lost."""
+        """Number of moments at which nodes were lost."""
         self._durable_step, self._checkpoint_began_ms = 0, 0
-        """Step of the newest durable checkpoint, and when the last write began."""
+        """Step of the newest durable checkpoint, and time at which the last write began."""
         self._step_being_written: int | None = None
         self._plan: PricedPlan | None = None
         """The plan of the last call of `run_plan`."""
@@ -80,7 +80,7 @@ class PolicyBase(ElasticPolicy):
         return Reconfiguration(setup=self.start(job))
 
     def start(self, job: JobView) -> Setup | None:
-        """Choose a plan for the nodes present and run it from now on; None: none fits."""
+        """Choose a plan for the nodes present and return its setup; None: no plan fits."""
         raise NotImplementedError
 
     def on_speed_change(self, job: JobView) -> Reconfiguration | None:
@@ -97,7 +97,7 @@ class PolicyBase(ElasticPolicy):
     # ---- helpers for subclasses ----
 
     def run_plan(self, job: JobView, plan: PricedPlan | None) -> Setup | None:
-        """Run `plan` from now on."""
+        """Make `plan` the running one and return its setup; None: nothing runs."""
         self._plan, self._nominal = plan, None
         if plan is not None:
             self._nominal = Setup(
@@ -109,20 +109,20 @@ class PolicyBase(ElasticPolicy):
         return self.with_stragglers(job)
 
     def adjust_setup(self, job: JobView, **changes: object) -> Setup | None:
-        """Change fields of the running setup."""
+        """Change fields of the running setup and return the result."""
         if self._nominal is not None:
             self._nominal = replace(self._nominal, **changes)  # type: ignore[arg-type]
         return self.with_stragglers(job)
 
     def with_stragglers(self, job: JobView) -> Setup | None:
-        """The running setup at the speed of the slowest node."""
+        """Return the running setup at the speed of the slowest node."""
         setup = self._nominal
         if setup is None or not job.slow:
             return setup
         return replace(setup, step_ms=round(setup.step_ms * max(job.slow.values())))
 
     def write_checkpoint_in_background(self, job: JobView) -> None:
-        """Begin or complete a durable checkpoint; training continues meanwhile."""
+        """Begin or complete a durable checkpoint, if due, while training continues."""
         write_ms = 1000 * self.checkpoint_s(job)
         age_ms = job.now - self._checkpoint_began_ms
         if self._step_being_written is not None and age_ms >= write_ms:
@@ -134,16 +134,16 @@ class PolicyBase(ElasticPolicy):
             self._step_being_written, self._checkpoint_began_ms = job.steps, job.now
 
     def durable_step(self, job: JobView) -> int:
-        """Step of the newest durable checkpoint. A write that is under way is abandoned."""
+        """Abandon a running write and return the step of the newest durable checkpoint."""
         self._step_being_written = None
         return min(self._durable_step, job.steps)
 
     def restart_from_checkpoint(
         self, job: JobView, setup: Setup | None, reason: str, *, loss: bool = True
     ) -> Reconfiguration:
-        """Restart all processes from the durable checkpoint.
+        """Return a restart of all processes from the durable checkpoint.
 
-        `loss`: detection takes time. With no `setup`, nothing starts yet.
+        `loss`: whether a loss must first be detected. If `setup` is None, nothing starts yet.
         """
         parts = pauses(
             detect_s=self.detect_s if loss else 0.0,
@@ -154,12 +154,12 @@ class PolicyBase(ElasticPolicy):
         return Reconfiguration(parts if setup else parts[:1], setup, back_to=back_to, reason=reason)
 
     def restart_without_copies(self, job: JobView, lost: Sequence[Event]) -> Reconfiguration:
-        """Restart from the durable checkpoint, because no node holds the whole state any more."""
+        """Return a restart from the durable checkpoint; no node holds the whole state any more."""
         reason = f"{len(lost)} lost, no node has the state" if lost else "nodes joined"
         return self.restart_from_checkpoint(job, self.start(job), reason, loss=bool(lost))
 
     def pays_off(self, job: JobView, plan: PricedPlan | None, pause_s: float) -> bool:
-        """Whether `plan` gains more until the next expected loss than its pause costs."""
+        """Return whether `plan` gains more until the next expected loss than its pause costs."""
         now = self._nominal
         if now is None or plan is None:
             return False
@@ -169,7 +169,7 @@ class PolicyBase(ElasticPolicy):
         return (1 - rate / new_rate) * until_loss_s > pause_s
 
     def grow_grid(self, job: JobView) -> Reconfiguration | None:
-        """At the end of a step: restart on Varuna's best grid, if it is larger and pays off."""
+        """At a step's end, return a restart on Varuna's best grid if it is larger and pays off."""
         self.write_checkpoint_in_background(job)
         larger = self.world.varuna(len(job.alive))
         if larger is None or self._plan is None or larger.nodes <= self._plan.nodes:
@@ -181,23 +181,23 @@ class PolicyBase(ElasticPolicy):
         return Reconfiguration(parts, self.start(job), reason="a larger grid")
 
     def hits_used_nodes(self, job: JobView, lost: Sequence[Event]) -> bool:
-        """Whether the plan used one of the lost nodes. The used nodes are drawn at random."""
+        """Return whether the plan used a lost node. The used nodes are drawn at random."""
         used = self._nominal.nodes if self._nominal else 0
         before = len(job.alive) + len(lost)
         return any(self.rng.random() < used / before for _ in lost)
 
     def checkpoint_s(self, job: JobView) -> float:
-        """Seconds to write a durable checkpoint or to read one."""
+        """Return the seconds to write or to read a durable checkpoint."""
         return self.world.checkpoint_s(len(job.alive))
 
     def restart_s(self, job: JobView) -> float:
-        """Seconds to restart all processes, without loading the state."""
+        """Return the seconds to restart all processes, without loading the state."""
         return self.physics.restart_s(self.world.devices(len(job.alive)))
 
     def regroup_s(self, pipelines: int, depth: int) -> float:
-        """Seconds to decide on a plan and to build its process groups while processes stay."""
+        """Return the seconds to decide on a plan and to build its groups while processes stay."""
         return self.physics.decide_s + self.physics.groups_s(pipelines, depth)
 
     def transfer_s(self, nbytes: float) -> float:
-        """Seconds to send bytes over the link of one node."""
+        """Return the seconds to send bytes over the link of one node."""
         return nbytes / self.world.link_bytes_per_s if self.world.link_bytes_per_s else 0.0

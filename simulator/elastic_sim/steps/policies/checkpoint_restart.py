@@ -16,7 +16,7 @@ from elastic_sim.traces.trace import Event
 
 
 class CheckpointRestartPolicy(PolicyBase):
-    """Periodic checkpoints; after a loss, a restart with the best grid for the nodes present."""
+    """torchrun with Megatron: periodic checkpoints; after a loss, a restart on the best grid."""
 
     about = PolicyDescription(
         name="checkpoint",
@@ -42,20 +42,22 @@ class CheckpointRestartPolicy(PolicyBase):
         return self.world.varuna(nodes)
 
     def checkpoint_due(self, job: JobView) -> bool:
-        """Young's interval, from the losses so far; one loss per hour is expected at first."""
+        """Return whether Young's interval for the losses so far has passed.
+
+        One loss in an hour is assumed before the start."""
         mtbf_s = (job.now / 1000 + 3600.0) / (self._loss_events + 1)
         interval_s = sqrt(2 * self.checkpoint_s(job) * mtbf_s)
         return job.now - self._last_checkpoint_ms >= 1000 * interval_s
 
     def read_s(self, job: JobView) -> float:
-        """Seconds to load a checkpoint."""
+        """Return the seconds to load a checkpoint."""
         return self.checkpoint_s(job)
 
     def step_after_restart(self, job: JobView) -> int:
         return min(self.saved_step, job.steps)
 
     def should_grow(self, job: JobView) -> bool:
-        """Whether nodes that joined are worth a restart after the next checkpoint."""
+        """Return whether a restart with the nodes that joined pays off."""
         n = len(job.alive)
         larger = self.plan_for(n) if n > self._planned_for else None
         return self.pays_off(job, larger, self.restart_s(job) + self.read_s(job))
@@ -95,7 +97,7 @@ class CheckpointRestartPolicy(PolicyBase):
     def restart(
         self, job: JobView, reason: str, *, loss: bool = True, write_s: float = 0.0
     ) -> Reconfiguration:
-        """Restart all processes from the newest complete checkpoint."""
+        """Return a restart of all processes from the newest complete checkpoint."""
         self._write = None
         setup = self.start(job)
         parts = pauses(
@@ -133,7 +135,7 @@ class SparesPolicy(CheckpointRestartPolicy):
         self._grid: PricedPlan | None = None
 
     def plan_for(self, nodes: int) -> PricedPlan | None:
-        """The fixed grid; a smaller one when its spares are used up."""
+        """Return the fixed grid, or a smaller one when its spares are used up."""
         if self._grid is None or nodes < self._grid.nodes:
             self._grid = self._grid_with_spares(nodes)
         return self._grid

@@ -12,7 +12,7 @@ from elastic_sim.traces.trace import Event
 
 
 class GeminiPolicy(CheckpointRestartPolicy):
-    """A checkpoint in a peer's memory after every step, and a restart from it after a loss."""
+    """Gemini: a checkpoint in a peer's memory after every step; a loss restarts from this copy."""
 
     about = PolicyDescription(
         name="gemini",
@@ -30,7 +30,7 @@ class GeminiPolicy(CheckpointRestartPolicy):
         self._lost: set[str] = set()
         """Nodes of `_peers` that were lost since the last step."""
         self._copies_lost = False
-        """No memory holds the whole state: it is read from storage."""
+        """Whether no memory holds the whole state, so that it must be read from storage."""
 
     def checkpoint_due(self, job: JobView) -> bool:
         return False
@@ -61,12 +61,12 @@ class GeminiPolicy(CheckpointRestartPolicy):
         return self.restart(job, "nodes joined", loss=False) if self.should_grow(job) else None
 
     def read_s(self, job: JobView) -> float:
-        """All nodes read their share from the memory of a peer at the same time."""
+        """Return the seconds in which each node reads its share from a peer's memory."""
         return self.transfer_s(self.world.state_bytes / max(1, len(job.alive)))
 
 
 def _pair_up(nodes: Sequence[str]) -> dict[str, str]:
-    """Peer of each node. An odd last node uses the one before it; a single node uses itself."""
+    """Return the peer of each node. An odd last node uses its predecessor, a single one itself."""
     last = len(nodes) - 1
     return {
         node: nodes[i ^ 1 if i ^ 1 <= last else max(0, last - 1)] for i, node in enumerate(nodes)

@@ -29,9 +29,9 @@ class LostWork:
     """Work that is repeated after one loss."""
 
     seconds: float = 0.0
-    """Part of the running step's time that is repeated."""
+    """Seconds of the running step that are repeated."""
     whole_step: bool = False
-    """Whether the last finished step is repeated, too."""
+    """Whether the last finished step is also repeated."""
 
 
 def lost_work(
@@ -43,9 +43,9 @@ def lost_work(
     *,
     updated: bool = True,
 ) -> LostWork:
-    """The work that the loss of `nodes` costs after `fraction` of the step.
+    """Return the work that the loss of `nodes` costs after `fraction` of the step.
 
-    `updated`: copies of the newest state may still have been under way.
+    `updated`: whether copies of the newest state may still have been in flight.
     """
     scheme, state_scheme = gradients_of(running.plan.gradients), state_of(running.plan.state)
     link = world.link_bytes_per_s
@@ -85,7 +85,7 @@ def lost_work(
 
 
 def _compute_share(world: SimulatedWorld, first: int, last: int) -> float:
-    """Share of a micro-batch's computing that layers [first, last) take."""
+    """Return the fraction of a micro-batch's computing that layers [first, last) take."""
     times = world.profile.devices[0].layers
     whole = sum(t.forward_s + t.backward_s for t in times) or 1.0
     return sum(t.forward_s + t.backward_s for t in times[first:last]) / whole

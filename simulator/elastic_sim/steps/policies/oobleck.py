@@ -14,7 +14,7 @@ from elastic_sim.traces.trace import Event
 
 
 class OobleckPolicy(PolicyBase):
-    """At least two pipelines from templates; a loss costs the running step and a regrouping."""
+    """Oobleck: pipelines from templates; a loss costs the running step and a regrouping."""
 
     about = PolicyDescription(
         name="oobleck",
@@ -27,7 +27,7 @@ class OobleckPolicy(PolicyBase):
     def __init__(self, world: SimulatedWorld, seed: int = 0) -> None:
         super().__init__(world, seed)
         self._copies_lost = False
-        """No node holds the whole state: it is read from storage."""
+        """Whether no node holds the whole state, so that it must be read from storage."""
 
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
@@ -51,7 +51,7 @@ class OobleckPolicy(PolicyBase):
         return self._repeat_step(job, f"{len(lost)} lost")
 
     def on_step_end(self, job: JobView) -> Reconfiguration | None:
-        """Nodes that joined enter now, if that pays off. The artifact does not do this."""
+        """Let nodes that joined enter now if that pays off. The artifact does not do this."""
         self._copies_lost = False
         self.write_checkpoint_in_background(job)
         larger = self.world.oobleck(len(job.alive))
@@ -64,19 +64,20 @@ class OobleckPolicy(PolicyBase):
         return Reconfiguration(parts, self.start(job), reason="nodes joined")
 
     def _regroup_costs_s(self, plan: PricedPlan) -> tuple[float, float]:
-        """(building groups, the slowest copy: a whole stage)."""
+        """Return the seconds of (building groups, the slowest copy: a whole stage)."""
         copy_s = self.transfer_s(self.world.state_bytes / plan.depth)
         return self.regroup_s(plan.pipelines, plan.depth), copy_s
 
     def _repeat_step(self, job: JobView, reason: str) -> Reconfiguration:
-        """New pipelines repeat the whole running step."""
+        """Return a change to new pipelines, which repeat the whole running step."""
         setup, plan = self.start(job), self._plan
         groups_s, copy_s = self._regroup_costs_s(plan) if plan else (0.0, 0.0)
         parts = pauses(detect_s=self.detect_s, plan_s=groups_s, transfer_s=copy_s)
         return Reconfiguration(parts, setup, lost_ms=job.now, reason=reason)
 
     def _all_replicas_lost(self, plan: PricedPlan, before: int, lost: int) -> bool:
-        """Whether one stage was lost in every pipeline. The lost nodes are drawn at random."""
+        """Return whether one stage was lost in all pipelines; the lost nodes are drawn at
+        random."""
         k = plan.pipelines
         if lost < k:
             return False

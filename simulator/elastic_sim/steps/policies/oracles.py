@@ -10,7 +10,7 @@ from elastic_sim.traces.trace import Event
 
 
 class _BoundPolicy(PolicyBase):
-    """A policy whose changes cost nothing and that slow nodes do not affect."""
+    """Base of the upper bounds: changes cost nothing, and slow nodes have no effect."""
 
     def on_membership(
         self, job: JobView, joined: Sequence[Event], lost: Sequence[Event]
@@ -35,7 +35,7 @@ class OraclePolicy(_BoundPolicy):
         return self.run_plan(job, self.world.best(len(job.alive)))
 
     def with_stragglers(self, job: JobView) -> Setup | None:
-        """All nodes of the oracle have their full speed."""
+        """Return the running setup at full speed: slow nodes do not slow the oracle."""
         return self._nominal
 
 

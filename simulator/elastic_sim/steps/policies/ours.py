@@ -2,8 +2,8 @@
 
 The state is the coordinator's `JobState`. The coordinator's functions decide on the plan, on nodes
 that joined (`epoch_change.consider_joining`), on slow nodes (`straggler_policy`) and on backup
-schemes (`backup_policy`). `ClusterPhysics` and `lost_work` decide how long a change takes and which
-work is repeated. Messages and the ledger are simulated in `elastic_sim.microbatches`.
+schemes (`backup_policy`). `ClusterPhysics` gives the duration of a change, and `lost_work` the work
+that is repeated. `elastic_sim.microbatches` simulates messages and the ledger.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCHEMES = (
 )  # fmt: skip
 NO_NODE_LIMIT = 1 << 20
 DEADLINE_MARGIN_S = 2.0
-"""Time before the end of a notice at which a step is abandoned, as in the coordinator."""
+"""Seconds before the end of a notice at which a step is abandoned, as in the coordinator."""
 
 
 class OurPolicy(PolicyBase):
@@ -87,7 +87,7 @@ class OurPolicy(PolicyBase):
         return None
 
     def on_notice(self, job: JobView, leaving: Sequence[Event]) -> Reconfiguration | None:
-        """Drain at the end of the step, or at once if the notice ends before."""
+        """Drain at the end of the step, or shortly before the notice ends if that is earlier."""
         self._drains |= {event.node for event in leaving}
         members = {
             node: replace(member, draining=True) if node in self._drains else member
@@ -133,7 +133,7 @@ class OurPolicy(PolicyBase):
     # ---- members ----
 
     def _needed(self) -> set[str]:
-        """Nodes without which the running plan cannot continue."""
+        """Return the nodes without which the running plan cannot continue."""
         plan = self.state.plan
         return {*plan.nodes(), *(peer for _, peer in plan.peers)} if plan else set()
 
@@ -159,11 +159,11 @@ class OurPolicy(PolicyBase):
     def _replan(
         self, job: JobView, lost: Sequence[str], cause: str, *, boundary: bool, known: bool = False
     ) -> Reconfiguration:
-        """Begin a new epoch: the plan for the nodes present, its transfers, and their time.
+        """Begin a new epoch for the nodes present and return its plan, transfers, and their time.
 
         `boundary`: at the end of a step. `known`: the loss was announced and needs no detection.
         """
-        if not job.paused:  # unfinished transfers count for nothing: the state is where it was
+        if not job.paused:  # until transfers are complete, the state stays where it was
             self._held = self.state.plan, self._hosts
         now, (old, hosts) = job.now / 1000, self._held
         state = self.state.of(epoch=self.state.epoch + 1, updated_at=now, change=None, plan=old)
@@ -171,7 +171,7 @@ class OurPolicy(PolicyBase):
         self._prefetched = False
         loss = LostWork()
         if not boundary and self._nominal is not None and self._running is not None:
-            updated = not job.paused  # otherwise nothing was computed since the last recovery
+            updated = not job.paused  # if paused, nothing was computed since the last recovery
             done = job.progress_ms / job.length_ms
             loss = lost_work(self.world, self._running, lost, done, self.rng, updated=updated)
         back_to = job.steps - 1 if loss.whole_step and job.steps else -1
@@ -214,7 +214,7 @@ class OurPolicy(PolicyBase):
         )
 
     def _adopt(self, job: JobView, state: JobState, plan: Plan) -> float:
-        """Run `plan` from now on; returns the seconds of planning and building groups."""
+        """Run `plan` from now on and return the seconds of planning and building groups."""
         considered = tuple(join_policy.member_key(member) for member in state.members.values())
         self.state = state.of(
             plan=plan, joining=(), considered=considered, reconsider_at=0.0, trimmed=state.epoch
@@ -240,7 +240,8 @@ class OurPolicy(PolicyBase):
             job.set_timer(prefetch_s, f"prefetched {self.state.epoch}")
 
     def _replans_for_stragglers(self, job: JobView) -> bool:
-        """Give the coordinator's straggler rule the speeds that heartbeats would report."""
+        """Apply the coordinator's straggler rule to true speeds; return whether the plan
+        changes."""
         state, paces = self.state, dict(self.state.paces)
         assert state.plan is not None
         for node in state.plan.nodes():
@@ -255,7 +256,7 @@ class OurPolicy(PolicyBase):
         return self._takes_effect(rebalance_stragglers(self.state, job.now / 1000))
 
     def _rechooses_backup(self, job: JobView) -> bool:
-        """Give the coordinator's backup rule the bandwidths that heartbeats would report.
+        """Apply the coordinator's backup rule to true bandwidths; return whether the plan changes.
 
         Links and contention are constant, so the rule is evaluated after 1, 2, 4, ... periods.
         """
@@ -276,7 +277,7 @@ class OurPolicy(PolicyBase):
         return self._takes_effect(change_backup(state, job.now / 1000))
 
     def _takes_effect(self, result: JobTransition | None) -> bool:
-        """Store the state that a rule returned; whether the rule began a change of the plan."""
+        """Store the state that a rule returned, and return whether the rule began a change."""
         if result is None:
             return False
         self.state = result[0].of(change=None)
@@ -285,7 +286,7 @@ class OurPolicy(PolicyBase):
     # ---- the running plan ----
 
     def _run(self, job: JobView, plan: Plan) -> PricedPlan:
-        """Run `plan` with its true duration: slow nodes, and backups under true contention."""
+        """Run `plan` with its true step time: with slow nodes and the backups' true contention."""
         infos = self._infos()
         slow = tuple((node, factor) for node, factor in job.slow.items() if node in plan.nodes())
         running = self.world.running(plan, infos, slow)
@@ -309,7 +310,7 @@ class OurPolicy(PolicyBase):
 
 
 def our_policy(pair: str) -> type[OurPolicy]:
-    """Our policy with one pair of backup schemes, or `auto`."""
+    """Return our policy with one pair of backup schemes, or with `auto`."""
     about = PolicyDescription(
         name="ours" if pair == "auto" else f"ours:{pair}",
         what="adaptive pipelines, micro-batch recovery, backup " + pair,

@@ -47,7 +47,7 @@ class ParcaePolicy(PolicyBase):
         self._future = [counts[bisect_right(times, INTERVAL_S * i) - 1] for i in minutes]
 
     def forecast(self, job: JobView) -> tuple[int, ...]:
-        """Number of nodes at the end of each of the next minutes."""
+        """Return the number of nodes at the end of each of the next minutes."""
         first = int(job.now / 1000 / INTERVAL_S) + 1
         counts = self._future[first : first + LOOK_AHEAD] or [len(job.alive)]
         return min(len(job.alive), counts[0]), *counts[1:]
@@ -77,11 +77,11 @@ class ParcaePolicy(PolicyBase):
     # ---- parts ----
 
     def hits_used_nodes(self, job: JobView, lost: Sequence[Event]) -> bool:
-        """Never: Parcae moves nodes that are about to be lost out of the grid."""
+        """Return False: Parcae moves nodes that are about to be lost out of the grid."""
         return False
 
     def _after_loss(self, job: JobView, lost: Sequence[Event]) -> Reconfiguration:
-        """Only the move costs time, because it began in the minute before the loss."""
+        """Return the change to a new grid. Only migration takes time: the loss was foreseen."""
         return self._adapt(job, f"{len(lost)} lost")
 
     def _adapt(self, job: JobView, reason: str, grid: PricedPlan | None = None) -> Reconfiguration:
@@ -96,9 +96,9 @@ class ParcaePolicy(PolicyBase):
         return Reconfiguration(parts, setup, reason=reason)
 
     def _migration_s(self, old: PricedPlan | None, new: PricedPlan) -> tuple[float, float]:
-        """(building groups, moving state).
+        """Return the seconds of (building groups, moving state).
 
-        Another depth moves the state; more pipelines copy a stage to each new one.
+        State moves if the depth changes, or if new pipelines need copies of the stages.
         """
         groups_s = self.physics.groups_s(new.pipelines, new.depth)
         if old is None:
@@ -115,10 +115,10 @@ class ParcaePolicy(PolicyBase):
     def _solve(
         self, nodes: int, forecast: tuple[int, ...], old: tuple[int, int] | None
     ) -> PricedPlan | None:
-        """The grid for now with the most steps over the forecast, less the time of migrations."""
+        """Return the grid for now with the most steps over the forecast, including migrations."""
         grids = {n: self._grids(n) for n in {nodes, *forecast}}
         by_shape = {grid.shape: grid for found in grids.values() for grid in found}
-        later: dict[tuple[int, int], float] = {}  # steps of the rest, by the shape before it
+        later: dict[tuple[int, int], float] = {}  # steps in later intervals, by the shape before
 
         def steps(grid: PricedPlan, before: PricedPlan | None) -> float:
             return self._steps_per_interval(grid, before) + later.get(grid.shape, 0.0)
@@ -132,13 +132,13 @@ class ParcaePolicy(PolicyBase):
         return max(grids[nodes], key=lambda grid: steps(grid, start), default=None)
 
     def _steps_per_interval(self, grid: PricedPlan, before: PricedPlan | None) -> float:
-        """Steps in one interval, after the migration from `before`."""
+        """Return the steps in one interval, after the migration from `before`."""
         if before is not None and grid.shape == before.shape:
             return INTERVAL_S / grid.step_s
         return max(0.0, INTERVAL_S - sum(self._migration_s(before, grid))) / grid.step_s
 
     def _grids(self, n: int) -> tuple[PricedPlan, ...]:
-        """The best grid for `n` nodes, and the grids of some other depths."""
+        """Return the best grid for `n` nodes, and the grids of some other depths."""
         best = self.world.varuna(n)
         if best is None:
             return ()
@@ -163,7 +163,8 @@ class ParcaeTrendPolicy(ParcaePolicy):
         self._past: list[int] = []
 
     def forecast(self, job: JobView) -> tuple[int, ...]:
-        """The falling trend of the last minutes, from the nodes present now."""
+        """Return the number of nodes in each of the next minutes, from the trend of the last
+        minutes if that falls."""
         self._past = [*self._past, len(job.alive)][-LOOK_AHEAD:]
         k = len(self._past)
         middle = (k - 1) / 2

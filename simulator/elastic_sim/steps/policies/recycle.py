@@ -43,7 +43,7 @@ class ReCyclePolicy(PolicyBase):
         return self.grow_grid(job)
 
     def _fill_holes(self, job: JobView, loss: bool) -> Reconfiguration:
-        """Free nodes take the places of lost ones and copy the state from a peer of the stage."""
+        """Let free nodes take the places of lost ones and copy the state from a stage's peer."""
         plan = self._plan
         assert plan is not None
         free = [n for n in job.alive if n not in self._places]
@@ -67,7 +67,7 @@ class ReCyclePolicy(PolicyBase):
         return Reconfiguration(parts, setup, lost_ms=lost_ms, reason=reason)
 
     def _lost_per_stage(self, plan: PricedPlan) -> list[int]:
-        """Number of lost workers of each stage."""
+        """Return the number of lost workers of each stage."""
         missing = [plan.pipelines] * plan.depth
         for place in self._places.values():
             missing[place % plan.depth] -= 1

@@ -10,7 +10,7 @@ from elastic_sim.traces.trace import Event
 
 
 class TorchFTPolicy(PolicyBase):
-    """A failure discards the running step; the group that lost a node waits for another one."""
+    """Replica groups: a loss discards the running step, and its group waits for another node."""
 
     about = PolicyDescription(
         name="torchft",
@@ -55,7 +55,7 @@ class TorchFTPolicy(PolicyBase):
         return self._form_groups(job)
 
     def _form_groups(self, job: JobView) -> Setup | None:
-        """Each complete group does its share of the full batch; other nodes do nothing."""
+        """Return the setup of the complete groups, each with its share of the full batch."""
         grid = self._plan
         groups = min(len(job.alive) // self._depth, grid.pipelines) if grid else 0
         if grid is None or groups == 0:

@@ -14,7 +14,7 @@ from elastic_sim.traces.trace import Event
 
 
 class VarunaPolicy(CheckpointRestartPolicy):
-    """A checkpoint every ten steps; after a loss, a restart with another depth and width."""
+    """Varuna: a checkpoint every ten steps; after a loss, a restart on another grid."""
 
     about = PolicyDescription(
         name="varuna",
@@ -41,7 +41,7 @@ class VarunaPolicy(CheckpointRestartPolicy):
 
 
 class VarunaNoRollbackPolicy(VarunaPolicy):
-    """Varuna, if a restart lost no steps."""
+    """Varuna with restarts that lose no steps."""
 
     about = PolicyDescription(
         name="varuna-no-rollback",
