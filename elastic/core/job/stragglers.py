@@ -25,7 +25,7 @@ KEPT_MORE = 16
 
 
 def observe_speed(state: JobState, event: Heartbeat) -> JobState:
-    """Record the compute times of a heartbeat. The ratio of a node is that of its slowest worker."""
+    """Record the compute times of a heartbeat; a node has the ratio of its slowest worker."""
     member = state.members.get(event.node)
     if member is None or state.plan is None or state.spec is None or not event.measured:
         return state
