@@ -1,7 +1,6 @@
 """Messages between workers, agents and the coordinator.
 
-Messages are frozen dataclasses, which `elastic.domain.codec` encodes. There are three kinds of
-connections:
+Messages are frozen dataclasses, which `elastic.domain.codec` encodes. Kinds of connections:
 
 - worker <-> agent: one Unix socket per worker (`elastic.rpc.frames`);
 - agent <-> coordinator: one gRPC stream per node (`elastic.rpc`); every envelope carries the term
@@ -66,13 +65,9 @@ class LocalCopy:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Announces a bundle of whole copies in shared memory.
-
-    The worker uses their memory again once the bundle is acknowledged.
-    """
+    """A bundle of whole copies in shared memory, which is reused once they are acknowledged."""
 
     bundle: int
-    """Number of the bundle."""
     copies: tuple[LocalCopy, ...]
     peer: str = ""
     """Node whose vault must hold the copies before the acknowledgement; "": only the own vault."""
@@ -205,10 +200,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The script cannot continue (bad configuration, error in user code).
-
-    A worker that fails before it attaches sends this in place of `Attach`.
-    """
+    """The script cannot continue (bad configuration, error in user code); may replace `Attach`."""
 
     message: str
     exit_code: int = 1
@@ -332,8 +324,7 @@ class Heartbeat:
 
 BACKUP_SHORT, COPY_CORRUPT = "backup-short", "copy-corrupt"
 BACKUP_NOTES = (BACKUP_SHORT, COPY_CORRUPT)
-"""Kinds of `BackupNote`: a vault has no room for copies; a copy did not match its checksum and was
-dropped."""
+"""Kinds of `BackupNote`: a vault has no room for copies; a copy had a wrong checksum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from elastic.domain.errors import FieldError
 
 FLAG = "--notice"
 NODE_PLACEHOLDER = "${node}"
-"""Placeholder of the node's name in the path of a file."""
+"""Placeholder of the node's name in file paths and in addresses of metadata services."""
 LOOPBACK = "127.0.0.1"
 
 
