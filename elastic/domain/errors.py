@@ -27,10 +27,8 @@ EXIT_JOB_FAILED = 5
 
 
 def service_exit(code: int) -> int:
-    """Return the exit code of a service whose job ended with `code`.
-
-    The script's own codes become EXIT_JOB_FAILED.
-    """
+    """Return the exit code of a service whose job ended with `code`. The script's own codes become
+    EXIT_JOB_FAILED."""
     own = (EXIT_OK, EXIT_UNRECOVERABLE, EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_TERMINATED)
     return code if code in own else EXIT_JOB_FAILED
 

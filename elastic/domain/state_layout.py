@@ -70,10 +70,8 @@ def align(n: int) -> int:
 
 
 def span(shape: Sequence[int], portion: Portion) -> tuple[int, int]:
-    """Return the range [first, last) of a flattened tensor's elements that a portion has.
-
-    Every portion has all scalars.
-    """
+    """Return the range [first, last) of a flattened tensor's elements that a portion has. Every
+    portion has all scalars."""
     count, (index, number) = prod(shape), portion
     if not shape or number == 1:
         return 0, count

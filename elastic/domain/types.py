@@ -167,7 +167,7 @@ class LayerSpec:
     gradient_bytes: int
     """Bytes of a copy of the gradient sum."""
     forward_s: float
-    """Seconds per micro-batch. Without a profile, all times are only proportional to seconds."""
+    """Seconds per micro-batch. All times may instead be figures proportional to seconds."""
     backward_s: float
     activation_bytes: int = 0
     """Bytes kept from the forward to the backward pass, per micro-batch in flight."""

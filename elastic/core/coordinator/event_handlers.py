@@ -116,10 +116,8 @@ def _join(
 
 
 def _missed_orders(state: JobState, node: str) -> tuple[JobAction, ...]:
-    """Return the orders that the member has missed, as its report shows.
-
-    An order that the member already has changes nothing.
-    """
+    """Return the orders that the member has missed, as its report shows. An order that the member
+    already has changes nothing."""
     member = state.members[node]
     report = member.report
     if state.ending is not None:

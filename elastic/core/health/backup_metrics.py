@@ -27,9 +27,7 @@ class BackupMetrics:
     """One node's samples, newest last."""
 
     step: int = -1
-    """Newest step measured."""
     epoch: int = -1
-    """Epoch of `step`."""
     steps: int = 0
     """Number of steps measured in `epoch`."""
     sending: Samples = ()

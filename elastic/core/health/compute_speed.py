@@ -64,10 +64,8 @@ class ComputeSpeed:
 def observe(
     speed: ComputeSpeed, epoch: int, step: int, ratio: float, at: float = 0.0
 ) -> ComputeSpeed:
-    """Add the ratio of one step, measured at time `at` in seconds.
-
-    The first step of an epoch discards the samples of the epoch before.
-    """
+    """Add the ratio of one step, measured at time `at` in seconds. The first step of an epoch
+    discards the samples of the epoch before."""
     if epoch != speed.epoch:
         return replace(speed, epoch=epoch, step=step, samples=(), times=(), unit=0.0)
     if step <= speed.step:

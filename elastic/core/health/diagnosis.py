@@ -2,8 +2,7 @@
 
     class    meaning                        first action          if that does not help
     process  a worker crashed or hangs      restart               quarantine (as host or device)
-    host     computes slowly, or is lost    rebalance             replace (with a spare), quarantine
-             repeatedly
+    host     is slow, or lost repeatedly    rebalance             replace (with a spare), quarantine
     device   errors, or throttled           replace, quarantine   -
     link     carries less than before       replace or rebalance  quarantine, if that is faster
     storage  a disk is full or read-only    replace (own disk)    none: train without checkpoints
@@ -102,7 +101,6 @@ class HealthLimits:
     memory_share: float = 0.02
     """Fraction of memory; the user is warned if less is free."""
     disk_share: float = 0.01
-    """Fraction of the disk; see `disk_bytes`."""
     disk_bytes: int = 256 << 20
     """The user is warned if less than this and less than `disk_share` of a disk is free."""
     min_relative_speed: float = 0.5
@@ -197,10 +195,8 @@ def record_departure(health: NodeHealth, now: float, limits: HealthLimits) -> No
 
 
 def quarantine(health: NodeHealth, now: float, limits: HealthLimits) -> tuple[NodeHealth, float]:
-    """Return the history with a new quarantine, and its length in seconds.
-
-    Earlier crashes and losses no longer count.
-    """
+    """Return the history with a new quarantine, and its length in seconds. Earlier crashes and
+    losses no longer count."""
     known = 0
     if limits.good_s > 0:
         good = int((now - health.quarantine_changed_at) / limits.good_s)

@@ -76,7 +76,6 @@ class Fleet:
     agents: dict[str, AgentRecord] = field(default_factory=dict)
     """Newest agent per machine id."""
     names_given: int = 0
-    """Number of node names in use so far; names are never used again."""
     requested: int = 0
     """Number of nodes last requested from the cluster; 0: no open request."""
 

@@ -29,10 +29,8 @@ def observe_backup(state: JobState, event: Heartbeat) -> JobState:
 
 
 def backup_conditions(state: JobState) -> Weighing | None:
-    """Return the planner's figures for the choice of backup schemes.
-
-    None: the user chose the schemes, or the rate of the links is unknown.
-    """
+    """Return the planner's figures for the choice of backup schemes. None: the user chose the
+    schemes, or the rate of the links is unknown."""
     if state.policy.backup != "auto" or state.spec is None:
         return None
     profile = measured_profile(state)

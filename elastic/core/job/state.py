@@ -69,7 +69,6 @@ class Member:
     """The coordinator's knowledge of a node."""
 
     report: NodeReport
-    """Newest report of the node's agent."""
     seen: float
     """Time of the node's newest message."""
     rank: int = -1
@@ -177,7 +176,6 @@ class EpochChange:
     paused: float = 0.0
     """Time at which the last step before the change ended."""
     halted: float = 0.0
-    """Time at which all nodes had halted."""
     decided: float = 0.0
     """Time at which the new plan was sent."""
     replayed: frozenset[int] = frozenset()
@@ -187,7 +185,6 @@ class EpochChange:
     partial: int = 0
     """Number of micro-batches that only some layers run again."""
     state_source: str = ""
-    """`RecoverySummary.state_source` of `elastic.core.recovery.recovery`."""
     network_bytes: int = 0
     """Bytes that nodes send to each other for the change."""
     wait_until: float = 0.0
@@ -262,7 +259,6 @@ class JobState:
     late_s: float = 0.0
     """Delay of the newest tick of the coordinator's clock."""
     ending: JobFinished | None = None
-    """The job's end; None while the job is not over."""
     suspected_since: float = 0.0
     """Time of the first report of lost contact in this epoch; 0: no report."""
     paces: dict[str, ComputeSpeed] = field(default_factory=dict)
@@ -296,7 +292,6 @@ class JobState:
 
     @property
     def limits(self) -> Timeouts:
-        """Limits on waiting for other processes."""
         return self.timeouts or budget(self.policy.lease_s, heartbeat_s=self.policy.heartbeat_s)
 
     @property

@@ -45,10 +45,8 @@ def admit(
 
 
 def _slow_device(state: JobState, node: str, score: float) -> tuple[PreflightCheck, ...]:
-    """Return a failed check if the node is much slower than the other members, else ().
-
-    Speeds are compared only if all members have the same device type.
-    """
+    """Return a failed check if the node is much slower than the other members, else (). Speeds are
+    compared only if all members have the same device type."""
     kinds = {mb.report.info.device for mb in state.members.values()}
     flights = (record_of(state, name).preflight for name in state.members if name != node)
     known = [flight.score for flight in flights if flight is not None and flight.score > 0]

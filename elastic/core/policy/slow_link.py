@@ -71,10 +71,8 @@ def choose_link_remedy(state: JobState, node: str, *, spare: bool) -> LinkDecisi
 
 
 def _relative_step(state: JobState, request: PlanRequest, now: JobState) -> float | None:
-    """Return the step time of the best plan for `request` divided by that of the running plan.
-
-    Both are predicted: the former for `state`, the latter for `now`. None: no plan fits.
-    """
+    """Return the step time of the best plan for `request` divided by that of the running plan. Both
+    are predicted: the former for `state`, the latter for `now`. None: no plan fits."""
     assert now.plan is not None
     plan = plan_if_feasible(request)
     if plan is None:

@@ -117,10 +117,8 @@ def _replaceable(
     state: JobState, nodes: tuple[str, ...], best_s: float
 ) -> tuple[tuple[str, ...], str]:
     """Return (nodes to replace, reason): all of `nodes` if spares in their place are faster.
-
-    `best_s`: predicted seconds per step if the slow nodes get less work instead. If no node is
-    to be replaced, the result is ((), "").
-    """
+    `best_s`: predicted seconds per step if the slow nodes get less work instead. If no node is to
+    be replaced, the result is ((), "")."""
     findings = (one for node in nodes for one in record_of(state, node).findings)
     excluded = any(one.action in EXCLUDING_ACTIONS for one in findings)
     if not nodes or excluded or not spare_nodes(state):
@@ -135,9 +133,7 @@ def _replaceable(
 
 def _gain(state: JobState) -> tuple[float, float, str]:
     """Return (seconds per step of the best plan now, fraction of the step that it saves, reason).
-
-    If no plan fits, both numbers are 0.
-    """
+    If no plan fits, both numbers are 0."""
     assert state.plan is not None
     try:
         plan = make_plan(plan_request(state, state.epoch + 1))

@@ -48,7 +48,6 @@ class LinkTraffic:
 
     peer: str
     sends: int
-    """Number of copies."""
     nbytes: int
     """Bytes of all these copies."""
     seconds: float

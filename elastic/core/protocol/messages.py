@@ -361,7 +361,6 @@ class RefusalNote:
     count: int
     """Number of refusals since the previous note; notes are rate-limited."""
     total: int
-    """Number of refusals for this reason in all."""
 
 
 # ---- coordinator -> agent ----

@@ -219,11 +219,8 @@ class RecoverySummary:
 def summarize(
     assignment: Assignment, before: Plan | None = None, lost_nodes: Sequence[str] = ()
 ) -> RecoverySummary:
-    """Return the figures of `assignment`.
-
-    `before`: the plan that it replaces; None: the first plan. `lost_nodes`: nodes whose workers are
-    gone.
-    """
+    """Return the figures of `assignment`. `before`: the plan that it replaces; None: the first
+    plan. `lost_nodes`: nodes whose workers are gone."""
     plan, recipes, old = assignment.plan, assignment.recipes, before or assignment.plan
     network = sum(_network_bytes(plan, node, recipe, lost_nodes) for node, recipe in recipes)
     network += partial.fetched_bytes(plan, assignment.partial)

@@ -34,11 +34,8 @@ class StateSources(NamedTuple):
 
 @dataclass(slots=True)
 class Solver:
-    """Makes the choices of one recovery.
-
-    Of equal copies any is chosen; `balance_senders` then chooses the sending vault. In all methods
-    a node "" stands for a node without copies.
-    """
+    """Makes the choices of one recovery. Of equal copies any is chosen; `balance_senders` then
+    chooses the sending vault. In all methods a node "" stands for a node without copies."""
 
     plan: Plan
     index: CopyIndex
@@ -119,11 +116,9 @@ class Solver:
         return min(options, key=lambda sources: sources.fetched_bytes(node), default=None)
 
     def chain(self, node: str, slot: Slot, version: int) -> tuple[Copy, ...] | None:
-        """Return a state of `version`, or an older state and the updates from it to `version`.
-
-        The choice fetches the fewest bytes to `node`, then has the fewest updates. None: no copies
-        lead to `version`.
-        """
+        """Return a state of `version`, or an older state and the updates from it to `version`. The
+        choice fetches the fewest bytes to `node`, then has the fewest updates. None: no copies lead
+        to `version`."""
         local = self.index.by_node.get((slot, version), {}).get(node)
         if local:
             return (local,)
@@ -203,11 +198,8 @@ class Solver:
 def balance_senders(
     recipes: Sequence[tuple[str, Recipe]], index: CopyIndex
 ) -> tuple[tuple[str, Recipe], ...]:
-    """Choose the sending vault of every copy that crosses the network.
-
-    The vault that sends most must send as little as possible
-    (`elastic.planning.placement.balance`).
-    """
+    """Choose the sending vault of every copy that crosses the network. The vault that sends most
+    must send as little as possible (`elastic.planning.placement.balance`)."""
     items = [
         {c.node: float(c.nbytes) for c in index.substitutes(part, copy)}
         for node, recipe in recipes

@@ -18,9 +18,7 @@ def describe_lost_steps(version: int, newest: int) -> str:
 
 def explain_unreachable(solver: Solver, newest: int) -> str:
     """Return a text with the layers that cannot reach the version of the others, and the reasons.
-
-    `newest`: version that was reached before the fault.
-    """
+    `newest`: version that was reached before the fault."""
     candidates = solver.candidates()
     reachable = {
         slot: frozenset(v for v in candidates if solver.reaches(slot, v)) for slot in solver.slots
