@@ -118,7 +118,7 @@ class RunMembership:
                 self._join(run)
 
     def adopt(self) -> bool:
-        """Join the run of the saved state; return False if the state is of an earlier job."""
+        """Join the run of the saved state; return False if only an earlier job saved a state."""
         run, over = self._stored_names()
         if not owns_saved_state(self.name, run, over):
             return False

@@ -129,8 +129,7 @@ class CoordinatorMetrics(Collector):
         labels: Mapping[str, Sequence[str]] | None = None,
         **options: Any,
     ) -> Kept:
-        """Register a metric, with all combinations of label values at 0 so that the first increase
-        is visible."""
+        """Register a metric with all label values at 0, so that a first increase is visible."""
         labels = labels or {}
         made = kind(f"elastic_{name}", text, tuple(labels), registry=self.registry, **options)
         for values in product(*labels.values()) if labels else ():

@@ -44,8 +44,7 @@ class Query:
 def reply(
     state: job.JobState, kind: str, body: dict[str, Any]
 ) -> tuple[dict[str, Any], Any | None]:
-    """Return (answer, event for the rules, or None if nothing must be decided). Raises
-    FieldError."""
+    """Return (answer, event for the rules; None: nothing to decide). Raises FieldError."""
     match kind:
         case "status":
             return status(state), None

@@ -352,7 +352,7 @@ class Coordinator:
     # ---- requests of the command line ----
 
     def _call(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request. Called on a server thread; the other one answers."""
+        """Let the coordinator's thread answer a request. Called on a thread of the server."""
         query = Query(kind, body, Future())
         self._events.put(query)
         return query.answer.result(timeout=ANSWER_S)

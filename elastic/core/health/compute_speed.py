@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 SAMPLES, CHANGED = 3, 1.2
-"""Number of consecutive steps that must agree on a new slow factor, and the least change: the new
-one divided by the one in use must be at least CHANGED, or at most 1 / CHANGED."""
+"""Number of consecutive steps that must agree on a new slow factor, and the least change: new
+factor / factor in use must be at least CHANGED, or at most 1 / CHANGED."""
 SAMPLES_UNPROFILED, CHANGED_UNPROFILED = 8, 1.5
 """SAMPLES and CHANGED without a profile, because a node's own first steps are a rough measure."""
 SPAN_UNPROFILED_S = 10.0
@@ -92,7 +92,7 @@ def calibrate(speed: ComputeSpeed, same: Sequence[ComputeSpeed]) -> ComputeSpeed
 
 
 def changed_factor(speed: ComputeSpeed) -> float | None:
-    """Return the new slow factor if all newest steps differ enough from the one in use, else None.
+    """Return a new slow factor if all newest steps differ enough from the factor in use, or None.
 
     A node above normal speed gets slow factor 1.
     """

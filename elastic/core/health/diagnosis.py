@@ -83,7 +83,7 @@ class HealthLimits:
     """Length of the first quarantine."""
     quarantine_most_s: float = 3600.0
     good_s: float = 1800.0
-    """Each such time without a quarantine cancels one earlier quarantine."""
+    """Time without a quarantine that cancels one earlier quarantine."""
     retry_s: float = 5.0
     """Pause after the first failed pre-flight; it doubles with each further failure."""
     retry_most_s: float = 300.0
@@ -131,7 +131,7 @@ class NodeHealth:
     departures: tuple[float, ...] = ()
     """Times of the node's losses, within the last `window_s`."""
     quarantines: int = 0
-    """Number of quarantines that count for the length of the next one (`HealthLimits.good_s`)."""
+    """Number of quarantines that determine the length of the next quarantine."""
     quarantined: bool = False
     until: float = 0.0
     """End of the newest quarantine."""

@@ -76,8 +76,8 @@ class Member:
     launch: Launch | None = None
     connected: bool = True
     closed_at: float = 0.0
-    """Time at which the connection closed, or until which the node may reconnect to a new
-    coordinator."""
+    """Time at which the connection closed; after a failover, the time until which the node may
+    reconnect."""
     draining: bool = False
     drain_deadline: float = 0.0
     expected_end: float = 0.0

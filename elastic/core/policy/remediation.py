@@ -126,7 +126,7 @@ def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:
 
 
 def _excuse(state: JobState, node: str, affected: Callable[[NodeHealth], bool]) -> str:
-    """Return the reason not to quarantine `node`; "": none. Reasons are: at least half of the other
+    """Return the reason not to quarantine `node`; "": none. Reasons: at least half of the other
     members are `affected`, or no plan fits without `node`."""
     others = [other for other in state.members if other != node]
     same = [other for other in others if affected(record_of(state, other))]
