@@ -1,13 +1,13 @@
 """The coordinator's clock and its queue of events.
 
-A busy coordinator handles events late: while it plans or saves, messages of thousands of nodes
-arrive. So each event gets the time of its arrival, and the rules are applied as of the newest event
-that was taken: a node is silent if the network thread does not hear it, not if the coordinator is
-busy. Ticks come from the network thread and pass through the queue too. If the network thread
-itself was delayed, `elastic.core.coordinator.transitions` blames no node for that time.
+A busy coordinator handles events late, because messages of thousands of nodes arrive while it plans
+or saves. So each event gets its time of arrival, and the rules use the time of the newest event
+taken from the queue. A node then counts as silent only if no message arrived, not if the
+coordinator is busy. Ticks come from the network thread, through the same queue. If the network
+thread was delayed, `elastic.core.coordinator.transitions` extends the deadlines of the nodes.
 
-Heartbeats are delivered with the next other event, at the latest a tick: waking the coordinator for
-each of them costs more than their handling.
+A heartbeat waits for the next other event, such as a tick, because waking the coordinator for each
+heartbeat costs more than handling it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from elastic.core.protocol.messages import Heartbeat
 from elastic.rpc.control.event_loop import event_loop
 
 SWITCH_S = 0.0005
-"""Interpreter switch interval of the process. With Python's default of 5 ms the network thread read
-heartbeats of 2,000 nodes seconds late while decisions were made."""
+"""Python's thread switch interval in this process. With the default of 5 ms the network thread read
+heartbeats of 2,000 nodes seconds late while the coordinator's thread was busy."""
 WAIT_S = 1.0
-"""Longest wait for an event, in case that the network thread is delayed and no tick comes."""
+"""Longest wait for an event if the network thread is delayed and no tick comes."""
 
 
 class WallClock:
-    """Wall time in seconds that never jumps back while the process lives."""
+    """Wall time in seconds that never goes back during the life of the process."""
 
     def __init__(self) -> None:
         self._base = time.time() - time.monotonic()
@@ -50,7 +50,7 @@ class EventQueue:
     """A queue with one reader. `put` is thread-safe and never blocks."""
 
     def __init__(self, now: Callable[[], float], interval_s: Callable[[], float]) -> None:
-        """`interval_s` returns the time to the next tick; called on the network thread."""
+        """`interval_s()` returns the time until the next tick. Called on the network thread."""
         self._now, self._interval_s = now, interval_s
         self._queue: queue.SimpleQueue[tuple[float, list[Any]]] = queue.SimpleQueue()
         self._received: list[Any] = []
@@ -61,15 +61,14 @@ class EventQueue:
         return self._length
 
     def start(self) -> None:
-        """Begin with the ticks."""
+        """Start the ticks."""
         event_loop().call_soon_threadsafe(self._tick, self._now())
 
     def put(self, item: Any) -> None:
         self._put([item])
 
     def receive(self, session: Any, message: Any = None, envelope: object = None) -> None:
-        """Queue (session, message); `message` is None when the session ends. Called on the network
-        thread."""
+        """Queue (session, message); None: the session ended. Called on the network thread."""
         self._received.append((session, message))
         if not isinstance(message, Heartbeat):
             self._flush()
@@ -84,8 +83,8 @@ class EventQueue:
         self._queue.put((self._now(), items))
 
     def take(self, limit: int) -> Iterator[tuple[float, Any]]:
-        """Wait for an event; yield (time of arrival, event) for it and for the waiting ones, until
-        `limit` or more were taken."""
+        """Wait for an event; yield (time of arrival, event) for all waiting events. Stops after
+        `limit` events, or a few more if the last ones arrived together."""
         taken = 0
         with suppress(queue.Empty):
             while taken < limit:
@@ -99,7 +98,7 @@ class EventQueue:
                     yield came_at, item
 
     def close(self) -> None:
-        """End the ticks."""
+        """Stop the ticks."""
         self._closed = True
 
     def _tick(self, due: float) -> None:

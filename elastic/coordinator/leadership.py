@@ -1,12 +1,11 @@
 """The lease that makes a coordinator the leader, and the name of its run in a shared store.
 
-A standby has everything imported and the store open, and tries to take the lease. The leader renews
-its lease from a thread of its own, so that a long decision does not lose it; a stopped process
-renews nothing and loses it.
+A standby has all modules imported and the store open, and tries to take the lease. The leader
+renews its lease on a separate thread, so that it keeps the lease during a long decision. A stopped
+process does not renew its lease and loses it.
 
-If the store is away, a standby retries until it is back. A leader keeps leading in memory: nobody
-can take its lease without the store. `elastic.coordinator.records.state_saver` tells what happens
-to its decisions meanwhile.
+If the store is away, a standby retries until the store is back. The leader keeps leading in memory,
+because nobody can take its lease without the store (`elastic.coordinator.records.state_saver`).
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from elastic.store.interface import Conflict, Lease, Store, StoreUnavailable
 log = logging.getLogger("elastic.coordinator")
 STATE_KEY, RUN_KEY, OVER_KEY = "job/state", "job/run", "job/over"
 LEASE_S = 10.0
-"""Duration of the lease of a single coordinator; nobody waits for it to expire."""
+"""Duration of the lease of a single coordinator; no standby waits for its end."""
 SHARED_LEASE_S = 1.5
-"""Duration of the lease if there are several coordinators. With POLL_S and the reconnection of the
-nodes, a standby decides within 3 s of the leader's death."""
+"""Duration of the lease with several coordinators: a standby takes over and decides within 3 s of
+the leader's death, including POLL_S and the reconnection of the nodes."""
 POLL_S = 0.15
 """Interval between a standby's attempts to take the lease."""
 RENEWALS = 5
-"""Renewals per duration of the lease."""
+"""Number of renewals per duration of the lease."""
 
 
 def stand_by(
     store: Store, run: RunMembership, holder: str, ttl_s: float, now: Callable[[], float]
 ) -> Lease:
-    """Wait until the lease is ours; retry while the store is away."""
+    """Wait until this coordinator (`holder`) gets the lease; retry while the store is away."""
     failures, logged = 0, ""
     while True:
         try:
@@ -56,8 +55,8 @@ def stand_by(
 
 
 class LeaseKeeper:
-    """Renews the lease from its own thread until closed. Calls `on_lost` there, once, when another
-    coordinator has taken the lease."""
+    """Renews the lease on a separate thread until closed. `on_lost(error)` is called once, on that
+    thread, if another coordinator took the lease."""
 
     def __init__(
         self,
@@ -72,11 +71,11 @@ class LeaseKeeper:
 
     @property
     def certain(self) -> bool:
-        """The last renewal is recent enough that nobody can have taken the lease."""
+        """Whether the last renewal is so recent that nobody can have taken the lease."""
         return time.monotonic() - self._renewed < self._lease.ttl_s
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop the renewals. Idempotent."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -96,11 +95,11 @@ class LeaseKeeper:
 
 
 class RunMembership:
-    """The run in a shared store to which this coordinator belongs. Its name is kept in the run
-    directory, so that a restarted coordinator knows it.
+    """The run in a shared store to which this coordinator belongs.
 
     The state of a finished job stays in the store for standbys that have not noticed the end, and a
-    later job may use the same name. The run's name tells the two apart.
+    later job may use the same job name. The name of the run distinguishes the two jobs. It is kept
+    in the run directory for restarted coordinators.
     """
 
     def __init__(self, store: Store, run_dir: Path) -> None:
@@ -108,19 +107,18 @@ class RunMembership:
 
     @property
     def name(self) -> str:
-        """Name of the run; "": none yet."""
+        """Name of the run; "": no run yet."""
         return self._file.read_text().strip() if self._file.exists() else ""
 
     def join_current(self) -> None:
-        """Join the unfinished run in the store, if there is one and we belong to none."""
+        """Join the unfinished run in the store, if any, unless this coordinator has a run."""
         if not self.name:
             run, over = self._stored_names()
             if run and run != over:
                 self._join(run)
 
     def adopt(self) -> bool:
-        """Join the run of the saved state. False if there is none, or only one of an earlier
-        job."""
+        """Join the run of the saved state; return False if only an earlier job saved a state."""
         run, over = self._stored_names()
         if not owns_saved_state(self.name, run, over):
             return False
@@ -145,7 +143,7 @@ class RunMembership:
         self._store.put_if(key, name.encode(), present.revision if present else None, token)
 
     def _join(self, run: str) -> None:
-        if self.name == run:  # needs no write, which matters on a full disk
+        if self.name == run:  # no write, which could fail on a full disk
             return
         draft = self._file.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(run + "\n")

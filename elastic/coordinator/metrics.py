@@ -1,8 +1,7 @@
 """Metrics of the coordinator; docs/operate/metrics.md lists them.
 
-`CoordinatorMetrics` counts transitions, their actions and the messages of the records, on the
-coordinator's thread. It computes gauges from the job's state at each scrape, on the scraper's
-thread: a state is immutable.
+`CoordinatorMetrics` counts transitions, actions and records on the coordinator's thread. At each
+scrape it computes gauges from the job's immutable state, on the thread of the scrape.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from elastic.planning.cost.predict import predict
 from elastic.rpc.security.rejections import REJECTIONS
 
 PHASES = ("detect", "halt", "decide", "transfer", "rebuild", "total")
-"""Phases of an epoch change, as in the entries of the event log."""
+"""Parts of an epoch change whose times are exported; `recovery_entry` has them as PHASE_s."""
 PREDICTION_S = 15.0
 """A predicted step time is reused for this long."""
 UPDATE_S = 0.25
-"""Interval between two updates of the node-seconds while nothing changes."""
+"""Longest interval between two updates of the node-seconds."""
 NODE_STATES = ("training", "spare", "draining", "quarantined", "starting", "disconnected")
 EVENT_LABELS = {
     job.Heartbeats: "beat",
@@ -50,25 +49,25 @@ Kept = TypeVar("Kept", Counter, Histogram)
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorStatus:
-    """The coordinator at one moment; the defaults are those of a standby."""
+    """Condition of the coordinator at one time; the defaults are those of a standby."""
 
     state: JobState | None = None
     leads: bool = False
-    """It decides and certainly has the lease."""
+    """Whether this coordinator decides and certainly has the lease."""
     term: int = 0
     queued: int = 0
-    """Number of waiting events."""
+    """Number of events that wait in the queue."""
     state_bytes: int = 0
     """Size of the state that was saved last."""
 
 
 class CoordinatorMetrics(Collector):
-    """Metrics of one coordinator process, over all its terms. Counters begin at 0."""
+    """Metrics of one coordinator process, over all its terms."""
 
     def __init__(self, job_id: str, clock: Callable[[], float]) -> None:
         self.registry, self.usage = new_registry(), NodeTimeAccount()
         self.recoveries: list[dict[str, Any]] = []
-        """Entries of the newest recoveries, for `elastic status`."""
+        """`recovery_entry` of the newest epoch changes, for `elastic status`."""
         self.step_s: list[float] = []
         """Seconds of the newest steps with the present plan."""
         self.tokens_per_s = 0.0
@@ -78,7 +77,7 @@ class CoordinatorMetrics(Collector):
         self._predicted: tuple[int, float, float | None] = (-1, 0.0, None)
         """Epoch, time and result (seconds) of the newest prediction of a step."""
         self._silent_s = 0.0
-        """Longest silence of a lost node before its loss was noticed."""
+        """Longest time from a node's loss to its detection, for the next epoch change."""
         self._make_job()
         self._make_recovery()
         self._make_service()
@@ -100,7 +99,7 @@ class CoordinatorMetrics(Collector):
             "backup-short": self._add(Counter, "backups_short", "Times that a vault was full"),
             "checkpoint": self._add(Counter, "checkpoints", "Durable checkpoints completed"),
         }
-        """Counters of single kinds of entries of the event log."""
+        """Further counters for some kinds of entries of the event log."""
 
     def _make_recovery(self) -> None:
         labels = {"phase": PHASES, "cause": tuple(CauseKind)}
@@ -134,7 +133,7 @@ class CoordinatorMetrics(Collector):
         labels: Mapping[str, Sequence[str]] | None = None,
         **options: Any,
     ) -> Kept:
-        """A metric with these label values at 0, so that a first increase is visible."""
+        """Register a metric with all label values at 0, so that a first increase is visible."""
         labels = labels or {}
         made = kind(f"elastic_{name}", text, tuple(labels), registry=self.registry, **options)
         for values in product(*labels.values()) if labels else ():
@@ -142,7 +141,7 @@ class CoordinatorMetrics(Collector):
         return made
 
     def lead(self, read: Callable[[], CoordinatorStatus]) -> None:
-        """A term begins. Another coordinator counts what happens between two terms.
+        """Begin a term; node-seconds since the last term are not counted here.
 
         Scrapes call `read` on their own threads until `stand_by`.
         """
@@ -152,6 +151,7 @@ class CoordinatorMetrics(Collector):
         self._read = read
 
     def stand_by(self) -> None:
+        """End a term."""
         self._read = CoordinatorStatus
 
     # ---- counters ----
@@ -159,7 +159,7 @@ class CoordinatorMetrics(Collector):
     def decided(
         self, before: JobState, after: JobState, actions: tuple[job.JobAction, ...], now: float
     ) -> None:
-        """Count a transition that was made at `now` and is saved."""
+        """Count a saved transition from `before` to `after` that was made at `now`."""
         changed = before.phase is not after.phase or before.plan is not after.plan
         if changed or len(before.members) != len(after.members) or now - self._added >= UPDATE_S:
             self.usage.advance(before, now)
@@ -178,17 +178,17 @@ class CoordinatorMetrics(Collector):
             self.step_s.clear()
 
     def handled(self, event: Any, seconds: float) -> None:
-        """Count the time to record `event`, or (None) to apply the rules."""
+        """Count the time to record `event`; None: the time to apply the rules."""
         if isinstance(event, Tick):
             self._late.observe(event.late_s)
         self._decision.labels(EVENT_LABELS.get(type(event), "other")).observe(seconds)
 
     def logged(self, kind: str) -> None:
-        """Count an entry of the event log that is no action; `decided` counts actions."""
+        """Count an entry of the event log that is not an action; `decided` counts the actions."""
         self._events.labels(kind).inc()
 
     def _change_begun(self, change: job.EpochChange, trained: bool) -> None:
-        """`trained`: the previous change was complete."""
+        """Count an epoch change. `trained`: whether the previous change was complete."""
         self._changes.labels(change.causes[-1].kind).inc()
         if not change.boundary and trained:
             self.usage.fault(change, max(change.detect_s, self._silent_s))
@@ -215,7 +215,7 @@ class CoordinatorMetrics(Collector):
             self._silent_s = max(self._silent_s, now - since)
 
     def stepped(self, done: m.StepDone, state: JobState) -> None:
-        """Count a finished step, unless it is reported again."""
+        """Count a finished step, unless it was counted before."""
         if done.record.step > state.logged_step:
             self._count_step(done.record.step, done.seconds, done.tokens)
 
@@ -228,7 +228,7 @@ class CoordinatorMetrics(Collector):
         self.tokens_per_s = tokens / seconds if seconds > 0 else 0.0
 
     def recovered(self, event: job.ChangeCompleted, entry: dict[str, Any]) -> None:
-        """Count a complete epoch change. `entry`: its `recovery_entry`."""
+        """Count a completed epoch change. `entry`: its `recovery_entry`."""
         cause = event.change.causes[0].kind
         for phase in PHASES:
             self._recovery.labels(phase, cause).observe(entry[f"{phase}_s"])
@@ -246,7 +246,7 @@ class CoordinatorMetrics(Collector):
     # ---- gauges, and counters that other objects keep ----
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry at each scrape, on any thread."""
+        """Yield all gauges. Called by the registry at each scrape, on any thread."""
         status, now = self._read(), self._clock()
         state, totals = status.state, self.usage.totals
         yield _info("job_info", "The job", {"id": self._job_id, "version": VERSION})
@@ -346,7 +346,7 @@ def _state_of(state: JobState, member: Member, held: Collection[str]) -> str:
 
 
 def _plan(state: JobState, predicted_s: float | None, step_s: Sequence[float]) -> Iterator[Metric]:
-    """`step_s`: seconds of the newest steps with this plan, without the first one."""
+    """Yield metrics of the plan. `step_s`: seconds of its newest steps, without the first step."""
     plan = state.plan
     if plan is None:
         return
@@ -362,7 +362,7 @@ def _plan(state: JobState, predicted_s: float | None, step_s: Sequence[float]) -
 
 
 def _unprotected_s(state: JobState, now: float) -> float:
-    """Seconds for which some copies of the plan are not at their peers yet."""
+    """Return the seconds since the plan changed if copies are missing at their peers, else 0."""
     plan = state.plan
     if plan is None or not plan.peers or state.trimmed >= state.epoch or state.ending is not None:
         return 0.0

@@ -22,7 +22,7 @@ from elastic.planning.plan.plan import format_plan
 
 log = logging.getLogger("elastic.coordinator")
 MAX_PEERS = 3
-"""Number of peers in the answer to a node that is about to join."""
+"""Maximum number of nodes in the answer to a `peers` request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Query:
     answer: Future[dict[str, Any]]
 
     def fail(self, error: Exception) -> None:
-        """Answer with an error. An unexpected one is logged and reported as a bug."""
+        """Answer with an error. An error that is no ElasticError is logged as a bug."""
         if not isinstance(error, ElasticError):
             log.error("request %.80r failed", self.kind, exc_info=error)
             error = ElasticError(f"unexpected {type(error).__name__}: see the coordinator's log")
@@ -44,8 +44,7 @@ class Query:
 def reply(
     state: job.JobState, kind: str, body: dict[str, Any]
 ) -> tuple[dict[str, Any], Any | None]:
-    """Return the answer, and the event for the rules if the request needs a decision. Raises
-    FieldError."""
+    """Return (answer, event for the rules; None: nothing to decide). Raises FieldError."""
     match kind:
         case "status":
             return status(state), None
@@ -81,7 +80,7 @@ def _drain(state: job.JobState, body: dict[str, Any]) -> tuple[dict[str, Any], j
 
 
 def policy_of(config: JobConfig) -> job.Policy:
-    """The part of the configuration on which decisions depend."""
+    """Return the part of the configuration on which decisions depend."""
     return job.Policy(
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
@@ -119,7 +118,7 @@ RECOVERY_FIELDS = ("step", "cause", "nodes_before", "nodes_after", "microbatches
 
 
 def recent(metrics: CoordinatorMetrics, term: int) -> dict[str, Any]:
-    """The part of `status` that is not in the state: what this process has seen since its start."""
+    """Return the part of `status` that is not in the state but in this process's metrics."""
     return {
         "term": term,
         "tokens_per_s": round(metrics.tokens_per_s, 1),
@@ -151,10 +150,10 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
 
 
 def peers(state: job.JobState, node: str) -> list[dict[str, Any]]:
-    """A few connected nodes and their vaults, for a node that checks the network before it joins.
+    """Return a few connected nodes and their vaults, for a node that tests the network.
 
-    The answer is short because thousands of nodes may ask at once. It differs per node, to spread
-    the load.
+    The answer is short because thousands of nodes may ask at once. Each node gets other nodes, so
+    that the load is spread.
     """
     names = sorted(state.members)
     first = crc32(node.encode(errors="replace")) % max(1, len(names))
@@ -171,7 +170,7 @@ def peers(state: job.JobState, node: str) -> list[dict[str, Any]]:
 
 
 def _health(state: job.JobState, node: str) -> dict[str, Any]:
-    """A node's health, as a short text for people and with evidence for programs."""
+    """Return a node's health: a short text for people, and the findings for programs."""
     record = quarantine.record_of(state, node)
     left_s = max(0.0, record.until - state.updated_at) if record.quarantined else 0.0
     words = [f"{one.kind.value}: {one.action.value}" for one in record.findings]

@@ -4,11 +4,11 @@ Of several coordinators one leads; the others stand by (`elastic.coordinator.lea
 thread takes events from a queue (messages of agents, ticks, requests of the command line), applies
 the rules, saves the new state, and then acts. A decision is saved before it is sent or written,
 under the fencing token of the lease: a former coordinator can save nothing, and agents ignore its
-older term. `elastic.coordinator.records.state_saver` tells what happens when the store is away.
+older term. `elastic.coordinator.records.state_saver` describes the case that the store is away.
 
-Waiting events are recorded one by one, each as of its arrival. Then the rules are applied, the
-state is saved and the actions are carried out once for all of them: in a job of thousands of nodes
-a new epoch brings thousands of reports. Heartbeats wait for the next tick.
+Waiting events are recorded one by one, with their times of arrival. Then the rules are applied, the
+state is saved and the actions are carried out once for all these events, because in a job of
+thousands of nodes a new epoch causes thousands of reports. Heartbeats wait for the next tick.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ from elastic.telemetry import configure_logging
 
 log = logging.getLogger("elastic.coordinator")
 TICK_S, MAX_TICK_S = 0.05, 0.25
-"""Interval between two applications of the rules. In a large job it is longer, so that the rules
-take at most a tenth of a core."""
+"""Least and longest interval between two ticks. The interval is ten times the duration of the
+rules, within these limits."""
 ANSWER_S = 10.0
-"""Time after which a request of the command line is given up; the command waits less."""
+"""Limit on the time to answer a request of the command line; the command itself waits less."""
 NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, HealthReport, type(None))
-"""Events after which the state is saved only if actions follow; None stands for the rules."""
+"""Events that need a save only if actions follow; type(None) stands for the rules."""
 MAX_BATCH = 512
-"""Maximum number of events that are taken at once."""
+"""Maximum number of events that are taken from the queue at once."""
 LINGER_S = 5.0
-"""Longest wait of a finished coordinator for its agents to leave."""
+"""Longest wait for agents to disconnect after the end of the job."""
 FLAGS = [
     flag("--run-dir", required=True),
     flag("--address", default="127.0.0.1:0"),
@@ -84,7 +84,7 @@ FLAGS = [
 
 
 class Coordinator:
-    """Owns the job's state for one term. Everything happens on the thread that calls `run`."""
+    """Decides about the job for one term. All state changes are made by the thread in `run`."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Coordinator:
         self._saver = StateSaver(self._store, self._lease, STATE_KEY, entry)
 
     def run(self) -> int:
-        """Serve until the job is over; return its exit code. Raises StaleError when another
+        """Serve until the job is over; return its exit code. Raises StaleError if another
         coordinator leads."""
         try:
             self._events.start()
@@ -164,7 +164,7 @@ class Coordinator:
 
     def _serve(self) -> int:
         if self._adopted:
-            self._now = self._clock.now()  # agents can reconnect from now on
+            self._now = self._clock.now()  # the agents' time to reconnect begins now
             self._apply(job.CoordinatorFailover())
         while True:
             self._turn()
@@ -174,7 +174,7 @@ class Coordinator:
                 return self._code
 
     def _turn(self) -> None:
-        """Wait for events, and do all that follows from them."""
+        """Wait for events, record them, decide and act."""
         for came_at, item in self._events.take(MAX_BATCH):
             self._now = max(self._now, came_at)
             self._handle(item)
@@ -227,7 +227,7 @@ class Coordinator:
             case m.StepDone():
                 self._saver.hold(None, partial(self._records.step, message, self._state))
                 self._saver.hold(None, partial(self._metrics.stepped, message, self._state))
-                if session.sender in self._state.members:  # else it is only logged
+                if session.sender in self._state.members:  # a former member's step is only logged
                     self._apply(message)
             case m.Notice():
                 self._sessions.setdefault(message.node, session)
@@ -238,7 +238,7 @@ class Coordinator:
                 self._apply(message)
 
     def _rejected(self, note: m.RefusalNote) -> None:
-        """Record a rejection; the next tick writes it."""
+        """Hold a record of a rejection, which is written after the next decision."""
         self._saver.hold(None, partial(self._records.event, "refused", asdict(note)))
 
     def _disconnected(self, session: ClientSession) -> None:
@@ -249,7 +249,7 @@ class Coordinator:
                 self._apply(job.ConnectionClosed(node, member.report.info.incarnation))
 
     def _apply_heartbeats(self) -> None:
-        """Record all heartbeats that came since the last event."""
+        """Apply all heartbeats that arrived since the last event."""
         if self._heartbeats:
             heartbeats, self._heartbeats = tuple(self._heartbeats), []
             self._apply(job.Heartbeats(heartbeats))
@@ -258,13 +258,13 @@ class Coordinator:
                 self._records.heartbeat(newest, self._state)
 
     def _apply(self, event: Any) -> None:
-        """Record an event in the state. `_decide` follows."""
+        """Record an event in the state. Call `_decide` afterwards."""
         self._apply_heartbeats()
         self._follow(event, partial(record_event, event=event))
         self._rules_due = self._rules_due or not isinstance(event, job.Heartbeats)
 
     def _decide(self) -> None:
-        """Apply the rules once to all recorded events; save and act."""
+        """Apply the rules to all recorded events; save the state and act."""
         self._apply_heartbeats()
         while self._rules_due or self._to_save:
             if self._rules_due:
@@ -276,8 +276,8 @@ class Coordinator:
         self._saver.flush()
 
     def _follow(self, event: Any, decide: Callable[..., job.JobTransition]) -> float:
-        """Make a transition; return its duration in seconds. All that follows from it is held back
-        until the state is saved. `event` is None if the rules are applied."""
+        """Make a transition; return its duration in seconds. `event` is None for the rules. Its
+        actions and records are held back until the state is saved."""
         before, now, began = self._state, self._now, time.perf_counter()
         self._state, actions, reason = decide(before, now=now)
         seconds = time.perf_counter() - began
@@ -288,7 +288,7 @@ class Coordinator:
             self._saver.save_later(self._state)
         elif actions or not isinstance(event, NEEDS_NO_SAVE):
             self._to_save = True
-        if actions or new_phase or not self._saver.away:  # ticks would pile up while it is away
+        if actions or new_phase or not self._saver.away:  # else ticks would pile up here
             hold(None, partial(self._metrics.decided, before, self._state, actions, now))
         if before.spec is None and self._state.spec is not None:
             hold(None, partial(self._records.job, self._state.spec))
@@ -303,7 +303,7 @@ class Coordinator:
     # ---- actions out ----
 
     def _act(self, action: job.JobAction, state: job.JobState) -> None:
-        """`state`: the state after the transition that returned the action."""
+        """Carry out an action. `state`: the state after the transition that returned it."""
         match action:
             case job.Send(node, message):
                 self._send(node, message, state.epoch)
@@ -345,13 +345,14 @@ class Coordinator:
         with contextlib.suppress(StoreUnavailable, StoreError):
             self._run.end(self._lease.token)
         for node in [node for node in self._sessions if node not in self._state.members]:
-            self._send(node, m.Stop(action.code, action.reason), self._state.epoch)  # was released
+            # This node was released. Members get the order from `end_job`.
+            self._send(node, m.Stop(action.code, action.reason), self._state.epoch)
         self._ending = self._clock.now() + LINGER_S
 
     # ---- requests of the command line ----
 
     def _call(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Called from a server thread; the coordinator's thread answers."""
+        """Let the coordinator's thread answer a request. Called on a thread of the server."""
         query = Query(kind, body, Future())
         self._events.put(query)
         return query.answer.result(timeout=ANSWER_S)
@@ -376,8 +377,9 @@ class Coordinator:
 
 def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     """Stand by and lead, in turn, until the job is over; return its exit code."""
-    # A single coordinator takes its own lease again at once. Of several, each process has a name of
-    # its own: otherwise one that fails whenever it leads would keep the others from leading.
+    # A single coordinator always has the same name, so it can take its own lease again at once. If
+    # there are several, every process has another name: a restarted process cannot take its own
+    # lease again, so one that fails whenever it leads does not keep the others from leading.
     alone = not config.store.shared or (config.standalone and config.coordinators == 1)
     holder = config.job_id if alone else f"{config.job_id}/{slot}.{os.getpid()}"
     run_dir, clock, store = Path(config.run_dir), WallClock(), open_store(config)
@@ -386,7 +388,7 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     served = serve(metrics.registry, config, name, "coordinator", metrics_port)
     ttl_s = SHARED_LEASE_S if config.store.shared else LEASE_S
     try:
-        if config.max_nodes > FEW:  # the planner needs it later, and it is slow to import
+        if config.max_nodes > FEW:  # the planner needs scipy later, which is slow to import
             threading.Thread(
                 target=importlib.import_module, args=("scipy.optimize",), daemon=True
             ).start()
@@ -394,7 +396,7 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
         while True:
             lease = stand_by(store, run, holder, ttl_s, clock.now)
             result = run_directory.read_json(run_dir / "exit.json")
-            if config.store.shared and result:  # another coordinator of this machine has ended it
+            if config.store.shared and result:  # another coordinator has ended the job
                 return int(result.get("code", EXIT_FAILURE))
             try:
                 return Coordinator(config, address, store, lease, run, metrics).run()

@@ -1,4 +1,4 @@
-"""Rejects messages of unauthorized sessions; the rules are in `elastic.core.coordinator`."""
+"""Rejects messages of unauthorized sessions, by `elastic.core.coordinator.authorization`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ PORT = "coordinator"
 
 
 class SessionFilter:
-    """Decides which sessions may speak for a node. Remembers who waits for a node name that is in
-    use, and how often it asked."""
+    """Rejects messages that a session may not send. It counts the requests of each node that waits
+    for a node name in use."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[str, int]] = {}
         """(incarnation, number of requests) per node name."""
 
     def admit(self, state: JobState, session: ClientSession, message: Any) -> bool:
-        """Return whether the message is accepted. A sender that is no member (any more) or not yet
-        gets an answer on its session."""
+        """Return whether the message is accepted. A sender that is not a member gets an answer."""
         problem = check_message(state, session.sender, message)
         if problem is not None:
             REJECTIONS.count(PORT, Reason(problem.reason), session, problem.text)
@@ -41,7 +40,7 @@ class SessionFilter:
         return False
 
     def _refusal(self, state: JobState, report: m.NodeReport) -> JoinRefused | None:
-        """The answer to a node whose name a connected member uses; None: the name is free."""
+        """Return the answer to a node whose name another member uses; None: the name is free."""
         node, incarnation = report.info.node, report.info.incarnation
         former, requests = self._waiting.get(node, ("", 0))
         requests = requests if former == incarnation else 0
@@ -54,7 +53,7 @@ class SessionFilter:
 
 
 def _dismissal(message: Any, text: str) -> m.Fenced | m.Released:
-    """Tell an empty agent to join anew: it would answer a fence with a report, which would be
-    fenced again."""
+    """Return `Released` for an agent without workers, else `Fenced`. Such an agent would answer
+    `Fenced` with a report, which would be fenced again."""
     empty = isinstance(message, m.NodeReport) and message.phase is NodePhase.EMPTY
     return m.Released(text) if empty else m.Fenced(text)

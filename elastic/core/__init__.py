@@ -8,6 +8,6 @@
 - `health`: measured speeds and the diagnosis of nodes.
 - `protocol`: messages between coordinator, agents and workers, and the limits on waiting.
 
-Nothing here reads a clock, does input or output, uses threads or draws random numbers: time is an
+No module reads a clock, does input or output, uses threads or draws random numbers: time is an
 argument. Start reading in `coordinator/transitions.py`; a recovery is in `job/epoch_change.py`.
 """

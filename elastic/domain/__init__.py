@@ -1,7 +1,7 @@
-"""The shared nouns of the system, below all other packages.
+"""The data types that all other packages share.
 
 `types` has plans, copies, recipes and the job's description; `ledger` has sets of micro-batches;
-`state_layout` says how a layer's state lies in bytes; `codec` turns these objects into JSON values
-and back; `errors` has every exception. Nothing here decides anything, does I/O, or imports another
+`state_layout` defines the bytes of a layer's state; `codec` converts these objects to JSON values
+and back; `errors` has every exception. No module decides anything, does I/O, or imports another
 package of this project. Start with `types`.
 """

@@ -1,9 +1,8 @@
 """Conversion between frozen dataclasses and plain JSON values, by msgspec.
 
 The store, the event log, configuration files and local frames use this form. Network messages use
-MessagePack (`elastic.rpc.control.envelope`) and the same checks. Decoding is strict: it refuses
-unknown fields, missing fields and wrong types with a `FieldError` that names the path of the field,
-so that no message is half read.
+MessagePack (`elastic.rpc.control.envelope`) and the same checks. Decoding refuses unknown fields,
+missing fields and wrong types with a `FieldError` that names the path of the field.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ T = TypeVar("T")
 def encode(value: Any) -> Any:
     """Return `value` as JSON-compatible data.
 
-    Sets become sorted lists, so that equal values give equal text. Dictionaries keep their order.
-    Fields at their default are kept. Raises TypeError for a type that has no JSON form.
+    Sets become sorted lists, so that equal values give equal texts. Dictionaries keep their order.
+    Fields at their default are included. Raises TypeError for a type that has no JSON form.
     """
     if isinstance(value, Mapping):
         return {str(key): encode(inner) for key, inner in value.items()}
@@ -39,10 +38,10 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: type[T], data: Any, path: str = "") -> T:
-    """Return plain `data` as a `kind`. Raises FieldError naming the path of the first value that
-    does not fit.
+    """Convert plain `data` to type `kind`.
 
-    `path` names the value in errors; the default is the name of `kind`.
+    Raises FieldError with the path of the first value that does not fit. `path`: name of the whole
+    value in errors; "": the name of `kind`.
     """
     path = path or getattr(kind, "__name__", "value")
     try:
@@ -66,7 +65,7 @@ def dumps(value: Any) -> str:
 
 
 def loads(kind: type[T], text: str | bytes) -> T:
-    """Return the `kind` that a JSON text holds. Raises FieldError."""
+    """Convert a JSON text to type `kind`. Raises FieldError."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -80,17 +79,17 @@ def _is_dataclass(kind: Any) -> bool:
 
 @functools.cache
 def _hints(kind: Any) -> Mapping[str, Any]:
-    """Annotations of a dataclass by field name."""
+    """Return the annotations of a dataclass by field name."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 @functools.cache
 def _names_around_mappings(kind: Any) -> tuple[str, ...] | None:
-    """Fields of a dataclass that has a dictionary among them; None for every other type.
+    """Return the field names of a dataclass with a dictionary field; None for every other type.
 
-    msgspec sorts sets only together with dictionaries, and the order of a dictionary has a meaning
-    here.
+    Such a dataclass is encoded field by field, because msgspec sorts sets only together with
+    dictionaries, and the order of dictionaries must stay.
     """
     if not _is_dataclass(kind):
         return None
@@ -101,14 +100,14 @@ def _names_around_mappings(kind: Any) -> tuple[str, ...] | None:
 
 @functools.cache
 def _without_none(kind: Any) -> Any:
-    """The type inside an optional; any other type as it is."""
+    """Return the type T of `T | None`; any other type unchanged."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return next(arg for arg in typing.get_args(kind) if arg is not types.NoneType)
     return kind
 
 
 def _parts(kind: Any, data: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(step of the path, type, value) of each value inside `data`, which should be a `kind`."""
+    """Yield (part of the path, type, value) of each value in `data`, which should be a `kind`."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if _is_dataclass(kind) and isinstance(data, dict):
         for name, hint in _hints(kind).items():
@@ -125,20 +124,20 @@ def _parts(kind: Any, data: Any) -> Iterator[tuple[str, Any, Any]]:
 
 @functools.cache
 def _objects_inside(kind: Any) -> bool:
-    """Whether a value of `kind` can hold a dataclass."""
+    """Return whether a value of `kind` can be or contain a dataclass."""
     return _is_dataclass(kind) or any(_objects_inside(arg) for arg in typing.get_args(kind))
 
 
 @functools.cache
 def _nested(kind: Any) -> tuple[tuple[str, Any], ...]:
-    """Fields of a dataclass that can hold other dataclasses."""
+    """Return (name, type) of a dataclass's fields that can contain other dataclasses."""
     return tuple((name, hint) for name, hint in _hints(kind).items() if _objects_inside(hint))
 
 
 def _refuse_unknown_fields(kind: Any, data: Any, path: str) -> None:
-    """Raise FieldError for a field that its dataclass does not have: msgspec ignores those.
+    """Raise FieldError for a field that its dataclass does not have, because msgspec ignores it.
 
-    Everything else about `data` was found to fit `kind`.
+    msgspec must have accepted `data` as a `kind`.
     """
     kind = _without_none(kind)
     if data is None or not _objects_inside(kind):
@@ -146,7 +145,7 @@ def _refuse_unknown_fields(kind: Any, data: Any, path: str) -> None:
     if not _is_dataclass(kind):
         for step, inner, value in _parts(kind, data):
             _refuse_unknown_fields(inner, value, path + step)
-    elif not _is_dataclass(data):  # else it was decoded before
+    elif not _is_dataclass(data):  # a dataclass in `data` was decoded before
         if not data.keys() <= _hints(kind).keys():
             raise _unknown_field(kind, data, path)
         for name, hint in _nested(kind):
@@ -160,7 +159,7 @@ def _unknown_field(kind: Any, data: dict[Any, Any], path: str) -> FieldError:
 
 
 def _field_error(kind: Any, data: Any, path: str, refusal: str) -> FieldError:
-    """The error about the innermost value that msgspec refuses, with the text of its refusal."""
+    """Return an error about the innermost value that msgspec refuses. `refusal`: msgspec's text."""
     kind = _without_none(kind)
     for step, inner, value in _parts(kind, data):
         text = _refusal(inner, value)
@@ -173,7 +172,7 @@ def _field_error(kind: Any, data: Any, path: str, refusal: str) -> FieldError:
         return FieldError(path, data, f"one of {', '.join(str(m.value) for m in kind)}")
     problem = problem[:1].lower() + problem[1:]
     if _is_dataclass(kind) and isinstance(data, dict) and data.keys() - _hints(kind).keys():
-        return _unknown_field(kind, data, path)  # its name is not a text
+        return _unknown_field(kind, data, path)  # a name that is not a text
     if typing.get_origin(kind) is dict and isinstance(data, dict):
         wrong = next(key for key, value in data.items() if _refusal(kind, {key: value}))
         return FieldError(f"{path}.{wrong}", wrong, f"{problem} as key")
@@ -181,7 +180,7 @@ def _field_error(kind: Any, data: Any, path: str, refusal: str) -> FieldError:
 
 
 def _refusal(kind: Any, data: Any) -> str:
-    """Reason why msgspec refuses `data` as a `kind`; "": it does not."""
+    """Return the reason why msgspec refuses `data` as a `kind`; "": msgspec accepts it."""
     try:
         msgspec.convert(data, kind, str_keys=True)
     except msgspec.ValidationError as error:

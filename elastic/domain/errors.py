@@ -21,25 +21,26 @@ from contextlib import contextmanager
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_UNRECOVERABLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 EXIT_TERMINATED = 143
 EXIT_DRAINED = 4
-"""The node left while the job goes on. A job runner must not take this for the job's end."""
+"""Exit code of an agent whose node was drained. It does not mean that the job ended."""
 EXIT_JOB_FAILED = 5
-"""The service's job failed. Unlike after a crash (1), a restart does not help."""
+"""Exit code of a service whose job failed. Unlike after a crash (1), a restart does not help."""
 
 
 def service_exit(code: int) -> int:
-    """The exit code of a service whose job ended with `code`, which may be the script's own."""
+    """Return the exit code of a service whose job ended with `code`. The script's own codes become
+    EXIT_JOB_FAILED."""
     own = (EXIT_OK, EXIT_UNRECOVERABLE, EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_TERMINATED)
     return code if code in own else EXIT_JOB_FAILED
 
 
 class ElasticError(Exception):
-    """Base of all errors raised by this package."""
+    """Base class of all errors that this package raises."""
 
     exit_code = EXIT_FAILURE
 
 
 class UsageError(ElasticError):
-    """The user gave an unusable value; the text says how to change it."""
+    """The user gave an unusable value; the text tells how to correct it."""
 
     exit_code = EXIT_USAGE
 
@@ -64,7 +65,7 @@ class MissingExtra(UsageError, ImportError):
 
 @contextmanager
 def needs_extra(extra: str, purpose: str) -> Iterator[None]:
-    """Turn a failed import inside the block into `MissingExtra`."""
+    """Raise `MissingExtra` if an import inside the block fails."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -80,7 +81,7 @@ class VaultError(ElasticError):
 
 
 class VaultFull(VaultError):
-    """There is no room for a copy; the kept copies stay whole."""
+    """A vault has no room for a copy; the copies in it stay whole."""
 
 
 class LedgerError(ElasticError):

@@ -1,11 +1,12 @@
 """Ledgers: sets of micro-batches whose gradients a layer already holds.
 
-A ledger is a `frozenset[int]` of indices where it is kept or sent, and a bit mask (bit i stands for
-micro-batch i) where many are compared. The rule is exactly once per step and layer:
+Stored or sent, a ledger is a `frozenset[int]` of indices. Where many ledgers are compared, each is
+a bit mask (bit i stands for micro-batch i). In each step, every layer must sum the gradient of each
+micro-batch exactly once:
 
-- A micro-batch enters the ledger in `LayerReplica.collect` (`elastic.worker.replica.replica`), in
-  the call that adds its gradient to the accumulator after the backward pass. Sums from other
-  holders, and copies from vaults during a recovery, bring their ledgers with them.
+- `LayerReplica.collect` (`elastic.worker.replica.replica`) adds a gradient to the accumulator and
+  its micro-batch to the ledger. Sums from other holders, and copies from vaults during a recovery,
+  come with their ledgers.
 - `elastic.worker.engine.commit` checks before every optimizer update that the ledgers of each
   layer's holders hold every micro-batch once; otherwise it raises LedgerError.
 - `elastic.core.recovery.recovery` keeps only gradients with disjoint ledgers after a fault.
@@ -23,7 +24,7 @@ EMPTY = "-"
 
 
 def format_indices(indices: Iterable[int]) -> str:
-    """Print indices in their order, with runs as FIRST-LAST: (0, 1, 2, 5) is 0-2,5."""
+    """Return the indices as text, with runs as FIRST-LAST: (0, 1, 2, 5) is 0-2,5."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][1] + 1:
@@ -34,7 +35,7 @@ def format_indices(indices: Iterable[int]) -> str:
 
 
 def parse_indices(text: str, field: str = "indices") -> tuple[int, ...]:
-    """Read the text of `format_indices`. Raises FieldError that names `field`."""
+    """Parse the text of `format_indices`. Raises FieldError that names `field`."""
     if text == EMPTY:
         return ()
     indices: list[int] = []
@@ -50,10 +51,10 @@ def parse_indices(text: str, field: str = "indices") -> tuple[int, ...]:
 
 
 def to_mask(microbatches: Iterable[int]) -> int:
-    """Bit mask of a set."""
+    """Return the bit mask of a set of micro-batches."""
     return sum(1 << index for index in frozenset(microbatches))
 
 
 def from_mask(mask: int) -> frozenset[int]:
-    """Set of a bit mask."""
+    """Return the set of micro-batches in a bit mask."""
     return frozenset(i for i in range(mask.bit_length()) if mask >> i & 1)

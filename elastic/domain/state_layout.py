@@ -5,9 +5,9 @@
               multiple of 64
     ...       tensors, raw little-endian, each at its `offset`: a multiple of 64 from the start
 
-If holders share a layer's optimizer state, each has a portion: the elements of `span` of every
-flattened tensor, and every scalar. Shapes are those of the whole tensors. `join` puts the portions
-together.
+If holders share a layer's optimizer state, each has a portion: a range (`span`) of the elements of
+every flattened tensor, and every scalar. `shape` is always that of the whole tensor. `join` puts
+the portions together.
 
 Tensor names are `param/NAME`, `master/NAME` (float32 masters of low-precision parameters) and
 `optim/NAME/KEY`.
@@ -26,8 +26,8 @@ from elastic.domain.types import WHOLE, Portion
 
 ALIGNMENT = 64
 GRAIN = 64
-"""Tensors are divided at multiples of this many elements. Vector instructions take divisors of it,
-so an update gives each element the same bits as in the whole tensor."""
+"""Tensors are divided at multiples of this many elements. It is a multiple of the length of vector
+instructions, so an update of a portion gives the same bits as an update of the whole tensor."""
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -46,12 +46,12 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """torch's name without the prefix, such as float32."""
+    """Name of torch's type, such as float32."""
     shape: tuple[int, ...]
     offset: int
     nbytes: int
     shard_dim: int = -1
-    """Dimension along which TP ranks split the whole tensor; -1: every rank has all of it."""
+    """Dimension along which TP ranks split the tensor; -1: every rank has the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ def align(n: int) -> int:
 
 
 def span(shape: Sequence[int], portion: Portion) -> tuple[int, int]:
-    """Elements [first, last) of a flattened tensor in a portion; a scalar is whole in each one."""
+    """Return the range [first, last) of a flattened tensor's elements that a portion has. Every
+    portion has all scalars."""
     count, (index, number) = prod(shape), portion
     if not shape or number == 1:
         return 0, count
@@ -107,10 +108,10 @@ def plan_layout(
 def join(
     runs: Sequence[memoryview], allocate: Callable[[int], memoryview] | None = None
 ) -> memoryview:
-    """Join the byte runs of all portions of a state, in any order, to the run of the whole state.
+    """Join the bytes of all portions of a state, given in any order, to those of the whole state.
 
-    `allocate` returns a writable buffer of the given size. Raises VaultError unless these are all
-    portions of one version.
+    `allocate(nbytes)` returns a writable buffer; None: use a bytearray. Raises VaultError unless
+    `runs` are all portions of one version.
     """
     headers = sorted(((read_header(run), run) for run in runs), key=lambda pair: pair[0].portion)
     first = headers[0][0]
@@ -146,7 +147,7 @@ def join(
 
 
 def read_header(data: memoryview) -> StateHeader:
-    """Parse the header at the start of `data`. Raises VaultError if it is not one."""
+    """Parse the header at the start of `data`. Raises VaultError if it is not a state header."""
     length = int.from_bytes(data[:8], "little")
     if not 0 < length <= len(data) - 8:
         raise VaultError(f"state header of {length} bytes in a run of {len(data)}")

@@ -1,7 +1,7 @@
-"""The shared nouns: plans, copies, recipes, and descriptions of jobs and nodes.
+"""The shared types: plans, copies, recipes, and descriptions of jobs and nodes.
 
-All are frozen dataclasses of plain values, so that they can be compared, printed, stored and sent
-(`elastic.domain.codec`). A set of micro-batches is a `frozenset[int]` of indices 0..M-1 of a step.
+They are frozen dataclasses of plain values, so that they can be compared, printed, stored and sent
+(`elastic.domain.codec`). A micro-batch is an index from 0 to M-1 of a step with M micro-batches.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from enum import StrEnum
 from typing import ClassVar
 
 STATE, GRADIENT, REDUCED, UPDATE = "state", "gradient", "reduced", "update"
-"""Kinds of copies. A reduced gradient belongs to a layer with shared tensors and is the sum over
-all their owners, so that its update needs no other gradient. An update is the optimizer's input:
-reduced, clipped, float32. It turns state v into v+1 without any record."""
+"""Kinds of copies. A reduced gradient of a layer that shares a tensor is the sum over all layers
+that share it, so that the layer's update needs no other gradient. An update is the optimizer's
+input (reduced and clipped gradient, float32). It turns state v into v+1 without a step record."""
 Portion = tuple[int, int]
-"""(index, number of portions): a share of a layer's state (`elastic.domain.state_layout.span`)."""
+"""(index, number of portions) of a portion of a layer's state (`elastic.domain.state_layout`)."""
 WHOLE: Portion = (0, 1)
 Slot = tuple[int, ...]
-"""(layer, TP rank), or (layer, TP rank, *portion): the unit that has a version."""
+"""(layer, TP rank), or (layer, TP rank, *portion): identifies a state that has a version."""
 LOGS = ACTIVATION, COTANGENT = "activation", "cotangent"
 """Kinds of logged messages between stages for one micro-batch: the input of layer `Copy.layer`, and
-the gradient with respect to it."""
+the gradient of the loss with respect to this input."""
 
 
 def slot_of(layer: int, shard: int, portion: Portion = WHOLE) -> Slot:
-    """The slot of a layer, TP rank and portion."""
+    """Return the slot of a layer, TP rank and portion."""
     return (layer, shard) if portion == WHOLE else (layer, shard, *portion)
 
 
 def whole_slots(slots: Iterable[Slot]) -> set[Slot]:
-    """Every (layer, TP rank) that `slots` has whole, or in all portions of some division."""
+    """Return every (layer, TP rank) that is whole in `slots`, or has all portions there."""
     found = set(slots)
     return {
         slot[:2]
@@ -45,18 +45,18 @@ class Accumulate(StrEnum):
     """Arithmetic of gradient sums."""
 
     FAST = "fast"
-    """float32 sums; their last bits depend on the order."""
+    """float32 sums, whose last bits depend on the order of additions."""
     EXACT = "exact"
-    """int64 fixed-point sums; independent of the order, so runs are bit-identical."""
+    """int64 fixed-point sums, which do not depend on the order, so that runs are bit-identical."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Unit:
-    """A TP group of workers inside one node; a stage is placed on it."""
+    """A TP group of workers on one node. A stage runs on one unit."""
 
     node: str
     group: int = 0
-    """Index of the TP group within its node, with local ranks group*tp .. group*tp+tp-1."""
+    """Index of the TP group on its node. Its local ranks are group*tp .. group*tp+tp-1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class Stage:
 class Pipeline:
     """Stages that cover all layers once, and the pipeline's micro-batches in a full step.
 
-    In the interleaved schedule a unit has several stages: stage s lies on the unit of stage s % U,
-    with U units.
+    In the interleaved schedule each of U units has several stages: stage s runs on the unit of
+    stage s % U.
     """
 
     stages: tuple[Stage, ...]
@@ -90,7 +90,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Plan:
-    """Assignment of layers and micro-batches to units. Text form: `elastic.planning.plan.plan`."""
+    """Assignment of layers and micro-batches to units (as text: `elastic.planning.plan.plan`)."""
 
     epoch: int
     n_layers: int
@@ -98,9 +98,9 @@ class Plan:
     tp: int
     pipelines: tuple[Pipeline, ...]
     spares: tuple[str, ...] = ()
-    """Nodes without a stage; they keep backups and wait."""
+    """Nodes without a stage."""
     peers: tuple[tuple[str, str], ...] = ()
-    """(node, its peer, which keeps its backups); nodes without a peer are absent."""
+    """(node, its peer); nodes without a peer are absent."""
     gradients: str = "stream"
     """Gradient backup scheme: stream | stream:K | reduce | reduce:K | log | recompute | none
     (`elastic.planning.plan.schemes`)."""
@@ -110,32 +110,32 @@ class Plan:
     reason: str = ""
 
     def stages(self) -> Iterator[tuple[int, int, Stage]]:
-        """All stages as (pipeline index, stage index, stage)."""
+        """Yield all stages as (pipeline index, stage index, stage)."""
         for p, pipeline in enumerate(self.pipelines):
             for s, stage in enumerate(pipeline.stages):
                 yield p, s, stage
 
     def holders(self, layer: int) -> tuple[Unit, ...]:
-        """Units that hold `layer`, one per pipeline, in pipeline order."""
+        """Return the units that hold `layer`, one per pipeline, in the order of pipelines."""
         stages = (stage for pipeline in self.pipelines for stage in pipeline.stages)
         return tuple(st.unit for st in stages if st.first <= layer < st.last)
 
     def units(self) -> tuple[Unit, ...]:
-        """Every unit that holds a stage, in (pipeline, stage) order."""
+        """Return the unit of every stage, in the order of (pipeline, stage)."""
         return tuple(stage.unit for _, _, stage in self.stages())
 
     def nodes(self) -> tuple[str, ...]:
-        """Every node that holds a stage, in order of appearance."""
+        """Return every node that holds a stage, in order of first appearance."""
         return self._nodes
 
     @functools.cached_property
     def _nodes(self) -> tuple[str, ...]:
-        """Cached: with thousands of members, rules ask for it many times per second."""
+        """Result of `nodes`, cached because rules need it many times per second."""
         return tuple(dict.fromkeys(unit.node for unit in self.units()))
 
     @functools.cached_property
     def stages_by_unit(self) -> dict[Unit, list[tuple[int, Stage]]]:
-        """(pipeline index, stage) of each unit. Cached: every heartbeat needs it."""
+        """(pipeline index, stage) of each unit, cached because every heartbeat needs it."""
         found: dict[Unit, list[tuple[int, Stage]]] = {}
         for p, _, stage in self.stages():
             found.setdefault(stage.unit, []).append((p, stage))
@@ -143,7 +143,7 @@ class Plan:
 
     @functools.cached_property
     def alike(self) -> dict[str, list[str]]:
-        """Node: all nodes with exactly its layers, itself included. Cached likewise."""
+        """For each node: all nodes with exactly the same layers, itself included."""
         layers: dict[str, list[tuple[int, int]]] = {}
         for _, _, stage in self.stages():
             layers.setdefault(stage.unit.node, []).append((stage.first, stage.last))
@@ -153,7 +153,7 @@ class Plan:
         return {node: group for group in groups.values() for node in group}
 
     def peer_of(self, node: str) -> str | None:
-        """The node that keeps the backups of `node`, if there is one."""
+        """Return the peer of `node`, or None."""
         return dict(self.peers).get(node)
 
 
@@ -163,27 +163,27 @@ class LayerSpec:
 
     param_bytes: int
     state_bytes: int
-    """Optimizer state besides the parameters (master weights included)."""
+    """Bytes of the optimizer state and master weights, without the parameters."""
     gradient_bytes: int
-    """Bytes of one accumulated gradient in a backup."""
+    """Bytes of a copy of the gradient sum."""
     forward_s: float
-    """Seconds per micro-batch, or any figure proportional to them."""
+    """Seconds per micro-batch. All times may instead be figures proportional to seconds."""
     backward_s: float
     activation_bytes: int = 0
-    """Bytes kept from forward to backward, per micro-batch in flight."""
+    """Bytes kept from the forward to the backward pass, per micro-batch in flight."""
     output_bytes: int = 0
     """Bytes sent to the next stage, per micro-batch."""
     backward_input_s: float = 0.0
-    """Seconds of the part of the backward pass for the input's gradient, run alone; 0: unknown."""
+    """Time of the backward pass if it computes only the input's gradient; 0: unknown."""
     backward_weight_s: float = 0.0
-    """Seconds of the part for the parameters' gradients, run alone; 0: unknown."""
+    """Time of the backward pass if it computes only the parameters' gradients; 0: unknown."""
     update_s: float = 0.0
-    """Seconds of the optimizer's update."""
+    """Time of the optimizer's update."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """Description of a training script; equal on every worker."""
+    """Description of the training job by its script; equal on every worker."""
 
     layers: tuple[LayerSpec, ...]
     n_microbatches: int
@@ -194,8 +194,9 @@ class JobSpec:
     tied: tuple[tuple[int, int], ...] = ()
     """Pairs of layers that share a tensor."""
     checkpoint_every: int = 0
-    """Steps between durable checkpoints; 0: none."""
+    """Number of steps between durable checkpoints; 0: no checkpoints."""
     everywhere_the_same: ClassVar[bool] = True
+    """All nodes send an equal value, so that one check of it is enough."""
 
     @property
     def n_layers(self) -> int:
@@ -204,33 +205,31 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One whole copy in a vault: a layer's state, gradient or update, or a logged message.
-
-    `key` is its address. Only whole, checksummed copies are ever listed.
-    """
+    """Description of one whole copy in a vault: a layer's state, gradient or update, or a logged
+    message. `key` is its address in the vault."""
 
     kind: str
     layer: int
     shard: int
     """TP rank."""
     step: int
-    """For a state its version v, the state before the update of step v; else the step."""
+    """Version of a state; of other kinds the step."""
     epoch: int
     owner: str
-    """Node of the worker that made it."""
+    """Node of the worker that made the copy."""
     sequence: int
-    """Grows with every copy that this owner's worker makes."""
+    """Number of the copy; it grows with every copy that the worker makes."""
     nbytes: int
     checksum: str
     """xxh3-64 of the bytes, hexadecimal."""
     microbatches: frozenset[int] = frozenset()
-    """A gradient's ledger, or the micro-batches of logged messages."""
+    """Ledger of a gradient, or micro-batches of logged messages."""
     losses: tuple[tuple[int, float], ...] = ()
-    """(micro-batch, loss) for `microbatches`; only on the last layer."""
+    """(micro-batch, loss) for `microbatches`; empty except for the last layer."""
     node: str = ""
-    """Node of the vault that holds it."""
+    """Node of the vault that holds the copy."""
     portion: Portion = WHOLE
-    """Portion of a state or update."""
+    """Portion of the state that this copy holds or updates."""
 
     @property
     def slot(self) -> Slot:
@@ -244,11 +243,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Inputs of an optimizer update besides state and gradient; equal on every worker."""
+    """Results of a step's commit, equal on every worker. An update needs them."""
 
     step: int
     clip: float
-    """Factor of the gradient; 1.0: not clipped."""
+    """Factor by which the gradient is multiplied; 1.0: not clipped."""
     grad_norm: float
     loss: float
 
@@ -257,15 +256,16 @@ class StepRecord:
 class Recipe:
     """Instructions that bring one (layer, TP rank) to the target version on its new holder.
 
-    1. If the holder's live state has version `version`, keep it. Else fetch `state`; without it
-       read `checkpoint`; without either initialise.
-    2. Apply `updates`, for the steps from the state's version on, in order, none missing.
-    3. If `replay` is not empty, the state is now at version-1. Add those gradients, which together
+    1. If the holder's live state has version `version`, keep the state. Else fetch `state`; if it
+       is None, read `checkpoint`; if that is "", initialise the layer.
+    2. Apply `updates` in order: one per step, beginning with the step of the state's version.
+    3. If `replay` is not empty, the state is now at version-1. Sum these gradients, which together
        hold all M micro-batches of step version-1, and apply the update with the step's record.
-    4. The accumulator of step `version` is the sum of `gradients`; its ledger is their union.
+    4. Sum `gradients`: this is the gradient sum of step `version`. Its ledger is the union of their
+       ledgers.
 
-    If `portions` is not empty, `state` and `updates` are empty: the state is joined from the
-    results of these recipes, one per portion in order, all of one version.
+    If `portions` is not empty, `state` and `updates` are empty. Carry out these recipes, one per
+    portion in order, and join their states, which have the same version.
     """
 
     layer: int
@@ -280,13 +280,13 @@ class Recipe:
 
     @property
     def states(self) -> tuple[Copy, ...]:
-        """The state that it starts from, or those of its portions."""
+        """Copies of the state from which the recipe starts: one, or one per portion."""
         return tuple(r.state for r in (self, *self.portions) if r.state is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class PartialRun:
-    """A micro-batch that only layers [first, last) run again, between two logged messages."""
+    """A micro-batch that only layers [first, last) run again, from logged messages."""
 
     pipeline: int
     """Index of the pipeline that runs it."""
@@ -301,25 +301,25 @@ class PartialRun:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Everything that workers need to enter an epoch; equal for all nodes."""
+    """All that workers need to enter an epoch; equal for all nodes."""
 
     plan: Plan
     step: int
-    """The step to run next: every layer enters with state version `step`."""
+    """First step of the epoch; every layer enters with this state version."""
     recipes: tuple[tuple[str, Recipe], ...] = ()
     """(node, recipe) for the node's unit with the layer; layers without a recipe initialise."""
     covered: tuple[tuple[int, frozenset[int]], ...] = ()
-    """(layer, micro-batches of the current step that some holder has)."""
+    """(layer, micro-batches of `step` whose gradients some holder gets by its recipe)."""
     todo: tuple[tuple[int, ...], ...] = ()
-    """Micro-batches of the current step that run through all layers, per pipeline."""
+    """Per pipeline, micro-batches of `step` that run through all layers."""
     record: StepRecord | None = None
-    """Record of the step before, for replays."""
+    """Record of the step before `step`, for `Recipe.replay`."""
     store: str = ""
     """host:port of the rendezvous store of this epoch."""
     vaults: tuple[tuple[str, str], ...] = ()
     """(node, host:port of its vault)."""
     partial: tuple[PartialRun, ...] = ()
-    """Runs through some layers only, before `todo` and in this order; disjoint from it."""
+    """Micro-batches that run through some layers only, in this order and before `todo`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,19 +328,20 @@ class NodeInfo:
 
     node: str
     incarnation: str
-    """Unique per start of the agent; a restarted agent is a new member."""
+    """Unique name of this life of the node; a restarted agent gets another one."""
     vault: str
     """host:port of its vault."""
     domain: str = ""
-    """Failure domain (zone, rack, spot pool): its nodes may fail together; "": unknown."""
+    """Failure domain (zone, rack, spot pool) whose nodes may fail together; "": unknown."""
     workers: int = 1
     memory_bytes: int = 0
     """Memory that a unit of this node may use; 0: unknown, treated as unlimited."""
     host: str = "127.0.0.1"
     labels: tuple[tuple[str, str], ...] = ()
     device: str = ""
-    """Device type as a profile names it; "": the profile's first."""
+    """Device type as a profile names it; "": the first type of the profile."""
     lifetime_s: float = 0.0
     """Expected remaining lifetime in seconds; 0: unknown."""
     standing: int = 0
-    """Speed class from the pre-flight, in steps of a quarter; higher is preferred, 0 is unknown."""
+    """Speed class from the pre-flight; each class is a quarter faster than the one below; 0:
+    unknown."""

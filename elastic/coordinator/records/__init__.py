@@ -1,10 +1,10 @@
-"""Everything that the coordinator writes.
+"""All records that the coordinator writes.
 
-- `state_saver`: the job's state in the store, and what happens when the store is away. Start there.
+- `state_saver`: the job's state in the store, also while the store is away. Start reading there.
 - `run_records`: events.jsonl, progress.jsonl, summary.json and exit.json of a run;
   `run_summary`: the summary, computed from the events.
 - `run_directory`: other small files of the run directory, and the first state of a run.
 - `checkpoint_commit`: completes durable checkpoints.
 
-Decisions wait for the store only. A failing disk costs records, never a decision.
+Decisions wait only for the store. If a disk fails, records are lost, but no decision.
 """

@@ -1,4 +1,4 @@
-"""Completes checkpoints whose parts are all written; a thread waits for the disk."""
+"""Completes checkpoints whose parts are all written, on a thread that waits for the disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Commit = Future[job.CheckpointCommitted | None]
 
 
 class CheckpointCommits:
-    """Passes each finished commit to `done`, from another thread, for `take`."""
+    """Completes checkpoints in the background. `done(commit)` is called on another thread when a
+    commit ends; pass the commit to `take`."""
 
     def __init__(self, directory: Path, done: Callable[[Any], object]) -> None:
         self._directory, self._done = directory, done
@@ -26,6 +27,8 @@ class CheckpointCommits:
         self._pending: list[Commit] = []
 
     def begin(self, step: int, spec: JobSpec | None) -> None:
+        """Start to complete the checkpoint of `step`."""
+
         def work() -> job.CheckpointCommitted | None:
             try:
                 path = checkpoint_directory.commit(self._directory, step, spec)
@@ -39,16 +42,16 @@ class CheckpointCommits:
         future.add_done_callback(self._done)
 
     def pending(self) -> tuple[Commit, ...]:
-        """Commits that were not taken."""
+        """Return the commits that were not taken."""
         return tuple(self._pending)
 
     def take(self, future: Commit) -> job.CheckpointCommitted | None:
-        """Wait for a commit. None if it was taken before or has failed."""
+        """Wait for a commit; return its event, or None if it was taken before or has failed."""
         if future not in self._pending:
             return None
         self._pending.remove(future)
         return future.result()
 
     def close(self) -> None:
-        """Does not wait for a commit in progress."""
+        """Stop the thread, without waiting for a commit in progress."""
         self._disk.shutdown(wait=False)

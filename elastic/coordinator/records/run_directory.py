@@ -1,4 +1,4 @@
-"""Small files of the run directory, and the first state of a run."""
+"""Small files of the run directory, and the initial state of a run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ log = logging.getLogger("elastic.coordinator")
 
 
 def initial_state(config: JobConfig) -> job.JobState:
-    """State of a new run, from the checkpoint that it resumes, if any. Removes what unfinished
-    checkpoints have left."""
+    """Return the state of a new run, with the checkpoint that it resumes, if any. Removes the files
+    of unfinished checkpoints."""
     checkpoint_directory.discard_incomplete(Path(config.checkpoint_dir))
     state = job.JobState(policy=policy_of(config))
     if not config.resume:
@@ -37,20 +37,20 @@ def initial_state(config: JobConfig) -> job.JobState:
 
 
 def announce(run_dir: Path, leader: dict[str, Any]) -> None:
-    """Write the leader to coordinator.json, unless the file has one with a higher term."""
+    """Write the leader to coordinator.json, unless the file has a leader with a higher term."""
     path = run_dir / "coordinator.json"
     if (read_json(path).get("term") or 0) <= leader["term"]:
         try_write(path, lambda: replace_file(path, json.dumps(leader) + "\n"))
 
 
 def write_pid(run_dir: Path, slot: int) -> None:
-    """Write this process to coordinator-SLOT.pid."""
+    """Write this process's id to coordinator-SLOT.pid."""
     path = run_dir / f"coordinator-{slot}.pid"
     try_write(path, lambda: replace_file(path, f"{os.getpid()}\n"))
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file atomically; on a full disk, overwrite it. Raises OSError."""
+    """Replace a file atomically; if that fails (full disk), overwrite the file. Raises OSError."""
     draft = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
         draft.write_text(text)
@@ -61,8 +61,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def overwrite_file(path: Path, text: str) -> None:
-    """Write into the space of an existing file. Raises OSError; FileNotFoundError if there is no
-    file."""
+    """Overwrite an existing file in place. Raises OSError, also if the file does not exist."""
     with path.open("r+b", buffering=0) as file:
         data = text.encode()
         if file.write(data) != len(data):
@@ -71,7 +70,7 @@ def overwrite_file(path: Path, text: str) -> None:
 
 
 def try_write(path: Path, write: Callable[[], object]) -> None:
-    """Write a file that training does not need: a failure is only logged."""
+    """Call `write`, which writes `path`; only log a failure, as training does not need the file."""
     try:
         write()
     except (OSError, FieldError) as error:
@@ -79,7 +78,7 @@ def try_write(path: Path, write: Callable[[], object]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if there is none."""
+    """Return the JSON object in a file; {} if the file has none or does not exist."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
@@ -87,5 +86,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def coordinator_name(slot: int) -> str:
-    """Name of one of the coordinators of this machine."""
+    """Return the name of coordinator number `slot` of this machine."""
     return f"coordinator-{slot}" if slot else "coordinator"

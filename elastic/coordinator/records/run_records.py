@@ -26,15 +26,15 @@ from elastic.telemetry import EventLog, event_line, read_events
 
 log = logging.getLogger("elastic.coordinator")
 PLAN_FIELDS = ("step", "reason", "todo", "partial")
-"""Fields of the log entry of a new plan that events.jsonl keeps."""
+"""Fields of a `plan` log entry that events.jsonl keeps."""
 KEPT_BYTES = 16 << 20
-"""Maximum bytes of unwritten events; beyond, the oldest are dropped."""
+"""Maximum bytes of unwritten events; if there are more, the oldest are dropped."""
 DRAFT_BYTES = 4096
 """Disk space reserved at the start for exit.json."""
 
 
 class RetryingEventLog:
-    """An event log that survives a full disk: unwritten events are written in their order later."""
+    """An event log for a disk that may be full: it keeps unwritten events and writes them later."""
 
     def __init__(self, path: Path, kept_bytes: int = KEPT_BYTES) -> None:
         self.path, self._kept_bytes = path, kept_bytes
@@ -65,7 +65,7 @@ class RetryingEventLog:
                 self._recovered()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Try to write the unwritten events, and close the file. Idempotent."""
         self.retry(at_once=True)
         if self._unwritten and not self._closed:
             log.error("%s lacks its last %d events", self.path, len(self._unwritten))
@@ -86,7 +86,7 @@ class RetryingEventLog:
             self._dropped += 1
 
     def _failed(self, error: OSError) -> None:
-        self._release()  # a partial line is repaired when the file is opened again
+        self._release()  # opening the file again repairs a partial line
         self._failures += 1
         self._retry_at = time.monotonic() + retry_s(self._failures)
         if self._failures == 1:
@@ -114,7 +114,7 @@ class RunRecords:
         try_write(self._draft, lambda: replace_file(self._draft, " " * DRAFT_BYTES))
 
     def close(self) -> None:
-        """Stop writing: another coordinator takes over. Idempotent."""
+        """Close the files. Idempotent."""
         self._events.close()
         self._progress.close()
 
@@ -125,7 +125,7 @@ class RunRecords:
         self.event("decision", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
 
     def plan(self, plan: Plan, entry: Mapping[str, Any]) -> None:
-        """`entry`: data of the log entry of this plan."""
+        """Record a new plan. `entry`: data of its log entry."""
         self.event(
             "plan", {**plan_entry(plan), "epoch": plan.epoch, **{k: entry[k] for k in PLAN_FIELDS}}
         )
@@ -135,7 +135,7 @@ class RunRecords:
         self.progress(state, done)
 
     def progress(self, state: JobState, done: m.StepDone | None = None) -> None:
-        """Write a line of progress.jsonl, from which progress displays are made."""
+        """Write a line of progress.jsonl, which progress displays read."""
         plan = state.plan
         reports = [mb.report for mb in state.members.values()]
         entry: dict[str, Any] = {
@@ -155,7 +155,7 @@ class RunRecords:
         self._progress.append("progress", entry)
 
     def job(self, spec: JobSpec) -> None:
-        """Record the job's dimensions, when a worker has reported them."""
+        """Record the dimensions of the job."""
         entry = {
             "steps": spec.n_steps,
             "microbatches": spec.n_microbatches,
@@ -167,7 +167,7 @@ class RunRecords:
         self.event("job", entry)
 
     def heartbeat(self, position: tuple[int, int], state: JobState) -> None:
-        """Record the progress of a heartbeat, (step, micro-batch), at most once per micro-batch."""
+        """Record progress from heartbeats if `position` (step, micro-batch) is the highest yet."""
         self._events.retry()
         self._progress.retry()
         if position > self._last_position:
@@ -181,13 +181,13 @@ class RunRecords:
         return entry
 
     def _fault_time(self, event: ChangeCompleted) -> float | None:
-        """Time of the first injected fault since the previous recovery, or None."""
+        """Return the time of the first injected fault since the previous recovery, or None."""
         times = [p.stat().st_mtime for p in (self.run_dir / "faults").glob("*.fired")]
         recent = [t for t in times if event.since < t <= event.change.began]
         return min(recent, default=None)
 
     def end(self, code: int, reason: str, params_sha256: str) -> None:
-        """The job is over: write the summary, then exit.json, for which the launcher waits."""
+        """Write the summary of a finished job, then exit.json, for which the launcher waits."""
         for fired in sorted((self.run_dir / "faults").glob("*.fired"), key=lambda p: int(p.stem)):
             self._events.append("fault", {"number": int(fired.stem)}, at=fired.stat().st_mtime)
         self.event("end", {"code": code, "reason": reason, "params_sha256": params_sha256})
@@ -201,7 +201,7 @@ class RunRecords:
         replace_file(self.run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
 
     def _write_exit(self, text: str) -> None:
-        """Use the reserved disk space: exit.json must be written on a full disk too."""
+        """Write exit.json in the reserved disk space, so that a full disk does not prevent it."""
         try:
             overwrite_file(self._draft, text)
             self._draft.replace(self.run_dir / "exit.json")

@@ -1,6 +1,6 @@
 """Computes the summary of a run (summary.json) from its event log alone.
 
-So a coordinator that took over in the middle reports the whole run.
+So a coordinator that took over during the run can write the summary of the whole run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from elastic.planning.plan.plan import format_plan
 
 
 def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The summary of a run from the entries of its event log."""
+    """Return the summary of a run, from the entries of its event log."""
     steps: dict[int, dict[str, Any]] = {}
     recoveries, plan, backup, end, checkpoints = [], "", {}, {}, []
     first = last = 0.0
@@ -59,7 +59,7 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plan_entry(plan: Plan) -> dict[str, Any]:
-    """Fields of a plan in the event log."""
+    """Return the fields of a plan in the event log."""
     return {
         "text": format_plan(plan),
         "backup": {"gradients": plan.gradients, "state": plan.state, "reason": plan.reason},
@@ -67,5 +67,5 @@ def plan_entry(plan: Plan) -> dict[str, Any]:
 
 
 def plan_shape(plan: Plan) -> str:
-    """Numbers of stages per pipeline, such as 3+1."""
+    """Return the number of stages of each pipeline, such as 3+1."""
     return "+".join(str(len(p.stages)) for p in plan.pipelines)

@@ -1,21 +1,22 @@
-"""Saves the job's state in the store before anybody learns of a decision.
+"""Saves the job's state in the store before a decision is sent or recorded.
 
-**If the store is away** (etcd or SQLite cannot be reached, or refuses a write), training goes on:
+**If the store is away** (etcd or SQLite cannot be reached, or refuses a write), training continues:
 
 1. The coordinator still decides, in memory. Messages, records and metrics that follow from its
-   decisions are held back: nothing is sent that a successor would not know.
+   decisions are held back, because a successor would not know these decisions.
 2. `retry_s` gives the growing pauses between attempts to save. After REPORT_AFTER failures in a row
    the event `store-lost` is reported; `elastic status` shows that decisions wait.
-3. When the store is back, the newest state is saved, and everything held back happens in its order,
-   as after a slow network. The event `store-back` has the duration.
-4. If another coordinator took over meanwhile, saving raises StaleError, nothing that was held back
-   happens, and this coordinator stands by.
+3. When the store is back, the newest state is saved, and all actions that were held back are
+   carried out in their order. The event `store-back` has the duration.
+4. If another coordinator took over meanwhile, saving raises StaleError, the actions that were held
+   back are dropped, and this coordinator stands by.
 
-A store that refuses writes (state too large, permission missing) counts as away, because a
-coordinator that ended would only be restarted.
+A store that refuses writes (state too large, permission missing) counts as away, because ending the
+coordinator would only lead to its restart.
 
-A report without consequences is saved with a delay: its node resends it to the next coordinator.
-In a job of thousands of nodes a change of plan brings thousands of such reports.
+If no action follows from a node's report, the state is saved with a delay: in a job of thousands of
+nodes a change of plan causes thousands of such reports. If this coordinator is lost before the
+save, the nodes send their reports to the next coordinator.
 """
 
 from __future__ import annotations
@@ -37,11 +38,10 @@ from elastic.store.interface import Conflict, Entry, Lease, Store, StoreError, S
 
 log = logging.getLogger("elastic.coordinator")
 REPORT_AFTER = 2
-"""Failures in a row after which the store is reported as lost. A single failure can be our own: a
-coordinator that was stopped during a save sees a timeout first, and then that it was replaced."""
+"""Failures in a row after which the store is reported as lost. A single failure may be a timeout of
+a coordinator that was itself stopped during a save."""
 MIN_DELAY_S, MAX_DELAY_S = 0.1, 2.0
-"""Limits of the delay of reports without consequences. In between, the delay is ten times the
-duration of a save."""
+"""Limits of the delay of `save_later`, which is otherwise ten times the duration of a save."""
 
 
 class StateSaver:
@@ -50,9 +50,9 @@ class StateSaver:
     def __init__(self, store: Store, lease: Lease, key: str, entry: Entry | None) -> None:
         self._store, self._token, self._key = store, lease.token, key
         self.report: Callable[[str, dict[str, Any]], object] = lambda kind, data: None
-        """Gets the events `store-lost` and `store-back`."""
+        """`report(kind, data)` is called with the events `store-lost` and `store-back`."""
         self.measured: Callable[[float, int], object] = lambda seconds, nbytes: None
-        """Gets duration and size of each save."""
+        """`measured(seconds, nbytes)` is called after each save."""
         self._encoder = StateEncoder()
         self._revision = entry.revision if entry is not None else None
         self._saved = entry.value if entry is not None else b""
@@ -64,7 +64,7 @@ class StateSaver:
 
     @property
     def away(self) -> bool:
-        """The last attempt to save has failed."""
+        """Whether the last attempt to save has failed."""
         return self._failures > 0
 
     @property
@@ -73,13 +73,13 @@ class StateSaver:
         return len(self._saved)
 
     def hold(self, key: object, action: Callable[[], object]) -> None:
-        """Call `action` after the next save. Of several actions with the same `key` only the first
-        is called, except for None."""
+        """Call `action` after the next save, unless an action with the same `key` is held already.
+        Actions with key None are all called."""
         if key is None or all(key != other for other, _ in self._held):
             self._held.append((key, action))
 
     def save(self, state: JobState) -> None:
-        """Save `state` and call the held actions; if the store is away, do so later.
+        """Save `state` and call the held actions, now or when the store is back.
 
         Raises StaleError if another coordinator has taken over.
         """
@@ -88,7 +88,7 @@ class StateSaver:
             self.retry()
 
     def save_later(self, state: JobState) -> None:
-        """Save `state`, from which nothing follows yet, after a delay or with the next decision."""
+        """Save `state` after a delay or with the next decision. No action may depend on it."""
         if self._unsaved is not None:
             self._unsaved = state
             return
@@ -105,12 +105,12 @@ class StateSaver:
                 action()
 
     def due(self) -> bool:
-        """It is time to call `retry`."""
+        """Return whether it is time to call `retry`."""
         pending_at = self._delayed_until if self._delayed is not None else inf
         return time.monotonic() >= (self._retry_at if self.away else pending_at)
 
     def retry(self) -> None:
-        """Save what is unsaved or delayed. Raises as `save`."""
+        """Save the newest unsaved or delayed state. Raises StaleError as `save` does."""
         state = self._unsaved = self._unsaved or self._delayed
         self._delayed = None
         if state is None:
@@ -142,7 +142,7 @@ class StateSaver:
         try:
             entry = self._store.put_if(self._key, value, self._revision, self._token)
         except Conflict:
-            # Only our token may write here: an earlier write arrived although its answer was lost.
+            # Only this coordinator's token may write, so its last write arrived without an answer.
             present = self._store.get(self._key)
             self._revision = present.revision if present is not None else None
             entry = self._store.put_if(self._key, value, self._revision, self._token)
@@ -159,9 +159,9 @@ _member_rest = operator.attrgetter(*MEMBER_REST)
 class StateEncoder:
     """Encodes states as `elastic.domain.codec` does, and reuses the text of unchanged parts.
 
-    A state is immutable, so the same object has the same text. In a job of thousands of nodes a
-    save often follows a few reports, while the assignment alone has tens of thousands of recipes.
-    Not thread-safe.
+    Parts of a state are immutable, so the same object has the same text. In a job of thousands of
+    nodes few parts change between two saves, and the assignment alone has tens of thousands of
+    recipes. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class StateEncoder:
         self._members: dict[str, tuple[NodeReport, tuple[Any, ...], str, str]] = {}
 
     def encode(self, state: JobState) -> str:
-        """The same text as `codec.dumps(state)`."""
+        """Return the same text as `codec.dumps(state)`."""
         parts = []
         for field in dataclasses.fields(state):
             name, value = field.name, getattr(state, field.name)
@@ -189,7 +189,7 @@ class StateEncoder:
         return f"{{{','.join([self._encode_member(n, mb) for n, mb in members.items()])}}}"
 
     def _encode_member(self, node: str, member: Member) -> str:
-        """A heartbeat changes only `seen`, so the texts before and after it are kept."""
+        """Encode a member; keep the texts around `seen`, which every heartbeat changes."""
         known, report, rest = self._members.get(node), member.report, _member_rest(member)
         if known is None or known[0] is not report or known[1] != rest:
             before = f'{json.dumps(node)}:{{"report":{codec.dumps(report)},"seen":'

@@ -2,6 +2,6 @@
 
 `transitions.py` has the transition with its table of rules per phase; start reading there.
 `event_handlers.py` records each event in the state before the rules apply. `authorization.py`
-checks a node's message before it becomes an event. Streams, storage and clocks are in
-`elastic.coordinator`, and must not be used here.
+checks a node's message before it becomes an event. This package must not use streams, storage or
+clocks: they are in `elastic.coordinator`.
 """

@@ -1,8 +1,8 @@
 """Authorization: checks each message of a node before it becomes an event.
 
-A session belongs to the node that opened it, and speaks for that node alone. A message is refused
-if it comes from a former member, names another node, or has a type that only workers or
-coordinators send. `check_message` also refuses values that are out of bounds.
+A session belongs to the node that opened it and carries messages of that node only. A message is
+refused if its sender is a former member, if it names another node as its sender, if only workers
+or coordinators send its type, or if a value is out of bounds.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from elastic.domain.errors import FieldError
 
 FORGED, STALE, MALFORMED = "forged", "stale", "malformed"
 MAX_COUNT = 1 << 53
-"""Limit on counts and indices. JSON readers disagree about larger numbers."""
+"""Limit on counts and indices, because JSON readers disagree about larger numbers."""
 MAX_NAME_CHARS = 256
 MAX_DEADLINE_S = 30 * 86400.0
 MAX_INT, MAX_FLOAT = 1 << 64, 1e30
-"""Limits on all numbers. Seeds have 64 bits; sums and products must stay finite."""
+"""Limits on the absolute value of numbers. Seeds have 64 bits; sums and products must stay
+finite."""
 MAX_CHARS, MAX_ITEMS = 256 << 10, 1 << 17
-"""Limits on a text and on a list, such as a script's last output and the copies of a vault."""
+"""Limits on the length of a text (a script's last output) and of a list (a vault's copies)."""
 LIMITS: dict[type, tuple[int, int]] = {
     HealthReport: (MAX_NAME_CHARS, MAX_ENTRIES),
     m.Notice: (4096, MAX_ENTRIES),
 }
-"""(characters, items) of messages with other limits than MAX_CHARS and MAX_ITEMS."""
+"""(characters, items) by message type, in place of MAX_CHARS and MAX_ITEMS."""
 UNBOUNDED = frozenset(
     {"StepRecord.clip", "StepRecord.grad_norm", "StepRecord.loss", "StepDone.lr", "Copy.losses"}
 )
-"""Results of the training. If it diverges they are not finite."""
+"""Results of the training, which are not finite if the training diverges."""
 _checked: dict[type, Any] = {}
-"""Newest valid value of each type that has `everywhere_the_same`."""
+"""Newest valid value of each type with `everywhere_the_same`, so that it is checked only once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,11 @@ class Rejection:
     """FORGED, STALE or MALFORMED."""
     text: str
     fence: bool = False
-    """Answer the sender that it is not a member."""
+    """Whether to tell the sender that it is not a member."""
 
 
 def check_message(state: JobState, sender: str, message: Any) -> Rejection | None:
-    """Check a message on a session of node `sender`; None: it is accepted."""
+    """Return the reason to refuse a message on a session of node `sender`, or None."""
     try:
         node_id(sender)
     except FieldError:
@@ -65,7 +66,7 @@ def check_message(state: JobState, sender: str, message: Any) -> Rejection | Non
 
 
 def invalid_field(message: Any) -> str:
-    """Name of the first number, text or list out of bounds, and the reason; "": none."""
+    """Return the first number, text or list out of bounds, with the reason; "": none."""
     problem = _out_of_bounds(message, *LIMITS.get(type(message), (MAX_CHARS, MAX_ITEMS)))
     return f"{type(message).__name__}{problem}" if problem else ""
 
@@ -81,7 +82,7 @@ def _out_of_bounds(value: Any, chars: int, items: int) -> str:
     if kind is tuple or kind is frozenset:
         if len(value) > items:
             return f": {len(value)} entries, the limit is {items}"
-        if kind is frozenset and value:  # a thousand micro-batches in each of a thousand copies
+        if kind is frozenset and value:  # a ledger; a report may have a thousand large ones
             value = (min(value), max(value))
         return next(filter(None, (_out_of_bounds(item, chars, items) for item in value)), "")
     return _out_of_bounds_field(value, kind, chars, items)
@@ -92,7 +93,8 @@ def _out_of_bounds_field(value: Any, kind: Any, chars: int, items: int) -> str:
         return ""
     for name in _bounded_fields(kind):
         inner = getattr(value, name)
-        if type(inner) is float and -MAX_FLOAT < inner < MAX_FLOAT:  # most fields of a heartbeat
+        # A shortcut for speed: most fields of a heartbeat are floats.
+        if type(inner) is float and -MAX_FLOAT < inner < MAX_FLOAT:
             continue
         problem = _out_of_bounds(inner, chars, items)
         if problem:
@@ -104,7 +106,7 @@ def _out_of_bounds_field(value: Any, kind: Any, chars: int, items: int) -> str:
 
 @functools.cache
 def _bounded_fields(kind: type) -> tuple[str, ...]:
-    """Fields of a dataclass that have bounds; () for other types."""
+    """Return the names of a dataclass's fields that have bounds; () for other types."""
     if not dataclasses.is_dataclass(kind):
         return ()
     names = (field.name for field in dataclasses.fields(kind))
@@ -127,7 +129,7 @@ def _check_sender(state: JobState, sender: str, message: Any) -> Rejection | Non
             return _check_report(state, sender, message)
         case m.Heartbeat() if info is None or message.incarnation != info.incarnation:
             return Rejection(STALE, f"{sender} is not a member (any more)", fence=True)
-        case m.Notice() | HealthReport():  # of an unknown node it has no effect
+        case m.Notice() | HealthReport():  # accepted from an unknown node, but without effect
             if info is not None and message.incarnation != info.incarnation:
                 return Rejection(STALE, f"{kind} of a former {sender}")
         case m.StepDone():
@@ -138,7 +140,7 @@ def _check_sender(state: JobState, sender: str, message: Any) -> Rejection | Non
 
 
 def _named_node(message: Any, sender: str) -> str | None:
-    """The node in whose name the message speaks; None: nodes do not send such messages."""
+    """Return the node that the message names as its sender; None: nodes do not send this type."""
     match message:
         case m.NodeReport():
             return message.info.node
@@ -154,7 +156,7 @@ def _named_node(message: Any, sender: str) -> str | None:
 
 
 def _out_of_range(state: JobState, message: Any) -> str:
-    """The value that cannot be, in words; "": none."""
+    """Return a description of a value that is out of range; "": none."""
     spec = state.spec
     steps, layers = (spec.n_steps, spec.n_layers) if spec is not None else (MAX_COUNT, MAX_COUNT)
     match message:
@@ -197,7 +199,7 @@ def _check_report(state: JobState, sender: str, report: m.NodeReport) -> Rejecti
 
 
 def _check_step(state: JobState, sender: str, done: m.StepDone) -> Rejection | None:
-    """A former member may still report an old step, for example after a partition."""
+    """Check a finished step. A former member may report an old step, such as after a partition."""
     step = done.record.step
     if done.epoch > state.epoch:
         text = f"a step of epoch {done.epoch}, but the newest epoch is {state.epoch}"

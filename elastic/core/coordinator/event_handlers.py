@@ -1,7 +1,7 @@
 """Event handlers: the first half of `elastic.core.coordinator.transitions.transition`.
 
-They only record an event in the state, and repeat orders that a node has missed. The rules of the
-job's phase then decide what follows.
+A handler records an event in the state, and repeats orders that a node has missed. The rules of
+the job's phase decide afterwards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from elastic.core.protocol.timeouts import MAX_HEARTBEATS_PER_S
 from elastic.domain.types import Slot, whole_slots
 
 RETIRED = 256
-"""Number of replaced incarnations that are remembered."""
+"""Number of replaced incarnations that are kept in the state."""
 DURATIONS = 32
 """Number of steps whose durations are kept."""
 
@@ -60,7 +60,7 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
         if report.spec != state.spec:
             text = f"{node} runs another model or configuration than the rest of the job"
             report = replace(report, failed=m.Failed(text, 2))
-        else:  # the state keeps it once, because it is the largest part of a report
+        else:  # the state keeps the spec once, because it is the largest part of a report
             report = replace(report, spec=None)
     member = replace(member, report=report, seen=now, connected=True)
     if report.info.lifetime_s != was.info.lifetime_s:
@@ -77,7 +77,7 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
 
 
 def _new_incarnation(state: JobState, report: m.NodeReport, now: float) -> JobTransition:
-    """Add a new member, unless it is a former one, its name is in use, or its pre-flight failed."""
+    """Add a member, unless it was one before, its name is in use, or its pre-flight failed."""
     node = report.info.node
     if report.epoch > 0 or report.restart >= 0 or report.phase is not NodePhase.EMPTY:
         fenced = m.Fenced(f"{node} ({report.info.incarnation}) is not a member (any more)")
@@ -116,7 +116,8 @@ def _join(
 
 
 def _missed_orders(state: JobState, node: str) -> tuple[JobAction, ...]:
-    """Orders that the member's report shows to be missing. A repeated order changes nothing."""
+    """Return the orders that the member has missed, as its report shows. An order that the member
+    already has changes nothing."""
     member = state.members[node]
     report = member.report
     if state.ending is not None:
@@ -134,7 +135,7 @@ def _missed_orders(state: JobState, node: str) -> tuple[JobAction, ...]:
 
 
 def _heartbeats(state: JobState, event: Heartbeats, now: float) -> JobTransition:
-    """Record heartbeats together: one by one, each would copy the dict of members."""
+    """Record heartbeats together, so that the dict of members is copied only once."""
     members, accepted = dict(state.members), []
     fenced: list[JobAction] = []
     for beat in event.beats:
@@ -201,13 +202,13 @@ def _checkpoint_part(state: JobState, event: m.CheckpointPart, now: float) -> Jo
     if state.spec is None or event.step < newest or committed:
         return state, (), ""
     state = state.of(checkpoint_parts=((event.step, tuple(sorted(slots))),))
-    # A part is reported again after a reconnect. The commit begins once.
+    # Nodes report a part again after a reconnect. The commit must begin only once.
     begun = _is_complete(state, slots) and not _is_complete(state, before)
     return state, ((CommitCheckpoint(event.step),) if begun else ()), ""
 
 
 def _is_complete(state: JobState, slots: Collection[Slot]) -> bool:
-    """Whether the files of these slots make a whole checkpoint."""
+    """Return whether `slots` cover every (layer, TP rank) of the model."""
     spec = state.spec
     return spec is not None and len(whole_slots(slots)) == spec.n_layers * spec.tp
 
@@ -223,14 +224,14 @@ def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: floa
         return state, (), ""
     entry = LogEntry("checkpoint", {"step": event.step, "path": event.path})
     state, findings = remediation.checkpoint_written(state, now)
-    # Parts of later checkpoints arrived during the commit.
+    # Keep parts of later checkpoints, which arrived during the commit.
     later = tuple(part for part in state.checkpoint_parts if part[0] > event.step)
     state = state.of(checkpoint=(event.path, event.step), checkpoint_parts=later)
     return state, (entry, *findings), f"checkpoint of step {event.step}"
 
 
 def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTransition:
-    # All members reconnect at the same time.
+    # All members reconnect at once, so more members get more time.
     late = now + state.limits.adopt_s + len(state.members) / MAX_HEARTBEATS_PER_S
     members = {
         node: replace(member, connected=False, closed_at=late, seen=late)

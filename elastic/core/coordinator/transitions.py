@@ -1,9 +1,9 @@
 """The coordinator's pure transition: (state, event, now) -> (state, actions, reason).
 
 Each event first updates the state (`event_handlers.EVENT_HANDLERS`). Then the rules of the present
-phase (`RULES`) are applied until no rule has a result. Rules look at conditions in the state, not
-at messages, so lost, repeated or reordered events and a failover of the coordinator all lead to
-the same decisions.
+phase (`RULES`) are applied until no rule has a result. Rules depend on the state, not on single
+messages, so they decide the same if events are lost, repeated or reordered, or if another
+coordinator takes over.
 
     WAITING -> LAUNCHED -> HALTING -> INSTALLING -> RUNNING -> FINISHED
                             ^  |  ^        |           |
@@ -11,7 +11,7 @@ the same decisions.
                           PAUSED                           the next epoch
 
 In PAUSED no plan fits the available nodes. A fault in HALTING or INSTALLING is a second fault
-during a recovery: `elastic.core.job.epoch_change` says how it is decided.
+during a recovery (`elastic.core.job.epoch_change`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from elastic.core.protocol.timeouts import budget
 from elastic.planning.backup.peer_assignment import natural
 
 SCRIPT_S = 30.0
-"""Workers that have not attached after this time run a script that does not use elastic."""
+"""If no worker has attached after this time, the script does not use elastic."""
 LATE_WORKERS_S = 90.0
-"""If the minimum of nodes is ready after this time, the job starts without the others."""
+"""After this time the job starts without the nodes that are not ready, if the minimum is ready."""
 OVER = (JobPhase.FINISHED, JobPhase.FAILED)
 Rule = Callable[[JobState, float], JobTransition | None]
 
@@ -70,7 +70,7 @@ def transition(state: JobState, event: Any, now: float) -> JobTransition:
 def record_event(state: JobState, event: Any, now: float) -> JobTransition:
     """Run the event's handler, and update the limits on waiting if a longer time was measured.
 
-    Nothing is decided: `apply_rules` must follow within `limits.starved_s`.
+    Call `apply_rules` within `limits.starved_s` to decide.
     """
     if now - state.updated_at > state.limits.starved_s:
         state = _excuse_delay(state, now)
@@ -90,7 +90,7 @@ def record_event(state: JobState, event: Any, now: float) -> JobTransition:
 
 
 def _excuse_delay(state: JobState, now: float) -> JobState:
-    """Do not count time during which the coordinator itself did not run against the members."""
+    """Add the time for which the coordinator itself did not run to the members' deadlines."""
     late = now - state.updated_at - state.limits.starved_s if state.updated_at else 0.0
     if late > 0:
         members = {
@@ -102,7 +102,7 @@ def _excuse_delay(state: JobState, now: float) -> JobState:
 
 
 def apply_rules(state: JobState, now: float) -> JobTransition:
-    """Decide on all events that were recorded."""
+    """Decide about all recorded events."""
     state = _excuse_delay(state, now)
     actions: list[JobAction] = []
     reasons: list[str] = []
@@ -126,10 +126,10 @@ def apply_rules(state: JobState, now: float) -> JobTransition:
 
 
 def _drop_lost_members(state: JobState, now: float) -> JobTransition | None:
-    """Drop a member that is lost: disconnected too long, accused by its neighbours, or silent.
+    """Drop a member that is lost: silent, disconnected too long, or disconnected and accused.
 
-    A member that leaves after the end of the job is not lost. A coordinator that is late adds its
-    delay to the limits, up to a lease, because messages may be waiting for it.
+    After the end of the job no member is lost. If the coordinator is late, the limits grow by its
+    delay, up to one lease, because messages of the member may wait in the queue.
     """
     if state.ending is not None:
         return None
@@ -175,7 +175,7 @@ def _end(state: JobState, now: float) -> JobTransition | None:
 def _end_job(
     state: JobState, phase: JobPhase, code: int, reason: str, sha: str = ""
 ) -> JobTransition:
-    # The summary must include a change that completed together with the end of the job.
+    # The summary must include a change that became complete just before the end of the job.
     state, completed, _ = _complete_change(state) or (state, (), "")
     state, ended = end_job(state, phase, code, reason, sha)
     return state, (*completed, *ended), reason
@@ -206,7 +206,7 @@ def _launched(state: JobState, now: float) -> JobTransition | None:
         return state, (), "every launched node is gone"
     if state.spec is None:
         if any(mb.report.elastic for mb in launched):
-            return None  # the script uses elastic: its workers are started again
+            return None  # the script uses elastic, so the agents restart its workers
         return _plain_script(state, launched, now)
     late = tuple(node for node, mb in state.members.items() if mb.rank < 0)
     if late:
@@ -233,7 +233,7 @@ def _plain_script(state: JobState, launched: list[Member], now: float) -> JobTra
         return _end_job(state, JobPhase.FAILED, 1, text)
     if failed or missing or grown:
         why = failed[0].report.cause if failed else "membership changed"
-        if not failed:  # a restart for a change of membership is free
+        if not failed:  # a restart after a change of membership does not count
             policy = replace(policy, max_restarts=policy.max_restarts + 1)
         members = {n: replace(mb, rank=-1, launch=None) for n, mb in state.members.items()}
         state = state.of(phase=JobPhase.WAITING, members=members, next_rank=0, policy=policy)
@@ -262,7 +262,7 @@ def _halting(state: JobState, now: float) -> JobTransition | None:
 
 
 def _notice_ends(state: JobState, now: float) -> Cause | None:
-    """Cause to halt at once: the notice of a draining node ends before the step does."""
+    """Return the cause to halt at once if a draining node's deadline is too near, else None."""
     for member in state.members.values():
         if member.draining and now > member.drain_deadline - state.limits.leave_s:
             return Cause(CauseKind.NOTICE, f"notice of {member.node} runs out", (member.node,))
@@ -272,7 +272,8 @@ def _notice_ends(state: JobState, now: float) -> Cause | None:
 def _installing(state: JobState, now: float) -> JobTransition | None:
     cause = _fault(state, now)
     if cause is not None:
-        # The first micro-batch may have been computed before the fault: then this is a new change.
+        # If a micro-batch of this epoch was computed before the fault, the change is complete and
+        # the epoch has run. The next call of this rule then begins a new change for the fault.
         return _complete_change(state.of(trained=True)) or begin_change(state, cause, now)
     assert state.plan is not None
     reports = [state.members[node].report for node in state.plan.nodes()]
@@ -285,7 +286,7 @@ def _installing(state: JobState, now: float) -> JobTransition | None:
 
 def _running(state: JobState, now: float) -> JobTransition | None:
     completed = _complete_change(state)
-    if completed is not None:  # a late coordinator may learn of the next fault at the same time
+    if completed is not None:  # first, because a fault may have been recorded at the same time
         return completed
     cause = _fault(state, now)
     if cause is not None:
@@ -309,7 +310,7 @@ def _running(state: JobState, now: float) -> JobTransition | None:
 
 
 def _complete_change(state: JobState) -> JobTransition | None:
-    """Complete the change if the first micro-batch of its epoch was computed."""
+    """Complete the change if a micro-batch of its epoch was computed, else return None."""
     if state.change is None or state.plan is None:
         return None
     nodes = state.plan.nodes()
@@ -331,7 +332,7 @@ def _complete_change(state: JobState) -> JobTransition | None:
 
 
 def _drain(state: JobState, now: float) -> JobTransition | None:
-    """Move the layers of draining nodes away, then let the nodes go."""
+    """Move layers and backups away from draining nodes, then release these nodes."""
     assert state.plan is not None
     used = {*state.plan.nodes(), *(peer for _, peer in state.plan.peers)}
     for node, member in state.members.items():
@@ -340,7 +341,7 @@ def _drain(state: JobState, now: float) -> JobTransition | None:
         if node in used:
             in_time = now < member.drain_deadline - state.limits.leave_s
             return begin_change(state, drain.drain_cause(state), now, boundary=in_time)
-        # A disconnected node would not receive the order, and would join again.
+        # A disconnected node would miss the order and join again.
         if state.trimmed >= state.epoch and member.connected:
             actions = (drain.release_order(member), LogEntry("drained", {"node": node}))
             reason = f"{node} holds nothing any more and may leave"
@@ -349,7 +350,7 @@ def _drain(state: JobState, now: float) -> JobTransition | None:
 
 
 def _join(state: JobState, now: float) -> JobTransition | None:
-    """Let useful idle nodes fetch state first, then enter at the end of a step."""
+    """Let nodes that the planner would use fetch state, then change the plan at a step's end."""
     if state.change is not None or state.trimmed < state.epoch:
         return None
     if not state.joining:
@@ -369,7 +370,7 @@ def _paused(state: JobState, now: float) -> JobTransition | None:
 
 
 def _fault(state: JobState, now: float) -> Cause | None:
-    """Cause to end the running plan at once; None if there is no fault."""
+    """Return the fault because of which the epoch must end at once, or None."""
     assert state.plan is not None
     for node in state.plan.nodes():
         member = state.members.get(node)
@@ -392,7 +393,7 @@ def _fault(state: JobState, now: float) -> Cause | None:
 
 
 def _workers_down(report: NodeReport, text: str) -> Cause:
-    """Cause for crashed or hung workers; `text` if their agent gave no cause."""
+    """Return the cause for crashed or hung workers; `text` is used if their agent gave none."""
     kind = CauseKind.HANG if report.hung else CauseKind.WORKER
     node = report.info.node
     return Cause(kind, f"{node}: {report.cause or text}", (node,))
@@ -408,5 +409,5 @@ RULES: dict[JobPhase, tuple[Rule | None, tuple[JobPhase, ...]]] = {
     JobPhase.FINISHED: (None, ()),
     JobPhase.FAILED: (None, ()),
 }
-"""Per phase: its rule, and the phases that may follow. docs/design/states.md is drawn
-from this table."""
+"""For each phase: its rule, and the phases that may follow. docs/design/states.md is drawn from
+this table."""

@@ -1,7 +1,7 @@
 """Health of nodes, links and devices, judged from measurements.
 
-Everything here is a pure function of samples and reports. It measures nothing (agents and workers
-do) and acts on nothing: `elastic.core.policy` puts the findings into the job's state and acts.
-Start with the table in `diagnosis`. `compute_speed` and `link_speed` tell when a node or a link is
-slow, and `backup_metrics` collects the measured cost of backups.
+All modules are pure functions of samples and reports. Agents and workers measure;
+`elastic.core.policy` puts the findings into the job's state and acts. Start with the table in
+`diagnosis`. `compute_speed` and `link_speed` tell when a node or a link is slow, and
+`backup_metrics` collects the measured cost of backups.
 """

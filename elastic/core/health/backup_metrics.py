@@ -1,7 +1,7 @@
-"""Measured cost of backups on a node: copy rate, send rate, and the slowdown of computing.
+"""Measured cost of backups on a node: rates of copying and sending, and the effect on computing.
 
-Every step of a node adds at most one sample per figure. Samples outlive changes of plan, so a
-figure that the current schemes do not show keeps its value from the schemes before.
+Every step of a node adds at most one sample per figure. Samples stay when the plan changes, so a
+figure that the present backup schemes do not measure keeps its value from earlier schemes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from statistics import median
 from elastic.core.protocol.messages import MicrobatchTiming
 
 KEPT_SAMPLES = 15
-"""Samples kept per figure."""
+"""Number of samples kept per figure."""
 MIN_SAMPLES = 5
-"""Samples needed before a figure counts."""
+"""Least number of samples for which a figure counts."""
 LEAST_BYTES = 1 << 16
-"""Smaller transfers measure latency, not bandwidth."""
+"""Smaller transfers are not measured, because latency determines their time."""
 
 Samples = tuple[float, ...]
 
@@ -29,19 +29,19 @@ class BackupMetrics:
     step: int = -1
     epoch: int = -1
     steps: int = 0
-    """Steps measured in this epoch."""
+    """Number of steps measured in `epoch`."""
     sending: Samples = ()
-    """Bytes per second to the peer, all workers together."""
+    """Bytes per second to the peer, summed over the node's workers."""
     copying: Samples = ()
     """Bytes per second into shared memory, per worker."""
     slowed: Samples = ()
-    """Compute time beside a transfer, divided by compute time without one."""
+    """Compute time during a transfer of copies, divided by compute time without a transfer."""
 
 
 def record_measurements(
     metrics: BackupMetrics, epoch: int, measured: Sequence[MicrobatchTiming]
 ) -> BackupMetrics:
-    """Add the measurements of a node's workers for one step of `epoch`; a known step adds none."""
+    """Add the measurements of a node's workers for one step of `epoch`; ignore a known step."""
     step = min((one.step for one in measured), default=-1)
     if not measured or (metrics.epoch, metrics.step) >= (epoch, step):
         return metrics
@@ -60,17 +60,17 @@ def record_measurements(
 
 
 def _rate(nbytes: int, seconds: float) -> float:
-    """Bytes per second; 0 if the transfer is too small to tell."""
+    """Return bytes per second; 0 if the transfer is too small to measure."""
     return nbytes / seconds if nbytes >= LEAST_BYTES and seconds > 0 else 0.0
 
 
 def _with_median(samples: Samples, new: Sequence[float]) -> Samples:
-    """Add the median of the positive values of `new`, if there are any."""
+    """Add the median of the positive values in `new`; nothing if no value is positive."""
     known = [value for value in new if value > 0]
     return (*samples, *((median(known),) if known else ()))[-KEPT_SAMPLES:]
 
 
 def median_of_nodes(figures: Iterable[Samples]) -> float:
-    """Median over nodes of each node's median; 0 if no node has enough samples."""
+    """Return the median of the nodes' medians; 0 if no node has enough samples."""
     known = [median(samples) for samples in figures if len(samples) >= MIN_SAMPLES]
     return median(known) if known else 0.0

@@ -1,9 +1,11 @@
-"""How fast a node computes compared with its profile.
+"""Compute speed of a node, as three numbers. Variables named `pace` hold a `ComputeSpeed`.
 
-The *ratio* of a node is the measured time of one micro-batch through its stages, divided by the
-expected time. With a profile, a node at its proper speed has ratio 1. Without one the expected
-times are only proportional figures. Then the ratio of a node at proper speed (`unit`) is learned
-from the median of other nodes with the same layers, or from the node's own first steps.
+    ratio            measured time of a micro-batch through the node's stages / expected time
+    reference ratio  ratio of a node at normal speed: 1 if the user gave a profile (field `unit`)
+    slow factor      ratio / reference ratio: 1 at normal speed, 2 if computing takes twice as long
+
+Without a profile the expected times are only proportional to seconds. The reference ratio is then
+the median over other nodes with the same layers, or is taken from the node's own first steps.
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 SAMPLES, CHANGED = 3, 1.2
-"""Consecutive steps that must agree, and the change that they must show: a factor above this one,
-or below its inverse, compared with the factor that plans use."""
+"""Number of consecutive steps that must agree on a new slow factor, and the least change: new
+factor / factor in use must be at least CHANGED, or at most 1 / CHANGED."""
 SAMPLES_UNPROFILED, CHANGED_UNPROFILED = 8, 1.5
-"""The same without a profile, because a node's own first steps are a rough measure."""
+"""SAMPLES and CHANGED without a profile, because a node's own first steps are a rough measure."""
 SPAN_UNPROFILED_S = 10.0
-"""Without a profile the samples must also span this time: a machine may be busy for a few steps."""
+"""Least time between the first and the last of these steps without a profile, because a machine
+may be busy for a few steps."""
 MIN_SLOW_FACTOR = 1.1
-"""Factors below this one count as 1."""
+"""Lower slow factors count as 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +33,39 @@ class ComputeSpeed:
     epoch: int = -1
     """Epoch of the samples."""
     samples: tuple[tuple[int, float], ...] = ()
-    """(step, ratio) of the newest steps of this epoch, at most `wanted`, without its first one."""
+    """(step, ratio) of the newest steps of the epoch, at most `wanted`, without its first step."""
     times: tuple[float, ...] = ()
     """Time of each sample in seconds; 0: unknown."""
     step: int = -1
     """Newest step measured."""
     unit: float = 0.0
-    """Ratio at proper speed; 0: not known yet."""
+    """Reference ratio; 0: not known yet."""
     factor: float = 1.0
-    """Slowdown that plans assume for this node."""
+    """Slow factor that plans use for this node."""
     profiled: bool = True
-    """Whether the ratio at proper speed is 1."""
+    """Whether the user gave a profile; the reference ratio is then 1."""
 
     @property
     def wanted(self) -> int:
-        """Number of steps that must agree."""
+        """Number of consecutive steps that must agree on a new slow factor."""
         return SAMPLES if self.profiled else SAMPLES_UNPROFILED
 
     @property
     def change(self) -> float:
-        """Change that they must show."""
+        """Least change of the slow factor (CHANGED or CHANGED_UNPROFILED)."""
         return CHANGED if self.profiled else CHANGED_UNPROFILED
 
     @property
     def ratio(self) -> float:
-        """Median ratio of the newest steps; 0 until there are enough."""
+        """Median ratio of the newest steps; 0 while fewer than `wanted` are measured."""
         return median(r for _, r in self.samples) if len(self.samples) == self.wanted else 0.0
 
 
 def observe(
     speed: ComputeSpeed, epoch: int, step: int, ratio: float, at: float = 0.0
 ) -> ComputeSpeed:
-    """Add the sample of one step, measured at time `at` in seconds."""
+    """Add the ratio of one step, measured at time `at` in seconds. The first step of an epoch
+    discards the samples of the epoch before."""
     if epoch != speed.epoch:
         return replace(speed, epoch=epoch, step=step, samples=(), times=(), unit=0.0)
     if step <= speed.step:
@@ -71,10 +75,10 @@ def observe(
 
 
 def calibrate(speed: ComputeSpeed, same: Sequence[ComputeSpeed]) -> ComputeSpeed:
-    """Set `unit` once it can be known.
+    """Set the reference ratio (`unit`) once it can be known.
 
-    `same` are the other nodes with the same layers in this epoch. A node that was calibrated in a
-    slow moment and is faster from then on is calibrated again.
+    `same`: speeds of the other nodes with the same layers in this epoch. If the first steps were
+    slow and the node is faster from then on, its reference ratio is set again.
     """
     if speed.profiled:
         return replace(speed, unit=1.0)
@@ -88,9 +92,9 @@ def calibrate(speed: ComputeSpeed, same: Sequence[ComputeSpeed]) -> ComputeSpeed
 
 
 def changed_factor(speed: ComputeSpeed) -> float | None:
-    """The factor that all newest steps show, if plans assume another one; else None.
+    """Return a new slow factor if all newest steps differ enough from the factor in use, or None.
 
-    A node that is faster than its proper speed counts as one at proper speed.
+    A node above normal speed gets slow factor 1.
     """
     if not (speed.unit and speed.ratio):
         return None

@@ -2,18 +2,19 @@
 
     class    meaning                        first action          if that does not help
     process  a worker crashed or hangs      restart               quarantine (as host or device)
-    host     computes slowly, or flaps      rebalance             replace (with a spare), quarantine
+    host     is slow, or lost repeatedly    rebalance             replace (with a spare), quarantine
     device   errors, or throttled           replace, quarantine   -
     link     carries less than before       replace or rebalance  quarantine, if that is faster
     storage  a disk is full or read-only    replace (own disk)    none: train without checkpoints
 
 This file holds the history of one node (`NodeHealth`) and the meaning of single observations.
-`elastic.core.policy.remediation` keeps it in the job's state and acts.
+`elastic.core.policy.remediation` keeps the history in the job's state and acts.
 
-A quarantined node stays a member and keeps its vault, but plans do without it. The first quarantine
-lasts `quarantine_s`, each further one twice as long, up to `quarantine_most_s`; each `good_s`
-without an offence cancels one doubling. Nothing here kills a worker: that needs the kernel's view
-of the process (`elastic.core.node.node.hang_reason`).
+A quarantined node stays a member and keeps its vault, but plans leave the node out. The first
+quarantine lasts `quarantine_s`, each further one twice as long as the one before, up to
+`quarantine_most_s`. Each `good_s` without a quarantine cancels one doubling. Hung workers are
+found by the agent, which has the kernel's view of the process
+(`elastic.core.node.node.hang_reason`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from elastic.core.protocol.health_report import (
 )
 
 Evidence = dict[str, Any]
-"""Figures and words by name: plain values."""
+"""Evidence of a finding for logs: plain values by name."""
 
 
 class FaultClass(StrEnum):
@@ -48,62 +49,62 @@ class HealthAction(StrEnum):
     """The action against a fault."""
 
     NONE = "none"
-    """The user is warned; training goes on as it is."""
+    """The user is warned; the plan stays."""
     RESTART = "restart"
     """The workers are restarted; `elastic.core.policy.restart_policy` decides about the plan."""
     REBALANCE = "rebalance"
     """A new plan gives the node less work."""
     QUARANTINE = "quarantine"
-    """Plans do without the node for a while."""
+    """Plans leave the node out for a while."""
     REPLACE = "replace"
-    """Plans do without the node, and a spare takes its place."""
+    """The node is quarantined, and a spare takes its place."""
 
 
 EXCLUDING_ACTIONS = (HealthAction.QUARANTINE, HealthAction.REPLACE)
-"""After these the node holds no layers."""
+"""Actions that leave a node without layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthLimits:
-    """Thresholds. Seconds are of the coordinator's clock."""
+    """Thresholds of the diagnosis. Times are on the coordinator's clock."""
 
     crashes: int = 3
-    """Crashes of a node's workers within `window_s` after which a restart does not help."""
+    """After this many crashes of a node's workers within `window_s`, a restart does not help."""
     hopeless: int = 4
-    """Crashes of one node, without a finished step between, that end the job if the node cannot be
-    quarantined."""
+    """After this many crashes of one node without a finished step between them, the job ends if
+    the node cannot be quarantined."""
     fatal_nodes: int = 3
-    """Nodes with `crashes` each, without a finished step between, that end the job: then the nodes
-    are not the cause."""
+    """If this many nodes have `crashes` crashes each without a finished step between them, the job
+    ends, because the nodes are not the cause."""
     departures: int = 3
-    """Losses of a node within `window_s` after which it flaps."""
+    """After this many losses within `window_s`, a node is quarantined."""
     window_s: float = 600.0
     quarantine_s: float = 30.0
     """Length of the first quarantine."""
     quarantine_most_s: float = 3600.0
     good_s: float = 1800.0
-    """Time without an offence that cancels one quarantine."""
+    """Time without a quarantine that cancels one earlier quarantine."""
     retry_s: float = 5.0
-    """Pause after a failed pre-flight; it doubles with each further failure."""
+    """Pause after the first failed pre-flight; it doubles with each further failure."""
     retry_most_s: float = 300.0
     link_factor: float = 3.0
-    """Factor from which a link counts as slow."""
+    """A link is slow if its usual rate divided by its present rate exceeds this."""
     link_windows: int = 3
-    """Consecutive reports that must agree on it."""
+    """Number of newest reports in which a link must be slow."""
     link_least_s: float = 0.1
-    """Seconds that a slow link adds to a copy, at least."""
+    """Least time in seconds that a slow link adds to each copy."""
     slowed: float = 1.1
-    """Factor of the step time from which a slow link leads to an action."""
+    """Step time now / step time before from which a slow link leads to an action."""
     clock_s: float = 5.0
-    """Clock difference that leads to a warning: event times of that node are wrong. No decision
-    depends on it."""
+    """Clock difference above which the user is warned of wrong event times of that node. No
+    decision depends on a node's clock."""
     memory_share: float = 0.02
-    """Free share of memory below which the user is warned."""
+    """Fraction of memory; the user is warned if less is free."""
     disk_share: float = 0.01
     disk_bytes: int = 256 << 20
-    """A disk with less free than both limits leads to a finding."""
+    """The user is warned if less than this and less than `disk_share` of a disk is free."""
     min_relative_speed: float = 0.5
-    """A strict pre-flight fails a node below this share of the other nodes' median speed."""
+    """A node fails a strict pre-flight below this fraction of the other nodes' median speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,50 +120,50 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class NodeHealth:
-    """Health history of a node by its name, across its incarnations. Times are in seconds."""
+    """Health history of a node name, over all its incarnations. Times are in seconds."""
 
     crashes: tuple[float, ...] = ()
-    """Times within the window when its workers crashed or hung."""
+    """Times of crashes and hangs of its workers, within the last `window_s`."""
     stuck: int = 0
-    """Crashes and hangs since the job last got beyond step `stuck_at`."""
+    """Number of crashes and hangs since step `stuck_at` was finished."""
     stuck_at: int = -1
-    """The newest finished step at the last crash; -1: none."""
+    """Newest finished step at the last crash; -1: no step was finished."""
     departures: tuple[float, ...] = ()
-    """Times within the window when it was lost."""
+    """Times of the node's losses, within the last `window_s`."""
     quarantines: int = 0
-    """Quarantines that no good time has cancelled."""
+    """Number of quarantines that determine the length of the next quarantine."""
     quarantined: bool = False
     until: float = 0.0
     """End of the newest quarantine."""
     quarantine_changed_at: float = 0.0
-    """Time when a quarantine last began or ended."""
+    """Time at which a quarantine last began or ended."""
     refusals: int = 0
-    """Consecutive failed pre-flights."""
+    """Number of consecutive failed pre-flights."""
     refused_until: float = 0.0
     preflight: Preflight | None = None
-    """The newest pre-flight that passed."""
+    """Newest pre-flight that passed."""
     findings: tuple[Finding, ...] = ()
-    """At most one per fault class."""
+    """Findings, at most one per fault class."""
     report: HealthReport | None = None
-    """The newest report."""
+    """Newest health report."""
     errors: int = 0
-    """Device errors counted so far."""
+    """Number of device errors that have led to a finding."""
     clock: tuple[float, ...] = ()
-    """Newest differences of its clock to the coordinator's, including the message's travel time."""
+    """Newest values of (coordinator's clock at arrival - node's clock when it sent a report)."""
     link: LinkSpeed = field(default_factory=LinkSpeed)
     loaded: float = 1.0
-    """Slowdown that plans assume because of its link."""
+    """Multiplies the node's slow factor in plans, because of a slow link; 1: the link is normal."""
 
     def finding(self, kind: FaultClass) -> Finding | None:
-        """The finding of this class, if there is one."""
+        """Return the finding of this class, or None."""
         return next((one for one in self.findings if one.kind is kind), None)
 
     def found(self, finding: Finding) -> NodeHealth:
-        """With `finding` instead of the one of its class."""
+        """Return the history with `finding` in place of any other finding of its class."""
         return replace(self, findings=(*self.without(finding.kind).findings, finding))
 
     def without(self, kind: FaultClass) -> NodeHealth:
-        """Without the finding of this class."""
+        """Return the history without the finding of this class."""
         return replace(self, findings=tuple(one for one in self.findings if one.kind is not kind))
 
 
@@ -170,7 +171,7 @@ class NodeHealth:
 
 
 def is_new(health: NodeHealth, finding: Finding) -> bool:
-    """Whether the class or action differs from the known finding; a restart is always new."""
+    """Return whether the finding's class is new or its action differs; a restart is always new."""
     known = health.finding(finding.kind)
     return (
         known is None
@@ -182,19 +183,20 @@ def is_new(health: NodeHealth, finding: Finding) -> bool:
 def record_crash(
     health: NodeHealth, now: float, limits: HealthLimits, count: int = 1, step: int = -1
 ) -> NodeHealth:
-    """Its workers crashed `count` more times; `step` is the newest step that the job finished."""
+    """Record `count` more crashes of the node's workers; `step`: the job's newest finished step."""
     stuck = count if step > health.stuck_at else health.stuck + count
     crashes = (*_recent(health.crashes, now, limits), *(now,) * count)[-64:]
     return replace(health, crashes=crashes, stuck=stuck, stuck_at=max(step, health.stuck_at))
 
 
 def record_departure(health: NodeHealth, now: float, limits: HealthLimits) -> NodeHealth:
-    """The node was lost, or came back as another incarnation before its loss was known."""
+    """Record that the node was lost, or came back as another incarnation."""
     return replace(health, departures=(*_recent(health.departures, now, limits), now)[-64:])
 
 
 def quarantine(health: NodeHealth, now: float, limits: HealthLimits) -> tuple[NodeHealth, float]:
-    """Quarantine the node; return also its length in seconds. Crashes and losses count anew."""
+    """Return the history with a new quarantine, and its length in seconds. Earlier crashes and
+    losses no longer count."""
     known = 0
     if limits.good_s > 0:
         good = int((now - health.quarantine_changed_at) / limits.good_s)
@@ -213,7 +215,7 @@ def quarantine(health: NodeHealth, now: float, limits: HealthLimits) -> tuple[No
 
 
 def release(health: NodeHealth, now: float) -> NodeHealth:
-    """End the quarantine. The number of quarantines stays."""
+    """End the quarantine; the number of quarantines stays."""
     return replace(
         health,
         quarantined=False,
@@ -227,7 +229,7 @@ def release(health: NodeHealth, now: float) -> NodeHealth:
 def record_refusal(
     health: NodeHealth, now: float, limits: HealthLimits
 ) -> tuple[NodeHealth, float]:
-    """Its pre-flight failed; return also the seconds until it may try again."""
+    """Record a failed pre-flight; return also the seconds until the node may try again."""
     if now < health.refused_until:
         return health, health.refused_until - now
     seconds = min(limits.retry_s * 2.0 ** min(health.refusals, 30), limits.retry_most_s)
@@ -235,7 +237,7 @@ def record_refusal(
 
 
 def is_forgettable(health: NodeHealth, now: float, limits: HealthLimits) -> bool:
-    """Whether the history of an absent node can no longer influence a decision."""
+    """Return whether the history of an absent node can no longer influence a decision."""
     last = max(
         health.quarantine_changed_at, health.refused_until, *health.crashes, *health.departures
     )
@@ -248,7 +250,7 @@ def is_forgettable(health: NodeHealth, now: float, limits: HealthLimits) -> bool
 def faulty_device(
     health: NodeHealth, devices: tuple[DeviceHealth, ...]
 ) -> tuple[str, Evidence] | None:
-    """(reason, evidence) of a device fault or of new memory errors."""
+    """Return (reason, evidence) of a device fault or of new memory errors, or None."""
     for device in devices:
         if device.fault:
             shown = {
@@ -273,7 +275,7 @@ def faulty_device(
 
 
 def throttled_device(devices: tuple[DeviceHealth, ...]) -> tuple[str, Evidence] | None:
-    """(reason, evidence) of the first device with a reduced clock."""
+    """Return (reason, evidence) of the first device with a reduced clock, or None."""
     for device in devices:
         if device.throttled:
             shown = {
@@ -286,7 +288,7 @@ def throttled_device(devices: tuple[DeviceHealth, ...]) -> tuple[str, Evidence] 
 
 
 def full_disk(report: HealthReport, limits: HealthLimits) -> tuple[str, Evidence, bool] | None:
-    """(reason, evidence, whether a write failed already) of a full or failing disk."""
+    """Return (reason, evidence, whether a write failed) of a full or failing disk, or None."""
     for failed in report.failed_operations:
         disk = _disk_of(report, failed.path)
         shown = {"path": failed.path, "error": failed.detail, "failed": failed.count}
@@ -308,14 +310,14 @@ def full_disk(report: HealthReport, limits: HealthLimits) -> tuple[str, Evidence
 
 
 def has_own_disk(path: str, report: HealthReport, others: tuple[HealthReport, ...]) -> bool:
-    """Whether no other node writes to the file system of `path`."""
+    """Return whether no other node writes to the file system of `path`; False if unknown."""
     disk = _disk_of(report, path)
     volumes = {one.volume for other in others for one in other.disks}
     return disk is not None and bool(disk.volume) and disk.volume not in volumes
 
 
 def low_memory(report: HealthReport, limits: HealthLimits) -> tuple[str, Evidence] | None:
-    """(reason, evidence) if hardly any memory is free."""
+    """Return (reason, evidence) if too little memory is free, else None."""
     free, total = report.memory_free_bytes, report.memory_total_bytes
     if total <= 0 or free >= limits.memory_share * total:
         return None
@@ -324,9 +326,9 @@ def low_memory(report: HealthReport, limits: HealthLimits) -> tuple[str, Evidenc
 
 
 def clock_skew(health: NodeHealth, limits: HealthLimits) -> tuple[str, Evidence] | None:
-    """(reason, evidence) if the node's clock is wrong.
+    """Return (reason, evidence) if the node's clock is wrong, else None.
 
-    The smallest of the newest differences counts, because messages may be late but never early.
+    The smallest of the newest differences counts, because the delay of a message adds to it.
     """
     if len(health.clock) < CLOCK_SAMPLES:
         return None
@@ -338,7 +340,7 @@ def clock_skew(health: NodeHealth, limits: HealthLimits) -> tuple[str, Evidence]
 
 
 CLOCK_SAMPLES = 5
-"""Clock differences kept per node."""
+"""Number of clock differences kept per node."""
 
 
 def _recent(times: tuple[float, ...], now: float, limits: HealthLimits) -> tuple[float, ...]:

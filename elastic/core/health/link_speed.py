@@ -1,10 +1,10 @@
-"""How fast a node's link carries copies to its peer, compared with its past and with other links.
+"""Rate at which a node sends copies to its peer, compared with earlier rates and other links.
 
 Each report gives one sample, the rate of the fastest copy, because a busy machine can slow a single
-copy. A link counts as slow only if
+copy. A link is slow only if
 
-- it fell behind while the others did not: a busy network slows all links at once; and
-- each copy takes longer by more than a busy machine's scheduler delays it.
+- the other links did not become slower by about the same factor, as in a busy network; and
+- each copy takes longer by more than the delay that a busy machine's scheduler causes.
 
 Rates are compared only between copies of about the same size, because small copies take the same
 time on any link.
@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 KEPT = 9
-"""Samples kept of the baseline rate."""
+"""Number of baseline rates kept."""
 ENOUGH = 3
-"""Samples needed before the baseline rate is known."""
+"""Least number of baseline rates for which the usual rate is known."""
 ALIKE = 2.0
 """Copies are of about the same size if their sizes differ by less than this factor."""
 COMMON = 1.7
-"""If the other links slowed down by this factor as well, the link is not the cause."""
+"""If the other links became slower by more than this factor, the link is not the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +31,22 @@ class LinkSpeed:
     """Measurements of one node's link. Rates are in bytes per second."""
 
     peer: str = ""
-    """Node that it sends to now."""
+    """Node that receives the copies now."""
     size: float = 0.0
-    """Bytes of one copy."""
+    """Mean bytes of a copy in the first of these measurements."""
     baseline: tuple[float, ...] = ()
-    """Rates from when the link was not slow, newest last."""
+    """Rates measured while the link was not slow, newest last."""
     recent: tuple[float, ...] = ()
-    """Newest rates to this peer."""
+    """Newest rates to `peer`, newest last."""
 
     @property
     def usual(self) -> float:
-        """Median baseline rate; 0: not known yet."""
+        """Median baseline rate; 0: too few are known."""
         return median(self.baseline) if len(self.baseline) >= ENOUGH else 0.0
 
     @property
     def now(self) -> float:
-        """The fastest of the recent rates; 0: none is known."""
+        """Highest of the recent rates; 0: unknown."""
         return max(self.recent, default=0.0)
 
     @property
@@ -58,10 +58,10 @@ class LinkSpeed:
 def record_rate(
     link: LinkSpeed, peer: str, rate: float, size: float, factor: float, windows: int
 ) -> LinkSpeed:
-    """Add one rate, measured on copies of `size` bytes.
+    """Add a rate that was measured with copies of `size` bytes.
 
-    A rate below `usual` by `factor` is slow and does not count as baseline. `windows` recent rates
-    are kept. Another size of copies starts a new measurement.
+    A rate below `usual` / `factor` is slow and is no baseline rate. The newest `windows` rates are
+    kept. If the size of the copies has changed, all earlier rates are discarded.
     """
     if rate <= 0 or size <= 0:
         return link
@@ -76,11 +76,11 @@ def record_rate(
 def slow_factor(
     link: LinkSpeed, others: Sequence[LinkSpeed], factor: float, windows: int, least_s: float
 ) -> float:
-    """The factor by which the link is slower than it should be; 0 if it is not or cannot be told.
+    """Return normal rate / present rate if the link is slow by more than `factor`; else 0.
 
-    A link that became slow is compared with its own baseline. One that was slow from the beginning
-    is compared with at least two other links. Copies that take less than `least_s` seconds longer
-    show nothing.
+    The normal rate is the link's usual rate, or the median of at least two other links if the link
+    was slow from the beginning. 0 also if fewer than `windows` recent rates are known, or if a copy
+    takes less than `least_s` seconds longer than at the normal rate.
     """
     if len(link.recent) < windows:
         return 0.0
@@ -96,7 +96,7 @@ def slow_factor(
 
 
 def _delay_s(link: LinkSpeed, proper: float) -> float:
-    """Seconds that a copy takes now beyond its time at rate `proper`."""
+    """Return the seconds that a copy takes longer now than at rate `proper`."""
     return link.size / link.now - link.size / proper
 
 

@@ -1,22 +1,23 @@
-"""Epoch changes: begin one, decide the new plan and assignment, consider nodes that joined.
+"""Epoch changes: begin a change, decide its plan and assignment, consider nodes that joined.
 
-An epoch change answers a fault, or a planned change of the cluster:
+The plan changes after a fault, or for a planned change of the cluster:
 
 1. `begin_change` raises the epoch and orders every node to halt.
-2. When all have halted and reported, `decide_plan` makes the plan, solves where each layer's state
-   comes from (`elastic.core.recovery.recovery`) and sends the assignment.
+2. When all nodes have halted and reported, `decide_plan` makes the plan, decides from which copies
+   each layer's state comes (`elastic.core.recovery.recovery`) and sends the assignment.
 3. When the first micro-batch of the epoch was computed, the change is complete
    (`elastic.core.coordinator.transitions`).
 
-**A second fault during a recovery.** While nodes halt after a fault, a further loss joins the
-change in progress: `decide_plan` counts it among the lost nodes. While the plan is installed, and
-during a planned halt, a loss calls `begin_change` again. The new change takes the next epoch, and
-inherits from an unfinished recovery its causes, lost nodes, old plan, start time and the
-micro-batches to replay. It inherits nothing from a planned change, whose step may still be running.
+**A second fault during a recovery.** If a node is lost while nodes halt after a fault,
+`decide_plan` adds it to the lost nodes of the same change. If a node is lost while the plan is
+being installed, or during a planned halt, `begin_change` is called again for the next epoch. The
+new change inherits from an unfinished recovery the causes, lost nodes, old plan, start time and
+micro-batches to replay. From a planned change, whose step may still be running, it inherits
+nothing.
 
 **Micro-batches**: `Assignment.todo` and `Assignment.partial` list the micro-batches that each
 pipeline runs in the resumed step; the solver derives them from the ledgers in the inventory. The
-workers add the gradients to the ledgers (`elastic.worker.replica.replica`).
+workers add the gradients and extend the ledgers (`elastic.worker.replica.replica`).
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _workers_gone(state: JobState, node: str) -> bool:
 
 
 def candidates(state: JobState) -> tuple[Member, ...]:
-    """Members that can take a stage now: nodes of the running plan first, then by rank."""
+    """Return the members that can take a stage now: nodes of the plan first, then by rank."""
     able = [
         mb
         for mb in state.members.values()
@@ -113,7 +114,7 @@ def candidates(state: JobState) -> tuple[Member, ...]:
 
 
 def plan_request(state: JobState, epoch: int) -> PlanRequest:
-    """The planner's input for the available members."""
+    """Return the planner's input for the available members."""
     assert state.spec is not None
     outlook = join_policy.outlook(state, state.updated_at)
     return PlanRequest(
@@ -135,11 +136,11 @@ def plan_request(state: JobState, epoch: int) -> PlanRequest:
 
 
 def decide_plan(state: JobState, now: float) -> JobTransition:
-    """All nodes have halted: send a new plan, pause, or end the job if its state is lost."""
+    """Send a new plan after all nodes have halted; pause, or end the job if its state is lost."""
     assert state.spec is not None and state.change is not None
     change = replace(state.change, halted=now, paused=state.step_finished_at)
     if change.old_plan is not None and not change.boundary:
-        # Includes losses that became known while the other nodes halted.
+        # Include nodes that were lost while the other nodes halted.
         gone = [node for node in change.old_plan.nodes() if _workers_gone(state, node)]
         change = replace(change, lost=tuple(dict.fromkeys((*change.lost, *gone))))
     try:
@@ -164,7 +165,7 @@ def decide_plan(state: JobState, now: float) -> JobTransition:
 
 
 def _solve(state: JobState, plan: Plan) -> recovery.Assignment:
-    """Assignment for `plan` from the copies that the members reported. Raises Unrecoverable."""
+    """Return the assignment for `plan` from the reported copies. Raises Unrecoverable."""
     assert state.spec is not None
     assignment = recovery.solve(
         plan=plan,
@@ -182,7 +183,7 @@ def _solve(state: JobState, plan: Plan) -> recovery.Assignment:
 def _install(
     state: JobState, change: EpochChange, assignment: recovery.Assignment
 ) -> JobTransition:
-    """Send the assignment to all members."""
+    """Make the assignment the present one, send it to all members and log it."""
     plan = assignment.plan
     summary = recovery.summarize(assignment, change.old_plan, change.lost)
     change = _with_figures(state, change, assignment, summary)
@@ -225,7 +226,7 @@ def _with_figures(
     assignment: recovery.Assignment,
     summary: recovery.RecoverySummary,
 ) -> EpochChange:
-    """The change with the figures of its assignment."""
+    """Add the figures of the assignment to the change."""
     plan, step = assignment.plan, assignment.step
     halted = {mb.node: mb.report.halted[0] for mb in state.members.values() if mb.report.halted}
     replayed = change.replayed
@@ -257,7 +258,7 @@ def _with_figures(
 def _unlogged_step(
     state: JobState, assignment: recovery.Assignment, now: float
 ) -> tuple[LogEntry, ...]:
-    """Log entry of a finished step whose reporting worker was lost before it reported."""
+    """Return the log entry of the last finished step if its worker was lost before reporting it."""
     spec = state.spec
     record = next((r for r in _records(state) if r.step == assignment.step - 1), None)
     if record is None or spec is None or state.logged_step >= record.step:
@@ -269,7 +270,7 @@ def _unlogged_step(
 
 
 def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:
-    """Per pipeline of the old plan, the micro-batches that it ran in `step`, in order."""
+    """Return the micro-batches of `step` per pipeline of the old plan, in the order of running."""
     former = state.assignment
     if former is not None and former.step == step and len(former.todo) == len(plan.pipelines):
         parts = partial_replay.partial_orders(former.plan, former.partial)
@@ -278,7 +279,7 @@ def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ..
 
 
 def _records(state: JobState) -> tuple[StepRecord, ...]:
-    """Known step records, oldest first."""
+    """Return all known step records, oldest first."""
     halted = [h.record for mb in state.members.values() for h in mb.report.halted]
     installed = state.assignment.record if state.assignment is not None else None
     known = {r.step: r for r in (installed, state.record, *halted) if r is not None}
@@ -286,7 +287,7 @@ def _records(state: JobState) -> tuple[StepRecord, ...]:
 
 
 def consider_joining(state: JobState, now: float) -> JobTransition | None:
-    """Let new idle nodes that the planner would use fetch state in the background."""
+    """Let new nodes that the planner would use fetch state in the background."""
     assert state.plan is not None
     able, used = candidates(state), frozenset(state.plan.nodes())
     if state.reconsider_at and now >= state.reconsider_at:
@@ -321,7 +322,7 @@ def _left_aside(choice: join_policy.JoinChoice) -> tuple[LogEntry, ...]:
 
 
 def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
-    """Order for `node` to fetch the state of its future layers from their holders."""
+    """Return the order for `node` to fetch the state of its future layers from their holders."""
     assert state.plan is not None
     sharded = state_of(state.plan.state).sharded
     sources = tuple(
@@ -337,7 +338,7 @@ def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
 
 
 def resume_if_feasible(state: JobState, now: float) -> JobTransition | None:
-    """While paused: continue as soon as a plan fits the available nodes."""
+    """Begin a change if a plan fits the nodes of a paused job; else end their quarantines."""
     if not candidates(state):
         return quarantine.release_all(state, now, "nobody else is left")
     try:

@@ -1,17 +1,17 @@
 """Assignment of agents to the machines of a cluster; a launcher carries the actions out.
 
-    a machine appears              start an agent on it, under a new node name
+    a machine appears              start an agent on the machine, under a new node name
     a machine disappears           forget its agent; the coordinator detects the loss by itself
-    an agent ends with code 0 or 4 leave its machine alone: the job is over, or the node was drained
+    an agent ends with 0, 4 or 5   start none there again: the job is over, or the node was drained
     an agent ends otherwise        start another agent there, after a pause that doubles each time
-    machines are missing           request them from the cluster, until they are there
+    machines are missing           request machines from the cluster until none is missing
 
-The minimum of nodes is a gang: its places are reserved together before the first agent starts, so
-two jobs never each hold half of the machines that they need. While a reserved place is without a
-machine, new machines are left to the cluster, which may need them for that place. Agents beyond the
-gang start on any machine with room.
+Places for the minimum of nodes are reserved together before the first agent starts, so two jobs
+never each hold half of the machines that they need. While a reserved place has no machine, only
+machines with a reserved place get an agent, because the cluster may need the others for that place.
+Then agents start on any machine with room.
 
-Pure: (fleet, event, now) -> (fleet, actions, reason).
+`transition` is pure: (fleet, event, now) -> (fleet, actions, reason).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from enum import StrEnum
 from elastic.domain.errors import EXIT_DRAINED, EXIT_JOB_FAILED, EXIT_OK
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 60.0
-"""Pause between two agents of a machine. It doubles with each failure."""
+"""First and longest pause between two agents of a machine. The pause doubles with each failure."""
 LOST_BACKOFF_S = 5.0
 """Least pause after an unknown exit: the cluster may soon report the machine lost."""
 STEADY_S = 60.0
-"""An agent that ran for this long counts as a new first attempt."""
+"""If an agent ran for this long, the earlier failures on its machine no longer count."""
 MOST_FAILURES = 3
-"""If every machine has failed this often in a row, the job cannot run."""
+"""If this many agents in a row have failed on every machine, the job cannot run."""
 
 
 class AgentStatus(StrEnum):
@@ -43,13 +43,13 @@ class Machine:
 
     id: str
     host: str = "127.0.0.1"
-    """Address under which others reach it."""
+    """Address under which other machines reach it."""
     domain: str = ""
     """Failure domain; "": unknown."""
     reserved: int | None = None
-    """Number of the reserved place on it."""
+    """Number of the reserved place on this machine; None: no place is reserved here."""
     room: bool = True
-    """It has the resources of an agent free, besides a reserved place."""
+    """Whether it has free resources for an agent beyond a reserved place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +74,10 @@ class Fleet:
     spares: int = 0
     """Further nodes that are kept ready."""
     agents: dict[str, AgentRecord] = field(default_factory=dict)
-    """By id of the machine."""
+    """Newest agent per machine id."""
     names_given: int = 0
     requested: int = 0
-    """Requested size of the cluster; 0: no request stands."""
+    """Number of nodes last requested from the cluster; 0: no open request."""
 
     @property
     def running(self) -> int:
@@ -116,7 +116,7 @@ class StartAgent:
 
 @dataclass(frozen=True, slots=True)
 class ForgetAgent:
-    """The machine of this node is gone."""
+    """Forget the agent of this node, because its machine is gone."""
 
     node: str
 
@@ -130,7 +130,7 @@ class RequestNodes:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """No machine can hold an agent."""
+    """End the job, because agents fail on every machine."""
 
     reason: str
 
@@ -141,7 +141,7 @@ FleetTransition = tuple[Fleet, tuple[FleetAction, ...], str]
 
 
 def transition(fleet: Fleet, event: FleetEvent, now: float) -> FleetTransition:
-    """Return (fleet, actions, reason); the reason is "" if nothing is done."""
+    """Return (fleet, actions, reason); the reason is "" if nothing was decided."""
     match event:
         case ClusterObserved():
             return _cluster_observed(fleet, event, now)
@@ -175,7 +175,7 @@ def _cluster_observed(fleet: Fleet, event: ClusterObserved, now: float) -> Fleet
 
 
 def _usable(fleet: Fleet, machine: Machine, unplaced: int, now: float) -> bool:
-    """Whether an agent may start on the machine now."""
+    """Return whether an agent may start on the machine now."""
     agent = fleet.agents.get(machine.id)
     if agent is not None and (agent.status is not AgentStatus.FAILED or now < agent.retry_at):
         return False

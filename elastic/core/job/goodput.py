@@ -1,12 +1,12 @@
 """Goodput: the use of the nodes' time, and the figures of steps and epoch changes in the records.
 
 node-seconds = useful + detect + plan + transfer + lost + idle. The simulator's account also has
-`redundant`, the time of backups within a step; here that time is part of `useful`.
+`redundant`, the time of backups within a step; in this account it is part of `useful`.
 
-The use of computing time is known only afterwards, so it stays `pending` at first. When its step is
-done it becomes useful, or lost if the step had been done before a fall-back to a checkpoint. When a
-fault ends the step, the time from the fault to its detection becomes `detect`. The share of the
-micro-batches that must run again becomes `lost`.
+Computing time is `pending` until its step is done. It then becomes `useful`, or `lost` if the same
+step had been done before a fall-back to a checkpoint. If a fault ends the step, the time from the
+fault to its detection becomes `detect`, and the part spent on micro-batches that must run again
+becomes `lost`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ NODE_TIME_USES = ("useful", "detect", "plan", "transfer", "lost", "idle")
 
 @dataclass(slots=True)
 class NodeTimeAccount:
-    """Adds up node-seconds by use. Every method changes the account."""
+    """Node-seconds by use. Every method changes the account."""
 
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NODE_TIME_USES, 0.0))
     """Node-seconds by use. They never decrease."""
     pending: float = 0.0
     """Node-seconds of computing whose use is not known yet."""
     newest: int = -1
-    """Newest step that was ever done."""
+    """Newest step that was done, also if a fall-back undid it."""
     _at: float = 0.0
 
     def advance(self, state: JobState, now: float) -> None:
@@ -51,32 +51,32 @@ class NodeTimeAccount:
             self.totals[use] += used * since
 
     def forget(self) -> None:
-        """Skip a time about which nothing is known, and drop the pending time."""
+        """Drop the pending time, and do not count the time until the next `advance`."""
         self.pending, self._at = 0.0, 0.0
 
     def step(self, number: int) -> None:
-        """Step `number` is done."""
+        """Count the pending time as useful or lost, because step `number` is done."""
         self._move("useful" if number > self.newest else "lost", self.pending)
         self.newest = max(self.newest, number)
 
     def fault(self, change: EpochChange, detect_s: float) -> None:
-        """A fault that was detected after `detect_s` ended the running step."""
+        """Count the last `detect_s` before a fault was detected as `detect`."""
         self._move("detect", min(self.pending, detect_s * change.nodes_before))
 
     def resumed(self, change: EpochChange) -> None:
-        """The change is complete: micro-batches that run again were lost."""
+        """Count the micro-batches that run again as lost, because the change is complete."""
         if not change.boundary:
             begun = max(change.microbatch + 1, change.rerun)
             self._move("lost", self.pending * change.rerun / begun)
 
     def _move(self, use: str, node_seconds: float) -> None:
-        """Book pending node-seconds."""
+        """Count pending node-seconds as `use`."""
         self.totals[use] += node_seconds
         self.pending -= node_seconds
 
 
 def _use(state: JobState) -> str:
-    """Present use of the nodes of the plan."""
+    """Return the present use of the plan's nodes."""
     change = state.change
     match state.phase:
         case JobPhase.RUNNING:
@@ -92,7 +92,7 @@ def _use(state: JobState) -> str:
 
 
 def step_entry(done: StepDone) -> dict[str, Any]:
-    """Figures of one step for the event log."""
+    """Return the figures of one step for the event log."""
     return {
         "epoch": done.epoch,
         "step": done.record.step,
@@ -108,16 +108,16 @@ def step_entry(done: StepDone) -> dict[str, Any]:
 
 
 def recovery_entry(event: ChangeCompleted, fault_at: float | None) -> dict[str, Any]:
-    """Figures of one epoch change for summary.json.
+    """Return the figures of one epoch change for summary.json.
 
     Args:
         event: the completed change.
         fault_at: time of the injected fault, in seconds since 1970; None: none was injected.
 
-    detect_s: from the fault to the decision to halt. decide_s: from there until the plan was sent,
-    halting included. transfer_s, rebuild_s: of the slowest worker. total_s: from the fault to the
-    first computed micro-batch. pause_s: of a planned change, from the end of the last step before
-    it to the first micro-batch after it.
+    detect_s: from the fault to the decision to halt. halt_s: from that decision until all nodes
+    halted. decide_s: from that decision until the plan was sent. transfer_s, rebuild_s: of the
+    slowest worker. total_s: from the fault to the first computed micro-batch. pause_s: from the end
+    of the last step to the first micro-batch after a planned change; 0 for other changes.
     """
     change = event.change
     planned = change.boundary

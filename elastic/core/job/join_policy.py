@@ -1,15 +1,16 @@
 """Join policy: the nodes that a plan uses, given the time for which they will probably stay.
 
-A pause must pay off before the next change (`elastic.planning.backup.amortization`). It is compared
+A node is used only if the time that it saves exceeds the pauses that it causes
+(`elastic.planning.backup.amortization`). The policy checks
 
-- for nodes that joined, before the running plan is changed for them: both pauses count;
-- for nodes that are expected to leave, whenever a plan is made anyway (a loss, a drain, the start):
-  only the pause of their departure counts.
+- nodes that joined, before the plan is changed for them: the pauses of their entry and of their
+  departure count;
+- nodes that are expected to leave, whenever a plan must change for another reason (a loss, a drain,
+  the start): only the pause of their departure counts.
 
-A node that was rejected for its short stay can therefore be used once other nodes are lost. It is
-always used if no plan fits without it. A node is considered again when its expected stay changes.
-If the only reason was a cluster that changes too often, it is considered again after enough time
-without a loss.
+So a node that was left aside for its short stay may be used after a loss of other nodes. A node is
+always used if no plan fits without it. A node is considered again when its expected stay changes,
+or, if the cluster changed too often, after enough time without a loss.
 """
 
 from __future__ import annotations
@@ -32,32 +33,32 @@ MAX_PAUSES = 9
 
 
 def count_node_seconds(state: JobState, now: float, left: int = 0) -> JobState:
-    """Add up node-seconds. Call it before members join, or before `left` of them leave."""
+    """Add up node-seconds. Call this before members join, or before `left` members leave."""
     since = len(state.members) * max(0.0, now - state.counted_at) if state.counted_at else 0.0
     node_seconds, losses = state.node_seconds + since, state.losses + left
     return state.of(node_seconds=node_seconds, counted_at=now, losses=losses)
 
 
 def without_member(state: JobState, node: str, now: float, left: int = 0) -> JobState:
-    """Remove a member. `left`: 1 if it counts as one that left."""
+    """Remove a member. `left`: 1 if it counts as a loss for the expected stay of nodes, else 0."""
     members = {name: mb for name, mb in state.members.items() if name != node}
     return count_node_seconds(state, now, left).of(members=members)
 
 
 def with_expected_end(member: Member, now: float) -> Member:
-    """The member with the end of the lifetime that its agent announced."""
+    """Set the member's expected end from the lifetime that its agent announced."""
     lifetime_s = member.report.info.lifetime_s
     return replace(member, expected_end=now + lifetime_s if lifetime_s > 0 else 0.0)
 
 
 def member_key(member: Member) -> str:
-    """Key of a considered node. It changes with the node's expected stay."""
+    """Return the member's key in `JobState.considered`; it changes with the expected stay."""
     info = member.report.info
     return f"{info.incarnation}/{info.lifetime_s:g}" if info.lifetime_s > 0 else info.incarnation
 
 
 def record_pause(state: JobState, change: EpochChange, resumed_at: float) -> JobState:
-    """Remember the pause of a change, except at the start and after a wait for crashed workers."""
+    """Record the pause of a change, unless the job started or nodes waited for crashed workers."""
     if change.old_plan is None or change.wait_until > 0:
         return state
     planned = change.boundary and change.paused
@@ -68,7 +69,7 @@ def record_pause(state: JobState, change: EpochChange, resumed_at: float) -> Job
 
 
 def outlook(state: JobState, now: float, *, anyway: bool = False) -> Outlook:
-    """Expected losses and pauses. `anyway`: training pauses in any case."""
+    """Return the expected losses and pauses. `anyway`: training pauses now in any case."""
     pause_s = median(state.pauses) if state.pauses else DEFAULT_PAUSE_S
     return Outlook(
         losses=state.losses,
@@ -85,18 +86,18 @@ class JoinChoice:
     plan: Plan | None
     """None: no plan is worth a change."""
     aside: tuple[str, ...] = ()
-    """Rejected nodes."""
+    """Nodes that the plan leaves aside."""
     reason: str = ""
-    """Reason of the rejection."""
+    """Reason to leave these nodes aside."""
     retry_s: float = inf
-    """Time after which the nodes should be considered again."""
+    """Seconds after which these nodes should be considered again."""
 
 
 def plan_for_change(state: JobState, request: PlanRequest, now: float) -> JoinChoice:
-    """Plan for a change that is made anyway.
+    """Return the plan for a change that must be made in any case.
 
-    It leaves out nodes that will go before they are worth a second pause. Raises InfeasiblePlan if
-    there is no plan with all available nodes.
+    The plan leaves aside nodes whose departure will cost more than they save until then. Raises
+    InfeasiblePlan if no plan fits all available nodes.
     """
     request = replace(request, pause_s=0.0)
     plan = make_plan(request)
@@ -128,7 +129,7 @@ def plan_for_change(state: JobState, request: PlanRequest, now: float) -> JoinCh
 def plan_for_joining(
     state: JobState, request: PlanRequest, fresh: Sequence[str], now: float
 ) -> JoinChoice:
-    """Plan with those of the `fresh` nodes that are worth a change; None if no node is.
+    """Return a plan with those of the `fresh` nodes that are worth a change, if any are.
 
     Raises InfeasiblePlan if no plan fits the available nodes.
     """
@@ -155,7 +156,7 @@ def plan_for_joining(
 def _evaluate(
     state: JobState, request: PlanRequest, plan: Plan, wanted: Sequence[str], now: float
 ) -> tuple[Verdict, list[str]]:
-    """Return (whether to change to `plan` for `wanted`, the first of them to leave)."""
+    """Return (whether `plan` is worth a change, nodes of `wanted` that will leave first)."""
     assert state.plan is not None and state.spec is not None
     ahead = outlook(state, now)
     nodes, left_s = _first_to_go(state, wanted, now)
@@ -171,7 +172,7 @@ def _evaluate(
 
 
 def _first_to_go(state: JobState, nodes: Sequence[str], now: float) -> tuple[list[str], float]:
-    """Return (nodes that are expected to leave first, seconds until then)."""
+    """Return (nodes that are expected to leave first, seconds until then; infinity: unknown)."""
     ends = {node: state.members[node].expected_end for node in nodes}
     left_s = {node: max(0.0, end - now) if end else inf for node, end in ends.items()}
     least = min(left_s.values(), default=inf)
@@ -179,13 +180,13 @@ def _first_to_go(state: JobState, nodes: Sequence[str], now: float) -> tuple[lis
 
 
 def _speedup(state: JobState, without: Plan, plan: Plan) -> float:
-    """Predicted step time of `without` over that of `plan`."""
+    """Return the predicted step time of `without` divided by that of `plan`."""
     here, then = (predicted_step_s(state, one) for one in (without, plan))
     return here / then if then > 0 else 1.0
 
 
 def plan_if_feasible(request: PlanRequest) -> Plan | None:
-    """The best plan; None if no plan fits the nodes."""
+    """Return the best plan; None if no plan fits the nodes."""
     try:
         return make_plan(request)
     except InfeasiblePlan:

@@ -1,4 +1,4 @@
-"""Measured conditions for the choice of backup schemes: links, copying, contention and losses."""
+"""Measurements for the choice of backup schemes: links, copying, contention and losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.planning.cost.profile import LayerTimes, Profile
 
 
 def observe_backup(state: JobState, event: Heartbeat) -> JobState:
-    """Record the measurements of a heartbeat."""
+    """Record the backup measurements of a heartbeat."""
     member = state.members.get(event.node)
     if member is None or state.plan is None:
         return state
@@ -29,7 +29,8 @@ def observe_backup(state: JobState, event: Heartbeat) -> JobState:
 
 
 def backup_conditions(state: JobState) -> Weighing | None:
-    """The planner's figures for the choice of the schemes; None if links are unknown."""
+    """Return the planner's figures for the choice of backup schemes. None: the user chose the
+    schemes, or the rate of the links is unknown."""
     if state.policy.backup != "auto" or state.spec is None:
         return None
     profile = measured_profile(state)
@@ -46,9 +47,9 @@ def backup_conditions(state: JobState) -> Weighing | None:
 
 
 def measured_profile(state: JobState) -> Profile:
-    """The job's profile with measured figures where they exist: link, copying, contention.
+    """Return the job's profile, with measured link rate, copy rate and contention if known.
 
-    Without a profile of the user, the times of the layers are scaled to the measured ones too.
+    Without a profile of the user, the layers' times are scaled to measured seconds.
     """
     profile = profile_for(state)
     here = {mb.report.info.incarnation for mb in state.members.values()}
@@ -67,7 +68,7 @@ def measured_profile(state: JobState) -> Profile:
 
 
 def _scaled(profile: Profile, unit: float) -> Profile:
-    """The profile of a single device type with all times `unit` times as long."""
+    """Multiply all layers' times by `unit` in a profile with a single device type."""
     (device,) = profile.devices
     layers = tuple(LayerTimes(*(unit * s for s in astuple(t))) for t in device.layers)
     return replace(profile, devices=(replace(device, layers=layers),))

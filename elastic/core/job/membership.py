@@ -9,17 +9,16 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import JoinRefused
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 5.0
-"""Time until an agent asks again for a name in use. It doubles with each refusal."""
+"""First and longest time until an agent asks again for a name in use; doubles per refusal."""
 
 
 def name_conflict(
     state: JobState, report: m.NodeReport, now: float, refusals: int = 0
 ) -> JoinRefused | None:
-    """Refusal for a new incarnation whose node name another member uses; None: the name is free.
+    """Return a refusal for a new incarnation if another member uses its node name, or None.
 
     A name is in use while its member is connected, and after a failover of the coordinator while
-    its member still has time to reconnect. A member that is silent for a lease is lost, so its name
-    is free. `refusals`: earlier refusals of the same incarnation.
+    the member still has time to reconnect. `refusals`: earlier refusals of the same incarnation.
     """
     info, member = report.info, state.members.get(report.info.node)
     if member is None or state.ending is not None:
@@ -33,21 +32,21 @@ def name_conflict(
 
 
 def with_member(state: JobState, member: Member) -> JobState:
-    """The state with this member added or replaced."""
+    """Add the member, or replace the member of the same node."""
     return state.of(members={**state.members, member.node: member})
 
 
 def end_job(
     state: JobState, phase: JobPhase, code: int, reason: str, sha: str = ""
 ) -> tuple[JobState, tuple[JobAction, ...]]:
-    """Stop all nodes, and remember the end for nodes that report later."""
+    """Stop all nodes, and keep the end in the state for nodes that report later."""
     stops = [Send(node, m.Stop(code, reason)) for node in state.members]
     finish = JobFinished(code, reason, sha)
     return state.of(phase=phase, ending=finish), (*stops, finish)
 
 
 def launch_nodes(state: JobState, nodes: tuple[str, ...]) -> tuple[JobState, tuple[JobAction, ...]]:
-    """Give each node its ranks and start its workers."""
+    """Order each of `nodes` to start its workers, with the next free ranks."""
     policy, sends = state.policy, []
     size = max(state.next_rank + len(nodes), 1)
     first = state.members[nodes[0]]

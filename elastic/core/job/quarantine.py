@@ -1,7 +1,7 @@
 """Quarantine: nodes that plans leave out for a while, and the findings about nodes.
 
-`elastic.core.policy.remediation` decides about quarantines. Functions here return a new state and
-the entries of the event log; they change nothing in place.
+`elastic.core.policy.remediation` decides about quarantines. The functions of this module return a
+new state and entries of the event log.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Findings = tuple[JobState, tuple[JobAction, ...]]
 
 
 def record_of(state: JobState, node: str) -> NodeHealth:
-    """Health record of the node; an empty one if there is none."""
+    """Return the health record of the node; an empty record for an unknown node."""
     return state.health.get(node, NodeHealth())
 
 
 def with_record(state: JobState, node: str, record: NodeHealth) -> JobState:
-    """The state with this health record."""
+    """Set the health record of the node."""
     return state.of(health={**state.health, node: record})
 
 
 def is_quarantined(state: JobState, node: str) -> bool:
-    """Return whether the planner leaves this node out now."""
+    """Return whether plans must leave this node out now."""
     return record_of(state, node).quarantined
 
 
@@ -52,7 +52,7 @@ def _entry(node: str, finding: Finding) -> LogEntry:
 
 
 def add_finding(state: JobState, node: str, finding: Finding) -> Findings:
-    """Record a finding, and log it if it is new. Quarantine the node if the action says so."""
+    """Record a finding, log it if it is new, and quarantine the node for EXCLUDING_ACTIONS."""
     record = record_of(state, node)
     if not diagnosis.is_new(record, finding):
         return with_record(state, node, record.found(finding)), ()
@@ -66,7 +66,7 @@ def add_finding(state: JobState, node: str, finding: Finding) -> Findings:
 def clear_finding(
     state: JobState, node: str, kind: FaultClass, reason: str, now: float
 ) -> Findings:
-    """Remove the finding of this kind, and log that the node is well again."""
+    """Remove the finding of this class, and log that the node is well again."""
     record = record_of(state, node)
     if record.finding(kind) is None:
         return state, ()
@@ -75,7 +75,7 @@ def clear_finding(
 
 
 def release_expired(state: JobState, now: float) -> JobTransition | None:
-    """End the first quarantine whose time is over. The node is considered like one that joined."""
+    """End a quarantine whose time is over. The node is then considered like a new member."""
     for node, record in state.health.items():
         if record.quarantined and now >= record.until:
             return _release(state, node, now, "the quarantine is over")
@@ -83,7 +83,7 @@ def release_expired(state: JobState, now: float) -> JobTransition | None:
 
 
 def release_all(state: JobState, now: float, why: str) -> JobTransition | None:
-    """End all quarantines of nodes that can take a stage: a doubtful node is better than none."""
+    """End the quarantines of all nodes that can take a stage, because no plan fits without them."""
     held = [
         node
         for node, mb in state.members.items()
@@ -114,10 +114,10 @@ def _release(state: JobState, node: str, now: float, why: str) -> JobTransition:
 
 
 def restart_failed_node(state: JobState, now: float) -> JobTransition | None:
-    """Let a node whose workers crashed too often join anew, after its quarantine.
+    """Let a node whose workers crashed too often join anew after its quarantine.
 
-    This loses its vault, so the plan must not use the node, and the copies of the present epoch
-    must be whole.
+    The node loses its vault, so the plan must not use the node, and all copies of the present epoch
+    must be protected.
     """
     plan = state.plan
     if plan is None or state.trimmed < state.epoch or state.change is not None:

@@ -70,20 +70,22 @@ class Member:
 
     report: NodeReport
     seen: float
-    """Time of its newest message."""
+    """Time of the node's newest message."""
     rank: int = -1
     """torchrun's group rank; -1: not launched."""
     launch: Launch | None = None
     connected: bool = True
     closed_at: float = 0.0
+    """Time at which the connection closed; after a failover, the time until which the node may
+    reconnect."""
     draining: bool = False
     drain_deadline: float = 0.0
     expected_end: float = 0.0
-    """Time at which the node is expected to go; 0: unknown."""
+    """Time at which the node is expected to leave; 0: unknown."""
     notice: Notice | None = None
-    """Newest notice of its own agent that was not withdrawn."""
+    """Newest notice of the node's agent, unless the agent withdrew it."""
     hint_used: bool = False
-    """An epoch change was begun because of its hint."""
+    """Whether an epoch change was begun because of the hint in `notice`."""
 
     @property
     def node(self) -> str:
@@ -91,12 +93,12 @@ class Member:
 
     @property
     def workers_gone(self) -> bool:
-        """No worker runs: not started yet, restarting, or failed."""
+        """Whether the node has no ready workers: not started, starting again, or failed."""
         return self.report.phase in (NodePhase.EMPTY, NodePhase.STARTING, NodePhase.FAILED)
 
     @property
     def halted(self) -> bool:
-        """The inventory of its vault is complete and no worker computes."""
+        """Whether the inventory of the node's vault is complete and no worker computes."""
         return self.workers_gone or self.report.phase in (NodePhase.HALTED, NodePhase.IDLE)
 
 
@@ -104,11 +106,11 @@ class LossKind(StrEnum):
     """Evidence by which a member was declared lost."""
 
     CLOSED = "closed"
-    """Its connection ended."""
+    """The member's connection closed."""
     SILENT = "silent"
-    """Its lease ended."""
+    """The member's lease expired."""
     REPLACED = "replaced"
-    """Its agent joined again as another incarnation."""
+    """The member's agent joined again as another incarnation."""
 
 
 class CauseKind(StrEnum):
@@ -127,15 +129,15 @@ class CauseKind(StrEnum):
     DRAIN = "drain"
     """A node leaves with notice."""
     NOTICE = "notice"
-    """The notice runs out before the end of the step."""
+    """The deadline of a notice comes before the end of the step."""
     JOIN = "join"
     """Nodes joined."""
     SLOW = "slow"
-    """Nodes became slow, or recovered their speed."""
+    """Nodes became slow, or are at normal speed again."""
     BACKUP = "backup"
     """Another pair of backup schemes is better."""
     RESUME = "resume"
-    """Nodes came to a paused job."""
+    """A plan fits the nodes of a paused job again."""
     OTHER = "other"
 
 
@@ -145,9 +147,9 @@ class Cause:
 
     kind: CauseKind
     text: str
-    """For people."""
+    """Description for people."""
     nodes: tuple[str, ...] = ()
-    """Nodes that are lost, leave, join or changed."""
+    """Nodes that are lost, leave, join or changed their speed or health."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +158,9 @@ class EpochChange:
 
     epoch: int
     causes: tuple[Cause, ...]
-    """Oldest first. Each fault during the change adds one."""
+    """Causes, oldest first. Each further fault before the end of the recovery adds a cause."""
     boundary: bool
-    """The change is planned: all workers stop after the same update."""
+    """Whether the change is planned: all workers stop after the same update."""
     lost: tuple[str, ...]
     """Nodes whose workers are gone."""
     nodes_before: int
@@ -166,40 +168,43 @@ class EpochChange:
     """Time of the decision to halt."""
     old_plan: Plan | None
     step: int
+    """Newest step that a node had begun; once decided, the step that the new plan runs first."""
     microbatch: int
+    """Highest micro-batch of `step` that a node had begun."""
     detect_s: float = 0.0
     """Time that an agent took to find a hang; 0: unknown."""
     paused: float = 0.0
-    """End of the last step before the change."""
+    """Time at which the last step before the change ended."""
     halted: float = 0.0
     decided: float = 0.0
+    """Time at which the new plan was sent."""
     replayed: frozenset[int] = frozenset()
     """Micro-batches that a lost stage had received and that must run again."""
     rerun: int = 0
-    """Started micro-batches of the step that run again after the change."""
+    """Number of micro-batches of `step` that had begun and run again after the change."""
     partial: int = 0
-    """Micro-batches that only some layers run again."""
+    """Number of micro-batches that only some layers run again."""
     state_source: str = ""
     network_bytes: int = 0
     """Bytes that nodes send to each other for the change."""
     wait_until: float = 0.0
-    """Limit on the wait for restarting workers; -1: no wait; 0: not decided yet."""
+    """Time at which the wait for restarting workers ends; -1: no wait; 0: not decided yet."""
     reason: str = ""
 
     @property
     def cause(self) -> str:
-        """All causes, for people."""
+        """Text of all causes, for people."""
         return "; then ".join(cause.text for cause in self.causes)
 
     @property
     def starts_job(self) -> bool:
-        """True for the first epoch, unless a fault came before it ran."""
+        """True if the start of the job is the only cause: no fault came before the epoch ran."""
         return [cause.kind for cause in self.causes] == [CauseKind.START]
 
 
 @dataclass(frozen=True, slots=True)
 class JobFinished:
-    """End of the job. As an action: write the summary."""
+    """End of the job; as an action, an order to write the summary."""
 
     code: int
     reason: str
@@ -208,7 +213,7 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """The whole knowledge of a coordinator, saved with every decision."""
+    """All that a coordinator knows about the job, saved with every decision."""
 
     policy: Policy
     phase: JobPhase = JobPhase.WAITING
@@ -226,52 +231,52 @@ class JobState:
     logged_step: int = -1
     """Newest step in the event log."""
     recovered_at: float = 0.0
-    """Time at which the newest change was complete; 0: none was."""
+    """Time at which the newest completed change was complete; 0: no change was completed."""
     trained: bool = False
-    """An epoch has run, so fresh initialisation is no longer allowed."""
+    """Whether an epoch has run."""
     trimmed: int = 0
-    """Newest epoch whose start deleted the copies of older epochs."""
+    """Newest epoch for which the copies of older epochs were trimmed."""
     checkpoint: tuple[str, int] | None = None
     """(directory, step) of the newest durable checkpoint."""
     checkpoint_parts: tuple[tuple[int, tuple[Slot, ...]], ...] = ()
-    """(step, slots on disk) of the checkpoint being written."""
+    """(step, layers and portions on disk) of checkpoints that are being written."""
     enough_since: float = 0.0
-    """Time at which the minimum of nodes had joined; 0: it has not."""
+    """Time since which at least the minimum of nodes is connected; 0: fewer are."""
     launched_at: float = 0.0
     start_s: float = 0.0
-    """Start time of the workers, from the launch until all were ready."""
+    """Seconds that workers need to start: from the launch until all were ready."""
     waited: tuple[tuple[str, int], ...] = ()
     """(node, step) of the last wait for restarting workers."""
     retired: tuple[tuple[str, str], ...] = ()
-    """(node, incarnation) of members that joined again as another incarnation; the newest ones."""
+    """(node, incarnation) of the newest members that joined again as another incarnation."""
     considered: tuple[str, ...] = ()
-    """Keys of members that the running plan uses or has rejected (`join_policy.member_key`)."""
+    """Keys (`join_policy.member_key`) of members that the running plan uses or leaves aside."""
     joining: tuple[str, ...] = ()
-    """Nodes that fetch state in the background before they enter."""
+    """Nodes that fetch state in the background before a plan uses them."""
     joining_since: float = 0.0
     updated_at: float = 0.0
     """Time of the newest transition."""
     late_s: float = 0.0
-    """Delay between the arrival of an event and its transition."""
+    """Delay of the newest tick of the coordinator's clock."""
     ending: JobFinished | None = None
     suspected_since: float = 0.0
-    """Time of the first report of lost contact in this epoch; 0: none."""
+    """Time of the first report of lost contact in this epoch; 0: no report."""
     paces: dict[str, ComputeSpeed] = field(default_factory=dict)
-    """Compute speed per incarnation."""
+    """Measured compute speed per incarnation."""
     gauges: dict[str, BackupMetrics] = field(default_factory=dict)
     """Measured effect of backups per incarnation."""
     backup_figures: tuple[float, ...] = ()
-    """Figures of the newest choice of backup schemes; (): there was none."""
+    """Figures of the newest choice of backup schemes; (): nothing was chosen yet."""
     backup_checked_at: float = 0.0
     requested_backup: str = ""
     """Pair of backup schemes for which the plan was changed last."""
     losses: int = 0
-    """Members that left within `node_seconds`."""
+    """Number of members that left in the time that `node_seconds` counts."""
     node_seconds: float = 0.0
-    """Time of membership, summed over the members, up to `counted_at`."""
+    """Seconds of membership, summed over all members, until `counted_at`."""
     counted_at: float = 0.0
     pauses: tuple[float, ...] = ()
-    """Pauses of training, in seconds, of the newest epoch changes."""
+    """Seconds for which training paused in each of the newest epoch changes."""
     reconsider_at: float = 0.0
     """Time at which rejected nodes are considered again; 0: never."""
     health: dict[str, NodeHealth] = field(default_factory=dict)
@@ -279,11 +284,11 @@ class JobState:
     durations: tuple[tuple[int, float], ...] = ()
     """(epoch, seconds) of the newest steps."""
     rebalance: str = ""
-    """Reason to change the plan at the end of the step, for the health of a node; "": none."""
+    """Reason to change the plan at the end of the step because of a node's health; "": none."""
     seen: LongestDurations = field(default_factory=LongestDurations)
-    """Longest measured times. The limits on waiting follow from them."""
+    """Longest measured times, from which the limits on waiting are computed."""
     timeouts: Timeouts | None = None
-    """Limits on waiting in the newest entry of the event log."""
+    """Limits on waiting that were logged last; None: the defaults, not logged yet."""
 
     @property
     def limits(self) -> Timeouts:
@@ -296,7 +301,7 @@ class JobState:
 
     @property
     def stable(self) -> bool:
-        """No change is under way, all copies are whole, and no node fetches state to join."""
+        """Whether no change is under way, all copies are protected, and no node is joining."""
         return self.change is None and self.trimmed >= self.epoch and not self.joining
 
     @property
@@ -305,7 +310,7 @@ class JobState:
         return tuple(member.report.info for member in self.members.values())
 
     def of(self, **changes: Any) -> JobState:
-        """Copy of the state with some fields replaced."""
+        """Return the state with these fields replaced."""
         return replace(self, **changes)
 
 
@@ -327,10 +332,10 @@ class ConnectionClosed:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed."""
+    """Tick of the coordinator's clock, so that rules can act on the time."""
 
     late_s: float = 0.0
-    """Delay of the coordinator's clock tick."""
+    """Delay of this tick in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +352,7 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorFailover:
-    """A new coordinator took the job over from the store."""
+    """A new coordinator has taken over the job, with the state from the store."""
 
 
 # ---- actions ----
@@ -369,7 +374,7 @@ class LogEntry:
 
 @dataclass(frozen=True, slots=True)
 class ChangeCompleted:
-    """An epoch change is complete: its figures for the summary."""
+    """Figures of a completed epoch change, as an order to record them."""
 
     change: EpochChange
     nodes_after: int
@@ -377,12 +382,12 @@ class ChangeCompleted:
     rebuild_s: float
     resumed_at: float
     since: float = 0.0
-    """Time at which the change before it was complete; 0: there was none."""
+    """Time at which the change before this one was complete; 0: this is the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitCheckpoint:
-    """Make the checkpoint of `step` the newest one: all its parts are on disk."""
+    """Order to complete the checkpoint of `step`, whose parts are all on disk."""
 
     step: int
 

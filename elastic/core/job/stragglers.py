@@ -1,7 +1,7 @@
-"""Compute speed of nodes, from their heartbeats, and the slowdowns that the planner gets.
+"""Compute speed of nodes, from their heartbeats, and the slow factors that the planner gets.
 
-A measurement counts only when many steps in a row agree (`elastic.core.health.compute_speed`).
-`elastic.core.policy.straggler_policy` decides what follows from it.
+A change of speed counts only if many steps in a row agree (`elastic.core.health.compute_speed`).
+`elastic.core.policy.straggler_policy` then decides whether the plan changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEPT_MORE = 16
 
 
 def observe_speed(state: JobState, event: Heartbeat) -> JobState:
-    """Record the measurements of a heartbeat. The slowest worker counts for its node."""
+    """Record the compute times of a heartbeat; a node has the ratio of its slowest worker."""
     member = state.members.get(event.node)
     if member is None or state.plan is None or state.spec is None or not event.measured:
         return state
@@ -42,7 +42,7 @@ def observe_speed(state: JobState, event: Heartbeat) -> JobState:
 
 
 def of_members(state: JobState, known: dict[str, T]) -> dict[str, T]:
-    """`known` (by incarnation) without departed nodes, once there are many of them."""
+    """Return `known`, which is keyed by incarnation, without departed nodes if it is large."""
     if len(known) <= 2 * len(state.members) + KEPT_MORE:
         return known
     here = {mb.report.info.incarnation for mb in state.members.values()}
@@ -50,15 +50,15 @@ def of_members(state: JobState, known: dict[str, T]) -> dict[str, T]:
 
 
 def speed_of(state: JobState, node: str) -> ComputeSpeed:
-    """Measured compute speed of a member."""
+    """Return the measured compute speed of a member; UNKNOWN if nothing was measured."""
     member = state.members.get(node)
     return UNKNOWN if member is None else state.paces.get(member.report.info.incarnation, UNKNOWN)
 
 
 def slowdowns(state: JobState) -> tuple[tuple[str, float], ...]:
-    """(node, factor) of the nodes that do not match their profile, for the planner.
+    """Return (node, slow factor) of all nodes whose slow factor is not 1, for the planner.
 
-    A slow link counts as slow computation, so that the node gets fewer layers to send copies of.
+    A slow link raises the slow factor, so that the node gets fewer layers and sends fewer copies.
     """
     links = {node: record.loaded for node, record in state.health.items()}
     factors = ((n, speed_of(state, n).factor * links.get(n, 1.0)) for n in state.members)
@@ -66,19 +66,19 @@ def slowdowns(state: JobState) -> tuple[tuple[str, float], ...]:
 
 
 def profile_for(state: JobState) -> Profile:
-    """The user's profile, or one from the script's own figures."""
+    """Return the user's profile, or one from the script's own figures."""
     assert state.spec is not None
     spec = state.spec
     return state.policy.profile or profile_of(spec.layers, spec.tp, spec.tokens_per_microbatch)
 
 
 def predicted_step_s(state: JobState, plan: Plan) -> float:
-    """Predicted seconds per step of `plan` on the present members."""
+    """Return the predicted seconds per step of `plan` on the present members."""
     return predict(plan, profile_for(state), state.infos, slowdowns(state)).step_s
 
 
 def _ratio(state: JobState, node: str, measured: m.MicrobatchTiming) -> float:
-    """Measured over expected seconds of a micro-batch; 0 if the worker has no stage."""
+    """Return measured / expected time of a micro-batch; 0 if the worker has no stage."""
     assert state.plan is not None and state.spec is not None
     device = "" if state.policy.profile is None else state.members[node].report.info.device
     unit = Unit(node, measured.local_rank // state.plan.tp)
@@ -87,10 +87,10 @@ def _ratio(state: JobState, node: str, measured: m.MicrobatchTiming) -> float:
 
 
 def _expected_s(plan: Plan, unit: Unit, profile: Profile, device: str) -> float:
-    """Seconds of one micro-batch through all stages of `unit`.
+    """Return the expected time of one micro-batch through all stages of `unit`.
 
-    A layer takes f + b, or f + bi + bw if the schedule splits the backward pass, and f once more
-    with recomputation.
+    It is in seconds, or proportional to them without a profile. A layer takes its forward and
+    backward time, and the forward time once more with recomputation.
     """
     times, total = profile.device(device).layers, 0.0
     for p, stage in plan.stages_by_unit.get(unit, ()):
@@ -104,7 +104,7 @@ def _expected_s(plan: Plan, unit: Unit, profile: Profile, device: str) -> float:
 
 
 def _speeds_of_same_layers(state: JobState, node: str) -> list[ComputeSpeed]:
-    """Speeds in this epoch of the other nodes that hold exactly the layers of `node`."""
+    """Return the speeds in this epoch of other nodes that hold exactly the layers of `node`."""
     assert state.plan is not None
     others = [other for other in state.plan.alike.get(node, ()) if other != node][:MOST_ALIKE]
     found = [speed_of(state, other) for other in others]

@@ -1,6 +1,6 @@
 """The agent's decisions about its node.
 
 `node.py` has the agent's state, its transition and the detection of hung workers; start reading
-there. `notice_tracker.py` combines the notices of all sources into one. Processes, sockets and
-clocks are in `elastic.agent`, and must not be used here.
+there. `notice_tracker.py` combines the notices of all sources. This package must not use processes,
+sockets or clocks: they are in `elastic.agent`.
 """

@@ -5,9 +5,9 @@
     HALTED --Install--> INSTALLING (or IDLE, as a spare) --all ready--> RUNNING
     any --a worker died--> STARTING
 
-Only the workers of this node are restarted, and its vault stays. Events are the messages of the
-coordinator and the classes below. The agent reports its whole condition after every change
-(`SendReport`), so messages may be lost or repeated.
+If a worker dies, only the workers of its node are restarted, and the node's vault stays. Events are
+the messages of the coordinator and the event classes below. The agent reports its node's whole
+condition after every change (`SendReport`), so messages may be lost or repeated.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from elastic.domain.errors import service_exit
 from elastic.domain.types import NodeInfo
 
 STOPPED_S = 0.4
-"""A worker that the kernel shows as stopped is hung after this silence."""
+"""A stopped process (SIGSTOP) is a hung worker after this silence."""
 FAMILY_CPU_S = 0.2
-"""A worker is active if its child processes used this much CPU time, as compilers do."""
+"""A worker is active if its child processes (compilers) used this much CPU time since it was last
+active."""
 MAX_POLL_GAP_S = 1.0
-"""After a longer gap between two polls the agent itself did not run (stopped, starved, suspended),
-and messages of its workers wait unread. The gap proves nothing about the workers."""
+"""If two polls are further apart, the agent itself did not run (stopped, starved, suspended), and
+messages of its workers wait unread. The time beyond this does not count as their silence."""
 MAX_CRASHES = 3
-"""Crashes without a finished installation between them, before the node gives up."""
+"""The node gives up after more crashes without a finished installation between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,14 @@ class WorkerState:
     protected: int = -1
     progress: m.Progress | None = None
     seen: float = 0.0
-    """Time of its newest message."""
+    """Time of the worker's newest message."""
     active_at: float = 0.0
-    """Time at which its counter last grew or it last used CPU."""
+    """Time at which `Progress.counter` last changed or the worker last used CPU time."""
     cpu_s: float = 0.0
     family_cpu_s: float = 0.0
-    """CPU time of its child processes when it was last active; 0: unknown."""
+    """CPU time of the worker's child processes when they last counted as active; 0: unknown."""
     error: str = ""
-    """Its report of a broken device."""
+    """The worker's report of a broken device; "": none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +73,30 @@ class NodeState:
     resumed_at: float = 0.0
     prefetched: int = -1
     boundary: bool = False
-    """The present halt is a planned one."""
+    """Whether the newest halt is a planned one."""
     suspects: tuple[str, ...] = ()
     cause: str = ""
     hung: bool = False
-    """`cause` is a hang."""
+    """Whether `cause` is a hang."""
     detect_s: float = 0.0
     crashes: int = 0
+    """Number of crashes since the last finished installation."""
     crash_count: int = 0
-    """Crashes and hangs of workers in this incarnation."""
+    """Number of crashes and hangs of workers in this incarnation."""
     polled_at: float = 0.0
     """Time of the newest poll of the processes."""
     finished: m.Finished | None = None
     failed: m.Failed | None = None
     waiting: bool = False
-    """Halted for `epoch` and not installed: workers that attach now may still enter."""
+    """Whether `epoch` has no assignment yet, so that workers that attach now can take part."""
     seen: LongestDurations = NO_DURATIONS
     """Longest times that the workers of this node measured."""
     limits: Timeouts = DEFAULT_TIMEOUTS
-    """Limits on waiting. They follow from `seen` and from the tolerated silence."""
+    """Limits on waiting, computed from `seen` and the tolerated silence."""
 
     @property
     def able(self) -> bool:
-        """All workers live and are attached."""
+        """Whether all workers live and are attached."""
         return bool(self.workers) and all(w.alive and w.attach is not None for w in self.workers)
 
 
@@ -122,11 +124,11 @@ class ProcessSample:
     rank: int
     stopped: bool
     cpu_s: float
-    """CPU time of its main thread."""
+    """CPU time of the main thread."""
     on_disk: bool = False
-    """It waits for storage and cannot be woken (disk sleep)."""
+    """Whether the process waits for storage and cannot be interrupted (disk sleep)."""
     family_cpu_s: float = 0.0
-    """CPU time of its child processes, ended ones included; 0: unknown."""
+    """CPU time of all its child processes, also those that have ended; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ class KillWorkers:
 
 @dataclass(frozen=True, slots=True)
 class FenceVault:
-    """Refuse copies of epochs below `epoch`. The present content of the vault is the inventory."""
+    """Let the vault refuse copies of epochs below `epoch`, and report its content as inventory."""
 
     epoch: int
 
@@ -211,11 +213,11 @@ NodeTransition = tuple[NodeState, tuple[NodeAction, ...], str]
 REPORTED = {field.name for field in fields(NodeState)} & {
     field.name for field in fields(m.NodeReport)
 }
-"""Fields of the state that the report has as well."""
+"""Fields that `NodeState` and `NodeReport` have in common."""
 
 
 def report(state: NodeState) -> m.NodeReport:
-    """The node's condition, without inventory."""
+    """Return the node's condition, without the inventory."""
     attached = [w.attach for w in state.workers if w.attach]
     progress = [w.progress for w in state.workers if w.progress]
     return m.NodeReport(
@@ -233,7 +235,7 @@ def report(state: NodeState) -> m.NodeReport:
 
 
 def heartbeat(state: NodeState) -> m.Heartbeat:
-    """Progress of the node, with the newest measurements of its workers."""
+    """Return the node's heartbeat: its progress and the newest measurements of its workers."""
     progress = [w.progress for w in state.workers if w.progress is not None]
     measured = tuple(p.measured for p in progress if p.measured is not None)
     at = progress[0] if progress else m.Progress(0, "idle", 0, 0)
@@ -244,9 +246,9 @@ def heartbeat(state: NodeState) -> m.Heartbeat:
 
 
 def with_activity(worker: WorkerState, sample: ProcessSample, now: float) -> WorkerState:
-    """The worker with the activity that the kernel shows.
+    """Update the worker's activity from the kernel's view of its process.
 
-    A worker that waits for storage is active, however long it takes: the storage is at fault.
+    A worker that waits for storage counts as active, because the storage is at fault.
     """
     if sample.cpu_s > worker.cpu_s:
         worker = replace(worker, cpu_s=sample.cpu_s, active_at=now)
@@ -266,10 +268,10 @@ def hang_reason(
     *,
     halting: bool = False,
 ) -> str:
-    """Evidence that the worker is hung, or "".
+    """Return the evidence that the worker is hung; "": it is not hung.
 
-    A worker that is slow, or waits for other workers or storage, is not hung. A worker that must
-    leave the middle of a step (`halting`) has nothing to wait for.
+    A worker that is slow, or waits for other workers or storage, is not hung. A worker that was
+    ordered to halt in the middle of a step (`halting`) must not wait for other workers.
     """
     silent = now - worker.seen
     if stopped and silent > STOPPED_S:
@@ -348,7 +350,7 @@ def _launch(state: NodeState, event: m.Launch) -> NodeTransition:
 
 
 def _with_new_workers(state: NodeState) -> NodeState:
-    """The node with all its workers just started."""
+    """Return the node's state with all workers newly started."""
     workers = tuple(WorkerState(alive=True) for _ in range(state.info.workers))
     return replace(
         state, phase=Phase.STARTING, workers=workers, suspects=(), finished=None, failed=None
@@ -374,7 +376,7 @@ def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
     if state.able and state.phase in halting:
         state = replace(state, phase=Phase.HALTING)
         return state, (SendToWorkers(event),), "the workers must halt"
-    # Until a planned change the other nodes finish their step, and may need this vault for it.
+    # Before a planned change the other nodes finish their step and may still use this vault.
     fence = () if event.boundary else (FenceVault(event.epoch),)
     if state.phase in (Phase.IDLE, Phase.HALTED):
         return replace(state, phase=Phase.HALTED), (*fence, SendReport()), "nothing ran here"
@@ -486,7 +488,7 @@ def _halted(state: NodeState) -> NodeTransition:
         return state, (), "not halting"
     if not all(w.halted is not None for w in state.workers):
         return state, (), "waiting for the other workers"
-    # After a planned halt other nodes may still publish their update. The installation fences.
+    # After a planned halt other nodes may still publish updates. The installation fences the vault.
     fence = () if state.boundary else (FenceVault(state.epoch),)
     state = replace(state, phase=Phase.HALTED, suspects=())
     return state, (*fence, SendReport()), "all workers halted"
@@ -520,7 +522,7 @@ def _worker_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
 
 
 def _script_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
-    """A script that does not use elastic ended. The coordinator decides on restarts."""
+    """Record the exit of a script without elastic; the coordinator decides about restarts."""
     if event.code != 0:
         state = replace(state, cause=f"worker {event.rank}: {_exit(event.code)}")
         actions = (KillWorkers("a worker failed"), SendReport())
@@ -536,7 +538,7 @@ def _with_dead_workers(state: NodeState) -> NodeState:
 
 
 def _workers_polled(state: NodeState, event: WorkersPolled, now: float) -> NodeTransition:
-    """Kill the workers if one of them is hung."""
+    """Kill all workers of the node if one of them is hung."""
     state = _excuse_gap(state, now)
     for sample in event.samples:
         if sample.rank >= len(state.workers):
@@ -557,7 +559,7 @@ def _workers_polled(state: NodeState, event: WorkersPolled, now: float) -> NodeT
 
 
 def _excuse_gap(state: NodeState, now: float) -> NodeState:
-    """Do not count time during which the agent itself did not run against its workers."""
+    """Do not count time for which the agent itself did not run as silence of its workers."""
     gap = now - state.polled_at - MAX_POLL_GAP_S if state.polled_at else 0.0
     if gap > 0:
         workers = tuple(

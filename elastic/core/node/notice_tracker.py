@@ -1,13 +1,13 @@
 """Notice tracker: the agent's record of notices about the future of its node.
 
-Each source is read again and again, and always returns all its active notices. A notice that it no
-longer returns is withdrawn. Of all active notices the one with the soonest deadline is effective; a
-hint is effective only if there is nothing else. A repeated notice (same identity) changes nothing.
-A notice whose deadline is long past while the node lives was false: it is ignored until its source
+Each source is polled and returns all its active notices each time. A notice that the source no
+longer returns is withdrawn. The active notice with the earliest deadline is effective; a hint is
+effective only if all active notices are hints. A repeated notice (same identity) changes nothing. A
+notice whose deadline is long past although the node lives is false: it is ignored until its source
 withdraws it.
 
-A drained node whose notice is not final is *parked*: it belongs to no job, waits, and joins again
-as a new member when no notice is left.
+A drained node whose notice is not final is *parked*: it belongs to no job until all notices to
+leave are withdrawn or false, and then joins again as a new member.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NoticeKind
 
 SAME_S = 1.0
-"""Deadlines that differ by less are the same."""
+"""Deadlines that differ by fewer seconds count as equal."""
 MOST = 64
-"""Limit on the notices per source, and on the remembered false notices."""
+"""Limit on the notices per source, and on the kept identities of false notices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class ProviderNotice:
 
     provider: str
     identity: str
-    """Constant while it is the same notice, and unique among all providers."""
+    """Identifies the notice when it is repeated; unique among all providers."""
     kind: NoticeKind
     deadline: float
     """Seconds on the agent's clock."""
     detail: str = ""
     final: bool = False
-    """The agent ends once the node is drained."""
+    """Whether the agent ends once the node is drained; else the node is parked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +47,18 @@ class NoticeTracker:
     false: tuple[str, ...] = ()
     """Identities of false notices."""
     sent: ProviderNotice | None = None
-    """The notice that the coordinator knows."""
+    """Notice that was last sent to the coordinator; None: none, or it was withdrawn."""
     parked: bool = False
 
     @property
     def active(self) -> tuple[ProviderNotice, ...]:
-        """All notices that were not found false."""
+        """All notices that are not false."""
         notices = (one for many in self.by_source.values() for one in many)
         return tuple(one for one in notices if one.identity not in self.false)
 
     @property
     def effective(self) -> ProviderNotice | None:
-        """The notice that decides; it is final if any notice is."""
+        """The effective notice, which is final if any notice to leave is final; None: no notice."""
         leave = [one for one in self.active if one.kind is NoticeKind.LEAVE]
         hints = [one for one in self.active if one.kind is NoticeKind.HINT]
         first = min(leave or hints, key=lambda one: one.deadline, default=None)
@@ -70,21 +70,21 @@ class NoticeTracker:
 
 @dataclass(frozen=True, slots=True)
 class SendNotice:
-    """Send the effective notice to the coordinator; None: there is none any more."""
+    """Send the effective notice to the coordinator; None: the notice was withdrawn."""
 
     notice: ProviderNotice | None
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Tell the provider to proceed: the node holds nothing any more."""
+    """Tell the provider that the node is drained, so that it can be taken away."""
 
     notice: ProviderNotice
 
 
 @dataclass(frozen=True, slots=True)
 class RejoinJob:
-    """The node stays: join again, as a new member."""
+    """Join the job again as a new member, because the node stays."""
 
 
 TrackerAction = SendNotice | Acknowledge | RejoinJob
@@ -94,7 +94,7 @@ TrackerTransition = tuple[NoticeTracker, tuple[TrackerAction, ...]]
 def source_read(
     tracker: NoticeTracker, source: str, found: Sequence[ProviderNotice]
 ) -> TrackerTransition:
-    """Record all notices of a source. The deadline of a known notice can only get sooner."""
+    """Record all notices of a source. The deadline of a known notice can only become earlier."""
     known = {one.identity: one for one in tracker.by_source.get(source, ())}
     notices = tuple(
         replace(one, deadline=min(one.deadline, known[one.identity].deadline))
@@ -102,7 +102,7 @@ def source_read(
         else one
         for one in found[:MOST]
     )
-    # A withdrawn notice that comes again is a new one.
+    # A notice that was withdrawn and returns counts as new, so it is no longer false.
     withdrawn = known.keys() - {one.identity for one in notices}
     false = tuple(identity for identity in tracker.false if identity not in withdrawn)
     by_source = {**tracker.by_source, source: notices}
@@ -110,7 +110,7 @@ def source_read(
 
 
 def expire_overdue(tracker: NoticeTracker, now: float, overdue_s: float) -> TrackerTransition:
-    """Mark notices as false that are overdue. A final notice is never false: its node ends."""
+    """Mark notices as false that are overdue by more than `overdue_s`, except final ones."""
     late = [
         one.identity for one in tracker.active if now > one.deadline + overdue_s and not one.final
     ]
@@ -120,21 +120,21 @@ def expire_overdue(tracker: NoticeTracker, now: float, overdue_s: float) -> Trac
 
 
 def node_released(tracker: NoticeTracker) -> TrackerTransition:
-    """The coordinator released the drained node."""
+    """Park the node, which the coordinator has released, and acknowledge its notices."""
     leave = tuple(Acknowledge(one) for one in tracker.active if one.kind is NoticeKind.LEAVE)
     tracker, more = _settle(replace(tracker, parked=True))
     return tracker, (*leave, *more)
 
 
 def resend(tracker: NoticeTracker) -> tuple[TrackerAction, ...]:
-    """Actions after a reconnect, for a coordinator that may not know the notice."""
+    """Return the actions after a reconnect: a new coordinator may not know the notice."""
     return (SendNotice(tracker.sent),) if tracker.sent is not None else ()
 
 
 def notice_message(
     node: str, incarnation: str, notice: ProviderNotice | None, now: float
 ) -> m.Notice:
-    """The message to the coordinator. Its deadline is in seconds from now."""
+    """Return the message to the coordinator, with the deadline in seconds from now."""
     if notice is None:
         return m.Notice(node, incarnation, NoticeKind.NONE)
     left_s = max(0.0, notice.deadline - now)
@@ -144,7 +144,7 @@ def notice_message(
 
 
 def _settle(tracker: NoticeTracker) -> TrackerTransition:
-    """Send the effective notice if it changed; rejoin if nothing keeps a parked node away."""
+    """Send the effective notice if it changed; let a parked node rejoin if it need not leave."""
     old, new = tracker.sent, tracker.effective
     if tracker.parked:
         if new is not None and new.kind is NoticeKind.LEAVE:

@@ -1,4 +1,4 @@
-"""Admission policy: accept or refuse a node that asks to join, by its pre-flight."""
+"""Admission policy: accept or refuse a node that asks to join, by its pre-flight checks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def admit(
 
 
 def _slow_device(state: JobState, node: str, score: float) -> tuple[PreflightCheck, ...]:
-    """Failed check of a strict pre-flight: the node is much slower than nodes of the same kind."""
+    """Return a failed check if the node is much slower than the other members, else (). Speeds are
+    compared only if all members have the same device type."""
     kinds = {mb.report.info.device for mb in state.members.values()}
     flights = (record_of(state, name).preflight for name in state.members if name != node)
     known = [flight.score for flight in flights if flight is not None and flight.score > 0]

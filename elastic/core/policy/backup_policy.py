@@ -1,8 +1,8 @@
-"""Backup policy for `--backup auto`: change the pair of schemes if that is worth its pause.
+"""Backup policy for `--backup auto`: change the pair of schemes if this saves more than its pause.
 
-It checks again once enough was measured, or once the measurements have changed much. The costs of a
-pair are in `elastic.planning.backup.backup_cost`, the measurements in
-`elastic.core.job.measured_conditions`.
+The pair is checked when enough was measured, and again when the measurements have changed much.
+`elastic.planning.backup.backup_cost` has the costs of a pair,
+`elastic.core.job.measured_conditions` the measurements.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from elastic.planning.backup.amortization import horizon_s
 from elastic.planning.backup.backup_cost import choose_pair, estimate, estimates
 
 MIN_STEPS = 16
-"""Steps of the epoch that every node of the plan must have measured."""
+"""Least number of steps of the epoch that every node of the plan must have measured."""
 CHECK_INTERVAL_S = 10.0
 """Least time between two checks."""
 CHANGED = 1.5
-"""A check is due when a figure has changed by this factor."""
+"""The pair is checked if a measured figure has changed by more than this factor."""
 GAIN = 0.01
-"""Fraction of the expected time that another pair must save."""
+"""Least fraction of the expected time that another pair must save."""
 
 
 def change_backup(state: JobState, now: float) -> JobTransition | None:
@@ -39,7 +39,7 @@ def change_backup(state: JobState, now: float) -> JobTransition | None:
     best, _ = choose_pair(found, conditions.room_bytes)
     saved = 1 - best.expected_s / here.expected_s if here.expected_s > 0 else 0.0
     saved_s = saved * horizon_s(conditions.hazard_per_s, len(plan.nodes()))
-    # If the last change for this pair did not install it, no second change is made for it.
+    # The pair for which the plan was changed last is not requested again if it was not installed.
     repeated = best.pair == state.requested_backup and best.pair != here.pair
     worth = not repeated and saved >= GAIN and saved_s > conditions.pause_s
     why = f"{here}; {best}: {saved:+.1%} of the expected time"
@@ -65,7 +65,7 @@ def change_backup(state: JobState, now: float) -> JobTransition | None:
 
 
 def _due(state: JobState, now: float) -> bool:
-    """Whether the plan is protected, the interval is over and every node has measured enough."""
+    """Return whether the plan is protected, the interval is over and all nodes measured enough."""
     plan = state.plan
     if state.policy.backup != "auto" or plan is None or not plan.peers or not state.stable:
         return False

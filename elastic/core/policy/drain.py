@@ -1,12 +1,13 @@
 """Drain: the coordinator's reaction to the notices of nodes.
 
-    leave   drain the node at the end of the step, as `elastic drain` does; at once if time is short
-    hint    let a spare take its place at the end of a step. Without a spare, only later plans count
-            with its expected end (`elastic.core.job.join_policy`)
-    none    the notice was withdrawn: stop the drain, the node takes part again
+    leave   drain the node at the end of the step, as `elastic drain` does; at once if the deadline
+            is near
+    hint    let a spare take the node's place at the end of a step. Without a spare the plan stays;
+            later plans consider when the node will leave (`elastic.core.job.join_policy`)
+    none    the notice was withdrawn: stop the drain; the node can take a stage again
 
-A plan leaves out all nodes that are draining at that time, so many notices lead to one change. A
-repeated notice changes nothing, unless it has an earlier deadline.
+A plan leaves out all draining nodes, so many notices lead to one change. A repeated notice changes
+nothing, unless its deadline is earlier or only the new notice is final.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from elastic.core.protocol.messages import NoticeKind
 from elastic.domain.errors import EXIT_DRAINED
 
 SAME_S = 1.0
-"""Deadlines that differ by less are the same."""
+"""Deadlines that differ by fewer seconds count as equal."""
 
 
 def notice_received(state: JobState, event: m.Notice, now: float) -> JobTransition:
@@ -59,7 +60,7 @@ def _leave(state: JobState, member: Member, event: m.Notice, now: float) -> JobT
         return state, (), f"notice of {member.node}: known"
     if not first:
         deadline = min(deadline, member.drain_deadline)
-    notice = None  # a drain by `elastic drain` remains one
+    notice = None  # a drain that `elastic drain` requested has no notice
     if first or earlier is not None:
         final = not first and earlier is not None and earlier.final
         notice = replace(event, final=event.final or final)
@@ -110,21 +111,21 @@ def _entry(notice: m.Notice, reason: str) -> LogEntry:
 
 
 def drain_cause(state: JobState) -> Cause:
-    """Cause of a change that moves all draining nodes' layers away."""
+    """Return the cause of the change that moves the layers of all draining nodes away."""
     leaving = [mb for mb in state.members.values() if mb.draining]
     names = [f"{mb.node} ({mb.notice.provider})" if mb.notice else mb.node for mb in leaving]
     return Cause(CauseKind.DRAIN, f"drain {' '.join(names)}", tuple(mb.node for mb in leaving))
 
 
 def release_order(member: Member) -> JobAction:
-    """Order for a drained node: end, or wait because its notice may be withdrawn."""
+    """Return the order for a drained node: end, or wait because its notice may be withdrawn."""
     if member.notice is None or member.notice.final:
         return Send(member.node, m.Stop(EXIT_DRAINED, "drained"))
     return Send(member.node, m.Released("drained"))
 
 
 def replace_hinted_nodes(state: JobState, now: float) -> JobTransition | None:
-    """Let spares replace nodes with a hint, at the end of a step."""
+    """Let spares replace the nodes that have a hint, at the end of the step."""
     assert state.plan is not None
     if not state.stable:
         return None

@@ -2,9 +2,9 @@
 
 Observations come from node reports (crashes, hangs), losses, health reports (devices, disks,
 memory, clock, links) and measured compute speeds (`elastic.core.policy.straggler_policy`).
-`elastic.core.health.diagnosis` classifies each one. A remedy that needs another plan is applied at
-the end of a step, like every planned change. A node is not quarantined if no plan fits without it,
-or if the same happens to the other nodes too.
+`elastic.core.health.diagnosis` classifies each observation. A remedy that needs another plan is
+applied at the end of a step, like every planned change. A node is not quarantined if no plan fits
+without the node, or if half of the other nodes have the same problem.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.domain.errors import EXIT_FAILURE
 
 RECOVERED_LINK = 2.0
-"""A slow link is well again when it carries more than its usual rate divided by this."""
+"""A slow link has recovered when its rate is at least its usual rate divided by this factor."""
 KEPT_MORE = 64
 """Number of departed nodes, beyond the number of members, whose records are kept."""
 
@@ -53,7 +53,8 @@ KEPT_MORE = 64
 
 
 def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: float) -> Findings:
-    """Handle crashed or hung workers: restart them; if that does not help, quarantine the node."""
+    """Record crashed or hung workers, which their agent restarts; quarantine a node if its workers
+    crash repeatedly; end the job if neither helps."""
     if report.crash_count <= was.crash_count or state.spec is None or state.ending is not None:
         return state, ()
     node, limits = report.info.node, state.policy.health
@@ -94,7 +95,7 @@ def _crashed_twice(record: NodeHealth) -> bool:
 
 
 def _hopeless(state: JobState, node: str) -> str:
-    """Reason to end the job instead of another restart of the workers of `node`, or ""."""
+    """Return the reason to end the job instead of restarting the workers of `node`; "": none."""
     limits, newest = state.policy.health, state.newest_step
     stuck = {
         n: one.stuck for n, one in state.health.items() if one.stuck and one.stuck_at >= newest
@@ -109,7 +110,7 @@ def _hopeless(state: JobState, node: str) -> str:
 
 
 def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:
-    """Handle a lost node: if it was lost repeatedly, quarantine it for when it returns."""
+    """Record the loss of a node. A node that was lost repeatedly is quarantined when it returns."""
     limits = state.policy.health
     record = diagnosis.record_departure(record_of(state, node), now, limits)
     state = _without_old_records(with_record(state, node, record), now)
@@ -125,7 +126,8 @@ def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:
 
 
 def _excuse(state: JobState, node: str, affected: Callable[[NodeHealth], bool]) -> str:
-    """Reason not to quarantine `node`: half of the others are affected as well, or no plan fits."""
+    """Return the reason not to quarantine `node`; "": none. Reasons: at least half of the other
+    members are `affected`, or no plan fits without `node`."""
     others = [other for other in state.members if other != node]
     same = [other for other in others if affected(record_of(state, other))]
     if same and 2 * len(same) >= len(others):
@@ -141,20 +143,20 @@ def _feasible_without(state: JobState, node: str) -> bool:
 
 
 def spare_nodes(state: JobState) -> tuple[str, ...]:
-    """Nodes that can take a stage and hold none."""
+    """Return the nodes that hold no stage and can take one."""
     held = state.plan.nodes() if state.plan is not None else ()
     return tuple(mb.node for mb in candidates(state) if mb.node not in held)
 
 
 def _away(state: JobState, node: str) -> HealthAction:
-    """REPLACE if a spare can take the place of the node, else QUARANTINE."""
+    """Return REPLACE if the node holds a stage and there is another spare, else QUARANTINE."""
     held = state.plan.nodes() if state.plan is not None else ()
     spare = any(spare != node for spare in spare_nodes(state))
     return HealthAction.REPLACE if spare and node in held else HealthAction.QUARANTINE
 
 
 def _without_old_records(state: JobState, now: float) -> JobState:
-    """Drop records of nodes that left long ago, once there are many."""
+    """Drop the health records of nodes that left long ago, once there are many records."""
     if len(state.health) <= len(state.members) + KEPT_MORE:
         return state
     kept = {
@@ -169,7 +171,7 @@ def _without_old_records(state: JobState, now: float) -> JobState:
 
 
 def health_reported(state: JobState, report: HealthReport, now: float) -> JobTransition:
-    """Record a health report and the findings from it."""
+    """Record a health report and its findings."""
     member = state.members.get(report.node)
     former = member is None or member.report.info.incarnation != report.incarnation
     if former or state.ending is not None:
@@ -209,7 +211,7 @@ def _check_devices(state: JobState, node: str, report: HealthReport, now: float)
         finding = Finding(FaultClass.DEVICE, action, reason, {**evidence, "slow": slower}, now)
         return add_finding(state, node, finding)
     if known is not None and known.action is HealthAction.RESTART:
-        return state, ()  # a crash reported it; the driver never sees it
+        return state, ()  # the finding came from a crash; the driver does not report such a fault
     return clear_finding(state, node, FaultClass.DEVICE, "its devices are well again", now)
 
 
@@ -240,7 +242,7 @@ def _check_disks(state: JobState, node: str, report: HealthReport, now: float) -
 
 
 def checkpoint_written(state: JobState, now: float) -> Findings:
-    """A whole checkpoint was written, so disks accept data again."""
+    """Clear the findings about disks, because a whole checkpoint was written."""
     actions: list[JobAction] = []
     for node, record in state.health.items():
         known = record.finding(FaultClass.STORAGE)
@@ -323,7 +325,7 @@ def _link_well(state: JobState, node: str, now: float) -> Findings:
     evidence = known.evidence
     before = evidence.get("usual_bytes_per_s") or evidence.get("others_bytes_per_s", 0)
     if record.link.now * RECOVERED_LINK < float(before):
-        return state, ()  # other copies begin a new measurement, but the link may still be slow
+        return state, ()  # a new measurement for copies of another size; the link may still be slow
     if record.loaded != 1.0:
         state = with_record(state, node, replace(record, loaded=1.0))
         state = state.of(rebalance=f"link of {node} is well again")
@@ -334,7 +336,7 @@ def _link_well(state: JobState, node: str, now: float) -> Findings:
 
 
 def apply_remedies(state: JobState, now: float) -> JobTransition | None:
-    """Change the plan for the findings at the end of the step; end expired quarantines."""
+    """End an expired quarantine, or change the plan at the end of the step because of findings."""
     over = quarantine.release_expired(state, now)
     if over is not None:
         return over

@@ -1,16 +1,17 @@
 """Restart policy: whether all nodes wait for a node whose workers crashed and are restarting.
 
-The agent restarts the workers, and their layers are still in the memory of the node: nothing moves
-over the network and the plan stays. To continue without the node costs the bytes that move, less
-speed until it is back, and a second pause then:
+If they wait, nothing moves over the network and the plan stays, because the layers of the crashed
+workers are still in the memory of their node. If training continues without the node, layers move,
+steps take longer until the node is back, and training pauses again for its return. Seconds lost:
 
     wait       s
     continue   moved bytes / bandwidth + s (1 - v) + p
 
-with s: seconds until the workers are back, taken from the first start; v: speed without the node
-over the speed with it; p: pause for its return.
+s: seconds until the workers are back, measured at the first start; v: step time with the node
+divided by step time without the node; p: pause for the node's return.
 
-There is no second wait for a node that crashes again in the same step: that step may be the cause.
+Nodes do not wait twice for a node that crashes again in the same step, because that step may be
+the cause.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from elastic.planning.placement.migration import links_of, transition
 from elastic.planning.search.search import make_plan
 
 PATIENCE = 2.0
-"""The wait ends after this many times the expected start."""
+"""Longest wait, as a multiple of the expected start time of the workers."""
 
 
 def restarting_nodes(state: JobState) -> tuple[str, ...]:
-    """Nodes of the old plan with restarting workers; () if the plan must change anyway."""
+    """Return the nodes of the old plan with restarting workers; () if the plan must change."""
     change = state.change
     if change is None or change.boundary or change.old_plan is None:
         return ()
@@ -47,7 +48,7 @@ def restarting_nodes(state: JobState) -> tuple[str, ...]:
 
 
 def decide_wait(state: JobState, now: float) -> JobTransition | None:
-    """Decide once per change whether to wait; None if that was done or no node restarts."""
+    """Decide whether to wait; None if this change has a decision already or no node restarts."""
     change, nodes = state.change, restarting_nodes(state)
     if change is None or change.wait_until or not nodes:
         return None
@@ -66,13 +67,13 @@ def decide_wait(state: JobState, now: float) -> JobTransition | None:
 
 
 def is_waiting(state: JobState, now: float) -> bool:
-    """Whether the wait for restarting workers goes on."""
+    """Return whether nodes still wait for restarting workers."""
     change = state.change
     return change is not None and now < change.wait_until and bool(restarting_nodes(state))
 
 
 def _cost_of_continuing(state: JobState, start_s: float) -> tuple[float, str]:
-    """Return (seconds lost by continuing at once, their parts in words)."""
+    """Return (seconds lost by continuing at once, explanation); infinity if no plan fits."""
     assert state.change is not None and state.change.old_plan is not None
     assert state.spec is not None
     old = state.change.old_plan

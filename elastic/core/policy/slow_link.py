@@ -1,9 +1,9 @@
 """Slow-link policy: the remedy for a node whose link carries less than before.
 
-none         steps take as long as before: computing hides the copies
+none         steps take as long as before, because copies are sent while the node computes
 replace      a spare is available
-rebalance    with fewer layers the node sends fewer bytes, so plans count it as slower
-quarantine   the job is faster without the node than with it
+rebalance    fewer layers send fewer bytes: plans use a higher slow factor for the node
+quarantine   the job is faster without the node
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class LinkDecision:
+    """Remedy for a slow link."""
+
     action: HealthAction
     reason: str
     slowdown: float
-    """Step time now over the step time before."""
+    """Step time now divided by the step time before the link became slow."""
 
 
 def step_slowdown(state: JobState) -> float:
-    """Fastest of the newest steps over the fastest earlier one; 0: too few steps are known.
+    """Return the shortest newest step time divided by the shortest earlier one of this epoch.
 
-    The first step of an epoch does not count, because it warms up.
+    0: too few steps are known. The first step of an epoch does not count, because it is slower.
     """
     assert state.plan is not None
     known = [seconds for epoch, seconds in state.durations if epoch == state.plan.epoch][1:]
@@ -44,7 +46,7 @@ def step_slowdown(state: JobState) -> float:
 
 
 def choose_link_remedy(state: JobState, node: str, *, spare: bool) -> LinkDecision | None:
-    """Best remedy for the slow link of `node`; None: its cost is not known yet."""
+    """Return the best remedy for the slow link of `node`; None: too few steps are known."""
     cost = step_slowdown(state)
     if not cost:
         return None
@@ -69,7 +71,8 @@ def choose_link_remedy(state: JobState, node: str, *, spare: bool) -> LinkDecisi
 
 
 def _relative_step(state: JobState, request: PlanRequest, now: JobState) -> float | None:
-    """Predicted step of the best plan over that of the running plan with all links well."""
+    """Return the step time of the best plan for `request` divided by that of the running plan. Both
+    are predicted: the former for `state`, the latter for `now`. None: no plan fits."""
     assert now.plan is not None
     plan = plan_if_feasible(request)
     if plan is None:

@@ -1,7 +1,9 @@
 """Straggler policy: give slow nodes fewer layers or micro-batches.
 
-A spare takes the place of a slow node if that makes the step shorter still. The replaced node stays
-as a spare; being slow never evicts a node.
+A spare takes the place of a slow node if the step is then shorter than with less work for the slow
+node. The replaced node stays a member, as a spare.
+
+Nodes are slow by their *slow factor*; `elastic.core.health.compute_speed` defines it and the ratio.
 """
 
 from __future__ import annotations
@@ -27,18 +29,19 @@ GAIN = 0.05
 
 
 class SpeedChange(NamedTuple):
-    """A node whose steps agree on another speed than plans assume."""
+    """Change of a node's slow factor."""
 
     node: str
     pace: ComputeSpeed
+    """The node's speed, with the slow factor that plans used until now."""
     factor: float
-    """New slowdown; 1: as fast as expected."""
+    """New slow factor; 1: normal speed."""
 
 
 def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
-    """Update the slowdowns that plans assume, and change the plan if that gains enough.
+    """Update the slow factors that plans use, and change the plan if a better one saves enough.
 
-    The new slowdown is stored, so the same measurements lead to one decision only.
+    The new slow factors are stored, so the same measurements lead to one decision only.
     """
     if state.plan is None or not state.stable or not state.paces:
         return None
@@ -70,7 +73,7 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
 
 
 def _all_slowed(state: JobState, node: str, pace: ComputeSpeed, factor: float) -> bool:
-    """Whether the other nodes slowed down equally: then no other plan helps."""
+    """Return whether the other nodes slowed down equally, so that no other plan helps."""
     assert state.plan is not None
     others = [speed_of(state, other) for other in state.plan.nodes() if other != node]
     now = [one.ratio / one.unit / one.factor for one in others if one.unit and one.ratio]
@@ -86,7 +89,7 @@ def _add_findings(
     away: tuple[str, ...],
     now: float,
 ) -> Findings:
-    """Record a finding for each changed node, or clear it if the node is fast again."""
+    """Record a finding for each node in `changed`; clear the finding of a node at normal speed."""
     paces: list[JobAction] = []
     actions: list[JobAction] = []
     for node, pace, factor in changed:
@@ -113,10 +116,9 @@ def _add_findings(
 def _replaceable(
     state: JobState, nodes: tuple[str, ...], best_s: float
 ) -> tuple[tuple[str, ...], str]:
-    """The slow nodes if spares in their places save more than less work does, and the reason.
-
-    `best_s`: predicted seconds per step with less work for the slow nodes.
-    """
+    """Return (nodes to replace, reason): all of `nodes` if spares in their place are faster.
+    `best_s`: predicted seconds per step if the slow nodes get less work instead. If no node is to
+    be replaced, the result is ((), "")."""
     findings = (one for node in nodes for one in record_of(state, node).findings)
     excluded = any(one.action in EXCLUDING_ACTIONS for one in findings)
     if not nodes or excluded or not spare_nodes(state):
@@ -130,8 +132,8 @@ def _replaceable(
 
 
 def _gain(state: JobState) -> tuple[float, float, str]:
-    """Seconds per step of the best plan for the present speeds, the fraction that it saves, and
-    the reason. Without a plan both are 0."""
+    """Return (seconds per step of the best plan now, fraction of the step that it saves, reason).
+    If no plan fits, both numbers are 0."""
     assert state.plan is not None
     try:
         plan = make_plan(plan_request(state, state.epoch + 1))

@@ -1,7 +1,7 @@
-"""Decides whether compressing a copy before sending pays.
+"""Decides whether to compress a copy before it is sent.
 
-Compressing takes time and a core in the sender. So it must save time on the wire with a margin,
-even if the two do not overlap (seconds per byte):
+Compression takes time and a core of the sender. A copy is compressed if compressing and then
+sending takes less time than sending the whole copy, by a margin (in seconds per byte):
 
     1 / codec + fraction / link  <  MARGIN / link
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 MODES = ("auto", "off", "on")
 MARGIN = 0.9
-"""Share of the uncompressed time that a compressed copy may take, at most."""
+"""Limit on the time of a compressed copy, as a fraction of the time of the uncompressed one."""
 SMALL_BYTES = 64 << 10
-"""The time of smaller copies is latency."""
+"""Smaller copies are not compressed, because latency determines their time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class CompressionSample:
 def should_compress(
     mode: str, nbytes: int, link_bytes_per_s: float, sample: CompressionSample | None
 ) -> tuple[bool, str]:
-    """Whether to compress a copy of `nbytes`, and the reason.
+    """Return (whether to compress a copy of `nbytes`, reason).
 
-    `link_bytes_per_s` is the measured rate of the link, 0 if unknown; `sample` is of this kind of
-    copies, None if unknown.
+    `link_bytes_per_s`: measured rate of the link; 0: unknown. `sample`: measured for copies of the
+    same kind; None: unknown.
     """
     if mode != "auto":
         return mode == "on", f"--compress {mode}"

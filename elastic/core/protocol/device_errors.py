@@ -13,21 +13,21 @@ SCRIPT_TEXTS = (
     "invalid configuration argument", "invalid device function", "invalid device ordinal",
     "STATUS_INVALID_VALUE", "STATUS_NOT_SUPPORTED", "STATUS_BAD_PARAM",
 )  # fmt: skip
-"""Texts of device errors that the script caused; every device would refuse its request."""
+"""Texts of device errors that the script caused, with a request that no device can serve."""
 LINK_TEXTS = ("NCCL",)
-"""Texts of device errors that the other end may have caused."""
+"""Texts of device errors that the device at the other end of a link may have caused."""
 
 
 def is_device_error(text: str) -> bool:
-    """Whether the device is at fault, so that a restart of the worker may help."""
+    """Return whether the device is at fault, so that a restart of the worker may help."""
     return any(part in text for part in DEVICE_TEXTS) and not is_script_error(text)
 
 
 def is_script_error(text: str) -> bool:
-    """Whether the script asked for something that no device can do."""
+    """Return whether the script made a request that no device can serve."""
     return any(part in text for part in SCRIPT_TEXTS)
 
 
 def is_link_error(text: str) -> bool:
-    """Whether the other end of a link may be at fault."""
+    """Return whether the device at the other end of a link may be at fault."""
     return any(part in text for part in LINK_TEXTS)

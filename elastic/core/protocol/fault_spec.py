@@ -1,4 +1,4 @@
-"""Injected faults: the text `--fault "kill node=2 step=3 microbatch=5"`, and when one is due.
+"""Injected faults: their text (`--fault "kill node=2 step=3 microbatch=5"`) and when each is due.
 
     kind               carried out by   own fields            default
     kill               worker           node                  (whole node, SIGKILL)
@@ -7,24 +7,25 @@
     slow               worker           node worker factor    factor=3, all workers
     slow-link          worker           node factor           factor=3 (with --link)
     partition          agent            node duration         duration=5
+    corrupt            agent            node                  (one byte of each copy in the vault)
     kill-coordinator   launcher         down                  down=5
     drain              launcher         node deadline         deadline=30
     join               launcher
 
-Every kind has a point in time: step= (from 0, default 0) with microbatch= (from 0) or phase=. The
-launcher sees only steps, micro-batches and recoveries; the other kinds also see the phases forward,
-backward, reduce and optimizer:
+Every fault has a point in time: step= (from 0, default 0), optionally with microbatch= (from 0) or
+phase=. Faults of the launcher can only have phase=recovery. Meaning of the fields:
 
 - step alone: at the start of the step;
 - microbatch=m: before the backward pass of the first micro-batch >= m that the node runs in that
   step (phase=forward: before its forward pass);
 - phase=reduce: in the data-parallel reduction, after the first layer was reduced;
 - phase=optimizer: after the first layer's update;
-- phase=recovery: while installing, in a recovery at that step or later; after=N skips the first N.
+- phase=recovery: during the installation, in a recovery at that step or later; after=N skips the
+  first N recoveries.
 
 If a node does not reach the point in its step (it was a spare, or ran other micro-batches), the
 fault is due at the first chance in a later step. A process claims a fault before it carries it out
-(`elastic.config.claim_fault`), so that it happens once although workers restart.
+(`elastic.config.claim_fault`), so that the fault happens only once although workers restart.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Phase(StrEnum):
 
 
 LAUNCHER_KINDS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.DRAIN, FaultKind.JOIN})
-"""Kinds that `elastic run` carries out from outside the nodes."""
+"""Kinds that the launcher (`elastic run`) carries out."""
 NODE_KINDS = frozenset(FaultKind) - {FaultKind.KILL_COORDINATOR, FaultKind.JOIN}
 _PHASES = tuple(phase for phase in Phase if phase is not Phase.START)
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 0.001, "m": 60.0}
@@ -83,14 +84,14 @@ class FaultSpec:
 
     kind: FaultKind
     node: str = ""
-    """Node id; "" for kinds without a node."""
+    """Name of the node; "": the kind has no node."""
     worker: int | None = None
-    """Local rank; None: rank 0 (kill-worker, stop) or any rank (others)."""
+    """Local rank; None: rank 0 (kill-worker, stop) or all ranks (other kinds)."""
     step: int = 0
     microbatch: int | None = None
     phase: Phase | None = None
     after: int = 0
-    """Recoveries to skip; with phase=recovery only."""
+    """Number of recoveries to skip; with phase=recovery only."""
     factor: float = 3.0
     duration_s: float = 5.0
     down_s: float = 5.0
@@ -98,7 +99,7 @@ class FaultSpec:
 
     @property
     def text(self) -> str:
-        """Text that `parse_fault` reads back to an equal spec, without fields at their default."""
+        """Text that `parse_fault` parses to an equal spec; it omits fields at their default."""
         words, default = [self.kind.value], FaultSpec(kind=self.kind)
         for key, (name, _, _) in _FIELDS.items():
             value = getattr(self, name)
@@ -133,12 +134,12 @@ def parse_fault(text: str) -> FaultSpec:
 
 
 def dump_faults(specs: tuple[FaultSpec, ...]) -> str:
-    """JSON text for an environment variable; a spec's position is its number."""
+    """Return a JSON list for an environment variable; a fault's number is its index in the list."""
     return codec.dumps([spec.text for spec in specs])
 
 
 def load_faults(text: str) -> tuple[FaultSpec, ...]:
-    """Inverse of `dump_faults`; "" means no faults."""
+    """Return the faults in a text of `dump_faults`; "": no faults."""
     return tuple(parse_fault(item) for item in codec.loads(tuple[str, ...], text or "[]"))
 
 
@@ -152,11 +153,11 @@ def due(
     microbatch: int | None = None,
     recoveries: int = 0,
 ) -> bool:
-    """Whether `spec`, not carried out yet, is due at this point of a worker.
+    """Return whether a worker must carry out `spec` now, if it was not carried out yet.
 
-    `phase` is the point reached: START of `step`; before FORWARD or BACKWARD of `microbatch`;
-    REDUCE after the first layer was reduced; OPTIMIZER after the first layer's update; RECOVERY
-    while installing, after `recoveries` earlier ones.
+    `phase`: the point that the worker has reached: START of `step`; before FORWARD or BACKWARD of
+    `microbatch`; REDUCE after the first layer was reduced; OPTIMIZER after the first layer's
+    update; RECOVERY during an installation, after `recoveries` earlier recoveries.
     """
     if spec.kind in LAUNCHER_KINDS or spec.node != node or not _concerns(spec, worker):
         return False
@@ -177,9 +178,9 @@ def due(
 def launcher_due(
     spec: FaultSpec, *, step: int, microbatch: int, recoveries: int, recovering: bool
 ) -> bool:
-    """Whether a fault of the launcher, not carried out yet, is due at this progress of the job.
+    """Return whether the launcher must carry out `spec` now, if it was not carried out yet.
 
-    `recoveries` counts the finished ones; `recovering` tells whether one is under way.
+    `recoveries`: number of finished recoveries; `recovering`: whether a recovery is under way.
     """
     if spec.kind not in LAUNCHER_KINDS or step < spec.step:
         return False
@@ -189,7 +190,7 @@ def launcher_due(
 
 
 def node_id(text: str) -> str:
-    """Node id for `text`: `2` and `node2` are the same node. Raises FieldError."""
+    """Return the node's name: `2` and `node2` both give node2. Raises FieldError."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
         raise FieldError(f"{FLAG} node", text, "a number (2 is node2) or a node's name")
     return f"node{int(text)}" if re.fullmatch(r"[0-9]+", text) else text
@@ -263,4 +264,4 @@ _FIELDS: dict[str, tuple[str, Callable[[str, str], Any], tuple[FaultKind, ...]]]
     "down": ("down_s", _seconds, (FaultKind.KILL_COORDINATOR,)),
     "deadline": ("deadline_s", _seconds, (FaultKind.DRAIN,)),
 }
-"""Key: (field of FaultSpec, function that reads its text, the kinds that it goes with; (): any)."""
+"""Key: (field of FaultSpec, function that parses its text, kinds that have it; (): all)."""

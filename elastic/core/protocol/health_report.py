@@ -1,6 +1,6 @@
 """Reports of an agent about its node: `HealthReport`, `Preflight` and `Notice`.
 
-They hold figures only; `elastic.core.health.diagnosis` judges them.
+Reports hold only measurements; `elastic.core.health.diagnosis` judges them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MAX_ENTRIES = 8
-"""Entries of one kind in a report, at most."""
+"""Maximum number of entries of one kind in a report."""
 MAX_TEXT_LENGTH = 200
-"""Characters of a text in a report, at most."""
+"""Maximum number of characters of a text in a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class DiskSpace:
     """Space of one directory that a node writes to."""
 
     role: str
-    """checkpoints | run | memory"""
+    """Use of the directory: checkpoints | run | memory."""
     path: str
     free_bytes: int
     total_bytes: int
@@ -35,51 +35,51 @@ class DeviceHealth:
     name: str
     temperature_c: float = 0.0
     throttled: str = ""
-    """Reason for a reduced clock (thermal, power); "": not reduced, or idle."""
+    """Reason for a reduced clock (thermal, power); "": not reduced, or the device is idle."""
     errors: int = 0
     """Uncorrected memory errors since the agent started."""
     fault: str = ""
-    """Fault that the driver reports (XID 79, device lost); "": none."""
+    """Fault that the driver reports (XID 79, device lost); "": no fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTraffic:
-    """Copies sent to one peer since the last report, without those too small to measure a link."""
+    """Copies sent to one peer since the last report, except those too small to measure a link."""
 
     peer: str
     sends: int
     nbytes: int
-    """Sum over the copies."""
+    """Bytes of all these copies."""
     seconds: float
-    """Sum over the copies."""
+    """Time to send them, summed over the copies."""
     best_bytes_per_s: float
-    """Rate of the fastest copy; the machine may slow a single one."""
+    """Rate of the fastest copy, because a busy machine may slow single copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedOperation:
-    """An operation that failed on the node; the node goes on."""
+    """An operation that failed on the node without ending it."""
 
     what: str
-    """checkpoint"""
+    """Object that could not be written: checkpoint."""
     path: str
     detail: str
-    """The system's error message."""
+    """Error message of the operating system."""
     count: int = 1
-    """Failures since the last report."""
+    """Number of failures since the last report."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthReport:
     """Health of a node, sent on changes and at intervals.
 
-    It has at most MAX_ENTRIES entries of a kind, with texts of at most MAX_TEXT_LENGTH.
+    A report has at most MAX_ENTRIES entries of a kind, with texts of at most MAX_TEXT_LENGTH.
     """
 
     node: str
     incarnation: str
     at: float
-    """time.time() on the node."""
+    """Time of the report on the node's clock (time.time())."""
     epoch: int = 0
     load: float = 0.0
     """Runnable processes per core."""
@@ -96,40 +96,40 @@ class PreflightCheck:
     """Result of one pre-flight check."""
 
     name: str
-    """compute | memory | disk:ROLE | clock | coordinator | peer | device"""
+    """Name: compute | memory | disk:ROLE | clock | coordinator | peer | device."""
     value: float
     unit: str
     ok: bool
     fatal: bool = True
-    """Whether a failure refuses the node; otherwise it warns, and refuses only in strict mode."""
+    """Whether a node that fails is refused; else it is refused in strict mode only, and warned."""
     remedy: str = ""
-    """The problem and the remedy; "": no problem."""
+    """Problem and remedy for the user; "": no problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """Checks that a node made of itself before it asked to join."""
+    """Results of the checks that an agent makes of its node before it asks to join."""
 
     mode: str
-    """on | strict"""
+    """Mode of the checks: on | strict."""
     seconds: float
     checks: tuple[PreflightCheck, ...] = ()
     score: float = 0.0
-    """Speed of its devices, comparable between nodes of a job; higher is faster, 0 is unknown."""
+    """Speed of the node's devices, to compare nodes of a job; higher is faster; 0: unknown."""
 
     @property
     def failed(self) -> tuple[PreflightCheck, ...]:
-        """Checks for which the node is refused."""
+        """Failed checks because of which the node is refused."""
         return tuple(c for c in self.checks if not c.ok and (c.fatal or self.mode == "strict"))
 
     def value(self, name: str) -> float | None:
-        """Value of the check `name`, if it was made."""
+        """Return the value of the check `name`; None if it was not made."""
         return next((c.value for c in self.checks if c.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinRefused:
-    """The coordinator refuses the node; it may repeat its pre-flight and ask after `retry_s`."""
+    """The coordinator refuses the node, which may check itself and ask again after `retry_s`."""
 
     reason: str
     retry_s: float
@@ -139,24 +139,23 @@ class NoticeKind(StrEnum):
     """Content of a notice about a node's future."""
 
     LEAVE = "leave"
-    """The node will go."""
+    """The node will leave before a deadline."""
     HINT = "hint"
-    """The node will probably go soon."""
+    """The node will probably be lost soon."""
     NONE = "none"
-    """The node stays; an earlier notice no longer holds."""
+    """The node stays; the earlier notice is withdrawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Notice about a node's future from all its sources; sent again after every reconnect."""
+    """Effective notice of a node, sent when it changes and after every reconnect."""
 
     node: str
     incarnation: str
     kind: NoticeKind
     provider: str = ""
     deadline_s: float = 0.0
-    """Seconds from now, because clocks differ."""
+    """Seconds from the sending of the message, because clocks differ."""
     detail: str = ""
     final: bool = False
-    """Whether the agent exits once the node is drained; else it waits, and joins again if the node
-    outlives the notice."""
+    """Whether the agent exits once the node is drained; else the node is parked."""

@@ -1,8 +1,8 @@
 """Messages between workers, agents and the coordinator.
 
-They are plain frozen dataclasses; `elastic.domain.codec` encodes them. There are three connections:
+Messages are frozen dataclasses, which `elastic.domain.codec` encodes. Kinds of connections:
 
-- worker <-> agent: one Unix socket per worker, in order (`elastic.rpc.frames`);
+- worker <-> agent: one Unix socket per worker (`elastic.rpc.frames`);
 - agent <-> coordinator: one gRPC stream per node (`elastic.rpc`); every envelope carries the term
   and the epoch;
 - vault <-> vault and worker -> vault: bulk transfers over TCP (`elastic.agent.vault.vault`).
@@ -28,7 +28,7 @@ class NodePhase(StrEnum):
     EMPTY = "empty"
     """No workers were launched yet."""
     STARTING = "starting"
-    """Workers were launched, but not all are attached; also while they restart after a crash."""
+    """Workers were launched, or restarted after a crash, and not all of them are attached."""
     IDLE = "idle"
     """All workers are attached and hold no stage."""
     INSTALLING = "installing"
@@ -50,12 +50,12 @@ class Attach:
     pid: int
     spec: JobSpec
     store: str
-    """host:port of the rendezvous store that this worker can host."""
+    """host:port at which this worker can host the rendezvous store."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCopy:
-    """A copy in local shared memory."""
+    """A copy in the node's shared memory."""
 
     copy: Copy
     path: str
@@ -65,12 +65,12 @@ class LocalCopy:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Whole copies lie in shared memory; their memory is reused once the bundle is acknowledged."""
+    """A bundle of whole copies in shared memory, which is reused once they are acknowledged."""
 
     bundle: int
     copies: tuple[LocalCopy, ...]
     peer: str = ""
-    """Node whose vault must hold them before the acknowledgement; "": the local vault is enough."""
+    """Node whose vault must hold the copies before the acknowledgement; "": only the own vault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,36 +81,36 @@ class BackupTraffic:
     copied_s: float = 0.0
     """Time to write copies to shared memory, with checksums."""
     waited_s: float = 0.0
-    """Time that the main thread waited for an acknowledgement."""
+    """Time for which the main thread waited for acknowledgements."""
     sent_bytes: int = 0
-    """Bytes that went to a peer and arrived."""
+    """Bytes of the bundles that a peer keeps."""
     sent_s: float = 0.0
-    """Their time from announcement to acknowledgement."""
+    """Time of these bundles from announcement to acknowledgement."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchTiming:
-    """One worker's compute time per micro-batch in a step: medians, over all its stages."""
+    """One worker's compute times in a step: medians over micro-batches, summed over its stages."""
 
     epoch: int
     step: int
     local_rank: int
     forward_s: float
     backward_s: float
-    """The whole backward pass, or the sum of its two parts."""
+    """Time of the whole backward pass, also if the schedule splits it."""
     slowed: float = 0.0
-    """Compute time beside a transfer of copies, divided by that without one; 0: unknown."""
+    """Compute time during a transfer of copies / compute time without a transfer; 0: unknown."""
     traffic: BackupTraffic = BackupTraffic()
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Heartbeat from a worker's helper thread."""
+    """Sign of life of a worker, sent by its helper thread."""
 
     counter: int
-    """Grows with every action of the main thread."""
+    """Number that grows with every action of the main thread."""
     activity: str
-    """compute | wait | install | idle"""
+    """Activity of the main thread: compute | wait | install | idle."""
     step: int
     microbatch: int
     measured: MicrobatchTiming | None = None
@@ -119,7 +119,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class CommFailed:
-    """Communication with other nodes broke; the worker abandoned the epoch and waits."""
+    """The worker lost contact with other nodes, abandoned the epoch and waits for orders."""
 
     epoch: int
     nodes: tuple[str, ...]
@@ -128,22 +128,22 @@ class CommFailed:
 
 @dataclass(frozen=True, slots=True)
 class Halted:
-    """The worker published everything it had and waits for the next assignment."""
+    """The worker has published all its copies and waits for the next assignment."""
 
     epoch: int
     step: int
-    """Version of the state that it holds; -1: none."""
+    """Version of the state that the worker holds; -1: no state."""
     started: frozenset[int] = frozenset()
-    """Micro-batches of the current step whose forward pass began here."""
+    """Micro-batches of the present step whose forward pass began in the worker's first stage."""
     sent: frozenset[int] = frozenset()
-    """Micro-batches of the current step whose activations went to the next stage."""
+    """Micro-batches of the present step whose activations that stage has sent."""
     record: StepRecord | None = None
-    """Record of the last step whose update this worker began."""
+    """Record of the last step whose update this worker began; None: no update began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The assignment of `epoch` is installed; the training loop continues."""
+    """The worker has installed the assignment of `epoch`."""
 
     epoch: int
     transfer_s: float
@@ -154,23 +154,23 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The first micro-batch of the epoch is computed and its gradient added."""
+    """The worker has computed its first micro-batch of the epoch and added the gradient."""
 
     epoch: int
     at: float
-    """time.time() of that moment."""
+    """Time (time.time()) at which the micro-batch was computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Protected:
-    """All copies published at the installation of `epoch` are whole at their peers."""
+    """The peers hold all copies that the worker published at the installation of `epoch`."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step is done. One worker sends it: first stage of the first pipeline, TP rank 0."""
+    """A step is done. Only rank 0 of the plan's workers sends this message."""
 
     epoch: int
     record: StepRecord
@@ -183,7 +183,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class FaultReached:
-    """An injected fault is due that the agent carries out (partition) or only records."""
+    """An injected fault that the agent must carry out (partition, corrupt) is due."""
 
     fault: str
     at: float
@@ -191,15 +191,16 @@ class FaultReached:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """All steps are done. `params_sha256` comes from the worker that computed it."""
+    """All steps are done."""
 
     step: int
     params_sha256: str = ""
+    """Hash of all parameters. Rank 0 sets it; it is empty from other workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The script cannot go on (bad configuration, error in user code). May replace Attach."""
+    """The script cannot continue (bad configuration, error in user code); may replace `Attach`."""
 
     message: str
     exit_code: int = 1
@@ -219,7 +220,7 @@ class Crashed:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """Leave every epoch below `epoch`: now, or (boundary) all together when the step ends."""
+    """Leave every epoch below `epoch`: now, or at a boundary halt."""
 
     epoch: int
     boundary: bool = False
@@ -227,7 +228,7 @@ class Halt:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """Enter `epoch` as `assignment` says."""
+    """Enter `epoch` with this assignment."""
 
     epoch: int
     assignment: Assignment
@@ -235,18 +236,16 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class BundleAcknowledged:
-    """The bundle and all before it are whole in their vaults.
-
-    Without `kept` the bundle was given up because a vault had no room.
-    """
+    """The bundle and all earlier ones of the worker are done."""
 
     bundle: int
     kept: bool = True
+    """Whether the vaults hold the bundle; False: a vault had no room, and the bundle is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Pull the newest state of these layers into the local vault while training goes on."""
+    """Fetch the newest state of these layers into the node's vault while training continues."""
 
     epoch: int
     sources: tuple[tuple[int, int, str], ...]
@@ -257,7 +256,7 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the process group; `code` is the job's exit code."""
+    """End all workers and the agent; `code` is the job's exit code."""
 
     code: int
     reason: str = ""
@@ -276,11 +275,11 @@ class NodeReport:
     """Highest epoch that the node knows."""
     spec: JobSpec | None = None
     store: str = ""
-    """host:port of a rendezvous store that the node can host."""
+    """host:port at which the node can host the rendezvous store."""
     able: bool = False
     """Whether all workers are attached, so that the node can take a stage."""
     elastic: bool = False
-    """Whether a worker of this node ever attached: the script uses elastic."""
+    """Whether the script uses elastic: a worker of this node has attached."""
     halted: tuple[Halted, ...] = ()
     ready: tuple[Ready, ...] = ()
     resumed_at: float = 0.0
@@ -289,43 +288,43 @@ class NodeReport:
     prefetched: int = -1
     """Highest epoch with a complete prefetch."""
     inventory: tuple[Copy, ...] = ()
-    """Copies in its vault; filled while HALTED, and on a node without living workers."""
+    """Copies in the node's vault; empty unless the node is HALTED or has no living workers."""
     suspects: tuple[str, ...] = ()
-    """Nodes that its workers lost contact with in the current epoch."""
+    """Nodes with which its workers lost contact in the present epoch."""
     cause: str = ""
-    """Cause of its workers' last crash: exit code, signal or hang."""
+    """Cause of the workers' last crash: exit code, signal or hang."""
     hung: bool = False
-    """Whether that crash was a hang."""
+    """Whether `cause` is a hang."""
     detect_s: float = 0.0
-    """Seconds from the fault until the agent knew it; 0: unknown."""
+    """Seconds from a hang until the agent detected it; 0: unknown."""
     finished: Finished | None = None
     failed: Failed | None = None
     restart: int = -1
-    """Restart count that these workers were launched with; -1: not launched."""
+    """`Launch.restart` of the present workers; -1: not launched."""
     step: int = 0
-    """Step that the workers are in."""
+    """Step that the workers compute."""
     microbatch: int = 0
     crash_count: int = 0
-    """Crashes and hangs of this incarnation's workers."""
+    """Number of crashes and hangs of this incarnation's workers."""
     preflight: Preflight | None = None
-    """Result of the pre-flight; only while the node asks to join."""
+    """Result of the pre-flight; None once the node is a member."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Sign of life of a node."""
+    """Sign of life of a node, sent at intervals by its agent."""
 
     node: str
     incarnation: str
     step: int
     microbatch: int
     measured: tuple[MicrobatchTiming, ...] = ()
-    """Newest timing of each worker that computes."""
+    """Newest compute times of each worker that has a stage."""
 
 
 BACKUP_SHORT, COPY_CORRUPT = "backup-short", "copy-corrupt"
 BACKUP_NOTES = (BACKUP_SHORT, COPY_CORRUPT)
-"""A vault has no room for copies; a copy did not match its checksum and was dropped."""
+"""Kinds of `BackupNote`: a vault has no room for copies; a copy had a wrong checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +346,7 @@ class CheckpointPart:
 
     step: int
     layers: tuple[Slot, ...]
-    """Layers in the files written."""
+    """(layer, TP rank), or also a portion, of each written file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +359,7 @@ class RefusalNote:
     peer: str
     detail: str
     count: int
-    """Refusals since the previous note; notes are rate-limited."""
+    """Number of refusals since the previous note; notes are rate-limited."""
     total: int
 
 
@@ -369,14 +368,14 @@ class RefusalNote:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The job no longer needs the node: end the workers, drop the vault, join anew if it stays."""
+    """The job released the node: end the workers, drop the vault, join anew if the node stays."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """The node is no member any more: end the workers, drop the vault, join as new incarnation."""
+    """The node is not a member: end the workers, drop the vault, join as a new incarnation."""
 
     reason: str
 
@@ -393,11 +392,12 @@ class Launch:
     master_addr: str
     master_port: int
     restart: int
+    """Number of earlier restarts of all workers; only for scripts that do not use elastic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """Drop copies of epochs below `epoch`, except logged messages of `step`, in which it began."""
+    """Drop copies of epochs below `epoch`, except logged messages of `step`, its first step."""
 
     epoch: int
     step: int = -1

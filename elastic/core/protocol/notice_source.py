@@ -13,7 +13,7 @@ from elastic.domain.errors import FieldError
 
 FLAG = "--notice"
 NODE_PLACEHOLDER = "${node}"
-"""Placeholder of the node's name in paths and addresses."""
+"""Placeholder of the node's name in file paths and in addresses of metadata services."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -45,7 +45,7 @@ class NoticeSource:
 
 
 def parse_sources(text: str) -> tuple[NoticeSource, ...]:
-    """Read a comma-separated list. Raises FieldError naming the part that is wrong."""
+    """Parse a comma-separated list. Raises FieldError that names the wrong part."""
     words = re.split(r",(?=(?:auto|none|aws|gcp|azure|file:|http:|$))", text)
     found = tuple(_parse(word.strip()) for word in words if word.strip() != "none")
     if len(words) > 1 and len(found) < len(words):

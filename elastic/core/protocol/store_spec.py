@@ -1,4 +1,4 @@
-"""Location of the job's state, as the user gives it."""
+"""Location of the store that keeps the job's state, from the command line."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9._-]*):(\d{1,5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpec:
-    """Location of the store. Holds names of files, never a secret.
+    """Location of the store. The fields hold names of files, never a secret.
 
     Raises FieldError, which names the flag, if a value is wrong.
     """
 
     url: str = ""
-    """etcd://HOST:PORT[,HOST:PORT...] for a cluster of etcd; "" for SQLite in the run directory."""
+    """etcd://HOST:PORT[,HOST:PORT...] for an etcd cluster; "": SQLite in the run directory."""
     ca: str = ""
-    """File of the certificate authority of etcd; with it the connection uses TLS."""
+    """File of etcd's certificate authority; "": the connection does not use TLS."""
     cert: str = ""
     key: str = ""
-    """Files of the client certificate for etcd, and of its key."""
+    """Files of the client certificate for etcd (`cert`) and of its key (`key`)."""
     user: str = ""
     password_file: str = ""
     """File that contains the password of `user`."""
@@ -49,12 +49,12 @@ class StoreSpec:
 
     @property
     def shared(self) -> bool:
-        """Whether several machines can reach it."""
+        """Whether several machines can reach the store."""
         return bool(self.url)
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """host:port of every member; () if there is none, or one is not an address."""
+        """host:port of every etcd server; () if the URL has none or a wrong one."""
         texts = self.url.removeprefix(SCHEME).split(",") if self.url.startswith(SCHEME) else []
         found = [_ENDPOINT.fullmatch(text.strip()) for text in texts]
         good = [match[0] for match in found if match and 1 <= int(match[2]) <= 65535]

@@ -1,12 +1,12 @@
-"""The time budget: how long a silent peer is tolerated, and every limit that follows from it.
+"""The tolerated silence of a process, and all limits on waiting that follow from it.
 
-`budget` is a pure function; docs/operate/timeouts.md shows its values. Other constants in seconds
-(polling intervals, start-up times) stand where they are used; tests/house/time_constants.py lists
-them.
+`budget` computes the limits; docs/operate/timeouts.md shows their values. Other constants in
+seconds (polling intervals, start-up times) stand where they are used;
+tests/house/time_constants.py lists them.
 
-Limits that wait for a sign of life scale with the tolerated silence. They have an upper bound where
-longer waiting shows nothing more (a closed connection is not silent), and a lower bound where
-honest work would count as a fault.
+Limits on waiting for a sign of life are proportional to the tolerated silence. They have an upper
+bound where longer waiting would show nothing more (a closed connection is not silence), and a lower
+bound where a shorter limit would count normal work as a fault.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 SILENCE_S = 3.0
 """Default of the tolerated silence."""
 MAX_HEARTBEATS_PER_S = 2000
-"""Heartbeats per second that a coordinator receives, at most, unless the silence is too short."""
+"""Limit on the heartbeats that a coordinator receives per second, unless the silence is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +24,14 @@ class LongestDurations:
     """Longest measured durations in seconds, rounded up (`round_up`); 0: nothing measured yet."""
 
     step_s: float = 0.0
-    """One step."""
+    """Time of a step."""
     microbatch_s: float = 0.0
-    """One worker's computation of one micro-batch."""
+    """Compute time of one micro-batch in one worker."""
     pause_s: float = 0.0
     """Pause of training for a change of plan."""
 
     def grown(self, **seconds: float) -> LongestDurations:
-        """Include these measurements, by field; the same object if none is longer."""
+        """Include measurements, given by field; return the same object if none is longer."""
         longer = {name: round_up(s) for name, s in seconds.items() if s > getattr(self, name)}
         return replace(self, **longer) if longer else self
 
@@ -52,33 +52,33 @@ class Timeouts:
     closed_s: float
     """A node whose connection closed is lost if it does not reconnect within this time."""
     contact_s: float
-    """If workers lost contact while every node looks alive, the epoch is abandoned after this."""
+    """Time from lost contact between workers to the end of the epoch, if no node is lost."""
     starved_s: float
-    """A coordinator that wakes up later than this was delayed itself and declares nobody lost."""
+    """A coordinator that was idle longer was delayed itself, and extends the nodes' limits."""
     adopt_s: float
-    """Nodes have this long to report after a restart of the coordinator."""
+    """Nodes have this long to report to a new coordinator."""
     keepalive_s: float
-    """A connection to the coordinator closes if pings get no answer for twice this long."""
+    """A connection to the coordinator closes if pings get no answer for twice this time."""
     silent_s: float
     """A worker without messages and CPU use for this long is hung."""
     stuck_s: float
-    """A worker in one action, or ignoring a halt, without CPU use for this long is hung."""
+    """A worker is hung if it computes or should halt, but uses no CPU time for this long."""
     sibling_s: float
     """A worker with a failed TP collective waits this long for an order, then raises the error."""
     bulk_s: float
     """A transfer between vaults without progress for this long has failed."""
     serve_s: float
-    """A vault drops a client without progress within a request for this long."""
+    """A vault disconnects a client whose request makes no progress for this long."""
     prefetch_s: float
-    """A joining node enters after this long even without all state."""
+    """After this time a joining node gets a stage even if it has not fetched all state."""
     link_s: float
-    """Last resort of the transport between workers; missing progress shows hangs long before."""
+    """Limit of the transport between workers; other limits detect a hang long before."""
     leave_s: float
-    """With less time than this until its deadline a node leaves now, not at the end of the step."""
+    """A node whose deadline is nearer than this leaves at once, not at the end of the step."""
     overdue_s: float
-    """A node that is alive this long after its deadline stays: the notice was false."""
+    """A notice is false if the node is still alive this long after the deadline."""
     alone_s: float
-    """Without any node, the launcher gives the coordinator this long to end the job."""
+    """Time that the launcher gives the coordinator to end a job without nodes."""
 
 
 def budget(
@@ -88,9 +88,9 @@ def budget(
     heartbeat_s: float = 0.0,
     seen: LongestDurations = NO_DURATIONS,
 ) -> Timeouts:
-    """Every limit for a tolerated silence in seconds and the measured durations `seen`.
+    """Compute all limits from the tolerated silence and the measured durations `seen`.
 
-    `heartbeat_s` is the user's value; 0: it follows from the silence and the number of `nodes`.
+    `heartbeat_s`: the user's value; 0: computed from the silence and the number of `nodes`.
     """
     silence = silence_s
     return Timeouts(

@@ -1,9 +1,9 @@
 """Index of the recoverable copies in the vaults of living nodes, by purpose.
 
-A *chain* is one owner's history within one epoch: its state of version s, then its updates of
-steps s, s+1, ... v-1, none missing. Applying it gives the bits that this owner had at version v.
-This holds also for floating-point sums, where two holders or two epochs may differ in the last
-bits. The copies of a chain may lie in different vaults.
+A *chain* is one owner's history within one epoch: a state of version s and the updates of steps s,
+s+1, ... v-1, none missing. The updates turn the state into exactly the bits that this owner had at
+version v. Updates of another holder or epoch would not, because floating-point sums may differ in
+the last bits. The copies of a chain may be in different vaults.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from elastic.domain.ledger import to_mask
 from elastic.domain.types import LOGS, REDUCED, STATE, UPDATE, Copy, Plan, Recipe, Slot
 
 History = tuple[str, int]
-"""(owner, epoch) of copies."""
+"""(owner, epoch) of the copies of a chain."""
 K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
 class CopyIndex:
-    """Usable copies, each tuple newest epoch first. Copies in one tuple have equal content.
+    """Usable copies by purpose. The copies of one tuple are equivalent, newest epoch first.
 
-    Left out are copies on nodes without a vault; copies of layers, TP ranks or micro-batches that
-    the plan lacks; empty gradients; and gradients of the last layer that lack a loss.
+    Not usable are copies on lost nodes; copies of layers, TP ranks or micro-batches that the plan
+    does not have; empty gradients; and gradients of the last layer without all their losses.
     """
 
     states: dict[tuple[Slot, int], tuple[Copy, ...]] = field(default_factory=dict)
     """(slot, version): copies."""
     gradients: dict[tuple[Slot, int], dict[int, tuple[Copy, ...]]] = field(default_factory=dict)
-    """((layer, TP rank), step): ledger as a bit mask: copies."""
+    """((layer, TP rank), step): mask of the ledger: copies."""
     reduced: dict[tuple[Slot, int], tuple[Copy, ...]] = field(default_factory=dict)
-    """((layer, TP rank), step): reduced gradients of layers with shared tensors."""
+    """((layer, TP rank), step): reduced gradients of layers that share a tensor."""
     updates: dict[Slot, dict[History, dict[int, tuple[Copy, ...]]]] = field(default_factory=dict)
-    """Slot: (owner, epoch): step: inputs of that update."""
+    """Slot: (owner, epoch): step: copies of that step's update."""
     logs: dict[tuple[str, int, int, int], dict[int, tuple[Copy, ...]]] = field(default_factory=dict)
     """(kind, layer, step, micro-batch): TP rank: copies of one logged message."""
     divisions: dict[Slot, tuple[int, ...]] = field(default_factory=dict)
-    """(layer, TP rank): numbers of portions into which its states were divided."""
+    """(layer, TP rank): all numbers of portions into which copies divide its state."""
     by_node: dict[tuple[Slot, int], dict[str, Copy]] = field(default_factory=dict)
-    """(slot, version): node: its copy in `states`, so that no search over hundreds of nodes is
-    needed. A copy that the node made itself comes first."""
+    """(slot, version): node: its copy in `states`, preferably made by the node itself. It saves a
+    search over hundreds of nodes."""
 
     @classmethod
     def of(cls, inventory: Iterable[Copy], plan: Plan, nodes: Iterable[str]) -> CopyIndex:
-        """Index the usable copies of `inventory` that lie on `nodes`."""
+        """Index the usable copies of `inventory` that are on `nodes`."""
         living, full = frozenset(nodes), (1 << plan.n_microbatches) - 1
         states: dict[tuple[Slot, int], list[Copy]] = {}
         gradients: dict[tuple[Slot, int], dict[int, list[Copy]]] = {}
@@ -84,11 +84,11 @@ class CopyIndex:
         )
 
     def versions(self, slot: Slot) -> list[int]:
-        """Versions with a state copy of `slot`, or of a portion of it, ascending."""
+        """Return the versions with a state copy of `slot`, or of a portion of it, ascending."""
         return sorted({version for at, version in self.states if at[: len(slot)] == slot})
 
     def equals(self, copy: Copy) -> tuple[Copy, ...]:
-        """Copies with the same purpose and content as `copy`, itself included."""
+        """Return the copies that serve the same purpose as `copy`, itself included."""
         at = (copy.layer, copy.shard), copy.step
         if copy.kind == STATE:
             return self.states[copy.slot, copy.step]
@@ -99,9 +99,9 @@ class CopyIndex:
         return self.gradients[at][to_mask(copy.microbatches)]
 
     def substitutes(self, recipe: Recipe, copy: Copy) -> list[Copy]:
-        """Copies that can replace `copy` in `recipe`, itself included.
+        """Return the byte-equal copies that can replace `copy` in `recipe`, itself included.
 
-        They are byte-equal; within a chain they also have the same owner and epoch.
+        In a chain they also have the same owner and epoch.
         """
         chained = recipe.updates and copy.kind in (STATE, UPDATE)
         return [
@@ -113,7 +113,7 @@ class CopyIndex:
 
     @property
     def newest(self) -> int:
-        """The highest version of any state copy or update result; -1 without any."""
+        """Highest version of a state copy or of the result of an update; -1: no copies."""
         return max(self.updated | {version for _, version in self.states}, default=-1)
 
     @property
@@ -127,9 +127,9 @@ class CopyIndex:
         }
 
     def chains(self, slot: Slot, version: int) -> Iterator[tuple[Sequence[Copy], ...]]:
-        """All chains that lead to `version`: the state, then at least one update, in order.
+        """Yield all chains to `version`: the copies of the state, then those of each update.
 
-        Each element lists equal copies; any of them will do.
+        Every chain has at least one update. Any of the copies of an element can be used.
         """
         for history, updates in self.updates.get(slot, {}).items():
             base = version - 1
@@ -140,7 +140,7 @@ class CopyIndex:
                 base -= 1
 
     def missing_link(self, slot: Slot, version: int) -> str:
-        """Say which update the longest chain towards `version` lacks; "" if no chain begins."""
+        """Return a text with the update that the longest chain to `version` lacks; "": no chain."""
         best = (-1, -1)
         for history, updates in self.updates.get(slot, {}).items():
             for base in self.versions(slot):
@@ -158,7 +158,7 @@ class CopyIndex:
 
 
 def copy_on(copies: Sequence[Copy], node: str) -> Copy | None:
-    """Return the copy that lies on `node`, preferably made there, or None."""
+    """Return the copy on `node`, preferably one that the node made itself, or None."""
     local = [copy for copy in copies if copy.node == node]
     return next((copy for copy in local if copy.owner == node), local[0] if local else None)
 
@@ -181,7 +181,7 @@ def _divisions(states: Iterable[tuple[Slot, int]]) -> dict[Slot, tuple[int, ...]
 
 
 def _fits(copy: Copy, plan: Plan) -> bool:
-    """Whether the plan has this layer and TP rank, and the portion is valid."""
+    """Return whether the plan has this layer and TP rank, and the portion is valid."""
     index, number = copy.portion
     return 0 <= copy.layer < plan.n_layers and 0 <= copy.shard < plan.tp and 0 <= index < number
 

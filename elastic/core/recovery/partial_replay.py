@@ -1,10 +1,11 @@
-"""Finds the layers that run a micro-batch again, using messages that stages logged.
+"""Partial replay: finds the layers that must run a micro-batch again, from logged messages.
 
-If only some layers lack a micro-batch, it runs through these layers alone. This needs the input of
-the first layer and the gradient of the last layer's output; layer 0 reads the data and the last
-layer gives the loss. If a message is gone, the run extends to the nearest logged message further
-out. The layers between them already have the micro-batch: they compute it again and add nothing.
-A run that extends to all layers is an ordinary run.
+If only some layers lack a micro-batch, only these layers run it. They need the logged input of
+their first layer (unless it is the model's first, which reads the data) and the logged gradient of
+their last layer's output (unless it is the model's last, which computes the loss). If such a
+message is gone, the run includes more layers, up to the nearest logged message. These added layers
+already have the micro-batch: they compute it again and add no gradient. A run that includes all
+layers is an ordinary run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from elastic.domain.types import (
 )
 
 LayerRange = tuple[int, int]
-"""Layers [first, last)."""
+"""Range [first, last) of layers."""
 
 
 def split_runs(
@@ -35,8 +36,8 @@ def split_runs(
 ) -> tuple[list[tuple[int, LayerRange]], list[int]]:
     """Divide the micro-batches `left` into those that some layers run and those that all run.
 
-    `covered` gives for each layer the mask of micro-batches that it has. Returns
-    ([(micro-batch, layers)], [micro-batch]).
+    `covered`: for each layer, the mask of its ledger. Returns ([(micro-batch, layers)],
+    [micro-batch]).
     """
     partial: list[tuple[int, LayerRange]] = []
     full: list[int] = []
@@ -54,7 +55,7 @@ def split_runs(
 def _ranges(
     plan: Plan, index: CopyIndex, step: int, microbatch: int, lacking: Sequence[int]
 ) -> list[LayerRange]:
-    """The fewest layers that include `lacking`: disjoint ranges between logged messages."""
+    """Return disjoint ranges between logged messages with the fewest layers around `lacking`."""
 
     def is_logged(kind: str, layer: int) -> bool:
         return len(index.logs.get((kind, layer, step, microbatch), ())) == plan.tp
@@ -67,7 +68,7 @@ def _ranges(
             first -= 1
         while last < plan.n_layers and not is_logged(COTANGENT, last):
             last += 1
-        while found and found[-1][1] > first:  # A layer that lacks it must not run it twice.
+        while found and found[-1][1] > first:  # a layer must not run the micro-batch twice
             before = found.pop()
             first, last = min(first, before[0]), max(last, before[1])
         found.append((first, last))
@@ -83,8 +84,8 @@ def assign_runs(
 ) -> tuple[tuple[PartialRun, ...], tuple[float, ...]]:
     """Assign every run to a pipeline so that the busiest unit finishes earliest.
 
-    Returns the runs, and for each pipeline the time that its busiest unit needs for them, in the
-    unit of the layers' figures. Runs of the same layers follow each other through a pipeline.
+    Returns the runs, and for each pipeline the time that its busiest unit needs for its runs,
+    measured like `LayerSpec.forward_s`.
     """
     busy = [dict.fromkeys((st.unit for st in p.stages), 0.0) for p in plan.pipelines]
     assigned: list[PartialRun] = []
@@ -99,7 +100,7 @@ def assign_runs(
 def _with_run(
     busy: Mapping[Unit, float], pipeline: Pipeline, span: LayerRange, layers: Sequence[LayerSpec]
 ) -> dict[Unit, float]:
-    """`busy` after one more run of the layers `span`."""
+    """Return `busy` after one more run of the layers `span`."""
     after = dict(busy)
     for stage in pipeline.stages:
         inside = range(max(stage.first, span[0]), min(stage.last, span[1]))
@@ -108,7 +109,7 @@ def _with_run(
 
 
 def _with_copies(plan: Plan, index: CopyIndex, step: int, run: PartialRun) -> PartialRun:
-    """`run` with its messages: copies on the node that needs them, else the newest ones."""
+    """Add the logged messages to `run`: copies on the node that needs them, else the newest."""
 
     def messages(kind: str, boundary: int, layer: int) -> tuple[Copy, ...]:
         if not 0 < boundary < plan.n_layers:
@@ -125,7 +126,7 @@ def _with_copies(plan: Plan, index: CopyIndex, step: int, run: PartialRun) -> Pa
 
 
 def fetched_bytes(plan: Plan, runs: Iterable[PartialRun]) -> int:
-    """Bytes that vaults send to other nodes for `runs`."""
+    """Return the bytes that vaults send to other nodes for `runs`."""
     total = 0
     for run in runs:
         for copies, layer in ((run.inputs, run.first), (run.gradients, run.last - 1)):
@@ -135,12 +136,12 @@ def fetched_bytes(plan: Plan, runs: Iterable[PartialRun]) -> int:
 
 
 def runs_beyond(runs: Iterable[PartialRun], layers: frozenset[int]) -> frozenset[int]:
-    """Micro-batches of the runs that go through layers besides `layers`."""
+    """Return the micro-batches of the runs that include other layers than `layers`."""
     return frozenset(r.microbatch for r in runs if not layers.issuperset(range(r.first, r.last)))
 
 
 def partial_orders(plan: Plan, runs: Sequence[PartialRun]) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches that each pipeline runs in part, in order."""
+    """Return the micro-batches of each pipeline's partial runs, in order."""
     return tuple(
         tuple(dict.fromkeys(run.microbatch for run in runs if run.pipeline == p))
         for p in range(len(plan.pipelines))
@@ -148,7 +149,7 @@ def partial_orders(plan: Plan, runs: Sequence[PartialRun]) -> tuple[tuple[int, .
 
 
 def describe_runs(runs: Iterable[PartialRun]) -> str:
-    """Print as "0-3 (layers 2-3), 5 (layers 0-3)"; empty for none."""
+    """Return a text such as "0-3 (layers 2-3), 5 (layers 0-3)"; "": no runs."""
     ranges: dict[LayerRange, list[int]] = {}
     for run in runs:
         ranges.setdefault((run.first, run.last), []).append(run.microbatch)

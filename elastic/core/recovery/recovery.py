@@ -1,34 +1,34 @@
-"""Recovery: from the copies that are left to an `Assignment` for every worker.
+"""Recovery: make an `Assignment` for all workers from the copies that are left.
 
 Invariants of the result:
 
 1. **One version.** Every (layer, TP rank) enters the epoch with state version `Assignment.step`.
    Versions are never mixed.
-2. **Highest version.** The target is the highest version that all of them can reach. Survivors
-   that are ahead go back to an older copy and make the same update again.
+2. **Highest version.** The target is the highest version that every (layer, TP rank) can reach.
+   A survivor with a newer state loads an older copy and repeats the same update.
 3. **Proof by copies.** A (layer, TP rank) reaches version v only if
    - a copy of its state of version v lies in a living vault; or
    - a copy of an older version s exists, with the inputs of the updates of steps s to v-1, all made
      by one owner in one epoch (a chain, see `elastic.core.recovery.copy_index`); or
    - it reaches version v-1 in one of these two ways, gradients of step v-1 together hold every
-     micro-batch exactly once, and the record of step v-1 exists. The record exists only if step
-     v-1 was committed; or
-   - the durable checkpoint is of version v; or
-   - v is 0 and nothing was ever trained, so that it is initialised.
-   Otherwise `solve` raises Unrecoverable. Training never goes on from a state without proof.
+     micro-batch exactly once, and the record of step v-1 exists, which proves that step v-1 was
+     committed; or
+   - the durable checkpoint has version v; or
+   - v is 0 and no step was ever trained, so that the layer is initialised.
+   Otherwise `solve` raises Unrecoverable. Training never continues from a state without proof.
 4. **Exactly once.** In the step that was running, the gradients that a layer keeps have pairwise
    disjoint ledgers, and each goes to exactly one holder. All TP ranks keep the same ledgers.
    Among all choices, the chosen one leaves the fewest micro-batches to run again.
-5. **Nothing is missing.** A micro-batch that any layer lacks runs again. Layers that have it add
-   nothing. Between logged messages only the layers that lack it run
-   (`elastic.core.recovery.partial_replay`).
+5. **Nothing is missing.** A micro-batch that any layer lacks runs again, through as few layers as
+   the logged messages allow (`elastic.core.recovery.partial_replay`). Layers that already have its
+   gradient add nothing.
 
-A layer that shares a tensor with another one (tied embeddings) needs the other's gradient for its
-update too, so its replay lists the copies of both layers.
+If two layers share a tensor (tied embeddings), each of their updates needs the gradients of both
+layers, so the replay of each layer lists the copies of both.
 
 A second fault during a recovery starts a new epoch with a new call of `solve`
-(`elastic.core.coordinator.transitions`). Old copies stay in the vaults until the new ones are
-protected, so the call finds at least as much as the one before, except on the node just lost.
+(`elastic.core.job.epoch_change`). Old copies stay in the vaults until the new copies are protected,
+so the new call finds all copies that the first call found, except those on the node just lost.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ def solve(
     initial_allowed: bool,
     live: Mapping[str, int],
 ) -> Assignment:
-    """Return the work of every holder in `plan` to enter its epoch.
+    """Return the assignment with which all workers enter the epoch of `plan`.
 
     Args:
         inventory: copies in all living vaults; `Copy.node` names the vault.
         records: records of committed steps, one per step.
         vaults: (node, address); copies on other nodes are ignored.
-        checkpoint: (path, step) of the durable checkpoint.
-        initial_allowed: no update was ever committed, so layers may be initialised. Ignored if a
-            copy of a later version exists.
-        live: node: version that its workers hold. It shows the steps that a fall-back loses.
+        checkpoint: (path, step) of the durable checkpoint; None: no checkpoint.
+        initial_allowed: whether layers may be initialised, because no update was committed. Ignored
+            if a copy, a record or a worker shows a later version.
+        live: version that the workers of each node hold, to count the steps that a fall-back loses.
 
     Raises:
         Unrecoverable: names the layers and the copies that they lack.
@@ -129,9 +129,9 @@ def solve(
 def _recipes(
     solver: Solver, version: int, sums: Mapping[tuple[str, Slot], list[Copy]]
 ) -> tuple[tuple[str, Recipe], ...]:
-    """One recipe per holder of every (layer, TP rank).
+    """Return (node, recipe) for every (layer, TP rank) and holder.
 
-    A holder that only initialises a layer and gets no gradient has none.
+    A holder that only initialises a layer, without a gradient, gets no recipe.
     """
     recipes = []
     for _, _, stage in solver.plan.stages():
@@ -145,7 +145,7 @@ def _recipes(
 
 
 def _tied_layers(pairs: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:
-    """Layer: all others that it is tied to, directly or through a third."""
+    """Return for each tied layer all layers that it shares a tensor with, also through others."""
     groups: dict[int, frozenset[int]] = {}
     for a, b in pairs:
         group = groups.get(a, frozenset((a,))) | groups.get(b, frozenset((b,)))
@@ -156,10 +156,10 @@ def _tied_layers(pairs: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:
 def _distribute_work(
     solver: Solver, spec: JobSpec, version: int, covered: Sequence[int]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[PartialRun, ...]]:
-    """Distribute the micro-batches that some layer lacks.
+    """Distribute the micro-batches that some layer lacks over the pipelines.
 
-    Returns, per pipeline, those that run through all layers, and the partial runs. Both are empty
-    after the last step.
+    Returns (per pipeline the micro-batches that run through all layers, partial runs). Both are
+    empty after the last step.
     """
     plan = solver.plan
     if version >= spec.n_steps:
@@ -178,9 +178,9 @@ def _distribute_work(
 
 
 def _finish_time(pipeline: Pipeline, layers: Sequence[LayerSpec], start: float) -> batches.Cost:
-    """Finish time of a pipeline as a function of its number of micro-batches.
+    """Return the finish time of a pipeline as a function of its number of micro-batches.
 
-    Times are in the unit of the layers' figures; the pipeline is free at `start`.
+    The pipeline is free at time `start`. Times are measured like `LayerSpec.forward_s`.
     """
     units = units_of(pipeline)
     busy = dict.fromkeys(units, 0.0)
@@ -196,17 +196,17 @@ def _finish_time(pipeline: Pipeline, layers: Sequence[LayerSpec], start: float) 
 
 @dataclass(frozen=True, slots=True)
 class RecoverySummary:
-    """The work of a recovery, for summaries and logs."""
+    """Figures of a recovery, for the records of the run and for logs."""
 
     network_bytes: int
     """Bytes that vaults send to other nodes."""
     state_source: str
-    """The slowest source used, one of these, slowest first:
-    checkpoint: some state is read from the checkpoint;
-    peer: some state is a copy that a peer kept;
-    shared memory: every holder has its state on its node, some of it left by lost workers;
-    memory: every holder has its state on its node;
-    initial: layers are initialised."""
+    """Slowest source of a layer's state. From slow to fast:
+    checkpoint: a state is read from the checkpoint;
+    peer: a state comes from another node, or was made by another node;
+    shared memory: a state was left in its node's shared memory by workers that are gone;
+    memory: every holder has its state;
+    initial: all layers are initialised."""
     todo: frozenset[int]
     """Micro-batches of the step that run through all layers."""
     partial: frozenset[int]
@@ -219,10 +219,8 @@ class RecoverySummary:
 def summarize(
     assignment: Assignment, before: Plan | None = None, lost_nodes: Sequence[str] = ()
 ) -> RecoverySummary:
-    """Count the bytes and micro-batches of `assignment`.
-
-    `before` is the plan that it replaces; the workers of `lost_nodes` are gone.
-    """
+    """Return the figures of `assignment`. `before`: the plan that it replaces; None: the first
+    plan. `lost_nodes`: nodes whose workers are gone."""
     plan, recipes, old = assignment.plan, assignment.recipes, before or assignment.plan
     network = sum(_network_bytes(plan, node, recipe, lost_nodes) for node, recipe in recipes)
     network += partial.fetched_bytes(plan, assignment.partial)
@@ -266,10 +264,10 @@ def _state_source(assignment: Assignment, lost_nodes: Sequence[str]) -> str:
 
 
 def _is_live(plan: Plan, node: str, recipe: Recipe) -> bool:
-    """Whether living workers on `node` hold the state that the portions of `recipe` give.
+    """Return whether living workers on `node` hold the state that the portions of `recipe` give.
 
-    Their own portion is among these, and they got the others after the last update (unless the
-    fault came just then).
+    They do if they made one of these portions: they received the others after the last update,
+    unless the fault came in between.
     """
     own = portion_of(plan, node, recipe.layer)
     return not recipe.replay and any(
@@ -278,7 +276,7 @@ def _is_live(plan: Plan, node: str, recipe: Recipe) -> bool:
 
 
 def _network_bytes(plan: Plan, node: str, recipe: Recipe, lost_nodes: Sequence[str]) -> int:
-    """Bytes over the network that `recipe` costs `node`."""
+    """Return the bytes that `node` must fetch for `recipe`."""
     live = node not in lost_nodes and _is_live(plan, node, recipe)
     return fetched_bytes(copies_of(replace(recipe, portions=()) if live else recipe), node)
 
@@ -295,25 +293,25 @@ def replayed_microbatches(
     orders: Sequence[Sequence[int]],
     covered: Mapping[int, frozenset[int]],
 ) -> frozenset[int]:
-    """Return those of `todo` that had reached a lost stage, so that their work is done twice.
+    """Return the micro-batches of `todo` that had reached a lost stage and so are computed twice.
 
-    The lost stage cannot answer, so the estimate uses its neighbours in the pipeline. For stage s:
+    A lost stage cannot report, so its living neighbours in the pipeline give an estimate:
 
-    - A living stage before it: the micro-batches that the nearest one had `sent`. After one lost
-      node this is exact; after several lost in a row it is an upper bound for the later ones.
-    - No living stage before it: the micro-batches that the nearest living stage after it had
-      `started`. This is a lower bound, since the lost stage may have been ahead.
-    - The whole pipeline is lost: none.
+    - If a stage before it lives: the micro-batches that the nearest such stage had `sent`. This is
+      exact for the first lost stage after it, and an upper bound for further ones.
+    - Else, if a stage after it lives: the micro-batches that the nearest such stage had `started`.
+      This is a lower bound, because the lost stage may have been ahead.
+    - If the whole pipeline is lost: no micro-batch.
 
-    Where units have several stages, `sent` and `started` concern each unit's first stage, which
-    every micro-batch reaches before the others.
+    If a unit has several stages, `sent` and `started` are those of its first stage, which every
+    micro-batch reaches first.
 
     Args:
-        halted: node: the report of its halted worker.
+        halted: report of a halted worker per node.
         step: reports of nodes at another version are ignored.
         orders: each pipeline's micro-batches of the step, in order.
-        covered: layer: micro-batches that were saved. It shows how far the lost stage can have
-            come, so that micro-batches in its input queue do not count.
+        covered: saved micro-batches per layer. They limit how far the lost stage can have come, so
+            that micro-batches in its input queue do not count.
     """
     reached: frozenset[int] = frozenset()
     for p, pipeline in enumerate(old_plan.pipelines):
@@ -331,11 +329,11 @@ def replayed_microbatches(
 
 
 def _most_finished(plan: Plan, orders: Sequence[Sequence[int]], p: int, n_saved: int) -> int:
-    """The most micro-batches that a stage of pipeline `p` can have finished; 0: no bound.
+    """Return the most micro-batches that a stage of pipeline `p` can have finished; 0: no limit.
 
-    `n_saved` of them were saved. At most two copies, of K micro-batches each, are unacknowledged;
-    the stage waits before it makes a third (`elastic.worker.backup.publisher`). For sums over the
-    holders see `elastic.planning.schedule.reduction_rounds`.
+    `n_saved` of them were saved. Besides, at most two copies of K micro-batches each were not
+    acknowledged; the stage waits before it makes a third (`elastic.worker.backup.publisher`). For
+    gradient scheme `reduce` see `elastic.planning.schedule.reduction_rounds`.
     """
     gradients = gradients_of(plan.gradients)
     if gradients.rounds:
@@ -345,9 +343,9 @@ def _most_finished(plan: Plan, orders: Sequence[Sequence[int]], p: int, n_saved:
 
 
 def _begun(actions: Sequence[Action], most_finished: int) -> frozenset[int]:
-    """Micro-batches that a unit's first stage can have begun.
+    """Return the micro-batches that a unit's first stage can have begun.
 
-    It finished at most `most_finished`; 0: no bound.
+    `most_finished`: the most micro-batches that the stage can have finished; 0: no limit.
     """
     stage, finished, begun = actions[0].stage if actions else -1, 0, set[int]()
     for action in (a for a in actions if a.stage == stage):

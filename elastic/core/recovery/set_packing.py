@@ -1,10 +1,10 @@
-"""Chooses gradients that can be summed: ledgers with no micro-batch in common.
+"""Chooses gradients that can be summed: ledgers without a common micro-batch.
 
-Copies of several epochs and owners overlap, so the best choice is a weighted set packing. The
-search walks over the micro-batches from low to high. For each set of higher micro-batches that are
-taken it keeps only the best partial choice. Ledgers are few and nearly consecutive, so few partial
-choices are open. The result is exact up to `WIDTH` open choices; more would need dozens of
-overlapping epochs, and then only the best ones are followed.
+Ledgers of several epochs and owners overlap, so the best choice is a weighted set packing. A ledger
+is a bit mask. The search visits the masks by their lowest bit, in ascending order. Of all partial
+choices that take the same higher bits it keeps the best one. Ledgers are few and nearly
+consecutive, so few partial choices are kept at a time. The result is exact up to `WIDTH` of them;
+beyond (dozens of overlapping epochs), only the best `WIDTH` are continued.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from heapq import nlargest
 from typing import NamedTuple
 
 WIDTH = 512
-"""Partial choices followed at once, at most."""
+"""Maximum number of partial choices that are continued at a time."""
 
 
 class _Choice(NamedTuple):
@@ -26,8 +26,8 @@ class _Choice(NamedTuple):
 def best_packing(costs: Mapping[int, int], useful: int = -1) -> tuple[int, ...]:
     """Return pairwise disjoint masks, ascending by lowest bit.
 
-    They cover the most bits of `useful` (-1: all bits); among equals the most bits at all, then
-    the lowest total cost, then the fewest masks. `costs` maps mask to cost; the empty mask is never
+    They cover the most bits of `useful` (-1: all bits); among equal choices the most bits in total,
+    then the lowest cost in total, then the fewest masks. `costs` maps mask to cost; mask 0 is never
     chosen.
     """
     choice = _walk(costs, useful, 0)
@@ -35,13 +35,13 @@ def best_packing(costs: Mapping[int, int], useful: int = -1) -> tuple[int, ...]:
 
 
 def exact_cover(costs: Mapping[int, int], full: int) -> tuple[int, ...] | None:
-    """Return the cheapest disjoint masks whose union is `full`, or None without any."""
+    """Return the cheapest disjoint masks whose union is `full`; None if no masks give it."""
     choice = _walk({mask: cost for mask, cost in costs.items() if not mask & ~full}, -1, full)
     return choice.masks if choice and choice.union == full else None
 
 
 def _walk(costs: Mapping[int, int], useful: int, needed: int) -> _Choice | None:
-    """Return the best choice; with `needed`, only one that holds all of these bits."""
+    """Return the best choice that has all bits of `needed`, or None."""
 
     def rank(choice: _Choice) -> tuple[int, int, int, int]:
         masks, union, cost = choice
@@ -62,7 +62,7 @@ def _walk(costs: Mapping[int, int], useful: int, needed: int) -> _Choice | None:
             free = [mask for mask in groups[low] if not union & mask]
             options = [_Choice((*masks, m), union | m, cost + costs[m]) for m in free]
             for option in (choice, *options):
-                # Of all options that leave the same later micro-batches free, the best is kept.
+                # Of all options that leave the same higher bits free, keep the best.
                 key = option.union & above
                 better = key not in following or rank(option) > rank(following[key])
                 if better and not needed & ~above & ~option.union:

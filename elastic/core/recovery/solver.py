@@ -1,6 +1,7 @@
 """The choices of one recovery: the version, the copies, and the receiver of each gradient.
 
-`elastic.core.recovery.recovery` states the rules.
+`elastic.core.recovery.recovery` has the rules. A slot is a (layer, TP rank), or a portion of its
+state (`elastic.domain.types.Slot`).
 """
 
 from __future__ import annotations
@@ -21,32 +22,30 @@ class StateSources(NamedTuple):
     """Copies that together give one version of a (layer, TP rank)."""
 
     chains: tuple[tuple[Copy, ...], ...]
-    """For the whole state, or for each portion: a state, and the updates that follow it."""
+    """A state and the updates after it: one chain for the whole state, or one per portion."""
     gradients: tuple[Copy, ...] = ()
-    """Gradients for the update of the last step."""
+    """Gradients of the last step, for its update; empty if the chains give the version."""
 
     def fetched_bytes(self, node: str) -> int:
-        """Bytes over the network for `node` to have them all."""
+        """Return the bytes that `node` must fetch from other nodes."""
         copies = [*(copy for chain in self.chains for copy in chain), *self.gradients]
         return fetched_bytes(copies, node)
 
 
 @dataclass(slots=True)
 class Solver:
-    """One recovery. Among equal copies it names any; `balance_senders` picks the vault that sends.
-
-    A node of "" stands for a node that holds nothing.
-    """
+    """Makes the choices of one recovery. Of equal copies any is chosen; `balance_senders` then
+    chooses the sending vault. In all methods a node "" stands for a node without copies."""
 
     plan: Plan
     index: CopyIndex
     records: Mapping[int, StepRecord]
     checkpoint: tuple[str, int] | None
-    """(path, version) of the durable checkpoint."""
+    """(path, version) of the durable checkpoint; None: no checkpoint."""
     initial: bool
     """Whether layers may be initialised, as version 0."""
     tied: Mapping[int, frozenset[int]]
-    """Layer: the other layers that share its tensors. Its update needs their gradients too."""
+    """Layer: the other layers that share a tensor with it. An update needs all their gradients."""
 
     @property
     def slots(self) -> list[Slot]:
@@ -56,13 +55,13 @@ class Solver:
 
     @property
     def full(self) -> int:
-        """The mask of all micro-batches of a step."""
+        """Mask of all micro-batches of a step."""
         return (1 << self.plan.n_microbatches) - 1
 
     # ---- the target version ----
 
     def candidates(self) -> list[int]:
-        """Versions that some copy, record or checkpoint leads to, highest first."""
+        """Return the versions to which some copy, record or checkpoint leads, highest first."""
         versions = {version for _, version in self.index.states} | self.index.updated
         versions |= {step + 1 for step in self.records if step in versions}
         if self.checkpoint:
@@ -72,20 +71,20 @@ class Solver:
         return sorted(versions, reverse=True)
 
     def target(self) -> int | None:
-        """The highest version that every slot can reach; None without one."""
+        """Return the highest version that every slot can reach, or None."""
         for version in self.candidates():
             if self.is_durable(version) or all(self.reaches(slot, version) for slot in self.slots):
                 return version
         return None
 
     def is_durable(self, version: int) -> bool:
-        """Whether every layer can have `version` without any vault."""
+        """Return whether every layer can have `version` without any vault."""
         return (self.checkpoint is not None and self.checkpoint[1] == version) or (
             self.initial and version == 0
         )
 
     def reaches(self, slot: Slot, version: int) -> bool:
-        """Whether copies in vaults can bring `slot` to `version`."""
+        """Return whether copies in vaults can bring `slot` to `version`."""
         return (
             self.without_gradients("", slot, version) is not None
             or self.with_gradients("", slot, version) is not None
@@ -94,7 +93,7 @@ class Solver:
     # ---- sources of a state ----
 
     def state_recipe(self, node: str, slot: Slot, version: int) -> Recipe:
-        """The recipe that gets `version` of `slot` on `node` with the fewest bytes fetched."""
+        """Return the recipe that gives `node` this version of `slot` with the fewest bytes."""
         layer, shard = slot
         sources = self.without_gradients(node, slot, version)
         if sources is None or sources.fetched_bytes(node):
@@ -106,7 +105,7 @@ class Solver:
         return Recipe(layer, shard, version, checkpoint=path if step == version else "")
 
     def without_gradients(self, node: str, slot: Slot, version: int) -> StateSources | None:
-        """Sources of the state, or of all portions of it, that fetch fewest bytes; or None."""
+        """Return the cheapest sources of the state, whole or from all its portions, or None."""
         whole = self.chain(node, slot, version)
         options = [StateSources((whole,))] if whole else []
         for number in self.index.divisions.get(slot, ()):
@@ -117,10 +116,9 @@ class Solver:
         return min(options, key=lambda sources: sources.fetched_bytes(node), default=None)
 
     def chain(self, node: str, slot: Slot, version: int) -> tuple[Copy, ...] | None:
-        """The state of `version`, or an older one and the updates that lead to `version`.
-
-        Chooses the fewest bytes to `node`, then the fewest updates. None without any.
-        """
+        """Return a state of `version`, or an older state and the updates from it to `version`. The
+        choice fetches the fewest bytes to `node`, then has the fewest updates. None: no copies lead
+        to `version`."""
         local = self.index.by_node.get((slot, version), {}).get(node)
         if local:
             return (local,)
@@ -133,7 +131,7 @@ class Solver:
         )
 
     def with_gradients(self, node: str, slot: Slot, version: int) -> StateSources | None:
-        """Sources of version-1 and of the gradients that lead to `version`, or None."""
+        """Return sources of version - 1 and of the gradients of that step, or None."""
         (layer, shard), before = slot, version - 1
         base = self.without_gradients(node, slot, before) if before in self.records else None
         if base is None:
@@ -153,9 +151,9 @@ class Solver:
     # ---- gradients of the step that was running ----
 
     def gradients(self, version: int) -> tuple[dict[tuple[str, Slot], list[Copy]], list[int]]:
-        """Return the copies to sum, by (node, slot), and for each layer the mask that they hold."""
+        """Return the copies to sum by (node, slot), and per layer the union of their ledgers."""
         options = [self._common_ledgers(layer, version) for layer in range(self.plan.n_layers)]
-        # A micro-batch that some layer lacks everywhere has to run again anyway.
+        # A micro-batch must run again in any case if some layer has no gradient of it.
         useful = reduce(and_, map(union_of, options), self.full)
         sums: dict[tuple[str, Slot], list[Copy]] = {}
         covered = []
@@ -184,13 +182,13 @@ class Solver:
         return sums, covered
 
     def _common_ledgers(self, layer: int, version: int) -> frozenset[int]:
-        """Ledgers that have a gradient copy for every TP rank of `layer`."""
+        """Return the ledgers (as masks) of which every TP rank of `layer` has a gradient copy."""
         ranks = range(self.plan.tp)
         found = [self.index.gradients.get(((layer, r), version), {}).keys() for r in ranks]
         return frozenset(found[0]).intersection(*found[1:])
 
     def _gradient_cost(self, node: str, layer: int, mask: int, version: int) -> int:
-        """Bytes that `node` fetches for the gradients with this ledger, all TP ranks together."""
+        """Return the bytes that `node` fetches for this ledger's gradients of all TP ranks."""
         return sum(
             _fetch_cost(self.index.gradients[(layer, rank), version][mask], node)
             for rank in range(self.plan.tp)
@@ -200,10 +198,8 @@ class Solver:
 def balance_senders(
     recipes: Sequence[tuple[str, Recipe]], index: CopyIndex
 ) -> tuple[tuple[str, Recipe], ...]:
-    """Choose the sending vault of every copy that crosses the network.
-
-    The busiest sender sends as little as possible (`elastic.planning.placement.balance`).
-    """
+    """Choose the sending vault of every copy that crosses the network. The vault that sends most
+    must send as little as possible (`elastic.planning.placement.balance`)."""
     items = [
         {c.node: float(c.nbytes) for c in index.substitutes(part, copy)}
         for node, recipe in recipes
@@ -220,7 +216,7 @@ def balance_senders(
         return next(c for c in index.substitutes(recipe, copy) if c.node == sender)
 
     def with_senders(node: str, recipe: Recipe) -> Recipe:
-        # The order of reads is that of `items`.
+        # This must call `sent` in the order of `items`.
         return replace(
             recipe,
             portions=tuple(with_senders(node, portion) for portion in recipe.portions),
@@ -234,7 +230,7 @@ def balance_senders(
 
 
 def copies_of(recipe: Recipe) -> Iterator[Copy]:
-    """Every copy that a recipe reads from vaults, in order."""
+    """Yield every copy that a recipe reads from vaults, in order."""
     for portion in recipe.portions:
         yield from _copies_beside_portions(portion)
     yield from _copies_beside_portions(recipe)
@@ -261,19 +257,19 @@ def _recipe(slot: Slot, version: int, sources: StateSources) -> Recipe:
 
 
 def _nearest(copies: Sequence[Copy], node: str) -> Copy:
-    """The copy on `node`; without one the smallest copy, among these the newest."""
+    """Return the copy on `node`; if there is none, the newest of the smallest copies."""
     return copy_on(copies, node) or min(
         copies, key=lambda c: (c.nbytes, -c.epoch, -c.sequence, c.node)
     )
 
 
 def _fetch_cost(copies: Sequence[Copy], node: str) -> int:
-    """Bytes over the network for `node` to have one of these."""
+    """Return the bytes that `node` must fetch to have one of these copies."""
     return 0 if copy_on(copies, node) else min(copy.nbytes for copy in copies)
 
 
 def fetched_bytes(copies: Iterable[Copy], node: str) -> int:
-    """Bytes over the network for `node` to have all of these."""
+    """Return the bytes that `node` must fetch to have all these copies."""
     return sum(copy.nbytes for copy in copies if copy.node != node)
 
 

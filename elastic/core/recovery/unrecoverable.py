@@ -9,7 +9,7 @@ from elastic.domain.types import Slot
 
 
 def describe_lost_steps(version: int, newest: int) -> str:
-    """Say which steps a fall-back to `version` computes again, if training was at `newest`."""
+    """Return a text with the steps that are computed again from `version` to `newest`."""
     if newest <= version:
         return "no step is lost"
     text = f"step {version} is" if newest == version + 1 else f"steps {version} to {newest - 1} are"
@@ -17,7 +17,8 @@ def describe_lost_steps(version: int, newest: int) -> str:
 
 
 def explain_unreachable(solver: Solver, newest: int) -> str:
-    """Say which layers cannot reach a version near `newest` that the others can, and why."""
+    """Return a text with the layers that cannot reach the version of the others, and the reasons.
+    `newest`: version that was reached before the fault."""
     candidates = solver.candidates()
     reachable = {
         slot: frozenset(v for v in candidates if solver.reaches(slot, v)) for slot in solver.slots
@@ -39,7 +40,7 @@ def explain_unreachable(solver: Solver, newest: int) -> str:
 
 
 def _lost_portions(solver: Solver, slot: Slot, version: int) -> str:
-    """Say which portions of a divided state are gone, if others are left."""
+    """Return a text with the lost portions of a state if other portions are left; "": none."""
     for number in solver.index.divisions.get(slot, ()):
         gone = [i for i in range(number) if solver.chain("", (*slot, i, number), version) is None]
         if len(gone) < number:
@@ -48,7 +49,7 @@ def _lost_portions(solver: Solver, slot: Slot, version: int) -> str:
 
 
 def _reason(solver: Solver, slot: Slot, version: int) -> str:
-    """Say why no vault can bring `slot` to `version`."""
+    """Return the reason why no vault can bring `slot` to `version`."""
     before = version - 1
     if solver.without_gradients("", slot, before) is None:
         missing_link = solver.index.missing_link(slot, version)
