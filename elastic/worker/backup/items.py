@@ -79,14 +79,18 @@ def updates(
 ) -> list[PendingCopy]:
     """Return the copies to be made of the inputs of the next updates.
 
-    The gradients in `reduced` are converted at once, because they may change before the writing.
+    On a GPU the gradients in `reduced` are converted at once, because they may change before the
+    copies are written. On a CPU each is converted when it is written, so that one input at a time
+    is in memory.
     """
     copies = []
     for replica in replicas:
-        data = replica.update_input(reduced[replica.index], clip)
-        write, portion = partial(_copy, data), replica.portion
-        step = replica.version
-        copies.append(PendingCopy(UPDATE, replica.index, step, data.nbytes, write, portion=portion))
+        source, size, version = reduced[replica.index], replica.update_nbytes, replica.version
+        write = partial(_write_update, replica, source, clip)
+        if replica.device.type == "cuda":
+            write = partial(_copy, replica.update_input(source, clip))
+        portion = replica.portion
+        copies.append(PendingCopy(UPDATE, replica.index, version, size, write, portion=portion))
     return copies
 
 
@@ -103,6 +107,11 @@ def states(replicas: Iterable[LayerReplica]) -> list[PendingCopy]:
         )
         for replica in replicas
     ]
+
+
+def _write_update(replica: LayerReplica, reduced: Tensor, clip: float, out: Tensor) -> None:
+    """Write the input of the replica's next update to `out`, uint8 [nbytes] in host memory."""
+    _copy(replica.update_input(reduced, clip), out)
 
 
 def _copy(source: Tensor, out: Tensor) -> None:

@@ -77,6 +77,8 @@ class IncrementalAllReduce:
         )
         self._running: deque[list[_PendingReduction]] = deque()
         """Rounds that this worker has joined and that are not over, oldest first."""
+        self._spare: dict[int, list[Tensor]] = {bucket[0].index: [] for bucket in self._buckets}
+        """First layer of a bucket -> gradient buffers of its finished rounds."""
         self._joined, self._rounds = 0, Rounds(1, (0,), (1,))
         self._finishing: Iterator[int] = iter(())
         """Stages of the actions that will finish a micro-batch, in order."""
@@ -158,7 +160,9 @@ class IncrementalAllReduce:
             losses = torch.tensor(values, dtype=torch.float64)
             counts = torch.cat([counts, losses.view(torch.int64)[None]])
         counts = counts.to(self._links.device)
-        gradients = torch.cat([part.gradient for part in sent])
+        spare = self._spare[layers[0].index]
+        out = spare.pop() if spare else None  # fresh memory costs page faults in every round
+        gradients = torch.cat([part.gradient for part in sent], out=out)
         ranks = tuple(sorted(self._roster.holders(layers[0].index, self._me.shard)))
         waits = self._links.all_reduce(gradients, ranks), self._links.all_reduce(counts, ranks)
         return _PendingReduction(layers, gradients, counts, waits)
@@ -174,6 +178,7 @@ class IncrementalAllReduce:
         self._agreement.check()
         for reduction in self._running.popleft():
             _share(reduction)
+            self._spare[reduction.layers[0].index].append(reduction.gradients)
             for layer in reduction.layers:
                 on_layer(layer.index)
         self.shared = True

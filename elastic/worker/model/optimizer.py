@@ -128,11 +128,13 @@ class LayerOptimizer:
     def _groups(self, spec: OptimizerSpec, whole: Mapping[str, Parameter]) -> ParameterGroups:
         """Return the spec's groups, with whole parameters replaced by the update targets."""
         target_of = {id(parameter): self.targets[name] for name, parameter in whole.items()}
-        groups = spec.groups(list(whole.items()))
+        groups = [{**g, "params": list(g["params"])} for g in spec.groups(list(whole.items()))]
         held = [id(p) for group in groups for p in group["params"]]
         if sorted(held) != sorted(target_of):
             remedy = "every parameter of the layer, and no other, must be in exactly one group"
-            raise FieldError("groups", f"{len(held)} parameters", remedy)
+            left_out = [name for name, p in whole.items() if id(p) not in held]
+            found = f"without {', '.join(left_out)}" if left_out else f"{len(held)} parameters"
+            raise FieldError("groups", found, remedy)
         return [
             {**group, "params": [target_of[id(p)] for p in group["params"]]} for group in groups
         ]

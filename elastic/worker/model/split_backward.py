@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from graphlib import TopologicalSorter
 
 import torch
 from torch import Tensor
@@ -123,11 +122,15 @@ def _behind(node: Node, inside: set[Node]) -> set[Node]:
 
 def _children_first(root: Node) -> list[Node]:
     """Return all operations of a graph, each after the operations behind it."""
-    children: dict[Node, list[Node]] = {}
-    left = [root]
-    while left:
-        node = left.pop()
-        if node not in children:
-            children[node] = [child for child, _ in node.next_functions if child is not None]
-            left += children[node]
-    return list(TopologicalSorter(children).static_order())
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack = [(root, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(child, False) for child, _ in node.next_functions if child is not None]
+    return order

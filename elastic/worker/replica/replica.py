@@ -221,7 +221,7 @@ class LayerReplica(GradientSum):
     @property
     def update_nbytes(self) -> int:
         """Bytes of the input of an update."""
-        return 4 * max(self._targets.numel, 1)
+        return 4 * (self._targets.numel if self.portion == WHOLE else max(self._targets.numel, 1))
 
     def update_input(self, reduced: Tensor, clip: float) -> Tensor:
         """Return the float32 gradient that `update` applies, as a new flat tensor."""

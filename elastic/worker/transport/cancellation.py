@@ -113,7 +113,9 @@ def run_abandonable(
     threads.start(name, body)
     woken.wait()
     abandon.unsubscribe(woken.set)
-    if abandon.is_set() and discard is not None:
+    if not abandon.is_set():
+        return result.result()
+    if discard is not None:
         result.add_done_callback(lambda late: None if late.exception() else discard(late.result()))
     abandon.check()
-    return result.result()
+    raise AssertionError("an abandoned epoch stays abandoned")

@@ -643,6 +643,8 @@ class SimulatedWorker:
         self._sources = ()
         self._transferred = self.world.clock.now
         if self.epoch not in self._runs:
+            for old in [epoch for epoch in self._runs if epoch < self.epoch - 2]:
+                del self._runs[old]
             self._runs[self.epoch] = EpochRun(self.world, assignment)
         run = self._runs[self.epoch]
         run.present[self.agent.name] = self
