@@ -38,14 +38,14 @@ SECTIONS = {
         "closed_s": "A node whose connection closed may return within this time.",
         "starved_s": "A coordinator that is itself delayed this long blames no node.",
         "adopt_s": "Nodes report to a restarted coordinator within this time.",
-        "keepalive_s": "Ping interval; without an answer for two, the connection closes.",
+        "keepalive_s": "Ping interval; a connection closes after two without an answer.",
         "alone_s": "With no node left, the coordinator may take this long to end.",
     },
     "Workers": {
         "contact_s": "If workers lost contact, a new epoch begins after this time.",
         "silent_s": "A worker is hung if it is silent and uses no CPU for this long.",
-        "stuck_s": "A worker is hung if it should compute but uses no CPU.",
-        "sibling_s": "After a failed tensor-parallel collective, a worker waits this long for orders.",
+        "stuck_s": "A worker is hung if it should compute but uses no CPU for this long.",
+        "sibling_s": "A worker waits this long for orders after a failed collective.",
         "link_s": "Last-resort timeout of gloo and NCCL operations.",
     },
     "Transfers and joins": {
