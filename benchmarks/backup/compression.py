@@ -182,7 +182,7 @@ def rows(setting: CompressionSetting) -> list[Row]:
     copies = train(setting, Accumulate.EXACT, "fp32") | train(setting, Accumulate.FAST, "bf16")
     for name in ("state, fp32", "state, bf16"):
         before = copies.pop(f"{name}, before")
-        copies[f"{name}, XOR with the one before"] = copies[name] ^ before
+        copies[f"{name}, XOR with the previous version"] = copies[name] ^ before
     out: list[Row] = []
     for name, data in copies.items():
         for codec in codecs():

@@ -105,7 +105,7 @@ def rows(name: str, pairs: list[tuple[float, float]]) -> list[Row]:
     described: list[tuple[str, list[float], Callable[[list[float]], float], float | None]] = [
         ("to decisions, median", adopted, statistics.median, None),
         ("to decisions, longest", adopted, max, TARGET_S),
-        ("to the first step told, median", told, statistics.median, None),
+        ("to the first reported step, median", told, statistics.median, None),
     ]
     return [
         Row(f"leader {name}: {text}", pick(values), "s", target, "lower")
@@ -131,8 +131,8 @@ def main() -> None:
     save("failover", [
         *rows("killed", killed),
         *rows("paused", paused),
-        Row("nodes taken for lost", float(len(lost)), "", 0.0, "lower"),
-        Row("epoch changes, the start's left out", float(len(changes) - 1), "", 0.0, "lower"),
+        Row("nodes wrongly declared lost", float(len(lost)), "", 0.0, "lower"),
+        Row("epoch changes after the start", float(len(changes) - 1), "", 0.0, "lower"),
     ])  # fmt: skip
 
 

@@ -267,7 +267,7 @@ def quality(size: PlannerRunSize, jobs: int = 1) -> Iterator[Row]:
     yield Row(f"{what}: median", statistics.median(percent), "%", 2.0, "lower")
     yield Row(f"{what}: worst", max(percent), "%", 5.0, "lower")
     yield reported(f"{what}: share above 2 %", wide, "%")
-    yield reported(f"{what}: drawn and too small", small, "")
+    yield reported(f"{what}: drawn clusters that are too small", small, "")
     yield reported(f"{what}: median time to plan", statistics.median(plan_s), "s")
     yield reported(f"{what}: longest time to plan", max(plan_s), "s")
 

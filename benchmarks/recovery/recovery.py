@@ -84,7 +84,7 @@ def rows(kills: list[Kill]) -> list[Row]:
         found.append(Row(f"{name}, p90", p90, "s", None, "lower"))
         found.append(Row(f"{name}, max", values[-1], "s", None, "lower"))
     over = sum(not k.within_bound for k in kills)
-    found.append(Row("kills that replayed more than in flight + 1", over, "", 0, "lower"))
+    found.append(Row("kills that replayed more than allowed", over, "", 0, "lower"))
     most = max(k.recovery["microbatches_replayed"] for k in kills)
     found.append(Row("micro-batches replayed, max", most, "", None, "lower"))
     found.append(Row("kills", len(kills), "", None, "higher"))

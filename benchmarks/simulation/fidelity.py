@@ -203,7 +203,7 @@ def rows_of(report: ValidationReport, single: list[ValidationReport]) -> list[Ro
         *rows,
         Row("runs compared", len(single), "", None, "higher"),
         Row("recoveries compared", len(report.recoveries), "", None, "higher"),
-        Row("recoveries that only one of both has", sum(report.unmatched), "", 0, "lower"),
+        Row("unmatched recoveries", sum(report.unmatched), "", 0, "lower"),
     ]
 
 

@@ -108,7 +108,7 @@ def command_part(path: str, command: click.Command) -> str:
         option for name, rows in command.sections.items() if name not in SECTIONS for option in rows
     ]
     rows = table(map(option_row, own))
-    return f"{title} Besides the flags of `elastic run`, without Ray's:\n\n{rows}"
+    return f"{title}\n\nIt takes the flags of `elastic run` except Ray's, and these:\n\n{rows}"
 
 
 def example_part() -> str:

@@ -25,7 +25,7 @@ number, `--silence` (default 3 s; `--lease` is the same flag), and all other lim
     elastic status                   # shows the limits of the running job
 
 - Raise it where networks or hypervisors pause. A live migration pauses a machine for 1 to 10 s.
-- Lower it where each second without a lost node is expensive.
+- Lower it where each second until a loss is detected is expensive.
 - A dead process closes its connections, so it is detected at once, whatever the value is.
 
 The tables give each limit in seconds for `--silence` of 1, 3 and 30.
@@ -38,20 +38,20 @@ SECTIONS = {
         "closed_s": "A node whose connection closed may return within this time.",
         "starved_s": "A coordinator that is itself delayed this long blames no node.",
         "adopt_s": "Nodes report to a restarted coordinator within this time.",
-        "keepalive_s": "Ping interval; a connection without answer for two closes.",
+        "keepalive_s": "Ping interval; a connection closes after two without an answer.",
         "alone_s": "With no node left, the coordinator may take this long to end.",
     },
     "Workers": {
         "contact_s": "If workers lost contact, a new epoch begins after this time.",
         "silent_s": "A worker is hung if it is silent and uses no CPU for this long.",
-        "stuck_s": "A worker is hung if it should compute but uses no CPU.",
-        "sibling_s": "A failed tensor-parallel collective waits before it fails.",
+        "stuck_s": "A worker is hung if it should compute but uses no CPU for this long.",
+        "sibling_s": "A worker waits this long for orders after a failed collective.",
         "link_s": "Last-resort timeout of gloo and NCCL operations.",
     },
     "Transfers and joins": {
         "bulk_s": "A transfer between vaults without progress has failed.",
         "serve_s": "A vault drops a client that stalls within a request.",
-        "prefetch_s": "A joining node enters after this, even with partial state.",
+        "prefetch_s": "A joining node enters after this time, even with partial state.",
     },
     "Notices": {
         "leave_s": "With less notice than this, a node leaves in mid-step.",

@@ -30,7 +30,7 @@ def test_errors_are_those_of_all_runs_and_the_worst_one_is_told() -> None:
     assert rows["throughput: error, worst single run"].value == pytest.approx(25.0)
     assert rows["losses: total, mean: error"].value == pytest.approx(10.0)
     assert rows["recoveries compared"].value == 1 and rows["runs compared"].value == 3
-    assert rows["recoveries that only one of both has"].met == "missed"
+    assert rows["unmatched recoveries"].met == "missed"
     assert "losses: detect, mean: error" not in rows
 
 
