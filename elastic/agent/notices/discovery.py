@@ -83,5 +83,7 @@ def _cloud_sources(
             return (Aws(service, ACTION), Aws(service, REBALANCE))
         case SourceKind.GCP:
             return (Gcp(service, "preempted"), Gcp(service, "maintenance-event"))
-        case _:
+        case SourceKind.AZURE:
             return (Azure(service, config.lease_s),)
+        case _:
+            raise AssertionError(f"no sources for {cloud}")

@@ -35,9 +35,9 @@ class LinkDecision:
 
 
 def step_slowdown(state: JobState) -> float:
-    """Return the shortest newest step time divided by the shortest earlier one of this epoch.
+    """Return the shortest of the newest `STEPS` step times, divided by the shortest earlier one.
 
-    0: too few steps are known. The first step of an epoch does not count, because it is slower.
+    Both are of this epoch, without its first step, which is slower. 0: too few steps are known.
     """
     assert state.plan is not None
     known = [seconds for epoch, seconds in state.durations if epoch == state.plan.epoch][1:]

@@ -30,7 +30,7 @@ def remote_agent_flag(config: JobConfig) -> list[str]:
 
 
 def check_free(config: JobConfig, coordinators: int, agents: int) -> None:
-    """Check the metrics ports of as many coordinators and agents on this machine.
+    """Check the metrics ports that this number of coordinators and agents will use here.
 
     Raises FieldError if a requested port is taken, or the address is not this machine's.
     """

@@ -18,9 +18,9 @@ from elastic.rpc.control.envelope import Envelope, encode_body, pack
 
 
 class BroadcastEncoder:
-    """Encodes messages to nodes, and keeps the newest one encoded for others.
+    """Encodes messages to nodes. Keeps the newest encoded message, to send it to further nodes.
 
-    Any thread may call `pack`, but only one of them with an `Install`.
+    Any thread may call `pack`, but all `Install` messages must come from the same thread.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,8 @@ recoveries.
     range        |sum| < 2**19. Each accumulator refuses more than 2**13 = 8192, counted as the sum
                  of the micro-batches' largest elements, so that up to 64 sums can be added.
 
-A gradient that is infinite, NaN or out of range raises GradientError with layer and parameter.
+With EXACT, a gradient that is infinite, NaN or out of range raises GradientError with layer and
+parameter.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Accumulator:
         self.flat += other.to(self.flat.device)
 
     def check(self) -> None:
-        """Raise GradientError if a gradient since `clear` was not finite, or the sum is too big."""
+        """With EXACT, raise GradientError if a gradient was not finite, or the sum is too big."""
         if not self.exact or bool((self._peaks < LIMIT).all()):
             return
         worst = next(i for i, peak in enumerate(self._peaks.tolist()) if not peak < LIMIT)

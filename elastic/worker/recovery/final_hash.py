@@ -19,7 +19,8 @@ def job_sha256(
 ) -> str:
     """Return the SHA-256 of all parameters after the last step (`elastic.worker.replica.export`).
 
-    Each holder's vault has its last state. Raises VaultError if a state is gone, EpochAbandoned.
+    Each holder's vault has its last state. Raises VaultError if a state is gone, and EpochAbandoned
+    if the epoch is abandoned.
     """
     first = None if state_of(plan.state).sharded else 1
     holders = {
