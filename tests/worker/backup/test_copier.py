@@ -127,8 +127,9 @@ def test_changes_of_the_source_wait_for_the_copy(
     assert not worker.is_alive() and recorder.data[STATE, 0] == bytes(state.numpy())
 
 
-def test_update_inputs_are_converted_at_once(publisher: Publisher, recorder: Recorder) -> None:
-    layers = replicas()
+def test_update_inputs_do_not_change_with_the_gradients(recorder: Recorder, tmp_path: Path) -> None:
+    """A publisher without a copy device, as on a CPU, has made the copies when it returns."""
+    layers, publisher = replicas(), Publisher(recorder.send, tmp_path, "a")
     run(layers, 0, 0)
     reduced = {layer.index: layer.gradient.clone() for layer in layers}
     expected = {n: layers[n].update_input(reduced[n], 0.5).numpy().tobytes() for n in range(3)}
@@ -136,7 +137,6 @@ def test_update_inputs_are_converted_at_once(publisher: Publisher, recorder: Rec
     publisher.publish(copies, 1, "b", AbandonSignal())
     for tensor in reduced.values():
         tensor.zero_()  # The next reduction uses the same buffers.
-    publisher.settle()
     assert all(recorder.data[UPDATE, n] == expected[n] for n in range(3))
 
 
