@@ -311,7 +311,7 @@ def test_a_log_goes_on_when_there_is_room_again(
         output.start()
         filler = fill(tmp_path / "disk")
         os.write(out, b"lost\n")
-        wait_until(lambda: "output is dropped" in caplog.text)
+        assert wait_until(lambda: "output is lost" in caplog.text)
         filler.unlink()
         os.write(out, b"kept\n")
         os.close(out)
