@@ -1,11 +1,10 @@
-"""Time that a job is without a leader.
+"""Measures how long a job has no leader after its coordinator fails.
 
     python -m benchmarks.control_plane.failover [--rounds N]
 
-A small training run has three coordinators on a real etcd. Again and again the leader is killed
-(SIGKILL), or paused (SIGSTOP) and continued once another one leads. Two times are measured: until
-the successor's `adopted` event, after which it decides, and until the first step that a node
-reports to it.
+A small training run has three coordinators on a real etcd. In each round the leader is killed
+(SIGKILL), or paused (SIGSTOP) until another coordinator leads. Two times are measured: until the
+successor's `adopted` event, after which it decides, and until a node reports a step to it.
 """
 
 from __future__ import annotations

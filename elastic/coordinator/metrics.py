@@ -239,7 +239,7 @@ class CoordinatorMetrics(Collector):
         self.recoveries[:] = [*self.recoveries, entry][-5:]
 
     def saved(self, seconds: float, nbytes: int) -> None:
-        """Count a save of the job's state."""
+        """Record one save of the job's state: its duration and its size in bytes."""
         self._save.observe(seconds)
         self._saved_bytes.inc(nbytes)
 

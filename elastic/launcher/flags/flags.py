@@ -196,7 +196,7 @@ SECTIONS: Sections = {"torchrun's flags": TORCHRUN, "elastic's flags": OURS}
 
 
 class RunCommand(Command):
-    """Command with the flags of `elastic run`, further flags (`sections`) and a script."""
+    """A command that takes the flags of `elastic run`, the flags in `sections`, and a script."""
 
     def __init__(
         self, name: str, callback: Callable[..., int], help: str, sections: Sections

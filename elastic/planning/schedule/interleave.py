@@ -81,7 +81,10 @@ def _reach(sums: Sequence[Sequence[float]], n_layers: int, limit: float) -> list
 
 
 def _longest(row: Sequence[float], first: int, limit: float, allowed: list[int]) -> int | None:
-    """Return the largest allowed end of a stage from `first` within `limit`; None: no such end."""
+    """Return the last allowed end of a stage that begins at layer `first`; None if there is none.
+
+    `row`: prefix sums of the layers' seconds. The stage takes at most `limit` seconds.
+    """
     place = bisect_right(allowed, bisect_right(row, row[first] + limit) - 1) - 1
     return allowed[place] if place >= 0 and allowed[place] > first else None
 

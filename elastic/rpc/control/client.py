@@ -1,4 +1,4 @@
-"""A node's side of its stream to the coordinator, and single calls.
+"""Client of the coordinator: a node's message stream, and single requests.
 
 A `CoordinatorSession` tries to reach its coordinator for as long as it is open. It finds a returned
 coordinator within about half a second. It queues no messages while the coordinator is away: in
