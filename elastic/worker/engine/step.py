@@ -1,6 +1,6 @@
 """One optimizer step on one worker: run the schedule, reduce, commit, update.
 
-The order of events makes every later recovery possible (docs/design/design.md, "Versions"):
+The order of events makes every later recovery possible (docs/design/design.md, "Versions and the commit"):
 1. Gradients are published while the micro-batches run.
 2. The commit begins only when the final gradients and the current state, or the means to rebuild
    it, are whole at the peer.
