@@ -1,6 +1,7 @@
 """One optimizer step on one worker: run the schedule, reduce, commit, update.
 
-The order of events makes every later recovery possible (docs/design/design.md, "Versions and the commit"):
+The order of events makes every later recovery possible ("Versions and the commit" in
+docs/design/design.md):
 1. Gradients are published while the micro-batches run.
 2. The commit begins only when the final gradients and the current state, or the means to rebuild
    it, are whole at the peer.
