@@ -58,7 +58,7 @@ class Size:
     lease_s: float = LEASE_S
 
 
-QUICK = Size((8,), layers=8, steady_s=1.0, lease_s=15.0)
+QUICK = Size((8,), layers=8, steady_s=1.0, lease_s=10.0)
 """Short measurement. The lease is long: agents that share a busy core are silent for seconds."""
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.planning.plan.plan import parse_plan
 from tests.kubernetes.cluster import wait_for
 from tests.kubernetes.jobs import JobRun, reference
 from tests.kubernetes.pods import Pod
@@ -22,17 +23,27 @@ def log_of(pod: Pod) -> str:
     return (pod.volume("/elastic/run") / "runs/latest/logs" / f"{pod.name}.log").read_text()
 
 
+def pipelines(plan: str) -> list[set[str]]:
+    """Nodes of each pipeline of a plan."""
+    return [{st.unit.node for st in p.stages} for p in parse_plan(plan).pipelines]
+
+
 def lost(job: JobRun) -> set[str]:
     return {event["node"] for event in job.events if event["kind"] == "lost"}
 
 
-def test_a_minority_that_is_a_whole_pipeline(tmp_path: Path) -> None:
-    """Two of five pods reach only each other; they lack the other pods' gradients."""
+@pytest.mark.parametrize(
+    ("pods", "minority"), [(3, 1), pytest.param(5, 2, marks=pytest.mark.chaos)]
+)
+def test_a_minority_that_is_a_whole_pipeline(pods: int, minority: int, tmp_path: Path) -> None:
+    """The last pods reach only each other; they lack the other pods' gradients."""
     with JobRun(
-        tmp_path, "statefulset", 5, f"--env=PET_LEASE={LEASE_S}", "--env=PET_PIPELINES=2"
+        tmp_path, "statefulset", pods, f"--env=PET_LEASE={LEASE_S}", "--env=PET_PIPELINES=2"
     ) as job:
         job.wait_for_step(5)
-        cut, stay = job.agents[3:], job.agents[:3]
+        cut, stay = job.agents[-minority:], job.agents[:-minority]
+        alone = {frozenset(names) for names in pipelines(job.plans()[-1])}
+        assert frozenset(pod.name for pod in cut) in alone, alone
         job.cluster.cut(*cut)
         names = {pod.name for pod in cut}
         wait_for("the loss", lambda: names <= lost(job), job.cluster)

@@ -48,10 +48,7 @@ FAULTS = {
     "hang": "stop node=2 step=2 microbatch=2",
     "drain": "drain node=1 step=2 deadline=60",
 }
-SMALL = {
-    ("stream+snapshot", "kill-in-update"),
-    ("stream+snapshot/sharded", "kill-in-update"),
-}
+SMALL = {("stream+snapshot", "kill-in-update")}
 
 
 def run_with(

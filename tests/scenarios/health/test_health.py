@@ -35,12 +35,12 @@ def test_a_slow_link_is_found_and_its_node_replaced(tmp_path: Path) -> None:
         "--backup",
         "stream+snapshot",
         "--link",
-        "bandwidth=20Mbit",
+        "bandwidth=30Mbit",
         "--quarantine",
         "600",  # longer than the run, however slow the machine
     ]
-    slow = faults("slow-link node=1 step=30 factor=6")
-    script = [*SCRIPT, "--layers", "1", "--num-microbatches", "3", "--steps", "60"]
+    slow = faults("slow-link node=1 step=15 factor=6")
+    script = [*SCRIPT, "--layers", "1", "--num-microbatches", "3", "--steps", "30"]
     run = elastic_run(tmp_path / "run", exact(*flags, *slow), script)
     assert run.code == 0, run.output
     found = [e for e in health(run, "node1") if e["class"] == "link"][-1]
@@ -70,7 +70,7 @@ def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: 
     of them remain after slow restarts; at the end they take no extra time.
     """
     hurry = tmp_path / "hurry"
-    flags = ["run", "--standalone", "--nnodes", "2:3", "--quarantine", "15"]
+    flags = ["run", "--standalone", "--nnodes", "2:3", "--quarantine", "8"]
     crashes = faults(*(f"kill-worker node=1 step={step}" for step in (2, 3, 4)))
     script = [
         "-m",
@@ -98,10 +98,10 @@ def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: 
         ("host", "quarantine"),
     ], found
     assert "signal 9" in found[0]["evidence"]["cause"]
-    assert found[2]["evidence"]["crashes"] == 3 and found[2]["evidence"]["quarantine_s"] == 15.0
+    assert found[2]["evidence"]["crashes"] == 3 and found[2]["evidence"]["quarantine_s"] == 8.0
     assert actions[3] == ("host", "none") and "may be used again" in found[3]["reason"]
     put, out = found[2]["at"], found[3]["at"]
-    assert out - put >= 14.9  # events are written a moment after what they tell
+    assert out - put >= 7.9  # events are written a moment after what they tell
     between = [e for e in run.events if e["kind"] == "plan" and put < e["at"] < out]
     assert between and all("node1" not in parse_plan(e["text"]).nodes() for e in between)
     assert {

@@ -95,7 +95,7 @@ def steps(run_dir: Path) -> int:
 
 
 def test_nothing_is_done_about_anybody_on_a_loaded_machine(tmp_path: Path) -> None:
-    soak(tmp_path, 16.0, 2, 8.0)
+    soak(tmp_path, 8.0, 2, 4.0)
 
 
 @pytest.mark.chaos

@@ -10,7 +10,7 @@ from tests.scenarios.harness import elastic_run
 from tests.scenarios.shared import SCRIPT, exact, reference
 
 SHAPES = (
-    pytest.param("2", "1", "2", id="two-nodes"),
+    pytest.param("2", "1", "2", id="two-nodes", marks=pytest.mark.chaos),
     pytest.param("3", "auto", "1+1+1", id="three-replicas", marks=pytest.mark.chaos),
     pytest.param("4", "3+1", "3+1", id="three-plus-one"),
     pytest.param("3", "1", "3", id="depth-three", marks=pytest.mark.chaos),

@@ -33,7 +33,7 @@ def _case(
 
 
 CASES = (
-    _case("zero-bubble-killed", "zero-bubble", fault=KILL, small=True),
+    _case("zero-bubble-killed", "zero-bubble", fault=KILL),
     _case("interleaved-killed", "interleaved", fault=KILL, small=True),
     _case("1f1b", "1f1b"),
     _case("zero-bubble", "zero-bubble"),

@@ -63,23 +63,39 @@ def recovery_node_s(found: Outcome, microbatches: int) -> dict[Use, float]:
     return uses
 
 
-@pytest.mark.parametrize("pair", ["log+replica", "stream:4+snapshot"])
+TRACES = {
+    "calm": trace(),
+    "losses and joins": trace(
+        (200.3, REMOVE, "n2"), (300.0, ADD, "n7"), (650.0, REMOVE, "n1"), (655.0, ADD, "n8")
+    ),
+    "notice": trace((400.0, REMOVE, "n3"), notice_s=60.0),
+    "every node lost": trace(
+        *(
+            (start + 140.0 * i, kind, f"{name}{i}")
+            for i in range(6)
+            for start, kind, name in ((60.3, REMOVE, "n"), (100.0, ADD, "m"))
+        )
+    ),
+}
+PAIRS = ("log+replica", "stream:4+snapshot")
+SMALL = {
+    ("losses and joins", "log+replica"),
+    ("notice", "stream:4+snapshot"),
+    ("every node lost", "stream:4+snapshot"),
+}
+
+
 @pytest.mark.parametrize(
-    "of",
+    ("of", "pair"),
     [
-        trace(),
-        trace((200.3, REMOVE, "n2"), (300.0, ADD, "n7"), (650.0, REMOVE, "n1"), (655.0, ADD, "n8")),
-        trace((400.0, REMOVE, "n3"), notice_s=60.0),
-        trace(
-            *(
-                (start + 140.0 * i, kind, f"{name}{i}")
-                for i in range(6)
-                for start, kind, name in ((60.3, REMOVE, "n"), (100.0, ADD, "m"))
-            )
-        ),
+        pytest.param(
+            of, pair, id=f"{name}-{pair}",
+            marks=[] if (name, pair) in SMALL else [pytest.mark.chaos],
+        )
+        for name, of in TRACES.items()
+        for pair in PAIRS
     ],
-    ids=["calm", "losses and joins", "notice", "every node lost"],
-)
+)  # fmt: skip
 def test_levels_agree(of: Trace, pair: str) -> None:
     training = training_of("bert-large")
     world = SimulatedWorld(
