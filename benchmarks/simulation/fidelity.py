@@ -99,7 +99,7 @@ QUICK = FidelityCase(
     parameters=1 << 14,
     layer_s=0.01,
     microbatches=6,
-    steps=45,
+    steps=30,
     calibration=("kill node=1 step=4 microbatch=3", "join step=5"),
     validation=("kill node=2 step=3 microbatch=4", "join step=4"),
 )

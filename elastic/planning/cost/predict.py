@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
+from operator import attrgetter
 
 from elastic.domain.types import NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.planning.cost.cost_model import pipeline_seconds
@@ -19,6 +20,7 @@ from elastic.planning.plan.schemes import gradients_of
 from elastic.planning.schedule.schedule import INTERLEAVED, ZERO_BUBBLE, units_of
 from elastic.planning.schedule.timeline import StageTimes, makespan
 
+TIMES = tuple(field.name for field in fields(LayerTimes))
 MAX_SIMULATED_ACTIONS = 20_000
 """Maximum micro-batches times stages of a pipeline that is simulated."""
 
@@ -60,8 +62,7 @@ class _StageLocations:
 
     def _sums(self, device: str, first: int, last: int) -> tuple[LayerTimes, int]:
         times = self.profile.device(device).layers[first:last]
-        names = [field.name for field in fields(LayerTimes)]
-        seconds = LayerTimes(**{name: sum(getattr(t, name) for t in times) for name in names})
+        seconds = LayerTimes(*(sum(map(attrgetter(name), times)) for name in TIMES))
         return seconds, sum(la.gradient_bytes for la in self.profile.layers[first:last])
 
     def link(self, a: Unit, b: Unit) -> LinkProfile:

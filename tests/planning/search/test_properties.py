@@ -120,7 +120,7 @@ def check_memory(request: PlanRequest, plan: Plan) -> None:
 
 
 @given(requests(units=2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_plans_are_valid_and_within_memory(request: PlanRequest) -> None:
     for schedule in ("auto", "1f1b", "zero-bubble", "interleaved"):
         try:

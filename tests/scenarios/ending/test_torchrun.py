@@ -102,9 +102,8 @@ def test_a_restarted_run_ends_as_one_that_never_failed(
     assert run.result["restarts"] == 0
 
 
-@pytest.mark.parametrize(
-    "launcher", ["one-node", pytest.param("two-nodes", marks=pytest.mark.chaos)]
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize("launcher", ["one-node", "two-nodes"])
 def test_same_exit_code_when_restarts_are_used_up(
     launcher: str, torchrun: Callable[[str], Ended], tmp_path: Path
 ) -> None:

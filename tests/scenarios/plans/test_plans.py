@@ -12,7 +12,8 @@ from tests.scenarios.shared import SCRIPT, exact, reference
 SHAPES = (
     pytest.param("2", "1", "2", id="two-nodes", marks=pytest.mark.chaos),
     pytest.param("3", "auto", "1+1+1", id="three-replicas", marks=pytest.mark.chaos),
-    pytest.param("4", "3+1", "3+1", id="three-plus-one"),
+    pytest.param("3", "2+1", "2+1", id="two-plus-one"),
+    pytest.param("4", "3+1", "3+1", id="three-plus-one", marks=pytest.mark.chaos),
     pytest.param("3", "1", "3", id="depth-three", marks=pytest.mark.chaos),
     pytest.param("4", "1", "4", id="depth-four", marks=pytest.mark.chaos),
     pytest.param("4", "2", "2+2", id="two-plus-two", marks=pytest.mark.chaos),
