@@ -48,9 +48,11 @@ SECTIONS = (
         title="Recovery",
         context="""\
 Time without training after a loss. The benchmark trains the example GPT on four local nodes in one
-pipeline, kills one node (SIGKILL) before a backward pass, and repeats this 20 times. The total is
-the time from the kill to the next computed micro-batch. Allowed replays per kill: the
-micro-batches in flight on the lost stage, and one more.""",
+pipeline with `--backup auto`, which takes `stream+snapshot` here. It kills one node (SIGKILL)
+before a backward pass, and repeats this 20 times. The total is the time from the kill to the next
+computed micro-batch; it includes waits between the [phases](guide/summary.md#recoveries). `decide`
+includes `halt`. Allowed replays per kill: the micro-batches in flight on the lost stage, and one
+more.""",
         rows="(median|total, .*|micro-batches replayed, max)$",
         units=(("kills", "kills"), ("micro-batches", "micro-batches")),
     ),
@@ -58,9 +60,9 @@ micro-batches in flight on the lost stage, and one more.""",
         name="recovery_by_scheme",
         title="Recovery by backup scheme",
         context="""\
-Median time of a recovery in seconds, for links of 1 Gbit/s. Layers wait 5 ms instead of computing;
-states, gradients and messages are real. Models have 1.6 (x1), 6.4 (x4) and 25.6 (x16) million
-parameters.""",
+Time of one recovery per scheme, on links of 1 Gbit/s. `replica` rows have two pipelines, the others
+one. Layers wait 5 ms in each forward and backward pass instead of computing; states, gradients and
+messages are real. Models have 1.6 (x1), 6.4 (x4) and 25.6 (x16) million parameters.""",
         pivots=(("scheme", r"recovery, (?P<row>\S+), (?P<column>.*)"),),
     ),
     Section(
@@ -90,10 +92,10 @@ traffic of all nodes per step.""",
         name="backup_choice",
         title="Choice of the backup scheme",
         context="""\
-Expected step time of the pair that `--backup auto` takes, in percent above the best pair. Every
-pair runs on four nodes with shaped links. Columns: number of pipelines, and micro-batches of 15 ms
-(short) or 150 ms (long) per stage. Losses occur at the rate of AWS P3 spot instances (0.61 per
-node-hour).""",
+Expected step time of the pair that `--backup auto` takes, in percent above the best pair. It is the
+measured step time and the cost of losses at the rate of AWS P3 spot instances (0.61 per node-hour).
+Every pair runs on four nodes with links slowed by `--link`. Columns: number of pipelines, and
+micro-batches of 15 ms (short) or 150 ms (long) per stage.""",
         pivots=(("link", r"auto over the best pair, (?P<row>\w+bit)/(?P<column>.*)"),),
     ),
     Section(
@@ -101,7 +103,9 @@ node-hour).""",
         title="Compression of copies",
         context="""\
 Lossless compression with bit shuffle and LZ4 on one core, in pieces of 1 MiB, of the bytes that the
-example GPT's vaults would send. The last column is the link speed below which compression pays.""",
+example GPT's vaults would send. Ratio: original divided by compressed bytes. Packed and unpacked:
+original bytes per second of compressing and of restoring them. The last column is the link speed
+below which compression pays.""",
         pivots=(
             (
                 "copy",
@@ -114,17 +118,21 @@ example GPT's vaults would send. The last column is the link speed below which c
         name="vault",
         title="Vault throughput",
         context="""\
-Copies of 64 MiB between two processes of one machine, checksums included, against a bare socket.
-The ratio is the median over pairs that were measured in turns.""",
+One copy of 64 MiB at a time between two processes of one machine, from and to ordinary memory,
+checksums included. Ratios: throughput of writing to a vault (put) and of reading from it (get),
+divided by the throughput of a bare socket; medians over turns in which the socket comes first.
+[Transport between vaults](#transport-between-vaults) has more sizes and a stricter comparison.""",
         rows="publish|fetch",
     ),
     Section(
         name="vault_transport",
         title="Transport between vaults",
         context="""\
-The whole path of a copy between two vaults (checksum, shared-memory slot, acknowledgement) against
-a plain socket copy of the same bytes on loopback.""",
+Throughput of the whole path of a copy from a worker's shared memory to another vault (checksum,
+slot in shared memory, acknowledgement), and its ratio to that of a plain socket on loopback. The
+two take turns, and either comes first. The row of a state that is read gives a ratio of times.""",
         rows=": vault$",
+        shorten=(("shared memory / peer", "time from shared memory / from a peer"),),
     ),
     Section(
         name="engine",
@@ -139,9 +147,10 @@ median over pairs.""",
         name="planner",
         title="Planner",
         context="""\
-Time to make a plan in a warm process; step time of the plan against a proven lower bound; and step
-time of models of rival planners on 313 cases, all priced by one cost model. The second table gives
-the time to make a plan from nothing, by number of nodes.""",
+Time to make a plan (median of 5); gap, which is the step time of the plan above a proven lower
+bound, on random clusters of mixed device types; and step time of models of rival planners on 313
+cases, all priced by one cost model. The second table gives the time to make a plan by number of
+nodes, from one measurement each. Planning for up to 128 nodes tries more plans.""",
         rows="gap|least|greatest",
         pivots=(("nodes", "growth: (?P<row>[0-9,]+ )(?P<column>equal nodes|nodes of 3 types)"),),
         shorten=(
@@ -150,6 +159,10 @@ the time to make a plan from nothing, by number of nodes.""",
                 "gap, 100 clusters",
             ),
             ("gap, 10 clusters with links of", "gap, 10 clusters, links of"),
+            (
+                "drawn clusters that are too small",
+                "random clusters rejected because the model does not fit",
+            ),
         ),
         units=(("cases", "cases"), ("too small", "clusters")),
     ),
@@ -158,15 +171,26 @@ the time to make a plan from nothing, by number of nodes.""",
         title="Predicted step time",
         context="""\
 The cost model's prediction against the real engine for 12 plans (1 to 3 pipelines, depth 1 to 6,
-all schedules). Compute is emulated; messages, sums and backups are real.""",
+all schedules). Compute is emulated; messages, sums and backups are real. Three other runs measure
+the fixed costs of the engine, which the prediction uses.""",
         rows="engine",
+        shorten=(
+            ("engine: a message between stages", "fixed cost of the engine per message"),
+            (
+                "engine: a layer, each micro-batch",
+                "fixed cost of the engine per layer and micro-batch",
+            ),
+            ("engine: a step", "fixed cost of the engine per step"),
+        ),
     ),
     Section(
         name="coordinator",
         title="Coordinator load",
         context="""\
 One coordinator, pinned to one core, with 100 to 2,000 simulated agents on the other core and a
-model of 96 layers. The targets hold for 2,000 agents.""",
+model of 96 layers. The targets apply to the column of 2,000 agents. The halt is the coordinator's
+decision to stop all nodes after a loss. Silence begins with the last message of the lost agent.
+Ticks are the periodic checks of the coordinator.""",
         pivots=(("agents", "(?P<column>[0-9]+) agents: (?P<row>.*)"),),
         units=(("share of a core", "core"), ("told", "agents"), ("CPU an agent", "x")),
         shorten=(
@@ -184,7 +208,8 @@ model of 96 layers. The targets hold for 2,000 agents.""",
         title="Takeover by another coordinator",
         context="""\
 Time without a leader. Three coordinators use a real etcd; the leader is killed (SIGKILL) or paused
-(SIGSTOP) again and again while a small job trains.""",
+(SIGSTOP) again and again while a small job trains. The times end at the successor's first decisions
+and at the first step that a node reports to it.""",
         rows=".",
         units=(("nodes", "nodes"), ("epoch", "changes")),
     ),
@@ -192,9 +217,9 @@ Time without a leader. Three coordinators use a real etcd; the leader is killed 
         name="simulator",
         title="Simulator speed",
         context="""\
-Time to simulate 11 hours of 32 nodes with all policies, and 30 days of 1,000 nodes with ours. The
-next seed finds some plans of the first one in a cache. The module `elastic_sim.cli` was named
-`simulator.cli` when this was measured.""",
+Time to simulate 11 hours of 32 nodes with all policies, and 30 days of 1,000 nodes with the policy
+`ours`. The next seed finds some plans of the first one in a cache. The module `elastic_sim.cli` was
+named `simulator.cli` when this was measured.""",
         rows="per event|import",
     ),
     Section(
@@ -203,7 +228,8 @@ next seed finds some plans of the first one in a cache. The module `elastic_sim.
         context="""\
 Micro-batch level of the simulator against real runs with emulated compute: 3 runs calibrate it, 3
 others with other faults are predicted. Errors compare means over all predicted runs. An unmatched
-recovery happens only in the run or only in its simulation.""",
+recovery happens only in the run or only in its simulation. The second table has the errors of the
+phases of [recoveries](guide/summary.md#recoveries).""",
         rows="^throughput",
         pivots=(("phase", "(?P<column>losses|planned changes): (?P<row>[a-z]+), mean: error"),),
         units=(("recoveries", "recoveries"),),
@@ -213,11 +239,18 @@ recovery happens only in the run or only in its simulation.""",
         title="Comparison with rivals",
         context="""\
 Simulated throughput of this runtime and of models of its rivals on recorded spot traces and at
-five failure rates. The target of each scenario is at least as many samples as the best rival. The
-8 scenarios on the p3 trace have a second target: at least 0.95 of the oracle. [All
+five failure rates. A difference is significant if the 95 % interval of the ratio of samples does
+not contain 1. The target of each scenario is at least as many samples as the best rival. The 8
+scenarios on the p3 trace have a second target: at least 0.95 of the oracle's samples. [All
 scenarios](simulator/headline.md).""",
         rows="^scenarios",
-        shorten=(("scenarios in which ours is ", "scenarios in which this runtime is "),),
+        shorten=(
+            (
+                "scenarios in which ours is undecided",
+                "scenarios without a significant difference",
+            ),
+            ("scenarios in which ours is ", "scenarios in which this runtime is "),
+        ),
         summarize=True,
     ),
 )

@@ -1,11 +1,11 @@
-"""The lease that makes a coordinator the leader, and the name of its run in a shared store.
+"""The lease of the leading coordinator, and the name of its run (one execution of a job).
 
 A standby has all modules imported and the store open, and tries to take the lease. The leader
 renews its lease on a separate thread, so that it keeps the lease during a long decision. A stopped
 process does not renew its lease and loses it.
 
-If the store is away, a standby retries until the store is back. The leader keeps leading in memory,
-because nobody can take its lease without the store (`elastic.coordinator.records.state_saver`).
+If the store cannot be reached, a standby retries until it can. Nobody can take the lease meanwhile,
+so the leader still decides, but holds back messages (`elastic.coordinator.records.state_saver`).
 """
 
 from __future__ import annotations

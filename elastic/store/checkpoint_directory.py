@@ -172,7 +172,9 @@ def latest(directory: Path | str) -> Path | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest. Raises FieldError if a file is absent or has another size."""
+    """Return the manifest. Raises FieldError if the checkpoint is not complete: manifest unreadable
+    or of another format, a layer missing, or a file absent or of another size than the manifest's.
+    """
     remedy = "a complete checkpoint (a directory step-NNNNNNNN with manifest.json) is needed"
     try:
         manifest = codec.loads(Manifest, (path / MANIFEST).read_bytes())

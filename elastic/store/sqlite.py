@@ -183,7 +183,7 @@ class SqliteStore:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Lock the connection; turn SQLite's errors into ours, with a remedy."""
+        """Lock the connection; raise SQLite's errors as StoreUnavailable (disk) or StoreError."""
         try:
             with self._lock:
                 yield

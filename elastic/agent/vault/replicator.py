@@ -115,8 +115,8 @@ class Replicator:
             self._changed.notify_all()
 
     def reset(self, epoch: int) -> None:
-        """Drop unacknowledged bundles, end a send in progress, and reject bundles of epochs below
-        `epoch`."""
+        """Drop all queued bundles and close the connections to peers, so a send in progress fails.
+        From now on, bundles for a peer are dropped if a copy is older than `epoch`."""
         with self._changed:
             self._epoch = max(self._epoch, epoch)
             self._clear()

@@ -114,7 +114,7 @@ def worker_environment(
     tp_store: str,
     base: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return one worker's environment: `base` without secrets, torchrun's variables, and ours."""
+    """Return a worker's variables: `base` minus secrets, torchrun's, and those named ELASTIC_*."""
     rank = launch.rank + local_rank
     threads_unset = "OMP_NUM_THREADS" not in base
     shared = config.nproc_per_node > 1 or config.local_nodes > 1

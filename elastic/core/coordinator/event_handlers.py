@@ -77,7 +77,8 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
 
 
 def _new_incarnation(state: JobState, report: m.NodeReport, now: float) -> JobTransition:
-    """Add a member, unless it was one before, its name is in use, or its pre-flight failed."""
+    """Add the node as a member. Refuse it if its report shows state of a former membership, if its
+    name is in use, or if its pre-flight failed."""
     node = report.info.node
     if report.epoch > 0 or report.restart >= 0 or report.phase is not NodePhase.EMPTY:
         fenced = m.Fenced(f"{node} ({report.info.incarnation}) is not a member (any more)")

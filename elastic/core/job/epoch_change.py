@@ -338,7 +338,8 @@ def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
 
 
 def resume_if_feasible(state: JobState, now: float) -> JobTransition | None:
-    """Begin a change if a plan fits the nodes of a paused job; else end their quarantines."""
+    """Begin a change if a plan fits the nodes that are not quarantined; else end all quarantines,
+    so that the next call can use these nodes."""
     if not candidates(state):
         return quarantine.release_all(state, now, "nobody else is left")
     try:

@@ -98,7 +98,7 @@ class Member:
 
     @property
     def halted(self) -> bool:
-        """Whether the inventory of the node's vault is complete and no worker computes."""
+        """Whether no worker of the node computes, so that its reported inventory is final."""
         return self.workers_gone or self.report.phase in (NodePhase.HALTED, NodePhase.IDLE)
 
 

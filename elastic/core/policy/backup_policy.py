@@ -65,7 +65,8 @@ def change_backup(state: JobState, now: float) -> JobTransition | None:
 
 
 def _due(state: JobState, now: float) -> bool:
-    """Return whether the plan is protected, the interval is over and all nodes measured enough."""
+    """Return whether to check the pair now: `--backup auto`, a stable job with peers, the interval
+    is over, and every node of the plan has measured enough."""
     plan = state.plan
     if state.policy.backup != "auto" or plan is None or not plan.peers or not state.stable:
         return False

@@ -257,7 +257,8 @@ class _Solver(_CoverTables):
         return _FinishTimes(groups, times)
 
     def _groups(self, key: _CoverKey) -> Iterator[tuple[NodeGroup, Floats]]:
-        """Yield groups with their covers, for pipelines of `key.ahead` micro-batches or more."""
+        """Yield groups with their covers, for numbers of micro-batches with this `key.ahead`.
+        Zero-bubble with limited memory: a group of depth d has min(d, `key.ahead`) in flight."""
         if key.schedule != ZERO_BUBBLE or not self.model.limited:
             yield from self.cover(key).items()
             return

@@ -114,7 +114,7 @@ class LayerPartitioner:
         return tuple(cuts)
 
     def _longest(self, limit: float) -> int:
-        """Return the maximum layers of a stage within `limit`, by the times of the fastest kind."""
+        """Return the most layers that a node of some kind computes within `limit`, at least 1."""
         longest, rows = 1, np.arange(self.model.n_layers + 1)
         for kind in set(self.kinds):
             times = self.model.compute(kind, self.schedule)

@@ -123,7 +123,8 @@ class LayerReplica(GradientSum):
             self.common.clear()
 
     def set_aside(self, reuse: GradientSum | None = None) -> GradientSum:
-        """Return the replica's own sum, and clear all others. `reuse`: an old sum to overwrite."""
+        """Return the replica's own sum and start an empty one; clear the common sum and all rounds.
+        The empty sum takes the memory of `reuse`, an old sum that is overwritten."""
         final = self._detach(reuse)
         self.clear()
         return final

@@ -316,9 +316,9 @@ class ArtifactVaruna(ArtifactSimulation):
         return writing
 
     def _interrupted(self) -> bool:
-        """Return whether a loss precedes the checkpoint in the artifact's event queue.
+        """Return whether a loss stands before the first checkpoint in the list of the event heap.
 
-        As in the artifact, the order is that of the heap in memory.
+        Like the artifact, compare positions in the list, which is not sorted. Heapifies `events`.
         """
         heapq.heapify(self.events)
         kinds = [event.kind for event in self.events]
