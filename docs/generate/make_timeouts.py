@@ -36,7 +36,7 @@ SECTIONS = {
         "heartbeat_s": "A node sends a heartbeat at this interval.",
         "lease_s": "A node that is silent for this long is lost.",
         "closed_s": "A node whose connection closed may return within this time.",
-        "starved_s": "A coordinator that is itself delayed this long blames no node.",
+        "starved_s": "A coordinator that is itself delayed longer extends the nodes' limits.",
         "adopt_s": "Nodes report to a restarted coordinator within this time.",
         "keepalive_s": "Ping interval; a connection closes after two without an answer.",
         "alone_s": "With no node left, the coordinator may take this long to end.",
@@ -44,7 +44,7 @@ SECTIONS = {
     "Workers": {
         "contact_s": "If workers lost contact, a new epoch begins after this time.",
         "silent_s": "A worker is hung if it is silent and uses no CPU for this long.",
-        "stuck_s": "A worker is hung if it should compute but uses no CPU for this long.",
+        "stuck_s": "A worker that should compute or halt is hung if it uses no CPU for this long.",
         "sibling_s": "A worker waits this long for orders after a failed collective.",
         "link_s": "Last-resort timeout of gloo and NCCL operations.",
     },
