@@ -335,7 +335,7 @@ class NodeInfo:
     """Failure domain (zone, rack, spot pool) whose nodes may fail together; "": unknown."""
     workers: int = 1
     memory_bytes: int = 0
-    """Memory that a unit of this node may use; 0: unknown, treated as unlimited."""
+    """Memory that a worker of this node may use; 0: unknown, treated as unlimited."""
     host: str = "127.0.0.1"
     labels: tuple[tuple[str, str], ...] = ()
     device: str = ""

@@ -103,8 +103,8 @@ OURS = (
     flag("--schedule", type=Choice(SCHEDULES), default="auto",
          help="order of the micro-batches in a pipeline"),
     flag("--node-memory", type=SIZES,
-         help="memory of this node that the plan may use, as 16GiB; with --standalone one for "
-              "each, comma-separated"),
+         help="memory per worker of this node that the plan may use, as 16GiB; with --standalone "
+              "one for each node, comma-separated"),
     flag("--vault-memory", type=SIZE,
          help="memory of a node for copies of other nodes, as 2GiB; further copies are refused"),
     flag("--compress", type=Choice(compression.MODES), default="auto",

@@ -4,7 +4,7 @@ The order of events makes every later recovery possible ("Versions and the commi
 docs/design/design.md):
 1. Gradients are published while the micro-batches run.
 2. The commit begins only when the final gradients and the current state, or the means to rebuild
-   it, are whole at the peer.
+   it, are as safe as the backup schemes demand.
 3. The update's input is published before the update, and the new state right after it.
 4. Holders that share an update exchange the updated parameters last.
 """
