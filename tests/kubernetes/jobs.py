@@ -14,7 +14,7 @@ import yaml
 from elastic.launcher import cli
 from tests.kubernetes.cluster import Cluster, Object, wait_for
 from tests.kubernetes.pods import Pod
-from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.shared import made_once
 
 STEPS = 100
 TRAIN = ("-m", "tests.kubernetes.train", "--steps", str(STEPS))
@@ -134,16 +134,10 @@ class JobRun:
             yield from _lines(pod, "progress.jsonl")
 
 
-_reference: list[Run] = []
-
-
 def reference(folder: Path) -> dict[str, Any]:
-    """Summary of the same training without namespaces and failures; run once per session."""
-    if not _reference:
-        flags = ["--nnodes", "2", "--pipelines", "1", "--accumulate", "exact"]
-        _reference.append(elastic_run(folder / "reference", flags, TRAIN))
-        assert _reference[0].code == 0, _reference[0].output
-    return _reference[0].summary
+    """Summary of the same training without namespaces and failures."""
+    flags = ["--nnodes", "2", "--pipelines", "1", "--accumulate", "exact"]
+    return made_once(folder, flags, TRAIN).summary
 
 
 def allowed(objects: list[Object], pod: Pod) -> list[range]:

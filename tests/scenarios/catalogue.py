@@ -51,11 +51,12 @@ SCENARIOS: tuple[Scenario, ...] = (
             name=f"kill-{stage}-stage-{when}-microbatch",
             faults=(f"kill node={node} step=2 microbatch={microbatch}",),
             nodes_after=3,
-            small=(stage, when) == ("middle", "middle"),
         )
         for stage, node in _STAGES.items()
         for when, microbatch in _MICROBATCHES.items()
     ),
+    Scenario(name="kill-in-a-microbatch", faults=("kill node=1 step=2 microbatch=3",), nodes="3",
+        nodes_after=2, small=True),
     Scenario(name="kill-in-reduction", faults=("kill node=1 step=2 phase=reduce",), pipelines="2"),
     Scenario(name="kill-in-reduction-one-pipeline", faults=("kill node=2 step=2 phase=reduce",)),
     Scenario(name="kill-in-optimizer", faults=("kill node=1 step=2 phase=optimizer",)),

@@ -75,10 +75,8 @@ def elastic_run(
     return Run(done.returncode, done.stdout.decode(errors="replace"), run_dir)
 
 
-def run_scenario(
-    run_dir: Path, scenario: Scenario, *, faults: bool = True, accumulate: str = "exact"
-) -> Run:
-    """Run a scenario, or (faults=False) its failure-free reference."""
+def words_of(scenario: Scenario) -> tuple[list[str], list[str]]:
+    """Return the flags of `elastic run` that a scenario and its reference share, and the script."""
     mine = list(scenario.flags)
     ours: list[str] = []
     for name in ELASTIC_FLAGS:
@@ -86,17 +84,12 @@ def run_scenario(
             at = mine.index(name)
             ours += mine[at : at + 2]
             del mine[at : at + 2]
-    flags = [
-        "--nnodes",
-        scenario.nodes,
-        "--pipelines",
-        scenario.pipelines,
-        "--accumulate",
-        accumulate,
-        *ours,
-    ]
-    if faults:
-        for fault in scenario.faults:
-            flags += ["--fault", fault]
     script = ["-m", "examples.train_gpt", *BASE, *MODELS[scenario.model], *mine]
-    return elastic_run(run_dir, flags, script)
+    return ["--accumulate", "exact", *ours], script
+
+
+def run_scenario(run_dir: Path, scenario: Scenario) -> Run:
+    common, script = words_of(scenario)
+    shape = ["--nnodes", scenario.nodes, "--pipelines", scenario.pipelines]
+    faults = [word for fault in scenario.faults for word in ("--fault", fault)]
+    return elastic_run(run_dir, [*shape, *common, *faults], script)

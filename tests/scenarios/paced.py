@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.harness import Run
+from tests.scenarios.shared import made_once
 
 STEPS = 60
 TRAIN = ("-m", "tests.kubernetes.train", "--steps", str(STEPS))
 PACE = ("--pace", "0.03", "--doubling", "10")
 """A step of two nodes takes a second, one of the last ten half a minute."""
-
-_done: list[Run] = []
 
 
 def paced(hurry: Path) -> list[str]:
@@ -20,11 +19,5 @@ def paced(hurry: Path) -> list[str]:
 
 
 def paced_reference(directory: Path) -> Run:
-    """The same training without faults and extra time. The first call runs it in `directory`."""
-    if not _done:
-        run = elastic_run(
-            directory / "paced-reference", ["--nnodes", "1", "--accumulate", "exact"], TRAIN
-        )
-        assert run.code == 0, run.output
-        _done.append(run)
-    return _done[0]
+    """The same training without faults and extra time."""
+    return made_once(directory, ["--nnodes", "1", "--accumulate", "exact"], TRAIN)

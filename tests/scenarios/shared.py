@@ -1,7 +1,10 @@
-"""Small reference runs that several test files compare with. Each is made once per session."""
+"""Reference runs that several tests compare with. Each is made once per session, by the first
+of the suite's processes that needs it."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +14,22 @@ from tests.scenarios.harness import Run, elastic_run
 SCRIPT = ("-m", "examples.train_gpt", *BASE)
 """The small example; later flags override earlier ones."""
 
-_done: dict[tuple[str, ...], Run] = {}
+
+def made_once(directory: Path, flags: Sequence[str], script: Sequence[str]) -> Run:
+    """Return the run of `elastic run FLAGS SCRIPT`, which must end well. All tests of a session
+    share it; `directory` is below the session's temporary folder."""
+    session = next((p for p in directory.parents if p.parent.name.startswith("pytest-of-")), None)
+    key = hashlib.sha256(repr((*flags, *script)).encode()).hexdigest()[:16]
+    folder = (session or directory) / f"reference-{key}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        output = folder / "output"
+        if not output.exists():
+            run = elastic_run(folder / "run", flags, script)
+            assert run.code == 0, run.output
+            output.write_text(run.output)
+    return Run(0, output.read_text(), folder / "run")
 
 
 def exact(*flags: str) -> list[str]:
@@ -20,14 +38,9 @@ def exact(*flags: str) -> list[str]:
 
 
 def reference(directory: Path, *script_flags: str, accumulate: str = "exact") -> Run:
-    """The failure-free run on one node. The first call runs it in `directory`."""
-    key = (accumulate, *script_flags)
-    if key not in _done:
-        flags = ["--nnodes", "1", "--accumulate", accumulate]
-        run = elastic_run(directory / "reference", flags, [*SCRIPT, *script_flags])
-        assert run.code == 0, run.output
-        _done[key] = run
-    return _done[key]
+    """The failure-free run on one node."""
+    flags = ["--nnodes", "1", "--accumulate", accumulate]
+    return made_once(directory, flags, [*SCRIPT, *script_flags])
 
 
 def faults(*texts: str) -> list[str]:

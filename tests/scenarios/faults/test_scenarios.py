@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.scenarios.catalogue import SCENARIOS, Scenario
-from tests.scenarios.harness import Run, run_scenario
-
-References = Callable[[Scenario], Run]
+from tests.scenarios.harness import Run, run_scenario, words_of
+from tests.scenarios.shared import made_once
 
 
 def _parameters() -> list[object]:
@@ -20,31 +17,17 @@ def _parameters() -> list[object]:
     ]
 
 
-@pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    """Failure-free runs on one node, one for each (model, flags)."""
-    done: dict[tuple[str, ...], Run] = {}
-
-    def reference(scenario: Scenario) -> Run:
-        key = (scenario.model, *scenario.flags)
-        if key not in done:
-            plain = replace(scenario, faults=(), nodes="1", pipelines="1")
-            done[key] = run_scenario(
-                tmp_path_factory.mktemp("reference") / "run", plain, faults=False
-            )
-            assert done[key].code == 0, done[key].output
-        return done[key]
-
-    return reference
+def reference(scenario: Scenario, directory: Path) -> Run:
+    """The failure-free run on one node."""
+    common, script = words_of(scenario)
+    return made_once(directory, ["--nnodes", "1", *common], script)
 
 
 @pytest.mark.parametrize("scenario", _parameters())
-def test_same_parameters_as_without_the_fault(
-    scenario: Scenario, references: References, tmp_path: Path
-) -> None:
+def test_same_parameters_as_without_the_fault(scenario: Scenario, tmp_path: Path) -> None:
     run = run_scenario(tmp_path / "run", scenario)
     assert run.code == 0, run.output
-    summary, expected = run.summary, references(scenario).summary
+    summary, expected = run.summary, reference(scenario, tmp_path).summary
     assert summary["params_sha256"] == expected["params_sha256"], run.output
     assert summary["loss"] == expected["loss"]
     assert summary["ledger"] == {"double": 0, "missing": 0}

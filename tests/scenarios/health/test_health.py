@@ -70,7 +70,7 @@ def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: 
     of them remain after slow restarts; at the end they take no extra time.
     """
     hurry = tmp_path / "hurry"
-    flags = ["run", "--standalone", "--nnodes", "2:3", "--quarantine", "8"]
+    flags = ["run", "--standalone", "--nnodes", "1:2", "--quarantine", "8"]
     crashes = faults(*(f"kill-worker node=1 step={step}" for step in (2, 3, 4)))
     script = [
         "-m",
