@@ -8,6 +8,8 @@ ElasticError
  +-- VaultError            a copy is missing, torn or corrupt
  |    +-- VaultFull        there is no room for another copy
  +-- LedgerError           a micro-batch would be doubled or is missing
+ +-- DivergenceError       holders of a layer disagree about it
+ +-- NonfiniteError        a gradient norm is infinite or NaN
  +-- InfeasiblePlan        no plan fits the available nodes
  +-- Unrecoverable         redundancy exceeded and no checkpoint (exit code 3)
  +-- ChannelClosed         the other side of a local channel is gone
@@ -17,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from elastic.domain.types import Divergence, StepRecord
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_UNRECOVERABLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 EXIT_TERMINATED = 143
@@ -86,6 +90,27 @@ class VaultFull(VaultError):
 
 class LedgerError(ElasticError):
     """A layer's gradient would hold a micro-batch twice, or lacks one."""
+
+    def __init__(self, text: str, doubled: int = 0, missing: int = 0) -> None:
+        """`doubled`, `missing`: number of micro-batches that a commit found twice or nowhere."""
+        super().__init__(text)
+        self.doubled, self.missing = doubled, missing
+
+
+class DivergenceError(ElasticError):
+    """Holders of a layer disagree about its gradient or its parameters."""
+
+    def __init__(self, step: int, found: tuple[Divergence, ...]) -> None:
+        super().__init__(f"step {step}: {'; '.join(one.text for one in found)}")
+        self.step, self.found = step, found
+
+
+class NonfiniteError(ElasticError):
+    """The gradient norm of a step is infinite or NaN."""
+
+    def __init__(self, text: str, record: StepRecord) -> None:
+        super().__init__(text)
+        self.record = record
 
 
 class InfeasiblePlan(ElasticError):

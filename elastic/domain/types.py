@@ -41,6 +41,21 @@ def whole_slots(slots: Iterable[Slot]) -> set[Slot]:
     }
 
 
+VERIFY_EVERY = 1
+"""Default of the steps between two comparisons of the parameters of a layer's holders."""
+
+
+class OnNonfinite(StrEnum):
+    """What to do in a step whose gradient norm is infinite or NaN."""
+
+    STOP = "stop"
+    """End the job before the update."""
+    SKIP = "skip"
+    """Leave the update out. The step counts, and all workers do the same."""
+    CONTINUE = "continue"
+    """Update as in every other step."""
+
+
 class Accumulate(StrEnum):
     """Arithmetic of gradient sums."""
 
@@ -221,7 +236,7 @@ class Copy:
     """Number of the copy; it grows with every copy that the worker makes."""
     nbytes: int
     checksum: str
-    """xxh3-64 of the bytes, hexadecimal."""
+    """Checksum of the bytes and of this description (`elastic.domain.checksum`)."""
     microbatches: frozenset[int] = frozenset()
     """Ledger of a gradient, or micro-batches of logged messages."""
     losses: tuple[tuple[int, float], ...] = ()
@@ -250,6 +265,34 @@ class StepRecord:
     """Factor by which the gradient is multiplied; 1.0: not clipped."""
     grad_norm: float
     loss: float
+    ledgers: int = 0
+    """Number of ledgers, one per layer and TP rank, that the commit proved to be complete."""
+    nonfinite: tuple[int, ...] = ()
+    """Layers whose gradient is not finite."""
+    skipped: bool = False
+    """Whether the update was left out (`OnNonfinite.SKIP`)."""
+
+
+NORM, PARAMETERS = "gradient norm", "parameters"
+"""What the holders of a layer compare (`Divergence.what`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Holders of a layer that disagree, although they must have the same bits."""
+
+    layer: int
+    shard: int
+    """TP rank."""
+    what: str
+    """NORM or PARAMETERS."""
+    values: tuple[tuple[str, str], ...]
+    """(node, its value as text) of each holder that was compared."""
+
+    @property
+    def text(self) -> str:
+        values = ", ".join(f"{node} has {value}" for node, value in self.values)
+        return f"layer {self.layer} (TP rank {self.shard}): {self.what} differ: {values}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +363,8 @@ class Assignment:
     """(node, host:port of its vault)."""
     partial: tuple[PartialRun, ...] = ()
     """Micro-batches that run through some layers only, in this order and before `todo`."""
+    reload: tuple[tuple[str, int, int], ...] = ()
+    """(node, layer, TP rank) whose live state must not be used, because it diverged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ _HEADER = struct.Struct("<8sQQQ")
 
 
 def checksum(data: memoryview | bytes | bytearray) -> str:
-    """Return the xxh3-64 of `data`, hexadecimal, as in `Copy.checksum`."""
+    """Return the xxh3-64 of `data`, hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
 
 

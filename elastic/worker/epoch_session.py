@@ -12,18 +12,24 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import Phase
-from elastic.domain.errors import EXIT_FAILURE, ElasticError, VaultError
+from elastic.domain.errors import (
+    EXIT_FAILURE,
+    DivergenceError,
+    ElasticError,
+    LedgerError,
+    NonfiniteError,
+    VaultError,
+)
+from elastic.domain.types import Accumulate
 from elastic.planning.plan.rank_map import Roster, roster
 from elastic.planning.plan.schemes import state_of
 from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.backup.protection import Protection
 from elastic.worker.context import WorkerContext
 from elastic.worker.engine.partial import PartialRunner
-from elastic.worker.engine.step import StepResult, StepRunner
+from elastic.worker.engine.step import StepChecks, StepResult, StepRunner
 from elastic.worker.model.layers import Microbatch, tp_sync
 from elastic.worker.profiling.run_profile import EMULATE
 from elastic.worker.recovery.fetch import Fetcher
@@ -67,6 +73,8 @@ class EpochSession:
             self._send(m.CommFailed(self._order.epoch, nodes, str(error)))
         except VaultError as error:
             self._send(m.CommFailed(self._order.epoch, (), str(error)))
+        except DivergenceError as error:
+            self._report_divergence(error)
         except ElasticError as error:
             self._fail(error)
         except RuntimeError as error:
@@ -94,11 +102,29 @@ class EpochSession:
     def _fail(self, error: Exception) -> NoReturn:
         """Report that the job failed; then raise SystemExit for an ElasticError, else `error`."""
         code = error.exit_code if isinstance(error, ElasticError) else EXIT_FAILURE
-        text = f"{type(error).__name__}: {error}"
-        self._send(m.Failed(text, code, self._context.settings.local_rank))
+        failed = m.Failed(
+            f"{type(error).__name__}: {error}",
+            code,
+            self._context.settings.local_rank,
+            record=error.record if isinstance(error, NonfiniteError) else None,
+            doubled=error.doubled if isinstance(error, LedgerError) else 0,
+            missing=error.missing if isinstance(error, LedgerError) else 0,
+        )
+        self._send(failed)
         if isinstance(error, ElasticError):
             raise SystemExit(code)
         raise error
+
+    def _report_divergence(self, error: DivergenceError) -> None:
+        """Report which layers diverged, and whether this worker's replicas equal their copies."""
+        context = self._context
+        sound: list[tuple[int, int, bool]] = []
+        for layer in dict.fromkeys(one.layer for one in error.found):
+            replica = context.replicas.get(layer)
+            if replica is not None and context.protection is not None:
+                known = context.protection.is_sound(replica)
+                sound += [] if known is None else [(layer, replica.shard, known)]
+        self._send(m.Diverged(self._order.epoch, error.step, error.found, tuple(sound)))
 
     def _send(self, message: object) -> None:
         self._context.agent.send(message)
@@ -223,6 +249,11 @@ class EpochSession:
             partial=PartialRunner(
                 self._assignment, self._roster, self._rank, replicas, installed.messages
             ),
+            checks=StepChecks(
+                exact=context.job.accumulate is Accumulate.EXACT,
+                verify_every=context.settings.verify_every,
+                on_nonfinite=context.settings.on_nonfinite,
+            ),
         )
 
     # ---- training ----
@@ -261,11 +292,11 @@ class EpochSession:
     def _finish(self) -> None:
         """Wait until all final states are in vaults; report `Finished`, with rank 0's hash."""
         context, spec = self._context, self._context.job.spec
-        assert context.protection is not None and self._links is not None
+        assert context.protection is not None and self._steps is not None
         context.agent.position.update("wait", spec.n_steps)
         self._report_resumed()
         context.protection.finish()
-        self._links.gather(torch.zeros(1, dtype=torch.int64))
+        self._steps.verify(spec.n_steps)
         sha = ""
         if self._rank == 0:
             vaults = dict(self._assignment.vaults)

@@ -41,6 +41,11 @@ class Run:
         ]
 
 
+def proved(summary: dict[str, Any]) -> dict[str, int]:
+    """The ledger of a summary if the commit of each step proved the ledgers of all layers."""
+    return {"double": 0, "missing": 0, "proved": summary["steps"]}
+
+
 def elastic_run(
     run_dir: Path, flags: Sequence[str], script: Sequence[str], deadline_s: float = DEADLINE_S
 ) -> Run:

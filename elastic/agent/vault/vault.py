@@ -27,6 +27,7 @@ from elastic.agent.vault.retention import (
     superseded,
 )
 from elastic.core.protocol.messages import LocalCopy
+from elastic.domain.checksum import checksum_problem
 from elastic.domain.errors import ElasticError, StaleError, VaultError, VaultFull
 from elastic.domain.types import LOGS, STATE, UPDATE, Copy
 from elastic.store.shared_memory import (
@@ -68,11 +69,11 @@ class Incoming:
         self.buffer = slot.view(copy.nbytes)
 
     def verify(self, digest: str | None = None) -> None:
-        """Raise VaultError unless the checksum matches. `digest`: that of `buffer`, if known."""
+        """Raise VaultError unless the checksum matches. `digest`: xxh3-64 of `buffer`, if known."""
         found = checksum(self.buffer) if digest is None else digest
-        if found != self._copy.checksum:
-            text = f"arrived corrupt: checksum {found}, not {self._copy.checksum}"
-            raise VaultError(f"{self._copy.key} {text}")
+        problem = checksum_problem(self._copy, found)
+        if problem:
+            raise VaultError(f"{self._copy.key} arrived corrupt: {problem}")
 
     def commit(self, digest: str | None = None) -> None:
         """Verify the bytes (`digest`: see `verify`) and add the copy to the vault. After a
@@ -207,7 +208,7 @@ class Vault:
         corrupt, and drops a corrupt copy."""
         with self._pinned(key) as entry:
             data = bytes(entry.data)
-        if checksum(data) != entry.copy.checksum:
+        if checksum_problem(entry.copy, checksum(data)):
             self.verify(key)
             raise VaultError(f"{key} is torn or corrupt")
         return memoryview(data)
@@ -299,12 +300,12 @@ class Vault:
         """Drop a copy that is overwritten or corrupt. Return True if this call dropped it."""
         try:
             with self._pinned(key) as entry:
-                found = checksum(entry.data)
+                problem = checksum_problem(entry.copy, checksum(entry.data))
         except VaultError:
             return False
         with self._lock:
             torn = not entry.whole
-            if entry.dropped or (found == entry.copy.checksum and not torn):
+            if entry.dropped or not (problem or torn):
                 return False
             self._drop(entry)
         if not torn:

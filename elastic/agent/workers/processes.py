@@ -156,6 +156,8 @@ def worker_environment(
         "ELASTIC_TP_STORE": tp_store,
         "ELASTIC_LINK": codec.dumps(config.link),
         "ELASTIC_SILENCE": repr(config.lease_s),
+        "ELASTIC_VERIFY_EVERY": str(config.verify_every),
+        "ELASTIC_ON_NONFINITE": config.on_nonfinite.value,
         "ELASTIC_CERTS": config.certs,
         "ELASTIC_CERTS_NAME": config.certs_name,
     }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
+from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import count_node_seconds, with_expected_end
 from elastic.core.job.measured_conditions import observe_backup
 from elastic.core.job.membership import launch_nodes, name_conflict, with_member
@@ -192,7 +193,7 @@ def _step_finished(state: JobState, event: m.StepDone, now: float) -> JobTransit
         state = state.of(durations=durations)
     seen = state.seen.grown(step_s=event.seconds)
     state = state.of(record=event.record, step_finished_at=now, logged_step=step, seen=seen)
-    return state, (), ""
+    return state, nonfinite_entries(event.record), ""
 
 
 def _checkpoint_part(state: JobState, event: m.CheckpointPart, now: float) -> JobTransition:

@@ -26,8 +26,10 @@ from elastic.core.job.epoch_change import (
     begin_change,
     consider_joining,
     decide_plan,
+    divergence_reports,
     resume_if_feasible,
 )
+from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import record_pause, without_member
 from elastic.core.job.membership import end_job, launch_nodes
 from elastic.core.job.state import (
@@ -165,11 +167,21 @@ def _end(state: JobState, now: float) -> JobTransition | None:
         failed, finished = report.failed, report.finished
         if failed is not None:
             text = f"{report.info.node}: {failed.message}"
-            return _end_job(state, JobPhase.FAILED, failed.exit_code, text)
+            state, actions, reason = _end_job(state, JobPhase.FAILED, failed.exit_code, text)
+            return state, (*_evidence(failed), *actions), reason
         if finished is not None and finished.params_sha256:
             text, sha = f"all {finished.step} steps done", finished.params_sha256
             return _end_job(state, JobPhase.FINISHED, 0, text, sha)
     return None
+
+
+def _evidence(failed: m.Failed) -> tuple[LogEntry, ...]:
+    """Return the log entries of the wrong ledger or the gradient that made a worker fail."""
+    entries = nonfinite_entries(failed.record, stops=True)
+    if failed.doubled or failed.missing:
+        counts = {"double": failed.doubled, "missing": failed.missing}
+        entries = (*entries, LogEntry("ledger", counts))
+    return entries
 
 
 def _end_job(
@@ -384,6 +396,9 @@ def _fault(state: JobState, now: float) -> Cause | None:
         if peer not in state.members:
             text = f"{peer} lost, which kept the backups of {node}"
             return Cause(CauseKind.LOST, text, (peer,))
+    for _, diverged in divergence_reports(state)[:1]:
+        text = "; ".join(one.text for one in diverged.found)
+        return Cause(CauseKind.DIVERGENCE, f"step {diverged.step}: {text}")
     if state.suspected_since and now - state.suspected_since > state.limits.contact_s:
         suspects = sorted({node for mb in state.members.values() for node in mb.report.suspects})
         if suspects:

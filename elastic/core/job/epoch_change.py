@@ -26,7 +26,7 @@ from dataclasses import replace
 from math import inf
 
 from elastic.core.job import join_policy, quarantine
-from elastic.core.job.goodput import step_entry
+from elastic.core.job.goodput import nonfinite_entries, step_entry
 from elastic.core.job.measured_conditions import backup_conditions
 from elastic.core.job.membership import end_job
 from elastic.core.job.state import (
@@ -44,8 +44,8 @@ from elastic.core.job.state import (
 from elastic.core.job.stragglers import slowdowns
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
-from elastic.core.recovery import partial_replay, recovery
-from elastic.domain.errors import FieldError, InfeasiblePlan, Unrecoverable
+from elastic.core.recovery import divergence, partial_replay, recovery
+from elastic.domain.errors import EXIT_UNRECOVERABLE, FieldError, InfeasiblePlan, Unrecoverable
 from elastic.domain.types import Plan, StepRecord
 from elastic.planning.plan.schemes import state_of
 from elastic.planning.search.search import PlanRequest, make_plan
@@ -138,6 +138,16 @@ def plan_request(state: JobState, epoch: int) -> PlanRequest:
 def decide_plan(state: JobState, now: float) -> JobTransition:
     """Send a new plan after all nodes have halted; pause, or end the job if its state is lost."""
     assert state.spec is not None and state.change is not None
+    state, entries, fatal = _judge_divergence(state)
+    if fatal:
+        state, actions = end_job(state, JobPhase.FAILED, EXIT_UNRECOVERABLE, fatal)
+        return state, (*entries, *actions), f"the job cannot go on: {fatal}"
+    state, actions, reason = _decide_plan(state, now)
+    return state, (*entries, *actions), reason
+
+
+def _decide_plan(state: JobState, now: float) -> JobTransition:
+    assert state.spec is not None and state.change is not None
     change = replace(state.change, halted=now, paused=state.step_finished_at)
     if change.old_plan is not None and not change.boundary:
         # Include nodes that were lost while the other nodes halted.
@@ -153,7 +163,7 @@ def decide_plan(state: JobState, now: float) -> JobTransition:
         freed = quarantine.release_all(state, now, f"no plan without it: {error}")
         if freed is not None:
             state, entries, _ = freed
-            state, actions, reason = decide_plan(state, now)
+            state, actions, reason = _decide_plan(state, now)
             return state, (*entries, *actions), reason
         entry = LogEntry("paused", {"epoch": state.epoch, "why": str(error)})
         return state.of(phase=JobPhase.PAUSED, change=change), (entry,), f"paused: {error}"
@@ -164,20 +174,62 @@ def decide_plan(state: JobState, now: float) -> JobTransition:
     return state, (*actions, *_left_aside(choice)), reason
 
 
+def divergence_reports(state: JobState) -> list[tuple[str, m.Diverged]]:
+    """Return (node, report) of each report of a divergence that was not judged yet."""
+    epoch = state.plan.epoch if state.plan is not None else -1
+    if any(entry.epoch == epoch for entry in state.distrusted):
+        return []
+    return [
+        (mb.node, report)
+        for mb in state.members.values()
+        for report in mb.report.diverged
+        if report.epoch == epoch
+    ]
+
+
+def _judge_divergence(state: JobState) -> tuple[JobState, tuple[JobAction, ...], str]:
+    """Decide once about a divergence that workers of the old plan report.
+
+    Returns (state, entries of the event log, reason to end the job or "").
+    """
+    reports = divergence_reports(state)
+    if not reports:
+        return state, (), ""
+    verdict = divergence.judge(reports, state.members.keys(), state.distrusted)
+    step = verdict.distrust.step
+    kept = [
+        entry for entry in state.distrusted if entry.epoch >= state.trimmed or entry.step >= step
+    ]
+    state = state.of(distrusted=(*kept, verdict.distrust))
+    data = {
+        "step": step,
+        "epoch": verdict.distrust.epoch,
+        "wrong": [list(place) for place in verdict.distrust.places],
+        "reason": "; ".join(verdict.reasons),
+        "fatal": bool(verdict.fatal),
+    }
+    return state, (LogEntry("divergence", data),), verdict.fatal
+
+
 def _solve(state: JobState, plan: Plan) -> recovery.Assignment:
     """Return the assignment for `plan` from the reported copies. Raises Unrecoverable."""
     assert state.spec is not None
+    reported = [copy for mb in state.members.values() for copy in mb.report.inventory]
     assignment = recovery.solve(
         plan=plan,
         spec=state.spec,
-        inventory=tuple(copy for mb in state.members.values() for copy in mb.report.inventory),
+        inventory=divergence.allowed(reported, state.distrusted),
         records=_records(state),
         vaults=tuple((mb.node, mb.report.info.vault) for mb in state.members.values()),
         checkpoint=state.checkpoint,
         initial_allowed=state.record is None,
         live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
     )
-    return replace(assignment, store=state.members[plan.units()[0].node].report.store)
+    # Once an epoch after a divergence is protected, no worker has a wrong replica any more.
+    recent = (entry for entry in state.distrusted if entry.epoch >= state.trimmed)
+    reload = tuple(dict.fromkeys(place for entry in recent for place in entry.places))
+    store = state.members[plan.units()[0].node].report.store
+    return replace(assignment, store=store, reload=reload)
 
 
 def _install(
@@ -266,7 +318,7 @@ def _unlogged_step(
     since = state.step_finished_at
     seconds, tokens = max(0.0, now - since), spec.n_microbatches * spec.tokens_per_microbatch
     done = m.StepDone(state.epoch - 1, record, seconds if since else 0.0, 0.0, tokens)
-    return (LogEntry("step", step_entry(done)),)
+    return (LogEntry("step", step_entry(done)), *nonfinite_entries(record))
 
 
 def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:

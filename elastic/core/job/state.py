@@ -16,6 +16,7 @@ from elastic.core.health.diagnosis import HealthLimits, NodeHealth
 from elastic.core.protocol.messages import Heartbeat as Heartbeat
 from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
+from elastic.core.recovery.divergence import Distrust
 from elastic.domain.types import Assignment, JobSpec, NodeInfo, Plan, Slot, StepRecord
 from elastic.planning.cost.profile import Profile
 
@@ -138,6 +139,8 @@ class CauseKind(StrEnum):
     """Another pair of backup schemes is better."""
     RESUME = "resume"
     """A plan fits the nodes of a paused job again."""
+    DIVERGENCE = "divergence"
+    """Holders of a layer disagree."""
     OTHER = "other"
 
 
@@ -236,6 +239,8 @@ class JobState:
     """Whether an epoch has run."""
     trimmed: int = 0
     """Newest epoch for which the copies of older epochs were trimmed."""
+    distrusted: tuple[Distrust, ...] = ()
+    """Copies that recoveries must not use, after divergences."""
     checkpoint: tuple[str, int] | None = None
     """(directory, step) of the newest durable checkpoint."""
     checkpoint_parts: tuple[tuple[int, tuple[Slot, ...]], ...] = ()

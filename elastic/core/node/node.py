@@ -75,6 +75,8 @@ class NodeState:
     boundary: bool = False
     """Whether the newest halt is a planned one."""
     suspects: tuple[str, ...] = ()
+    diverged: tuple[m.Diverged, ...] = ()
+    """Reports of workers since the last installation that holders disagree."""
     cause: str = ""
     hung: bool = False
     """Whether `cause` is a hang."""
@@ -391,6 +393,7 @@ def _install(state: NodeState, event: m.Install) -> NodeTransition:
         state,
         workers=tuple(replace(w, halted=None) for w in state.workers),
         suspects=(),
+        diverged=(),
         cause="",
         hung=False,
         detect_s=0.0,
@@ -418,6 +421,10 @@ def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeT
             return _halted(_with_worker(state, event.rank, replace(worker, halted=message)))
         case m.Ready() | m.Resumed() | m.CommFailed():
             return _epoch_message(state, event.rank, message)
+        case m.Diverged():
+            # Not bound to the present epoch: the evidence counts until the next installation.
+            state = replace(state, diverged=(*state.diverged, message))
+            return state, (SendReport(),), "holders of a layer disagree"
         case m.Protected():
             state = _with_worker(state, event.rank, replace(worker, protected=message.epoch))
             return state, (SendReport(),), "copies are whole at the peer"

@@ -19,7 +19,15 @@ from enum import StrEnum
 from elastic.core.protocol.health_report import Notice as Notice
 from elastic.core.protocol.health_report import NoticeKind as NoticeKind
 from elastic.core.protocol.health_report import Preflight
-from elastic.domain.types import Assignment, Copy, JobSpec, NodeInfo, Slot, StepRecord
+from elastic.domain.types import (
+    Assignment,
+    Copy,
+    Divergence,
+    JobSpec,
+    NodeInfo,
+    Slot,
+    StepRecord,
+)
 
 
 class NodePhase(StrEnum):
@@ -127,6 +135,19 @@ class CommFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Diverged:
+    """Holders of layers disagree before an update of `epoch`. No worker has updated."""
+
+    epoch: int
+    step: int
+    """Step whose update was not made; version of all states."""
+    found: tuple[Divergence, ...]
+    """What the holders have; equal on all workers."""
+    sound: tuple[tuple[int, int, bool], ...] = ()
+    """(layer, TP rank, whether this worker's state equals its newest copy)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Halted:
     """The worker has published all its copies and waits for the next assignment."""
 
@@ -177,8 +198,6 @@ class StepDone:
     seconds: float
     lr: float
     tokens: int = 0
-    doubled: int = 0
-    missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +224,11 @@ class Failed:
     message: str
     exit_code: int = 1
     local_rank: int = 0
+    record: StepRecord | None = None
+    """Record of the step whose gradient is not finite, if the job stops because of it."""
+    doubled: int = 0
+    missing: int = 0
+    """`doubled`, `missing`: micro-batches that a wrong ledger has twice or lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +315,8 @@ class NodeReport:
     """Copies in the node's vault; empty unless the node is HALTED or has no living workers."""
     suspects: tuple[str, ...] = ()
     """Nodes with which its workers lost contact in the present epoch."""
+    diverged: tuple[Diverged, ...] = ()
+    """Reports of its workers that holders disagree, until the next installation."""
     cause: str = ""
     """Cause of the workers' last crash: exit code, signal or hang."""
     hung: bool = False

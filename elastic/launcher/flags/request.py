@@ -18,7 +18,7 @@ from elastic.config import FILE, JobConfig, load_config
 from elastic.core.protocol.fault_spec import FaultKind
 from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import FieldError, UsageError
-from elastic.domain.types import Accumulate
+from elastic.domain.types import Accumulate, OnNonfinite
 from elastic.launcher.flags import validators
 from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
@@ -98,6 +98,8 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         local_addr=flags.local_addr or "",
         backup="none+none" if flags.backup in ("none", "off") else flags.backup,
         accumulate=Accumulate(flags.accumulate),
+        verify_every=flags.verify_every,
+        on_nonfinite=OnNonfinite(flags.on_nonfinite),
         vault_memory_bytes=flags.vault_memory or 0,
         resume=_resume(flags.resume, checkpoints),
         monitor_interval_s=flags.monitor_interval,

@@ -149,7 +149,24 @@ def _preflight_line(event: Entry) -> str:
     return f"warning: {why}; it checks again in {event.get('retry_s', '?')} s"
 
 
+def _nonfinite_line(event: Entry) -> str:
+    done = {
+        "stop": "the job ends",
+        "skip": "its update is left out",
+        "continue": "training goes on",
+    }
+    where = f"the gradient norm of step {event.get('step', '?')} is {event.get('grad_norm', '?')}"
+    return f"warning: {where}: {done.get(str(event.get('action')), '')}"
+
+
+def _divergence_line(event: Entry) -> str:
+    text = f"step {event.get('step', '?')}: {event.get('reason', '')}"
+    return f"warning: {text}" + ("" if event.get("fatal") else "; the step runs again")
+
+
 EVENT_LINES = {
+    "nonfinite": _nonfinite_line,
+    "divergence": _divergence_line,
     "recovery": recovery_line,
     "backup-short": _backup_short_line,
     "copy-corrupt": _corrupt_line,

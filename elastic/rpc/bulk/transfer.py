@@ -31,6 +31,7 @@ import xxhash
 
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain import codec
+from elastic.domain.checksum import checksum_problem
 from elastic.domain.errors import (
     ChannelClosed,
     ElasticError,
@@ -190,9 +191,11 @@ class VaultClient:
                 )
             hasher = xxhash.xxh3_64()
             problem = read_copy(stream, data, reply.codec, hasher.update)
-        if problem is not None or hasher.hexdigest() != copy.checksum:
+        wrong = str(problem or checksum_problem(copy, hasher.hexdigest()))
+        if wrong:
             self.verify(copy)
-            raise VaultError(f"{copy.key} from {self.address} does not match its checksum")
+            text = f"{copy.key} from {self.address} does not match its checksum"
+            raise VaultError(f"{text}: {wrong}")
         return data
 
     def locate(self, copy: Copy) -> tuple[str, int]:

@@ -28,20 +28,22 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from elastic.core.protocol.messages import LocalCopy, Published
+from elastic.domain.checksum import checksum_problem, copy_checksum
 from elastic.domain.errors import StaleError, VaultFull
-from elastic.domain.types import GRADIENT, LOGS, Copy
+from elastic.domain.types import GRADIENT, LOGS, STATE, Copy
 from elastic.store.shared_memory import DATA_OFFSET, SharedSlot, SlotPool, checksum, slot_prefix
 from elastic.worker.backup import items
 from elastic.worker.backup.copier import Copier
 from elastic.worker.backup.items import PendingCopy, RingKey
 from elastic.worker.backup.metrics import TrafficMeter
+from elastic.worker.model.state_codec import as_memory
 from elastic.worker.replica.gradient_sum import GradientSum
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal
@@ -89,6 +91,8 @@ class Publisher:
         self._copier = Copier(copy_device, self._on_failed) if copy_device is not None else None
         self._failed: BaseException | None = None
         self._logs_given_up = False
+        self._states: dict[int, Copy] = {}
+        """Layer -> the newest announced copy of its state."""
         self.keep_final_gradients = False
         """Whether to keep the last gradients of a step until those of the next step replace them,
         because another holder's portion of the state may be rebuilt from them."""
@@ -168,7 +172,20 @@ class Publisher:
         return self._bundle
 
     def _announce(self, bundle: int, peer: str, written: list[LocalCopy]) -> None:
+        for local in written:
+            if local.copy.kind == STATE:
+                self._states[local.copy.layer] = local.copy
         self._send(Published(bundle, tuple(written), peer))
+
+    def is_sound(self, replica: LayerReplica) -> bool | None:
+        """Return whether the live state of `replica` equals the newest copy of it.
+
+        None if there is no copy of this version and portion.
+        """
+        copy = self._states.get(replica.index)
+        if copy is None or (copy.step, copy.portion) != (replica.version, replica.portion):
+            return None
+        return not checksum_problem(copy, checksum(as_memory(replica.state_run())))
 
     def _write(self, item: PendingCopy, slot: SharedSlot, epoch: int, sequence: int) -> LocalCopy:
         began, view = time.perf_counter(), slot.view(item.nbytes)
@@ -183,12 +200,13 @@ class Publisher:
             owner=self._node,
             sequence=sequence,
             nbytes=item.nbytes,
-            checksum=checksum(view),
+            checksum="",
             microbatches=item.microbatches,
             losses=item.losses,
             node=self._node,
             portion=item.portion,
         )
+        copy = replace(copy, checksum=copy_checksum(copy, checksum(view)))
         slot.finish(sequence, item.nbytes, epoch)
         self.traffic.copied(item.nbytes, 0.0 if self._copier else time.perf_counter() - began)
         return LocalCopy(copy, str(slot.path), DATA_OFFSET)

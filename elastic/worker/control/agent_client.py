@@ -21,6 +21,7 @@ from elastic.core.protocol.fault_spec import FaultSpec, load_faults
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, SILENCE_S, Timeouts, budget
 from elastic.domain import codec
 from elastic.domain.errors import ChannelClosed, UsageError
+from elastic.domain.types import VERIFY_EVERY, OnNonfinite
 from elastic.planning.cost.profile import LinkProfile
 from elastic.rpc.frames import Channel
 from elastic.rpc.security import tls
@@ -64,6 +65,9 @@ class WorkerSettings:
     """File with the request of `elastic profile` to measure layers; "": train instead."""
     timeouts: Timeouts = DEFAULT_TIMEOUTS
     """Limits on waiting for others."""
+    verify_every: int = VERIFY_EVERY
+    """Steps between two comparisons of the holders' parameters; 0: none."""
+    on_nonfinite: OnNonfinite = OnNonfinite.STOP
 
     @staticmethod
     def from_environment() -> WorkerSettings:
@@ -93,6 +97,8 @@ class WorkerSettings:
             link=codec.loads(LinkProfile, env.get("ELASTIC_LINK", "{}")),
             measure=env.get("ELASTIC_MEASURE", ""),
             timeouts=budget(float(env.get("ELASTIC_SILENCE", SILENCE_S))),
+            verify_every=int(env.get("ELASTIC_VERIFY_EVERY", VERIFY_EVERY)),
+            on_nonfinite=OnNonfinite(env.get("ELASTIC_ON_NONFINITE", OnNonfinite.STOP)),
         )
 
 

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.worker.model import rng as randomness
-from elastic.worker.model.gradients import DTYPES, FlatLayout
+from elastic.worker.model.gradients import DTYPES, FlatLayout, flat_numel
 from elastic.worker.model.optimizer import OptimizerSpec
 
 Tied = tuple[tuple[tuple[int, str], ...], ...]
@@ -128,7 +128,7 @@ def layer_spec(
             n * (optimizer.state_bytes_per_element(dtype) if optimizer else ADAM_BYTES)
             for dtype, n in elements.items()
         ),
-        gradient_bytes=FlatLayout.of(named).numel * DTYPES[accumulate].itemsize,
+        gradient_bytes=flat_numel(FlatLayout.of(named), accumulate) * DTYPES[accumulate].itemsize,
         forward_s=forward_s,
         backward_s=2 * forward_s,
         activation_bytes=activation_bytes,

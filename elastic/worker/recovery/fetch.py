@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor
 
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
+from elastic.domain.checksum import checksum_problem
 from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.transfer import VaultClient
@@ -78,7 +79,7 @@ class Fetcher:
 
     def _read_shared_memory(self, client: VaultClient, copy: Copy, out: Tensor) -> None:
         path, _ = client.locate(copy)
-        reader = SlotReader(path)
+        reader, problem = SlotReader(path), "another copy is in its slot"
         if reader.sequence == copy.sequence:
             source, target = np.frombuffer(reader.view(copy.nbytes), dtype=np.uint8), out.numpy()
             hasher = xxhash.xxh3_64()
@@ -86,7 +87,8 @@ class Fetcher:
                 part = target[start : start + CHUNK_BYTES]
                 np.copyto(part, source[start : start + CHUNK_BYTES])
                 hasher.update(part.data)
-            if hasher.hexdigest() == copy.checksum:
+            problem = checksum_problem(copy, hasher.hexdigest())
+            if not problem:
                 return
         client.verify(copy)
-        raise VaultError(f"{copy.key} is torn or was overwritten")
+        raise VaultError(f"{copy.key} is torn or was overwritten: {problem}")

@@ -36,7 +36,8 @@ def job_sha256(
             inventory = client.inventory()
         finally:
             client.close()
-        for copy in inventory:
+        # Copies of older epochs may have diverged.
+        for copy in sorted(inventory, key=lambda copy: -copy.epoch):
             last = (copy.kind, copy.step, copy.owner) == (STATE, spec.n_steps, holder)
             if last and holders[copy.layer].get(holder) == copy.portion:
                 copies.setdefault(copy.slot, copy)

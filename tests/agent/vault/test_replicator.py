@@ -6,7 +6,6 @@ import queue
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from elastic.agent.vault.replicator import RETRY_S, Replicator
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Incoming, Vault
-from elastic.core.protocol.messages import LocalCopy, Published
+from elastic.core.protocol.messages import Published
 from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.transfer import VaultClient
@@ -35,9 +34,11 @@ def writer(tmp_path: Path) -> LocalWriter:
     return LocalWriter(tmp_path / "worker")
 
 
-def bundle(writer: LocalWriter, number: int, peer: str = "b", epoch: int = 1) -> Published:
+def bundle(
+    writer: LocalWriter, number: int, peer: str = "b", epoch: int = 1, layer: int = 0
+) -> Published:
     data = content(number)
-    copy = gradient(data, 1, set(range(number)), owner="a", epoch=epoch)
+    copy = gradient(data, 1, set(range(number)), owner="a", epoch=epoch, layer=layer)
     return Published(number, (writer.write(number, copy, data),), peer)
 
 
@@ -190,9 +191,7 @@ def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWr
         )
         a.replicator.vaults = {"s": server.address}
         for number in range(1, 6):
-            published = bundle(writer, number, "s")
-            copy = replace(published.copies[0].copy, layer=number)
-            a.take(Published(number, (LocalCopy(copy, *place(published)),), "s"))
+            a.take(bundle(writer, number, "s", layer=number))
         assert [a.acked.get(timeout=LONG_S) for _ in range(5)] == [(0, n) for n in range(1, 6)]
         assert a.failed.empty() and a.refused == [4, 5]
         peer, why = told.get(timeout=LONG_S)
@@ -207,8 +206,3 @@ def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWr
         assert [c.epoch for c in small.inventory()] == [2], "room again"
     server.close()
     small.close()
-
-
-def place(published: Published) -> tuple[str, int]:
-    local = published.copies[0]
-    return local.path, local.offset

@@ -74,6 +74,7 @@ EVENTS: list[Any] = [
         *(m.Resumed(epoch, 1.0) for epoch in (1, 2)),
         m.Protected(1),
         *(m.CommFailed(epoch, nodes, "x") for epoch in (1, 2) for nodes in ((), ("b",))),
+        m.Diverged(1, 0, ()),
         m.Finished(4, "sha"),
         m.Failed("bad"),
         m.BundleAcknowledged(1),
@@ -248,6 +249,15 @@ def test_suspects_are_cleared_with_the_epoch() -> None:
         play(m.Halt(2), WorkerMessage(0, m.CommFailed(1, ("b",), "late")), state=state).suspects
         == ()
     )
+
+
+def test_evidence_of_a_divergence_stays_until_the_next_installation() -> None:
+    """Also if it comes after the order to halt, which another node's report has caused."""
+    first, second = (m.Diverged(1, 3, (), ((layer, 0, True),)) for layer in range(2))
+    state = play(*RUN, WorkerMessage(0, first), m.Halt(2), WorkerMessage(1, second))
+    state = play(*both(m.Halted(2, 3)), state=state)
+    assert state.phase is Phase.HALTED and node_core.report(state).diverged == (first, second)
+    assert play(m.Install(2, plan("a", 2)), state=state).diverged == ()
 
 
 def test_script_without_elastic() -> None:

@@ -90,6 +90,19 @@ def test_gradients_reach_the_peer_after_every_microbatch(pair: list[MiniNode]) -
         assert (copy.step, copy.epoch, copy.owner, copy.shard) == (0, 1, "a", 0)
 
 
+def test_a_live_state_is_compared_with_its_own_copy(pair: list[MiniNode]) -> None:
+    publisher, abandon, layers = publisher_of(pair[0]), AbandonSignal(), replicas()
+    assert publisher.is_sound(layers[1]) is None, "no copy yet"
+    train(layers, 1)
+    publisher.wait_acked(publisher.publish_states(layers, 1, "", abandon=abandon), abandon)
+    assert [publisher.is_sound(layer) for layer in layers] == [True, True, True]
+    weight = next(iter(layers[1].parameters)).detach().view(-1)
+    weight.view(torch.int32)[0] ^= 1
+    assert [publisher.is_sound(layer) for layer in layers] == [True, False, True]
+    layers[2].skip_update()
+    assert publisher.is_sound(layers[2]) is None, "no copy of this version"
+
+
 def test_states_reach_the_peer_and_some_stay_local(pair: list[MiniNode]) -> None:
     a, b = pair
     publisher, abandon, layers = publisher_of(a), AbandonSignal(), replicas()
