@@ -73,6 +73,11 @@ class Unit:
     group: int = 0
     """Index of the TP group on its node. Its local ranks are group*tp .. group*tp+tp-1."""
 
+    @property
+    def name(self) -> str:
+        """Name of a holder: that of its node, with the group if it is not the first one."""
+        return f"{self.node}/{self.group}" if self.group else self.node
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -287,7 +292,7 @@ class Divergence:
     what: str
     """NORM or PARAMETERS."""
     values: tuple[tuple[str, str], ...]
-    """(node, its value as text) of each holder that was compared."""
+    """(name of its unit, its value as text) of each holder that was compared."""
 
     @property
     def text(self) -> str:

@@ -118,12 +118,13 @@ class EpochSession:
     def _report_divergence(self, error: DivergenceError) -> None:
         """Report which layers diverged, and whether this worker's replicas equal their copies."""
         context = self._context
-        sound: list[tuple[int, int, bool]] = []
+        sound: list[tuple[str, int, int, bool]] = []
+        unit = context.unit.name
         for layer in dict.fromkeys(one.layer for one in error.found):
             replica = context.replicas.get(layer)
             if replica is not None and context.protection is not None:
                 known = context.protection.is_sound(replica)
-                sound += [] if known is None else [(layer, replica.shard, known)]
+                sound += [] if known is None else [(unit, layer, replica.shard, known)]
         self._send(m.Diverged(self._order.epoch, error.step, error.found, tuple(sound)))
 
     def _send(self, message: object) -> None:

@@ -396,7 +396,7 @@ def _fault(state: JobState, now: float) -> Cause | None:
         if peer not in state.members:
             text = f"{peer} lost, which kept the backups of {node}"
             return Cause(CauseKind.LOST, text, (peer,))
-    for _, diverged in divergence_reports(state)[:1]:
+    for diverged in divergence_reports(state)[:1]:
         text = "; ".join(one.text for one in diverged.found)
         return Cause(CauseKind.DIVERGENCE, f"step {diverged.step}: {text}")
     if state.suspected_since and now - state.suspected_since > state.limits.contact_s:

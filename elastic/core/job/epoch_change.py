@@ -174,13 +174,13 @@ def _decide_plan(state: JobState, now: float) -> JobTransition:
     return state, (*actions, *_left_aside(choice)), reason
 
 
-def divergence_reports(state: JobState) -> list[tuple[str, m.Diverged]]:
-    """Return (node, report) of each report of a divergence that was not judged yet."""
+def divergence_reports(state: JobState) -> list[m.Diverged]:
+    """Return the reports of a divergence that was not judged yet."""
     epoch = state.plan.epoch if state.plan is not None else -1
     if any(entry.epoch == epoch for entry in state.distrusted):
         return []
     return [
-        (mb.node, report)
+        report
         for mb in state.members.values()
         for report in mb.report.diverged
         if report.epoch == epoch

@@ -143,8 +143,8 @@ class Diverged:
     """Step whose update was not made; version of all states."""
     found: tuple[Divergence, ...]
     """What the holders have; equal on all workers."""
-    sound: tuple[tuple[int, int, bool], ...] = ()
-    """(layer, TP rank, whether this worker's state equals its newest copy)."""
+    sound: tuple[tuple[str, int, int, bool], ...] = ()
+    """(name of the worker's unit, layer, TP rank, whether its state equals its newest copy)."""
 
 
 @dataclass(frozen=True, slots=True)

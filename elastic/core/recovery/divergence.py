@@ -67,24 +67,24 @@ def allowed(copies: Iterable[Copy], distrusted: Collection[Distrust]) -> tuple[C
 
 
 def judge(
-    reports: Sequence[tuple[str, Diverged]], living: Collection[str], earlier: Collection[Distrust]
+    reports: Sequence[Diverged], living: Collection[str], earlier: Collection[Distrust]
 ) -> Verdict:
     """Decide about the divergence that workers of one epoch report.
 
     Args:
-        reports: (node, report) of one epoch and step, at least one.
+        reports: reports of one epoch and step, at least one.
         living: nodes that are members now.
         earlier: former decisions.
     """
-    first = reports[0][1]
-    found = tuple(dict.fromkeys(one for _, report in reports for one in report.found))
-    sound = {(node, *entry[:2]): entry[2] for node, report in reports for entry in report.sound}
+    first = reports[0]
+    found = tuple(dict.fromkeys(one for report in reports for one in report.found))
+    sound = {entry[:3]: entry[3] for report in reports for entry in report.sound}
     places: list[Place] = []
     reasons, undecided = [], []
     for one in found:
         wrong, why = _wrong_holders(one, sound, living)
         reasons.append(f"{one.text}; {why}")
-        places += [(node, one.layer, one.shard) for node in wrong]
+        places += [(_node(holder), one.layer, one.shard) for holder in wrong]
         if not wrong:
             undecided.append(one)
     before = sum(entry.step == first.step for entry in earlier)
@@ -99,21 +99,25 @@ def judge(
 
 
 def _wrong_holders(
-    one: Divergence, sound: Mapping[Place, bool], living: Collection[str]
+    one: Divergence, sound: Mapping[tuple[str, int, int], bool], living: Collection[str]
 ) -> tuple[tuple[str, ...], str]:
-    """Return the nodes whose replica is wrong, and the evidence; () if nothing tells."""
+    """Return the holders whose replica is wrong, and the evidence; () if nothing tells."""
     values = dict(one.values)
     value, most = Counter(values.values()).most_common(1)[0]
     if 2 * most > len(values):
-        wrong = tuple(node for node in values if values[node] != value)
+        wrong = tuple(holder for holder in values if values[holder] != value)
         return wrong, f"{' '.join(wrong)} differs from {most} that agree"
-    damaged = {node for node in values if sound.get((node, one.layer, one.shard)) is False}
-    rest = {node: value for node, value in values.items() if node not in damaged}
+    damaged = tuple(h for h in values if sound.get((h, one.layer, one.shard)) is False)
+    rest = {holder: value for holder, value in values.items() if holder not in damaged}
     if damaged and len(set(rest.values())) <= 1:
-        text = f"{' '.join(sorted(damaged))} does not equal its own copy any more"
-        return tuple(node for node in values if node in damaged), text
-    present = {node: value for node, value in rest.items() if node in living}
+        return damaged, f"{' '.join(damaged)} does not equal its own copy any more"
+    present = {holder: value for holder, value in rest.items() if _node(holder) in living}
     if len(present) < len(rest) and len(set(present.values())) == 1:
-        gone = tuple(node for node in values if node not in present)
+        gone = tuple(holder for holder in values if holder not in present)
         return gone, f"{' '.join(gone)} is lost, and the living holders agree"
     return (), "no holder is proven wrong"
+
+
+def _node(holder: str) -> str:
+    """Return the node of a holder (`Unit.name`)."""
+    return holder.partition("/")[0]

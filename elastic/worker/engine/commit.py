@@ -235,7 +235,7 @@ def compare(contributions: Sequence[Contribution], roster: Roster) -> None:
             for rank in roster.holders(layer, shard):
                 member, row = roster.members[rank], contributions[rank]
                 share = row.layers[member.layers.index(layer)]
-                by_device.setdefault(row.device, {})[member.unit.node] = share
+                by_device.setdefault(row.device, {})[member.unit.name] = share
             for shares in by_device.values():
                 if len({(share.norm_sq, share.digest) for share in shares.values()}) == 1:
                     continue

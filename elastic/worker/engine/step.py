@@ -168,7 +168,10 @@ class StepRunner:
         verify(self.links, self.roster, layers, digests, step=step, device=self._device)
 
     def _digests(self) -> dict[int, int]:
-        return {replica.index: replica.digest() for replica in self.replicas}
+        """Return layer -> hash of its parameters, for layers that have several holders."""
+        shard = self._member.shard
+        shared = (r for r in self.replicas if len(self.roster.holders(r.index, shard)) > 1)
+        return {replica.index: replica.digest() for replica in shared}
 
     def _judge(self, agreed: Commit) -> StepRecord:
         """Return the record of the step. Raises NonfiniteError if the job must stop.

@@ -88,6 +88,7 @@ def test_environment_is_torchruns(make_config: MakeConfig) -> None:
         "ELASTIC_NODE": "node1", "ELASTIC_LOCAL_RANK": "1",
         "ELASTIC_HOST": "10.0.0.2", "ELASTIC_RUN_DIR": config.run_dir,
         "ELASTIC_MEMORY_DIR": config.memory_dir, "ELASTIC_ACCUMULATE": "fast",
+        "ELASTIC_VERIFY_EVERY": "1", "ELASTIC_ON_NONFINITE": "stop",
         "ELASTIC_TP_STORE": group.tp_store,
     }  # fmt: skip
     assert {key: env.get(key) for key in expected} == expected

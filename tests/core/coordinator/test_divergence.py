@@ -35,11 +35,11 @@ def nodes_of(state: JobState) -> list[str]:
     return [unit.node for unit in plan_of(state).holders(0)]
 
 
-def evidence(state: JobState, sound: bool | None, epoch: int = 1) -> m.Diverged:
-    """Report of one worker: the holders of layer 0 have other parameters."""
+def evidence(state: JobState, node: str, sound: bool) -> m.Diverged:
+    """Report of the worker on `node`: the holders of layer 0 have other parameters."""
     values = tuple((node, f"value-of-{node}") for node in nodes_of(state))
     found = (Divergence(0, 0, PARAMETERS, values),)
-    return m.Diverged(epoch, STEP, found, () if sound is None else ((0, 0, sound),))
+    return m.Diverged(1, STEP, found, ((node, 0, 0, sound),))
 
 
 def copies(state: JobState, node: str) -> tuple[Copy, ...]:
@@ -74,19 +74,18 @@ def halted(
 
 
 def diverged(
-    sound: dict[str, bool | None],
+    sound: dict[str, bool],
 ) -> tuple[JobState, JobState, tuple[job.JobAction, ...]]:
     """The state before, and state and actions after all nodes have halted and reported."""
     before = running()
     first, *_ = nodes_of(before)
-    report = (evidence(before, sound[first]),)
+    report = (evidence(before, first, sound[first]),)
     state, _, reason = send_report(before, first, diverged=report)
     assert change_of(state).causes[0].kind is CauseKind.DIVERGENCE
     assert f"step {STEP}: layer 0 (TP rank 0): parameters differ: {first} has value" in reason
     actions: tuple[job.JobAction, ...] = ()
     for node in plan_of(before).nodes():
-        known = {"diverged": (evidence(before, sound[node]),)} if node in sound else {}
-        state, actions = halted(state, node, **known)
+        state, actions = halted(state, node, diverged=(evidence(before, node, sound[node]),))
     return before, state, actions
 
 
@@ -118,7 +117,7 @@ def test_evidence_that_comes_after_the_order_to_halt_counts() -> None:
         state, _, _ = transition(state, job.Tick(), state.updated_at + 0.5)
     assert change_of(state).causes[0].kind is not CauseKind.DIVERGENCE
     state, _ = halted(state, right)
-    state, _ = halted(state, wrong, diverged=(evidence(running(), False),))
+    state, _ = halted(state, wrong, diverged=(evidence(running(), wrong, False),))
     assert assignment_of(state).reload == ((wrong, 0, 0),)
 
 
@@ -139,7 +138,7 @@ def test_old_evidence_is_not_judged_again() -> None:
     again, _, _ = send_report(after, right, phase=NodePhase.STARTING, cause="crash")
     assert again.epoch == after.epoch + 1
     for node in (wrong, right):
-        again, _ = halted(again, node, diverged=(evidence(running(), False),))
+        again, _ = halted(again, node, diverged=(evidence(running(), node, False),))
     assert again.distrusted == after.distrusted
     assert assignment_of(again).reload == ((wrong, 0, 0),), "its workers may not have loaded it"
     protected = again.of(trimmed=again.epoch)

@@ -253,7 +253,7 @@ def test_suspects_are_cleared_with_the_epoch() -> None:
 
 def test_evidence_of_a_divergence_stays_until_the_next_installation() -> None:
     """Also if it comes after the order to halt, which another node's report has caused."""
-    first, second = (m.Diverged(1, 3, (), ((layer, 0, True),)) for layer in range(2))
+    first, second = (m.Diverged(1, 3, (), (("a", layer, 0, True),)) for layer in range(2))
     state = play(*RUN, WorkerMessage(0, first), m.Halt(2), WorkerMessage(1, second))
     state = play(*both(m.Halted(2, 3)), state=state)
     assert state.phase is Phase.HALTED and node_core.report(state).diverged == (first, second)

@@ -15,13 +15,13 @@ EPOCH, STEP, LAYER = 3, 7, 1
 WRONG = ("a", LAYER, 0)
 
 
-def report(what: str, values: str, **sound: bool) -> list[tuple[str, Diverged]]:
+def report(what: str, values: str, **sound: bool) -> list[Diverged]:
     """Reports of holders a, b, ... that have these values; `sound`: node -> its own check."""
     nodes = "abcdef"[: len(values)]
     found = Divergence(LAYER, 0, what, tuple(zip(nodes, values, strict=True)))
     return [
-        (node, Diverged(EPOCH, STEP, (found,), ((LAYER, 0, sound[node]),) if node in sound else ()))
-        for node in nodes
+        Diverged(EPOCH, STEP, (found,), ((n, LAYER, 0, sound[n]),) if n in sound else ())
+        for n in nodes
     ]
 
 
@@ -82,6 +82,14 @@ def test_a_step_that_diverges_again_and_again_ends_the_job() -> None:
         assert not verdict.fatal
         earlier = (*earlier, verdict.distrust)
     assert "diverged 3 times before" in judge(report(PARAMETERS, "yxx"), "abc", earlier).fatal
+
+
+def test_units_of_one_node_are_compared() -> None:
+    """The verdict names the node, because its units share a vault."""
+    names = ("a", "a/1", "b")
+    found = Divergence(LAYER, 0, PARAMETERS, tuple(zip(names, "xyx", strict=True)))
+    verdict = judge([Diverged(EPOCH, STEP, (found,))], "ab", ())
+    assert verdict.distrust.places == (("a", LAYER, 0),) and "a/1 differs" in verdict.reasons[0]
 
 
 def test_a_wrong_replica_is_no_source() -> None:
