@@ -29,7 +29,7 @@ LOOPBACK = "127.0.0.1"
 # fmt: off
 SAME_NAME = (
     "compress", "coordinators", "max_restarts", "metrics_host", "pipelines", "preflight", "role",
-    "schedule", "virtual_local_rank",
+    "schedule", "verify_every", "virtual_local_rank",
 )
 # fmt: on
 """Flags that are fields of JobConfig under the same name."""
@@ -98,7 +98,6 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         local_addr=flags.local_addr or "",
         backup="none+none" if flags.backup in ("none", "off") else flags.backup,
         accumulate=Accumulate(flags.accumulate),
-        verify_every=flags.verify_every,
         on_nonfinite=OnNonfinite(flags.on_nonfinite),
         vault_memory_bytes=flags.vault_memory or 0,
         resume=_resume(flags.resume, checkpoints),
