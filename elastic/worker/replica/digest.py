@@ -41,7 +41,7 @@ def device_digest(parameters: Iterable[Tensor]) -> int:
         data = as_bytes(parameter)
         words = torch.zeros(-(-data.numel() // 8) * 8, dtype=torch.uint8, device=data.device)
         words[: data.numel()] = data
-        for part in words.view(torch.int64).split(CHUNK_WORDS):
+        for part in torch.split(words.view(torch.int64), CHUNK_WORDS):
             factors = torch.arange(at, at + part.numel(), device=data.device) * 2 + 1
             summed = (part * factors).sum()
             total = summed if total is None else total + summed

@@ -7,7 +7,7 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,11 @@ def test_a_copy_with_an_altered_description_is_not_read(
     """The description changed in the vault: a peer and the writer of checkpoints refuse it."""
     altered = dataclasses.replace(gradient(content(1), 1, {0, 1}), **changes)
     local = LocalWriter(tmp_path / "worker").write(0, altered, content(1))
-    for read in (lambda: client.get(altered), lambda: vault.read(altered.key)):
+    readers: tuple[Callable[[], object], ...] = (
+        lambda: client.get(altered),
+        lambda: vault.read(altered.key),
+    )
+    for read in readers:
         vault.publish(local)
         with pytest.raises(VaultError, match=r"does not match its checksum|torn or corrupt"):
             read()
