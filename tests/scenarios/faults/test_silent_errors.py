@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.scenarios.harness import Run, elastic_run, proved
-from tests.scenarios.shared import exact, faults
+from tests.scenarios.shared import exact, faults, made_once
 
 JOB = str(Path(__file__).with_name("small_job.py"))
 SKIP = ("--on-nonfinite", "skip")
 NAN = ("--nan", "3", "2")
-Reference = Callable[..., Run]
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Failure-free runs on one node, one for each (flags, arguments of the script)."""
-
-    @functools.cache
-    def run(flags: tuple[str, ...] = (), arguments: tuple[str, ...] = ()) -> Run:
-        directory = tmp_path_factory.mktemp("reference") / "run"
-        return elastic_run(directory, exact("--nnodes", "1", *flags), [JOB, *arguments])
-
-    return run
+def reference(directory: Path, *flags: str, arguments: tuple[str, ...] = ()) -> Run:
+    """The failure-free run on one node."""
+    return made_once(directory, exact("--nnodes", "1", *flags), [JOB, *arguments])
 
 
 def check_same(run: Run, expected: Run) -> None:
@@ -38,11 +28,11 @@ def check_same(run: Run, expected: Run) -> None:
     assert run.summary["ledger"] == proved(run.summary)
 
 
-def test_a_flipped_bit_of_one_replica_is_repaired(tmp_path: Path, reference: Reference) -> None:
+def test_a_flipped_bit_of_one_replica_is_repaired(tmp_path: Path) -> None:
     """Two nodes hold all layers. The layer whose weight changed is loaded from the other node."""
     flags = exact("--nnodes", "2", "--pipelines", "2")
     run = elastic_run(tmp_path / "run", flags, [JOB, "--flip", "node1", "2"])
-    check_same(run, reference())
+    check_same(run, reference(tmp_path))
     (found,) = run.summary["divergences"]
     assert (found["step"], found["wrong"], found["fatal"]) == (2, [["node1", 1, 0]], False)
     assert "layer 1 (TP rank 0): parameters differ: node0 has " in found["reason"]
@@ -65,9 +55,9 @@ def test_a_flipped_bit_of_one_replica_is_repaired(tmp_path: Path, reference: Ref
     ],
 )
 def test_a_skipped_step_is_recovered_as_a_skipped_step(
-    tmp_path: Path, reference: Reference, backup: str, kill: str
+    tmp_path: Path, backup: str, kill: str
 ) -> None:
-    expected = reference(SKIP, NAN)
+    expected = reference(tmp_path, *SKIP, arguments=NAN)
     flags = exact("--nnodes", "3", "--pipelines", "1", "--backup", backup, *SKIP, *faults(kill))
     run = elastic_run(tmp_path / "run", flags, [JOB, *NAN])
     summary, plain = run.summary, expected.summary
