@@ -55,7 +55,7 @@ def checksum(data: memoryview | bytes | bytearray) -> str:
 
 def private_copy(data: memoryview) -> memoryview:
     """Return a copy of `data`, at least 1 byte, in memory of this process alone."""
-    out = memoryview(mmap.mmap(-1, len(data)))
+    out = memoryview(mmap.mmap(-1, len(data), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     copy_bytes(out, data)
     return out
 

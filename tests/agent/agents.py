@@ -4,6 +4,7 @@ wait until the test lets them go on."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,8 @@ class RecordingCoordinator:
         self._changed = threading.Condition()
         self._session: ClientSession | None = None
         self._heartbeats, self.reports = list[m.Heartbeat](), list[m.NodeReport]()
+        self.arrivals: list[float] = []
+        """Times of the heartbeats (time.monotonic)."""
         self.server = Server(
             "127.0.0.1:0",
             on_open=self._open,
@@ -61,6 +64,7 @@ class RecordingCoordinator:
         with self._changed:
             if isinstance(message, m.Heartbeat):
                 self._heartbeats.append(message)
+                self.arrivals.append(time.monotonic())
             elif isinstance(message, m.NodeReport):
                 self.reports.append(message)
             self._changed.notify_all()

@@ -7,7 +7,6 @@ orders have come.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -105,6 +104,7 @@ def test_a_former_vault_closes_slowly(node: RunningAgent, monkeypatch: pytest.Mo
     node.launch()
     worker(node)
     put(node.agent._vault, make(content(1)), content(1))
+    parts = [node.agent._checkpoints._thread, node.agent._replicator._thread]
     slow = Slow(VaultServer.close)
     monkeypatch.setattr(VaultServer, "close", slow)
     node.coordinator.order(m.Fenced("a test"))
@@ -115,20 +115,15 @@ def test_a_former_vault_closes_slowly(node: RunningAgent, monkeypatch: pytest.Mo
     node.launch()
     worker(node)
     slow.go()
-    for name in ("checkpoint", "replicator"):
-        assert wait_until(lambda name=name: len(threads(name)) == 1)  # type: ignore[misc]
-
-
-def threads(name: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == name]
+    assert wait_until(lambda: not any(part.is_alive() for part in parts))
 
 
 def test_a_checkpoint_is_written_slowly(node: RunningAgent) -> None:
     """A node that joins again does not wait for the disk either."""
     node.launch()
     worker(node)
-    slow = Slow(lambda: None)
-    node.agent._checkpoints.then(slow)
+    slow, writer = Slow(lambda: None), node.agent._checkpoints
+    writer.then(slow)
     assert slow.begun.wait(LONG_S)
     node.coordinator.heartbeats()
     node.coordinator.order(m.Fenced("a test"))
@@ -136,7 +131,8 @@ def test_a_checkpoint_is_written_slowly(node: RunningAgent) -> None:
     node.coordinator.report(lambda report: report.info.incarnation != former)
     node.coordinator.heartbeats()
     slow.go()
-    assert wait_until(lambda: len(threads("checkpoint")) == 1)
+    writer._thread.join(LONG_S)
+    assert not writer._thread.is_alive()
 
 
 def test_a_copy_is_verified_slowly(node: RunningAgent, monkeypatch: pytest.MonkeyPatch) -> None:

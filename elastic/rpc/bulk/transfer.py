@@ -106,7 +106,7 @@ REQUESTS: dict[str, type] = {
 
 ASK_BYTES = 4 << 20
 """Bundles of this size or more ask for room before they are sent."""
-ALLOCATED_BYTES_PER_S = 256 << 20
+LEAST_BYTES_PER_SECOND = 256 << 20
 """Slowest allocation of memory for a bundle. The client waits longer for a larger bundle."""
 
 
@@ -234,7 +234,7 @@ class VaultClient:
 
     def _await_room(self, stream: FrameStream, nbytes: int) -> None:
         """Wait for the reply about room for `nbytes`. The vault allocates memory before it."""
-        limit_s = self._timeout_s + nbytes / ALLOCATED_BYTES_PER_S
+        limit_s = self._timeout_s + nbytes / LEAST_BYTES_PER_SECOND
         stream.timeout_s = limit_s
         try:
             _reply(stream)

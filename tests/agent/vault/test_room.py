@@ -145,7 +145,7 @@ def test_a_sender_waits_longer_for_the_allocation_of_a_large_bundle(
     """The vault allocates for longer than the sender waits for progress."""
     slow = Slow(os.posix_fallocate)
     monkeypatch.setattr(os, "posix_fallocate", slow)
-    monkeypatch.setattr(transfer, "ALLOCATED_BYTES_PER_S", ASK_BYTES / LONG_S)
+    monkeypatch.setattr(transfer, "LEAST_BYTES_PER_SECOND", ASK_BYTES / LONG_S)
     patience_s = 0.05
     client = VaultClient(server.address, timeout_s=patience_s)
     with ThreadPoolExecutor(1) as pool:
