@@ -84,10 +84,10 @@ def configure_logging(path: Path) -> None:
     file = logging.FileHandler(path, encoding="utf-8")
     file.setFormatter(logging.Formatter(LOG_FORMAT))
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-    handler = QueueHandler(records)  # type: ignore[arg-type]
+    handler = QueueHandler(records)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
     logging.captureWarnings(True)
-    listener = QueueListener(records, file)  # type: ignore[arg-type]
+    listener = QueueListener(records, file)
     listener.start()
     atexit.register(listener.stop)
     threading.excepthook = _log_thread_error

@@ -428,8 +428,8 @@ class NodeAgent:
         def start() -> None:
             try:
                 group.start()
-            except OSError as error:
-                log.error("workers cannot be started: %s", error)
+            except Exception:
+                log.exception("workers cannot be started")
                 for rank in range(self._config.nproc_per_node):
                     handle(generation, rank, WorkerExit(rank, 0, 127))
 

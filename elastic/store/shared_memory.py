@@ -199,16 +199,17 @@ class SlotPool:
                 self.allocated_bytes += slot_capacity(nbytes)
                 self._made += 1
             name = f"{self._prefix}{self._made}.slot"
-        while unfit:
-            unfit.pop().unlink()
-        if not fits:
-            text = f"{used} of {self.limit} bytes are taken"
-            raise VaultFull(f"no room for a copy of {nbytes} bytes: {text} (--vault-memory)")
         try:
+            while unfit:
+                unfit.pop().unlink()
+            if not fits:
+                text = f"{used} of {self.limit} bytes are taken"
+                raise VaultFull(f"no room for a copy of {nbytes} bytes: {text} (--vault-memory)")
             return self._create(name, nbytes)
         except BaseException:
-            with self._lock:
-                self.allocated_bytes -= slot_capacity(nbytes)
+            if fits:
+                with self._lock:
+                    self.allocated_bytes -= slot_capacity(nbytes)
             raise
 
     def give(self, slot: SharedSlot) -> None:
