@@ -98,10 +98,6 @@ class Incoming:
             self._vault._give(slot)
 
 
-def run_now(work: Callable[[], object]) -> None:
-    work()
-
-
 class Vault:
     """Index of copies on one node. Thread-safe."""
 
@@ -112,7 +108,7 @@ class Vault:
         *,
         limit: int = 0,
         on_corrupt: Callable[[Copy], None] = lambda copy: None,
-        background: Callable[[Callable[[], object]], object] = run_now,
+        background: Callable[[Callable[[], object]], object] = lambda work: work(),
     ) -> None:
         """`directory` should be on /dev/shm. `limit`: maximum bytes of copies from peers; 0: no
         limit. `on_corrupt(copy)` is called, on any thread, for each copy that is dropped because
