@@ -231,9 +231,8 @@ def test_acknowledgements_do_not_wait_for_a_slow_disk(
         local = node.workers.write(step, make(run, layer=0, step=step), run)
         node.vault.publish(local)
         replicator.submit(0, Published(step, (local,), ""))
-    assert slow.begun.wait(LONG_S)
-    assert [acked.get(timeout=LONG_S) for _ in range(3)] == [2, 3, 4]
-    assert node.parts.empty()
+        assert acked.get(timeout=LONG_S) == step
+    assert slow.begun.wait(LONG_S) and node.parts.empty()
     slow.go()
     assert node.written() == [(2, ((0, 0),)), (4, ((0, 0),))]
     replicator.close()
