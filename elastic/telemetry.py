@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
+import queue
+import threading
 import time
 from collections.abc import Mapping
+from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +75,28 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
 
 
 def configure_logging(path: Path) -> None:
-    """Send all logs and warnings of this process to the file `path`, creating its folder."""
+    """Send all logs and warnings of this process to the file `path`, creating its folder.
+
+    A thread writes the file, so that nobody waits for its disk. An exception that ends a thread is
+    logged.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[handler], force=True)
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter(LOG_FORMAT))
+    records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    handler = QueueHandler(records)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
     logging.captureWarnings(True)
+    listener = QueueListener(records, file)
+    listener.start()
+    atexit.register(listener.stop)
+    threading.excepthook = _log_thread_error
+
+
+def _log_thread_error(error: threading.ExceptHookArgs) -> None:
+    name = error.thread.name if error.thread is not None else "?"
+    found = (error.exc_type, error.exc_value or error.exc_type(), error.exc_traceback)
+    logging.getLogger("elastic").error("the thread %s has ended by an error", name, exc_info=found)
 
 
 def _parse(where: str, line: bytes) -> dict[str, Any]:

@@ -4,6 +4,10 @@ The rules of a node are in `elastic.core.node.node.transition`; this module carr
 that it returns. One thread owns the node's state and runs calls from a queue. Other threads only
 put calls into the queue: for orders of the coordinator, for messages and exits of workers, and for
 results of their own work.
+
+The agent's thread sends the heartbeats and obeys the orders. So it never waits for a worker, a
+disk, another node, or an operation whose time grows with bytes: other threads do these
+(docs/design/threads.md).
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ from elastic.domain.types import Copy, NodeInfo
 from elastic.metrics import Exposition, new_registry, serve
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.control.client import CoordinatorSession
+from elastic.rpc.control.event_loop import Dispatcher, run_callback
 from elastic.rpc.link_shaping import pace_of
 from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
@@ -100,6 +105,13 @@ class NodeAgent:
         self._directory = Path(config.memory_dir) / self._node
         self._outbox = Outbox()
         self._group: WorkerGroup | None = None
+        self._starter = Dispatcher("starter")
+        """Starts and kills workers. The kernel kills the workers that a thread started when it
+        ends, so the thread ends after them."""
+        self._memory = Dispatcher("memory")
+        """Frees memory, and closes the vaults of former incarnations."""
+        self._killed_generation = -1
+        """Newest launch whose workers were killed."""
         self._generation, self._partitioned_until = 0, 0.0
         self._exit_code: int | None = None
         self._coordinator, later = coordinator, self._later
@@ -155,6 +167,7 @@ class NodeAgent:
             self._directory / "vault",
             limit=config.vault_memory_bytes,
             on_corrupt=self._later(self._note_corrupt),
+            background=self._memory.post,
         )
         pace = pace_of(self._directory, config.link)
         self._compression = CompressionPolicy(config.compress)
@@ -266,13 +279,10 @@ class NodeAgent:
 
     def _prefetch(self, order: m.Prefetch) -> None:
         def work() -> None:
-            try:
-                prefetch(self._vault, order)
-            except ElasticError as error:
-                log.warning("prefetch failed: %s", error)
+            run_callback(partial(prefetch, vault, order))
             done(core.PrefetchDone(order.epoch))
 
-        done = self._later(self._apply_order)
+        done, vault = self._later(self._apply_order), self._vault
         if not self._partitioned:
             threading.Thread(target=work, name="prefetch", daemon=True).start()
 
@@ -315,8 +325,7 @@ class NodeAgent:
             for local in message.copies:
                 self._vault.publish(local)
         except VaultError as error:
-            log.error("worker %d announced a copy that does not exist: %s", rank, error)
-            self._kill_workers()
+            self._kill_workers(f"worker {rank} announced a copy that does not exist: {error}")
             return
         self._replicator.submit(self._generation * RANKS + rank, message)
 
@@ -361,8 +370,7 @@ class NodeAgent:
             case core.SpawnWorkers(launch):
                 self._spawn(launch)
             case core.KillWorkers(reason):
-                log.warning("killing the workers: %s", reason)
-                self._kill_workers()
+                self._kill_workers(reason)
             case core.FenceVault(epoch):
                 self._replicator.reset(epoch)
                 self._vault.fence(epoch)
@@ -417,25 +425,32 @@ class NodeAgent:
             self._workers.drain(generation, exit.local_rank)
             handle(generation, exit.local_rank, exit)
 
-        self._group = WorkerGroup(self._config, launch, self._info, ended)
-        try:
-            self._group.start()
-        except OSError as error:
-            log.error("workers cannot be started: %s", error)
-            for rank in range(self._config.nproc_per_node):
-                handle(generation, rank, WorkerExit(rank, 0, 127))
+        def start() -> None:
+            try:
+                group.start()
+            except Exception:
+                log.exception("workers cannot be started")
+                for rank in range(self._config.nproc_per_node):
+                    handle(generation, rank, WorkerExit(rank, 0, 127))
 
-    def _kill_workers(self) -> None:
-        """Kill the workers. Their last messages and exits arrive through the queue as usual."""
-        if self._group is not None:
-            self._group.kill()
+        group = self._group = WorkerGroup(self._config, launch, self._info, ended)
+        self._starter.post(start)
+
+    def _kill_workers(self, reason: str) -> None:
+        """Kill the workers, unless they are being killed. Their last messages and exits arrive
+        through the queue as usual."""
+        if self._group is not None and self._killed_generation != self._generation:
+            log.warning("killing the workers: %s", reason)
+            self._killed_generation = self._generation
+            self._starter.post(self._group.kill)
 
     def _rejoin(self) -> None:
         self._metrics.rejoins.inc()
         self._generation += 1
         self._group = None
+        self._checkpoints.close(wait=False)
         for part in (self._replicator, self._server, self._vault):
-            part.close()
+            self._memory.post(part.close)
         self._workers.clear()
         self._begin_incarnation()
         self._report()
@@ -485,10 +500,9 @@ class NodeAgent:
 
     def _close(self) -> None:
         if self._group is not None:
-            if self._exit_code == 0 and not self._group.wait(EXIT_GRACE_S):
-                log.warning("workers did not end within %g s", EXIT_GRACE_S)
-            self._group.terminate(self._config.shutdown_timeout_s)
+            self._starter.post(partial(self._end_workers, self._group))
         for part in (
+            self._starter,
             self._notices,
             self._session,
             self._monitor,
@@ -496,11 +510,17 @@ class NodeAgent:
             self._replicator,
             self._server,
             self._vault,
+            self._memory,
         ):
             part.close()
         if self._exposition is not None:
             self._exposition.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _end_workers(self, group: WorkerGroup) -> None:
+        if self._exit_code == 0 and not group.wait(EXIT_GRACE_S):
+            log.warning("workers did not end within %g s", EXIT_GRACE_S)
+        group.terminate(self._config.shutdown_timeout_s)
 
 
 def _node_info(args: SimpleNamespace, config: JobConfig) -> NodeInfo:

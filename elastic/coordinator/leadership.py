@@ -92,6 +92,9 @@ class LeaseKeeper:
             except ElasticError as error:  # the store is away, which the state saver reports
                 failures += 1
                 log.info("the lease could not be renewed: %s", error)
+            except Exception:  # the thread must not end while this coordinator leads
+                failures += 1
+                log.exception("the lease could not be renewed")
 
 
 class RunMembership:

@@ -31,6 +31,7 @@ from elastic.domain.errors import FieldError, VaultError
 from elastic.domain.state_layout import (
     StateHeader,
     TensorEntry,
+    copy_bytes,
     join,
     plan_layout,
     read_header,
@@ -242,7 +243,7 @@ def _read_file(
     for entry in header.tensors:
         run[end : entry.offset] = bytes(entry.offset - end)
         end = entry.offset + entry.nbytes
-        run[entry.offset : end] = found[entry.name].data
+        copy_bytes(run[entry.offset : end], found[entry.name].data)
     run[end:] = bytes(nbytes - end)
     return run
 

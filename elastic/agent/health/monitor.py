@@ -176,8 +176,8 @@ class Monitor:
             self._woken.clear()
             try:
                 report = self.sample()
-            except (OSError, psutil.Error) as error:
-                log.warning("the node's health cannot be read: %s", error)
+            except Exception as error:  # noqa: BLE001 - the thread must not end
+                log.warning("the node's health cannot be read: %r", error)
                 continue
             if report is not None:
                 self._emit(report)

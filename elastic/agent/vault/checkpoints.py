@@ -21,6 +21,7 @@ from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import CheckpointPart, Published
 from elastic.domain.errors import ElasticError, VaultError
 from elastic.domain.types import STATE, WHOLE, Copy, Plan
+from elastic.rpc.control.event_loop import run_callback
 from elastic.store import checkpoint_directory
 
 log = logging.getLogger(__name__)
@@ -88,14 +89,15 @@ class CheckpointWriter:
         failed."""
         self._queue.put(action)
 
-    def close(self) -> None:
-        """Write the queued parts and end."""
+    def close(self, wait: bool = True) -> None:
+        """Write the queued parts and end. `wait`: return when they are written."""
         self._queue.put(None)
-        self._thread.join()
+        if wait:
+            self._thread.join()
 
     def _run(self) -> None:
         while (action := self._queue.get()) is not None:
-            action()
+            run_callback(action)
 
     def _write(self, plan: Plan, parts: list[tuple[Copy, memoryview]]) -> None:
         step = parts[0][0].step
@@ -107,5 +109,9 @@ class CheckpointWriter:
         except (ElasticError, OSError) as error:
             log.error("checkpoint of step %d: %s", step, error)
             self._failed(str(error.__cause__ or error))
+            return
+        except Exception as error:
+            log.exception("checkpoint of step %d", step)
+            self._failed(f"unexpected {type(error).__name__}: {error}")
             return
         self._emit(CheckpointPart(step, tuple(copy.slot for copy, _ in parts)))

@@ -21,6 +21,9 @@ def prefetch(vault: Vault, order: Prefetch) -> int:
     """
     addresses, total = dict(order.vaults), 0
     for node in dict.fromkeys(source for _, _, source in order.sources):
+        if node not in addresses:
+            log.warning("prefetch from %s failed: it is no longer a member", node)
+            continue
         wanted = {(layer, shard) for layer, shard, source in order.sources if source == node}
         try:
             with closing(VaultClient(addresses[node], node=vault.node)) as client:

@@ -4,7 +4,8 @@ One thread sends the bundles. A bundle is acknowledged when the peer has all of 
 that cannot be delivered is *held*: the thread retries with growing pauses and reports the failure
 every few seconds, until `reset` drops the bundle at the end of the epoch. If the peer has no room,
 the bundle is given up but acknowledged, so that training goes on. A bundle without a peer is
-acknowledged when it is the first in the queue.
+acknowledged when it is the first in the queue. An unexpected error holds a bundle like any other,
+because training waits for the acknowledgement.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import Published
@@ -23,6 +25,7 @@ from elastic.domain.errors import ElasticError, FieldError, StaleError, VaultErr
 from elastic.domain.types import Assignment, Copy
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.bulk.transfer import VaultClient
+from elastic.rpc.control.event_loop import run_callback
 
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
 REPORT_S = 5.0
@@ -74,8 +77,8 @@ class Replicator:
         self._delivered = delivered
         self._prepare, self._pace, self._compressing = prepare, pace, compressing
         self._no_room, self._sent = no_room, sent
-        self._reported_full = (-1, "")
-        """(`_Bundle.round`, peer) of the last report that a peer has no room."""
+        self._reported_full: set[tuple[int, str]] = set()
+        """(`_Bundle.round`, peer) of each report of this round that a peer has no room."""
         self._vault, self._acked, self._failed, self._timeout_s = vault, acked, failed, timeout_s
         self._changed = threading.Condition()
         self._queue: deque[_Bundle] = deque()
@@ -155,7 +158,7 @@ class Replicator:
         prepared: _Bundle | None = None
         while (bundle := self._next()) is not None:
             if bundle is not prepared:
-                self._prepare(bundle.published)
+                run_callback(partial(self._prepare, bundle.published))
                 prepared = bundle
             error = self._deliver(bundle)
             if error is None or isinstance(error, VaultFull):
@@ -185,6 +188,9 @@ class Replicator:
             self._sent(peer, sum(data.nbytes for _, data in payload), time.perf_counter() - began)
         except (VaultError, StaleError, FieldError) as error:
             return error
+        except Exception as error:
+            log.exception("bundle %d for %s", bundle.published.bundle, peer)
+            return VaultError(f"unexpected {type(error).__name__}: {error}")
         return None
 
     def _client(self, bundle: _Bundle) -> VaultClient:
@@ -219,8 +225,9 @@ class Replicator:
         """Remove the bundle and acknowledge it, unless a reset has dropped it. `full`: the error if
         the peer has no room for the bundle, else None."""
         peer, number = bundle.published.peer, bundle.published.bundle
-        if full is not None and self._reported_full != (bundle.round, peer):
-            self._reported_full = bundle.round, peer
+        if full is not None and (bundle.round, peer) not in self._reported_full:
+            of_round = {entry for entry in self._reported_full if entry[0] == bundle.round}
+            self._reported_full = {*of_round, (bundle.round, peer)}
             text = "%s has no room for copies of this node; training continues without them: %s"
             log.warning(text, peer, full)
             self._no_room(peer, str(full))
@@ -230,7 +237,8 @@ class Replicator:
             self._queue.popleft()
         if peer:
             copies = [local.copy for local in bundle.published.copies]
-            self._delivered(copies, time.monotonic() - bundle.announced, full is None)
+            seconds = time.monotonic() - bundle.announced
+            run_callback(partial(self._delivered, copies, seconds, full is None))
         self._acked(bundle.worker, number, full is None)
 
     def _pause(self, bundle: _Bundle, pause_s: float) -> None:

@@ -133,17 +133,25 @@ class VaultServer:
                 log.warning("a connection could not be accepted: %s", error)
                 time.sleep(ACCEPT_RETRY_S)
                 continue
-            with self._lock:
-                if self._listener is None:
-                    sock.close()
-                    return
-                stream = FrameStream(tune(sock))
-                stream.pace = self._pace
-                stream.until = time.monotonic() + min(HANDSHAKE_S, self._timeout_s)
-                self._make_room(where[0])
-                self._unauthenticated.enter(stream, where[0])
-                self._streams.add(stream)
-                self._spawn(self._serve, stream, f"{where[0]}:{where[1]}")
+            try:
+                self._welcome(sock, where)
+            except Exception:  # such as too many threads; the vault must stay open for others
+                log.exception("a connection could not be served")
+                sock.close()
+
+    def _welcome(self, sock: socket.socket, where: tuple[str, int]) -> None:
+        """Serve a connection from `where` on a thread of its own, unless the vault is closed."""
+        with self._lock:
+            if self._listener is None:
+                sock.close()
+                return
+            stream = FrameStream(tune(sock))
+            stream.pace = self._pace
+            stream.until = time.monotonic() + min(HANDSHAKE_S, self._timeout_s)
+            self._make_room(where[0])
+            self._unauthenticated.enter(stream, where[0])
+            self._streams.add(stream)
+            self._spawn(self._serve, stream, f"{where[0]}:{where[1]}")
 
     def _make_room(self, address: str) -> None:
         """Hang up the oldest unauthenticated connection if too many are open; needs the lock."""

@@ -8,6 +8,9 @@ Each slot (`elastic.store.shared_memory`) carries the sequence number of its con
 differs from that of the index entry, the slot was overwritten or its writer died while writing; the
 entry is dropped at its next use.
 
+The lock protects the index alone, because heartbeats and orders wait for it. Memory is allocated,
+read and freed without it.
+
 `elastic.agent.vault.retention` has the rules for keeping copies. `trim` drops whole epochs.
 """
 
@@ -36,6 +39,7 @@ from elastic.store.shared_memory import (
     SlotPool,
     SlotReader,
     checksum,
+    private_copy,
     slot_prefix,
 )
 
@@ -105,13 +109,16 @@ class Vault:
         *,
         limit: int = 0,
         on_corrupt: Callable[[Copy], None] = lambda copy: None,
+        background: Callable[[Callable[[], object]], object] = lambda work: work(),
     ) -> None:
         """`directory` should be on /dev/shm. `limit`: maximum bytes of copies from peers; 0: no
         limit. `on_corrupt(copy)` is called, on any thread, for each copy that is dropped because
-        its checksum does not match."""
-        self._on_corrupt = on_corrupt
+        its checksum does not match. `background(work)` runs work that takes long."""
+        self._on_corrupt, self._background = on_corrupt, background
         self.node, self.directory = node, Path(directory)
         self._lock, self._arriving = threading.RLock(), threading.Lock()
+        """Locks of the index, and of the reservation of room, which takes long. Only arriving
+        bundles wait for the second one."""
         self._pool = SlotPool(self.directory, "vault-", limit)
         self._entries: dict[str, _VaultEntry] = {}
         self._groups: dict[RetentionGroup, set[str]] = {}
@@ -135,10 +142,14 @@ class Vault:
             reader = self._reader(local)
             if local.path in self._keys_by_path:
                 self._drop(self._entries[self._keys_by_path[local.path]])
-            if self._running >= 0 and local.copy.kind == STATE and local.copy.step != self._running:
+            state = local.copy.kind == STATE
+            over = state and self._running >= 0 and local.copy.step != self._running
+            if over:
                 self._running = -1
                 self._drop_old(LOGS)
             self._insert(_VaultEntry(replace(local.copy, node=self.node), local.path, reader))
+        if over:
+            self._background(self._remove_slots_of_the_dead)
 
     def store(self, copy: Copy, *, trusted: bool = False) -> Incoming:
         """Reserve room for an arriving copy. `trusted`: this node fetches the copy itself, and its
@@ -149,13 +160,13 @@ class Vault:
         with self._lock:
             self._check_size(copy)
             self._check_epoch(copy, trusted)
-            try:
-                slot = self._pool.take(copy.nbytes)
-            except VaultFull:
-                if not self._make_room(copy):
-                    raise
-                slot = self._pool.take(copy.nbytes)
-            return Incoming(self, copy, slot, trusted)
+        try:
+            slot = self._pool.take(copy.nbytes)
+        except VaultFull:
+            if not self._make_room(copy):
+                raise
+            slot = self._pool.take(copy.nbytes)
+        return Incoming(self, copy, slot, trusted)
 
     def store_all(self, copies: Sequence[Copy]) -> list[Incoming]:
         """Reserve room for all copies or for none. Raises as `store` does.
@@ -207,11 +218,11 @@ class Vault:
         """Return the verified bytes, in private memory. Raises VaultError if the copy is absent or
         corrupt, and drops a corrupt copy."""
         with self._pinned(key) as entry:
-            data = bytes(entry.data)
+            data = private_copy(entry.data)
         if checksum_problem(entry.copy, checksum(data)):
             self.verify(key)
             raise VaultError(f"{key} is torn or corrupt")
-        return memoryview(data)
+        return data
 
     def view(self, local: LocalCopy) -> memoryview:
         """Return the bytes that a worker announced, even if the index has a newer copy."""
@@ -250,7 +261,7 @@ class Vault:
 
     def trim(self, epoch: int, step: int = -1) -> None:
         """Drop copies of epochs below `epoch`, return unused slots to workers, and remove the slots
-        of dead workers.
+        of dead workers in the background.
 
         Logged messages of `step`, in which the epoch began, stay until a local worker publishes
         the state of another step.
@@ -260,10 +271,11 @@ class Vault:
             over = any(c.kind == STATE and c.epoch >= epoch and c.step != step for c in copies)
             self._trimmed, self._running = epoch, -1 if over else step
             self._drop_old()
+        self._background(self._remove_slots_of_the_dead)
 
     def _drop_old(self, kinds: Collection[str] = ()) -> None:
         """Drop copies of trimmed epochs (`kinds`: only of these kinds) except logged messages that
-        are still needed. Return unused slots to workers; remove the slots of dead workers."""
+        are still needed. Return unused slots to workers."""
         for entry in [e for e in self._entries.values() if e.copy.epoch < self._trimmed]:
             needed = entry.copy.kind in LOGS and entry.copy.step == self._running
             if not needed and (not kinds or entry.copy.kind in kinds):
@@ -273,12 +285,20 @@ class Vault:
             past = reader.sequence and 0 < reader.epoch < self._trimmed
             if past and path not in self._keys_by_path:
                 reader.release()
-        for directory, prefix in self._gone:
-            announced = [path for path in self._readers if Path(path).name.startswith(prefix)]
+
+    def _remove_slots_of_the_dead(self) -> None:
+        """Remove those slots of dead workers that hold no copy."""
+        with self._lock:
+            gone, known = tuple(self._gone), tuple(self._readers)
+        for directory, prefix in gone:
+            announced = [path for path in known if Path(path).name.startswith(prefix)]
             for path in {*announced, *map(str, directory.glob(f"{prefix}*"))}:
-                if path not in self._keys_by_path:
-                    Path(path).unlink(missing_ok=True)
-                    self._readers.pop(path, None)
+                with self._lock:
+                    if path in self._keys_by_path:
+                        continue
+                    reader = self._readers.pop(path, None)
+                Path(path).unlink(missing_ok=True)
+                del reader  # the memory is freed with the last mapping
 
     def worker_gone(self, pid: int, directory: Path) -> None:
         """Record that process `pid`, a worker with slots in `directory`, has ended. Its copies
@@ -337,7 +357,7 @@ class Vault:
         with self._lock:
             for entry in list(self._entries.values()):
                 self._drop(entry)
-            self._pool.close()
+        self._pool.close()
 
     # ---- helpers; the caller holds the lock ----
 
@@ -358,13 +378,13 @@ class Vault:
             self._insert(_VaultEntry(replace(copy, node=self.node), str(slot.path), slot))
 
     def _give(self, slot: SharedSlot) -> None:
-        with self._lock:
-            self._pool.give(slot)
+        self._pool.give(slot)
 
     def _make_room(self, copy: Copy) -> bool:
         """Drop copies from peers to make room for `copy`; return whether any was dropped."""
-        found = dispensable([entry.copy for entry in self._from_peers()], copy)
-        self._drop_all(found)
+        with self._lock:
+            found = dispensable([entry.copy for entry in self._from_peers()], copy)
+            self._drop_all(found)
         return bool(found)
 
     def _from_peers(self) -> list[_VaultEntry]:

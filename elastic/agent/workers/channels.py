@@ -1,11 +1,17 @@
-"""Channels from the agent to its workers: one Unix socket, one thread per worker."""
+"""Channels from the agent to its workers: one Unix socket, two threads per worker.
+
+One thread reads the worker's messages, the other one sends: a stopped worker reads nothing, and
+neither the agent nor the other workers may wait for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +23,32 @@ from elastic.rpc.frames import Channel, listen_unix
 log = logging.getLogger("elastic.agent")
 DRAIN_S = 2.0
 """Upper limit of the wait for the last messages of a dead worker."""
+ACCEPT_RETRY_S = 0.1
+"""Pause after a connection could not be accepted."""
+
+
+class _Sender:
+    """Sends messages to one worker on a thread of its own, until the channel or this is closed."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="to-worker", daemon=True).start()
+
+    def put(self, message: Any) -> None:
+        self._queue.put(message)
+
+    def close(self) -> None:
+        """End the thread after the messages queued so far. Does not wait."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        with contextlib.suppress(ChannelClosed):
+            while (message := self._queue.get()) is not None:
+                try:
+                    self._channel.send(message)
+                except FieldError:
+                    log.exception("a message cannot be sent to a worker")
 
 
 class WorkerChannels:
@@ -34,24 +66,26 @@ class WorkerChannels:
         launched: Callable[[], tuple[int, Mapping[int, int]]],
     ) -> None:
         self._put, self._launched = put, launched
-        self._channels: dict[int, Channel] = {}
+        self._senders: dict[int, _Sender] = {}
         self._receivers: dict[tuple[int, int], threading.Thread] = {}
         listener = listen_unix(path)
         threading.Thread(target=self._accept, args=(listener,), name="workers", daemon=True).start()
 
     def send(self, message: Any, rank: int | None = None) -> None:
-        """Send to the worker `rank`, or to all connected workers (None). Closed channels are
-        skipped, because the worker's exit is reported anyway."""
-        for number, channel in list(self._channels.items()):
+        """Queue a message to the worker `rank`, or to all connected workers (None). Closed channels
+        are skipped, because the worker's exit is reported anyway."""
+        for number, sender in list(self._senders.items()):
             if rank is None or rank == number:
-                with contextlib.suppress(ChannelClosed):
-                    channel.send(message)
+                sender.put(message)
 
     def remove(self, rank: int) -> None:
-        self._channels.pop(rank, None)
+        sender = self._senders.pop(rank, None)
+        if sender is not None:
+            sender.close()
 
     def clear(self) -> None:
-        self._channels.clear()
+        for rank in list(self._senders):
+            self.remove(rank)
 
     def drain(self, generation: int, rank: int) -> None:
         """Wait until all messages of a dead worker have been passed on."""
@@ -63,8 +97,12 @@ class WorkerChannels:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return  # closed: the agent ends
+            except OSError as error:  # no descriptors are left, for example
+                if listener.fileno() < 0:
+                    return
+                log.warning("a worker's connection could not be accepted: %s", error)
+                time.sleep(ACCEPT_RETRY_S)
+                continue
             channel = Channel(sock)
             threading.Thread(
                 target=self._receive, args=(channel,), name="worker", daemon=True
@@ -83,7 +121,8 @@ class WorkerChannels:
                 return
             if pids.get(rank) != first.pid:
                 raise FieldError("pid", first.pid, f"not a worker of this launch ({dict(pids)})")
-            self._channels[rank] = channel
+            self.remove(rank)
+            self._senders[rank] = _Sender(channel)
             self._receivers[generation, rank] = threading.current_thread()
             self._put(generation, rank, first)
             while True:

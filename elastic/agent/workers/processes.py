@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import signal
 import subprocess
@@ -30,12 +31,16 @@ from elastic.core.protocol.messages import Launch
 from elastic.domain import codec
 from elastic.domain.types import NodeInfo
 
+log = logging.getLogger("elastic.agent")
 CLOCK_HZ = os.sysconf("SC_CLK_TCK")
 IDLE_S = 3.0
 """Time without CPU use of a worker's main thread after which the CPU time of its descendants is
 read: the worker may be waiting for them."""
 DESCENDANTS_POLL_S = 1.0
 """Interval between two reads of that CPU time; each scans all processes of the machine."""
+KILL_S = 10.0
+"""A worker that the kernel does not end within this time after SIGKILL counts as ended. It waits
+for a device or a disk, and runs no more code of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +239,8 @@ class WorkerGroup:
         self.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL to all workers and descendants, and wait until all workers have ended."""
+        """Send SIGKILL to all workers and descendants, and wait until all workers have ended, at
+        most KILL_S. That takes long if a worker has much memory."""
         pids = self.pids
         descendants = [process for rank in self.alive() for process in _descendants(pids[rank])]
         for rank in self.alive():
@@ -242,13 +248,21 @@ class WorkerGroup:
         for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.wait()
+        if not self.wait(KILL_S):
+            for rank in self.alive():
+                log.error("worker %d (process %d) does not end when killed", rank, pids[rank])
+                self._ended(WorkerExit(rank, pids[rank], -signal.SIGKILL))
         self._finish()
 
     def _await_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        ended = WorkerExit(rank, process.pid, process.wait())
+        self._ended(WorkerExit(rank, process.pid, process.wait()))
+
+    def _ended(self, ended: WorkerExit) -> None:
+        """Pass on the end of a worker, once."""
         with self._changed:
-            self._exits.add(rank)
+            if ended.local_rank in self._exits:
+                return
+            self._exits.add(ended.local_rank)
             last = len(self._exits) == self._config.nproc_per_node
             self._changed.notify_all()
         self._on_exit(ended)

@@ -107,6 +107,8 @@ REQUESTS: dict[str, type] = {
 
 ASK_BYTES = 4 << 20
 """Bundles of this size or more ask for room before they are sent."""
+LEAST_BYTES_PER_SECOND = 256 << 20
+"""Slowest allocation of memory for a bundle. The client waits longer for a larger bundle."""
 
 
 def tune(sock: socket.socket) -> socket.socket:
@@ -166,7 +168,7 @@ class VaultClient:
         with self._connected() as stream:
             _begin(stream, request, total, waits=request.ask)
             if request.ask:
-                _reply(stream)
+                self._await_room(stream, total)
             sent, seconds = 0, -time.perf_counter()
             with _reason_first():
                 for how, (_, data) in zip(codecs, bundle, strict=True):
@@ -232,6 +234,18 @@ class VaultClient:
         with self._connected() as stream:
             _begin(stream, request)
             return _reply(stream)[0]
+
+    def _await_room(self, stream: FrameStream, nbytes: int) -> None:
+        """Wait for the reply about room for `nbytes`. The vault allocates memory before it."""
+        limit_s = self._timeout_s + nbytes / LEAST_BYTES_PER_SECOND
+        stream.timeout_s = limit_s
+        try:
+            _reply(stream)
+        except TimeoutError as error:
+            text = f"made no progress for {limit_s:g} s while it allocated {nbytes} bytes"
+            raise VaultError(f"vault {self.address} {text}") from error
+        finally:
+            stream.timeout_s = self._timeout_s
 
     def _drop(self) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ import os
 import queue
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -183,6 +184,9 @@ class AgentClient:
                 self._receive(self._channel.receive(), on_acked)
         except (ChannelClosed, OSError):
             os._exit(70)  # the agent has ended, and a worker must not outlive it
+        except BaseException:  # noqa: BLE001 - a worker without orders would wait for ever
+            traceback.print_exc()
+            os._exit(70)
 
     def _receive(self, message: Any, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         match message:

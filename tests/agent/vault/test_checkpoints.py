@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic.agent.vault.checkpoints import CheckpointWriter
+from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import CheckpointPart, Published
 from elastic.domain.state_layout import plan_layout, read_header
 from elastic.domain.types import Pipeline, Plan, Stage, Unit
 from elastic.store import checkpoint_directory
+from tests.agent.agents import Slow
 from tests.agent.vault.checkpoints import N_LAYERS, layer_run, verified
 from tests.agent.vault.copies import LocalWriter, gradient, make
 from tests.patience import LONG_S
@@ -187,6 +191,51 @@ def test_after_a_change_of_plan_the_state_is_written_in_its_new_division(node: N
     node.writer.enter(plan())
     node.announce(2, 0)
     assert node.written() == [(2, ((0, 0),))]
+
+
+def test_an_unexpected_error_is_reported_and_the_next_checkpoint_is_written(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    node.writer._failed = told.append
+    write = checkpoint_directory.write_part
+    errors = iter([MemoryError("too large")])
+
+    def fail_once(*args: Any) -> Any:
+        for error in errors:
+            raise error
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint_directory, "write_part", fail_once)
+    node.announce(2, 0)
+    node.announce(4, 0)
+    assert node.written() == [(4, ((0, 0),))]
+    assert told == ["unexpected MemoryError: too large"]
+
+
+def test_acknowledgements_do_not_wait_for_a_slow_disk(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except those of the last step, for which the job waits."""
+    slow = Slow(os.fsync)
+    monkeypatch.setattr(os, "fsync", slow)
+    acked: queue.Queue[int] = queue.Queue()
+    replicator = Replicator(
+        node.vault,
+        lambda worker, bundle, kept: acked.put(bundle),
+        lambda *failure: None,
+        prepare=node.writer.offer,
+    )
+    for step in (2, 3, 4):
+        run = layer_run(0, step)
+        local = node.workers.write(step, make(run, layer=0, step=step), run)
+        node.vault.publish(local)
+        replicator.submit(0, Published(step, (local,), ""))
+        assert acked.get(timeout=LONG_S) == step
+    assert slow.begun.wait(LONG_S) and node.parts.empty()
+    slow.go()
+    assert node.written() == [(2, ((0, 0),)), (4, ((0, 0),))]
+    replicator.close()
 
 
 LIMITED = """

@@ -206,3 +206,56 @@ def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWr
         assert [c.epoch for c in small.inventory()] == [2], "room again"
     server.close()
     small.close()
+
+
+def place(published: Published) -> tuple[str, int]:
+    local = published.copies[0]
+    return local.path, local.offset
+
+
+def test_full_peers_are_reported_once_each(tmp_path: Path, writer: LocalWriter) -> None:
+    """States and gradients may go to two peers, and both may be full."""
+    told: queue.Queue[str] = queue.Queue()
+    full = [Vault(name, tmp_path / name, limit=1) for name in ("s", "t")]
+    servers = [VaultServer(vault, timeout_s=LONG_S).start() for vault in full]
+    with nodes(tmp_path, "a") as (a,):
+        a.replicator.close()
+        a.replicator = Replicator(
+            a.vault, a._on_acked, a._on_failed, no_room=lambda peer, why: told.put(peer)
+        )
+        for epoch in (1, 2):
+            a.replicator.reset(epoch)
+            a.replicator.vaults = {"s": servers[0].address, "t": servers[1].address}
+            for number in range(6):
+                a.take(bundle(writer, number, "st"[number % 2], epoch))
+            assert [a.acked.get(timeout=LONG_S) for _ in range(6)] == [(0, n) for n in range(6)]
+            assert [told.get_nowait() for _ in range(told.qsize())] == ["s", "t"]
+    for server in servers:
+        server.close()
+
+
+def test_no_error_ends_the_thread_or_loses_an_acknowledgement(
+    tmp_path: Path, writer: LocalWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The callbacks of checkpoints and metrics fail. Then the sending itself fails once."""
+    failures = iter([KeyError("link of b")])
+
+    def fail(*args: object) -> None:
+        raise MemoryError("a checkpoint does not fit")
+
+    def fail_once(*args: object) -> None:
+        for error in failures:
+            raise error
+
+    with nodes(tmp_path, "a", "b") as (a, b):
+        a.replicator.close()
+        a.replicator = Replicator(
+            a.vault, a._on_acked, a._on_failed, prepare=fail, sent=fail_once, delivered=fail
+        )
+        a.replicator.vaults = {"b": b.server.address}
+        a.take(bundle(writer, 1))
+        a.take(bundle(writer, 2))
+        assert [a.acked.get(timeout=LONG_S) for _ in range(2)] == [(0, 1), (0, 2)]
+        number, peer, error = a.failed.get(timeout=LONG_S)
+        assert (number, peer) == (1, "b") and "KeyError: 'link of b'" in str(error)
+    assert "a checkpoint does not fit" in caplog.text

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.agent.workers import processes
 from elastic.agent.workers.output import Output
 from elastic.agent.workers.processes import (
     IDLE_S,
@@ -190,6 +192,27 @@ def test_kill_takes_descendants(make_config: MakeConfig) -> None:
         assert wait_until(lambda: log(config, 0).endswith("\n"))
         group.kill()
     assert wait_until(lambda: gone(int(log(config, 0))))
+
+
+def test_a_worker_that_the_kernel_does_not_end_counts_as_ended(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a broken device. Its end is passed on once."""
+    with running(make_config(SLEEP)) as (group, exits):
+        pid = group.pids[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(processes, "KILL_S", 0.01)
+            patched.setattr(group, "_signal", lambda rank, number: None)
+            group.kill()
+        assert exits.get(timeout=LONG_S) == WorkerExit(0, pid, -signal.SIGKILL)
+        assert group.alive() == () and group.samples() == () and not gone(pid)
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda: not threads("worker-0"))
+        assert exits.empty()
+
+
+def threads(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
 
 
 def test_stopped_process_is_seen_and_killed(make_config: MakeConfig) -> None:
