@@ -209,6 +209,11 @@ class JobConfig:
         )
 
     @property
+    def standbys(self) -> bool:
+        """Whether there may be several coordinators, one of which leads."""
+        return self.store.shared and not (self.standalone and self.coordinators == 1)
+
+    @property
     def timeouts(self) -> Timeouts:
         """All limits on waiting, before measurements change them."""
         return budget(self.lease_s, heartbeat_s=self.heartbeat_s)

@@ -121,6 +121,7 @@ class NodeAgent:
         self._notices = NoticeController(config, self._node, later, self._send, self._report)
         self._metrics = AgentMetrics(new_registry(), str(self._directory), config.checkpoint_dir)
         self._exposition: Exposition | None = None
+        self._open_vault()
         self._begin_incarnation()
         REJECTIONS.subscribe(later(self._send_rejection))
         self._workers = WorkerChannels(
@@ -159,9 +160,9 @@ class NodeAgent:
             "node_epoch": self._state.epoch,
         }
 
-    def _begin_incarnation(self) -> None:
-        """Start a new incarnation of the node, with an empty vault and no workers."""
-        config, limits = self._config, self._config.timeouts
+    def _open_vault(self) -> None:
+        """Create an empty vault and serve it."""
+        config = self._config
         self._vault = Vault(
             self._node,
             self._directory / "vault",
@@ -169,16 +170,19 @@ class NodeAgent:
             on_corrupt=self._later(self._note_corrupt),
             background=self._memory.post,
         )
-        pace = pace_of(self._directory, config.link)
         self._compression = CompressionPolicy(config.compress)
         self._server = VaultServer(
             self._vault,
             self._host,
-            timeout_s=limits.serve_s,
-            pace=pace,
+            timeout_s=config.timeouts.serve_s,
+            pace=pace_of(self._directory, config.link),
             compressing=self._compression,
             received=self._metrics.received,
         ).start()
+
+    def _begin_incarnation(self) -> None:
+        """Start a new incarnation of the node, without workers, on the present vault."""
+        config, limits = self._config, self._config.timeouts
         self._checkpoints = CheckpointWriter(
             Path(config.checkpoint_dir),
             self._vault,
@@ -191,7 +195,7 @@ class NodeAgent:
             self._later(self._bundle_held),
             timeout_s=limits.bulk_s,
             prepare=self._checkpoints.offer,
-            pace=pace,
+            pace=pace_of(self._directory, config.link),
             no_room=self._later(self._note_no_room),
             compressing=self._compression,
             sent=self._monitor.sent,
@@ -350,7 +354,7 @@ class NodeAgent:
     def _heartbeat(self) -> None:
         self._metrics.heartbeats.inc()
         if self._gate.open and not self._notices.parked:
-            self._send(core.heartbeat(self._state))
+            self._send(replace(core.heartbeat(self._state), rtt_s=self._session.rtt_s))
 
     def _apply(self, event: Any) -> None:
         before = self._state
@@ -380,8 +384,8 @@ class NodeAgent:
                 self._report()
             case core.EndAgent(code):
                 self._exit_code = code
-            case core.Rejoin():
-                self._rejoin()
+            case core.Rejoin(keep_vault):
+                self._rejoin(keep_vault)
 
     def _enter(self, install: m.Install) -> None:
         epoch, assignment = install.epoch, install.assignment
@@ -444,13 +448,16 @@ class NodeAgent:
             self._killed_generation = self._generation
             self._starter.post(self._group.kill)
 
-    def _rejoin(self) -> None:
+    def _rejoin(self, keep_vault: bool) -> None:
         self._metrics.rejoins.inc()
         self._generation += 1
         self._group = None
         self._checkpoints.close(wait=False)
-        for part in (self._replicator, self._server, self._vault):
-            self._memory.post(part.close)
+        self._memory.post(self._replicator.close)
+        if not keep_vault:
+            self._memory.post(self._server.close)
+            self._memory.post(self._vault.close)
+            self._open_vault()
         self._workers.clear()
         self._begin_incarnation()
         self._report()

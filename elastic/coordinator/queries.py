@@ -96,6 +96,7 @@ def policy_of(config: JobConfig) -> job.Policy:
         room_bytes=config.vault_memory_bytes,
         profile=config.profile,
         health=HealthLimits(quarantine_s=config.quarantine_s),
+        standbys=config.standbys,
     )
 
 
@@ -109,8 +110,21 @@ def status(state: job.JobState) -> dict[str, Any]:
         "nodes": nodes(state),
         "plan": format_plan(state.plan) if state.plan else "",
         "checkpoint": state.checkpoint[0] if state.checkpoint else "",
+        "attention": attention(state),
         "timeouts": codec.encode(state.limits),
     }
+
+
+def attention(state: job.JobState) -> str:
+    """Return what keeps the job from its normal course, for people; "": nothing."""
+    texts = []
+    if state.doubt_reported:
+        seconds = state.updated_at - state.doubt_since
+        texts.append(f"the coordinator hears few nodes for {seconds:.0f} s and waits for them")
+    if state.missing is not None:
+        missing = state.missing
+        texts.append(f"{missing.error}; waiting for {' '.join(missing.nodes)}")
+    return "; ".join(texts)
 
 
 RECOVERY_FIELDS = ("step", "cause", "nodes_before", "nodes_after", "microbatches_lost", "total_s")

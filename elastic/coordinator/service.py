@@ -36,11 +36,14 @@ from elastic.coordinator.leadership import (
     LEASE_S,
     SHARED_LEASE_S,
     STATE_KEY,
+    LeadGivenUp,
     LeaseKeeper,
     RunMembership,
+    pause_after_giving_up,
     stand_by,
 )
 from elastic.coordinator.metrics import CoordinatorMetrics, CoordinatorStatus
+from elastic.coordinator.port_watch import PortWatch
 from elastic.coordinator.queries import Query, recent, reply
 from elastic.coordinator.records import run_directory
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits, Commit
@@ -101,13 +104,14 @@ class Coordinator:
         self._events = EventQueue(self._clock.now, self._tick_interval_s)
         self._sessions: dict[str, ClientSession] = {}
         self._commits = CheckpointCommits(Path(config.checkpoint_dir), self._events.put)
-        self._rules_due = self._to_save = self._adopted = False
+        self._rules_due = self._to_save = self._adopted = self._yields = False
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
         self._load()
         self._records = RunRecords(self._run_dir)
         self._metrics = metrics
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
         self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put)
+        self._ports = PortWatch(self._events.put, self._is_away)
         REJECTIONS.subscribe(self._events.put)
         self._server = Server(
             address,
@@ -148,7 +152,7 @@ class Coordinator:
 
     def run(self) -> int:
         """Serve until the job is over; return its exit code. Raises StaleError if another
-        coordinator leads."""
+        coordinator leads, LeadGivenUp if this one hears no node."""
         try:
             self._events.start()
             self._announce()
@@ -157,6 +161,7 @@ class Coordinator:
             self._metrics.stand_by()
             self._events.close()
             self._keeper.close()
+            self._ports.close()
             REJECTIONS.unsubscribe(self._events.put)
             self._server.close()
             self._records.close()
@@ -166,8 +171,16 @@ class Coordinator:
         if self._adopted:
             self._now = self._clock.now()  # the agents' time to reconnect begins now
             self._apply(job.CoordinatorFailover())
+            for member in self._state.members.values():
+                self._watch_port(member)
         while True:
             self._turn()
+            if self._yields and self._state.doubt_reported:
+                self._keeper.close()
+                with contextlib.suppress(StoreUnavailable, StoreError):
+                    self._store.release(self._lease)
+                raise LeadGivenUp
+            self._yields = False
             if self._ending and (not self._sessions or self._clock.now() > self._ending):
                 with contextlib.suppress(StoreUnavailable, StoreError):
                     self._store.release(self._lease)
@@ -247,6 +260,17 @@ class Coordinator:
             member = self._state.members.get(node)
             if member is not None:
                 self._apply(job.ConnectionClosed(node, member.report.info.incarnation))
+                self._watch_port(member)
+
+    def _watch_port(self, member: job.Member) -> None:
+        info = member.report.info
+        self._ports.watch(info.node, info.incarnation, info.vault)
+
+    def _is_away(self, node: str, incarnation: str) -> bool:
+        """Return whether this member is disconnected. Called on the network thread."""
+        member = self._state.members.get(node)
+        same = member is not None and member.report.info.incarnation == incarnation
+        return member is not None and same and not member.connected
 
     def _apply_heartbeats(self) -> None:
         """Apply all heartbeats that arrived since the last event."""
@@ -322,6 +346,8 @@ class Coordinator:
                 self._commits.begin(step, self._state.spec)
             case job.JobFinished():
                 self._finish(action)
+            case job.YieldLead():
+                self._yields = True
 
     def _send(self, node: str, message: Any, epoch: int) -> None:
         session = self._sessions.get(node)
@@ -380,13 +406,13 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     # A single coordinator always has the same name, so it can take its own lease again at once. If
     # there are several, every process has another name: a restarted process cannot take its own
     # lease again, so one that fails whenever it leads does not keep the others from leading.
-    alone = not config.store.shared or (config.standalone and config.coordinators == 1)
-    holder = config.job_id if alone else f"{config.job_id}/{slot}.{os.getpid()}"
+    holder = f"{config.job_id}/{slot}.{os.getpid()}" if config.standbys else config.job_id
     run_dir, clock, store = Path(config.run_dir), WallClock(), open_store(config)
     run, name = RunMembership(store, run_dir), run_directory.coordinator_name(slot)
     metrics = CoordinatorMetrics(config.job_id, clock.now)
     served = serve(metrics.registry, config, name, "coordinator", metrics_port)
     ttl_s = SHARED_LEASE_S if config.store.shared else LEASE_S
+    given_up = 0
     try:
         if config.max_nodes > FEW:  # the planner needs scipy later, which is slow to import
             threading.Thread(
@@ -398,8 +424,13 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
             result = run_directory.read_json(run_dir / "exit.json")
             if config.store.shared and result:  # another coordinator has ended the job
                 return int(result.get("code", EXIT_FAILURE))
+            began = time.monotonic()
             try:
                 return Coordinator(config, address, store, lease, run, metrics).run()
+            except LeadGivenUp:
+                given_up, pause_s = pause_after_giving_up(given_up, time.monotonic() - began)
+                log.warning("the lead is given up: no node is heard; waiting %g s", pause_s)
+                time.sleep(pause_s)
             except StaleError as error:
                 log.error("another coordinator took over: %s", error)
                 if not config.store.shared:

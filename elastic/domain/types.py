@@ -260,6 +260,13 @@ class Copy:
         made = f"{self.owner}/{self.epoch}/{self.sequence}"
         return f"{self.kind}/{self.layer}/{self.shard}/{self.step}/{made}"
 
+    def undone_by(self, epoch: int, step: int) -> bool:
+        """Return whether training went back behind this copy when `epoch` began at `step`.
+
+        Training computes such a version again, with other last bits in floating point.
+        """
+        return self.epoch < epoch and self.step > (step - 1 if self.kind == UPDATE else step)
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:

@@ -153,6 +153,12 @@ class FrameStream:
             self.read_into(scratch[:nbytes])
             nbytes -= min(nbytes, len(scratch))
 
+    def begins(self) -> bool:
+        """Wait for the first byte; return False if the other side closes without sending any."""
+        with _closing_errors():
+            self._sock.settimeout(self._patience())
+            return bool(self._sock.recv(1, socket.MSG_PEEK))
+
     def secured(self, wrap: Callable[[socket.socket], ssl.SSLSocket]) -> None:
         """Switch to TLS with the socket that `wrap` returns.
 

@@ -204,12 +204,17 @@ class VaultServer:
 
     def _authenticate(self, stream: FrameStream, peer: str) -> str | None:
         """Set up TLS and check the join token, if required. Return the client's node, "" if no
-        token is required, or None if the client was rejected."""
+        token is required, or None if the client was rejected or only tried the port."""
+        if self._certificates is None and self._gate.open:
+            return ""
         try:
+            if not stream.begins():
+                return None
             if self._certificates is not None:
                 stream.secured(wrap_server(self._certificates))
         except (ssl.SSLError, OSError) as error:
-            REJECTIONS.count(PORT, tls.rejection_reason(error), peer, error)
+            if self._certificates is not None:
+                REJECTIONS.count(PORT, tls.rejection_reason(error), peer, error)
             return None
         if self._gate.open:
             return ""

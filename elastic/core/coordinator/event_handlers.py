@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
+from elastic.core.job.absent_nodes import with_returned
 from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import count_node_seconds, with_expected_end
+from elastic.core.job.liveness import without_doubt
 from elastic.core.job.measured_conditions import observe_backup
 from elastic.core.job.membership import launch_nodes, name_conflict, with_member
 from elastic.core.job.state import (
@@ -29,6 +31,7 @@ from elastic.core.job.state import (
     LogEntry,
     LossKind,
     Member,
+    PortRefused,
     Send,
     Tick,
 )
@@ -38,7 +41,7 @@ from elastic.core.policy.admission import admit
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import NodePhase
-from elastic.core.protocol.timeouts import MAX_HEARTBEATS_PER_S
+from elastic.core.protocol.timeouts import LEAST_RTT_S, MAX_HEARTBEATS_PER_S, MOST_RTT_S
 from elastic.domain.types import Slot, whole_slots
 
 RETIRED = 256
@@ -63,7 +66,7 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
             report = replace(report, failed=m.Failed(text, 2))
         else:  # the state keeps the spec once, because it is the largest part of a report
             report = replace(report, spec=None)
-    member = replace(member, report=report, seen=now, connected=True)
+    member = replace(member, report=report, seen=now, connected=True, refused=False)
     if report.info.lifetime_s != was.info.lifetime_s:
         member = with_expected_end(member, now)
     state = with_member(state, member)
@@ -101,6 +104,7 @@ def _join(
     joined = LogEntry("joined", {"node": node, "domain": report.info.domain})
     actions: list[JobAction] = [joined]
     former = state.members.get(node)
+    state = with_returned(state, node)
     if former is not None:
         why = "came back as a new incarnation"
         retired = (*state.retired, (node, former.report.info.incarnation))[-RETIRED:]
@@ -113,6 +117,9 @@ def _join(
     if state.ending is None and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
         state, launch = launch_nodes(state, (node,))
         actions += launch
+    if report.inventory and state.phase is JobPhase.RUNNING and state.trimmed >= state.epoch:
+        step = state.assignment.step if state.assignment is not None else -1
+        actions.append(Send(node, m.Trim(state.epoch, step)))
     actions += [order for order in _missed_orders(state, node) if order not in actions]
     return state, tuple(actions)
 
@@ -149,14 +156,17 @@ def _heartbeats(state: JobState, event: Heartbeats, now: float) -> JobTransition
         report = member.report
         if (report.step, report.microbatch) != (beat.step, beat.microbatch):
             report = replace(report, step=beat.step, microbatch=beat.microbatch)
-        members[beat.node] = replace(member, seen=now, report=report)
+        members[beat.node] = replace(member, seen=now, report=report, refused=False)
         accepted.append(beat)
     if accepted:
         state = state.of(members=members)
     for beat in accepted:
         state = observe_backup(observe_speed(state, beat), beat)
     times = (one.forward_s + one.backward_s for beat in accepted for one in beat.measured)
-    seen = state.seen.grown(microbatch_s=max(times, default=0.0))
+    rtt_s = min(MOST_RTT_S, max((beat.rtt_s for beat in accepted), default=0.0))
+    seen = state.seen.grown(
+        microbatch_s=max(times, default=0.0), rtt_s=rtt_s if rtt_s >= LEAST_RTT_S else 0.0
+    )
     state = state if seen is state.seen else state.of(seen=seen)
     return state, tuple(fenced), "former member" if fenced else ""
 
@@ -167,6 +177,14 @@ def _connection_closed(state: JobState, event: ConnectionClosed, now: float) -> 
         return state, (), ""
     state = with_member(state, replace(member, connected=False, closed_at=now))
     return state, (), f"{event.node}: connection closed"
+
+
+def _port_refused(state: JobState, event: PortRefused, now: float) -> JobTransition:
+    member = state.members.get(event.node)
+    if member is None or member.connected or member.report.info.incarnation != event.incarnation:
+        return state, (), ""
+    state = with_member(state, replace(member, refused=True))
+    return state, (), f"{event.node}: its port refuses connections"
 
 
 def _drain_requested(state: JobState, event: DrainRequested, now: float) -> JobTransition:
@@ -235,8 +253,10 @@ def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: floa
 def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTransition:
     # All members reconnect at once, so more members get more time.
     late = now + state.limits.adopt_s + len(state.members) / MAX_HEARTBEATS_PER_S
+    # A member that is not back by then is silent.
+    seen = late - state.limits.lease_s
     members = {
-        node: replace(member, connected=False, closed_at=late, seen=late)
+        node: replace(member, connected=False, closed_at=late, seen=seen, refused=False)
         for node, member in state.members.items()
     }
     actions: list[JobAction] = [LogEntry("adopted", {"epoch": state.epoch})]
@@ -244,7 +264,8 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
         actions.append(state.ending)
     parts = state.checkpoint_parts
     actions += [CommitCheckpoint(step) for step, slots in parts if _is_complete(state, slots)]
-    return state.of(members=members), tuple(actions), "took the job over"
+    state = without_doubt(state.of(members=members))
+    return state, tuple(actions), "took the job over"
 
 
 EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
@@ -252,6 +273,7 @@ EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
     Heartbeat: lambda state, beat, now: _heartbeats(state, Heartbeats((beat,)), now),
     Heartbeats: _heartbeats,
     ConnectionClosed: _connection_closed,
+    PortRefused: _port_refused,
     DrainRequested: _drain_requested,
     m.Notice: drain.notice_received,
     m.StepDone: _step_finished,

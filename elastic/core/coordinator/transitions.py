@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.coordinator.event_handlers import EVENT_HANDLERS
-from elastic.core.job import quarantine
+from elastic.core.job import absent_nodes, liveness, quarantine
 from elastic.core.job.epoch_change import (
     begin_change,
     consider_joining,
@@ -41,7 +41,6 @@ from elastic.core.job.state import (
     JobState,
     JobTransition,
     LogEntry,
-    LossKind,
     Member,
     Send,
 )
@@ -86,7 +85,7 @@ def record_event(state: JobState, event: Any, now: float) -> JobTransition:
         return state, actions, reason
     new = {name: getattr(limits, name) for name in limits.__slots__}
     changed = {name: s for name, s in new.items() if s != getattr(before, name, None)}
-    measured = {name: getattr(state.seen, name) for name in ("step_s", "microbatch_s", "pause_s")}
+    measured = {name: getattr(state.seen, name) for name in state.seen.__slots__}
     entry = LogEntry("timeouts", changed | {"measured": measured})
     return state.of(timeouts=limits), (*actions, entry), reason
 
@@ -128,30 +127,26 @@ def apply_rules(state: JobState, now: float) -> JobTransition:
 
 
 def _drop_lost_members(state: JobState, now: float) -> JobTransition | None:
-    """Drop a member that is lost: silent, disconnected too long, or disconnected and accused.
-
-    After the end of the job no member is lost. If the coordinator is late, the limits grow by its
-    delay, up to one lease, because messages of the member may wait in the queue.
-    """
+    """Drop the members that are lost (`elastic.core.job.liveness`). After the end of the job no
+    member is lost."""
     if state.ending is not None:
         return None
-    late_s = min(state.late_s, state.policy.lease_s)
-    suspects = {node for mb in state.members.values() for node in mb.report.suspects}
-    for node, member in state.members.items():
-        why, loss = "", LossKind.CLOSED
-        if not member.connected and now >= member.closed_at:
-            if node in suspects:
-                why = "connection closed and neighbours lost contact"
-            elif now - member.closed_at >= state.limits.closed_s + late_s:
-                why = "connection closed"
-        if not why and now - member.seen > state.policy.lease_s + late_s:
-            why, loss = f"silent for {now - member.seen:.1f} s", LossKind.SILENT
-        if why:
-            entry = LogEntry("lost", {"node": node, "loss": loss.value, "why": why})
-            fence = Send(node, m.Fenced(f"lost: {why}"))
-            state, findings = node_lost(without_member(state, node, now, left=1), node, why, now)
-            return state, (entry, fence, *findings), f"{node} lost: {why}"
-    return None
+    found = liveness.survey(state, now)
+    doubt = liveness.judge_own_network(state, found, now)
+    if doubt is not None:
+        return doubt
+    believed = liveness.believed_losses(state, found, now)
+    if not believed:
+        return None
+    actions: list[JobAction] = []
+    for loss in believed:
+        node, why = loss.node, loss.why
+        entry = LogEntry("lost", {"node": node, "loss": loss.kind.value, "why": why})
+        state, findings = node_lost(without_member(state, node, now, left=1), node, why, now)
+        if not loss.proven:
+            state = liveness.without_doubt(absent_nodes.with_absent(state, node, now))
+        actions += [entry, Send(node, m.Fenced(f"lost: {why}")), *findings]
+    return state, tuple(actions), "; ".join(f"{one.node} lost: {one.why}" for one in believed)
 
 
 def _end(state: JobState, now: float) -> JobTransition | None:
@@ -310,7 +305,7 @@ def _running(state: JobState, now: float) -> JobTransition | None:
         step = state.assignment.step if state.assignment is not None else -1
         sends = [Send(node, m.Trim(state.epoch, step)) for node in state.members]
         entry = LogEntry("protected", {"epoch": state.epoch})
-        return state.of(trimmed=state.epoch), (*sends, entry), "protected"
+        return state.of(trimmed=state.epoch, absent=()), (*sends, entry), "protected"
     return (
         _drain(state, now)
         or drain.replace_hinted_nodes(state, now)
@@ -378,6 +373,8 @@ def _join(state: JobState, now: float) -> JobTransition | None:
 
 
 def _paused(state: JobState, now: float) -> JobTransition | None:
+    if state.missing is not None and not absent_nodes.returned_nodes(state):
+        return absent_nodes.end_if_hopeless(state, now)
     return quarantine.release_expired(state, now) or resume_if_feasible(state, now)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from elastic.core.job import join_policy, quarantine
+from elastic.core.job import absent_nodes, join_policy, quarantine
 from elastic.core.job.goodput import nonfinite_entries, step_entry
 from elastic.core.job.measured_conditions import backup_conditions
 from elastic.core.job.membership import end_job
@@ -44,7 +44,7 @@ from elastic.core.job.state import (
 from elastic.core.job.stragglers import slowdowns
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
-from elastic.core.recovery import divergence, partial_replay, recovery
+from elastic.core.recovery import divergence, lineage, partial_replay, recovery
 from elastic.domain.errors import EXIT_UNRECOVERABLE, FieldError, InfeasiblePlan, Unrecoverable
 from elastic.domain.types import Plan, StepRecord
 from elastic.planning.plan.schemes import state_of
@@ -167,7 +167,9 @@ def _decide_plan(state: JobState, now: float) -> JobTransition:
             return state, (*entries, *actions), reason
         entry = LogEntry("paused", {"epoch": state.epoch, "why": str(error)})
         return state.of(phase=JobPhase.PAUSED, change=change), (entry,), f"paused: {error}"
-    except (Unrecoverable, FieldError) as error:
+    except Unrecoverable as error:
+        return absent_nodes.wait_or_fail(state, change, error, now)
+    except FieldError as error:
         state, actions = end_job(state, JobPhase.FAILED, error.exit_code, str(error))
         return state, actions, f"the job cannot go on: {error}"
     state, actions, reason = _install(state, replace(change, decided=now), assignment)
@@ -214,11 +216,12 @@ def _judge_divergence(state: JobState) -> tuple[JobState, tuple[JobAction, ...],
 def _solve(state: JobState, plan: Plan) -> recovery.Assignment:
     """Return the assignment for `plan` from the reported copies. Raises Unrecoverable."""
     assert state.spec is not None
-    reported = [copy for mb in state.members.values() for copy in mb.report.inventory]
+    reported = (copy for mb in state.members.values() for copy in mb.report.inventory)
+    proven = lineage.proven(reported, state.starts, newest_epoch=state.epoch, trimmed=state.trimmed)
     assignment = recovery.solve(
         plan=plan,
         spec=state.spec,
-        inventory=divergence.allowed(reported, state.distrusted),
+        inventory=divergence.allowed(proven, state.distrusted),
         records=_records(state),
         vaults=tuple((mb.node, mb.report.info.vault) for mb in state.members.values()),
         checkpoint=state.checkpoint,
@@ -254,6 +257,8 @@ def _install(
         ),
         checkpoint_parts=tuple(p for p in state.checkpoint_parts if p[0] <= assignment.step),
         reconsider_at=0.0,
+        starts=lineage.with_start(state.starts, state.epoch, assignment.step),
+        missing=None,
         logged_step=newest if unlogged else min(state.logged_step, newest),
     )
     entry = {

@@ -63,6 +63,8 @@ class Policy:
     profile: Profile | None = None
     """Costs of the layers per device type; None: the script's own figures."""
     health: HealthLimits = field(default_factory=HealthLimits)
+    standbys: bool = False
+    """Whether other coordinators may take over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,9 @@ class Member:
     """Newest notice of the node's agent, unless the agent withdrew it."""
     hint_used: bool = False
     """Whether an epoch change was begun because of the hint in `notice`."""
+    refused: bool = False
+    """Whether the port of its vault refused a connection after the stream closed: its agent has
+    ended."""
 
     @property
     def node(self) -> str:
@@ -206,6 +211,19 @@ class EpochChange:
 
 
 @dataclass(frozen=True, slots=True)
+class MissingCopies:
+    """Copies without which the job cannot continue, and which absent nodes may still have."""
+
+    error: str
+    """Layers and the copies that they lack."""
+    code: int
+    """Exit code of the job if no node returns in time."""
+    nodes: tuple[str, ...]
+    """Absent nodes."""
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
 class JobFinished:
     """End of the job; as an action, an order to write the summary."""
 
@@ -294,6 +312,22 @@ class JobState:
     """Longest measured times, from which the limits on waiting are computed."""
     timeouts: Timeouts | None = None
     """Limits on waiting that were logged last; None: the defaults, not logged yet."""
+    doubt_since: float = 0.0
+    """Time since which the coordinator hears only a minority of the nodes and blames itself; 0: it
+    blames the nodes."""
+    minority_since: float = 0.0
+    """Time since which a minority is heard during the doubt; 0: nobody is heard, or no doubt."""
+    doubt_reported: bool = False
+    """Whether the doubt lasts so long that it is reported."""
+    yielded_at: float = 0.0
+    """Time of the newest decision to give up the lead."""
+    starts: tuple[tuple[int, int], ...] = ()
+    """(epoch, first step) of the newest epochs, by which old copies are judged
+    (`elastic.core.recovery.lineage`)."""
+    absent: tuple[tuple[str, float], ...] = ()
+    """(node, time of its loss) of lost nodes that may live and have copies of the present state."""
+    missing: MissingCopies | None = None
+    """Reason why a paused job waits for absent nodes; None: it does not."""
 
     @property
     def limits(self) -> Timeouts:
@@ -331,6 +365,14 @@ class Heartbeats:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionClosed:
+    node: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class PortRefused:
+    """The port of a disconnected node's vault refuses connections."""
+
     node: str
     incarnation: str
 
@@ -397,6 +439,11 @@ class CommitCheckpoint:
     step: int
 
 
-JobAction = Send | LogEntry | JobFinished | ChangeCompleted | CommitCheckpoint
+@dataclass(frozen=True, slots=True)
+class YieldLead:
+    """Order to give up the lead, so that another coordinator can take over."""
+
+
+JobAction = Send | LogEntry | JobFinished | ChangeCompleted | CommitCheckpoint | YieldLead
 JobTransition = tuple[JobState, tuple[JobAction, ...], str]
 """(state, actions, reason)"""

@@ -193,7 +193,10 @@ class EndAgent:
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Forget everything, vault included, and join again as a new incarnation."""
+    """Forget everything, and join again as a new incarnation."""
+
+    keep_vault: bool
+    """Whether the new incarnation offers the copies in the vault. Without, the vault is emptied."""
 
 
 NodeAction = (
@@ -324,13 +327,14 @@ def transition(state: NodeState, event: Any, now: float) -> NodeTransition:
         case m.Stop():
             actions = (SendToWorkers(event), EndAgent(service_exit(event.code)))
             return state, actions, "the job is over for this node"
-        case m.Fenced() if state.phase is Phase.EMPTY:
+        case m.Fenced() if state.phase is Phase.EMPTY and not state.epoch:
             return state, (SendReport(),), f"nothing to give up: {event.reason}"
         case m.Fenced():
             reason = f"no longer a member: {event.reason}"
-            return state, (KillWorkers(event.reason), Rejoin()), reason
+            return state, (KillWorkers(event.reason), Rejoin(keep_vault=True)), reason
         case m.Released():
-            return state, (KillWorkers(event.reason), Rejoin()), f"released: {event.reason}"
+            actions = (KillWorkers(event.reason), Rejoin(keep_vault=False))
+            return state, actions, f"released: {event.reason}"
         case WorkerMessage():
             return _worker_message(state, event, now)
         case WorkerExited():

@@ -346,6 +346,8 @@ class Heartbeat:
     microbatch: int
     measured: tuple[MicrobatchTiming, ...] = ()
     """Newest compute times of each worker that has a stage."""
+    rtt_s: float = 0.0
+    """Least round-trip time to the coordinator in the last measurements; 0: unknown."""
 
 
 BACKUP_SHORT, COPY_CORRUPT = "backup-short", "copy-corrupt"
@@ -401,7 +403,8 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """The node is not a member: end the workers, drop the vault, join as a new incarnation."""
+    """The node is not a member: end the workers, and join as a new incarnation that offers the
+    copies in its vault."""
 
     reason: str
 

@@ -126,6 +126,8 @@ def headline(answer: Answer) -> str:
     parts.append(f"{training} nodes train, {len(answer['nodes']) - training} spare")
     if answer.get("term"):
         parts.append(f"coordinator term {answer['term']}")
+    if answer.get("attention"):
+        parts.append(answer["attention"])
     return ", ".join(parts)
 
 

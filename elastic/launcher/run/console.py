@@ -164,6 +164,15 @@ def _divergence_line(event: Entry) -> str:
     return f"warning: {text}" + ("" if event.get("fatal") else "; the step runs again")
 
 
+def _doubt_line(event: Entry) -> str:
+    return f"warning: {event.get('why', '?')}; it waits for the nodes, and training continues"
+
+
+def _doubt_over_line(event: Entry) -> str:
+    heard = f"{event.get('heard', '?')} of {event.get('nodes', '?')} nodes"
+    return f"the coordinator hears {heard} again, after {event.get('seconds', '?')} s"
+
+
 EVENT_LINES = {
     "nonfinite": _nonfinite_line,
     "divergence": _divergence_line,
@@ -172,6 +181,9 @@ EVENT_LINES = {
     "copy-corrupt": _corrupt_line,
     "health": _health_line,
     "preflight": _preflight_line,
+    "doubt": _doubt_line,
+    "doubt-over": _doubt_over_line,
+    "paused": lambda event: f"paused: {event.get('why', '?')}",
 }
 """Functions that make the line of an event, by kind; "": the event is not printed."""
 

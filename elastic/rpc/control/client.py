@@ -36,6 +36,8 @@ from elastic.rpc.control.channel_options import (
 from elastic.rpc.control.envelope import (
     CALL,
     CHALLENGE,
+    PING,
+    PONG,
     SESSION,
     Envelope,
     Rejected,
@@ -48,6 +50,7 @@ from elastic.rpc.control.envelope import (
     unpack_call,
 )
 from elastic.rpc.control.event_loop import Dispatcher, ended, event_loop, run
+from elastic.rpc.control.round_trips import RoundTrips
 from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.token_proof import answer, digest, new_nonce, proved
@@ -103,6 +106,7 @@ class CoordinatorSession:
         self._active_term = 0
         self._left: set[Any] = set()
         """Streams that were cancelled in favour of a newer coordinator's."""
+        self._round_trips = RoundTrips()
         self._silent: set[str] = set()
         """Addresses whose silence is in the log already."""
         self._dispatcher = Dispatcher(f"rpc-{sender}")
@@ -111,6 +115,11 @@ class CoordinatorSession:
     @property
     def up(self) -> bool:
         return self._outbox is not None
+
+    @property
+    def rtt_s(self) -> float:
+        """Least round-trip time to the coordinator in the newest measurements; 0: unknown."""
+        return self._round_trips.least_s
 
     def send(self, message: Any, epoch: int) -> bool:
         """Queue a message. Return False, without queueing, if there is no stream. Thread-safe."""
@@ -182,7 +191,7 @@ class CoordinatorSession:
 
     async def _stream(self, address: str, call: Any) -> None:
         """Use one stream until it ends."""
-        writer: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[None]] = []
         reason = "closed"
         try:
             await call.wait_for_connection()
@@ -190,8 +199,11 @@ class CoordinatorSession:
                 reason = "another coordinator is followed"
                 return
             outbox: asyncio.Queue[Envelope] = asyncio.Queue()
-            writer = asyncio.create_task(_write(outbox, call))
+            tasks.append(asyncio.create_task(_write(outbox, call)))
             self._outbox = outbox
+            ping = Envelope(self.term, 0, PING, b"", self.sender)
+            send_ping = partial(outbox.put_nowait, ping)
+            tasks.append(asyncio.create_task(self._round_trips.measure(send_ping)))
             self._dispatcher.post(self._on_up)
             newest = 0
             async for data in call:
@@ -217,8 +229,8 @@ class CoordinatorSession:
         finally:
             call.cancel()
             self._left.discard(call)
-            if writer is not None:
-                writer.cancel()
+            for task in tasks:
+                task.cancel()
             if call is self._active:
                 self._unfollow(reason)
             else:
@@ -246,12 +258,17 @@ class CoordinatorSession:
             REJECTIONS.count("agent", Reason.STALE, address, what)
             return
         self.term = envelope.term
+        if envelope.kind == PONG:
+            self._round_trips.answered()
+            return
         try:
             message = unpack(envelope)
         except FieldError as error:
             log.error("the coordinator sent a message that cannot be read: %s", error)
             return
         if isinstance(message, Rejected):
+            if message.kind == PING:  # an older coordinator; there will be no other ping
+                return
             log.error("the coordinator could not read a %s: %s", message.kind, message.text)
             return
         self._dispatcher.post(partial(self._on_message, message, envelope))

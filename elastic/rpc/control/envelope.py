@@ -32,6 +32,9 @@ PIECE_BYTES = 1 << 20
 sender that it has not authenticated yet."""
 PIECE = "Piece"
 """Kind of all envelopes of a long body except the last, which has the message's kind."""
+PING, PONG = "Ping", "Pong"
+"""Kinds of empty envelopes on a session: the server answers a ping at once with a pong. The thread
+of the coordinator takes no part, so the time between them is that of the network."""
 MAX_CALL_BYTES = 64 << 10
 """Largest question of the command line."""
 CHALLENGE = "challenge"

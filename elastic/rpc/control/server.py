@@ -37,6 +37,8 @@ from elastic.rpc.control.envelope import (
     MAX_BODY_BYTES,
     MAX_CALL_BYTES,
     PIECE,
+    PING,
+    PONG,
     SERVICE,
     Envelope,
     Rejected,
@@ -82,6 +84,10 @@ class ClientSession:
         envelope = self._encoder.pack(message, term=self._term(), epoch=epoch, node=self.sender)
         event_loop().call_soon_threadsafe(self._outbox.put_nowait, envelope)
         return True
+
+    def answer_ping(self) -> None:
+        """Send a pong. Call this on the event loop."""
+        self._outbox.put_nowait(Envelope(self._term(), 0, PONG, b""))
 
     async def write_to(self, context: Any) -> None:
         """Send the queued messages until cancelled."""
@@ -219,6 +225,9 @@ class Server:
                 size = f"{len(begun)} bytes and more"
                 REJECTIONS.count(PORT, Reason.OVERSIZE, session, size)
                 raise FieldError("body", size, f"at most {MAX_BODY_BYTES}")
+            if envelope.kind == PING:
+                session.answer_ping()
+                continue
             if envelope.kind == PIECE:
                 continue
             envelope, begun = replace(envelope, body=bytes(begun)), bytearray()

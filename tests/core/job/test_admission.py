@@ -156,7 +156,7 @@ def test_a_silent_members_name_is_free_after_the_lease() -> None:
 def test_after_a_failover_members_have_time_to_reconnect_before_their_names_are_free() -> None:
     state = without_lease(running())
     state, _, _ = transition(state, CoordinatorFailover(), state.updated_at)
-    after, actions, _ = transition(state, rejoin_report(state, "other"), state.updated_at + 0.5)
+    after, actions, _ = transition(state, rejoin_report(state, "other"), state.updated_at + 0.4)
     assert after.members["node1"] == state.members["node1"]
     assert any(isinstance(a, Send) and isinstance(a.message, JoinRefused) for a in actions)
     newcomer, start = rejoin_report(state, "other"), state.updated_at

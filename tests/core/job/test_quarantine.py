@@ -80,12 +80,9 @@ def test_a_quarantine_ends_if_no_other_node_is_left() -> None:
     state, _ = crash_workers(running(2), "node1", "signal 11", LIMITS.crashes)
     state = settled(state, "node1")
     assert state.plan is not None and state.plan.nodes() == ("node0",)
-    state, _, _ = transition(
-        state,
-        job.ConnectionClosed("node0", state.members["node0"].report.info.incarnation),
-        state.updated_at,
-    )
-    state, _, _ = transition(state, job.Tick(), state.updated_at + 0.3)
+    incarnation = state.members["node0"].report.info.incarnation
+    for event in (job.ConnectionClosed, job.PortRefused):
+        state, _, _ = transition(state, event("node0", incarnation), state.updated_at)
     assert state.phase is JobPhase.HALTING and "node0" not in state.members
     halted = replace(state.members["node1"].report, epoch=state.epoch, phase=NodePhase.HALTED)
     state, actions, _ = transition(state, halted, state.updated_at + 0.1)

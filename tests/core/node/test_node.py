@@ -207,9 +207,13 @@ def test_the_reported_error_is_the_cause() -> None:
 
 
 def test_fenced() -> None:
-    """A node with state begins anew; an empty one only reports again."""
+    """A node with state begins anew and offers its copies; an empty one only reports again."""
     _, actions, _ = transition(play(*RUN), m.Fenced("silent"), 11.0)
-    assert actions == (node_core.KillWorkers("silent"), node_core.Rejoin())
+    assert actions == (node_core.KillWorkers("silent"), node_core.Rejoin(keep_vault=True))
+    _, actions, _ = transition(play(m.Halt(2)), m.Fenced("silent"), 11.0)
+    assert actions == (node_core.KillWorkers("silent"), node_core.Rejoin(keep_vault=True))
+    _, actions, _ = transition(play(*RUN), m.Released("drained"), 11.0)
+    assert actions == (node_core.KillWorkers("drained"), node_core.Rejoin(keep_vault=False))
     _, actions, _ = transition(play(), m.Fenced("who?"), 11.0)
     assert actions == (node_core.SendReport(),)
 

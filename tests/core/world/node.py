@@ -39,7 +39,12 @@ class Link:
     def _later(self, way: int, action: Callable[[], None]) -> None:
         """Run `action` after some latency, in order, if the stream is still open."""
         self._at[way] = max(self._at[way], self.world.now + self.world.soon(0.001, 0.006))
-        self.world.at(self._at[way] - self.world.now, lambda: action() if self.open else None)
+
+        def arrive() -> None:
+            if self.open and not self.world.uplink_cut:
+                action()
+
+        self.world.at(self._at[way] - self.world.now, arrive)
 
 
 @dataclass
@@ -74,6 +79,7 @@ class Agent:
         self.steps: list[m.StepDone] = []
         self._generation = 0
         self._incarnations = itertools.count()
+        self.vault, self.fence = Vault(name), 0
         self._begin()
 
     def _begin(self) -> None:
@@ -83,7 +89,7 @@ class Agent:
             self.name, incarnation, f"{self.name}:1", workers=self.world.tp, lifetime_s=lifetime_s
         )
         self.state = core.NodeState(info)
-        self.vault, self.fence, self.workers = Vault(self.name), 0, list[Worker]()
+        self.workers = list[Worker]()
         self._speak: dict[int, float] = {}
 
     def start(self) -> None:
@@ -97,7 +103,7 @@ class Agent:
     def connect(self) -> None:
         if not self.alive or self.link is not None:
             return
-        if not self.world.coordinator.up:
+        if not self.world.coordinator.up or self.world.uplink_cut:
             self.world.at(self.world.soon(0.05, 0.4), self.connect)
             return
         self.link = Link(self.world, self)
@@ -233,8 +239,10 @@ class Agent:
             case core.EndAgent():
                 self.alive = False
                 self.disconnect()
-            case core.Rejoin():
+            case core.Rejoin(keep_vault):
                 self._generation += 1
+                if not keep_vault:
+                    self.vault, self.fence = Vault(self.name), 0
                 self._begin()
                 self.report()
 
@@ -297,8 +305,12 @@ class Agent:
             worker.die(-9, silent=silent)
         if silent:
             self.link = None
-        else:
-            self.disconnect()
+            return
+        self.disconnect()
+        incarnation = self.state.info.incarnation
+        self.world.at(
+            self.world.soon(0.001, 0.05), lambda: self.world.coordinator.refused(self, incarnation)
+        )
 
     def cut_off(self, seconds: float) -> None:
         self.cut_until = max(self.cut_until, self.world.now + seconds)

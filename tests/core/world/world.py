@@ -18,6 +18,7 @@ from elastic.core.coordinator.transitions import RULES, transition
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState, Policy
 from elastic.core.protocol import messages as m
+from elastic.core.recovery.lineage import proven
 from elastic.core.recovery.recovery import solve
 from elastic.domain import codec
 from elastic.domain.errors import Unrecoverable
@@ -40,7 +41,9 @@ class Fault:
     partition: no message passes for `seconds`. blip: the stream to the coordinator breaks.
     coordinator-kill: the coordinator restarts after `seconds` from its saved state.
     coordinator-save: the same, but it dies between saving and acting.
-    coordinator-stall: it stops for `seconds`. drain: with `seconds` of notice. join: a new node.
+    coordinator-stall: it stops for `seconds`. coordinator-cut: no message passes between it and the
+    nodes for `seconds`, after which all streams break. reset: all streams break.
+    drain: with `seconds` of notice. join: a new node.
     """
 
     kind: str
@@ -74,6 +77,8 @@ class World:
         self.trail: list[str] = []
         self.faults: list[str] = []
         self.vaults_lost, self.alone = 0, False
+        self.uplink_cut_until = 0.0
+        """Time until which the coordinator's network is cut."""
         defaults = {"min_nodes": nodes, "max_nodes": 9, "workers_per_node": tp}
         self.coordinator = CoordinatorShell(self, Policy(**{**defaults, **policy}))
         for _ in range(nodes):
@@ -102,8 +107,14 @@ class World:
     def check_end(self) -> None:
         """The job finished, or waits because no node can train, or failed for a good reason."""
         state = self.coordinator.state
+        if state.doubt_since:
+            assert not any(agent.reachable for agent in self.living), "nodes can be heard"
+            return
         if state.phase is JobPhase.WAITING:
             assert len(state.members) < state.policy.min_nodes, "enough nodes wait for nothing"
+            return
+        if state.missing is not None and state.phase is JobPhase.PAUSED:
+            assert self.unbacked, "waiting for nodes although a backup was left"
             return
         if state.phase is JobPhase.PAUSED:
             usable = [a.name for a in self.living if a.state.able and a.name in state.members]
@@ -137,6 +148,11 @@ class World:
         self.alone |= any(name in plan.nodes() and plan.peer_of(name) is None for plan in plans)
 
     @property
+    def uplink_cut(self) -> bool:
+        """Whether the coordinator's network is cut."""
+        return self.now < self.uplink_cut_until
+
+    @property
     def over(self) -> bool:
         return self.coordinator.up and self.coordinator.state.phase in OVER and not self.living
 
@@ -164,6 +180,9 @@ class World:
             return
         if fault.kind == "join":
             self.add_node()
+        elif fault.kind == "reset":
+            for agent in self.living:
+                agent.blip()
         elif self.living:
             agent = self.living[fault.node % len(self.living)]
             self._hit(agent, fault)
@@ -222,6 +241,18 @@ class CoordinatorShell:
             self.backlog.append((link, message))
             return
         self._take(link, message)
+
+    def refused(self, agent: Agent, incarnation: str) -> None:
+        """The port of a dead agent refuses connections. The coordinator tries it again and again
+        while the agent's stream is closed."""
+        member = self.state.members.get(agent.name)
+        if member is None or member.report.info.incarnation != incarnation:
+            return
+        reachable = self.up and not self.world.uplink_cut
+        if reachable and not member.connected and self.world.now >= self.stalled_until:
+            self._apply(job.PortRefused(agent.name, incarnation))
+        else:
+            self.world.at(0.1, lambda: self.refused(agent, incarnation))
 
     def _tick(self) -> None:
         self.world.at(TICK_S, self._tick)
@@ -295,6 +326,9 @@ class CoordinatorShell:
         if kind == "coordinator-stall":
             self.stalled_until = self.world.now + seconds
             self.world.at(seconds, self._wake)
+        elif kind == "coordinator-cut":
+            self.world.uplink_cut_until = max(self.world.uplink_cut_until, self.world.now + seconds)
+            self.world.at(seconds + 0.001, self._uplink_back)
         elif kind == "coordinator-save":
             self.die_at_save = seconds
         elif self.up:
@@ -309,6 +343,11 @@ class CoordinatorShell:
         for agent in self.world.living:
             agent.disconnect()
         self.world.at(seconds, self._return)
+
+    def _uplink_back(self) -> None:
+        if not self.world.uplink_cut:
+            for agent in self.world.living:
+                self.world.at(self.world.soon(0.0, 2.5), agent.blip)
 
     def _return(self) -> None:
         self.up = True
@@ -385,15 +424,20 @@ class CoordinatorShell:
             return
         away = agent.away_s(before.policy.lease_s)
         assert away > before.limits.closed_s, f"healthy {node} is fenced at {self.world.now}"
-        self.world.lose_vault(node)
 
     def _check_failure(self) -> None:
-        """A job fails only if the vaults of all members together do not suffice."""
+        """A job fails only if the vaults of all living nodes together do not suffice."""
         state = self.state
         assert state.spec is not None and self.world.vaults_lost, (
             "failed although no vault was lost"
         )
-        inventory = tuple(c for node in state.members for c in self.world.agents[node].inventory())
+        living = [agent for agent in self.world.agents.values() if agent.alive]
+        inventory = proven(
+            (copy for agent in living for copy in agent.inventory()),
+            state.starts,
+            newest_epoch=state.epoch,
+            trimmed=state.trimmed,
+        )
         records = tuple(w.record for a in self.world.agents.values() for w in a.workers if w.record)
         assert state.plan is not None
         try:
@@ -402,7 +446,7 @@ class CoordinatorShell:
                 spec=state.spec,
                 inventory=inventory,
                 records=records,
-                vaults=tuple((n, "") for n in state.members),
+                vaults=tuple((agent.name, "") for agent in living),
                 checkpoint=None,
                 initial_allowed=state.record is None,
                 live={},
