@@ -123,7 +123,8 @@ def report_seen(
     """Record a change in a node's report, which is a sign of progress."""
 
     def progress_of(one: m.NodeReport) -> tuple[Any, ...]:
-        return one.phase, one.epoch, one.protected, one.prefetched, one.restart, len(one.ready)
+        workers = one.restart, one.crash_count, len(one.ready)
+        return one.phase, one.epoch, one.protected, one.prefetched, workers
 
     if progress_of(before) == progress_of(report):
         return state
@@ -322,7 +323,7 @@ def _blame(state: JobState, found: dict[str, str], quiet_s: float, now: float) -
             state, more = _drop(state, node, text, now)
             verb = "drop"
         else:
-            state, more = _leave_out(state, node, FaultClass.PROCESS, text, now)
+            state, more = _leave_out(state, node, text, now)
             state, more = _restart(state, member, text, more)
             verb = "restart"
         actions += [_entry(state, {node: why}, verb, quiet_s), *more]
@@ -353,12 +354,13 @@ def _drop(
 
 
 def _leave_out(
-    state: JobState, node: str, kind: FaultClass, why: str, now: float
+    state: JobState, node: str, why: str, now: float
 ) -> tuple[JobState, tuple[JobAction, ...]]:
     """Quarantine the node, unless no plan fits without it."""
     if is_quarantined(state, node) or not _feasible_without(state, node):
         return state, ()
-    return add_finding(state, node, Finding(kind, HealthAction.QUARANTINE, why, {}, now))
+    finding = Finding(FaultClass.HOST, HealthAction.QUARANTINE, why, {}, now)
+    return add_finding(state, node, finding)
 
 
 def _feasible_without(state: JobState, node: str) -> bool:
@@ -373,7 +375,7 @@ def _new_epoch(
     text, found = f"no progress for {quiet_s:.1f} s; suspect {node}: {why}", {node: why}
     actions: tuple[JobAction, ...] = ()
     if state.watch.stalls:
-        state, actions = _leave_out(state, node, FaultClass.HOST, text, now)
+        state, actions = _leave_out(state, node, text, now)
     action = "leave-out" if actions else "new-epoch"
     entry, state = _entry(state, found, action, quiet_s), _acted(state, now)
     state, more, reason = begin_change(state, Cause(CauseKind.STALLED, text, (node,)), now)
@@ -469,7 +471,7 @@ def retry(state: JobState, now: float) -> JobTransition | None:
     why = f"{watch.blamed[culprit]} epochs failed because of it: {watch.cause}"
     blamed = {node: count for node, count in watch.blamed.items() if node != culprit}
     state = state.of(watch=replace(watch, blamed=blamed))
-    state, actions = _leave_out(state, culprit, FaultClass.HOST, why, now)
+    state, actions = _leave_out(state, culprit, why, now)
     if actions:
         state = state.of(watch=replace(state.watch, retry_at=now))
     return state, actions, f"{culprit} is left out: {why}" if actions else ""

@@ -81,8 +81,8 @@ class Timeouts:
     """Time that the launcher gives the coordinator to end a job without nodes."""
     progress_s: float = 7.5
     """A job without any sign of progress for this long is stalled (the progress watchdog)."""
-    orphan_s: float = 120.0
-    """An agent ends if it reaches no coordinator and its workers do nothing for this long."""
+    orphan_s: float = 300.0
+    """An agent ends if it reaches no coordinator, and nothing runs there, for this long."""
 
 
 def budget(
@@ -118,7 +118,7 @@ def budget(
         overdue_s=max(30.0, silence * 10),
         alone_s=silence * 2,
         progress_s=max(silence * 2.5, seen.microbatch_s * 20, seen.step_s * 5),
-        orphan_s=max(60.0, silence * 40),
+        orphan_s=max(60.0, silence * 100),
     )
 
 
