@@ -61,7 +61,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import EXIT_FAILURE
 
-PAUSES_S = (0.0, 0.0, 2.0, 8.0, 50.0, 60.0)
+PAUSES_S = (0.0, 0.0, 0.0, 10.0, 50.0, 60.0)
 """Pause before the next attempt, by the number of failed epochs; the last one repeats."""
 BLAMED_EPOCHS = 2
 """A node that is blamed for this many failed epochs, more than any other node, is left out."""
@@ -312,7 +312,8 @@ def _report(
 
 
 def _blame(state: JobState, found: dict[str, str], quiet_s: float, now: float) -> JobTransition:
-    """Restart the workers of the suspects and leave the nodes out; drop those that disobey."""
+    """Restart the workers of the suspects and leave the nodes out; drop those that disobey. Begin a
+    new epoch, unless all nodes halt already."""
     actions: list[JobAction] = []
     reasons: list[str] = []
     for node, why in found.items():
@@ -328,7 +329,12 @@ def _blame(state: JobState, found: dict[str, str], quiet_s: float, now: float) -
             verb = "restart"
         actions += [_entry(state, {node: why}, verb, quiet_s), *more]
         reasons.append(f"{node}: {text}")
-    return _acted(state, now), tuple(actions), "; ".join(reasons)
+    state, reason = _acted(state, now), "; ".join(reasons)
+    if state.phase is JobPhase.HALTING and state.change and not state.change.boundary:
+        return state, tuple(actions), reason
+    cause = Cause(CauseKind.STALLED, reason, tuple(found))
+    state, orders, reason = begin_change(state, cause, now)
+    return state, (*actions, *orders), reason
 
 
 def _restart_key(member: Member) -> str:

@@ -16,8 +16,9 @@ from elastic.core.job.state import CauseKind, JobPhase, JobState
 from elastic.core.policy import progress_watchdog as watchdog
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
+from elastic.core.protocol.timeouts import NO_DURATIONS
 from elastic.domain import codec
-from elastic.domain.types import NodeInfo, StepRecord
+from elastic.domain.types import NodeInfo, Plan, StepRecord, Unit
 from tests.core.coordinator.test_transitions import entries, halt, running, sent
 from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
 from tests.core.world.world import Fault, World
@@ -131,8 +132,10 @@ def test_a_spinning_worker_is_restarted_and_its_node_left_out() -> None:
     assert (stall["suspects"], stall["action"], stall["phase"]) == (["node1"], "restart", "running")
     assert "CPU time without progress" in stall["evidence"]["node1"]
     assert quarantine.is_quarantined(bench.state, "node1")
+    (cause,) = change_of(bench.state).causes
+    assert (cause.kind, cause.nodes) == (CauseKind.STALLED, ("node1",))
     bench.obey("node1")
-    assert change_of(bench.state).causes[-1].kind is CauseKind.HANG
+    bench.report("node1", epoch=2)
     for node in ("node0", "node2"):
         bench.state = halt(bench.state, node)
     assert bench.state.phase is JobPhase.INSTALLING
@@ -157,7 +160,7 @@ def test_a_step_begins_the_bound_anew() -> None:
 
 def test_the_bound_follows_the_measured_step() -> None:
     state = trained()
-    state = state.of(seen=state.seen.grown(step_s=10.0))
+    state = state.of(seen=state.seen.grown(step_s=10.0), timeouts=None)
     bench = Bench(state)
     bench.spin("node1")
     assert not restarts(bench.wait(49.0)) and restarts(bench.wait(2.0)) == ["node1"]
@@ -165,7 +168,7 @@ def test_the_bound_follows_the_measured_step() -> None:
 
 def test_before_the_first_step_the_bound_is_longer() -> None:
     """Its agent counts the CPU time of a first step as progress; this is the case without any."""
-    bench = Bench(running().of(seen=job.LongestDurations()))
+    bench = Bench(running().of(seen=NO_DURATIONS))
     bench.spin("node1")
     assert not restarts(bench.wait(59.0)) and restarts(bench.wait(2.0)) == ["node1"]
 
@@ -197,10 +200,11 @@ def test_the_only_node_is_restarted_but_not_left_out() -> None:
     assert not quarantine.is_quarantined(bench.state, "node0")
 
 
-def _alone(state: JobState) -> Any:
+def _alone(state: JobState) -> Plan:
+    """The plan of a single node."""
     plan = plan_of(state)
     (first, *_) = plan.pipelines
-    stage = replace(first.stages[0], first=0, last=plan.n_layers)
+    stage = replace(first.stages[0], unit=Unit("node0"), first=0, last=plan.n_layers)
     whole = replace(first, stages=(stage,), microbatches=tuple(range(plan.n_microbatches)))
     return replace(plan, pipelines=(whole,), peers=(), spares=())
 
@@ -210,8 +214,6 @@ def _alone(state: JobState) -> Any:
 
 def test_if_all_wait_a_new_epoch_begins() -> None:
     bench = Bench(trained())
-    bench.move("node0")
-    bench.move("node2")
     bench.wait(1.0, "node0", "node2")
     assert not bench.wait(58.0) and bench.state.epoch == 1
     bench.wait(3.0)
@@ -227,19 +229,19 @@ def test_the_second_stall_leaves_the_suspect_out() -> None:
     state = trained()
     bench = Bench(state.of(watch=replace(state.watch, stalls=1)))
     bench.wait(1.0, "node0", "node1")
-    bench.wait(120.0)
+    bench.wait(122.0)
     assert [stall["action"] for stall in bench.kinds("stalled")] == ["leave-out"]
     assert quarantine.is_quarantined(bench.state, "node2")
 
 
 def test_an_accused_node_is_the_suspect() -> None:
-    state = trained(suspected_since=-1e9)
+    state = trained()
     members = dict(state.members)
     report = replace(members["node0"].report, suspects=("node2",))
     members["node0"] = replace(members["node0"], report=report)
-    bench = Bench(state.of(members=members, suspected_since=0.0))
+    bench = Bench(state.of(members=members))
     bench.wait(1.0, "node0", "node2")
-    bench.wait(61.0)
+    bench.wait(62.0)
     assert change_of(bench.state).causes[-1].nodes == ("node2",)
 
 
@@ -309,7 +311,7 @@ def test_a_node_that_does_not_obey_is_dropped() -> None:
 def test_a_node_that_shows_progress_has_time_to_halt() -> None:
     """It publishes large copies."""
     bench = halting()
-    assert not restarts(bench.wait(60.0, "node1"))
+    assert not restarts(bench.wait(60.0, "node1", "node2"))
 
 
 def test_a_coordinator_that_hears_no_answer_suspects_nobody() -> None:
@@ -348,7 +350,7 @@ def test_nobody_is_blamed_while_orders_cannot_be_sent(phase: str) -> None:
     bench = Bench(trained()) if phase == "running" else halting()
     bench.spin("node1")
     bench.held = True
-    assert not restarts(bench.wait(60.0))
+    assert not restarts(bench.wait(60.0, "node2"))
     bench.held = False
     assert not restarts(bench.wait(6.0)) and restarts(bench.wait(2.0)) == ["node1"]
 
@@ -364,13 +366,11 @@ def test_nobody_is_blamed_for_a_late_coordinator() -> None:
 # ---- workers that do not attach -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", [JobPhase.RUNNING, JobPhase.HALTING, JobPhase.PAUSED])
-def test_a_worker_that_hangs_before_it_attaches_is_restarted(phase: JobPhase) -> None:
+def test_a_worker_that_hangs_before_it_attaches_is_restarted() -> None:
     state = trained()
     report = replace(state.members["node2"].report, phase=NodePhase.STARTING, able=False)
     members = {**state.members, "node2": replace(state.members["node2"], report=report)}
     bench = Bench(state.of(members=members, start_s=2.0))
-    bench.state = bench.state.of(phase=phase) if phase is JobPhase.PAUSED else bench.state
     bench.activity["node2"] = "start"
     assert not restarts(bench.wait(14.0, "node0", "node1"))
     assert restarts(bench.wait(2.0, "node0", "node1")) == ["node2"]
@@ -455,7 +455,8 @@ def test_an_error_of_one_node_does_not_end_the_job() -> None:
         fail(bench, suspects=("?",), failures=(FULL,))
         if "node0" not in plan_of(bench.state).nodes():
             break
-    assert bench.state.ending is None and plan_of(bench.state).nodes() == ("node1", "node2")
+    assert bench.state.ending is None
+    assert set(plan_of(bench.state).nodes()) == {"node1", "node2"}
 
 
 def test_failed_epochs_are_at_most_five_per_minute() -> None:

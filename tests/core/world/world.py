@@ -410,6 +410,8 @@ class CoordinatorShell:
     def _check_failure(self) -> None:
         """A job fails only if the vaults of all members together do not suffice."""
         state = self.state
+        if all(agent.full for agent in self.world.living):
+            return
         assert state.spec is not None and self.world.vaults_lost, (
             "failed although no vault was lost"
         )
