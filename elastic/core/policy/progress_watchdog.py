@@ -173,7 +173,7 @@ def check_progress(state: JobState, now: float) -> JobTransition | None:
         return None
     quiet_s = now - max(watch.since, *(_sign_at(state, node) for node in awaited))
     if quiet_s >= bound_s:
-        return _end_stall(state, awaited, quiet_s, bound_s, now)
+        return _end_stall(state, awaited, quiet_s, now)
     if quiet_s >= bound_s / 2 and not watch.reminded:
         return _remind(state, awaited)
     return None
@@ -205,13 +205,11 @@ def _activity(state: JobState, node: str) -> str:
 
 def _awaited(state: JobState, now: float) -> tuple[str, ...]:
     """Return the nodes for which the job waits; () if it waits for none."""
-    members, plan, change = state.members, state.plan, state.change
+    members, plan = state.members, state.plan
     match state.phase:
-        case JobPhase.HALTING if change is not None and not change.boundary:
-            if is_waiting(state, now) or now < state.watch.retry_at:
+        case JobPhase.HALTING:
+            if is_waiting(state, now):
                 return ()
-            return tuple(node for node, mb in members.items() if not _acknowledged(state, mb))
-        case JobPhase.HALTING if change is not None:
             return tuple(node for node, mb in members.items() if not _acknowledged(state, mb))
         case JobPhase.INSTALLING if plan is not None:
             nodes = [node for node in plan.nodes() if node in members]
@@ -219,6 +217,12 @@ def _awaited(state: JobState, now: float) -> tuple[str, ...]:
         case JobPhase.RUNNING if plan is not None:
             return tuple(node for node in plan.nodes() if node in members)
     return ()
+
+
+def _halts_at_once(state: JobState) -> bool:
+    """Return whether all nodes must halt now, and not at the end of the step."""
+    change = state.change
+    return state.phase is JobPhase.HALTING and change is not None and not change.boundary
 
 
 def _acknowledged(state: JobState, member: Member) -> bool:
@@ -243,8 +247,9 @@ def _remind(state: JobState, awaited: tuple[str, ...]) -> JobTransition:
 
 
 def _end_stall(
-    state: JobState, awaited: tuple[str, ...], quiet_s: float, bound_s: float, now: float
+    state: JobState, awaited: tuple[str, ...], quiet_s: float, now: float
 ) -> JobTransition | None:
+    """Act on the evidence; None: all wait for each other, and have more time."""
     found = {node: why for node in awaited if (why := _evidence(state, node, now))}
     busy = [node for node in awaited if _activity(state, node) not in ("", "wait", "idle")]
     oldest = min(found or busy or awaited, key=lambda node: (_sign_at(state, node), node))
@@ -256,7 +261,7 @@ def _end_stall(
     if quiet_s < _patient_s(state):
         return None
     node, why = _suspect(state, awaited, oldest)
-    if state.phase is JobPhase.HALTING and state.change and not state.change.boundary:
+    if _halts_at_once(state):
         return _blame(state, {node: why}, quiet_s, now)  # nothing but its answer is missing
     return _new_epoch(state, node, why, quiet_s, now)
 
@@ -266,13 +271,9 @@ def _evidence(state: JobState, node: str, now: float) -> str:
     member, sign = state.members[node], state.watch.signs.get(node)
     if sign is None or not sign.count:
         return ""  # its agent does not count signs of progress
-    quiet_s = now - max(sign.at, 0.0)
-    spins = sign.activity not in ("wait", "idle") and sign.spun_s > SPIN_SHARE * quiet_s
-    if spins:
+    if sign.activity not in ("wait", "idle") and sign.spun_s > SPIN_SHARE * (now - sign.at):
         return f"its worker uses CPU time without progress ({sign.activity})"
-    change = state.change
-    halting = state.phase is JobPhase.HALTING and change is not None and not change.boundary
-    if halting and not _acknowledged(state, member):
+    if _halts_at_once(state) and not _acknowledged(state, member):
         return f"it has not halted ({member.report.phase.value}, {sign.activity or 'no worker'})"
     return ""
 
@@ -330,7 +331,7 @@ def _blame(state: JobState, found: dict[str, str], quiet_s: float, now: float) -
         actions += [_entry(state, {node: why}, verb, quiet_s), *more]
         reasons.append(f"{node}: {text}")
     state, reason = _acted(state, now), "; ".join(reasons)
-    if state.phase is JobPhase.HALTING and state.change and not state.change.boundary:
+    if _halts_at_once(state):
         return state, tuple(actions), reason
     cause = Cause(CauseKind.STALLED, reason, tuple(found))
     state, orders, reason = begin_change(state, cause, now)
