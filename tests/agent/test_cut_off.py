@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent import service
 from elastic.agent.service import NodeAgent
 from elastic.config import JobConfig, WorkerCommand
-from elastic.core.node.node import CoordinatorAway
 from elastic.domain.types import NodeInfo
 from elastic.launcher.run.rundir import free_port
 from tests.patience import LONG_S
@@ -53,11 +51,9 @@ def test_an_agent_ends_when_it_finds_that_the_job_is_over(agent: NodeAgent, tmp_
     assert run(agent) == 0
 
 
-def test_an_agent_ends_when_no_coordinator_comes_back(
-    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service.core, "CoordinatorAway", lambda away_s: CoordinatorAway(1e6))
+def test_an_agent_ends_when_no_coordinator_comes_back(agent: NodeAgent) -> None:
     agent._handle_disconnected("connection reset")
+    agent._away_since -= agent._state.limits.orphan_s
     assert run(agent) == 1
 
 

@@ -425,7 +425,13 @@ def _with_new_workers(state: NodeState) -> NodeState:
     """Return the node's state with all workers newly started."""
     workers = tuple(WorkerState(alive=True) for _ in range(state.info.workers))
     return replace(
-        state, phase=Phase.STARTING, workers=workers, suspects=(), finished=None, failed=None
+        state,
+        phase=Phase.STARTING,
+        workers=workers,
+        suspects=(),
+        failures=(),
+        finished=None,
+        failed=None,
     )
 
 
@@ -675,8 +681,9 @@ def _restart_workers(state: NodeState, event: m.RestartWorkers) -> NodeTransitio
 def _coordinator_away(state: NodeState, event: CoordinatorAway, now: float) -> NodeTransition:
     """End the agent if no coordinator comes back while nothing runs here."""
     limit_s = state.limits.orphan_s
+    alive = [worker for worker in state.workers if worker.alive]
     # A script that does not use elastic shows no progress; it runs as long as its processes live.
-    working = any(w.alive and (not state.elastic or now - w.moved_at < limit_s) for w in state.workers)
+    working = any(not state.elastic or now - worker.moved_at < limit_s for worker in alive)
     if event.away_s < limit_s or working:
         return state, (), "the coordinator may come back"
     reason = f"no coordinator was reached for {event.away_s:.0f} s, and nothing runs here"
