@@ -26,6 +26,7 @@ from typing import Any
 
 from elastic import lifeline
 from elastic.agent.health.monitor import Monitor
+from elastic.agent.health.paths import PathProber
 from elastic.agent.health.preflight import local_checks, network_checks, score_class
 from elastic.agent.health.preflight_gate import PreflightGate
 from elastic.agent.metrics import AgentMetrics
@@ -106,6 +107,7 @@ class NodeAgent:
         self._gate = PreflightGate(config.preflight, self._check_node, later(self._take_preflight))
         health = later(self._send_health)
         self._monitor = Monitor(self._node, config.directories, health).start()
+        self._paths = PathProber(self._node, config.timeouts, self._monitor.unreachable)
         self._notices = NoticeController(config, self._node, later, self._send, self._report)
         self._metrics = AgentMetrics(new_registry(), str(self._directory), config.checkpoint_dir)
         self._exposition: Exposition | None = None
@@ -188,6 +190,7 @@ class NodeAgent:
         info = replace(self._info, incarnation=incarnation, vault=self._server.address)
         self._state = core.NodeState(info, limits=limits)
         self._gate.shut()
+        self._paths.watch({})
         self._monitor.enter(incarnation, 0)
 
     def run(self) -> int:
@@ -236,6 +239,7 @@ class NodeAgent:
             self._send(message)
         self._report()
         self._notices.resend()
+        self._monitor.connected()
 
     def _send_reliably(self, message: m.StepDone | m.BackupNote | m.CheckpointPart) -> None:
         self._outbox.add(message)
@@ -274,6 +278,7 @@ class NodeAgent:
 
         done = self._later(self._apply_order)
         if not self._partitioned:
+            self._paths.watch(dict(order.vaults))
             threading.Thread(target=work, name="prefetch", daemon=True).start()
 
     def _handle_worker(self, generation: int, rank: int, message: Any) -> None:
@@ -382,6 +387,7 @@ class NodeAgent:
         self._replicator.enter(epoch, assignment)
         self._checkpoints.enter(assignment.plan)
         self._monitor.enter(self._state.info.incarnation, epoch)
+        self._paths.watch(dict(assignment.vaults), assignment.plan)
 
     def _send(self, message: Any) -> None:
         if not self._partitioned:
@@ -491,6 +497,7 @@ class NodeAgent:
         for part in (
             self._notices,
             self._session,
+            self._paths,
             self._monitor,
             self._checkpoints,
             self._replicator,

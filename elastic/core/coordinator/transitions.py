@@ -24,12 +24,14 @@ from elastic.core.coordinator.event_handlers import EVENT_HANDLERS
 from elastic.core.job import quarantine
 from elastic.core.job.epoch_change import (
     begin_change,
+    candidates,
     consider_joining,
     decide_plan,
     resume_if_feasible,
 )
 from elastic.core.job.join_policy import record_pause, without_member
 from elastic.core.job.membership import end_job, launch_nodes
+from elastic.core.job.reachability import path_cause, review_paths
 from elastic.core.job.state import (
     Cause,
     CauseKind,
@@ -107,7 +109,7 @@ def apply_rules(state: JobState, now: float) -> JobTransition:
     actions: list[JobAction] = []
     reasons: list[str] = []
     for _ in range(16):
-        rules = (_end, _drop_lost_members, RULES[state.phase][0])
+        rules = (_end, _drop_lost_members, review_paths, RULES[state.phase][0])
         results = (rule(state, now) for rule in rules if rule is not None)
         result = next((found for found in results if found is not None), None)
         if result is None:
@@ -355,7 +357,8 @@ def _join(state: JobState, now: float) -> JobTransition | None:
         return None
     if not state.joining:
         return consider_joining(state, now)
-    here = tuple(node for node in state.joining if node in state.members)
+    usable = {member.node for member in candidates(state)}
+    here = tuple(node for node in state.joining if node in usable)
     fetching = any(state.members[node].report.prefetched < state.epoch for node in here)
     if fetching and now - state.joining_since < state.limits.prefetch_s:
         return None
@@ -384,6 +387,9 @@ def _fault(state: JobState, now: float) -> Cause | None:
         if peer not in state.members:
             text = f"{peer} lost, which kept the backups of {node}"
             return Cause(CauseKind.LOST, text, (peer,))
+    unreachable = path_cause(state)
+    if unreachable is not None:
+        return unreachable
     if state.suspected_since and now - state.suspected_since > state.limits.contact_s:
         suspects = sorted({node for mb in state.members.values() for node in mb.report.suspects})
         if suspects:

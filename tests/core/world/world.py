@@ -74,6 +74,8 @@ class World:
         self.trail: list[str] = []
         self.faults: list[str] = []
         self.vaults_lost, self.alone = 0, False
+        self.broken: set[tuple[str, str]] = set()
+        """(node, other) of which the first cannot open connections to the second."""
         defaults = {"min_nodes": nodes, "max_nodes": 9, "workers_per_node": tp}
         self.coordinator = CoordinatorShell(self, Policy(**{**defaults, **policy}))
         for _ in range(nodes):
@@ -167,6 +169,25 @@ class World:
         elif self.living:
             agent = self.living[fault.node % len(self.living)]
             self._hit(agent, fault)
+
+    def cut_paths(self, seconds: float, *broken: tuple[str, str]) -> None:
+        """Let the first node of each pair open no connections to the second, for `seconds`.
+        Connections between the two are lost."""
+        self.log(f"FAULT path {broken} for {seconds}")
+        self.broken |= set(broken)
+
+        def heal() -> None:
+            self.log(f"path {broken} is well")
+            self.broken -= set(broken)
+            for agent in self.living:
+                for worker in agent.workers:
+                    worker.poke()
+
+        self.at(seconds, heal)
+
+    def joined(self, one: str, other: str) -> bool:
+        """Whether nodes can exchange data: some library may let either of them connect."""
+        return not {(one, other), (other, one)} & self.broken
 
     def _hit(self, agent: Agent, fault: Fault) -> None:
         match fault.kind:

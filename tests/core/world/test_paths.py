@@ -1,0 +1,89 @@
+"""Whole jobs of four nodes in which one pair of nodes cannot reach each other for a while.
+
+The world's workers cannot train, and vaults cannot send, over the bad path. Agents watch their
+paths by the real rules.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from elastic.core.job.state import JobPhase, JobState
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
+from tests.core.world.world import Fault, World
+
+NODES = tuple(f"node{i}" for i in range(4))
+PAIRS = tuple(itertools.combinations(NODES, 2))
+AWAY_S = 12.0
+BOUND_S = 10.0
+"""After this time with a bad path, training must continue."""
+Moment = Callable[[JobState], bool]
+MOMENTS: dict[str, tuple[Fault | None, Moment]] = {
+    "starting": (None, lambda s: s.phase is JobPhase.LAUNCHED),
+    "training": (None, lambda s: s.phase is JobPhase.RUNNING and s.newest_step == 2),
+    "halting": (
+        Fault("crash", 3.0),
+        lambda s: s.phase is JobPhase.HALTING and s.epoch > 1,
+    ),
+    "installing": (
+        Fault("crash", 3.0),
+        lambda s: s.phase is JobPhase.INSTALLING and s.epoch > 1,
+    ),
+    "joining": (Fault("join", 3.0), lambda s: bool(s.joining)),
+    "boundary": (
+        Fault("join", 3.0),
+        lambda s: s.change is not None and s.change.boundary and s.phase is JobPhase.HALTING,
+    ),
+    "ending": (None, lambda s: s.newest_step == s.spec.n_steps - 2 if s.spec else False),
+}
+
+
+class PathWorld(World):
+    """Cuts paths at a moment, and records when steps and plans came."""
+
+    def __init__(self, moment: Moment, broken: tuple[tuple[str, str], ...], **options: object):
+        super().__init__(5, len(NODES), **options)  # type: ignore[arg-type]
+        self.moment, self.planned, self.cut_at = moment, broken, 0.0
+        self.steps: list[tuple[float, int]] = []
+        self.plans: list[tuple[float, tuple[str, ...]]] = []
+        self._watch_job()
+
+    def _watch_job(self) -> None:
+        state = self.coordinator.state
+        if not self.cut_at and self.moment(state):
+            self.cut_at = self.now
+            self.cut_paths(AWAY_S, *self.planned)
+        if state.newest_step >= 0 and (not self.steps or state.newest_step > self.steps[-1][1]):
+            self.steps.append((self.now, state.newest_step))
+        if state.plan is not None and (not self.plans or self.plans[-1][1] != state.plan.nodes()):
+            self.plans.append((self.now, state.plan.nodes()))
+        self.at(0.01, self._watch_job)
+
+
+@pytest.mark.parametrize("ways", ["there", "back", "both"])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_training_continues_without_one_of_the_two(
+    pair: tuple[str, str], moment: str, ways: str
+) -> None:
+    fault, when = MOMENTS[moment]
+    broken = {"there": (pair,), "back": (pair[::-1],), "both": (pair, pair[::-1])}[ways]
+    world = PathWorld(when, broken, steps=60)
+    if fault is not None:
+        world.inject(fault)
+    assert world.run() is JobPhase.FINISHED, world.trail[-30:]
+    world.check_end()
+    began, ended = world.cut_at, world.cut_at + AWAY_S
+    assert began
+    during = [at for at, _ in world.steps if began + BOUND_S <= at <= ended]
+    finished = world.steps[-1][0] < ended
+    assert during or finished, "training stalls while the path is bad"
+    late = DEFAULT_TIMEOUTS.path_s * 2 + began
+    assert not any(set(pair) <= set(nodes) for at, nodes in world.plans if late < at <= ended)
+    if not finished:
+        assert set(pair) <= set(world.plans[-1][1]), "both are used again"
+    assert not world.coordinator.dropped, "nobody is lost"
+    assert world.coordinator.state.epoch <= 6
