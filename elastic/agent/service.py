@@ -26,6 +26,7 @@ from typing import Any
 
 from elastic import lifeline
 from elastic.agent.health.monitor import Monitor
+from elastic.agent.health.network_cut import NetworkCut
 from elastic.agent.health.paths import PathProber
 from elastic.agent.health.preflight import local_checks, network_checks, score_class
 from elastic.agent.health.preflight_gate import PreflightGate
@@ -102,6 +103,7 @@ class NodeAgent:
         self._outbox = Outbox()
         self._group: WorkerGroup | None = None
         self._generation, self._partitioned_until = 0, 0.0
+        self._cut = NetworkCut(info.host)
         self._exit_code: int | None = None
         self._coordinator, later = coordinator, self._later
         self._gate = PreflightGate(config.preflight, self._check_node, later(self._take_preflight))
@@ -330,15 +332,21 @@ class NodeAgent:
         self._apply(core.WorkerMessage(0, failed))
 
     def _inject(self, fault: FaultSpec) -> None:
-        """Carry out an injected fault: corrupt copies, or cut this node off from everybody."""
+        """Carry out an injected fault: corrupt copies, drop packets to a peer, or lose all messages
+        between this node and the coordinator."""
         if fault.kind is FaultKind.CORRUPT:
             log.warning("injected fault: one byte flipped in %d copies", self._vault.flip_bytes())
+            return
+        if fault.kind is FaultKind.CUT:
+            vault = self._replicator.vaults.get(fault.peer, "")
+            self._cut.begin(fault.peer, vault, fault.duration_s)
             return
         log.warning("injected fault: partitioned from everybody for %g s", fault.duration_s)
         until = time.monotonic() + fault.duration_s
         self._partitioned_until = max(self._partitioned_until, until)
 
     def _poll(self) -> None:
+        self._cut.heal()
         self._notices.poll()
         if self._group is not None:
             self._apply(core.WorkersPolled(self._group.samples()))
@@ -505,6 +513,7 @@ class NodeAgent:
             self._vault,
         ):
             part.close()
+        self._cut.heal(all_cuts=True)
         if self._exposition is not None:
             self._exposition.close()
         shutil.rmtree(self._directory, ignore_errors=True)
