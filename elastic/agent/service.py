@@ -26,11 +26,11 @@ from typing import Any
 
 from elastic import lifeline
 from elastic.agent.health.monitor import Monitor
-from elastic.agent.health.network_cut import NetworkCut
 from elastic.agent.health.paths import PathProber
 from elastic.agent.health.preflight import local_checks, network_checks, score_class
 from elastic.agent.health.preflight_gate import PreflightGate
 from elastic.agent.metrics import AgentMetrics
+from elastic.agent.network_cut import NetworkCut
 from elastic.agent.notices.controller import NoticeController
 from elastic.agent.outbox import Outbox
 from elastic.agent.vault.checkpoints import CheckpointWriter

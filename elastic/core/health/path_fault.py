@@ -20,7 +20,7 @@ from elastic.core.protocol.health_report import UnreachablePeer
 
 Pair = tuple[str, str]
 """Two nodes, in ascending order."""
-MAX_EXACT = 16
+MAX_EXACT = 12
 """Maximum number of nodes in bad pairs for which the smallest covers are searched exactly."""
 LONGEST_HOLD_S = 300.0
 

@@ -71,7 +71,7 @@ def _judge(state: JobState, pairs: Iterable[Pair], now: float) -> Findings:
         paths=tuple(sorted(faults.values(), key=lambda fault: fault.nodes)),
         considered=tuple(key for key in state.considered if key.partition("/")[0] not in keys),
     )
-    for node in {node for pair in changed for node in pair}:
+    for node in sorted({node for pair in changed for node in pair}):
         state = _with_finding(state, node)
     return state, tuple(entries)
 
@@ -133,7 +133,8 @@ def _with_finding(state: JobState, node: str) -> JobState:
     record = record_of(state, node)
     bad = [fault for fault in state.paths if node in fault.nodes and not fault.usable]
     if not bad:
-        return with_record(state, node, record.without(FaultClass.PATH))
+        known = record.finding(FaultClass.PATH) is not None
+        return with_record(state, node, record.without(FaultClass.PATH)) if known else state
     peers = [other for fault in bad for other in fault.nodes if other != node]
     reason = "; ".join(fault.text for fault in bad)
     at = min(fault.since for fault in bad)
@@ -154,10 +155,15 @@ def bad_paths(state: JobState, nodes: Collection[str]) -> tuple[PathFault, ...]:
 
 
 def path_cause(state: JobState) -> Cause | None:
-    """Return the cause to end the epoch if its plan needs a bad path, else None."""
+    """Return the cause to end the epoch if its plan needs a bad path, else None.
+
+    A plan needs the paths between all nodes with layers, and those to their backup peers.
+    """
     assert state.plan is not None
-    used = {*state.plan.nodes(), *(peer for _, peer in state.plan.peers)}
-    bad = bad_paths(state, used)
+    held = set(state.plan.nodes())
+    backups = {pair_of(*pair) for pair in state.plan.peers}
+    faults = (fault for fault in state.paths if not fault.usable)
+    bad = [fault for fault in faults if held.issuperset(fault.nodes) or fault.nodes in backups]
     if not bad:
         return None
     nodes = dict.fromkeys(node for fault in bad for node in fault.nodes)

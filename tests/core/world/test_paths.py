@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -32,9 +33,9 @@ MOMENTS: dict[str, tuple[Fault | None, Moment]] = {
         Fault("crash", 3.0),
         lambda s: s.phase is JobPhase.INSTALLING and s.epoch > 1,
     ),
-    "joining": (Fault("join", 3.0), lambda s: bool(s.joining)),
+    "joining": (Fault("back", 3.0, 3, 1.0), lambda s: bool(s.joining)),
     "boundary": (
-        Fault("join", 3.0),
+        Fault("back", 3.0, 3, 1.0),
         lambda s: s.change is not None and s.change.boundary and s.phase is JobPhase.HALTING,
     ),
     "ending": (None, lambda s: s.newest_step == s.spec.n_steps - 2 if s.spec else False),
@@ -44,8 +45,8 @@ MOMENTS: dict[str, tuple[Fault | None, Moment]] = {
 class PathWorld(World):
     """Cuts paths at a moment, and records when steps and plans came."""
 
-    def __init__(self, moment: Moment, broken: tuple[tuple[str, str], ...], **options: object):
-        super().__init__(5, len(NODES), **options)  # type: ignore[arg-type]
+    def __init__(self, moment: Moment, broken: tuple[tuple[str, str], ...], **options: Any):
+        super().__init__(5, options.pop("nodes", len(NODES)), **options)
         self.moment, self.planned, self.cut_at = moment, broken, 0.0
         self.steps: list[tuple[float, int]] = []
         self.plans: list[tuple[float, tuple[str, ...]]] = []
@@ -71,7 +72,7 @@ def test_training_continues_without_one_of_the_two(
 ) -> None:
     fault, when = MOMENTS[moment]
     broken = {"there": (pair,), "back": (pair[::-1],), "both": (pair, pair[::-1])}[ways]
-    world = PathWorld(when, broken, steps=60)
+    world = PathWorld(when, broken, steps=80, shape="1")
     if fault is not None:
         world.inject(fault)
     assert world.run() is JobPhase.FINISHED, world.trail[-30:]
@@ -85,5 +86,21 @@ def test_training_continues_without_one_of_the_two(
     assert not any(set(pair) <= set(nodes) for at, nodes in world.plans if late < at <= ended)
     if not finished:
         assert set(pair) <= set(world.plans[-1][1]), "both are used again"
-    assert not world.coordinator.dropped, "nobody is lost"
+    killed = fault is not None and fault.kind == "back"
+    assert len(world.coordinator.dropped) == killed, "nobody else is lost"
     assert world.coordinator.state.epoch <= 6
+
+
+def test_a_job_that_needs_both_nodes_pauses_until_they_reach_each_other() -> None:
+    """Without backups each of two nodes holds layers that only the other can fetch from it."""
+    pair = NODES[:2]
+    moment = MOMENTS["training"][1]
+    world = PathWorld(moment, (pair,), nodes=2, steps=12, shape="1", backup="none+none")
+    assert world.run() is JobPhase.FINISHED, world.trail[-30:]
+    world.check_end()
+    paused = [text for text in world.trail if "paused:" in text]
+    assert len(paused) == 1, "the same situation is not tried again"
+    assert "node0 and node1 cannot reach each other" in paused[0]
+    assert "layer" in paused[0], "the pause names what is missing"
+    assert set(pair) <= set(world.plans[-1][1])
+    assert world.coordinator.state.epoch <= 3

@@ -37,6 +37,7 @@ class Fault:
 
     kill: the node is gone and its connections close. power: gone without a closed connection.
     back: killed, and its agent restarts after `seconds`. crash, hang (SIGSTOP), slow: one worker.
+    path: the node and the next living one cannot connect to each other for `seconds`.
     partition: no message passes for `seconds`. blip: the stream to the coordinator breaks.
     coordinator-kill: the coordinator restarts after `seconds` from its saved state.
     coordinator-save: the same, but it dies between saving and acting.
@@ -197,6 +198,10 @@ class World:
                     self.at(fault.seconds, lambda: self.add_node(agent.name))
             case "partition":
                 agent.cut_off(fault.seconds)
+            case "path":
+                others = [one.name for one in self.living if one is not agent]
+                peer = others[fault.node % len(others)] if others else agent.name
+                self.cut_paths(fault.seconds, (agent.name, peer), (peer, agent.name))
             case "blip":
                 agent.blip()
             case "drain":

@@ -115,7 +115,7 @@ class NetworkJob:
     def status(self) -> dict[str, Any]:
         """Answer of `elastic status`, asked on the coordinator's machine."""
         place = f"{self._addresses[COORDINATOR]}:{PORT}"
-        words = [sys.executable, "-m", "elastic", "status", "--coordinator", place, "--json"]
+        words = [sys.executable, "-m", "elastic", "status", "--rdzv-endpoint", place, "--json"]
         command = ["ip", "netns", "exec", self._spaces[COORDINATOR], *words]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True)
