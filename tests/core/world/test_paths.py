@@ -14,6 +14,7 @@ import pytest
 
 from elastic.core.job.state import JobPhase, JobState
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
+from tests.core.recovery.job_model import make_spec
 from tests.core.world.world import Fault, World
 
 NODES = tuple(f"node{i}" for i in range(4))
@@ -21,6 +22,8 @@ PAIRS = tuple(itertools.combinations(NODES, 2))
 AWAY_S = 12.0
 BOUND_S = 10.0
 """After this time with a bad path, training must continue."""
+MICROBATCHES = 8
+"""So many that a node more makes steps faster: it is used again when its paths are well."""
 Moment = Callable[[JobState], bool]
 MOMENTS: dict[str, tuple[Fault | None, Moment]] = {
     "starting": (None, lambda s: s.phase is JobPhase.LAUNCHED),
@@ -47,6 +50,7 @@ class PathWorld(World):
 
     def __init__(self, moment: Moment, broken: tuple[tuple[str, str], ...], **options: Any):
         super().__init__(5, options.pop("nodes", len(NODES)), **options)
+        self.spec = make_spec(4, MICROBATCHES, self.spec.n_steps)
         self.moment, self.planned, self.cut_at = moment, broken, 0.0
         self.steps: list[tuple[float, int]] = []
         self.plans: list[tuple[float, tuple[str, ...]]] = []
@@ -72,7 +76,7 @@ def test_training_continues_without_one_of_the_two(
 ) -> None:
     fault, when = MOMENTS[moment]
     broken = {"there": (pair,), "back": (pair[::-1],), "both": (pair, pair[::-1])}[ways]
-    world = PathWorld(when, broken, steps=80, shape="1")
+    world = PathWorld(when, broken, steps=40, shape="2")
     if fault is not None:
         world.inject(fault)
     assert world.run() is JobPhase.FINISHED, world.trail[-30:]
