@@ -37,6 +37,8 @@ class Outbox:
         step = install.assignment.step
         steps = [d for d in self._steps if d.record.step < step or d.epoch >= install.epoch]
         others = [
-            o for o in self._others if not (isinstance(o, m.CheckpointPart) and o.step > step)
+            o
+            for o in self._others
+            if not (isinstance(o, m.CheckpointPart) and o.undone_by(install.epoch, step))
         ]
         self._steps, self._others = deque(steps, MAX_STEPS), deque(others, MAX_OTHERS)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import xxhash
 
-from elastic.domain.errors import VaultError, VaultFull
+from elastic.domain.errors import SlotError, VaultError, VaultFull
 
 DATA_OFFSET = 64
 MAGIC = b"elslot1\0"
@@ -155,7 +155,7 @@ class SlotPool:
     def take(self, nbytes: int) -> SharedSlot:
         """Return a slot with room for `nbytes`, marked as being written.
 
-        Raises VaultFull if memory and disk are full, VaultError for any other failure.
+        Raises VaultFull if memory and disk are full, SlotError for any other failure.
         """
         fitting = [slot for slot in self._free if nbytes <= slot.capacity <= 2 * nbytes + (1 << 20)]
         if fitting:
@@ -206,7 +206,7 @@ class SlotPool:
             self.allocated_bytes += slot.capacity
             return slot
         why = f"for a copy of {nbytes} bytes ({'; '.join(problems)})"
-        raise VaultFull(f"no room {why}") if full else VaultError(f"cannot create a slot {why}")
+        raise VaultFull(f"no room {why}") if full else SlotError(f"cannot create a slot {why}")
 
 
 def _field(data: mmap.mmap, offset: int) -> int:

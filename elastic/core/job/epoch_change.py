@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from elastic.core.job import join_policy, quarantine
+from elastic.core.job import checkpoints, join_policy, quarantine
 from elastic.core.job.goodput import step_entry
 from elastic.core.job.measured_conditions import backup_conditions
 from elastic.core.job.membership import end_job
@@ -46,7 +46,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.recovery import partial_replay, recovery
 from elastic.domain.errors import FieldError, InfeasiblePlan, Unrecoverable
-from elastic.domain.types import Plan, StepRecord
+from elastic.domain.types import NodeInfo, Plan, StepRecord
 from elastic.planning.plan.schemes import state_of
 from elastic.planning.search.search import PlanRequest, make_plan
 
@@ -119,7 +119,7 @@ def plan_request(state: JobState, epoch: int) -> PlanRequest:
     outlook = join_policy.outlook(state, state.updated_at)
     return PlanRequest(
         spec=state.spec,
-        nodes=tuple(mb.report.info for mb in candidates(state)),
+        nodes=tuple(_with_keeping(state, mb.report.info) for mb in candidates(state)),
         max_nodes=state.policy.max_nodes,
         epoch=epoch,
         tp=state.spec.tp,
@@ -133,6 +133,11 @@ def plan_request(state: JobState, epoch: int) -> PlanRequest:
         pause_s=outlook.pause_in_s,
         weighing=backup_conditions(state),
     )
+
+
+def _with_keeping(state: JobState, info: NodeInfo) -> NodeInfo:
+    """Return the description of a node; `keeps` is false if its vault refused copies."""
+    return replace(info, keeps=False) if info.incarnation in state.poor_keepers else info
 
 
 def decide_plan(state: JobState, now: float) -> JobTransition:
@@ -177,7 +182,12 @@ def _solve(state: JobState, plan: Plan) -> recovery.Assignment:
         initial_allowed=state.record is None,
         live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
     )
-    return replace(assignment, store=state.members[plan.units()[0].node].report.store)
+    return replace(
+        assignment,
+        store=state.members[plan.units()[0].node].report.store,
+        rescued=checkpoints.copies_to_rescue(state, assignment.step),
+        checkpointed=checkpoints.newest_written(state),
+    )
 
 
 def _install(
@@ -190,7 +200,7 @@ def _install(
     fallback = [recipe.checkpoint for _, recipe in assignment.recipes if recipe.checkpoint]
     unlogged = () if fallback else _unlogged_step(state, assignment, change.decided)
     newest = assignment.step - 1
-    state = state.of(
+    state = checkpoints.began_epoch(state, assignment.step).of(
         phase=JobPhase.INSTALLING,
         plan=plan,
         assignment=assignment,
@@ -200,7 +210,6 @@ def _install(
         considered=tuple(
             join_policy.member_key(mb) for mb in state.members.values() if mb.report.able
         ),
-        checkpoint_parts=tuple(p for p in state.checkpoint_parts if p[0] <= assignment.step),
         reconsider_at=0.0,
         logged_step=newest if unlogged else min(state.logged_step, newest),
     )

@@ -85,6 +85,8 @@ class NodeState:
     """Number of crashes and hangs of workers in this incarnation."""
     polled_at: float = 0.0
     """Time of the newest poll of the processes."""
+    unreadable: m.CheckpointUnreadable | None = None
+    """Report of a worker that it cannot read a checkpoint in this epoch."""
     finished: m.Finished | None = None
     failed: m.Failed | None = None
     waiting: bool = False
@@ -369,6 +371,7 @@ def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
         prefetched=-1,
         finished=None,
         suspects=(),
+        unreadable=None,
         waiting=True,
         boundary=event.boundary,
     )
@@ -416,7 +419,7 @@ def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeT
             return _progress(state, event.rank, message, now)
         case m.Halted():
             return _halted(_with_worker(state, event.rank, replace(worker, halted=message)))
-        case m.Ready() | m.Resumed() | m.CommFailed():
+        case m.Ready() | m.Resumed() | m.CommFailed() | m.CheckpointUnreadable():
             return _epoch_message(state, event.rank, message)
         case m.Protected():
             state = _with_worker(state, event.rank, replace(worker, protected=message.epoch))
@@ -461,7 +464,9 @@ def _progress(state: NodeState, rank: int, message: m.Progress, now: float) -> N
 
 
 def _epoch_message(
-    state: NodeState, rank: int, message: m.Ready | m.Resumed | m.CommFailed
+    state: NodeState,
+    rank: int,
+    message: m.Ready | m.Resumed | m.CommFailed | m.CheckpointUnreadable,
 ) -> NodeTransition:
     if message.epoch != state.epoch:
         return state, (), f"{type(message).__name__} of an older epoch"
@@ -477,6 +482,9 @@ def _epoch_message(
                 return state, (), "resumed before"
             state = replace(state, resumed_at=message.at)
             return state, (SendReport(),), "first micro-batch of the epoch"
+        case m.CheckpointUnreadable():
+            state = replace(state, unreadable=message)
+            return state, (SendReport(),), f"a checkpoint cannot be read: {message.detail}"
         case m.CommFailed():
             suspects = tuple(dict.fromkeys((*state.suspects, *(message.nodes or ("?",)))))
             state = replace(state, suspects=suspects)

@@ -57,7 +57,7 @@ def test_falls_back_to_the_checkpoint_and_says_what_was_lost(
 
 def test_without_a_checkpoint_it_says_so_and_ends(tmp_path: Path) -> None:
     flags = exact("--nnodes", "3", "--pipelines", "1", *both())
-    run = elastic_run(tmp_path / "run", flags, SCRIPT)
+    run = elastic_run(tmp_path / "run", flags, [*SCRIPT, "--checkpoint-every", "0"])
     assert_pair(run, "node0", "node1")
     assert run.code == 3, run.output
     assert run.summary["params_sha256"] == ""

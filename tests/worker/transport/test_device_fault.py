@@ -47,9 +47,9 @@ def test_a_device_fault_during_a_wait_is_no_link_failure() -> None:
 
 SCRIPT = """
 import sys
-from elastic.worker.transport.device_fault import crash_on_device_fault
+from elastic.worker.transport.device_fault import crash_on_node_fault
 try:
-    with crash_on_device_fault(print, 3):
+    with crash_on_node_fault(print, 3):
         raise {error}
 finally:
     print("cleaned up")
