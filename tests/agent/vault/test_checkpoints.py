@@ -20,7 +20,7 @@ from elastic.domain.state_layout import plan_layout, read_header
 from elastic.domain.types import Assignment, Pipeline, Plan, Stage, Unit
 from elastic.store import checkpoint_directory
 from tests.agent.vault.checkpoints import N_LAYERS, layer_run, verified
-from tests.agent.vault.copies import LocalWriter, gradient, make
+from tests.agent.vault.copies import LocalWriter, gradient, make, put
 from tests.patience import LONG_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -274,6 +274,19 @@ def test_a_lasting_failure_is_reported_and_the_next_epoch_tries_again(
     node.enter(2, 5)
     node.announce(5, 0, 1)
     assert node.written() == [(5, ((0, 0), (1, 0)))]
+
+
+def test_a_keeper_writes_the_states_of_a_lost_node(node: Node) -> None:
+    run = layer_run(1, 2)
+    copy = put(node.vault, make(run, layer=1, step=2, owner="b", epoch=1), run)
+    present = replace(plan(), epoch=2)
+    elsewhere = replace(copy, node="c")
+    node.writer.enter(Assignment(present, 3, rescued=(copy, elsewhere)))
+    node.vault.trim(2)
+    assert node.written() == [(2, ((1, 0),))], "also if the vault drops the copy meanwhile"
+    gone = replace(copy, sequence=copy.sequence + 1)
+    node.writer.enter(Assignment(present, 3, rescued=(gone,)))
+    assert node.parts.get(timeout=LONG_S).error
 
 
 LIMITED = """

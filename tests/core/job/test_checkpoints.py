@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import checkpoints
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
-from tests.core.coordinator.test_transitions import entries, halt, running, send_report
-from tests.core.state_access import assignment_of, plan_of, spec_of
+from elastic.domain.types import STATE, Copy, JobSpec, LayerSpec, SavedModel
+from tests.core.coordinator.test_transitions import entries, halt, running, samples, send_report
+from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
 
 HALVES = (((0, 0), (1, 0)), ((2, 0), (3, 0)))
 ALL = (*HALVES[0], *HALVES[1])
@@ -179,3 +182,130 @@ def test_checkpoints_that_are_incomplete_at_the_end_are_reported() -> None:
     state, actions, _ = finished(state)
     assert state.phase is JobPhase.FINISHED
     assert [entry["step"] for entry in entries(actions, "checkpoint-lost")] == [398]
+
+
+# ---- states of lost nodes ----
+
+
+def _lost(state: JobState, due: int, slots: tuple[Any, ...]) -> JobState:
+    """node2 is lost after its peer got its states of step `due`. `slots` are on disk."""
+    kept = [
+        make_copy(layer, due, owner="node2", node="node0")
+        for layer in range(4)
+        if plan_of(state).holders(layer)[0].node == "node2"
+    ]
+    assert kept
+    if slots:
+        state, _, _ = apply(state, part(due, slots))
+    incarnation = state.members["node2"].report.info.incarnation
+    state, _, _ = apply(state, job.ConnectionClosed("node2", incarnation))
+    state, _, _ = transition(state, job.Tick(), state.updated_at + state.limits.closed_s + 0.2)
+    assert state.phase is JobPhase.HALTING
+    report = state.members["node0"].report
+    members = dict(state.members)
+    inventory = (*report.inventory, *kept)
+    members["node0"] = replace(members["node0"], report=replace(report, inventory=inventory))
+    return state.of(members=members)
+
+
+def make_copy(layer: int, step: int, owner: str, node: str) -> Copy:
+    return Copy(STATE, layer, 0, step, 1, owner, 10**9 + layer, 8, "x", node=node)
+
+
+def test_peers_write_the_states_of_a_lost_node() -> None:
+    state = saving(2)
+    begins = 2 * (state.newest_step // 2) + 3
+    due = begins - 1
+    mine = tuple((n, 0) for n in range(4) if plan_of(state).holders(n)[0].node == "node2")
+    others = tuple(slot for slot in ALL if slot not in mine)
+    for written in ((), others):
+        found = checkpoints.copies_to_rescue(_lost(state, due, written), begins)
+        assert tuple((copy.layer, copy.shard) for copy in found) == mine
+        assert {copy.node for copy in found} == {"node0"}
+    assert checkpoints.copies_to_rescue(_lost(state, due, ALL), begins) == ()
+    assert checkpoints.copies_to_rescue(_lost(state, due, ()), due) == (), "it is written again"
+
+
+# ---- the checkpoint that a job resumes ----
+
+SPEC = JobSpec((LayerSpec(1, 1, 1, 1.0, 1.0),) * 2, 4, 8, contents=("a", "b"), optimizer="AdamW")
+
+
+@pytest.mark.parametrize(
+    ("saved", "problem"),
+    [
+        (SavedModel("/c", 2, ("a", "b"), "AdamW"), ""),
+        (SavedModel("/c", 2), ""),
+        (SavedModel("/c", 2, (), "AdamW"), ""),
+        (SavedModel("/c", 3), "it has 3 layers, and this job has 2"),
+        (SavedModel("/c", 2, ("a", "c"), "AdamW"), "its layer 1 has c, and this job has b"),
+        (SavedModel("/c", 2, ("a", "b"), "SGD"), "its optimizer is SGD, and this job has AdamW"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_recognized(saved: SavedModel, problem: str) -> None:
+    found = checkpoints.mismatch(saved, SPEC)
+    assert found.endswith(problem) and bool(found) == bool(problem)
+    assert not found or "--resume: '/c' is not usable" in found
+    assert checkpoints.mismatch(saved, replace(SPEC, contents=(), optimizer="")) == (
+        found if saved.n_layers == 3 else ""
+    )
+
+
+def test_a_job_ends_at_once_if_it_resumes_another_model() -> None:
+    launched = next(state for state in samples()[JobPhase.LAUNCHED] if state.spec is None)
+    spec = spec_of(running())
+    for n_layers in (spec.n_layers, 9):
+        state = launched.of(resumed=SavedModel("/c", n_layers), checkpoint=("/c", 2))
+        state, actions, _ = send_report(state, "node0", elastic=True, spec=spec)
+        ends = [action for action in actions if isinstance(action, job.JobFinished)]
+        assert bool(ends) == (n_layers == 9)
+        if ends:
+            assert ends[0].code == 2 and "it has 9 layers" in ends[0].reason
+        else:
+            assert state.resumed is None and state.spec == spec
+
+
+def _unreadable(*older: tuple[str, int], **more: Any) -> tuple[JobState, Any, str]:
+    """The newest checkpoint is damaged, as a worker finds while it installs the plan."""
+    state = _after_a_loss(saving()).of(checkpoint=("/c/6", 6), older_checkpoints=older, **more)
+    report = m.CheckpointUnreadable(state.epoch, "/c/6", "layer-0002 is corrupt")
+    return send_report(state, "node0", phase=NodePhase.INSTALLING, epoch=2, unreadable=report)
+
+
+def test_an_older_checkpoint_replaces_a_damaged_one() -> None:
+    state, actions, reason = _unreadable(("/c/4", 4), ("/c/2", 2))
+    assert state.checkpoint == ("/c/4", 4) and state.older_checkpoints == (("/c/2", 2),)
+    assert state.phase is JobPhase.HALTING
+    assert "layer-0002 is corrupt; continuing from the checkpoint of step 4" in reason
+    (entry,) = entries(actions, "checkpoint-unusable")
+    assert entry == {"path": "/c/6", "step": 6, "why": "layer-0002 is corrupt"}
+    again, _, _ = send_report(state, "node1", unreadable=state.members["node0"].report.unreadable)
+    assert again.checkpoint == ("/c/4", 4), "two nodes found the same"
+
+
+@pytest.mark.parametrize(("trained", "code"), [(False, 2), (True, 3)])
+def test_without_an_older_checkpoint_the_job_ends(trained: bool, code: int) -> None:
+    state, actions, _ = _unreadable(trained=trained)
+    (end,) = [action for action in actions if isinstance(action, job.JobFinished)]
+    assert (state.phase, end.code) == (JobPhase.FAILED, code)
+    assert end.reason == "layer-0002 is corrupt; there is no older checkpoint"
+
+
+# ---- keepers ----
+
+
+def test_a_vault_that_stores_nothing_is_no_peer_of_the_next_plan() -> None:
+    state = running()
+    owner, keeper = plan_of(state).peers[0]
+    note = m.BackupNote(m.KEEPER_FAILED, owner, keeper, "cannot create a slot (/dev/shm: ...)")
+    state, actions, reason = apply(state, note)
+    assert entries(actions, "keeper-failed")[0]["detail"] == note.detail
+    (finding,) = entries(actions, "health")
+    assert finding["class"] == "storage" and note.detail in finding["reason"]
+    assert note.detail in reason and change_of(state).boundary, "at the end of the step"
+    for node in state.members:
+        state = halt(state, node)
+    assert keeper not in [peer for _, peer in plan_of(state).peers]
+    assert {node for node, _ in plan_of(state).peers} == {"node0", "node1", "node2"}
+    after, actions, _ = apply(state, note)
+    assert after.rebalance == "" and not entries(actions, "health"), "no second change of plan"
