@@ -30,11 +30,7 @@ from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
 from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
-from elastic.worker.transport.device_fault import (
-    is_device_fault,
-    is_local_device_fault,
-    is_node_fault,
-)
+from elastic.worker.transport.device_fault import is_local_device_fault, is_node_fault
 from elastic.worker.transport.links import Links
 
 
@@ -104,7 +100,7 @@ class EpochSession:
         """
         alone = self._context.tp.size == 1 or is_local_device_fault(error)
         if alone or not self._abandon.wait(self._context.settings.timeouts.sibling_s):
-            if is_device_fault(error):
+            if is_node_fault(error):
                 raise error
             self._fail(error)
 

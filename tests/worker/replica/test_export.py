@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from elastic.domain.errors import FieldError
 from elastic.store import checkpoint_directory
-from elastic.worker.model.state_codec import reshard
 from elastic.worker.model.layers import describe_parameters
+from elastic.worker.model.state_codec import reshard
 from elastic.worker.replica.checkpoint import load_layer, read_layer
 from elastic.worker.replica.export import checkpoint_runs, export_checkpoint, params_sha256
 from elastic.worker.replica.replica import LayerReplica
