@@ -32,6 +32,11 @@ class Outbox:
         yield from self._steps
         yield from self._others
 
+    @property
+    def parts(self) -> tuple[m.CheckpointPart, ...]:
+        """Parts of checkpoints."""
+        return tuple(part for part in self._others if isinstance(part, m.CheckpointPart))
+
     def enter(self, install: m.Install) -> None:
         """Drop the steps and checkpoints that a return to an older checkpoint has undone."""
         step = install.assignment.step

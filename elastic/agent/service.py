@@ -386,6 +386,8 @@ class NodeAgent:
         epoch, assignment = install.epoch, install.assignment
         self._outbox.enter(install)
         self._began = epoch, assignment.step
+        for part in self._outbox.parts:  # the coordinator may have dropped them in between
+            self._send(part)
         self._vault.enter(epoch, assignment.step)
         self._replicator.enter(epoch, assignment)
         self._checkpoints.enter(assignment)
