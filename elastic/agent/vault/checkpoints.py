@@ -182,5 +182,8 @@ class CheckpointWriter:
         log.error("checkpoint of step %d: %s", step, error)
         with self._lock:
             self._written -= {(step, *copy.slot) for copy in copies}
+            epoch = self._plan.epoch if self._plan is not None else copies[0].epoch
+            undone = self._is_undone(copies[0])
         self._failed(why)
-        self._emit(CheckpointPart(step, (), copies[0].epoch, self._vault.node, why))
+        if not undone:  # the present epoch may have relied on these copies
+            self._emit(CheckpointPart(step, (), epoch, self._vault.node, why))

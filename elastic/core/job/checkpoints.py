@@ -44,7 +44,8 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     if not known or part.step in state.lost_checkpoints:
         return state, (), ""  # it was committed or given up before
     if part.error:
-        return _part_failed(state, part)
+        stale = present is not None and part.epoch < present.plan.epoch
+        return (state, (), "") if stale else _part_failed(state, part)
     before = frozenset(pending.get(part.step, ()))
     slots = before | set(part.layers)
     pending[part.step] = tuple(sorted(slots))

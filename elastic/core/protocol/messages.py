@@ -361,7 +361,7 @@ class CheckpointPart:
     layers: tuple[Slot, ...]
     """(layer, TP rank), or also a portion, of each written file."""
     epoch: int = -1
-    """Epoch in which the states were published; -1: unknown."""
+    """Epoch in which the states were published, or in which the write failed; -1: unknown."""
     node: str = ""
     error: str = ""
     """Reason why the files could not be written; "": they are on disk."""

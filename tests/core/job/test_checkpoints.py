@@ -156,6 +156,15 @@ def test_other_nodes_write_the_last_checkpoint_if_one_cannot() -> None:
     assert state.checkpoint_errors == () and "node1" not in plan_of(state).nodes()
 
 
+def test_a_failure_of_an_earlier_epoch_does_not_count() -> None:
+    """The same states are written again in the present epoch."""
+    state = _after_a_loss(saving())
+    state, actions, _ = apply(state, part(400, (), epoch=1, node="node1", error="I/O error"))
+    assert state.checkpoint_errors == () and not actions
+    state, _, _ = apply(state, part(400, (), epoch=2, node="node1", error="I/O error"))
+    assert state.checkpoint_errors == (("node1", "I/O error"),)
+
+
 def test_without_the_last_checkpoint_the_job_fails_and_says_why() -> None:
     state = saving()
     for node in state.members:
