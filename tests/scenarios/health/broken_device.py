@@ -18,6 +18,7 @@ from elastic.worker.trainer import Trainer
 
 STEP, MICROBATCH = 2, 1
 ECC = "CUDA error: uncorrectable ECC error encountered"
+IO_ERROR = "[Errno 5] Input/output error"
 
 
 class Layer(nn.Module):
@@ -41,6 +42,8 @@ class Layer(nn.Module):
                 Path(os.environ["ELASTIC_RUN_DIR"], f"broke-{time}").touch(exist_ok=False)
             except FileExistsError:
                 continue
+            if self._flags.text == IO_ERROR:
+                raise OSError(5, "Input/output error")
             kind = (
                 torch.OutOfMemoryError
                 if self._flags.text.startswith("CUDA out of")
