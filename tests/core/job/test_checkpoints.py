@@ -197,41 +197,36 @@ def test_checkpoints_that_are_incomplete_at_the_end_are_reported() -> None:
 
 
 def _lost(state: JobState, due: int, slots: tuple[Any, ...]) -> JobState:
-    """node2 is lost after its peer got its states of step `due`. `slots` are on disk."""
-    kept = [
-        make_copy(layer, due, owner="node2", node="node0")
-        for layer in range(4)
-        if plan_of(state).holders(layer)[0].node == "node2"
-    ]
-    assert kept
+    """The first holder of layer 3 is lost after a peer got its states of step `due`. `slots` are on
+    disk."""
+    lost = plan_of(state).holders(3)[0].node
+    keeper = next(node for node in state.members if node != lost)
     if slots:
         state, _, _ = apply(state, part(due, slots))
-    incarnation = state.members["node2"].report.info.incarnation
-    state, _, _ = apply(state, job.ConnectionClosed("node2", incarnation))
+    incarnation = state.members[lost].report.info.incarnation
+    state, _, _ = apply(state, job.ConnectionClosed(lost, incarnation))
     state, _, _ = transition(state, job.Tick(), state.updated_at + state.limits.closed_s + 0.2)
-    assert state.phase is JobPhase.HALTING
-    report = state.members["node0"].report
+    assert state.phase is JobPhase.HALTING and lost not in state.members
+    report = state.members[keeper].report
+    kept = tuple(
+        Copy(STATE, layer, 0, due, 1, lost, 10**9 + layer, 8, "x", node=keeper)
+        for layer in range(4)
+    )
     members = dict(state.members)
-    inventory = (*report.inventory, *kept)
-    members["node0"] = replace(members["node0"], report=replace(report, inventory=inventory))
+    members[keeper] = replace(members[keeper], report=replace(report, inventory=kept))
     return state.of(members=members)
-
-
-def make_copy(layer: int, step: int, owner: str, node: str) -> Copy:
-    return Copy(STATE, layer, 0, step, 1, owner, 10**9 + layer, 8, "x", node=node)
 
 
 def test_peers_write_the_states_of_a_lost_node() -> None:
     state = saving(2)
     begins = 2 * (state.newest_step // 2) + 3
-    due = begins - 1
-    mine = tuple((n, 0) for n in range(4) if plan_of(state).holders(n)[0].node == "node2")
+    due, plan = begins - 1, plan_of(state)
+    lost = plan.holders(3)[0].node
+    mine = tuple(slot for slot in ALL if plan.holders(slot[0])[0].node == lost)
     others = tuple(slot for slot in ALL if slot not in mine)
-    for written in ((), others):
+    for written, missing in (((), mine), (others, mine), (mine[:1], mine[1:]), (ALL, ())):
         found = checkpoints.copies_to_rescue(_lost(state, due, written), begins)
-        assert tuple((copy.layer, copy.shard) for copy in found) == mine
-        assert {copy.node for copy in found} == {"node0"}
-    assert checkpoints.copies_to_rescue(_lost(state, due, ALL), begins) == ()
+        assert tuple((copy.layer, copy.shard) for copy in found) == missing
     assert checkpoints.copies_to_rescue(_lost(state, due, ()), due) == (), "it is written again"
 
 
