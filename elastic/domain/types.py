@@ -345,3 +345,7 @@ class NodeInfo:
     standing: int = 0
     """Speed class from the pre-flight; each class is a quarter faster than the one below; 0:
     unknown."""
+    protocol: int = 0
+    """Number of the node's protocol version (`elastic.core.protocol.version`); 0: unknown."""
+    release: str = ""
+    """Version of the node's package."""

@@ -16,7 +16,7 @@ import torch
 
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import Phase
-from elastic.domain.errors import EXIT_FAILURE, ElasticError, VaultError
+from elastic.domain.errors import EXIT_FAILURE, ElasticError, VaultError, describe
 from elastic.planning.plan.rank_map import Roster, roster
 from elastic.planning.plan.schemes import state_of
 from elastic.rpc.link_shaping import shaper_of
@@ -64,9 +64,9 @@ class EpochSession:
             pass
         except LinkFailed as error:
             nodes = tuple(dict.fromkeys(self._roster.members[r].unit.node for r in error.ranks))
-            self._send(m.CommFailed(self._order.epoch, nodes, str(error)))
+            self._send(m.CommFailed(self._order.epoch, nodes, describe(error)))
         except VaultError as error:
-            self._send(m.CommFailed(self._order.epoch, (), str(error)))
+            self._send(m.CommFailed(self._order.epoch, (), describe(error)))
         except ElasticError as error:
             self._fail(error)
         except RuntimeError as error:
@@ -94,8 +94,7 @@ class EpochSession:
     def _fail(self, error: Exception) -> NoReturn:
         """Report that the job failed; then raise SystemExit for an ElasticError, else `error`."""
         code = error.exit_code if isinstance(error, ElasticError) else EXIT_FAILURE
-        text = f"{type(error).__name__}: {error}"
-        self._send(m.Failed(text, code, self._context.settings.local_rank))
+        self._send(m.Failed(describe(error), code, self._context.settings.local_rank))
         if isinstance(error, ElasticError):
             raise SystemExit(code)
         raise error

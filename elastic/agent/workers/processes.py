@@ -28,7 +28,9 @@ from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.fault_spec import dump_faults
 from elastic.core.protocol.messages import Launch
 from elastic.domain import codec
+from elastic.domain.errors import MAX_DESCRIPTION_CHARS
 from elastic.domain.types import NodeInfo
+from elastic.rpc.frames import CHANNEL_VERSION, version_text
 
 CLOCK_HZ = os.sysconf("SC_CLK_TCK")
 IDLE_S = 3.0
@@ -46,6 +48,8 @@ class WorkerExit:
     pid: int
     returncode: int
     """Exit status, or minus the number of the signal that ended the process."""
+    error: str = ""
+    """Error that ended the process, as far as known."""
 
 
 def agent_socket(config: JobConfig, node: str) -> Path:
@@ -158,6 +162,7 @@ def worker_environment(
         "ELASTIC_SILENCE": repr(config.lease_s),
         "ELASTIC_CERTS": config.certs,
         "ELASTIC_CERTS_NAME": config.certs_name,
+        "ELASTIC_PROTOCOL": version_text(CHANNEL_VERSION),
     }
 
 
@@ -244,7 +249,10 @@ class WorkerGroup:
         self._finish()
 
     def _await_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        ended = WorkerExit(rank, process.pid, process.wait())
+        code = process.wait()
+        # A signal comes from outside, so its worker has nothing to say about it.
+        error = self._output.last_error_line(self._folder(rank)) if code > 0 else ""
+        ended = WorkerExit(rank, process.pid, code, error[:MAX_DESCRIPTION_CHARS])
         with self._changed:
             self._exits.add(rank)
             last = len(self._exits) == self._config.nproc_per_node
@@ -253,8 +261,12 @@ class WorkerGroup:
         if last:
             self._finish()
 
+    def _folder(self, rank: int) -> Path:
+        """Return the folder of the worker's log files."""
+        return self._config.log_path(self._info.node, self._launch.restart, rank)
+
     def _open(self, rank: int) -> tuple[int, int]:
-        folder = self._config.log_path(self._info.node, self._launch.restart, rank)
+        folder = self._folder(rank)
         names = {
             "node": self._info.node,
             "rank": str(self._launch.rank + rank),

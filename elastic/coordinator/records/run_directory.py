@@ -13,6 +13,7 @@ from typing import Any
 from elastic.config import JobConfig
 from elastic.coordinator.queries import policy_of
 from elastic.core.job import state as job
+from elastic.core.protocol.version import PROTOCOL
 from elastic.domain.errors import FieldError
 from elastic.store import checkpoint_directory
 
@@ -23,7 +24,7 @@ def initial_state(config: JobConfig) -> job.JobState:
     """Return the state of a new run, with the checkpoint that it resumes, if any. Removes the files
     of unfinished checkpoints."""
     checkpoint_directory.discard_incomplete(Path(config.checkpoint_dir))
-    state = job.JobState(policy=policy_of(config))
+    state = job.JobState(policy=policy_of(config), protocol=PROTOCOL)
     if not config.resume:
         return state
     path = Path(config.resume)

@@ -129,7 +129,9 @@ def _check_sender(state: JobState, sender: str, message: Any) -> Rejection | Non
             return _check_report(state, sender, message)
         case m.Heartbeat() if info is None or message.incarnation != info.incarnation:
             return Rejection(STALE, f"{sender} is not a member (any more)", fence=True)
-        case m.Notice() | HealthReport():  # accepted from an unknown node, but without effect
+        case (
+            m.Notice() | HealthReport() | m.AgentFailed()
+        ):  # accepted from an unknown node, but without effect
             if info is not None and message.incarnation != info.incarnation:
                 return Rejection(STALE, f"{kind} of a former {sender}")
         case m.StepDone():
@@ -144,7 +146,7 @@ def _named_node(message: Any, sender: str) -> str | None:
     match message:
         case m.NodeReport():
             return message.info.node
-        case m.Heartbeat() | m.Notice() | HealthReport() | m.RefusalNote():
+        case m.Heartbeat() | m.Notice() | HealthReport() | m.RefusalNote() | m.AgentFailed():
             return message.node
         case m.BackupNote(kind=m.BACKUP_SHORT):
             return message.owner

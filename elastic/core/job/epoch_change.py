@@ -156,6 +156,7 @@ def decide_plan(state: JobState, now: float) -> JobTransition:
             state, actions, reason = decide_plan(state, now)
             return state, (*entries, *actions), reason
         entry = LogEntry("paused", {"epoch": state.epoch, "why": str(error)})
+        change = replace(change, reason=str(error))
         return state.of(phase=JobPhase.PAUSED, change=change), (entry,), f"paused: {error}"
     except (Unrecoverable, FieldError) as error:
         state, actions = end_job(state, JobPhase.FAILED, error.exit_code, str(error))

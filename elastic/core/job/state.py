@@ -13,9 +13,11 @@ from typing import Any
 from elastic.core.health.backup_metrics import BackupMetrics
 from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.health.diagnosis import HealthLimits, NodeHealth
+from elastic.core.protocol.health_report import CertificateEnd
 from elastic.core.protocol.messages import Heartbeat as Heartbeat
 from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
+from elastic.core.protocol.version import FIRST
 from elastic.domain.types import Assignment, JobSpec, NodeInfo, Plan, Slot, StepRecord
 from elastic.planning.cost.profile import Profile
 
@@ -86,6 +88,8 @@ class Member:
     """Newest notice of the node's agent, unless the agent withdrew it."""
     hint_used: bool = False
     """Whether an epoch change was begun because of the hint in `notice`."""
+    agent_error: str = ""
+    """Error because of which the node's agent ends; "": none was reported."""
 
     @property
     def node(self) -> str:
@@ -139,6 +143,11 @@ class CauseKind(StrEnum):
     RESUME = "resume"
     """A plan fits the nodes of a paused job again."""
     OTHER = "other"
+
+    @classmethod
+    def _missing_(cls, value: object) -> CauseKind:
+        """Read a kind that only the next version knows as OTHER."""
+        return cls.OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +222,11 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """All that a coordinator knows about the job, saved with every decision."""
+    """All that a coordinator knows about the job, saved with every decision.
+
+    A coordinator of the next or the former version can read it
+    (`elastic.core.protocol.version`), so new fields have defaults.
+    """
 
     policy: Policy
     phase: JobPhase = JobPhase.WAITING
@@ -289,6 +302,14 @@ class JobState:
     """Longest measured times, from which the limits on waiting are computed."""
     timeouts: Timeouts | None = None
     """Limits on waiting that were logged last; None: the defaults, not logged yet."""
+    protocol: int = FIRST
+    """Protocol version of the coordinator that wrote this state."""
+    departures: tuple[tuple[str, str], ...] = ()
+    """(node, reason) of the newest lost members."""
+    certificates: tuple[CertificateEnd, ...] = ()
+    """Certificates of the coordinator; `NodeHealth.report` has those of a node."""
+    expiring: dict[str, int] = field(default_factory=dict)
+    """Warning level per certificate that ends soon (`elastic.core.health.certificates`)."""
 
     @property
     def limits(self) -> Timeouts:
@@ -348,6 +369,13 @@ class DrainRequested:
 class CheckpointCommitted:
     path: str
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CertificatesRead:
+    """The coordinator read the ends of its own certificates."""
+
+    certificates: tuple[CertificateEnd, ...]
 
 
 @dataclass(frozen=True, slots=True)

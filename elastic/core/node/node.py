@@ -24,6 +24,7 @@ from elastic.core.protocol.timeouts import (
     Timeouts,
     budget,
 )
+from elastic.core.protocol.version import incompatibility, this_version
 from elastic.domain.errors import service_exit
 from elastic.domain.types import NodeInfo
 
@@ -37,6 +38,8 @@ MAX_POLL_GAP_S = 1.0
 messages of its workers wait unread. The time beyond this does not count as their silence."""
 MAX_CRASHES = 3
 """The node gives up after more crashes without a finished installation between them."""
+MAX_FAILURES = 4
+"""Number of errors of an epoch that a report keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class NodeState:
     boundary: bool = False
     """Whether the newest halt is a planned one."""
     suspects: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    """Errors of the present epoch that its workers or its agent reported."""
     cause: str = ""
     hung: bool = False
     """Whether `cause` is a hang."""
@@ -115,6 +120,8 @@ class WorkerMessage:
 class WorkerExited:
     rank: int
     code: int
+    error: str = ""
+    """Error that ended the worker, if the agent knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +309,7 @@ PHASE_CHANGES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
     ((Phase.RUNNING,), "all steps done", Phase.FINISHED),
     ((*_ATTACHED, Phase.RUNNING, Phase.FINISHED), "a worker died", Phase.STARTING),
     ((*_ATTACHED, Phase.STARTING), "crashed too often", Phase.FAILED),
+    ((Phase.STARTING,), "workers of another version", Phase.FAILED),
     ((Phase.STARTING,), "script ended", Phase.FINISHED),
     ((Phase.STARTING,), "script failed", Phase.FAILED),
     ((Phase.STARTING, Phase.FINISHED, Phase.FAILED), "group restart", Phase.STARTING),
@@ -353,7 +361,13 @@ def _with_new_workers(state: NodeState) -> NodeState:
     """Return the node's state with all workers newly started."""
     workers = tuple(WorkerState(alive=True) for _ in range(state.info.workers))
     return replace(
-        state, phase=Phase.STARTING, workers=workers, suspects=(), finished=None, failed=None
+        state,
+        phase=Phase.STARTING,
+        workers=workers,
+        suspects=(),
+        failures=(),
+        finished=None,
+        failed=None,
     )
 
 
@@ -369,6 +383,7 @@ def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
         prefetched=-1,
         finished=None,
         suspects=(),
+        failures=(),
         waiting=True,
         boundary=event.boundary,
     )
@@ -391,6 +406,7 @@ def _install(state: NodeState, event: m.Install) -> NodeTransition:
         state,
         workers=tuple(replace(w, halted=None) for w in state.workers),
         suspects=(),
+        failures=(),
         cause="",
         hung=False,
         detect_s=0.0,
@@ -410,6 +426,8 @@ def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeT
     worker, message = replace(state.workers[event.rank], seen=now), event.message
     state = _with_worker(state, event.rank, worker)
     match message:
+        case m.Hello():
+            return _greeted(state, message)
         case m.Attach():
             return _attached(state, event.rank, replace(worker, attach=message, active_at=now))
         case m.Progress():
@@ -433,6 +451,17 @@ def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeT
             return replace(state, failed=message), (SendReport(),), message.message
         case _:
             return state, (), "not for the node"
+
+
+def _greeted(state: NodeState, hello: m.Hello) -> NodeTransition:
+    """Give up if the workers have a version that this agent does not understand."""
+    theirs = f"worker {hello.local_rank}"
+    problem = incompatibility(this_version(), hello.version, "its agent", theirs)
+    if not problem or state.phase is not Phase.STARTING:
+        return state, (), "a worker greets"
+    crash_count = state.crash_count + 1
+    state = replace(state, elastic=True, cause=problem, crash_count=crash_count)
+    return _with_dead_workers(state), (KillWorkers(problem), SendReport()), problem
 
 
 def _attached(state: NodeState, rank: int, worker: WorkerState) -> NodeTransition:
@@ -478,8 +507,9 @@ def _epoch_message(
             state = replace(state, resumed_at=message.at)
             return state, (SendReport(),), "first micro-batch of the epoch"
         case m.CommFailed():
-            suspects = tuple(dict.fromkeys((*state.suspects, *(message.nodes or ("?",)))))
-            state = replace(state, suspects=suspects)
+            suspects = tuple(dict.fromkeys((*state.suspects, *message.nodes)))
+            failures = (*state.failures, message.detail or "a worker cannot go on")[:MAX_FAILURES]
+            state = replace(state, suspects=suspects, failures=tuple(dict.fromkeys(failures)))
             return state, (SendReport(),), f"contact lost: {message.detail}"
 
 
@@ -490,7 +520,7 @@ def _halted(state: NodeState) -> NodeTransition:
         return state, (), "waiting for the other workers"
     # After a planned halt other nodes may still publish updates. The installation fences the vault.
     fence = () if state.boundary else (FenceVault(state.epoch),)
-    state = replace(state, phase=Phase.HALTED, suspects=())
+    state = replace(state, phase=Phase.HALTED, suspects=(), failures=())
     return state, (*fence, SendReport()), "all workers halted"
 
 
@@ -499,17 +529,19 @@ def _worker_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
     if event.rank >= len(state.workers) or not state.workers[event.rank].alive:
         return state, (), "already known"
     worker = replace(state.workers[event.rank], alive=False)
+    worker = replace(worker, error=worker.error or event.error)
     state = _with_worker(state, event.rank, worker)
     if not state.elastic:
         return _script_exited(state, event)
     if state.failed is not None or (state.finished is not None and event.code == 0):
         return state, (SendReport(),), "worker ended"
-    cause = worker.error or state.cause or f"worker {event.rank} ended with {_exit(event.code)}"
+    error = worker.error or next((w.error for w in state.workers if w.error), "")
+    cause = error or state.cause or f"worker {event.rank} ended with {_exit(event.code)}"
     others = (KillWorkers(cause),) if any(w.alive for w in state.workers) else ()
     state = replace(
         state,
         cause=cause,
-        hung=state.hung and not worker.error,
+        hung=state.hung and not error,
         crashes=state.crashes + 1,
         crash_count=state.crash_count + 1,
     )
@@ -524,7 +556,9 @@ def _worker_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
 def _script_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
     """Record the exit of a script without elastic; the coordinator decides about restarts."""
     if event.code != 0:
-        state = replace(state, cause=f"worker {event.rank}: {_exit(event.code)}")
+        error = state.workers[event.rank].error
+        ended = f"{_exit(event.code)}: {error}" if error else _exit(event.code)
+        state = replace(state, cause=f"worker {event.rank}: {ended}")
         actions = (KillWorkers("a worker failed"), SendReport())
         return _with_dead_workers(state), actions, f"worker ended with {_exit(event.code)}"
     if any(w.alive for w in state.workers):

@@ -70,6 +70,19 @@ class FailedOperation:
 
 
 @dataclass(frozen=True, slots=True)
+class CertificateEnd:
+    """End of validity of one certificate of a process."""
+
+    file: str
+    """tls.crt: the process's own certificate; ca.crt: the authority that issued it."""
+    subject: str
+    ends_at: float
+    """Seconds since 1970."""
+    ends: str
+    """The same time for people, with the time zone."""
+
+
+@dataclass(frozen=True, slots=True)
 class HealthReport:
     """Health of a node, sent on changes and at intervals.
 
@@ -89,6 +102,7 @@ class HealthReport:
     devices: tuple[DeviceHealth, ...] = ()
     links: tuple[LinkTraffic, ...] = ()
     failed_operations: tuple[FailedOperation, ...] = ()
+    certificates: tuple[CertificateEnd, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ reconnect, so the coordinator never depends on an earlier message.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from elastic.core.protocol.health_report import Notice as Notice
 from elastic.core.protocol.health_report import NoticeKind as NoticeKind
 from elastic.core.protocol.health_report import Preflight
+from elastic.core.protocol.version import ProtocolVersion
 from elastic.domain.types import Assignment, Copy, JobSpec, NodeInfo, Slot, StepRecord
 
 
@@ -43,8 +44,17 @@ class NodePhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a worker: who it is and which version it has. Its fields never change."""
+
+    local_rank: int
+    pid: int
+    version: ProtocolVersion = field(default_factory=ProtocolVersion)
+
+
+@dataclass(frozen=True, slots=True)
 class Attach:
-    """First message of a worker whose script uses elastic."""
+    """Registration of a worker whose script uses elastic."""
 
     local_rank: int
     pid: int
@@ -123,7 +133,9 @@ class CommFailed:
 
     epoch: int
     nodes: tuple[str, ...]
+    """Suspected nodes; (): unknown."""
     detail: str
+    """Type and message of the error (`elastic.domain.errors.describe`), with the peer's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +221,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """The worker's device broke. The worker exits at once, and its node restarts it."""
+    """The worker ends because of an error of its device or of this process; may replace `Attach`.
+    Its node restarts it."""
 
     message: str
     local_rank: int = 0
@@ -291,6 +304,8 @@ class NodeReport:
     """Copies in the node's vault; empty unless the node is HALTED or has no living workers."""
     suspects: tuple[str, ...] = ()
     """Nodes with which its workers lost contact in the present epoch."""
+    failures: tuple[str, ...] = ()
+    """Errors because of which this node cannot go on in the present epoch, oldest first."""
     cause: str = ""
     """Cause of the workers' last crash: exit code, signal or hang."""
     hung: bool = False
@@ -347,6 +362,16 @@ class CheckpointPart:
     step: int
     layers: tuple[Slot, ...]
     """(layer, TP rank), or also a portion, of each written file."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFailed:
+    """Last message of an agent that ends because of an error of its own."""
+
+    node: str
+    incarnation: str
+    error: str
+    """Type and message of the error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ class StatusLines:
                 self._print(recovery_text(entry))
         self._recoveries = list(answer.get("recoveries", ()))
         state = (answer["phase"], answer["step"], answer["epoch"], len(answer["nodes"]))
+        state += (answer.get("cause"),)
         if state != self._shown:
             self._shown = state
             self._print(headline(answer))
@@ -126,6 +127,8 @@ def headline(answer: Answer) -> str:
     parts.append(f"{training} nodes train, {len(answer['nodes']) - training} spare")
     if answer.get("term"):
         parts.append(f"coordinator term {answer['term']}")
+    if answer.get("cause"):
+        parts.append(str(answer["cause"]))
     return ", ".join(parts)
 
 
@@ -142,6 +145,7 @@ def problems(node: Answer) -> str:
     found = {
         "disconnected": not node["connected"],
         "leaving": node["draining"],
+        node.get("error", ""): bool(node.get("error")),
         health: health != "ok",
         f"{slow:.1f}x slower": slow != 1.0,
     }

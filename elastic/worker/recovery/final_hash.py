@@ -31,7 +31,7 @@ def job_sha256(
     }
     copies: dict[Slot, Copy] = {}
     for holder in dict.fromkeys(node for portions in holders.values() for node in portions):
-        client = VaultClient(vaults[holder], node=node)
+        client = VaultClient(vaults[holder], node=node, peer=holder)
         try:
             inventory = client.inventory()
         finally:
