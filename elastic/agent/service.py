@@ -110,6 +110,8 @@ class NodeAgent:
         self._exit_code: int | None = None
         self._connected = False
         """Whether a coordinator has ever accepted this agent."""
+        self._refused = ""
+        """Newest reason for which the node may not join."""
         self._coordinator, later = coordinator, self._later
         self._gate = PreflightGate(config.preflight, self._check_node, later(self._take_preflight))
         health = later(self._send_health)
@@ -244,6 +246,10 @@ class NodeAgent:
                 self._prefetch(order)
             case JoinRefused(reason, retry_s):
                 log.error("refused; next try in %g s: %s", retry_s, reason)
+                if reason != self._refused and not self._config.standalone:
+                    why = f"{self._node} may not join yet: {reason}"
+                    print(f"elastic agent: {why}; next try in {retry_s:g} s", file=sys.stderr)
+                self._refused = reason
                 self._gate.refused(retry_s)
             case _:
                 self._apply_order(order)

@@ -181,10 +181,8 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
             "device": mb.report.info.device,
             "slow": speed_of(state, node).factor,
             "vault": mb.report.info.vault,
-            "error": "; ".join(
-                filter(None, (mb.agent_error, mb.report.cause, *mb.report.failures))
-            ),
             **_health(state, node),
+            "error": "; ".join(filter(None, (mb.agent_error, mb.report.cause, *mb.report.failures))),
         }
         for node, mb in sorted(state.members.items())
     ]

@@ -30,7 +30,7 @@ EXIT_JOB_FAILED = 5
 
 EXIT_INCOMPATIBLE = 6
 """Exit code of a service whose version does not fit the job. A restart does not help."""
-MAX_DESCRIPTION_CHARS = 400
+MAX_DESCRIPTION_CHARS = 1000
 """Longest text of `describe`. The text is cut, because it travels in reports and log lines."""
 
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import closing
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic.config import JobConfig, WorkerCommand
+from elastic.coordinator.leadership import STATE_KEY, RunMembership
 from elastic.coordinator.records.saved_state import read_state
+from elastic.coordinator.service import lead
 from elastic.core.job.state import CauseKind, JobState
 from elastic.core.protocol.version import FIRST, PROTOCOL
 from elastic.domain import codec
 from elastic.domain.errors import EXIT_INCOMPATIBLE, IncompatibleVersion
+from elastic.store.open_store import open_store
 from tests.core.world.world import Fault, World
 
 
@@ -102,3 +109,28 @@ def test_a_removed_required_field_is_named(saved: JobState) -> None:
     del data["policy"]
     with pytest.raises(IncompatibleVersion, match=r"JobState\.policy.*missing field.*protocol"):
         read_state(json.dumps(data).encode())
+
+
+def test_a_coordinator_that_cannot_read_the_state_gives_the_lease_back(
+    saved: JobState, tmp_path: Path
+) -> None:
+    """So that another coordinator, of the right version, can lead at once."""
+    config = JobConfig(
+        job_id="j",
+        run_dir=str(tmp_path),
+        memory_dir=str(tmp_path / "memory"),
+        command=WorkerCommand(script="x"),
+        checkpoint_dir=str(tmp_path / "checkpoints"),
+        min_nodes=3,
+        max_nodes=3,
+    )
+    with closing(open_store(config)) as store:
+        lease = store.acquire("before", 1e6, time.time())
+        store.put_if(STATE_KEY, text_of(saved, protocol=99), None, lease.token)
+        RunMembership(store, tmp_path).begin("j.1", lease.token)
+        store.release(lease)
+        with pytest.raises(IncompatibleVersion, match="protocol 99"):
+            lead(config, "127.0.0.1:0", 0, -1)
+        store.release(store.acquire("after", 1e6, time.time()))
+        entry = store.get(STATE_KEY)
+        assert entry is not None and entry.value == text_of(saved, protocol=99), "left as it was"

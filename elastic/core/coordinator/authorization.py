@@ -129,9 +129,8 @@ def _check_sender(state: JobState, sender: str, message: Any) -> Rejection | Non
             return _check_report(state, sender, message)
         case m.Heartbeat() if info is None or message.incarnation != info.incarnation:
             return Rejection(STALE, f"{sender} is not a member (any more)", fence=True)
-        case (
-            m.Notice() | HealthReport() | m.AgentFailed()
-        ):  # accepted from an unknown node, but without effect
+        case m.Notice() | HealthReport() | m.AgentFailed():
+            # From an unknown node they are accepted, but have no effect.
             if info is not None and message.incarnation != info.incarnation:
                 return Rejection(STALE, f"{kind} of a former {sender}")
         case m.StepDone():

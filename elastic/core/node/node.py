@@ -529,14 +529,14 @@ def _worker_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
     if event.rank >= len(state.workers) or not state.workers[event.rank].alive:
         return state, (), "already known"
     worker = replace(state.workers[event.rank], alive=False)
-    worker = replace(worker, error=worker.error or event.error)
     state = _with_worker(state, event.rank, worker)
     if not state.elastic:
         return _script_exited(state, event)
     if state.failed is not None or (state.finished is not None and event.code == 0):
         return state, (SendReport(),), "worker ended"
     error = worker.error or next((w.error for w in state.workers if w.error), "")
-    cause = error or state.cause or f"worker {event.rank} ended with {_exit(event.code)}"
+    ended = f"worker {event.rank} ended with {_exit(event.code)}"
+    cause = error or state.cause or (f"{ended}: {event.error}" if event.error else ended)
     others = (KillWorkers(cause),) if any(w.alive for w in state.workers) else ()
     state = replace(
         state,
@@ -556,7 +556,7 @@ def _worker_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
 def _script_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
     """Record the exit of a script without elastic; the coordinator decides about restarts."""
     if event.code != 0:
-        error = state.workers[event.rank].error
+        error = state.workers[event.rank].error or event.error
         ended = f"{_exit(event.code)}: {error}" if error else _exit(event.code)
         state = replace(state, cause=f"worker {event.rank}: {ended}")
         actions = (KillWorkers("a worker failed"), SendReport())

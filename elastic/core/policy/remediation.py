@@ -86,7 +86,8 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
         return add_finding(state, node, finding)
     known = record.finding(FaultClass.DEVICE)
     device = device or (known is not None and known.action is not HealthAction.RESTART)
-    why = f"its workers crashed {len(record.crashes)} times: starting them again does not help"
+    times = f"its workers crashed {len(record.crashes)} times"
+    why = f"{times}: starting them again does not help; the last cause: {report.cause}"
     kind = FaultClass.DEVICE if device else FaultClass.HOST
     return add_finding(state, node, Finding(kind, _away(state, node), why, evidence, now))
 

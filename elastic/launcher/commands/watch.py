@@ -45,7 +45,8 @@ def watch(
                 view.note(f"{result.get('reason')} (exit code {result.get('code')})")
                 return EXIT_OK
             if answer is not None and answer["phase"] in ("finished", "failed"):
-                view.note(f"the job is over: {answer['phase']}")
+                reason = f": {answer['cause']}" if answer.get("cause") else ""
+                view.note(f"the job is over: {answer['phase']}{reason}")
                 return EXIT_OK
             time.sleep(interval_s)
             try:

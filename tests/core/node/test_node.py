@@ -291,6 +291,8 @@ def test_a_worker_that_never_attached_says_why() -> None:
     written = play(LAUNCH, node_core.WorkerExited(1, 1, "ImportError: no module"))
     assert written.cause == "worker 1: exit code 1: ImportError: no module"
     assert play(LAUNCH, node_core.WorkerExited(1, -9)).cause == "worker 1: signal 9"
+    crashed = play(*RUN, node_core.WorkerExited(1, 70, "the last line"))
+    assert crashed.cause == "worker 1 ended with exit code 70: the last line"
 
 
 def test_the_error_of_another_worker_of_the_node_is_the_cause() -> None:
