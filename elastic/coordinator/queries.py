@@ -182,7 +182,9 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
             "slow": speed_of(state, node).factor,
             "vault": mb.report.info.vault,
             **_health(state, node),
-            "error": "; ".join(filter(None, (mb.agent_error, mb.report.cause, *mb.report.failures))),
+            "error": "; ".join(
+                filter(None, (mb.agent_error, mb.report.cause, *mb.report.failures))
+            ),
         }
         for node, mb in sorted(state.members.items())
     ]

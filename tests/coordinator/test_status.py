@@ -5,8 +5,16 @@ from __future__ import annotations
 from elastic.coordinator.queries import nodes, status
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
-from elastic.core.job.state import Cause, CauseKind, EpochChange, JobFinished, JobPhase, JobState
-from elastic.core.job.state import Member, Policy
+from elastic.core.job.state import (
+    Cause,
+    CauseKind,
+    EpochChange,
+    JobFinished,
+    JobPhase,
+    JobState,
+    Member,
+    Policy,
+)
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import CertificateEnd, HealthReport
 from elastic.core.protocol.messages import NodePhase

@@ -44,7 +44,8 @@ WELL: Series = {
     'elastic_plan_predicted_step_seconds{job="j"}': "1+0" + STEADY,
     'elastic_worker_exits_total{job="j", instance="a"}': "0+0" + STEADY,
     'elastic_messages_refused_total{job="j", reason="stale"}': "0+0" + STEADY,
-    'elastic_certificate_left_seconds{job="j", instance="a", file="tls.crt"}': "7776000-60" + STEADY,
+    'elastic_certificate_left_seconds{job="j", instance="a", file="tls.crt"}': "7776000-60"
+    + STEADY,
     'elastic_events_total{job="j", kind="quarantine"}': "0+0" + STEADY,
     'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="1.0"}': "0+1"
     + STEADY,

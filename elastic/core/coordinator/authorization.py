@@ -32,6 +32,7 @@ MAX_CHARS, MAX_ITEMS = 256 << 10, 1 << 17
 LIMITS: dict[type, tuple[int, int]] = {
     HealthReport: (MAX_NAME_CHARS, MAX_ENTRIES),
     m.Notice: (4096, MAX_ENTRIES),
+    m.AgentFailed: (4096, MAX_ENTRIES),
 }
 """(characters, items) by message type, in place of MAX_CHARS and MAX_ITEMS."""
 UNBOUNDED = frozenset(

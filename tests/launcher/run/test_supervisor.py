@@ -156,7 +156,9 @@ def test_coordinator_of_another_version_is_not_restarted(start: Start, tmp_path:
 
 
 def test_the_error_of_an_agent_is_in_the_line_about_its_end(start: Start) -> None:
-    _, err = start("serve broken", "--heartbeat", "0.05", "--lease", "0.2").communicate(timeout=LONG_S)
+    _, err = start("serve broken", "--heartbeat", "0.05", "--lease", "0.2").communicate(
+        timeout=LONG_S
+    )
     how = "exit code 1: OSError: no room for the socket"
     for node in ("node0", "node1"):
         assert f"elastic: {node} ended ({how})" in err
