@@ -64,8 +64,9 @@ def _other_version(state: JobState, mine: NodeInfo) -> str:
     for member in state.members.values():
         theirs = member.report.info
         if theirs.node != mine.node and mine.protocol and theirs.protocol:
-            versions = (ProtocolVersion(info.protocol, info.release) for info in (theirs, mine))
-            if text := incompatibility(*versions, theirs.node, mine.node):
+            known = ProtocolVersion(theirs.protocol, theirs.release)
+            new = ProtocolVersion(mine.protocol, mine.release)
+            if text := incompatibility(known, new, theirs.node, mine.node):
                 return text
     return ""
 
