@@ -79,8 +79,8 @@ class StatusLines:
             if entry not in self._recoveries:
                 self._print(recovery_text(entry))
         self._recoveries = list(answer.get("recoveries", ()))
-        state = (answer["phase"], answer["step"], answer["epoch"], len(answer["nodes"]))
-        state += (answer.get("cause"),)
+        place = (answer["phase"], answer["step"], answer["epoch"])
+        state = (*place, len(answer["nodes"]), answer.get("cause"))
         if state != self._shown:
             self._shown = state
             self._print(headline(answer))
