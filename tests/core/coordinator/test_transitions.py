@@ -305,6 +305,16 @@ def test_an_accusation_alone_ends_the_epoch_but_loses_no_node() -> None:
     assert reason == "epoch 2: contact lost with node1" and "node1" in after.members
 
 
+def test_an_error_without_a_suspect_ends_the_epoch_with_its_text() -> None:
+    """The cause names the node and the error, and accuses nobody."""
+    error = "VaultError: vault of node2 at h:1: TLS handshake failed"
+    state, _, _ = send_report(running(), "node0", failures=(error,))
+    for _ in range(2):
+        state, _, reason = transition(state, job.Tick(), state.updated_at + 0.3)
+    assert reason == f"epoch 2: node0: {error}"
+    assert change_of(state).causes == (Cause(CauseKind.CONTACT, f"node0: {error}"),)
+
+
 def test_silence_while_the_coordinator_does_not_run_is_excused() -> None:
     """A silent member is lost after its lease, without the time of the stall."""
     state = running()
