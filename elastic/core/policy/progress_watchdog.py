@@ -22,8 +22,8 @@ repeated. At the bound, the evidence decides:
 Long phases report progress themselves: agents count CPU time as progress until the first step of a
 process or epoch is done, and workers count the layers that they load.
 
-**Failed epochs** (`epoch_began`, `retry`). An epoch that ends by a fault without a finished step has
-failed. `PAUSES_S` are the pauses before the next attempts: at most five epochs per minute. A node
+**Failed epochs** (`epoch_began`, `retry`). An epoch that ends by a fault without a finished step
+has failed. `PAUSES_S` are the pauses before the next attempts: at most five epochs per minute. A node
 that is blamed alone for two failed epochs is left out. If all nodes report the same error in
 `MAX_ATTEMPTS` attempts, the job ends with its text, because another attempt cannot succeed. A lost
 or leaving node is no failure, because it cannot repeat without a new member.
@@ -146,7 +146,7 @@ def excused(state: JobState, seconds: float) -> JobState:
 
 
 def restarted(state: JobState, until: float) -> JobState:
-    """Forget all signs after a failover of the coordinator. Nodes report again `until` this time."""
+    """Forget all signs after a failover of the coordinator. Nodes have `until` to report again."""
     return state.of(watch=replace(state.watch, since=until, signs={}, reminded=False))
 
 
@@ -375,9 +375,7 @@ def _feasible_without(state: JobState, node: str) -> bool:
     return plan_if_feasible(request) is not None
 
 
-def _new_epoch(
-    state: JobState, node: str, why: str, quiet_s: float, now: float
-) -> JobTransition:
+def _new_epoch(state: JobState, node: str, why: str, quiet_s: float, now: float) -> JobTransition:
     """Begin a new epoch; in a second stall without `node`."""
     text, found = f"no progress for {quiet_s:.1f} s; suspect {node}: {why}", {node: why}
     actions: tuple[JobAction, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -398,21 +399,23 @@ def test_the_start_of_the_job_waits_longer() -> None:
 # ---- epochs that fail -----------------------------------------------------------------------
 
 
-def fail(bench: Bench, node: str = "node0", **changes: Any) -> None:
-    """The running epoch fails by a report of `node`; all halt and install again, at once."""
+def fail(bench: Bench, node: str = "node0", **changes: Any) -> float:
+    """The running epoch fails by a report of `node`; all halt and install again, at once. Return
+    the time at which the next epoch began."""
     epoch = bench.state.epoch
     bench.report(node, **changes)
     while bench.state.epoch == epoch and bench.state.ending is None:
         bench.wait(STEP_S, *NODES)
+    began = bench.now
     for name in tuple(bench.state.members):
         bench.state = halt(bench.state, name)
-    waited = bench.now
     while bench.state.phase is JobPhase.HALTING:
         bench.wait(STEP_S)
-        assert bench.now < waited + 70.0
+        assert bench.now < began + 70.0
     if bench.state.ending is None:
         for name in plan_of(bench.state).nodes():
             bench.report(name, phase=NodePhase.RUNNING, suspects=(), failures=())
+    return began
 
 
 FULL = "OSError: [Errno 28] No space left on device: slot 17"
@@ -468,8 +471,7 @@ def test_failed_epochs_are_at_most_five_per_minute() -> None:
         members = {**bench.state.members}
         members["node1"] = replace(members["node1"], report=report)
         bench.state = bench.state.of(members=members)
-        fail(bench, suspects=("node1",), failures=("LinkFailed: reset by peer",))
-        began.append(change_of(bench.state).decided)
+        began.append(fail(bench, suspects=("node1",), failures=("LinkFailed: reset by peer",)))
     assert bench.state.ending is None
     for at in began:
         assert sum(at <= other < at + 60.0 for other in began) <= 5
@@ -553,7 +555,7 @@ def test_a_job_continues_with_a_broken_node(kind: str, seed: int) -> None:
 def longest_pause(world: World) -> float:
     """Longest time without a finished step."""
     ends = sorted(at for at, _ in world.coordinator.steps)
-    return max(b - a for a, b in zip(ends, ends[1:], strict=False))
+    return max(b - a for a, b in pairwise(ends))
 
 
 @pytest.mark.parametrize("seed", range(4))

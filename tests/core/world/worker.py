@@ -189,7 +189,7 @@ class Worker:
 
         self.run = self.world.runs.setdefault(self.epoch, Run(self.assignment))
         self.run.present[self.agent.name, self.rank] = self
-        self.arrived = False
+        self.arrived, self.activity = False, "wait"
         self.poke()
 
     def poke(self) -> None:
