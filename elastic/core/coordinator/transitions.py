@@ -390,12 +390,21 @@ def _fault(state: JobState, now: float) -> Cause | None:
     unreachable = path_cause(state)
     if unreachable is not None:
         return unreachable
-    if state.suspected_since and now - state.suspected_since > state.limits.contact_s:
+    if state.suspected_since and now - state.suspected_since > _contact_s(state):
         suspects = sorted({node for mb in state.members.values() for node in mb.report.suspects})
         if suspects:
             text = f"contact lost with {' '.join(suspects)}"
             return Cause(CauseKind.CONTACT, text, tuple(suspects))
     return None
+
+
+def _contact_s(state: JobState) -> float:
+    """Return the time from lost contact to the next epoch. It doubles while a recovery fails for
+    this cause, up to the time in which a bad path is found."""
+    causes = state.change.causes if state.change is not None else ()
+    again = sum(cause.kind is CauseKind.CONTACT for cause in causes)
+    limits = state.limits
+    return max(limits.contact_s, min(limits.contact_s * 2.0 ** min(again, 30), limits.path_s))
 
 
 def _workers_down(report: NodeReport, text: str) -> Cause:

@@ -92,7 +92,7 @@ def test_training_continues_without_one_of_the_two(
         assert set(pair) <= set(world.plans[-1][1]), "both are used again"
     killed = fault is not None and fault.kind == "back"
     assert len(world.coordinator.dropped) == killed, "nobody else is lost"
-    assert world.coordinator.state.epoch <= 6
+    assert world.coordinator.state.epoch <= 8, "epochs that fail at once come less and less often"
 
 
 def test_a_job_that_needs_both_nodes_pauses_until_they_reach_each_other() -> None:
