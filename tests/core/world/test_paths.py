@@ -97,7 +97,7 @@ def test_training_continues_without_one_of_the_two(
 
 def test_a_job_that_needs_both_nodes_pauses_until_they_reach_each_other() -> None:
     """Without backups each of two nodes holds layers that only the other can fetch from it."""
-    pair = NODES[:2]
+    pair = ("node0", "node1")
     moment = MOMENTS["training"][1]
     world = PathWorld(moment, (pair,), nodes=2, steps=12, shape="1", backup="none+none")
     assert world.run() is JobPhase.FINISHED, world.trail[-30:]

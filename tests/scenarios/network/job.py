@@ -133,8 +133,8 @@ class NetworkJob:
     def finish(self) -> dict[str, Any]:
         """Let the training run to its end at full speed; return its summary."""
         self._hurry.touch()
-        for name, process in self._processes.items():
-            self.wait_for(f"the end of {name}", lambda process=process: process.poll() is not None)
+        running = self._processes.values()
+        self.wait_for("the end", lambda: all(one.poll() is not None for one in running))
         codes = {name: process.returncode for name, process in self._processes.items()}
         assert not any(codes.values()), f"{codes}\n{self.output()}"
         return dict(json.loads((self._folder / COORDINATOR / "summary.json").read_text()))
