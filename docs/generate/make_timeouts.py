@@ -44,12 +44,14 @@ SECTIONS = {
         "alone_s": "With no node left, the coordinator may take this long to end.",
         "doubt_s": "A coordinator that hears a minority of nodes blames itself so long.",
         "return_s": "Without copies, the job waits this long for a minority of nodes.",
+        "orphan_s": "An idle agent ends if it reaches no coordinator for this long.",
     },
     "Workers": {
         "contact_s": "If workers lost contact, a new epoch begins after this time.",
         "silent_s": "A worker is hung if it is silent and uses no CPU for this long.",
         "stuck_s": "A worker that should compute or halt is hung if it uses no CPU for this long.",
         "sibling_s": "A worker waits this long for orders after a failed collective.",
+        "progress_s": "A job without a sign of progress for this long is stalled.",
         "link_s": "Last-resort timeout of gloo and NCCL operations.",
     },
     "Transfers and joins": {
@@ -76,6 +78,7 @@ limits change seldom. Each change is a `timeouts` event in
 | limit | grows with |
 | --- | --- |
 | `stuck_s` | 20 times the longest computation of one micro-batch on one worker |
+| `progress_s` | 20 times that computation, and 5 times the longest step |
 | `prefetch_s` | 5 times the longest step |
 | `leave_s` | 2 times the longest pause of training for a change of plan, at most 20 s |
 | the five below | 10 times the longest round trip to the coordinator, if it is at least 10 ms |

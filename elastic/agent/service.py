@@ -13,6 +13,7 @@ disk, another node, or an operation whose time grows with bytes: other threads d
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import queue
 import shutil
@@ -114,6 +115,10 @@ class NodeAgent:
         """Newest launch whose workers were killed."""
         self._generation, self._partitioned_until = 0, 0.0
         self._exit_code: int | None = None
+        self._away_since = 0.0
+        """Time (time.monotonic) at which the coordinator was lost; 0: it was not."""
+        self._received_at = 0.0
+        """Time at which a peer last sent copies."""
         self._coordinator, later = coordinator, self._later
         self._gate = PreflightGate(config.preflight, self._check_node, later(self._take_preflight))
         health = later(self._send_health)
@@ -132,7 +137,7 @@ class NodeAgent:
             on_message=later(self._handle_order),
             sender=self._node,
             on_up=later(self._handle_connected),
-            on_down=lambda why: log.info("the coordinator cannot be reached: %s", why),
+            on_down=later(self._handle_disconnected),
             keepalive_s=config.timeouts.keepalive_s,
         )
 
@@ -177,7 +182,7 @@ class NodeAgent:
             timeout_s=config.timeouts.serve_s,
             pace=pace_of(self._directory, config.link),
             compressing=self._compression,
-            received=self._metrics.received,
+            received=self._count_received,
         ).start()
 
     def _begin_incarnation(self) -> None:
@@ -248,7 +253,13 @@ class NodeAgent:
         if not self._partitioned:
             self._apply(event)
 
+    def _handle_disconnected(self, why: str) -> None:
+        log.info("the coordinator cannot be reached: %s", why)
+        self._away_since = time.monotonic()
+
     def _handle_connected(self) -> None:
+        if self._session.up:
+            self._away_since = 0.0
         for message in self._outbox:  # first, because the report may end the job
             self._send(message)
         self._report()
@@ -351,8 +362,23 @@ class NodeAgent:
         if self._group is not None:
             self._apply(core.WorkersPolled(self._group.samples()))
 
+    def _count_received(self, copies: Sequence[Copy]) -> None:
+        """Called on the threads of the vault's server."""
+        self._received_at = time.monotonic()
+        self._metrics.received(copies)
+
+    def _consider_the_end(self) -> None:
+        """While no coordinator can be reached: end if the job is over, or if nothing runs here."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            over = json.loads((Path(self._config.run_dir) / "exit.json").read_text())
+            self._apply(m.Stop(int(over["code"]), str(over["reason"])))
+        since = max(self._away_since, self._received_at)  # peers that send copies still train
+        self._apply(core.CoordinatorAway(time.monotonic() - since))
+
     def _heartbeat(self) -> None:
         self._metrics.heartbeats.inc()
+        if self._away_since:
+            self._consider_the_end()
         if self._gate.open and not self._notices.parked:
             self._send(replace(core.heartbeat(self._state), rtt_s=self._session.rtt_s))
 

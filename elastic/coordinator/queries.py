@@ -16,6 +16,7 @@ from elastic.core.health.diagnosis import HealthLimits
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.stragglers import speed_of
+from elastic.core.policy import progress_watchdog
 from elastic.domain import codec
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.planning.plan.plan import format_plan
@@ -111,6 +112,7 @@ def status(state: job.JobState) -> dict[str, Any]:
         "plan": format_plan(state.plan) if state.plan else "",
         "checkpoint": state.checkpoint[0] if state.checkpoint else "",
         "attention": attention(state),
+        "stalled": progress_watchdog.summary(state, state.updated_at),
         "timeouts": codec.encode(state.limits),
     }
 

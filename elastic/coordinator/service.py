@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, HealthReport, type(None))
 MAX_BATCH = 512
 """Maximum number of events that are taken from the queue at once."""
 LINGER_S = 5.0
-"""Longest wait for agents to disconnect after the end of the job."""
+"""Longest wait for agents to disconnect, or to reconnect first, after the end of the job."""
 FLAGS = [
     flag("--run-dir", required=True),
     flag("--address", default="127.0.0.1:0"),
@@ -103,6 +103,8 @@ class Coordinator:
         self._now, self._ending, self._rules_s = self._clock.now(), 0.0, 0.0
         self._events = EventQueue(self._clock.now, self._tick_interval_s)
         self._sessions: dict[str, ClientSession] = {}
+        self._unaware: set[str] = set()
+        """Members that could not be told the end of the job; they may still reconnect."""
         self._commits = CheckpointCommits(Path(config.checkpoint_dir), self._events.put)
         self._rules_due = self._to_save = self._adopted = self._yields = False
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
@@ -181,7 +183,8 @@ class Coordinator:
                     self._store.release(self._lease)
                 raise LeadGivenUp
             self._yields = False
-            if self._ending and (not self._sessions or self._clock.now() > self._ending):
+            waits = self._sessions or self._unaware
+            if self._ending and (not waits or self._clock.now() > self._ending):
                 with contextlib.suppress(StoreUnavailable, StoreError):
                     self._store.release(self._lease)
                 return self._code
@@ -220,6 +223,8 @@ class Coordinator:
             self._rejected(m.RefusalNote("coordinator", *astuple(item)))
         elif isinstance(item, tuple):
             self._handle_message(*item)
+        elif isinstance(item, job.Tick):
+            self._apply(replace(item, held=self._saver.away))
         else:
             self._apply(item)
 
@@ -353,6 +358,8 @@ class Coordinator:
         session = self._sessions.get(node)
         if session is not None:
             session.send(message, epoch)
+            if isinstance(message, m.Stop):
+                self._unaware.discard(node)
         if isinstance(message, m.Fenced) and session is not None:
             del self._sessions[node]
 
@@ -373,6 +380,7 @@ class Coordinator:
         for node in [node for node in self._sessions if node not in self._state.members]:
             # This node was released. Members get the order from `end_job`.
             self._send(node, m.Stop(action.code, action.reason), self._state.epoch)
+        self._unaware = self._state.members.keys() - self._sessions.keys()
         self._ending = self._clock.now() + LINGER_S
 
     # ---- requests of the command line ----

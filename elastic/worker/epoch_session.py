@@ -166,6 +166,7 @@ class EpochSession:
         recovering = any(recipe.states or recipe.checkpoint for recipe in recipes)
         installed = self._load_layers(recovering)
         transferred = time.perf_counter()
+        context.agent.position.update("wait")  # for the workers that still load their layers
         self._links = self._open_links()
         steps = self._runner(installed, self._links)
         if recovering:
@@ -181,6 +182,7 @@ class EpochSession:
 
         def after_layer() -> None:
             self._abandon.check()
+            context.agent.position.update("install")
             if recovering:
                 context.injector.reach(self._assignment.step, Phase.RECOVERY)
 

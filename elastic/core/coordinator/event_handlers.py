@@ -36,7 +36,7 @@ from elastic.core.job.state import (
     Tick,
 )
 from elastic.core.job.stragglers import observe_speed
-from elastic.core.policy import drain, remediation
+from elastic.core.policy import drain, progress_watchdog, remediation
 from elastic.core.policy.admission import admit
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
@@ -69,7 +69,7 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
     member = replace(member, report=report, seen=now, connected=True, refused=False)
     if report.info.lifetime_s != was.info.lifetime_s:
         member = with_expected_end(member, now)
-    state = with_member(state, member)
+    state = progress_watchdog.report_seen(with_member(state, member), was, report, now)
     if report.suspects and not state.suspected_since and report.epoch == state.epoch:
         state = state.of(suspected_since=now)
     records = [h.record for h in report.halted if h.record and state.phase is JobPhase.HALTING]
@@ -114,6 +114,7 @@ def _join(
         actions = [LogEntry("lost", data), *findings, joined]
     state = count_node_seconds(state, now, left=former is not None)
     state = with_member(state, with_expected_end(Member(report=report, seen=now), now))
+    state = progress_watchdog.member_joined(state, node, now)
     if state.ending is None and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
         state, launch = launch_nodes(state, (node,))
         actions += launch
@@ -159,7 +160,7 @@ def _heartbeats(state: JobState, event: Heartbeats, now: float) -> JobTransition
         members[beat.node] = replace(member, seen=now, report=report, refused=False)
         accepted.append(beat)
     if accepted:
-        state = state.of(members=members)
+        state = progress_watchdog.heartbeats_seen(state.of(members=members), accepted, now)
     for beat in accepted:
         state = observe_backup(observe_speed(state, beat), beat)
     times = (one.forward_s + one.backward_s for beat in accepted for one in beat.measured)
@@ -264,8 +265,13 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
         actions.append(state.ending)
     parts = state.checkpoint_parts
     actions += [CommitCheckpoint(step) for step, slots in parts if _is_complete(state, slots)]
-    state = without_doubt(state.of(members=members))
+    state = progress_watchdog.restarted(without_doubt(state.of(members=members)), late)
     return state, tuple(actions), "took the job over"
+
+
+def _ticked(state: JobState, tick: Tick, now: float) -> JobTransition:
+    state = state.of(late_s=tick.late_s)
+    return progress_watchdog.orders_held(state, now) if tick.held else state, (), ""
 
 
 EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
@@ -281,6 +287,6 @@ EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
     m.BackupNote: _backup_note,
     HealthReport: remediation.health_reported,
     CheckpointCommitted: _checkpoint_committed,
-    Tick: lambda state, tick, now: (state.of(late_s=tick.late_s), (), ""),
+    Tick: _ticked,
     CoordinatorFailover: _failover,
 }

@@ -44,7 +44,7 @@ from elastic.core.job.state import (
     Member,
     Send,
 )
-from elastic.core.policy import drain, restart_policy
+from elastic.core.policy import drain, progress_watchdog, restart_policy
 from elastic.core.policy.backup_policy import change_backup
 from elastic.core.policy.remediation import apply_remedies, node_lost
 from elastic.core.policy.straggler_policy import rebalance_stragglers
@@ -58,6 +58,10 @@ SCRIPT_S = 30.0
 LATE_WORKERS_S = 90.0
 """After this time the job starts without the nodes that are not ready, if the minimum is ready."""
 OVER = (JobPhase.FINISHED, JobPhase.FAILED)
+CHANGING = (JobPhase.HALTING, JobPhase.INSTALLING, JobPhase.RUNNING, JobPhase.PAUSED)
+"""Phases in which an epoch change can begin at any time."""
+INSTALLED = (NodePhase.INSTALLING, NodePhase.RUNNING, NodePhase.FINISHED)
+"""Phases of a node that has an assignment of its epoch."""
 Rule = Callable[[JobState, float], JobTransition | None]
 
 
@@ -98,7 +102,7 @@ def _excuse_delay(state: JobState, now: float) -> JobState:
             node: replace(member, seen=member.seen + late, closed_at=member.closed_at + late)
             for node, member in state.members.items()
         }
-        state = state.of(members=members)
+        state = progress_watchdog.excused(state.of(members=members), late)
     return state.of(updated_at=now)
 
 
@@ -108,14 +112,24 @@ def apply_rules(state: JobState, now: float) -> JobTransition:
     actions: list[JobAction] = []
     reasons: list[str] = []
     for _ in range(16):
-        rules = (_end, _drop_lost_members, RULES[state.phase][0])
+        state = progress_watchdog.observe(state, now)
+        rules = (
+            _end,
+            _drop_lost_members,
+            _regain_epoch,
+            RULES[state.phase][0],
+            progress_watchdog.check_progress,
+        )
         results = (rule(state, now) for rule in rules if rule is not None)
         result = next((found for found in results if found is not None), None)
         if result is None:
             break
-        before = state.phase
+        before, epoch = state.phase, state.epoch
         state, more, reason = result
         actions += more
+        if state.epoch > epoch:
+            state, more = progress_watchdog.epoch_began(state, now)
+            actions += more
         reasons += [reason] if reason else []
         if state.phase is not before:
             data = {"phase": state.phase.value, "epoch": state.epoch, "reason": reason}
@@ -147,6 +161,24 @@ def _drop_lost_members(state: JobState, now: float) -> JobTransition | None:
             state = liveness.without_doubt(absent_nodes.with_absent(state, node, now))
         actions += [entry, Send(node, m.Fenced(f"lost: {why}")), *findings]
     return state, tuple(actions), "; ".join(f"{one.node} lost: {one.why}" for one in believed)
+
+
+def _regain_epoch(state: JobState, now: float) -> JobTransition | None:
+    """Begin a change above the epoch of the nodes if the store lost its last writes.
+
+    Then nodes know an epoch that the saved state does not have, or have an assignment of an epoch
+    for which the saved state has none. A second assignment for that epoch would mix two plans.
+    """
+    if state.phase not in CHANGING or state.spec is None:
+        return None
+    for node, member in state.members.items():
+        report = member.report
+        installed = report.able and report.phase in INSTALLED and state.phase is JobPhase.HALTING
+        if member.connected and report.epoch >= state.epoch + (0 if installed else 1):
+            text = f"the store lost its last writes: {node} is {report.phase} in epoch "
+            text += f"{report.epoch}, the saved state is {state.phase} in epoch {state.epoch}"
+            return begin_change(state, Cause(CauseKind.STORE, text, (node,)), now)
+    return None
 
 
 def _end(state: JobState, now: float) -> JobTransition | None:
@@ -265,6 +297,10 @@ def _halting(state: JobState, now: float) -> JobTransition | None:
     )
     if not halted or restart_policy.is_waiting(state, now):
         return None
+    if not change.boundary:
+        verdict = progress_watchdog.retry(state, now)
+        if verdict is not None or progress_watchdog.is_paused(state, now):
+            return verdict
     return restart_policy.decide_wait(state, now) or decide_plan(state, now)
 
 

@@ -54,8 +54,11 @@ from elastic.planning.search.search import PlanRequest, make_plan
 def begin_change(
     state: JobState, cause: Cause, now: float, *, boundary: bool = False
 ) -> JobTransition:
-    """Raise the epoch and halt all nodes: at once, or (boundary) after the running step."""
-    epoch = state.epoch + 1
+    """Raise the epoch and halt all nodes: at once, or (boundary) after the running step.
+
+    The new epoch is above every epoch that a member knows, also if the store lost its last writes.
+    """
+    epoch = max([state.epoch, *(mb.report.epoch for mb in state.members.values())]) + 1
     old = state.change if state.change is not None and not state.change.boundary else None
     plan = state.plan
     nodes = plan.nodes() if plan is not None else ()

@@ -117,6 +117,8 @@ class LossKind(StrEnum):
     """The member's lease expired."""
     REPLACED = "replaced"
     """The member's agent joined again as another incarnation."""
+    STALLED = "stalled"
+    """The job waited for the member, and its agent did not restart its workers."""
 
 
 class CauseKind(StrEnum):
@@ -146,6 +148,10 @@ class CauseKind(StrEnum):
     """A plan fits the nodes of a paused job again."""
     DIVERGENCE = "divergence"
     """Holders of a layer disagree."""
+    STALLED = "stalled"
+    """The job made no progress."""
+    STORE = "store"
+    """The store lost its last writes: nodes are in an epoch that the saved state does not have."""
     OTHER = "other"
 
 
@@ -221,6 +227,48 @@ class MissingCopies:
     nodes: tuple[str, ...]
     """Absent nodes."""
     since: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressSign:
+    """Newest sign of progress of a node, from its heartbeats and reports."""
+
+    at: float
+    """Time of the sign on the coordinator's clock."""
+    count: int = 0
+    """`Heartbeat.signs`; 0: the agent does not count them."""
+    activity: str = ""
+    spun_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressWatch:
+    """Progress of the job, for `elastic.core.policy.progress_watchdog`. Times are in seconds."""
+
+    mark: str = ""
+    """Phase, epoch and newest finished step."""
+    since: float = 0.0
+    """Time at which `mark` last changed, or at which the watchdog last acted."""
+    step: int = -1
+    """Newest finished step when progress was last made."""
+    signs: dict[str, ProgressSign] = field(default_factory=dict)
+    """Newest sign of progress per node."""
+    stalls: int = 0
+    """Number of stalls since the last progress. Each one doubles the bound."""
+    reminded: bool = False
+    """Whether missed orders were repeated in this stall."""
+    asked: dict[str, str] = field(default_factory=dict)
+    """`incarnation/crash count` of each node that was ordered to restart its workers."""
+    attempts: int = 0
+    """Number of epochs that failed since the last progress."""
+    retry_at: float = 0.0
+    """Time before which no plan is installed."""
+    cause: str = ""
+    """Cause of the newest failed epoch."""
+    blamed: dict[str, int] = field(default_factory=dict)
+    """Number of epochs since the last progress for whose failure each node was blamed."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Newest error of each node since the last progress, if it accuses no other node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +376,7 @@ class JobState:
     """(node, time of its loss) of lost nodes that may live and have copies of the present state."""
     missing: MissingCopies | None = None
     """Reason why a paused job waits for absent nodes; None: it does not."""
+    watch: ProgressWatch = field(default_factory=ProgressWatch)
 
     @property
     def limits(self) -> Timeouts:
@@ -383,6 +432,8 @@ class Tick:
 
     late_s: float = 0.0
     """Delay of this tick in seconds."""
+    held: bool = False
+    """Whether orders are held back because the store is away, so that no node can obey them."""
 
 
 @dataclass(frozen=True, slots=True)

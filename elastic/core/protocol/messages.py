@@ -317,6 +317,8 @@ class NodeReport:
     """Nodes with which its workers lost contact in the present epoch."""
     diverged: tuple[Diverged, ...] = ()
     """Reports of its workers that holders disagree, until the next installation."""
+    failures: tuple[str, ...] = ()
+    """Errors because of which this node cannot go on in the present epoch, oldest first."""
     cause: str = ""
     """Cause of the workers' last crash: exit code, signal or hang."""
     hung: bool = False
@@ -348,6 +350,13 @@ class Heartbeat:
     """Newest compute times of each worker that has a stage."""
     rtt_s: float = 0.0
     """Least round-trip time to the coordinator in the last measurements; 0: unknown."""
+    signs: int = 0
+    """Number that changes with every sign of progress of the workers; 0: they are not counted."""
+    activity: str = ""
+    """Activity of the worker without a sign for the longest time: start | compute | wait | install
+    | idle; one that waits for others is named only if all do."""
+    spun_s: float = 0.0
+    """CPU time of this worker's main thread since its last sign of progress."""
 
 
 BACKUP_SHORT, COPY_CORRUPT = "backup-short", "copy-corrupt"
@@ -407,6 +416,16 @@ class Fenced:
     copies in its vault."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartWorkers:
+    """Kill the workers, which the agent then restarts as after a hang."""
+
+    reason: str
+    crash_count: int
+    """`NodeReport.crash_count` at the time of the order. With another count, the workers of that
+    time are gone, and the order has no effect."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,10 @@ class Timeouts:
     """A coordinator that hears only a minority of the nodes blames itself for this long."""
     return_s: float = 600.0
     """A job waits this long for lost nodes that may have the only copies of its state."""
+    progress_s: float = 7.5
+    """A job without any sign of progress for this long is stalled (the progress watchdog)."""
+    orphan_s: float = 300.0
+    """An agent ends if it reaches no coordinator, and nothing runs there, for this long."""
 
 
 def budget(
@@ -128,6 +132,8 @@ def budget(
         alone_s=silence * 2,
         doubt_s=max(30.0, silence * 10) + reconnect_s,
         return_s=max(600.0, silence * 100),
+        progress_s=max(silence * 2.5, seen.microbatch_s * 20, seen.step_s * 5),
+        orphan_s=max(60.0, silence * 100),
     )
 
 

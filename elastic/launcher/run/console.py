@@ -173,7 +173,23 @@ def _doubt_over_line(event: Entry) -> str:
     return f"the coordinator hears {heard} again, after {event.get('seconds', '?')} s"
 
 
+def _stalled_line(event: Entry) -> str:
+    evidence = event.get("evidence") or {}
+    found = "; ".join(f"{node}: {why}" for node, why in evidence.items())
+    quiet_s, action = event.get("quiet_s", "?"), event.get("action", "?")
+    return f"warning: no progress for {quiet_s} s ({found}) [{action}]"
+
+
+def _retry_line(event: Entry) -> str:
+    pause_s = event.get("pause_s", 0)
+    when = f"in {pause_s} s" if pause_s else "now"
+    attempt, cause = event.get("attempt", "?"), event.get("cause", "?")
+    return f"warning: attempt {attempt} failed: {cause}; next attempt {when}"
+
+
 EVENT_LINES = {
+    "stalled": _stalled_line,
+    "retry": _retry_line,
     "nonfinite": _nonfinite_line,
     "divergence": _divergence_line,
     "recovery": recovery_line,

@@ -266,6 +266,7 @@ class StepRunner:
                 replica.skip_update()
             else:
                 replica.update(reduced[replica.index], record.clip, lr)
+            self._position.update("compute", self.step)
             self.protection.retire(replica)
             self.injector.reach(self.step, Phase.OPTIMIZER)
         self.protection.after_update()

@@ -448,3 +448,36 @@ def test_a_checkpoint_is_committed_when_all_parts_are_written() -> None:
         state, job.CheckpointCommitted("/c/step-2", 2), state.updated_at
     )
     assert state.checkpoint == ("/c/step-2", 2) and reason == "checkpoint of step 2"
+
+
+# ---- a store that lost its last writes ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", [NodePhase.HALTED, NodePhase.RUNNING, NodePhase.STARTING])
+def test_nodes_in_an_unknown_epoch_get_a_newer_one(phase: NodePhase) -> None:
+    after, actions, reason = send_report(running(), "node0", epoch=4, phase=phase)
+    assert after.epoch == 5 and sent(actions, m.Halt)[-3:] == [m.Halt(5)] * 3
+    (cause,) = change_of(after).causes
+    assert cause.kind is CauseKind.STORE and cause.nodes == ("node0",)
+    assert f"node0 is {phase.value} in epoch 4" in reason
+    assert f"the saved state is {JobPhase.RUNNING.value} in epoch 1" in reason
+
+
+@pytest.mark.parametrize("phase", [NodePhase.INSTALLING, NodePhase.RUNNING, NodePhase.FINISHED])
+def test_an_epoch_gets_no_second_assignment(phase: NodePhase) -> None:
+    """The saved state waits for the nodes to halt, but they have installed a plan already."""
+    state, *_ = send_report(running(), "node2", phase=NodePhase.STARTING)
+    assert state.phase is JobPhase.HALTING and state.epoch == 2
+    after, actions, _ = send_report(state, "node0", epoch=2, phase=phase)
+    assert after.epoch == 3 and sent(actions, m.Halt)[-3:] == [m.Halt(3)] * 3
+    ended, _, _ = send_report(state, "node0", epoch=2, phase=phase, able=False)
+    assert ended.epoch == 2, "its workers have ended: no order would change that"
+
+
+def test_a_new_epoch_is_above_all_that_nodes_know() -> None:
+    state = running()
+    report = replace(state.members["node0"].report, epoch=7)
+    away = replace(state.members["node0"], report=report, connected=False, closed_at=1e9)
+    state = state.of(members={**state.members, "node0": away})
+    after, _, _ = send_report(state, "node1", phase=NodePhase.STARTING, cause="oops")
+    assert after.epoch == 8 and change_of(after).epoch == 8

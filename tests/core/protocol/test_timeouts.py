@@ -60,6 +60,9 @@ def test_limits_have_the_right_order(silence_s: float, seen: LongestDurations) -
     assert t.leave_s >= min(20.0, 2 * seen.pause_s)
     near = budget(silence_s)
     assert near.alone_s >= near.lease_s + near.closed_s and near.sibling_s > near.contact_s
+    assert t.lease_s < t.progress_s, "a silent node is lost before the job counts as stalled"
+    assert t.progress_s >= max(20 * seen.microbatch_s, 5 * seen.step_s)
+    assert t.orphan_s > 2 * t.adopt_s, "a coordinator that restarts finds its agents"
     assert all(getattr(t, field.name) > 0 for field in fields(Timeouts))
 
 
@@ -150,6 +153,7 @@ def test_limits_are_logged_at_the_start_and_on_changes() -> None:
     assert note.data == {
         "prefetch_s": 500.0,
         "measured": {"step_s": 100.0, "microbatch_s": 0.0, "pause_s": 0.0, "rtt_s": 0.0},
+        "progress_s": 500.0,
     }
     assert state.limits.prefetch_s == 500.0
     _, actions, _ = transition(state, slow, 1.3)

@@ -77,6 +77,10 @@ class Agent:
         self.cuts: list[tuple[float, float]] = []
         """(from, to) of the times when this node was unreachable."""
         self.steps: list[m.StepDone] = []
+        self.mute_starts = 0
+        """Number of next workers that hang before they attach."""
+        self.refuses, self.full = False, False
+        """Whether its vault refuses copies of peers, and whether its workers cannot publish."""
         self._generation = 0
         self._incarnations = itertools.count()
         self.vault, self.fence = Vault(name), 0
@@ -175,9 +179,9 @@ class Agent:
             case _:
                 self.apply(core.WorkerMessage(rank, message))
 
-    def peer_unreachable(self, peer: str) -> None:
-        """Report an unreachable vault of the peer for worker 0, as the replicator does."""
-        failed = m.CommFailed(self.state.epoch, (peer,), "backup")
+    def peer_unreachable(self, epoch: int, peer: str) -> None:
+        """Report that the peer takes no copies of `epoch`, for worker 0, as the replicator does."""
+        failed = m.CommFailed(epoch, (peer,), f"backup at {peer}")
         if self.workers:
             self.apply(core.WorkerMessage(0, failed))
 
@@ -186,7 +190,7 @@ class Agent:
             return
         self.world.at(LOOK_S, self._look)
         for worker in self.workers:
-            if worker.alive and worker.attached and not worker.stopped:
+            if worker.alive and worker.attached and not worker.stopped and not worker.mute:
                 self.apply(core.WorkerMessage(worker.rank, worker.progress()))
         seen = tuple(
             core.ProcessSample(w.rank, w.stopped, w.cpu_s()) for w in self.workers if w.alive
@@ -200,8 +204,7 @@ class Agent:
             self._beat_once()
 
     def _beat_once(self) -> None:
-        told = core.report(self.state)
-        self._send(m.Heartbeat(self.name, self.state.info.incarnation, told.step, told.microbatch))
+        self._send(core.heartbeat(self.state))
 
     def apply(self, event: Any) -> None:
         if not self.alive:
@@ -247,7 +250,7 @@ class Agent:
                 self.report()
 
     def _check_kill(self, reason: str) -> None:
-        healthy = all(w.alive and not w.stopped for w in self.workers)
+        healthy = all(w.alive and not w.frozen for w in self.workers)
         assert not (healthy and reason.startswith("hang")), (
             f"{self.name}: healthy workers are killed: {reason}"
         )
@@ -273,9 +276,12 @@ class Agent:
             if not self.alive or self.fence > epoch:
                 return
             if not target.alive:
-                self.peer_unreachable(peer)
+                self.peer_unreachable(epoch, peer)
             elif self.cut or target.cut:
                 self.world.at(0.1, arrive)
+            elif target.refuses:
+                self.peer_unreachable(epoch, peer)
+                self.world.at(5.0, arrive)
             elif target.fence <= epoch:
                 for copy, content in copies:
                     target.vault.add(copy, content)
@@ -335,5 +341,14 @@ class Agent:
                 worker.die(1)
             elif kind == "hang":
                 worker.stop()
+            elif kind == "spin":
+                worker.spin()
+            elif kind == "no-slots":
+                self.refuses = True
+            elif kind == "no-memory":
+                self.full = True
+            elif kind == "mute":
+                self.mute_starts = 1
+                worker.die(1)
             else:
                 worker.slowness = 20.0

@@ -37,10 +37,13 @@ class Fault:
     """A fault of the `node`-th living node (or of the coordinator) at a time.
 
     kill: the node is gone and its connections close. power: gone without a closed connection.
-    back: killed, and its agent restarts after `seconds`. crash, hang (SIGSTOP), slow: one worker.
+    back: killed, and its agent restarts after `seconds`. crash, hang (SIGSTOP), slow, spin (endless
+    loop), mute (crashes, and hangs before it attaches again): one worker. no-slots: its vault
+    refuses copies of peers from now on. no-memory: its workers can publish no copy from now on.
     partition: no message passes for `seconds`. blip: the stream to the coordinator breaks.
     coordinator-kill: the coordinator restarts after `seconds` from its saved state.
-    coordinator-save: the same, but it dies between saving and acting.
+    coordinator-save: the same, but it dies between saving and acting. coordinator-amnesia: the
+    same, and the store has lost the writes of its last 0.1 s to 0.5 s.
     coordinator-stall: it stops for `seconds`. coordinator-cut: no message passes between it and the
     nodes for `seconds`, after which all streams break. reset: all streams break.
     drain: with `seconds` of notice. join: a new node.
@@ -217,6 +220,7 @@ class CoordinatorShell:
 
     def __post_init__(self) -> None:
         self.state = self.saved = JobState(policy=self.policy)
+        self.writes: list[tuple[float, JobState]] = [(0.0, self.saved)]
         self.sessions: dict[str, Link] = {}
         self.backlog: list[tuple[Link | None, Any]] = []
         self.assignments: dict[int, Assignment] = {}
@@ -224,6 +228,8 @@ class CoordinatorShell:
         """Node name per dropped incarnation."""
         self.finish: job.JobFinished | None = None
         self.recovered: list[job.ChangeCompleted] = []
+        self.steps: list[tuple[float, int]] = []
+        """(time, step) of each report of a finished step."""
         self.protected: Plan | None = None
         """The newest plan whose state is whole at the peers."""
         self.halts: list[tuple[int, bool, str]] = []
@@ -271,14 +277,13 @@ class CoordinatorShell:
                 assert link is not None
                 self.sessions[message.info.node] = link
                 self._apply(message)
+            case m.StepDone():
+                self.steps.append((self.world.now, message.record.step))
+                self._apply(message)
             case m.Heartbeat():
                 assert link is not None
                 self.sessions.setdefault(message.node, link)
-                self._apply(
-                    job.Heartbeat(
-                        message.node, message.incarnation, message.step, message.microbatch
-                    )
-                )
+                self._apply(message)
             case "closed":
                 for node in [n for n, s in self.sessions.items() if s is link]:
                     del self.sessions[node]
@@ -299,6 +304,7 @@ class CoordinatorShell:
         self._check(before, event, actions)
         if not isinstance(event, (job.Heartbeat, job.Tick)) or actions:
             self.saved = self.state
+            self.writes = [*self.writes[-200:], (self.world.now, self.saved)]
         if actions and reason:
             self.world.log(f"coordinator {type(event).__name__}: {reason}")
         if self.die_at_save and any(isinstance(a, job.Send) for a in actions):
@@ -331,8 +337,22 @@ class CoordinatorShell:
             self.world.at(seconds + 0.001, self._uplink_back)
         elif kind == "coordinator-save":
             self.die_at_save = seconds
+        elif kind == "coordinator-amnesia" and self.up:
+            self._forget(self.world.soon(0.1, 0.5))
+            self._die(seconds)
         elif self.up:
             self._die(seconds)
+
+    def _forget(self, seconds: float) -> None:
+        """Lose the newest writes, back to the newest change of the members."""
+        since = self.world.now - seconds
+        for at, state in reversed(self.writes):
+            same = {n: mb.report.info.incarnation for n, mb in state.members.items()}
+            now = {n: mb.report.info.incarnation for n, mb in self.saved.members.items()}
+            if same != now or at < since or state.phase in (JobPhase.WAITING, JobPhase.LAUNCHED):
+                return
+            self.saved = state
+        self.writes.clear()
 
     def _die(self, seconds: float) -> None:
         self.world.log("coordinator died")
@@ -428,6 +448,8 @@ class CoordinatorShell:
     def _check_failure(self) -> None:
         """A job fails only if the vaults of all living nodes together do not suffice."""
         state = self.state
+        if all(agent.full for agent in self.world.living):
+            return
         assert state.spec is not None and self.world.vaults_lost, (
             "failed although no vault was lost"
         )
