@@ -396,6 +396,9 @@ def _check_faults(config: JobConfig) -> None:
         if spec.worker is not None and spec.worker >= config.nproc_per_node:
             remedy = f"a local rank below {config.nproc_per_node}"
             raise FieldError("--fault worker", spec.worker, remedy)
+        if spec.kind is FaultKind.CUT and config.standalone:
+            remedy = "local nodes share an address: use several machines or network namespaces"
+            raise FieldError("--fault", spec.kind.value, remedy)
         if spec.kind is FaultKind.SLOW_LINK and not config.link.bytes_per_s:
             remedy = 'a slow link needs a normal speed: give --link, as "bandwidth=1Gbit"'
             raise FieldError("--fault", spec.kind.value, remedy)

@@ -41,6 +41,7 @@ SECTIONS = {
         "starved_s": "A coordinator that is itself delayed longer extends the nodes' limits.",
         "adopt_s": "Nodes report to a restarted coordinator within this time.",
         "keepalive_s": "Ping interval; a connection closes after two without an answer.",
+        "path_s": "Without an answer for this long, two nodes cannot reach each other.",
         "alone_s": "With no node left, the coordinator may take this long to end.",
         "doubt_s": "A coordinator that hears a minority of nodes blames itself so long.",
         "return_s": "Without copies, the job waits this long for a minority of nodes.",
@@ -52,6 +53,7 @@ SECTIONS = {
         "stuck_s": "A worker that should compute or halt is hung if it uses no CPU for this long.",
         "sibling_s": "A worker waits this long for orders after a failed collective.",
         "progress_s": "A job without a sign of progress for this long is stalled.",
+        "open_s": "Workers that have loaded their layers connect within this time.",
         "link_s": "Last-resort timeout of gloo and NCCL operations.",
     },
     "Transfers and joins": {

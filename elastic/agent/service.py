@@ -31,9 +31,11 @@ from typing import Any
 
 from elastic import lifeline
 from elastic.agent.health.monitor import Monitor
+from elastic.agent.health.paths import PathProber
 from elastic.agent.health.preflight import local_checks, network_checks, score_class
 from elastic.agent.health.preflight_gate import PreflightGate
 from elastic.agent.metrics import AgentMetrics
+from elastic.agent.network_cut import NetworkCut
 from elastic.agent.notices.controller import NoticeController
 from elastic.agent.outbox import Outbox
 from elastic.agent.vault.checkpoints import CheckpointWriter
@@ -114,6 +116,7 @@ class NodeAgent:
         self._killed_generation = -1
         """Newest launch whose workers were killed."""
         self._generation, self._partitioned_until = 0, 0.0
+        self._cut = NetworkCut(info.host)
         self._exit_code: int | None = None
         self._away_since = 0.0
         """Time (time.monotonic) at which the coordinator was lost; 0: it was not."""
@@ -123,6 +126,7 @@ class NodeAgent:
         self._gate = PreflightGate(config.preflight, self._check_node, later(self._take_preflight))
         health = later(self._send_health)
         self._monitor = Monitor(self._node, config.directories, health).start()
+        self._paths = PathProber(self._node, config.timeouts, self._monitor.unreachable)
         self._notices = NoticeController(config, self._node, later, self._send, self._report)
         self._metrics = AgentMetrics(new_registry(), str(self._directory), config.checkpoint_dir)
         self._exposition: Exposition | None = None
@@ -210,6 +214,7 @@ class NodeAgent:
         info = replace(self._info, incarnation=incarnation, vault=self._server.address)
         self._state = core.NodeState(info, limits=limits)
         self._gate.shut()
+        self._paths.watch({})
         self._monitor.enter(incarnation, 0)
 
     def run(self) -> int:
@@ -264,6 +269,7 @@ class NodeAgent:
             self._send(message)
         self._report()
         self._notices.resend()
+        self._monitor.connected()
 
     def _send_reliably(self, message: m.StepDone | m.BackupNote | m.CheckpointPart) -> None:
         self._outbox.add(message)
@@ -299,6 +305,7 @@ class NodeAgent:
 
         done, vault = self._later(self._apply_order), self._vault
         if not self._partitioned:
+            self._paths.watch(dict(order.vaults))
             threading.Thread(target=work, name="prefetch", daemon=True).start()
 
     def _handle_worker(self, generation: int, rank: int, message: Any) -> None:
@@ -349,15 +356,21 @@ class NodeAgent:
         self._apply(core.WorkerMessage(0, failed))
 
     def _inject(self, fault: FaultSpec) -> None:
-        """Carry out an injected fault: corrupt copies, or cut this node off from everybody."""
+        """Carry out an injected fault: corrupt copies, drop packets to a peer, or lose all messages
+        between this node and the coordinator."""
         if fault.kind is FaultKind.CORRUPT:
             log.warning("injected fault: one byte flipped in %d copies", self._vault.flip_bytes())
+            return
+        if fault.kind is FaultKind.CUT:
+            vault = self._replicator.vaults.get(fault.peer, "")
+            self._cut.begin(fault.peer, vault, fault.duration_s)
             return
         log.warning("injected fault: partitioned from everybody for %g s", fault.duration_s)
         until = time.monotonic() + fault.duration_s
         self._partitioned_until = max(self._partitioned_until, until)
 
     def _poll(self) -> None:
+        self._cut.heal()
         self._notices.poll()
         if self._group is not None:
             self._apply(core.WorkersPolled(self._group.samples()))
@@ -420,6 +433,7 @@ class NodeAgent:
         self._replicator.enter(epoch, assignment)
         self._checkpoints.enter(assignment.plan)
         self._monitor.enter(self._state.info.incarnation, epoch)
+        self._paths.watch(dict(assignment.vaults), assignment.plan)
 
     def _send(self, message: Any) -> None:
         if not self._partitioned:
@@ -538,6 +552,7 @@ class NodeAgent:
             self._starter,
             self._notices,
             self._session,
+            self._paths,
             self._monitor,
             self._checkpoints,
             self._replicator,
@@ -546,6 +561,7 @@ class NodeAgent:
             self._memory,
         ):
             part.close()
+        self._cut.heal(all_cuts=True)
         if self._exposition is not None:
             self._exposition.close()
         shutil.rmtree(self._directory, ignore_errors=True)

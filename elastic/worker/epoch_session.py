@@ -215,6 +215,7 @@ class EpochSession:
             store_address=self._assignment.store,
             device=context.device,
             timeout_s=settings.timeouts.link_s,
+            open_s=settings.timeouts.open_s,
             abandon=self._abandon,
             host=settings.host,
             holder_sets=self._roster.holder_sets(),

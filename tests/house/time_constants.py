@@ -83,6 +83,7 @@ CONSTANTS = {
     "core/coordinator/transitions.py SCRIPT_S": "program",
     "core/coordinator/transitions.py LATE_WORKERS_S": "program",
     "core/health/compute_speed.py SPAN_UNPROFILED_S": "decision",
+    "core/health/path_fault.py LONGEST_HOLD_S": "interval",
     "core/job/fleet.py FIRST_BACKOFF_S": "interval",
     "core/job/fleet.py LONGEST_BACKOFF_S": "interval",
     "core/job/fleet.py LOST_BACKOFF_S": "interval",
@@ -139,6 +140,7 @@ CONSTANTS = {
     "worker/transport/gloo.py _POISON_S": "evidence",
     "worker/transport/link_probe.py PAUSE_S": "interval",
     "worker/transport/link_probe.py TIMEOUT_S": "person",
+    "worker/transport/links.py OPEN_RANK_S": "decision",
     "worker/transport/rendezvous.py _AGREE_TIMEOUT_S": "evidence",
     "worker/transport/threads.py JOIN_TIMEOUT_S": "program",
 }

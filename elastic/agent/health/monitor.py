@@ -28,6 +28,7 @@ from elastic.core.protocol.health_report import (
     FailedOperation,
     HealthReport,
     LinkTraffic,
+    UnreachablePeer,
 )
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class _Window:
 
 class Monitor:
     """Samples the node's health on a thread of its own, which calls `emit(report)` for each report.
-    Other threads may call `enter`, `sent` and `checkpoint_failed`."""
+    Other threads may call the other methods."""
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class Monitor:
         self._lock, self._ended, self._woken = threading.Lock(), False, threading.Event()
         self._windows: dict[str, _Window] = {}
         self._failures: tuple[FailedOperation, ...] = ()
+        self._unreachable: tuple[UnreachablePeer, ...] = ()
         self._incarnation, self._epoch, self._silent_samples = "", 0, 0
         self._last: tuple[object, ...] | None = None
         """`_conditions` of the last report."""
@@ -141,6 +143,18 @@ class Monitor:
             self._failures = (FailedOperation("checkpoint", path, why[:MAX_TEXT_LENGTH], count),)
         self._woken.set()
 
+    def unreachable(self, peers: tuple[UnreachablePeer, ...]) -> None:
+        """Report at once which peers the node cannot reach now."""
+        with self._lock:
+            self._unreachable = peers
+        self._woken.set()
+
+    def connected(self) -> None:
+        """Report unreachable peers again at the next sample: the coordinator may be a new one."""
+        with self._lock:
+            if self._unreachable:
+                self._silent_samples = MAX_SILENT_SAMPLES
+
     def sample(self) -> HealthReport | None:
         """Sample the node's health. Return a report if one is due, else None."""
         memory = psutil.virtual_memory()
@@ -161,6 +175,7 @@ class Monitor:
                 devices=devices,
                 links=links,
                 failed_operations=failures,
+                unreachable=self._unreachable[:MAX_ENTRIES],
             )
             self._silent_samples += 1
             conditions = _conditions(report)
@@ -219,10 +234,11 @@ def volume(path: Path) -> str:
 
 
 def _conditions(report: HealthReport) -> tuple[object, ...]:
-    """Return the values of a report whose change is reported at once: states of devices, and levels
-    of scarcity of memory and disks (0: at least 10 % is free; higher levels mean less)."""
+    """Return the values of a report whose change is reported at once: states of devices, levels of
+    scarcity of memory and disks (0: at least 10 % is free; higher levels mean less), and peers that
+    cannot be reached."""
     devices = [(d.index, d.throttled, d.errors, d.fault) for d in report.devices]
     disks = [(disk.free_bytes, disk.total_bytes) for disk in report.disks]
     spaces = [(report.memory_free_bytes, report.memory_total_bytes), *disks]
     levels = [sum(free < share * total for share in SCARCE_SHARES) for free, total in spaces]
-    return devices, levels
+    return devices, levels, [(one.peer, one.vault) for one in report.unreachable]

@@ -24,6 +24,7 @@ from elastic.core.coordinator.event_handlers import EVENT_HANDLERS
 from elastic.core.job import absent_nodes, liveness, quarantine
 from elastic.core.job.epoch_change import (
     begin_change,
+    candidates,
     consider_joining,
     decide_plan,
     divergence_reports,
@@ -32,6 +33,7 @@ from elastic.core.job.epoch_change import (
 from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import record_pause, without_member
 from elastic.core.job.membership import end_job, launch_nodes
+from elastic.core.job.reachability import path_cause, review_paths
 from elastic.core.job.state import (
     Cause,
     CauseKind,
@@ -117,6 +119,7 @@ def apply_rules(state: JobState, now: float) -> JobTransition:
             _end,
             _drop_lost_members,
             _regain_epoch,
+            review_paths,
             RULES[state.phase][0],
             progress_watchdog.check_progress,
         )
@@ -398,7 +401,8 @@ def _join(state: JobState, now: float) -> JobTransition | None:
         return None
     if not state.joining:
         return consider_joining(state, now)
-    here = tuple(node for node in state.joining if node in state.members)
+    usable = {member.node for member in candidates(state)}
+    here = tuple(node for node in state.joining if node in usable)
     fetching = any(state.members[node].report.prefetched < state.epoch for node in here)
     if fetching and now - state.joining_since < state.limits.prefetch_s:
         return None
@@ -432,12 +436,24 @@ def _fault(state: JobState, now: float) -> Cause | None:
     for diverged in divergence_reports(state)[:1]:
         text = "; ".join(one.text for one in diverged.found)
         return Cause(CauseKind.DIVERGENCE, f"step {diverged.step}: {text}")
-    if state.suspected_since and now - state.suspected_since > state.limits.contact_s:
+    unreachable = path_cause(state)
+    if unreachable is not None:
+        return unreachable
+    if state.suspected_since and now - state.suspected_since > _contact_s(state):
         suspects = sorted({node for mb in state.members.values() for node in mb.report.suspects})
         if suspects:
             text = f"contact lost with {' '.join(suspects)}"
             return Cause(CauseKind.CONTACT, text, tuple(suspects))
     return None
+
+
+def _contact_s(state: JobState) -> float:
+    """Return the time from lost contact to the next epoch. It doubles while a recovery fails for
+    this cause, up to the time in which a bad path is found."""
+    causes = state.change.causes if state.change is not None else ()
+    again = sum(cause.kind is CauseKind.CONTACT for cause in causes)
+    limits = state.limits
+    return max(limits.contact_s, min(limits.contact_s * 2.0 ** min(again, 30), limits.path_s))
 
 
 def _workers_down(report: NodeReport, text: str) -> Cause:

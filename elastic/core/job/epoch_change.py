@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from elastic.core.job import absent_nodes, join_policy, quarantine
+from elastic.core.job import absent_nodes, join_policy, quarantine, reachability
 from elastic.core.job.goodput import nonfinite_entries, step_entry
 from elastic.core.job.measured_conditions import backup_conditions
 from elastic.core.job.membership import end_job
@@ -111,6 +111,8 @@ def candidates(state: JobState) -> tuple[Member, ...]:
         and not mb.draining
         and not quarantine.is_quarantined(state, mb.node)
     ]
+    out = reachability.left_out_now(state, [mb.node for mb in able])
+    able = [mb for mb in able if mb.node not in out]
     held = set(state.plan.nodes()) if state.plan is not None else set()
     able.sort(key=lambda mb: (mb.node not in held, mb.rank, mb.node))
     return tuple(able)
@@ -157,11 +159,7 @@ def _decide_plan(state: JobState, now: float) -> JobTransition:
         gone = [node for node in change.old_plan.nodes() if _workers_gone(state, node)]
         change = replace(change, lost=tuple(dict.fromkeys((*change.lost, *gone))))
     try:
-        if not candidates(state):
-            raise InfeasiblePlan("no node can take a stage at present")
-        choice = join_policy.plan_for_change(state, plan_request(state, state.epoch), now)
-        assert choice.plan is not None
-        assignment = _solve(state, choice.plan)
+        state, choice, assignment = _choose(state, now)
     except InfeasiblePlan as error:
         freed = quarantine.release_all(state, now, f"no plan without it: {error}")
         if freed is not None:
@@ -169,7 +167,8 @@ def _decide_plan(state: JobState, now: float) -> JobTransition:
             state, actions, reason = _decide_plan(state, now)
             return state, (*entries, *actions), reason
         entry = LogEntry("paused", {"epoch": state.epoch, "why": str(error)})
-        return state.of(phase=JobPhase.PAUSED, change=change), (entry,), f"paused: {error}"
+        state = state.of(phase=JobPhase.PAUSED, change=change, blocked=_situation(state))
+        return state, (entry,), f"paused: {error}"
     except Unrecoverable as error:
         return absent_nodes.wait_or_fail(state, change, error, now)
     except FieldError as error:
@@ -216,10 +215,74 @@ def _judge_divergence(state: JobState) -> tuple[JobState, tuple[JobAction, ...],
     return state, (LogEntry("divergence", data),), verdict.fatal
 
 
-def _solve(state: JobState, plan: Plan) -> recovery.Assignment:
-    """Return the assignment for `plan` from the reported copies. Raises Unrecoverable."""
+def _choose(
+    state: JobState, now: float
+) -> tuple[JobState, join_policy.JoinChoice, recovery.Assignment]:
+    """Return (state, plan, assignment), with the best choice of nodes that are left out because of
+    bad paths: the first one with which no step is lost, else the first one that is possible.
+
+    Raises InfeasiblePlan or Unrecoverable, as for the best choice, if none is possible.
+    """
+    able = [mb.node for mb in candidates(state.of(paths=()))]
+    options = reachability.covers(state, able)
+    found, error = None, None
+    for out in options:
+        trial = state.of(left_out=tuple(sorted(out)), blocked=())
+        try:
+            choice, assignment = _plan_and_solve(trial, now)
+        except (InfeasiblePlan, Unrecoverable) as problem:
+            error = error or problem
+            continue
+        if not any(recipe.checkpoint for _, recipe in assignment.recipes):
+            return trial, choice, assignment
+        found = found or (trial, choice, assignment)
+    if found is None:
+        assert error is not None
+        raise error
+    return found
+
+
+def _plan_and_solve(
+    state: JobState, now: float
+) -> tuple[join_policy.JoinChoice, recovery.Assignment]:
+    """Return the plan without the nodes in `left_out`, and its assignment.
+
+    Raises InfeasiblePlan, also if bad paths hide copies that are needed, and Unrecoverable.
+    """
+    if not candidates(state):
+        raise InfeasiblePlan("no node can take a stage at present")
+    choice = join_policy.plan_for_change(state, plan_request(state, state.epoch), now)
+    assert choice.plan is not None
+    bad = "; ".join(fault.text for fault in reachability.bad_paths(state, state.members))
+    if state.left_out:
+        why = f"{choice.plan.reason}; {' '.join(state.left_out)} left out: {bad}"
+        choice = replace(choice, plan=replace(choice.plan, reason=why))
+    assert choice.plan is not None
+    assignment = _solve(state, choice.plan)
+    hidden = reachability.forbidden_fetches(state, assignment)
+    if hidden:
+        try:
+            assignment = _solve(state, choice.plan, hidden=hidden)
+        except Unrecoverable as error:
+            raise InfeasiblePlan(f"{bad}: {error}") from error
+    return choice, assignment
+
+
+def _situation(state: JobState) -> tuple[str, ...]:
+    """Return the members that can take part and the bad paths, to see whether they changed."""
+    able = sorted(mb.report.info.incarnation for mb in candidates(state.of(paths=())))
+    bad = reachability.bad_paths(state, state.members)
+    return (*able, *(" ".join(fault.nodes) for fault in bad)) if bad else ()
+
+
+def _solve(
+    state: JobState, plan: Plan, hidden: frozenset[str] = frozenset()
+) -> recovery.Assignment:
+    """Return the assignment for `plan` from the reported copies, except those in the vaults of the
+    nodes `hidden`. Raises Unrecoverable."""
     assert state.spec is not None
-    reported = (copy for mb in state.members.values() for copy in mb.report.inventory)
+    members = [mb for mb in state.members.values() if mb.node not in hidden]
+    reported = (copy for mb in members for copy in mb.report.inventory)
     proven = lineage.proven(reported, state.starts, newest_epoch=state.epoch, trimmed=state.trimmed)
     assignment = recovery.solve(
         plan=plan,
@@ -399,7 +462,9 @@ def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
 
 def resume_if_feasible(state: JobState, now: float) -> JobTransition | None:
     """Begin a change if a plan fits the nodes that are not quarantined; else end all quarantines,
-    so that the next call can use these nodes."""
+    so that the next call can use these nodes. Nothing is tried twice in the same situation."""
+    if state.blocked and state.blocked == _situation(state):
+        return None
     if not candidates(state):
         return quarantine.release_all(state, now, "nobody else is left")
     try:

@@ -13,6 +13,7 @@ from typing import Any
 from elastic.core.health.backup_metrics import BackupMetrics
 from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.health.diagnosis import HealthLimits, NodeHealth
+from elastic.core.health.path_fault import PathFault
 from elastic.core.protocol.messages import Heartbeat as Heartbeat
 from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
@@ -358,6 +359,12 @@ class JobState:
     """Reason to change the plan at the end of the step because of a node's health; "": none."""
     seen: LongestDurations = field(default_factory=LongestDurations)
     """Longest measured times, from which the limits on waiting are computed."""
+    paths: tuple[PathFault, ...] = ()
+    """Pairs of nodes that could not reach each other (`elastic.core.job.reachability`)."""
+    left_out: tuple[str, ...] = ()
+    """Nodes that the newest plan leaves out because of bad paths."""
+    blocked: tuple[str, ...] = ()
+    """Nodes and bad paths with which no plan can reach the state that is needed; (): none."""
     timeouts: Timeouts | None = None
     """Limits on waiting that were logged last; None: the defaults, not logged yet."""
     doubt_since: float = 0.0

@@ -307,7 +307,7 @@ def _moved(worker: WorkerState, now: float) -> WorkerState:
 
 
 def _with_cpu_signs(state: NodeState, worker: WorkerState, now: float) -> WorkerState:
-    """Count CPU time (`WorkerState.active_at`) as progress in the first step, for a limited time."""
+    """Count CPU time (`WorkerState.active_at`) as progress of the first step, for some time."""
     if not worker.first_since:
         return replace(_moved(worker, now), first_since=now)
     known_s = state.first_step_s
@@ -393,14 +393,8 @@ def transition(state: NodeState, event: Any, now: float) -> NodeTransition:
         case m.Stop():
             actions = (SendToWorkers(event), EndAgent(service_exit(event.code)))
             return state, actions, "the job is over for this node"
-        case m.Fenced() if state.phase is Phase.EMPTY and not state.epoch:
-            return state, (SendReport(),), f"nothing to give up: {event.reason}"
-        case m.Fenced():
-            reason = f"no longer a member: {event.reason}"
-            return state, (KillWorkers(event.reason), Rejoin(keep_vault=True)), reason
-        case m.Released():
-            actions = (KillWorkers(event.reason), Rejoin(keep_vault=False))
-            return state, actions, f"released: {event.reason}"
+        case m.Fenced() | m.Released():
+            return _membership_ended(state, event)
         case WorkerMessage():
             return _worker_message(state, event, now)
         case WorkerExited():
@@ -437,6 +431,17 @@ def _with_new_workers(state: NodeState) -> NodeState:
         finished=None,
         failed=None,
     )
+
+
+def _membership_ended(state: NodeState, event: m.Fenced | m.Released) -> NodeTransition:
+    """Join as a new member; copies in the vault of a fenced node may still be needed."""
+    if isinstance(event, m.Released):
+        kill, rejoin = KillWorkers(event.reason), Rejoin(keep_vault=False)
+        return state, (kill, rejoin), f"released: {event.reason}"
+    if state.phase is Phase.EMPTY and not state.epoch:
+        return state, (SendReport(),), f"nothing to give up: {event.reason}"
+    kill, rejoin = KillWorkers(event.reason), Rejoin(keep_vault=True)
+    return state, (kill, rejoin), f"no longer a member: {event.reason}"
 
 
 def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:

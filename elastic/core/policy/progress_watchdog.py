@@ -2,8 +2,8 @@
 
 The rules of `elastic.core.coordinator.transitions` call it with every event and tick.
 
-**Stalls** (`check_progress`). While a plan is feasible, the job waits for nodes: for those that have
-not acknowledged the order to halt, that have not installed the plan, or that train. The job is
+**Stalls** (`check_progress`). While a plan is feasible, the job waits for nodes: for those that
+have not acknowledged the order to halt, that have not installed the plan, or that train. The job is
 stalled if the phase, the epoch and the finished step stay, and none of these nodes shows a sign of
 progress for `Timeouts.progress_s` (`Timeouts.stuck_s` before the first step). Each stall doubles
 the bound until a step is finished or a member joins. At half of the bound, missed orders are
@@ -14,17 +14,17 @@ repeated. At the bound, the evidence decides:
     its worker spins: CPU time without progress         the node out for a while (quarantine)
     its workers did not restart when ordered to       the node is dropped
     the same on more than half of the nodes           it is reported twice before anybody is blamed
-    all wait for each other                           after `stuck_s` a new epoch; in the next stall
-                                                        it leaves out the node that others accuse, or
-                                                        that stopped first
+    all wait for each other                           after `stuck_s` a new epoch; in the next
+                                                        stall it leaves out the node that others
+                                                        accuse, or that stopped first
     a worker has not attached, and uses no CPU time   its workers are restarted, in every phase
 
 Long phases report progress themselves: agents count CPU time as progress until the first step of a
 process or epoch is done, and workers count the layers that they load.
 
 **Failed epochs** (`epoch_began`, `retry`). An epoch that ends by a fault without a finished step
-has failed. `PAUSES_S` are the pauses before the next attempts: at most five epochs per minute. A node
-that is blamed alone for two failed epochs is left out. If all nodes report the same error in
+has failed. `PAUSES_S` are the pauses before the next attempts: at most five epochs per minute. A
+node that is blamed alone for two failed epochs is left out. If all nodes report the same error in
 `MAX_ATTEMPTS` attempts, the job ends with its text, because another attempt cannot succeed. A lost
 or leaving node is no failure, because it cannot repeat without a new member.
 """

@@ -27,6 +27,7 @@ from elastic.core.job.epoch_change import begin_change, candidates, plan_request
 from elastic.core.job.join_policy import plan_if_feasible
 from elastic.core.job.membership import end_job
 from elastic.core.job.quarantine import Findings, add_finding, clear_finding, record_of, with_record
+from elastic.core.job.reachability import paths_reported
 from elastic.core.job.state import (
     Cause,
     CauseKind,
@@ -179,7 +180,8 @@ def health_reported(state: JobState, report: HealthReport, now: float) -> JobTra
     node, record = report.node, record_of(state, report.node)
     clock = (*record.clock, round(now - report.at, 4))[-diagnosis.CLOCK_SAMPLES :]
     state = with_record(state, node, replace(record, report=report, clock=clock))
-    actions: list[JobAction] = []
+    state, paths = paths_reported(state, report, now)
+    actions: list[JobAction] = [*paths]
     for check in (_check_devices, _check_disks, _check_host, _check_link):
         state, more = check(state, node, report, now)
         actions += more

@@ -70,6 +70,19 @@ class FailedOperation:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreachablePeer:
+    """A node whose vault gives no answer to this node, over the network that the workers use."""
+
+    peer: str
+    vault: str
+    """host:port at which the peer was asked; a former incarnation of the peer has another one."""
+    silent_s: float
+    """Seconds since its last answer, or since it was first asked."""
+    detail: str
+    """Error of the last attempt."""
+
+
+@dataclass(frozen=True, slots=True)
 class HealthReport:
     """Health of a node, sent on changes and at intervals.
 
@@ -89,6 +102,8 @@ class HealthReport:
     devices: tuple[DeviceHealth, ...] = ()
     links: tuple[LinkTraffic, ...] = ()
     failed_operations: tuple[FailedOperation, ...] = ()
+    unreachable: tuple[UnreachablePeer, ...] = ()
+    """All peers that this node cannot reach now."""
 
 
 @dataclass(frozen=True, slots=True)

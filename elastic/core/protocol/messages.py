@@ -202,7 +202,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class FaultReached:
-    """An injected fault that the agent must carry out (partition, corrupt) is due."""
+    """An injected fault that the agent must carry out (partition, cut, corrupt) is due."""
 
     fault: str
     at: float

@@ -96,6 +96,10 @@ class Timeouts:
     """A job without any sign of progress for this long is stalled (the progress watchdog)."""
     orphan_s: float = 300.0
     """An agent ends if it reaches no coordinator, and nothing runs there, for this long."""
+    path_s: float = 4.0
+    """Two nodes cannot reach each other if one has had no answer from the other for this long."""
+    open_s: float = 10.0
+    """Workers that have all loaded their layers must connect to each other within this time."""
 
 
 def budget(
@@ -126,6 +130,8 @@ def budget(
         bulk_s=max(10.0, silence * 10 / 3),
         serve_s=max(30.0, silence * 10),
         prefetch_s=max(20.0, seen.step_s * 5),
+        path_s=max(2.0, silence * 4 / 3),
+        open_s=max(10.0, silence * 10 / 3),
         link_s=max(1800.0, silence * 100),
         leave_s=min(20.0, max(2.0, seen.pause_s * 2)),
         overdue_s=max(30.0, silence * 10),

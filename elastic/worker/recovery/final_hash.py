@@ -32,9 +32,14 @@ def job_sha256(
     copies: dict[Slot, Copy] = {}
     for holder in dict.fromkeys(node for portions in holders.values() for node in portions):
         client = VaultClient(vaults[holder], node=node)
+        abandon.subscribe(client.close)  # it ends the call, as the vault may be unreachable
         try:
             inventory = client.inventory()
+        except VaultError:
+            abandon.check()
+            raise
         finally:
+            abandon.unsubscribe(client.close)
             client.close()
         # Copies of older epochs may have diverged.
         for copy in sorted(inventory, key=lambda copy: -copy.epoch):

@@ -17,6 +17,8 @@ from elastic.worker.transport import threads
 from elastic.worker.transport.cancellation import AbandonSignal
 
 _AGREE_TIMEOUT_S = 0.2
+_HERE = "here-"
+"""Beginning of the key of a rank that has loaded its layers."""
 _FAILED_RANKS = "failed-ranks"
 """Key of the ranks that the first rank to notice a failure suspects."""
 
@@ -44,6 +46,16 @@ def connect_store(address: str, epoch: int, timeout_s: float) -> PrefixStore:
         raise FieldError("store", address, "host:port of a rendezvous store")
     timeout = timedelta(seconds=timeout_s)
     return PrefixStore(f"epoch{epoch}", TCPStore(host, int(port), is_master=False, timeout=timeout))
+
+
+def await_ranks(store: PrefixStore, rank: int, world_size: int, timeout_s: float) -> None:
+    """Tell the other ranks of the epoch that `rank` is about to connect, and wait for all of them.
+
+    Raises RuntimeError after `timeout_s`, or if the store does not answer.
+    """
+    store.set(f"{_HERE}{rank}", "")
+    everybody = [f"{_HERE}{other}" for other in range(world_size)]
+    store.wait(everybody, timedelta(seconds=timeout_s))
 
 
 def agree_on_failed_ranks(

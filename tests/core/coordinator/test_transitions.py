@@ -29,6 +29,7 @@ from elastic.core.protocol.health_report import (
     FailedOperation,
     HealthReport,
     LinkTraffic,
+    UnreachablePeer,
 )
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import NodeInfo, StepRecord
@@ -128,6 +129,7 @@ def health_reports(node: str, incarnation: str, state: JobState) -> tuple[Health
         devices=(DeviceHealth(0, "toy", 99.0, "too hot", 3, "XID 79"),),
         links=(LinkTraffic("node0", 4, 4 << 20, 4.0, 1e6),),
         failed_operations=(FailedOperation("checkpoint", "/c", "no space", 2),),
+        unreachable=(UnreachablePeer("node0", "node0:1", 4.0, "timed out"),),
     )
     return well, wrong, replace(wrong, incarnation="former")
 

@@ -56,6 +56,7 @@ def test_limits_have_the_right_order(silence_s: float, seen: LongestDurations) -
     assert t.silence_s < t.silent_s < t.stuck_s, "a slow worker is not hung"
     assert t.stuck_s >= 20 * seen.microbatch_s
     assert t.link_s >= max(budget(silence_s).stuck_s, t.serve_s)
+    assert t.silence_s < t.path_s < t.open_s, "a lost node is known before its paths are blamed"
     assert t.silence_s < t.overdue_s
     assert t.leave_s >= min(20.0, 2 * seen.pause_s)
     near = budget(silence_s)

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.node import node as core
+from elastic.core.node.path_watch import PathWatch, attempt_s, attempted, interval_s
 from elastic.core.protocol import messages as m
+from elastic.core.protocol.health_report import HealthReport, UnreachablePeer
 from elastic.core.protocol.messages import NodePhase
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain.types import Assignment, Copy, JobSpec, NodeInfo
 from tests.core.recovery.proof import Vault
 from tests.core.worker_model import check_ledgers
@@ -62,7 +65,11 @@ class Run:
             for unit in self.assignment.plan.units()
             for rank in range(self.assignment.plan.tp)
         }
-        return wanted == self.present.keys() and all(w.reachable for w in self.present.values())
+        if wanted != self.present.keys() or not all(w.reachable for w in self.present.values()):
+            return False
+        nodes = sorted({node for node, _ in wanted})
+        world = next(iter(self.present.values())).world
+        return not world.broken or all(world.joined(a, b) for a in nodes for b in nodes if a < b)
 
     def check_ledgers(self, spec: JobSpec, step: int) -> None:
         check_ledgers([w.model for w in self.present.values() if w.model is not None], spec, step)
@@ -95,12 +102,16 @@ class Agent:
         self.state = core.NodeState(info)
         self.workers = list[Worker]()
         self._speak: dict[int, float] = {}
+        self.watches: dict[str, tuple[str, PathWatch]] = {}
+        """Per peer: (address of its vault, attempts to reach it)."""
+        self.unreachable: tuple[UnreachablePeer, ...] = ()
 
     def start(self) -> None:
         self.alive = True
         self.connect()
         self._look()
         self._beat()
+        self._ask_peers()
 
     # ---- the stream -----------------------------------------------------------------------------
 
@@ -116,6 +127,8 @@ class Agent:
         self.report()
         for step in self.steps:
             self._send(step)
+        if self.unreachable:
+            self._report_health()
 
     def disconnect(self) -> None:
         """The stream broke."""
@@ -138,6 +151,7 @@ class Agent:
             case m.Trim(epoch):
                 self.vault.held = {k: v for k, v in self.vault.held.items() if v[0].epoch >= epoch}
             case m.Prefetch():
+                self._watch(message.vaults)
                 self.world.at(
                     self.world.soon(0.05, 0.5), lambda: self._prefetch(message, self.state.info)
                 )
@@ -154,7 +168,7 @@ class Agent:
                 for v in source.vault.held.values()
                 if (v[0].kind, v[0].layer, v[0].shard) == ("state", layer, shard)
             ]
-            if source.reachable and copies:
+            if source.reachable and self.world.joined(self.name, node) and copies:
                 self.vault.add(*max(copies, key=lambda v: (v[0].step, v[0].epoch)))
         self.apply(core.PrefetchDone(order.epoch))
 
@@ -235,6 +249,7 @@ class Agent:
                     worker.die(-9)
             case core.EnterEpoch(install):
                 self.fence = max(self.fence, install.epoch)
+                self._watch(install.assignment.vaults)
             case core.FenceVault(epoch):
                 self.fence = max(self.fence, epoch)
             case core.SendReport():
@@ -264,6 +279,54 @@ class Agent:
     def inventory(self) -> tuple[Copy, ...]:
         return tuple(self.vault.held[key][0] for key in sorted(self.vault.held))
 
+    # ---- paths to other nodes -------------------------------------------------------------------
+
+    def _watch(self, vaults: tuple[tuple[str, str], ...]) -> None:
+        """Ask these vaults from now on."""
+        addresses, now = {n: v for n, v in vaults if n != self.name}, self.world.now
+        kept = {p: (v, watch) for p, (v, watch) in self.watches.items() if addresses.get(p) == v}
+        new = {p: (v, PathWatch(now, now)) for p, v in addresses.items() if p not in kept}
+        self.watches = kept | new
+        self._update_paths()
+
+    def _ask_peers(self) -> None:
+        """Ask all peers at intervals. An attempt that fails takes as long as its timeout."""
+        if not self.alive:
+            return
+        began, limits = self.world.now, DEFAULT_TIMEOUTS
+        failing = [peer for peer in self.watches if not self._answers(peer)]
+        self._attempted([peer for peer in self.watches if peer not in failing], "", began)
+        if failing:
+            self.world.at(attempt_s(limits), lambda: self._attempted(failing, "no answer", began))
+        self.world.at(attempt_s(limits) if failing else interval_s(limits), self._ask_peers)
+
+    def _answers(self, peer: str) -> bool:
+        target = self.world.agents[peer]
+        return self.reachable and target.reachable and (self.name, peer) not in self.world.broken
+
+    def _attempted(self, peers: list[str], error: str, began: float) -> None:
+        for peer in (peer for peer in peers if peer in self.watches):
+            vault, watch = self.watches[peer]
+            watch = attempted(watch, error, began, self.world.now, DEFAULT_TIMEOUTS)
+            self.watches[peer] = vault, watch
+        self._update_paths()
+
+    def _update_paths(self) -> None:
+        now = self.world.now
+        found = tuple(
+            UnreachablePeer(peer, vault, 0.0, watch.error)
+            for peer, (vault, watch) in self.watches.items()
+            if watch.silent_s(now, DEFAULT_TIMEOUTS)
+        )
+        if found != self.unreachable:
+            self.unreachable = found
+            self._report_health()
+
+    def _report_health(self) -> None:
+        info = self.state.info
+        report = HealthReport(info.node, info.incarnation, self.world.now)
+        self._send(replace(report, unreachable=self.unreachable))
+
     # ---- backups --------------------------------------------------------------------------------
 
     def replicate(
@@ -277,7 +340,7 @@ class Agent:
                 return
             if not target.alive:
                 self.peer_unreachable(epoch, peer)
-            elif self.cut or target.cut:
+            elif self.cut or target.cut or not self.world.joined(self.name, peer):
                 self.world.at(0.1, arrive)
             elif target.refuses:
                 self.peer_unreachable(epoch, peer)

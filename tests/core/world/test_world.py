@@ -12,7 +12,7 @@ from elastic.core.job.state import JobPhase
 from tests.core.world.world import Fault, World
 
 KINDS = (
-    "kill", "power", "back", "crash", "hang", "slow", "partition", "blip",
+    "kill", "power", "back", "crash", "hang", "slow", "partition", "path", "blip",
     "coordinator-kill", "coordinator-save", "coordinator-stall", "coordinator-cut", "reset",
     "drain", "join",
 )  # fmt: skip

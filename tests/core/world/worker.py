@@ -98,7 +98,9 @@ class Worker:
         """The other workers of the run see the connections end."""
         run = self.run
         for other in list(run.present.values()) if run is not None and not self.agent.cut else []:
-            if other is not self and not other.left and other.run is run and not other.agent.cut:
+            if other is self or not self.world.joined(other.agent.name, self.agent.name):
+                continue
+            if not other.left and other.run is run and not other.agent.cut:
                 other._later(
                     self.world.soon(0.001, 0.03), partial(other._link_failed, (self.agent.name,))
                 )
@@ -181,7 +183,10 @@ class Worker:
     def _has(self, copy: Copy) -> bool:
         agent = self.world.agents[copy.node]
         return (agent is self.agent and copy.key in agent.vault.held) or (
-            agent.reachable and not self.agent.cut and copy.key in agent.vault.held
+            agent.reachable
+            and not self.agent.cut
+            and self.world.joined(self.agent.name, agent.name)
+            and copy.key in agent.vault.held
         )
 
     def _meet(self) -> None:

@@ -40,6 +40,7 @@ class Fault:
     back: killed, and its agent restarts after `seconds`. crash, hang (SIGSTOP), slow, spin (endless
     loop), mute (crashes, and hangs before it attaches again): one worker. no-slots: its vault
     refuses copies of peers from now on. no-memory: its workers can publish no copy from now on.
+    path: the node and the next living one cannot connect to each other for `seconds`.
     partition: no message passes for `seconds`. blip: the stream to the coordinator breaks.
     coordinator-kill: the coordinator restarts after `seconds` from its saved state.
     coordinator-save: the same, but it dies between saving and acting. coordinator-amnesia: the
@@ -82,6 +83,8 @@ class World:
         self.vaults_lost, self.alone = 0, False
         self.uplink_cut_until = 0.0
         """Time until which the coordinator's network is cut."""
+        self.broken: set[tuple[str, str]] = set()
+        """(node, other) of which the first cannot open connections to the second."""
         defaults = {"min_nodes": nodes, "max_nodes": 9, "workers_per_node": tp}
         self.coordinator = CoordinatorShell(self, Policy(**{**defaults, **policy}))
         for _ in range(nodes):
@@ -190,6 +193,25 @@ class World:
             agent = self.living[fault.node % len(self.living)]
             self._hit(agent, fault)
 
+    def cut_paths(self, seconds: float, *broken: tuple[str, str]) -> None:
+        """Let the first node of each pair open no connections to the second, for `seconds`.
+        Connections between the two are lost."""
+        self.log(f"FAULT path {broken} for {seconds}")
+        self.broken |= set(broken)
+
+        def heal() -> None:
+            self.log(f"path {broken} is well")
+            self.broken -= set(broken)
+            for agent in self.living:
+                for worker in agent.workers:
+                    worker.poke()
+
+        self.at(seconds, heal)
+
+    def joined(self, one: str, other: str) -> bool:
+        """Whether nodes can exchange data: some library may let either of them connect."""
+        return not {(one, other), (other, one)} & self.broken
+
     def _hit(self, agent: Agent, fault: Fault) -> None:
         match fault.kind:
             case "kill" | "power" | "back":
@@ -198,6 +220,10 @@ class World:
                     self.at(fault.seconds, lambda: self.add_node(agent.name))
             case "partition":
                 agent.cut_off(fault.seconds)
+            case "path":
+                others = [one.name for one in self.living if one is not agent]
+                peer = others[fault.node % len(others)] if others else agent.name
+                self.cut_paths(fault.seconds, (agent.name, peer), (peer, agent.name))
             case "blip":
                 agent.blip()
             case "drain":

@@ -169,6 +169,8 @@ WRONG_FLAGS = [
     (["--backend", "ray", "--fault", "join step=2"], "--fault"),
     (["--standalone", "--fault", "slow-link node=0"], "--link"),
     (["--standalone", "--fault", "slow-link node=0 factor=0.5"], "--fault factor"),
+    (["--standalone", "--fault", "cut node=0"], "--fault"),
+    (["--standalone", "--nnodes", "2", "--fault", "cut node=0 peer=1"], "--fault"),
     (["--no-such-flag", "1"], "--no-such-flag"),
     (["-m", "--no-python"], "-m"),
     (["--run-path"], "--run-path"),
