@@ -195,7 +195,7 @@ class NodeAgent:
         self._checkpoints = CheckpointWriter(
             Path(config.checkpoint_dir),
             self._vault,
-            self._later(self._send_reliably),
+            self._later(self._send_part),
             self._monitor.checkpoint_failed,
         )
         self._replicator = Replicator(
@@ -205,11 +205,13 @@ class NodeAgent:
             timeout_s=limits.bulk_s,
             prepare=self._checkpoints.offer,
             pace=pace_of(self._directory, config.link),
-            no_room=self._later(self._note_no_room),
+            no_room=self._later(partial(self._note_refused, m.BACKUP_SHORT)),
+            broken=self._later(partial(self._note_refused, m.KEEPER_FAILED)),
             compressing=self._compression,
             sent=self._monitor.sent,
             delivered=self._metrics.sent,
         )
+        self._began = 0, 0
         self._notices.incarnation = incarnation = uuid.uuid4().hex[:12]
         info = replace(self._info, incarnation=incarnation, vault=self._server.address)
         self._state = core.NodeState(info, limits=limits)
@@ -275,14 +277,19 @@ class NodeAgent:
         self._outbox.add(message)
         self._send(message)
 
+    def _send_part(self, part: m.CheckpointPart) -> None:
+        """Send a part of a checkpoint, unless the present epoch repeats its step."""
+        if not part.undone_by(*self._began):
+            self._send_reliably(part)
+
     def _note_corrupt(self, copy: Copy) -> None:
         """Report that the vault dropped `copy`, whose checksum did not match."""
         why = f"{copy.key} does not match its checksum and was dropped"
         self._send_reliably(m.BackupNote(m.COPY_CORRUPT, copy.owner, self._node, why))
 
-    def _note_no_room(self, peer: str, why: str) -> None:
-        """Report that the vault of `peer` has no room for this node's copies."""
-        self._send_reliably(m.BackupNote(m.BACKUP_SHORT, self._node, peer, why))
+    def _note_refused(self, kind: str, peer: str, why: str) -> None:
+        """Report that the vault of `peer` cannot keep this node's copies."""
+        self._send_reliably(m.BackupNote(kind, self._node, peer, why))
 
     def _send_rejection(self, notice: RejectionNotice) -> None:
         self._send(m.RefusalNote(self._node, *astuple(notice)))
@@ -429,9 +436,12 @@ class NodeAgent:
     def _enter(self, install: m.Install) -> None:
         epoch, assignment = install.epoch, install.assignment
         self._outbox.enter(install)
+        self._began = epoch, assignment.step
+        for part in self._outbox.parts:  # the coordinator may have dropped them in between
+            self._send(part)
         self._vault.enter(epoch, assignment.step)
         self._replicator.enter(epoch, assignment)
-        self._checkpoints.enter(assignment.plan)
+        self._checkpoints.enter(assignment)
         self._monitor.enter(self._state.info.incarnation, epoch)
         self._paths.watch(dict(assignment.vaults), assignment.plan)
 

@@ -107,6 +107,7 @@ class Coordinator:
         """Members that could not be told the end of the job; they may still reconnect."""
         self._commits = CheckpointCommits(Path(config.checkpoint_dir), self._events.put)
         self._rules_due = self._to_save = self._adopted = self._yields = False
+        self._passed_over: tuple[dict[str, Any], ...] = ()
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
         self._load()
         self._records = RunRecords(self._run_dir)
@@ -146,7 +147,7 @@ class Coordinator:
             self._state = codec.loads(job.JobState, entry.value)
             self._adopted = True
         else:
-            self._state = run_directory.initial_state(self._config)
+            self._state, self._passed_over = run_directory.initial_state(self._config)
             value, before = codec.dumps(self._state).encode(), entry.revision if entry else None
             entry = self._store.put_if(STATE_KEY, value, before, self._lease.token)
             self._run.begin(f"{self._config.job_id}.{self._lease.token}", self._lease.token)
@@ -202,6 +203,8 @@ class Coordinator:
         text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
         run_directory.announce(self._run_dir, text)
         self._log_event("coordinator", text)
+        for problem in self._passed_over:
+            self._log_event("checkpoint-unusable", problem)
         if self._config.certs and self._config.nproc_per_node * self._config.max_nodes > 1:
             self._log_event("unencrypted", {"what": "workers", "why": tls.WORKERS})
             log.warning("%s", tls.WORKERS)
@@ -349,6 +352,8 @@ class Coordinator:
                 self._records.progress(state)
             case job.CommitCheckpoint(step):
                 self._commits.begin(step, self._state.spec)
+            case job.DropCheckpoint(step):
+                self._commits.drop(step)
             case job.JobFinished():
                 self._finish(action)
             case job.YieldLead():

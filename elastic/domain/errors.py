@@ -3,10 +3,12 @@
 ElasticError
  +-- UsageError            a flag, file or message is wrong (exit code 2)
  |    +-- FieldError       names the field, the value and the remedy
+ |    |    +-- CorruptCheckpoint   a durable checkpoint is incomplete or damaged
  |    +-- MissingExtra     an optional package is not installed
  +-- StaleError            an older term or epoch was refused
  +-- VaultError            a copy is missing, torn or corrupt
  |    +-- VaultFull        there is no room for another copy
+ |    +-- SlotError        the node's memory and disk refuse new copies
  +-- LedgerError           a micro-batch would be doubled or is missing
  +-- DivergenceError       holders of a layer disagree about it
  +-- NonfiniteError        a gradient norm is infinite or NaN
@@ -57,6 +59,10 @@ class FieldError(UsageError):
         super().__init__(f"{field}: {value!r} is not usable: {remedy}")
 
 
+class CorruptCheckpoint(FieldError):
+    """A durable checkpoint is incomplete or damaged. An older one may be good."""
+
+
 class MissingExtra(UsageError, ImportError):
     """An optional package is not installed; the text names the extra that installs it."""
 
@@ -86,6 +92,10 @@ class VaultError(ElasticError):
 
 class VaultFull(VaultError):
     """A vault has no room for a copy; the copies in it stay whole."""
+
+
+class SlotError(VaultError):
+    """A node can create no room for copies, for another reason than a lack of room."""
 
 
 class LedgerError(ElasticError):

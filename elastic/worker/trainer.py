@@ -23,7 +23,7 @@ from elastic.worker.model.layers import LayerStack, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.profiling.measure import measure_job
 from elastic.worker.profiling.run_profile import select_stack
-from elastic.worker.transport.device_fault import crash_on_device_fault
+from elastic.worker.transport.device_fault import crash_on_node_fault
 
 
 class Trainer:
@@ -80,6 +80,8 @@ class Trainer:
             tokens_per_microbatch=tokens_per_microbatch,
             tied=tuple((group[0][0], owner[0]) for group in stack.tied for owner in group[1:]),
             checkpoint_every=checkpoint_every,
+            contents=stack.contents(),
+            optimizer=optimizer.describe(),
         )
         self._job = TrainingJob(
             stack=stack,
@@ -107,7 +109,7 @@ class Trainer:
                     raise SystemExit(order.code)
                 return
             if order.epoch > left_epoch:
-                with crash_on_device_fault(context.agent.send, self._settings.local_rank):
+                with crash_on_node_fault(context.agent.send, self._settings.local_rank):
                     EpochSession(context, order).run()
                 left_epoch = order.epoch
 

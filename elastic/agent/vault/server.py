@@ -22,6 +22,7 @@ from elastic.domain.errors import (
     ChannelClosed,
     ElasticError,
     FieldError,
+    SlotError,
     StaleError,
     VaultError,
     VaultFull,
@@ -326,4 +327,9 @@ class VaultServer:
 
 def _reply_for(error: ElasticError | None) -> Reply:
     text = "" if error is None else str(error)
-    return Reply(error=text, stale=isinstance(error, StaleError), full=isinstance(error, VaultFull))
+    return Reply(
+        error=text,
+        stale=isinstance(error, StaleError),
+        full=isinstance(error, VaultFull),
+        broken=isinstance(error, SlotError),
+    )

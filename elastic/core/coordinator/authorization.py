@@ -146,11 +146,13 @@ def _named_node(message: Any, sender: str) -> str | None:
             return message.info.node
         case m.Heartbeat() | m.Notice() | HealthReport() | m.RefusalNote():
             return message.node
-        case m.BackupNote(kind=m.BACKUP_SHORT):
+        case m.BackupNote(kind=m.BACKUP_SHORT | m.KEEPER_FAILED):
             return message.owner
         case m.BackupNote(kind=m.COPY_CORRUPT):
             return message.keeper
-        case m.StepDone() | m.CheckpointPart() | m.BackupNote():
+        case m.CheckpointPart():
+            return message.node or sender
+        case m.StepDone() | m.BackupNote():
             return sender
     return None
 
@@ -168,8 +170,9 @@ def _out_of_range(state: JobState, message: Any) -> str:
                 return f"step {record.step} of {steps}, epoch {epoch}"
         case m.BackupNote(kind=kind) if kind not in m.BACKUP_NOTES:
             return f"a note of kind {kind!r}"
-        case m.CheckpointPart(step=step, layers=slots):
-            if not 0 <= step <= steps or any(not 0 <= slot[0] < layers for slot in slots):
+        case m.CheckpointPart(step=step, layers=slots, epoch=epoch):
+            known = 0 <= step <= steps and -1 <= epoch < MAX_COUNT
+            if not known or any(not 0 <= slot[0] < layers for slot in slots):
                 return f"a part of step {step} of {steps}"
         case m.Notice(node=node, deadline_s=left_s):
             if not -MAX_DEADLINE_S <= left_s <= MAX_DEADLINE_S:

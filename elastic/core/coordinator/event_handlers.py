@@ -6,19 +6,20 @@ the job's phase decide afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from elastic.core.job import checkpoints
 from elastic.core.job.absent_nodes import with_returned
 from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import count_node_seconds, with_expected_end
 from elastic.core.job.liveness import without_doubt
 from elastic.core.job.measured_conditions import observe_backup
-from elastic.core.job.membership import launch_nodes, name_conflict, with_member
+from elastic.core.job.membership import end_job, launch_nodes, name_conflict, with_member
 from elastic.core.job.state import (
     CheckpointCommitted,
-    CommitCheckpoint,
+    CheckpointFailed,
     ConnectionClosed,
     CoordinatorFailover,
     DrainRequested,
@@ -42,7 +43,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.protocol.timeouts import LEAST_RTT_S, MAX_HEARTBEATS_PER_S, MOST_RTT_S
-from elastic.domain.types import Slot, whole_slots
+from elastic.domain.errors import EXIT_USAGE
 
 RETIRED = 256
 """Number of replaced incarnations that are kept in the state."""
@@ -60,6 +61,10 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
         return state, (), f"{node}: stale report of epoch {report.epoch}"
     if state.spec is None and report.elastic and report.spec is not None:
         state = state.of(spec=report.spec)
+        if problem := checkpoints.mismatch(state.resumed, report.spec):
+            state, actions = end_job(state, JobPhase.FAILED, EXIT_USAGE, problem)
+            return state, actions, problem
+        state = state.of(resumed=None)
     if state.spec is not None and report.spec is not None:
         if report.spec != state.spec:
             text = f"{node} runs another model or configuration than the rest of the job"
@@ -215,40 +220,18 @@ def _step_finished(state: JobState, event: m.StepDone, now: float) -> JobTransit
     return state, nonfinite_entries(event.record), ""
 
 
-def _checkpoint_part(state: JobState, event: m.CheckpointPart, now: float) -> JobTransition:
-    before = {slot for step, part in state.checkpoint_parts if step == event.step for slot in part}
-    slots = before | set(event.layers)
-    newest = max((step for step, _ in state.checkpoint_parts), default=-1)
-    committed = state.checkpoint is not None and event.step <= state.checkpoint[1]
-    if state.spec is None or event.step < newest or committed:
-        return state, (), ""
-    state = state.of(checkpoint_parts=((event.step, tuple(sorted(slots))),))
-    # Nodes report a part again after a reconnect. The commit must begin only once.
-    begun = _is_complete(state, slots) and not _is_complete(state, before)
-    return state, ((CommitCheckpoint(event.step),) if begun else ()), ""
-
-
-def _is_complete(state: JobState, slots: Collection[Slot]) -> bool:
-    """Return whether `slots` cover every (layer, TP rank) of the model."""
-    spec = state.spec
-    return spec is not None and len(whole_slots(slots)) == spec.n_layers * spec.tp
-
-
 def _backup_note(state: JobState, event: m.BackupNote, now: float) -> JobTransition:
     data = {"owner": event.owner, "keeper": event.keeper, "detail": event.detail}
     reason = f"{event.kind}: copies of {event.owner} at {event.keeper}"
-    return state, (LogEntry(event.kind, data),), reason
+    failed = event.kind == m.KEEPER_FAILED
+    state, findings = remediation.keeper_failed(state, event, now) if failed else (state, ())
+    return state, (LogEntry(event.kind, data), *findings), reason
 
 
 def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> JobTransition:
-    if state.checkpoint == (event.path, event.step):
-        return state, (), ""
-    entry = LogEntry("checkpoint", {"step": event.step, "path": event.path})
-    state, findings = remediation.checkpoint_written(state, now)
-    # Keep parts of later checkpoints, which arrived during the commit.
-    later = tuple(part for part in state.checkpoint_parts if part[0] > event.step)
-    state = state.of(checkpoint=(event.path, event.step), checkpoint_parts=later)
-    return state, (entry, *findings), f"checkpoint of step {event.step}"
+    state, entries, reason = checkpoints.committed(state, event)
+    state, findings = remediation.checkpoint_written(state, now) if entries else (state, ())
+    return state, (*entries, *findings), reason
 
 
 def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTransition:
@@ -263,8 +246,7 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
     actions: list[JobAction] = [LogEntry("adopted", {"epoch": state.epoch})]
     if state.ending is not None:
         actions.append(state.ending)
-    parts = state.checkpoint_parts
-    actions += [CommitCheckpoint(step) for step, slots in parts if _is_complete(state, slots)]
+    actions += checkpoints.commits_to_repeat(state)
     state = progress_watchdog.restarted(without_doubt(state.of(members=members)), late)
     return state, tuple(actions), "took the job over"
 
@@ -283,10 +265,11 @@ EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
     DrainRequested: _drain_requested,
     m.Notice: drain.notice_received,
     m.StepDone: _step_finished,
-    m.CheckpointPart: _checkpoint_part,
+    m.CheckpointPart: checkpoints.part_reported,
     m.BackupNote: _backup_note,
     HealthReport: remediation.health_reported,
     CheckpointCommitted: _checkpoint_committed,
+    CheckpointFailed: lambda state, event, now: checkpoints.commit_failed(state, event),
     Tick: _ticked,
     CoordinatorFailover: _failover,
 }

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.coordinator.event_handlers import EVENT_HANDLERS
-from elastic.core.job import absent_nodes, liveness, quarantine
+from elastic.core.job import absent_nodes, checkpoints, liveness, quarantine
 from elastic.core.job.epoch_change import (
     begin_change,
     candidates,
@@ -46,13 +46,14 @@ from elastic.core.job.state import (
     Member,
     Send,
 )
-from elastic.core.policy import drain, progress_watchdog, restart_policy
+from elastic.core.policy import drain, final_checkpoint, progress_watchdog, restart_policy
 from elastic.core.policy.backup_policy import change_backup
 from elastic.core.policy.remediation import apply_remedies, node_lost
 from elastic.core.policy.straggler_policy import rebalance_stragglers
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.core.protocol.timeouts import budget
+from elastic.domain.errors import EXIT_FAILURE, EXIT_OK, EXIT_UNRECOVERABLE, EXIT_USAGE
 from elastic.planning.backup.peer_assignment import natural
 
 SCRIPT_S = 30.0
@@ -200,8 +201,7 @@ def _end(state: JobState, now: float) -> JobTransition | None:
             state, actions, reason = _end_job(state, JobPhase.FAILED, failed.exit_code, text)
             return state, (*_evidence(failed), *actions), reason
         if finished is not None and finished.params_sha256:
-            text, sha = f"all {finished.step} steps done", finished.params_sha256
-            return _end_job(state, JobPhase.FINISHED, 0, text, sha)
+            return _finished(state, finished, now)
     return None
 
 
@@ -214,13 +214,25 @@ def _evidence(failed: m.Failed) -> tuple[LogEntry, ...]:
     return entries
 
 
+def _finished(state: JobState, finished: m.Finished, now: float) -> JobTransition | None:
+    """End the job once the checkpoint of its last step is durable, if one is due."""
+    text, sha = f"all {finished.step} steps done", finished.params_sha256
+    if not checkpoints.is_final_missing(state):
+        return _end_job(state, JobPhase.FINISHED, EXIT_OK, text, sha)
+    problem = final_checkpoint.problem(state)
+    if problem:
+        return _end_job(state, JobPhase.FAILED, EXIT_FAILURE, f"{text}, but {problem}", sha)
+    return final_checkpoint.replace_writers(state, now)
+
+
 def _end_job(
     state: JobState, phase: JobPhase, code: int, reason: str, sha: str = ""
 ) -> JobTransition:
     # The summary must include a change that became complete just before the end of the job.
     state, completed, _ = _complete_change(state) or (state, (), "")
+    unfinished = checkpoints.unfinished(state)
     state, ended = end_job(state, phase, code, reason, sha)
-    return state, (*completed, *ended), reason
+    return state, (*completed, *unfinished, *ended), reason
 
 
 # ---- rules of single phases ----
@@ -316,6 +328,9 @@ def _notice_ends(state: JobState, now: float) -> Cause | None:
 
 
 def _installing(state: JobState, now: float) -> JobTransition | None:
+    unreadable = checkpoints.unreadable(state)
+    if unreadable is not None:
+        return _fall_back(state, unreadable.detail, now)
     cause = _fault(state, now)
     if cause is not None:
         # If a micro-batch of this epoch was computed before the fault, the change is complete and
@@ -328,6 +343,20 @@ def _installing(state: JobState, now: float) -> JobTransition | None:
         state = state.of(phase=JobPhase.RUNNING, trained=True)
         return state, (), "every node of the plan is ready"
     return None
+
+
+def _fall_back(state: JobState, why: str, now: float) -> JobTransition:
+    """Continue from an older checkpoint, because the newest one cannot be read."""
+    state, entry = checkpoints.without_newest(state, why)
+    if state.checkpoint is not None:
+        text = f"{why}; continuing from the checkpoint of step {state.checkpoint[1]}"
+        state, actions, reason = begin_change(state, Cause(CauseKind.OTHER, text), now)
+        return state, (entry, *actions), reason
+    code = EXIT_UNRECOVERABLE if state.trained else EXIT_USAGE
+    state, actions, reason = _end_job(
+        state, JobPhase.FAILED, code, f"{why}; there is no older checkpoint"
+    )
+    return state, (entry, *actions), reason
 
 
 def _running(state: JobState, now: float) -> JobTransition | None:

@@ -18,7 +18,7 @@ from elastic.core.protocol.messages import Heartbeat as Heartbeat
 from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
 from elastic.core.recovery.divergence import Distrust
-from elastic.domain.types import Assignment, JobSpec, NodeInfo, Plan, Slot, StepRecord
+from elastic.domain.types import Assignment, JobSpec, NodeInfo, Plan, SavedModel, Slot, StepRecord
 from elastic.planning.cost.profile import Profile
 
 
@@ -310,8 +310,15 @@ class JobState:
     """Copies that recoveries must not use, after divergences."""
     checkpoint: tuple[str, int] | None = None
     """(directory, step) of the newest durable checkpoint."""
+    older_checkpoints: tuple[tuple[str, int], ...] = ()
+    """(directory, step) of earlier durable checkpoints, newest first."""
     checkpoint_parts: tuple[tuple[int, tuple[Slot, ...]], ...] = ()
-    """(step, layers and portions on disk) of checkpoints that are being written."""
+    """(step, layers and portions on disk) of checkpoints that are being written, oldest first."""
+    lost_checkpoints: tuple[int, ...] = ()
+    """Newest steps whose checkpoints were given up."""
+    checkpoint_errors: tuple[tuple[str, str], ...] = ()
+    """(node, reason) of each failure to write the checkpoint of the last step in this epoch; the
+    node is "" if the commit failed."""
     enough_since: float = 0.0
     """Time since which at least the minimum of nodes is connected; 0: fewer are."""
     launched_at: float = 0.0
@@ -342,6 +349,10 @@ class JobState:
     backup_checked_at: float = 0.0
     requested_backup: str = ""
     """Pair of backup schemes for which the plan was changed last."""
+    poor_keepers: tuple[str, ...] = ()
+    """Incarnations of members whose vaults can store no copies of other nodes."""
+    resumed: SavedModel | None = None
+    """Model of the checkpoint that the job resumes, until it is compared with the script's."""
     losses: int = 0
     """Number of members that left in the time that `node_seconds` counts."""
     node_seconds: float = 0.0
@@ -456,6 +467,14 @@ class CheckpointCommitted:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """The files of a checkpoint are written, but could not be committed."""
+
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorFailover:
     """A new coordinator has taken over the job, with the state from the store."""
 
@@ -502,6 +521,15 @@ class YieldLead:
     """Order to give up the lead, so that another coordinator can take over."""
 
 
-JobAction = Send | LogEntry | JobFinished | ChangeCompleted | CommitCheckpoint | YieldLead
+@dataclass(frozen=True, slots=True)
+class DropCheckpoint:
+    """Order to remove the files of `step`, whose checkpoint cannot become whole."""
+
+    step: int
+
+
+JobAction = (
+    Send | LogEntry | JobFinished | ChangeCompleted | CommitCheckpoint | DropCheckpoint | YieldLead
+)
 JobTransition = tuple[JobState, tuple[JobAction, ...], str]
 """(state, actions, reason)"""

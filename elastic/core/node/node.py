@@ -116,6 +116,8 @@ class NodeState:
     """Number of crashes and hangs of workers in this incarnation."""
     polled_at: float = 0.0
     """Time of the newest poll of the processes."""
+    unreadable: m.CheckpointUnreadable | None = None
+    """Report of a worker that it cannot read a checkpoint in this epoch."""
     finished: m.Finished | None = None
     failed: m.Failed | None = None
     installed: int = 0
@@ -457,6 +459,7 @@ def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
         finished=None,
         suspects=(),
         failures=(),
+        unreadable=None,
         waiting=True,
         boundary=event.boundary,
     )
@@ -510,7 +513,7 @@ def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeT
             return _progress(state, event.rank, message, now)
         case m.Halted():
             return _halted(_with_worker(state, event.rank, replace(worker, halted=message)))
-        case m.Ready() | m.Resumed() | m.CommFailed():
+        case m.Ready() | m.Resumed() | m.CommFailed() | m.CheckpointUnreadable():
             return _epoch_message(state, event.rank, message)
         case m.Diverged():
             # Not bound to the present epoch: the evidence counts until the next installation.
@@ -564,7 +567,9 @@ def _progress(state: NodeState, rank: int, message: m.Progress, now: float) -> N
 
 
 def _epoch_message(
-    state: NodeState, rank: int, message: m.Ready | m.Resumed | m.CommFailed
+    state: NodeState,
+    rank: int,
+    message: m.Ready | m.Resumed | m.CommFailed | m.CheckpointUnreadable,
 ) -> NodeTransition:
     # Before a planned change the workers still run the installed epoch, and may fail in it.
     runs = state.boundary and state.phase is Phase.HALTING and message.epoch == state.installed
@@ -582,6 +587,9 @@ def _epoch_message(
                 return state, (), "resumed before"
             state = replace(state, resumed_at=message.at)
             return state, (SendReport(),), "first micro-batch of the epoch"
+        case m.CheckpointUnreadable():
+            state = replace(state, unreadable=message)
+            return state, (SendReport(),), f"a checkpoint cannot be read: {message.detail}"
         case m.CommFailed():
             suspects = tuple(dict.fromkeys((*state.suspects, *(message.nodes or ("?",)))))
             failures = tuple(dict.fromkeys((*state.failures, message.detail)))[:MAX_FAILURES]

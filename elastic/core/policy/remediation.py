@@ -41,7 +41,7 @@ from elastic.core.job.stragglers import speed_of
 from elastic.core.policy.slow_link import LinkDecision, choose_link_remedy
 from elastic.core.protocol.device_errors import is_device_error
 from elastic.core.protocol.health_report import HealthReport
-from elastic.core.protocol.messages import NodePhase, NodeReport
+from elastic.core.protocol.messages import BackupNote, NodePhase, NodeReport
 from elastic.domain.errors import EXIT_FAILURE
 
 RECOVERED_LINK = 2.0
@@ -253,6 +253,23 @@ def checkpoint_written(state: JobState, now: float) -> Findings:
             state, more = clear_finding(state, node, FaultClass.STORAGE, text, now)
             actions += more
     return state, tuple(actions)
+
+
+def keeper_failed(state: JobState, note: BackupNote, now: float) -> Findings:
+    """Record that a vault can store no copies. At the end of the step the plan is changed, and
+    another node keeps the copies, if there is one."""
+    member = state.members.get(note.keeper)
+    if member is None or member.report.info.incarnation in state.poor_keepers:
+        return state, ()
+    present = {mb.report.info.incarnation for mb in state.members.values()}
+    known = tuple(one for one in state.poor_keepers if one in present)
+    reason = f"it cannot keep copies of other nodes: {note.detail}"
+    state = state.of(
+        poor_keepers=(*known, member.report.info.incarnation), rebalance=f"{note.keeper}: {reason}"
+    )
+    evidence = {"owner": note.owner, "error": note.detail}
+    finding = Finding(FaultClass.STORAGE, HealthAction.REBALANCE, reason, evidence, now)
+    return add_finding(state, note.keeper, finding)
 
 
 def _check_host(state: JobState, node: str, report: HealthReport, now: float) -> Findings:

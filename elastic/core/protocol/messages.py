@@ -148,6 +148,16 @@ class Diverged:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointUnreadable:
+    """The checkpoint that the assignment of `epoch` names is incomplete or damaged. The worker has
+    abandoned the epoch and waits for orders."""
+
+    epoch: int
+    path: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class Halted:
     """The worker has published all its copies and waits for the next assignment."""
 
@@ -325,6 +335,8 @@ class NodeReport:
     """Whether `cause` is a hang."""
     detect_s: float = 0.0
     """Seconds from a hang until the agent detected it; 0: unknown."""
+    unreadable: CheckpointUnreadable | None = None
+    """Report that a checkpoint cannot be read in the present epoch."""
     finished: Finished | None = None
     failed: Failed | None = None
     restart: int = -1
@@ -359,9 +371,10 @@ class Heartbeat:
     """CPU time of this worker's main thread since its last sign of progress."""
 
 
-BACKUP_SHORT, COPY_CORRUPT = "backup-short", "copy-corrupt"
-BACKUP_NOTES = (BACKUP_SHORT, COPY_CORRUPT)
-"""Kinds of `BackupNote`: a vault has no room for copies; a copy had a wrong checksum."""
+BACKUP_SHORT, COPY_CORRUPT, KEEPER_FAILED = "backup-short", "copy-corrupt", "keeper-failed"
+BACKUP_NOTES = (BACKUP_SHORT, COPY_CORRUPT, KEEPER_FAILED)
+"""Kinds of `BackupNote`: a vault has no room for copies; a copy had a wrong checksum; a vault can
+store no copies for another reason than a lack of room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,11 +392,21 @@ class BackupNote:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPart:
-    """One node's part of a durable checkpoint is on disk."""
+    """One node's part of a durable checkpoint is on disk, or could not be written."""
 
     step: int
     layers: tuple[Slot, ...]
     """(layer, TP rank), or also a portion, of each written file."""
+    epoch: int = -1
+    """Epoch in which the states were published, or in which the write failed; -1: unknown."""
+    node: str = ""
+    error: str = ""
+    """Reason why the files could not be written; "": they are on disk."""
+
+    def undone_by(self, epoch: int, step: int) -> bool:
+        """Return whether the states are of an abandoned attempt at their step: a later epoch,
+        `epoch`, began at the earlier step `step`."""
+        return 0 <= self.epoch < epoch and self.step > step
 
 
 @dataclass(frozen=True, slots=True)

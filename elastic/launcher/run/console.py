@@ -129,6 +129,20 @@ def _backup_short_line(event: Entry) -> str:
     return f"warning: {short}; training continues without them: {event.get('detail', '')}"
 
 
+def _keeper_failed_line(event: Entry) -> str:
+    owner, keeper = event.get("owner", "?"), event.get("keeper", "?")
+    return f"warning: {keeper} cannot keep copies of {owner}: {event.get('detail', '')}"
+
+
+def _checkpoint_unusable_line(event: Entry) -> str:
+    return f"warning: {event.get('path', '?')} is passed over: {event.get('why', '')}"
+
+
+def _checkpoint_lost_line(event: Entry) -> str:
+    where = f" on {event['node']}" if event.get("node") else ""
+    return f"warning: no checkpoint of step {event.get('step', '?')}{where}: {event.get('why', '')}"
+
+
 def _corrupt_line(event: Entry) -> str:
     where = f"copy of {event.get('owner', '?')} on {event.get('keeper', '?')} is corrupt"
     return f"warning: {where}: {event.get('detail', '')}"
@@ -187,7 +201,7 @@ def _retry_line(event: Entry) -> str:
     return f"warning: attempt {attempt} failed: {cause}; next attempt {when}"
 
 
-EVENT_LINES = {
+EVENT_LINES: dict[str, Callable[[Entry], str]] = {
     "stalled": _stalled_line,
     "retry": _retry_line,
     "nonfinite": _nonfinite_line,
@@ -195,6 +209,9 @@ EVENT_LINES = {
     "recovery": recovery_line,
     "backup-short": _backup_short_line,
     "copy-corrupt": _corrupt_line,
+    "keeper-failed": _keeper_failed_line,
+    "checkpoint-unusable": _checkpoint_unusable_line,
+    "checkpoint-lost": _checkpoint_lost_line,
     "health": _health_line,
     "preflight": _preflight_line,
     "doubt": _doubt_line,

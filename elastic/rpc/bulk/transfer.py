@@ -36,6 +36,7 @@ from elastic.domain.errors import (
     ChannelClosed,
     ElasticError,
     FieldError,
+    SlotError,
     StaleError,
     VaultError,
     VaultFull,
@@ -93,6 +94,8 @@ class Reply:
     """Whether the error is an old epoch."""
     full: bool = False
     """Whether the error is a lack of room."""
+    broken: bool = False
+    """Whether the vault can create no slots, for another reason than a lack of room."""
     copies: tuple[Copy, ...] = ()
     codec: str = ""
     """Codec of the requested copy."""
@@ -158,8 +161,8 @@ class VaultClient:
     def put(self, bundle: Sequence[tuple[Copy, memoryview]]) -> None:
         """Send copies with their bytes. Wait until the vault has verified and stored all of them.
 
-        Raises StaleError if the vault rejects their epoch, VaultFull if it has no room, VaultError
-        otherwise.
+        Raises StaleError if the vault rejects their epoch, VaultFull if it has no room, SlotError
+        if it can create no slots, VaultError otherwise.
         """
         codecs = tuple(self._compressing.codec(copy, data) for copy, data in bundle)
         total = sum(data.nbytes for _, data in bundle)
@@ -318,9 +321,13 @@ def _reply(stream: FrameStream) -> tuple[Reply, int]:
     reply = codec.decode(Reply, body)
     if reply.error:
         stream.drain(nbytes)
-        kind = StaleError if reply.stale else VaultFull if reply.full else VaultError
-        raise _Refused(kind(reply.error))
+        raise _Refused(_error_of(reply))
     return reply, nbytes
+
+
+def _error_of(reply: Reply) -> ElasticError:
+    kinds = ((reply.stale, StaleError), (reply.full, VaultFull), (reply.broken, SlotError))
+    return next((kind for given, kind in kinds if given), VaultError)(reply.error)
 
 
 class _Refused(Exception):

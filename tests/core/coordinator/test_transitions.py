@@ -72,7 +72,9 @@ def events(state: JobState) -> list[tuple[Any, float]]:
         (m.StepDone(1, StepRecord(99, 1.0, 1.0, 1.0), 0.0, 0.1), 0.1),
         (m.CheckpointPart(2, ((0, 0), (1, 0))), 0.1),
         (m.CheckpointPart(2, tuple((layer, 0) for layer in range(4))), 0.1),
+        (m.CheckpointPart(5, (), 1, "node0", "no space"), 0.1),
         (job.CheckpointCommitted("/c/step-2", 2), 0.1),
+        (job.CheckpointFailed(2, "no space"), 0.1),
         (m.BackupNote("backup-short", "node0", "node1", "full"), 0.1),
         (HealthReport("nobody", "x", 0.0), 0.1),
         (

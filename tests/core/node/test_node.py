@@ -75,6 +75,7 @@ EVENTS: list[Any] = [
         m.Protected(1),
         *(m.CommFailed(epoch, nodes, "x") for epoch in (1, 2) for nodes in ((), ("b",))),
         m.Diverged(1, 0, ()),
+        *(m.CheckpointUnreadable(epoch, "/c/6", "corrupt") for epoch in (1, 2)),
         m.Finished(4, "sha"),
         m.Failed("bad"),
         m.BundleAcknowledged(1),
@@ -239,6 +240,15 @@ def test_messages_of_unknown_workers_are_ignored() -> None:
         node_core.WorkersPolled((node_core.ProcessSample(0, True, 0.0),)),
     ):
         assert replace(transition(empty, event, 11.0)[0], polled_at=0.0) == empty
+
+
+def test_an_unreadable_checkpoint_is_reported_until_the_next_epoch() -> None:
+    installing = play(*STATES[Phase.INSTALLING])
+    problem = m.CheckpointUnreadable(1, "/c/6", "corrupt")
+    state = play(WorkerMessage(0, problem), state=installing)
+    assert node_core.report(state).unreadable == problem and state.phase is Phase.INSTALLING
+    assert play(m.Halt(2), state=state).unreadable is None
+    assert play(m.Halt(2), WorkerMessage(0, problem), state=installing).unreadable is None
 
 
 def test_suspects_are_cleared_with_the_epoch() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from elastic.launcher.flags.addresses import AddressState, address_state
 from elastic.launcher.run.rundir import free_port
+from tests.agent.vault.checkpoints import whole
 from tests.launcher.helpers import gone, wait_until
 from tests.patience import LONG_S
 
@@ -187,7 +188,7 @@ def test_a_run_directory_belongs_to_one_run(start: Start, tmp_path: Path) -> Non
 def test_resume_moves_the_earlier_attempt_aside(start: Start, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
     start("finish=3").communicate(timeout=LONG_S)
-    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
+    whole(run / "checkpoints", 2)
     start("finish=0", "--resume", "auto").communicate(timeout=LONG_S)
     assert json.loads((run / "exit.json").read_text())["code"] == 0
     assert json.loads((run / "attempt-1" / "exit.json").read_text())["code"] == 3
