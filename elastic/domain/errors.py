@@ -3,7 +3,9 @@
 ElasticError
  +-- UsageError            a flag, file or message is wrong (exit code 2)
  |    +-- FieldError       names the field, the value and the remedy
- |    |    +-- CorruptCheckpoint   a durable checkpoint is incomplete or damaged
+ |    |    +-- CorruptCheckpoint  a durable checkpoint is incomplete or damaged
+ |    |    +-- UnknownMessage  a message of a kind that this version does not know
+ |    +-- IncompatibleVersion  another version wrote the state or is at the other end
  |    +-- MissingExtra     an optional package is not installed
  +-- StaleError            an older term or epoch was refused
  +-- VaultError            a copy is missing, torn or corrupt
@@ -30,6 +32,19 @@ EXIT_DRAINED = 4
 """Exit code of an agent whose node was drained. It does not mean that the job ended."""
 EXIT_JOB_FAILED = 5
 """Exit code of a service whose job failed. Unlike after a crash (1), a restart does not help."""
+
+
+EXIT_INCOMPATIBLE = 6
+"""Exit code of a service whose version does not fit the job. A restart does not help."""
+MAX_DESCRIPTION_CHARS = 1000
+"""Longest text of `describe`. The text is cut, because it travels in reports and log lines."""
+
+
+def describe(error: BaseException) -> str:
+    """Return type and message of an error in one line of at most MAX_DESCRIPTION_CHARS."""
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    return (f"{kind}: {text}" if text else kind)[:MAX_DESCRIPTION_CHARS]
 
 
 def service_exit(code: int) -> int:
@@ -61,6 +76,16 @@ class FieldError(UsageError):
 
 class CorruptCheckpoint(FieldError):
     """A durable checkpoint is incomplete or damaged. An older one may be good."""
+
+
+class UnknownMessage(FieldError):
+    """A message has a kind that this version does not know. The connection goes on without it."""
+
+
+class IncompatibleVersion(UsageError):
+    """The text names both versions and the remedy."""
+
+    exit_code = EXIT_INCOMPATIBLE
 
 
 class MissingExtra(UsageError, ImportError):

@@ -425,3 +425,7 @@ class NodeInfo:
     unknown."""
     keeps: bool = True
     """Whether the node's vault can store copies of other nodes."""
+    protocol: int = 0
+    """Number of the node's protocol version (`elastic.core.protocol.version`); 0: unknown."""
+    release: str = ""
+    """Version of the node's package."""

@@ -22,6 +22,7 @@ from elastic.domain.errors import (
     LedgerError,
     NonfiniteError,
     VaultError,
+    describe,
 )
 from elastic.domain.types import Accumulate
 from elastic.planning.plan.rank_map import Roster, roster
@@ -71,7 +72,7 @@ class EpochSession:
             pass
         except LinkFailed as error:
             nodes = tuple(dict.fromkeys(self._roster.members[r].unit.node for r in error.ranks))
-            self._send(m.CommFailed(self._order.epoch, nodes, str(error)))
+            self._send(m.CommFailed(self._order.epoch, nodes, describe(error)))
         except DivergenceError as error:
             self._report_divergence(error)
         except CorruptCheckpoint as error:
@@ -93,7 +94,7 @@ class EpochSession:
             raise error
         if not isinstance(error, VaultError):
             self._fail(error)
-        self._send(m.CommFailed(self._order.epoch, (), str(error)))
+        self._send(m.CommFailed(self._order.epoch, (), describe(error)))
 
     def _checkpoint_path(self) -> str:
         """Return the directory of the checkpoint that the recipes name; "": none."""
@@ -117,7 +118,7 @@ class EpochSession:
         """Report that the job failed; then raise SystemExit for an ElasticError, else `error`."""
         code = error.exit_code if isinstance(error, ElasticError) else EXIT_FAILURE
         failed = m.Failed(
-            f"{type(error).__name__}: {error}",
+            describe(error),
             code,
             self._context.settings.local_rank,
             record=error.record if isinstance(error, NonfiniteError) else None,

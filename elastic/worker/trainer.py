@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastic.core.protocol import messages as m
-from elastic.domain.errors import ElasticError, FieldError
+from elastic.domain.errors import ElasticError, FieldError, describe
 from elastic.domain.types import Accumulate, JobSpec
-from elastic.rpc.frames import connect_unix
 from elastic.worker.context import TrainingJob, WorkerContext
-from elastic.worker.control.agent_client import WorkerSettings
+from elastic.worker.control.agent_client import WorkerSettings, connect_agent
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.layers import LayerStack, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
@@ -114,10 +113,15 @@ class Trainer:
                 left_epoch = order.epoch
 
     def _attach(self) -> WorkerContext:
-        """Attach to the agent. On an error, report it to the agent and raise SystemExit."""
+        """Attach to the agent. Report an error to the agent; raise SystemExit for an ElasticError,
+        which ends the job, else the error, which ends this worker only."""
+        rank = self._settings.local_rank
         try:
             return WorkerContext.attach(self._settings, self._job)
         except ElasticError as error:
-            channel = connect_unix(self._settings.agent)
-            channel.send(m.Failed(str(error), error.exit_code, self._settings.local_rank))
+            text = str(error) or type(error).__name__
+            connect_agent(self._settings).send(m.Failed(text, error.exit_code, rank))
             raise SystemExit(error.exit_code) from None
+        except Exception as error:
+            connect_agent(self._settings).send(m.Crashed(describe(error), rank))
+            raise

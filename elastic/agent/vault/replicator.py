@@ -217,6 +217,7 @@ class Replicator:
                     timeout_s=self._timeout_s,
                     pace=self._pace,
                     compressing=self._compressing,
+                    peer=peer,
                 )
             return self._clients[peer]
 

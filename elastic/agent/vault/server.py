@@ -231,7 +231,7 @@ class VaultServer:
         kind = REQUESTS.get(str(header.get("kind", ""))) if isinstance(header, dict) else None
         if kind is None:
             raise FieldError("vault request", str(header)[:80], f"one of {', '.join(REQUESTS)}")
-        request: Any = codec.decode(kind, header.get("body"))
+        request: Any = codec.decode(kind, header.get("body"), newer=True)
         try:
             if isinstance(request, Locate) and node and request.node != node:
                 REJECTIONS.count(PORT, Reason.FORGED, node, f"it claims to be {request.node}")

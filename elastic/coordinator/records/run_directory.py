@@ -13,6 +13,7 @@ from typing import Any
 from elastic.config import JobConfig
 from elastic.coordinator.queries import policy_of
 from elastic.core.job import state as job
+from elastic.core.protocol.version import PROTOCOL
 from elastic.domain.errors import CorruptCheckpoint, FieldError
 from elastic.store import checkpoint_directory
 
@@ -26,7 +27,7 @@ def initial_state(config: JobConfig) -> tuple[job.JobState, tuple[dict[str, Any]
     Raises CorruptCheckpoint if none of the checkpoints to resume is complete.
     """
     checkpoint_directory.discard_incomplete(Path(config.checkpoint_dir))
-    state = job.JobState(policy=policy_of(config))
+    state = job.JobState(policy=policy_of(config), protocol=PROTOCOL)
     if not config.resume:
         return state, ()
     found, problems = checkpoint_directory.complete(config.resume)

@@ -32,6 +32,7 @@ MAX_CHARS, MAX_ITEMS = 256 << 10, 1 << 17
 LIMITS: dict[type, tuple[int, int]] = {
     HealthReport: (MAX_NAME_CHARS, MAX_ENTRIES),
     m.Notice: (4096, MAX_ENTRIES),
+    m.AgentFailed: (4096, MAX_ENTRIES),
 }
 """(characters, items) by message type, in place of MAX_CHARS and MAX_ITEMS."""
 UNBOUNDED = frozenset(
@@ -129,7 +130,8 @@ def _check_sender(state: JobState, sender: str, message: Any) -> Rejection | Non
             return _check_report(state, sender, message)
         case m.Heartbeat() if info is None or message.incarnation != info.incarnation:
             return Rejection(STALE, f"{sender} is not a member (any more)", fence=True)
-        case m.Notice() | HealthReport():  # accepted from an unknown node, but without effect
+        case m.Notice() | HealthReport() | m.AgentFailed():
+            # From an unknown node they are accepted, but have no effect.
             if info is not None and message.incarnation != info.incarnation:
                 return Rejection(STALE, f"{kind} of a former {sender}")
         case m.StepDone():
@@ -144,7 +146,7 @@ def _named_node(message: Any, sender: str) -> str | None:
     match message:
         case m.NodeReport():
             return message.info.node
-        case m.Heartbeat() | m.Notice() | HealthReport() | m.RefusalNote():
+        case m.Heartbeat() | m.Notice() | HealthReport() | m.RefusalNote() | m.AgentFailed():
             return message.node
         case m.BackupNote(kind=m.BACKUP_SHORT | m.KEEPER_FAILED):
             return message.owner

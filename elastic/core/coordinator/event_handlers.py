@@ -18,6 +18,7 @@ from elastic.core.job.liveness import without_doubt
 from elastic.core.job.measured_conditions import observe_backup
 from elastic.core.job.membership import end_job, launch_nodes, name_conflict, with_member
 from elastic.core.job.state import (
+    CertificatesRead,
     CheckpointCommitted,
     CheckpointFailed,
     ConnectionClosed,
@@ -39,6 +40,7 @@ from elastic.core.job.state import (
 from elastic.core.job.stragglers import observe_speed
 from elastic.core.policy import drain, progress_watchdog, remediation
 from elastic.core.policy.admission import admit
+from elastic.core.policy.certificate_warnings import certificates_read
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import NodePhase
@@ -75,7 +77,8 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
     if report.info.lifetime_s != was.info.lifetime_s:
         member = with_expected_end(member, now)
     state = progress_watchdog.report_seen(with_member(state, member), was, report, now)
-    if report.suspects and not state.suspected_since and report.epoch == state.epoch:
+    accuses = bool(report.suspects or report.failures)
+    if accuses and not state.suspected_since and report.epoch == state.epoch:
         state = state.of(suspected_since=now)
     records = [h.record for h in report.halted if h.record and state.phase is JobPhase.HALTING]
     if records and records[-1].step > state.newest_step:
@@ -193,6 +196,15 @@ def _port_refused(state: JobState, event: PortRefused, now: float) -> JobTransit
     return state, (), f"{event.node}: its port refuses connections"
 
 
+def _agent_failed(state: JobState, event: m.AgentFailed, now: float) -> JobTransition:
+    member = state.members.get(event.node)
+    if member is None or member.report.info.incarnation != event.incarnation:
+        return state, (), ""
+    state = with_member(state, replace(member, agent_error=event.error))
+    entry = LogEntry("agent-failed", {"node": event.node, "error": event.error})
+    return state, (entry,), f"{event.node}: its agent failed: {event.error}"
+
+
 def _drain_requested(state: JobState, event: DrainRequested, now: float) -> JobTransition:
     member = state.members.get(event.node)
     if member is None or (member.draining and member.notice is None):
@@ -268,6 +280,8 @@ EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
     m.CheckpointPart: checkpoints.part_reported,
     m.BackupNote: _backup_note,
     HealthReport: remediation.health_reported,
+    m.AgentFailed: _agent_failed,
+    CertificatesRead: certificates_read,
     CheckpointCommitted: _checkpoint_committed,
     CheckpointFailed: lambda state, event, now: checkpoints.commit_failed(state, event),
     Tick: _ticked,

@@ -172,6 +172,7 @@ def _decide_plan(state: JobState, now: float) -> JobTransition:
             state, actions, reason = _decide_plan(state, now)
             return state, (*entries, *actions), reason
         entry = LogEntry("paused", {"epoch": state.epoch, "why": str(error)})
+        change = replace(change, reason=str(error))
         state = state.of(phase=JobPhase.PAUSED, change=change, blocked=_situation(state))
         return state, (entry,), f"paused: {error}"
     except Unrecoverable as error:

@@ -14,9 +14,11 @@ from elastic.core.health.backup_metrics import BackupMetrics
 from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.health.diagnosis import HealthLimits, NodeHealth
 from elastic.core.health.path_fault import PathFault
+from elastic.core.protocol.health_report import CertificateEnd
 from elastic.core.protocol.messages import Heartbeat as Heartbeat
 from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
+from elastic.core.protocol.version import FIRST
 from elastic.core.recovery.divergence import Distrust
 from elastic.domain.types import Assignment, JobSpec, NodeInfo, Plan, SavedModel, Slot, StepRecord
 from elastic.planning.cost.profile import Profile
@@ -93,6 +95,8 @@ class Member:
     refused: bool = False
     """Whether the port of its vault refused a connection after the stream closed: its agent has
     ended."""
+    agent_error: str = ""
+    """Error because of which the node's agent ends; "": none was reported."""
 
     @property
     def node(self) -> str:
@@ -154,6 +158,11 @@ class CauseKind(StrEnum):
     STORE = "store"
     """The store lost its last writes: nodes are in an epoch that the saved state does not have."""
     OTHER = "other"
+
+    @classmethod
+    def _missing_(cls, value: object) -> CauseKind:
+        """Read a kind that only the next version knows as OTHER."""
+        return cls.OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +292,11 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """All that a coordinator knows about the job, saved with every decision."""
+    """All that a coordinator knows about the job, saved with every decision.
+
+    A coordinator of the next or the former version can read it
+    (`elastic.core.protocol.version`), so new fields have defaults.
+    """
 
     policy: Policy
     phase: JobPhase = JobPhase.WAITING
@@ -395,6 +408,14 @@ class JobState:
     missing: MissingCopies | None = None
     """Reason why a paused job waits for absent nodes; None: it does not."""
     watch: ProgressWatch = field(default_factory=ProgressWatch)
+    protocol: int = FIRST
+    """Protocol version of the coordinator that wrote this state."""
+    departures: tuple[tuple[str, str], ...] = ()
+    """(node, reason) of the newest lost members."""
+    certificates: tuple[CertificateEnd, ...] = ()
+    """Certificates of the coordinator; `NodeHealth.report` has those of a node."""
+    expiring: dict[str, int] = field(default_factory=dict)
+    """Warning level per certificate that ends soon (`elastic.core.health.certificates`)."""
 
     @property
     def limits(self) -> Timeouts:
@@ -472,6 +493,13 @@ class CheckpointFailed:
 
     step: int
     error: str
+
+
+@dataclass(frozen=True, slots=True)
+class CertificatesRead:
+    """The coordinator read the ends of its own certificates."""
+
+    certificates: tuple[CertificateEnd, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -444,7 +444,7 @@ def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction,
 
 def _named(report: m.NodeReport) -> tuple[str, ...]:
     """Return the nodes that a report accuses."""
-    return tuple(node for node in report.suspects if node not in ("?", report.info.node))
+    return tuple(node for node in report.suspects if node != report.info.node)
 
 
 def _blamed(state: JobState) -> tuple[str, ...]:

@@ -13,12 +13,13 @@ reconnect, so the coordinator never depends on an earlier message.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from elastic.core.protocol.health_report import Notice as Notice
 from elastic.core.protocol.health_report import NoticeKind as NoticeKind
 from elastic.core.protocol.health_report import Preflight
+from elastic.core.protocol.version import ProtocolVersion
 from elastic.domain.types import (
     Assignment,
     Copy,
@@ -51,8 +52,17 @@ class NodePhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a worker: who it is and which version it has. Its fields never change."""
+
+    local_rank: int
+    pid: int
+    version: ProtocolVersion = field(default_factory=ProtocolVersion)
+
+
+@dataclass(frozen=True, slots=True)
 class Attach:
-    """First message of a worker whose script uses elastic."""
+    """Registration of a worker whose script uses elastic."""
 
     local_rank: int
     pid: int
@@ -131,7 +141,9 @@ class CommFailed:
 
     epoch: int
     nodes: tuple[str, ...]
+    """Suspected nodes; (): unknown."""
     detail: str
+    """Type and message of the error (`elastic.domain.errors.describe`), with the peer's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +255,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """The worker's device broke. The worker exits at once, and its node restarts it."""
+    """The worker ends because of an error of its device or of this process; may replace `Attach`.
+    Its node restarts it."""
 
     message: str
     local_rank: int = 0
@@ -407,6 +420,16 @@ class CheckpointPart:
         """Return whether the states are of an abandoned attempt at their step: a later epoch,
         `epoch`, began at the earlier step `step`."""
         return 0 <= self.epoch < epoch and self.step > step
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFailed:
+    """Last message of an agent that ends because of an error of its own."""
+
+    node: str
+    incarnation: str
+    error: str
+    """Type and message of the error."""
 
 
 @dataclass(frozen=True, slots=True)
