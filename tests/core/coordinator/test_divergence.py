@@ -51,8 +51,8 @@ def copies(state: JobState, node: str) -> tuple[Copy, ...]:
                 losses = ((0, 1.0),) if held else ()
                 found.append(
                     Copy(
-                        kind, layer, 0, STEP, state.trimmed, node, 100 * layer + n + 1, 8, "", frozenset(held),
-                        losses, node,
+                        kind, layer, 0, STEP, state.trimmed, node, 100 * layer + n + 1, 8, "",
+                        frozenset(held), losses, node,
                     )
                 )  # fmt: skip
     return tuple(found)
