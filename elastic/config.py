@@ -115,7 +115,7 @@ class JobConfig:
     """Steps between two comparisons of the parameters of a layer's holders, with exact
     accumulation; 0: none."""
     on_nonfinite: OnNonfinite = OnNonfinite.STOP
-    """What to do in a step whose gradient norm is infinite or NaN."""
+    """Action in a step whose gradient norm is infinite or NaN."""
     pipelines: str = "auto"
     """auto, a number of pipelines, or the depth of each, as 3+1."""
     schedule: str = "auto"

@@ -28,7 +28,7 @@ ALIGNMENT = 64
 GRAIN = 64
 """Tensors are divided at multiples of this many elements. It is a multiple of the length of vector
 instructions, so an update of a portion gives the same bits as an update of the whole tensor."""
-COPY_BYTES = 4 << 20
+COPY_BYTES = 1 << 20
 """Bytes that are copied at a time. A copy keeps the interpreter's lock, for which the threads of
 heartbeats wait."""
 ITEM_BYTES = {

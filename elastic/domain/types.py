@@ -46,7 +46,7 @@ VERIFY_EVERY = 1
 
 
 class OnNonfinite(StrEnum):
-    """What to do in a step whose gradient norm is infinite or NaN."""
+    """Action in a step whose gradient norm is infinite or NaN."""
 
     STOP = "stop"
     """End the job before the update."""
@@ -302,7 +302,7 @@ class StepRecord:
 
 
 NORM, PARAMETERS = "gradient norm", "parameters"
-"""What the holders of a layer compare (`Divergence.what`)."""
+"""Values that the holders of a layer compare (`Divergence.what`)."""
 
 
 @dataclass(frozen=True, slots=True)

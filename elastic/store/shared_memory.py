@@ -13,9 +13,9 @@ still race with a writer. It therefore verifies the checksum over the bytes that
 A writer can set a slot aside for the vault. The slot then belongs to the vault until the vault
 returns it by setting the sequence to 0.
 
-To allocate, copy or free memory takes long: about half a second per GiB. Nothing here holds a lock
-meanwhile, and the interpreter's own lock only for a few milliseconds at a time
-(docs/design/threads.md).
+To allocate, copy or free memory takes long: about half a second per GiB, and ten times as long if
+the host of a virtual machine must supply the memory first. Nothing here holds a lock meanwhile. The
+interpreter's own lock is held only for copies of `COPY_BYTES` (docs/design/threads.md).
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ DATA_OFFSET = 64
 MAGIC = b"elslot1\0"
 NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT})
 """Errors of a full memory or disk. All other errors are faults."""
-MAP_BYTES = 16 << 20
-"""Bytes that one system call maps. The call takes about 4 ms and keeps the interpreter's lock."""
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14: map pages now, not at their first use."""
+ZEROS = "/dev/zero"
+"""File of zeros without an end."""
 _HEADER = struct.Struct("<8sQQQ")
 
 
@@ -101,10 +99,7 @@ class SharedSlot:
             raise
         finally:
             os.close(descriptor)
-        with contextlib.suppress(OSError):  # before Linux 5.14: the first copy is slower
-            for start in range(0, len(self._map), MAP_BYTES):
-                length = min(MAP_BYTES, len(self._map) - start)
-                self._map.madvise(_POPULATE_WRITE, start, length)
+        _map_pages(self._map)
         self.begin()
 
     @property
@@ -129,6 +124,18 @@ class SharedSlot:
         self.begin()
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
+
+
+def _map_pages(memory: mmap.mmap) -> None:
+    """Map the pages of new `memory` now, not at their first use, by filling it with zeros.
+
+    A read from a file releases the interpreter's lock, which `madvise` keeps. Without `ZEROS`,
+    the first copy into `memory` is slower.
+    """
+    with contextlib.suppress(OSError), open(ZEROS, "rb", buffering=0) as zeros:
+        position, view = 0, memoryview(memory)
+        while position < len(view):
+            position += zeros.readinto(view[position:])
 
 
 class SlotReader:

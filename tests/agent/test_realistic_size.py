@@ -1,4 +1,8 @@
-"""An agent's heartbeats and answers are on time while its vault takes a copy of gigabytes."""
+"""An agent's heartbeats and answers are on time while its vault takes a copy of gigabytes.
+
+These tests measure time, so `make chaos` runs them, one after the other. `test_slow_operations`
+makes the same operations wait for the test, and needs no clock.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,8 @@ def memory() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("gib", [2, pytest.param(4, marks=pytest.mark.chaos)])
+@pytest.mark.chaos
+@pytest.mark.parametrize("gib", [2, 4])
 def test_heartbeats_and_answers_are_on_time_during_a_large_copy(
     gib: int, memory: Path, make_config: Callable[..., JobConfig]
 ) -> None:
@@ -96,7 +101,11 @@ def test_heartbeats_and_answers_are_on_time_during_a_large_copy(
         coordinator.server.close()
     late_s = max(after - before for before, after in pairwise(times)) - HEARTBEAT_S
     allowed_s = LATE_S + float(output)
-    assert late_s < allowed_s and max(answers) < allowed_s, (late_s, answers, output)
+    print(
+        f"{gib} GiB: heartbeats {late_s:.3f} s late, answers after {max(answers):.3f} s, "
+        f"an idle process {float(output):.3f} s late"
+    )
+    assert late_s < allowed_s and max(answers) < allowed_s
 
 
 def answer_s(coordinator: RecordingCoordinator, epoch: int) -> float:

@@ -6,10 +6,12 @@ orders have come.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -19,6 +21,7 @@ from elastic.config import JobConfig
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.rpc.bulk.transfer import VaultClient
+from elastic.store.shared_memory import DATA_OFFSET, slot_capacity
 from tests.agent.agents import RunningAgent, Slow, running_agent
 from tests.agent.vault.copies import LocalWriter, content, make, put
 from tests.launcher.helpers import wait_until
@@ -65,6 +68,39 @@ def test_memory_for_a_copy_is_allocated_slowly(
         sending.result(LONG_S)
     client.close()
     assert [copy.owner for copy in node.obeys(3).inventory] == ["b"]
+
+
+def test_memory_for_a_copy_is_mapped_slowly(
+    node: RunningAgent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The system call itself waits here. If it kept the interpreter's lock, nothing would run."""
+    pipe, data = tmp_path / "zeros", content(1)
+    os.mkfifo(pipe)
+    monkeypatch.setattr("elastic.store.shared_memory.ZEROS", str(pipe))
+    client = VaultClient(node.first.info.vault, timeout_s=LONG_S)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(client.put, [(make(data, epoch=2), memoryview(data))])
+        with open_when_read(pipe) as zeros:
+            node.coordinator.heartbeats()
+            assert node.obeys(1).inventory == () and not sending.done()
+            zeros.write(bytes(slot_capacity(len(data)) + DATA_OFFSET))
+        sending.result(LONG_S)
+    client.close()
+    assert [copy.owner for copy in node.obeys(3).inventory] == ["b"]
+
+
+def open_when_read(pipe: Path) -> BinaryIO:
+    """Open a named pipe for writing once another thread has opened it for reading."""
+    found: list[int] = []
+
+    def opened() -> bool:
+        with contextlib.suppress(OSError):  # ENXIO: nobody reads
+            found.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(found)
+
+    assert wait_until(opened), "the memory is not mapped by reading zeros"
+    os.set_blocking(found[0], True)
+    return os.fdopen(found[0], "wb")
 
 
 def test_memory_of_a_dead_worker_is_freed_slowly(

@@ -154,7 +154,7 @@ class Diverged:
     step: int
     """Step whose update was not made; version of all states."""
     found: tuple[Divergence, ...]
-    """What the holders have; equal on all workers."""
+    """Values of all holders; equal on all workers."""
     sound: tuple[tuple[str, int, int, bool], ...] = ()
     """(name of the worker's unit, layer, TP rank, whether its state equals its newest copy)."""
 

@@ -1,5 +1,5 @@
-"""Divergence: holders of a layer that must be equal, but are not. Who is wrong, and what is not
-used any more.
+"""Divergence: holders of a layer that must be equal, but are not. This module decides which holders
+are wrong, and which copies a recovery does not use.
 
 The evidence comes from the commit of a step (`elastic.worker.engine.commit`). No worker updated, so
 the step runs again from the same state, and all gradients of it are computed anew: a wrong replica
@@ -32,7 +32,7 @@ MOST_AT_ONE_STEP = 3
 
 @dataclass(frozen=True, slots=True)
 class Distrust:
-    """What a recovery must not use after a divergence."""
+    """Copies and live layers that a recovery must not use after a divergence."""
 
     epoch: int
     """Epoch of the divergence. Copies of later epochs were made after the repair."""

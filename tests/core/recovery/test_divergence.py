@@ -1,4 +1,4 @@
-"""Who is wrong if holders of a layer disagree, and what a recovery then leaves aside."""
+"""Verdict about holders of a layer that disagree, and the copies that a recovery leaves aside."""
 
 from __future__ import annotations
 
