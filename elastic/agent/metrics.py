@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from elastic.agent.health.monitor import nearest_parent
+from elastic.agent.health.disks import nearest_parent
 from elastic.core.protocol.health_report import CertificateEnd
 from elastic.domain.types import Copy
 from elastic.metrics import FAST_S, certificate_metric

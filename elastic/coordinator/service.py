@@ -379,8 +379,8 @@ class Coordinator:
             del self._sessions[node]
 
     def _committed(self, future: Commit) -> None:
-        """Wait for a commit, and apply it once."""
-        event = self._commits.take(future)
+        """Wait for a commit, for a limited time, and apply it once."""
+        event = self._commits.take(future, self._state.limits.bulk_s)
         if event is not None:
             self._apply(event)
 

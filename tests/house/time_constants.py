@@ -25,6 +25,7 @@ KINDS = {
 """Why a constant is independent of `--silence`."""
 
 CONSTANTS = {
+    "agent/health/disks.py READ_S": "interval",
     "agent/health/monitor.py SAMPLE_S": "interval",
     "agent/health/monitor.py WINDOW_S": "interval",
     "agent/health/preflight.py CALL_S": "person",
@@ -87,6 +88,7 @@ CONSTANTS = {
     "core/health/certificates.py DAY_S": "decision",
     "core/health/compute_speed.py SPAN_UNPROFILED_S": "decision",
     "core/health/path_fault.py LONGEST_HOLD_S": "interval",
+    "core/job/reachability.py MAX_AGE_S": "decision",
     "core/job/fleet.py FIRST_BACKOFF_S": "interval",
     "core/job/fleet.py LONGEST_BACKOFF_S": "interval",
     "core/job/fleet.py LOST_BACKOFF_S": "interval",

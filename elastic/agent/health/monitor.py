@@ -1,6 +1,6 @@
 """Samples a node's disks, memory, load, devices and links, and makes health reports.
 
-The monitor samples on a thread of its own, because reading a dead network disk can take long. It
+The monitor samples on a thread of its own, because reading devices and disks can take long. It
 passes a `HealthReport` to the agent when something important changed, and at long intervals
 otherwise. The coordinator decides what the figures mean.
 """
@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +18,11 @@ from pathlib import Path
 import psutil
 
 from elastic.agent.health.devices import Devices
+from elastic.agent.health.disks import Disks
 from elastic.core.protocol.health_report import (
     MAX_ENTRIES,
     MAX_TEXT_LENGTH,
     CertificateEnd,
-    DiskSpace,
     FailedOperation,
     HealthReport,
     LinkTraffic,
@@ -48,8 +45,6 @@ CHANGE_FACTOR = 1.5
 """Ratio between two bandwidths of a link that counts as a change."""
 SCARCE_SHARES = (0.10, 0.05, 0.02, 0.01)
 """Free shares of memory or a disk below which the level of scarcity rises by 1."""
-NETWORK_FILE_SYSTEM = re.compile(r"nfs|cifs|smb3|lustre|ceph|gpfs|beegfs|glusterfs|9p|afs|fuse\.")
-"""Beginnings of the types of file systems that several machines share."""
 
 
 @dataclass(slots=True)
@@ -108,6 +103,7 @@ class Monitor:
         returns the ends of the node's certificates."""
         self._certificates = certificates
         self._node, self._directories, self._emit = node, directories, emit
+        self._disks = Disks(directories)
         self._devices, self._clock = devices if devices is not None else Devices(), clock
         self._lock, self._ended, self._woken = threading.Lock(), False, threading.Event()
         self._windows: dict[str, _Window] = {}
@@ -163,7 +159,7 @@ class Monitor:
         """Sample the node's health. Return a report if one is due, else None."""
         memory = psutil.virtual_memory()
         devices = self._devices.read()
-        disks = tuple(disk_of(role, path) for role, path in self._directories)
+        disks = self._disks.read()
         certificates = self._certificates()
         with self._lock:
             links = self._links(self._clock())
@@ -213,30 +209,6 @@ class Monitor:
                 window.reported, window.windows = window.best, window.windows + 1
                 window.clear(now)
         return tuple(found)
-
-
-def nearest_parent(path: Path) -> Path:
-    """Return `path` if it exists, else its nearest parent that exists."""
-    return next((one for one in (path, *path.parents) if one.exists()), path)
-
-
-def disk_of(role: str, path: Path) -> DiskSpace:
-    """Return the space of the file system of `path`, which need not exist yet. Raises OSError."""
-    existing = nearest_parent(path)
-    usage = shutil.disk_usage(existing)
-    return DiskSpace(role, str(path)[:MAX_TEXT_LENGTH], usage.free, usage.total, volume(existing))
-
-
-def volume(path: Path) -> str:
-    """Return a text that identifies the file system of `path`, equal on all machines that share it:
-    the mounted source, or host name and device number if the file system is local."""
-    mounts = [
-        p for p in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(p.mountpoint)
-    ]
-    mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
-    if mount is not None and NETWORK_FILE_SYSTEM.match(mount.fstype):
-        return mount.device[:MAX_TEXT_LENGTH]
-    return f"{socket.gethostname()}:{os.stat(path).st_dev}"
 
 
 def _conditions(report: HealthReport) -> tuple[object, ...]:

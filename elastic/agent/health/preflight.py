@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 
 from elastic.agent.health.devices import Devices
-from elastic.agent.health.monitor import disk_of, nearest_parent
+from elastic.agent.health.disks import disk_of, nearest_parent
 from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, PreflightCheck
 from elastic.domain.errors import ElasticError
 from elastic.rpc.bulk.transfer import VaultClient

@@ -31,6 +31,8 @@ from elastic.store import checkpoint_directory
 from elastic.store.shared_memory import checksum
 
 log = logging.getLogger(__name__)
+CLOSE_S = 30.0
+"""Upper limit of the wait for the disk at the end of the job."""
 
 
 class CheckpointWriter:
@@ -143,11 +145,14 @@ class CheckpointWriter:
         self._queue.put(action)
 
     def close(self, wait: bool = True) -> None:
-        """Write the queued parts and end. `wait`: return when they are written."""
+        """Write the queued parts and end. `wait`: return when they are written, or when the disk
+        has not answered for `CLOSE_S`."""
         self._closed.set()
         self._queue.put(None)
         if wait:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                log.error("the disk does not answer: the newest checkpoint may be incomplete")
 
     def _run(self) -> None:
         while (action := self._queue.get()) is not None:

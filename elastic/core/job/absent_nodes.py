@@ -4,7 +4,7 @@ A node that was lost without proof may only be cut off. It keeps its vault and o
 joins again. So a job that lacks copies waits for such nodes before it gives up:
 
 - as long as it takes, if they are the majority of the nodes: a healthy majority never ends a job;
-- otherwise for `Timeouts.return_s`.
+- otherwise for `Timeouts.return_s` after the newest return of such a node.
 
 The copies of absent nodes are of no use once those of a new plan are whole at their peers.
 """
@@ -42,9 +42,12 @@ def wait_or_fail(
     state: JobState, change: EpochChange, error: Unrecoverable, now: float
 ) -> JobTransition:
     """Pause the job until absent nodes return; end it if there are none, or after the wait."""
-    nodes = tuple(node for node, _ in state.absent)
-    since = state.missing.since if state.missing is not None else now
-    state = state.of(missing=MissingCopies(str(error), error.exit_code, nodes, since))
+    nodes, known = tuple(node for node, _ in state.absent), state.missing
+    since, count = now, len(nodes) + len(state.members)
+    if known is not None and not returned_nodes(state):
+        since, count = known.since, known.count
+    missing = MissingCopies(str(error), error.exit_code, nodes, since, count)
+    state = state.of(missing=missing)
     ended = end_if_hopeless(state, now)
     if ended is not None:
         return ended
@@ -63,7 +66,7 @@ def end_if_hopeless(state: JobState, now: float) -> JobTransition | None:
     """End the job if it lacks copies and no absent node can be expected to bring them."""
     missing, absent = state.missing, len(state.absent)
     assert missing is not None
-    majority = 2 * absent > absent + len(state.members)
+    majority = 2 * absent > (missing.count or absent + len(state.members))
     if majority or (absent and now - missing.since < state.limits.return_s):
         return None
     waited = f"; no node returned within {now - missing.since:.0f} s" if absent else ""

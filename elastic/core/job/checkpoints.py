@@ -69,7 +69,8 @@ def newest_written(state: JobState) -> int:
 
 
 def commits_to_repeat(state: JobState) -> tuple[CommitCheckpoint, ...]:
-    """Return the commits that a former coordinator may not have finished."""
+    """Return the commits that may not have been finished: by a former coordinator, or because the
+    disk failed before this epoch."""
     parts = state.checkpoint_parts
     return tuple(CommitCheckpoint(step) for step, slots in parts if is_complete(state, slots))
 

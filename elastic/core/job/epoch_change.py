@@ -173,7 +173,8 @@ def _decide_plan(state: JobState, now: float) -> JobTransition:
             return state, (*entries, *actions), reason
         entry = LogEntry("paused", {"epoch": state.epoch, "why": str(error)})
         change = replace(change, reason=str(error))
-        state = state.of(phase=JobPhase.PAUSED, change=change, blocked=_situation(state))
+        blocked = _situation(state)
+        state = state.of(phase=JobPhase.PAUSED, change=change, blocked=blocked, missing=None)
         return state, (entry,), f"paused: {error}"
     except Unrecoverable as error:
         return absent_nodes.wait_or_fail(state, change, error, now)
@@ -347,7 +348,8 @@ def _install(
         "partial": [[r.pipeline, r.microbatch, r.first, r.last] for r in assignment.partial],
     }
     sends = [Send(node, m.Install(state.epoch, assignment)) for node in state.members]
-    actions: list[JobAction] = [*sends, *unlogged, LogEntry("plan", entry)]
+    commits = checkpoints.commits_to_repeat(state)
+    actions: list[JobAction] = [*sends, *unlogged, LogEntry("plan", entry), *commits]
     if fallback and state.trained:
         lost = {"from_step": assignment.step, "why": plan.reason, "checkpoint": fallback[0]}
         actions.append(LogEntry("lost-steps", lost))

@@ -28,6 +28,9 @@ from elastic.planning.backup.peer_assignment import natural
 
 MAX_COVERS = 4
 """Maximum number of choices of nodes to leave out for which a plan is made."""
+MAX_AGE_S = 90.0
+"""An older health report says nothing about the present. A node whose path is bad sends one at
+least every 20 s (`elastic.agent.health.monitor`)."""
 
 
 # ---- evidence ----
@@ -99,17 +102,21 @@ def _fault_now(
     if not all(node in state.members for node in pair):
         return None
     good_s, lease_s = state.policy.health.good_s, state.policy.lease_s
-    fault = judge(known, pair, _reports(state, pair), now, lease_s)
+    fault = judge(known, pair, _reports(state, pair, now), now, lease_s)
     forgotten = fault is not None and fault.usable and now - fault.well_since > good_s
     return None if forgotten else fault
 
 
-def _reports(state: JobState, pair: Pair) -> tuple[tuple[str, UnreachablePeer], ...]:
+def _reports(state: JobState, pair: Pair, now: float) -> tuple[tuple[str, UnreachablePeer], ...]:
     """Return (node, its report) for each node of the pair that now fails to reach the other."""
     found = []
     for node, other in (pair, pair[::-1]):
-        report = record_of(state, node).report
+        record = record_of(state, node)
+        report = record.report
         if report is None or report.incarnation != state.members[node].report.info.incarnation:
+            continue
+        arrived = report.at + (record.clock[-1] if record.clock else 0.0)
+        if now - arrived > MAX_AGE_S:
             continue
         vault = state.members[other].report.info.vault
         found += [(node, u) for u in report.unreachable if (u.peer, u.vault) == (other, vault)]

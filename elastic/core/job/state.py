@@ -237,6 +237,9 @@ class MissingCopies:
     nodes: tuple[str, ...]
     """Absent nodes."""
     since: float
+    """Beginning of the wait, or the newest return of one of `nodes`."""
+    count: int = 0
+    """Number of members and absent nodes at that time."""
 
 
 @dataclass(frozen=True, slots=True)

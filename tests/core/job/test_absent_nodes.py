@@ -166,6 +166,28 @@ def test_a_second_wait_continues_the_first() -> None:
     assert again.missing is not None and again.missing.since == since
 
 
+def test_a_majority_that_returns_one_by_one_is_waited_for() -> None:
+    """The wait for a majority has no limit; that for the rest begins when the first one is back."""
+    state = waiting()
+    assert state.missing is not None and state.missing.count == 3
+    later = state.updated_at + 2 * state.limits.return_s
+    error = Unrecoverable("no copy of state 3 is left")
+    back = replace(state.members["node0"], rank=7)
+    state = absent_nodes.with_returned(state, "node1")
+    state = state.of(members={**state.members, "node1": back})
+    state, actions, _ = absent_nodes.wait_or_fail(state, change_of(state), error, later)
+    assert state.phase is JobPhase.PAUSED and entries(actions, "paused")
+    assert absent_nodes.end_if_hopeless(state, later + state.limits.return_s - 1) is None
+    assert absent_nodes.end_if_hopeless(state, later + state.limits.return_s + 1) is not None
+
+
+def test_a_new_node_does_not_shorten_the_wait_for_a_majority() -> None:
+    state = waiting()
+    joined = {f"new{n}": replace(state.members["node0"], rank=n) for n in range(4)}
+    state = state.of(members={**state.members, **joined})
+    assert absent_nodes.end_if_hopeless(state, state.updated_at + 1e6) is None
+
+
 def test_a_member_that_joins_a_protected_job_drops_its_old_copies() -> None:
     state, _ = lose(running(), "node1", proven=False)
     state = running().of(members={n: mb for n, mb in running().members.items() if n != "node1"})

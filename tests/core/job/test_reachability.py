@@ -10,7 +10,7 @@ import pytest
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
-from elastic.core.job import quarantine
+from elastic.core.job import quarantine, reachability
 from elastic.core.job import state as job
 from elastic.core.job.epoch_change import candidates
 from elastic.core.job.reachability import covers, forbidden_fetches
@@ -114,6 +114,18 @@ def test_former_evidence_counts_for_nothing(changes: dict[str, str]) -> None:
     first, second = plan_of(state).nodes()[:2]
     after_, log = after(state, report(state, first, second, **changes))
     assert not after_.paths and after_.phase is JobPhase.RUNNING and not log
+
+
+def test_a_node_that_stopped_reporting_accuses_nobody_for_ever() -> None:
+    state = running()
+    first, second = sorted(plan_of(state).nodes())[:2]
+    state, _ = after(state, report(state, first, second))
+    assert reachability.left_out_now(state, [first, second])
+    later = state.updated_at + reachability.MAX_AGE_S + 1.0
+    reviewed = reachability.review_paths(state, later)
+    assert reviewed is not None
+    state = reviewed[0]
+    assert all(fault.well_since == later for fault in state.paths) and state.paths
 
 
 def test_reports_about_nobody_and_oneself_change_nothing() -> None:
