@@ -4,6 +4,7 @@ ElasticError
  +-- UsageError            a flag, file or message is wrong (exit code 2)
  |    +-- FieldError       names the field, the value and the remedy
  |    |    +-- CorruptCheckpoint  a durable checkpoint is incomplete or damaged
+ |    |    |    +-- MissingCheckpoint  its files are not there, on this node at least
  |    |    +-- UnknownMessage  a message of a kind that this version does not know
  |    +-- IncompatibleVersion  another version wrote the state or is at the other end
  |    +-- MissingExtra     an optional package is not installed
@@ -76,6 +77,10 @@ class FieldError(UsageError):
 
 class CorruptCheckpoint(FieldError):
     """A durable checkpoint is incomplete or damaged. An older one may be good."""
+
+
+class MissingCheckpoint(CorruptCheckpoint):
+    """Files of a durable checkpoint are not there. Another node may see them."""
 
 
 class UnknownMessage(FieldError):

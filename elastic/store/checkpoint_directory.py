@@ -29,7 +29,13 @@ from typing import TypeVar
 import xxhash
 
 from elastic.domain import codec
-from elastic.domain.errors import CorruptCheckpoint, ElasticError, FieldError, VaultError
+from elastic.domain.errors import (
+    CorruptCheckpoint,
+    ElasticError,
+    FieldError,
+    MissingCheckpoint,
+    VaultError,
+)
 from elastic.domain.state_layout import (
     StateHeader,
     TensorEntry,
@@ -246,7 +252,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         manifest = codec.loads(Manifest, (path / MANIFEST).read_bytes())
         problem = _damage(path, manifest)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, FieldError) as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingCheckpoint("checkpoint", str(path), f"{remedy}: {error}") from error
+    except (IsADirectoryError, FieldError) as error:
         raise CorruptCheckpoint("checkpoint", str(path), f"{remedy}: {error}") from error
     except OSError as error:
         raise FieldError("checkpoint", str(path), f"it cannot be read: {error}") from error
@@ -294,7 +302,7 @@ def _read_file(
 ) -> memoryview:
     file = path / part.name
     if not file.exists():
-        raise CorruptCheckpoint("checkpoint", str(file), "the file is missing")
+        raise MissingCheckpoint("checkpoint", str(file), "the file is missing")
     digest = xxhash.xxh3_64_hexdigest(safetensors_stream.open_map(file))
     if digest != part.checksum:
         remedy = f"it is corrupt (checksum {digest}, not {part.checksum}); use another checkpoint"

@@ -20,6 +20,7 @@ from elastic.domain.errors import (
     DivergenceError,
     ElasticError,
     LedgerError,
+    MissingCheckpoint,
     NonfiniteError,
     VaultError,
     describe,
@@ -77,7 +78,8 @@ class EpochSession:
             self._report_divergence(error)
         except CorruptCheckpoint as error:
             epoch, path = self._order.epoch, self._checkpoint_path()
-            self._send(m.CheckpointUnreadable(epoch, path, str(error)))
+            missing = isinstance(error, MissingCheckpoint)
+            self._send(m.CheckpointUnreadable(epoch, path, str(error), missing))
         except RuntimeError as error:
             self._on_runtime_error(error)
         except Exception as error:  # noqa: BLE001 - also errors of the user's model, data, optimizer

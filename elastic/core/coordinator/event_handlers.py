@@ -12,6 +12,7 @@ from typing import Any
 
 from elastic.core.job import checkpoints
 from elastic.core.job.absent_nodes import with_returned
+from elastic.core.job.epoch_change import repeat_halt
 from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import count_node_seconds, with_expected_end
 from elastic.core.job.liveness import without_doubt
@@ -219,8 +220,9 @@ def _drain_requested(state: JobState, event: DrainRequested, now: float) -> JobT
 
 
 def _step_finished(state: JobState, event: m.StepDone, now: float) -> JobTransition:
-    step = event.record.step
-    if step <= state.logged_step or step < state.newest_step:
+    step, present = event.record.step, state.assignment
+    undone = present and event.epoch < present.plan.epoch and step >= present.step
+    if undone or step <= state.logged_step or step < state.newest_step:
         return state, (), ""
     if state.plan is not None:
         epoch = state.plan.epoch
@@ -260,7 +262,11 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
         actions.append(state.ending)
     actions += checkpoints.commits_to_repeat(state)
     state = progress_watchdog.restarted(without_doubt(state.of(members=members)), late)
-    return state, tuple(actions), "took the job over"
+    if state.phase is not JobPhase.HALTING:
+        return state, tuple(actions), "took the job over"
+    # The store may have lost the write of an assignment of this epoch that some node has.
+    state, halts, reason = repeat_halt(state, now)
+    return state, (*actions, *halts), f"took the job over; {reason}"
 
 
 def _ticked(state: JobState, tick: Tick, now: float) -> JobTransition:

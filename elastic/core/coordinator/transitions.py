@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.coordinator.event_handlers import EVENT_HANDLERS
+from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job import absent_nodes, checkpoints, liveness, quarantine
 from elastic.core.job.epoch_change import (
     begin_change,
@@ -28,11 +29,13 @@ from elastic.core.job.epoch_change import (
     consider_joining,
     decide_plan,
     divergence_reports,
+    plan_request,
     resume_if_feasible,
 )
 from elastic.core.job.goodput import nonfinite_entries
-from elastic.core.job.join_policy import record_pause, without_member
+from elastic.core.job.join_policy import plan_if_feasible, record_pause, without_member
 from elastic.core.job.membership import end_job, launch_nodes
+from elastic.core.job.quarantine import SUSPECTED
 from elastic.core.job.reachability import path_cause, review_paths
 from elastic.core.job.state import (
     Cause,
@@ -341,7 +344,9 @@ def _notice_ends(state: JobState, now: float) -> Cause | None:
 def _installing(state: JobState, now: float) -> JobTransition | None:
     unreadable = checkpoints.unreadable(state)
     if unreadable is not None:
-        return _fall_back(state, unreadable.detail, now)
+        node, found = unreadable
+        alone = _leave_out_blind(state, node, found.detail, now) if found.missing else None
+        return alone or _fall_back(state, found.detail, now)
     cause = _fault(state, now)
     if cause is not None:
         # If a micro-batch of this epoch was computed before the fault, the change is complete and
@@ -356,13 +361,35 @@ def _installing(state: JobState, now: float) -> JobTransition | None:
     return None
 
 
+def _leave_out_blind(state: JobState, node: str, why: str, now: float) -> JobTransition | None:
+    """Leave out a node that does not see the checkpoint's files. None: it is not the first such
+    node, or no plan fits without it."""
+    if set(state.checkpoint_blind) - {node}:
+        return None
+    request = replace(plan_request(state, state.epoch + 1), dead=frozenset({node}))
+    if plan_if_feasible(request) is None:
+        return None
+    state = state.of(checkpoint_blind=(node,))
+    reason = f"it cannot read the checkpoint: {why}"
+    finding = Finding(FaultClass.STORAGE, HealthAction.QUARANTINE, reason, {SUSPECTED: True}, now)
+    state, entries = quarantine.add_finding(state, node, finding)
+    cause = Cause(CauseKind.OTHER, f"{node} cannot read the checkpoint: {why}", (node,))
+    state, actions, told = begin_change(state, cause, now)
+    return state, (*entries, *actions), told
+
+
 def _fall_back(state: JobState, why: str, now: float) -> JobTransition:
     """Continue from an older checkpoint, because the newest one cannot be read."""
+    excused: list[JobAction] = []
+    for node in state.checkpoint_blind:
+        found = quarantine.pardon(state, node, now, 0.0, "other nodes cannot read it either")
+        state, entries, _ = found or (state, (), "")
+        excused += entries
     state, entry = checkpoints.without_newest(state, why)
     if state.checkpoint is not None:
         text = f"{why}; continuing from the checkpoint of step {state.checkpoint[1]}"
         state, actions, reason = begin_change(state, Cause(CauseKind.OTHER, text), now)
-        return state, (entry, *actions), reason
+        return state, (*excused, entry, *actions), reason
     code = EXIT_UNRECOVERABLE if state.trained else EXIT_USAGE
     state, actions, reason = _end_job(
         state, JobPhase.FAILED, code, f"{why}; there is no older checkpoint"

@@ -151,6 +151,8 @@ class NodeHealth:
     """Newest health report."""
     errors: int = 0
     """Number of device errors that have led to a finding."""
+    divergences: int = 0
+    """Number of times that its replicas were proven wrong."""
     clock: tuple[float, ...] = ()
     """Newest values of (coordinator's clock at arrival - node's clock when it sent a report)."""
     link: LinkSpeed = field(default_factory=LinkSpeed)

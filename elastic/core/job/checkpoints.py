@@ -124,12 +124,12 @@ def mismatch(saved: SavedModel | None, spec: JobSpec) -> str:
     return str(FieldError("--resume", saved.path, remedy))
 
 
-def unreadable(state: JobState) -> m.CheckpointUnreadable | None:
-    """Return the report that the present checkpoint cannot be read, or None."""
-    reports = (member.report for member in state.members.values())
-    for found in (r.unreadable for r in reports if r.unreadable and r.epoch == state.epoch):
-        if state.checkpoint is not None and found.path == state.checkpoint[0]:
-            return found
+def unreadable(state: JobState) -> tuple[str, m.CheckpointUnreadable] | None:
+    """Return (node, its report) if the present checkpoint cannot be read, or None."""
+    for node, report in ((node, member.report) for node, member in state.members.items()):
+        found = report.unreadable if report.epoch == state.epoch else None
+        if found and state.checkpoint is not None and found.path == state.checkpoint[0]:
+            return node, found
     return None
 
 
@@ -138,7 +138,8 @@ def without_newest(state: JobState, why: str) -> tuple[JobState, LogEntry]:
     assert state.checkpoint is not None
     path, step = state.checkpoint
     older = state.older_checkpoints
-    state = state.of(checkpoint=older[0] if older else None, older_checkpoints=older[1:])
+    newest = older[0] if older else None
+    state = state.of(checkpoint=newest, older_checkpoints=older[1:], checkpoint_blind=())
     return state, LogEntry("checkpoint-unusable", {"path": path, "step": step, "why": why})
 
 

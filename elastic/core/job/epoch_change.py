@@ -25,10 +25,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job import absent_nodes, checkpoints, join_policy, quarantine, reachability
 from elastic.core.job.goodput import nonfinite_entries, step_entry
 from elastic.core.job.measured_conditions import backup_conditions
 from elastic.core.job.membership import end_job
+from elastic.core.job.reachability import CopyPlace
 from elastic.core.job.state import (
     Cause,
     CauseKind,
@@ -50,15 +52,21 @@ from elastic.domain.types import NodeInfo, Plan, StepRecord
 from elastic.planning.plan.schemes import state_of
 from elastic.planning.search.search import PlanRequest, make_plan
 
+MAX_SOLUTIONS = 16
+"""Maximum number of attempts to find copies that no node fetches over a bad path."""
+
 
 def begin_change(
     state: JobState, cause: Cause, now: float, *, boundary: bool = False
 ) -> JobTransition:
     """Raise the epoch and halt all nodes: at once, or (boundary) after the running step.
 
-    The new epoch is above every epoch that a member knows, also if the store lost its last writes.
+    The new epoch is above every epoch that a member or one of its copies knows, also if the store
+    lost its last writes.
     """
-    epoch = max([state.epoch, *(mb.report.epoch for mb in state.members.values())]) + 1
+    reports = [mb.report for mb in state.members.values()]
+    copies = (copy.epoch for report in reports for copy in report.inventory)
+    epoch = max([state.epoch, *(report.epoch for report in reports), *copies]) + 1
     old = state.change if state.change is not None and not state.change.boundary else None
     plan = state.plan
     nodes = plan.nodes() if plan is not None else ()
@@ -94,6 +102,15 @@ def begin_change(
     }
     sends = [Send(node, m.Halt(epoch, boundary)) for node in state.members]
     return state, (*sends, LogEntry("halt", entry)), f"epoch {epoch}: {cause.text}"
+
+
+def repeat_halt(state: JobState, now: float) -> JobTransition:
+    """Raise the epoch of a change whose plan is not decided, for the same causes."""
+    before = state.change
+    assert before is not None
+    state, actions, reason = begin_change(state, before.causes[-1], now, boundary=before.boundary)
+    assert state.change is not None
+    return state.of(change=replace(state.change, causes=before.causes)), actions, reason
 
 
 def _workers_gone(state: JobState, node: str) -> bool:
@@ -148,7 +165,7 @@ def _with_keeping(state: JobState, info: NodeInfo) -> NodeInfo:
 def decide_plan(state: JobState, now: float) -> JobTransition:
     """Send a new plan after all nodes have halted; pause, or end the job if its state is lost."""
     assert state.spec is not None and state.change is not None
-    state, entries, fatal = _judge_divergence(state)
+    state, entries, fatal = _judge_divergence(state, now)
     if fatal:
         state, actions = end_job(state, JobPhase.FAILED, EXIT_UNRECOVERABLE, fatal)
         return state, (*entries, *actions), f"the job cannot go on: {fatal}"
@@ -198,7 +215,7 @@ def divergence_reports(state: JobState) -> list[m.Diverged]:
     ]
 
 
-def _judge_divergence(state: JobState) -> tuple[JobState, tuple[JobAction, ...], str]:
+def _judge_divergence(state: JobState, now: float) -> tuple[JobState, tuple[JobAction, ...], str]:
     """Decide once about a divergence that workers of the old plan report.
 
     Returns (state, entries of the event log, reason to end the job or "").
@@ -212,6 +229,7 @@ def _judge_divergence(state: JobState) -> tuple[JobState, tuple[JobAction, ...],
         entry for entry in state.distrusted if entry.epoch >= state.trimmed or entry.step >= step
     ]
     state = state.of(distrusted=(*kept, verdict.distrust))
+    state, findings = _blame_divergence(state, verdict, now)
     data = {
         "step": step,
         "epoch": verdict.distrust.epoch,
@@ -219,7 +237,25 @@ def _judge_divergence(state: JobState) -> tuple[JobState, tuple[JobAction, ...],
         "reason": "; ".join(verdict.reasons),
         "fatal": bool(verdict.fatal),
     }
-    return state, (LogEntry("divergence", data),), verdict.fatal
+    return state, (LogEntry("divergence", data), *findings), verdict.fatal
+
+
+def _blame_divergence(
+    state: JobState, verdict: divergence.Verdict, now: float
+) -> tuple[JobState, tuple[JobAction, ...]]:
+    """Leave out a node whose replica was proven wrong before: its device is not reliable."""
+    actions: tuple[JobAction, ...] = ()
+    for node in dict.fromkeys(node for node, _, _ in verdict.distrust.places):
+        record = quarantine.record_of(state, node)
+        record = replace(record, divergences=record.divergences + 1)
+        state = quarantine.with_record(state, node, record)
+        if record.divergences > 1 and node in state.members:
+            reason = f"its replicas were wrong {record.divergences} times"
+            evidence = {"divergences": record.divergences}
+            finding = Finding(FaultClass.DEVICE, HealthAction.QUARANTINE, reason, evidence, now)
+            state, entries = quarantine.add_finding(state, node, finding)
+            actions += entries
+    return state, actions
 
 
 def _choose(
@@ -265,14 +301,26 @@ def _plan_and_solve(
         why = f"{choice.plan.reason}; {' '.join(state.left_out)} left out: {bad}"
         choice = replace(choice, plan=replace(choice.plan, reason=why))
     assert choice.plan is not None
-    assignment = _solve(state, choice.plan)
-    hidden = reachability.forbidden_fetches(state, assignment)
-    if hidden:
+    return choice, _solve_over_good_paths(state, choice.plan, bad)
+
+
+def _solve_over_good_paths(state: JobState, plan: Plan, bad: str) -> recovery.Assignment:
+    """Return the assignment for `plan` without the copies that would be fetched over a bad path.
+
+    `bad` describes the paths. Raises InfeasiblePlan if they hide copies that are needed, and
+    Unrecoverable if copies are missing anyway.
+    """
+    assignment, hidden = _solve(state, plan), frozenset[CopyPlace]()
+    for _ in range(MAX_SOLUTIONS):
+        forbidden = reachability.forbidden_fetches(state, assignment)
+        if not forbidden:
+            return assignment
+        hidden |= forbidden
         try:
-            assignment = _solve(state, choice.plan, hidden=hidden)
+            assignment = _solve(state, plan, hidden)
         except Unrecoverable as error:
             raise InfeasiblePlan(f"{bad}: {error}") from error
-    return choice, assignment
+    raise InfeasiblePlan(f"{bad}: no copies were found that can all be fetched")
 
 
 def _situation(state: JobState) -> tuple[str, ...]:
@@ -283,13 +331,13 @@ def _situation(state: JobState) -> tuple[str, ...]:
 
 
 def _solve(
-    state: JobState, plan: Plan, hidden: frozenset[str] = frozenset()
+    state: JobState, plan: Plan, hidden: frozenset[CopyPlace] = frozenset()
 ) -> recovery.Assignment:
-    """Return the assignment for `plan` from the reported copies, except those in the vaults of the
-    nodes `hidden`. Raises Unrecoverable."""
+    """Return the assignment for `plan` from the reported copies, except those at the places
+    `hidden`. Raises Unrecoverable."""
     assert state.spec is not None
-    members = [mb for mb in state.members.values() if mb.node not in hidden]
-    reported = (copy for mb in members for copy in mb.report.inventory)
+    copies = (copy for mb in state.members.values() for copy in mb.report.inventory)
+    reported = (copy for copy in copies if (copy.node, copy.key) not in hidden)
     proven = lineage.proven(reported, state.starts, newest_epoch=state.epoch, trimmed=state.trimmed)
     inventory = divergence.allowed(proven, state.distrusted)
     assignment = recovery.solve(
@@ -330,7 +378,7 @@ def _install(
         assignment=assignment,
         change=change,
         suspected_since=0.0,
-        record=None if fallback else state.record,
+        record=None if fallback else _record_before(state, assignment),
         considered=tuple(
             join_policy.member_key(mb) for mb in state.members.values() if mb.report.able
         ),
@@ -354,6 +402,12 @@ def _install(
         lost = {"from_step": assignment.step, "why": plan.reason, "checkpoint": fallback[0]}
         actions.append(LogEntry("lost-steps", lost))
     return state, tuple(actions), change.reason
+
+
+def _record_before(state: JobState, assignment: recovery.Assignment) -> StepRecord | None:
+    """Return the newest record of a step that the assignment does not run again."""
+    known = state.record if state.record and state.record.step < assignment.step else None
+    return assignment.record or known
 
 
 def _with_figures(

@@ -26,6 +26,8 @@ from elastic.core.recovery.solver import copies_of
 from elastic.domain.types import Assignment
 from elastic.planning.backup.peer_assignment import natural
 
+CopyPlace = tuple[str, str]
+"""(node of the vault, `Copy.key`)"""
 MAX_COVERS = 4
 """Maximum number of choices of nodes to leave out for which a plan is made."""
 MAX_AGE_S = 90.0
@@ -218,8 +220,8 @@ def left_out_now(state: JobState, nodes: Collection[str]) -> frozenset[str]:
     return covers(state, nodes)[0] if state.paths else frozenset()
 
 
-def forbidden_fetches(state: JobState, assignment: Assignment) -> frozenset[str]:
-    """Return the nodes of vaults that `assignment` reads over a bad path."""
+def forbidden_fetches(state: JobState, assignment: Assignment) -> frozenset[CopyPlace]:
+    """Return the copies that `assignment` reads over a bad path."""
     bad = {fault.nodes for fault in state.paths if not fault.usable}
     if not bad:
         return frozenset()
@@ -228,4 +230,6 @@ def forbidden_fetches(state: JobState, assignment: Assignment) -> frozenset[str]
         stages = assignment.plan.pipelines[run.pipeline].stages
         readers = {s.unit.node for s in stages if s.first < run.last and s.last > run.first}
         reads += [(node, copy) for node in readers for copy in (*run.inputs, *run.gradients)]
-    return frozenset(copy.node for node, copy in reads if pair_of(node, copy.node) in bad)
+    return frozenset(
+        (copy.node, copy.key) for node, copy in reads if pair_of(node, copy.node) in bad
+    )

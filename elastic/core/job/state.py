@@ -326,6 +326,8 @@ class JobState:
     """Copies that recoveries must not use, after divergences."""
     checkpoint: tuple[str, int] | None = None
     """(directory, step) of the newest durable checkpoint."""
+    checkpoint_blind: tuple[str, ...] = ()
+    """Nodes that do not see the files of `checkpoint`."""
     older_checkpoints: tuple[tuple[str, int], ...] = ()
     """(directory, step) of earlier durable checkpoints, newest first."""
     checkpoint_parts: tuple[tuple[int, tuple[Slot, ...]], ...] = ()

@@ -167,6 +167,8 @@ class CheckpointUnreadable:
     epoch: int
     path: str
     detail: str
+    missing: bool = False
+    """Whether files are not there, which another node may see."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ has spoiled those of its whole pipeline.
 - If most holders agree, the others are wrong.
 - Else a worker whose live parameters differ from the copy that it made after its last update is
   wrong. If the rest agrees, the rest is right.
-- Else, a node that was lost meanwhile is no source. If the rest agrees then, the rest is right.
-- Else, if only norms differ, nobody's state is wrong: the step runs again, once.
-- Else the job ends. It never continues on a state without proof.
+- Else, if only norms differ, nobody's state is wrong: the step runs again, once. A node that was
+  lost meanwhile is wrong if the rest agrees.
+- Else the job ends. It never continues on a state without proof. A loss proves nothing.
 
 The copies of a wrong layer are not used as sources, and its live state is loaded anew.
 """
@@ -112,7 +112,8 @@ def _wrong_holders(
     if damaged and len(set(rest.values())) <= 1:
         return damaged, f"{' '.join(damaged)} does not equal its own copy any more"
     present = {holder: value for holder, value in rest.items() if _node(holder) in living}
-    if len(present) < len(rest) and len(set(present.values())) == 1:
+    recomputed = one.what != PARAMETERS
+    if recomputed and len(present) < len(rest) and len(set(present.values())) == 1:
         gone = tuple(holder for holder in values if holder not in present)
         return gone, f"{' '.join(gone)} is lost, and the living holders agree"
     return (), "no holder is proven wrong"

@@ -217,9 +217,9 @@ def test_fetches_over_a_bad_path_are_seen() -> None:
     run = PartialRun(0, 0, 0, assignment.plan.n_layers, inputs=(copy,))
     bad, _ = after(state, report(state, node, other))
     for changed, hidden in (
-        (replace(assignment, recipes=((node, recipe),)), {other}),
+        (replace(assignment, recipes=((node, recipe),)), {(other, copy.key)}),
         (replace(assignment, recipes=((third, recipe), (other, recipe))), set()),
-        (replace(assignment, recipes=(), partial=(run,)), {other}),
+        (replace(assignment, recipes=(), partial=(run,)), {(other, copy.key)}),
     ):
         assert forbidden_fetches(bad, changed) == hidden
         assert forbidden_fetches(state, changed) == frozenset()
