@@ -46,6 +46,7 @@ SECTIONS = {
         "doubt_s": "A coordinator that hears a minority of nodes blames itself so long.",
         "return_s": "Without copies, the job waits this long for a minority of nodes.",
         "orphan_s": "An idle agent ends if it reaches no coordinator for this long.",
+        "save_s": "A job that failed waits this long for a checkpoint that is due.",
     },
     "Workers": {
         "contact_s": "If workers lost contact, a new epoch begins after this time.",

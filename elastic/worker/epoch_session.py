@@ -8,6 +8,7 @@ owns the links to the other workers and the step runner. All other objects belon
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -118,7 +119,11 @@ class EpochSession:
 
     def _fail(self, error: Exception) -> NoReturn:
         """Report that the job failed; then raise SystemExit for an ElasticError, else `error`."""
+        # The job waits for the checkpoint that is due, whose states may still be copied.
+        with contextlib.suppress(Exception):
+            self._context.publisher.settle(self._context.settings.timeouts.bulk_s)
         code = error.exit_code if isinstance(error, ElasticError) else EXIT_FAILURE
+        replicas = self._context.replicas.values()
         failed = m.Failed(
             describe(error),
             code,
@@ -126,6 +131,7 @@ class EpochSession:
             record=error.record if isinstance(error, NonfiniteError) else None,
             doubled=error.doubled if isinstance(error, LedgerError) else 0,
             missing=error.missing if isinstance(error, LedgerError) else 0,
+            version=min((replica.version for replica in replicas), default=-1),
         )
         self._send(failed)
         if isinstance(error, ElasticError):

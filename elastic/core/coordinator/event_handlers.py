@@ -124,7 +124,8 @@ def _join(
     state = count_node_seconds(state, now, left=former is not None)
     state = with_member(state, with_expected_end(Member(report=report, seen=now), now))
     state = progress_watchdog.member_joined(state, node, now)
-    if state.ending is None and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
+    over = state.ending is not None or state.failure is not None
+    if not over and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
         state, launch = launch_nodes(state, (node,))
         actions += launch
     if report.inventory and state.phase is JobPhase.RUNNING and state.trimmed >= state.epoch:

@@ -42,6 +42,7 @@ from elastic.core.job.state import (
     CauseKind,
     ChangeCompleted,
     JobAction,
+    JobFailure,
     JobPhase,
     JobState,
     JobTransition,
@@ -115,6 +116,8 @@ def _excuse_delay(state: JobState, now: float) -> JobState:
             for node, member in state.members.items()
         }
         state = progress_watchdog.excused(state.of(members=members), late)
+        if state.failure is not None:
+            state = state.of(failure=replace(state.failure, at=state.failure.at + late))
     return state.of(updated_at=now)
 
 
@@ -125,7 +128,7 @@ def apply_rules(state: JobState, now: float) -> JobTransition:
     reasons: list[str] = []
     for _ in range(16):
         state = progress_watchdog.observe(state, now)
-        rules = (
+        rules: tuple[Rule | None, ...] = (
             _end,
             _drop_lost_members,
             _regain_epoch,
@@ -133,6 +136,8 @@ def apply_rules(state: JobState, now: float) -> JobTransition:
             RULES[state.phase][0],
             progress_watchdog.check_progress,
         )
+        if state.failure is not None:
+            rules = (_end,)
         results = (rule(state, now) for rule in rules if rule is not None)
         result = next((found for found in results if found is not None), None)
         if result is None:
@@ -203,6 +208,8 @@ def _end(state: JobState, now: float) -> JobTransition | None:
     """End the job if its workers finished or failed."""
     if state.phase in OVER:
         return None
+    if state.failure is not None:
+        return _end_with_error(state, state.failure, now)
     reports = [mb.report for mb in state.members.values()]
     crashing = [r for r in reports if r.elastic and r.phase is NodePhase.FAILED]
     if crashing and len(crashing) == len(reports):
@@ -211,12 +218,40 @@ def _end(state: JobState, now: float) -> JobTransition | None:
     for report in reports:
         failed, finished = report.failed, report.finished
         if failed is not None:
-            text = f"{report.info.node}: {failed.message or UNEXPLAINED}"
-            state, actions, reason = _end_job(state, JobPhase.FAILED, failed.exit_code, text)
-            return state, (*_evidence(failed), *actions), reason
+            return _fail(state, JobFailure(report.info.node, failed, now), now)
         if finished is not None and finished.params_sha256:
             return _finished(state, finished, now)
     return None
+
+
+def _fail(state: JobState, failure: JobFailure, now: float) -> JobTransition:
+    """Keep the first failure, and end the job unless it must wait for a checkpoint."""
+    state, entries = state.of(failure=failure), _evidence(failure.failed)
+    ended = _end_with_error(state, failure, now)
+    if ended is None:
+        wait = f"waiting for the checkpoint of step {_due_at_failure(state, failure)}"
+        return state, entries, f"{_error(failure)}; {wait}"
+    state, actions, reason = ended
+    return state, (*entries, *actions), reason
+
+
+def _end_with_error(state: JobState, failure: JobFailure, now: float) -> JobTransition | None:
+    """End the job once the checkpoint that is due is durable or given up, or after `save_s`."""
+    due = _due_at_failure(state, failure)
+    if checkpoints.is_awaited(state, due) and now - failure.at < state.limits.save_s:
+        return None
+    return _end_job(state, JobPhase.FAILED, failure.failed.exit_code, _error(failure), due=due)
+
+
+def _due_at_failure(state: JobState, failure: JobFailure) -> int:
+    """Return the step of the newest checkpoint that all workers can have; 0: none. A worker that
+    has a version proves that all others have it, or get it without this worker."""
+    version = failure.failed.version
+    return checkpoints.due_at(state, version if version >= 0 else state.newest_step + 1)
+
+
+def _error(failure: JobFailure) -> str:
+    return f"{failure.node}: {failure.failed.message or UNEXPLAINED}"
 
 
 def _evidence(failed: m.Failed) -> tuple[LogEntry, ...]:
@@ -240,11 +275,11 @@ def _finished(state: JobState, finished: m.Finished, now: float) -> JobTransitio
 
 
 def _end_job(
-    state: JobState, phase: JobPhase, code: int, reason: str, sha: str = ""
+    state: JobState, phase: JobPhase, code: int, reason: str, sha: str = "", due: int = 0
 ) -> JobTransition:
     # The summary must include a change that became complete just before the end of the job.
     state, completed, _ = _complete_change(state) or (state, (), "")
-    unfinished = checkpoints.unfinished(state)
+    unfinished = checkpoints.unfinished(state, due)
     state, ended = end_job(state, phase, code, reason, sha)
     return state, (*completed, *unfinished, *ended), reason
 

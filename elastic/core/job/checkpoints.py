@@ -7,6 +7,9 @@ because nodes write at different speeds.
 If an epoch begins at an earlier step than a checkpoint that is being written, training repeats this
 checkpoint's steps. The parts written before are then dropped, here and by the agents, and all
 holders write it again.
+
+A job that ends with an error waits for the newest checkpoint that is due, because the user resumes
+from it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from elastic.core.job.state import (
 )
 from elastic.core.protocol import messages as m
 from elastic.domain.errors import FieldError
-from elastic.domain.types import STATE, WHOLE, Copy, JobSpec, SavedModel, Slot, whole_slots
+from elastic.domain.types import STATE, WHOLE, Copy, JobSpec, Plan, SavedModel, Slot, whole_slots
+from elastic.planning.plan.schemes import NONE, state_of
 
 MAX_PENDING = 8
 """Maximum number of checkpoints that are being written at the same time."""
@@ -170,10 +174,51 @@ def is_final_missing(state: JobState) -> bool:
     return spec is not None and spec.checkpoint_every > 0 and _newest_step(state) < spec.n_steps
 
 
-def unfinished(state: JobState) -> tuple[JobAction, ...]:
-    """Return the entries and orders about the checkpoints that are incomplete at the end."""
-    parts = [step for step, slots in state.checkpoint_parts if not is_complete(state, slots)]
-    return _give_up(state, parts, "", "the job ended before all its files were written")[1]
+def due_at(state: JobState, version: int) -> int:
+    """Return the step of the newest checkpoint that is due when states have `version`; 0: none."""
+    spec, plan = state.spec, state.plan
+    if spec is None or plan is None or not spec.checkpoint_every or version <= 0:
+        return 0
+    if version >= spec.n_steps:
+        return spec.n_steps
+    if state_of(plan.state).name == NONE:
+        return 0  # states are published after the last step only
+    return version // spec.checkpoint_every * spec.checkpoint_every
+
+
+def is_awaited(state: JobState, step: int) -> bool:
+    """Return whether the checkpoint of `step` is due, not durable, and can still become so."""
+    spec, plan = state.spec, state.plan
+    if not step or spec is None or plan is None or step <= _newest_step(state):
+        return False
+    if step in state.lost_checkpoints or (step == spec.n_steps and state.checkpoint_errors):
+        return False
+    written = whole_slots(dict(state.checkpoint_parts).get(step, ()))
+    missing = {
+        layer
+        for layer in range(spec.n_layers)
+        for shard in range(spec.tp)
+        if (layer, shard) not in written
+    }
+    return all(_has_writer(state, plan, layer) for layer in missing)
+
+
+def _has_writer(state: JobState, plan: Plan, layer: int) -> bool:
+    """Return whether the agent of a node that writes the layer may live."""
+    holders = plan.holders(layer)
+    writers = holders if state_of(plan.state).sharded else holders[:1]
+    members = [state.members.get(unit.node) for unit in writers]
+    return any(member is not None and not member.refused for member in members)
+
+
+def unfinished(state: JobState, due: int = 0) -> tuple[JobAction, ...]:
+    """Return the entries and orders about the checkpoints that are incomplete at the end. `due`:
+    step of a checkpoint that must be there, also if no part of it was reported; 0: none."""
+    steps = {step for step, slots in state.checkpoint_parts if not is_complete(state, slots)}
+    if due > newest_written(state) and due not in state.lost_checkpoints:
+        steps.add(due)
+    why = "the job ended before all its files were written"
+    return _give_up(state, sorted(steps), "", why)[1]
 
 
 def _newest_step(state: JobState) -> int:

@@ -15,8 +15,8 @@ from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.health.diagnosis import HealthLimits, NodeHealth
 from elastic.core.health.path_fault import PathFault
 from elastic.core.protocol.health_report import CertificateEnd
+from elastic.core.protocol.messages import Failed, Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.messages import Heartbeat as Heartbeat
-from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
 from elastic.core.protocol.version import FIRST
 from elastic.core.recovery.divergence import Distrust
@@ -285,6 +285,16 @@ class ProgressWatch:
 
 
 @dataclass(frozen=True, slots=True)
+class JobFailure:
+    """The first error that ends the job. Later ones may only follow from it."""
+
+    node: str
+    failed: Failed
+    at: float
+    """Time since which the job waits for the checkpoint that is due."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobFinished:
     """End of the job; as an action, an order to write the summary."""
 
@@ -356,6 +366,8 @@ class JobState:
     late_s: float = 0.0
     """Delay of the newest tick of the coordinator's clock."""
     ending: JobFinished | None = None
+    failure: JobFailure | None = None
+    """Error because of which the job ends; None: none. No other rule applies after it."""
     suspected_since: float = 0.0
     """Time of the first report of lost contact in this epoch; 0: no report."""
     paces: dict[str, ComputeSpeed] = field(default_factory=dict)

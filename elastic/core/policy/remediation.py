@@ -57,7 +57,8 @@ KEPT_MORE = 64
 def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: float) -> Findings:
     """Record crashed or hung workers, which their agent restarts; quarantine a node if its workers
     crash repeatedly; end the job if neither helps."""
-    if report.crash_count <= was.crash_count or state.spec is None or state.ending is not None:
+    over = state.ending is not None or state.failure is not None
+    if report.crash_count <= was.crash_count or state.spec is None or over:
         return state, ()
     node, limits = report.info.node, state.policy.health
     crashes = report.crash_count - was.crash_count

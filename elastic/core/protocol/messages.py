@@ -253,6 +253,8 @@ class Failed:
     doubled: int = 0
     missing: int = 0
     """`doubled`, `missing`: micro-batches that a wrong ledger has twice or lacks."""
+    version: int = -1
+    """Version of the worker's state; -1: it has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,8 @@ class Timeouts:
     """Two nodes cannot reach each other if one has had no answer from the other for this long."""
     open_s: float = 10.0
     """Workers that have all loaded their layers must connect to each other within this time."""
+    save_s: float = 60.0
+    """A job that failed waits this long for a checkpoint that is due."""
 
 
 def budget(
@@ -140,6 +142,7 @@ def budget(
         return_s=max(600.0, silence * 100),
         progress_s=max(silence * 2.5 + reconnect_s, seen.microbatch_s * 20, seen.step_s * 5),
         orphan_s=max(60.0, silence * 100),
+        save_s=max(60.0, silence * 20),
     )
 
 

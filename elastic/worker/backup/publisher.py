@@ -242,10 +242,11 @@ class Publisher:
                 raise self._failed
             abandon.check()
 
-    def settle(self) -> None:
-        """Wait until all published copies are written and announced. Raises a copy's error."""
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait until all published copies are written and announced. Raises a copy's error, or
+        TimeoutError."""
         if self._copier is not None:
-            self._copier.settle()
+            self._copier.settle(timeout_s)
 
     def close(self) -> None:
         """End the copier. Remove the files of empty slots; the vault removes the others."""

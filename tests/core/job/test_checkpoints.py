@@ -13,6 +13,7 @@ from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
+from elastic.domain.codec import dumps, loads
 from elastic.domain.types import STATE, Copy, JobSpec, LayerSpec, SavedModel
 from tests.core.coordinator.test_transitions import entries, halt, running, samples, send_report
 from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
@@ -318,3 +319,149 @@ def test_a_vault_that_stores_nothing_is_no_peer_of_the_next_plan() -> None:
     assert {node for node, _ in plan_of(state).peers} == {"node0", "node1", "node2"}
     after, actions, _ = apply(state, note)
     assert after.rebalance == "" and not entries(actions, "health"), "no second change of plan"
+
+
+# ---- the end with an error ----
+
+ERROR = m.Failed("step 3: the gradient norm is nan", 7)
+
+
+def due() -> tuple[JobState, int]:
+    """A running job, and the step of the checkpoint that is due after its newest step."""
+    step = running().newest_step + 1
+    assert step > 1
+    return saving(step), step
+
+
+def fail(
+    state: JobState, node: str = "node1", failed: m.Failed = ERROR
+) -> tuple[JobState, tuple[job.JobAction, ...], str]:
+    return send_report(state, node, failed=failed)
+
+
+def pass_time(state: JobState, seconds: float) -> tuple[JobState, tuple[job.JobAction, ...]]:
+    """Let the time pass, up to the end of the job, in ticks without a delay. No node is heard."""
+    taken: tuple[job.JobAction, ...] = ()
+    until = state.updated_at + seconds
+    while state.updated_at < until and state.ending is None:
+        state, actions, _ = transition(state, job.Tick(), state.updated_at + 0.4)
+        taken += actions
+    return state, taken
+
+
+def check_end(
+    state: JobState, actions: tuple[job.JobAction, ...], lost: tuple[int, ...] = ()
+) -> None:
+    """The job ended with the first error, and reports the lost checkpoints."""
+    (end,) = [action for action in actions if isinstance(action, job.JobFinished)]
+    assert (end.code, end.reason) == (7, "node1: step 3: the gradient norm is nan")
+    assert state.phase is JobPhase.FAILED and state.ending == end
+    assert {a.node for a in actions if isinstance(a, job.Send)} >= set(state.members)
+    assert tuple(entry["step"] for entry in entries(actions, "checkpoint-lost")) == lost
+
+
+def lose(state: JobState, node: str) -> tuple[JobState, tuple[job.JobAction, ...]]:
+    """The node's agent ends."""
+    incarnation = state.members[node].report.info.incarnation
+    state, _, _ = apply(state, job.ConnectionClosed(node, incarnation))
+    state, actions, _ = apply(state, job.PortRefused(node, incarnation))
+    return state, actions
+
+
+def slots_of(state: JobState, node: str) -> tuple[Any, ...]:
+    """The files of a checkpoint that the node writes."""
+    return tuple(slot for slot in ALL if plan_of(state).holders(slot[0])[0].node == node)
+
+
+def commit(state: JobState, step: int) -> tuple[JobState, tuple[job.JobAction, ...]]:
+    state, actions, _ = apply(state, job.CheckpointCommitted(f"/c/{step}", step))
+    return state, actions
+
+
+def test_a_job_with_an_error_waits_for_the_checkpoint_that_is_due() -> None:
+    """Nothing else counts: later errors, crashed workers, lost contact, silence, a new node."""
+    state, step = due()
+    state, actions, reason = fail(state)
+    assert reason.endswith(f"the gradient norm is nan; waiting for the checkpoint of step {step}")
+    state, more, _ = fail(state, "node0", m.Failed("another text", 3))
+    state, crash, _ = send_report(
+        state, "node2", phase=NodePhase.FAILED, crash_count=9, cause="oops", suspects=("node1",)
+    )
+    info = replace(state.members["node1"].report.info, node="node9", incarnation="n9")
+    state, joined, _ = apply(state, m.NodeReport(info, NodePhase.EMPTY, 0))
+    state, late = pass_time(state, state.limits.save_s / 2)
+    before = (*actions, *more, *crash, *joined, *late)
+    assert not [action for action in before if isinstance(action, job.Send | job.JobFinished)]
+    assert (state.phase, state.epoch) == (JobPhase.RUNNING, 1)
+    state, actions, _ = apply(state, part(step, HALVES[0]))
+    assert not actions
+    state, actions, _ = apply(state, part(step, HALVES[1]))
+    assert actions == (job.CommitCheckpoint(step),)
+    check_end(*commit(state, step))
+
+
+def test_the_wait_for_the_checkpoint_has_a_limit() -> None:
+    for written in ((), HALVES[0]):
+        state, step = due()
+        state, _, _ = fail(state)
+        if written:
+            state, _, _ = apply(state, part(step, written))
+        state, actions = pass_time(state, state.limits.save_s - 1.0)
+        assert state.ending is None and not actions
+        check_end(*pass_time(state, 2.0), lost=(step,))
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_wait() -> None:
+    state, step = due()
+    state, _, _ = fail(state)
+    state, actions, _ = apply(state, part(step, (), node="node0", error="no space"))
+    check_end(state, actions, lost=(step,))
+    state, step = due()
+    state, _, _ = apply(state, part(step, (), node="node0", error="no space"))
+    state, actions, _ = fail(state)
+    check_end(state, actions)
+
+
+def test_the_next_coordinator_waits_for_the_checkpoint_too() -> None:
+    """The node that failed does not return; another node has an error."""
+    state, step = due()
+    state, _, _ = apply(state, part(step, slots_of(state, "node1")))
+    state, _, _ = fail(state)
+    state, _ = pass_time(state, 1.0)
+    state, later = loads(JobState, dumps(state)), 2 * state.limits.save_s
+    state, _, _ = transition(state, job.CoordinatorFailover(), state.updated_at + later)
+    state, actions, _ = fail(state, "node0", m.Failed("another text", 3))
+    assert state.ending is None and not actions, "the time without a coordinator does not count"
+    state, _, _ = apply(state, part(step, slots_of(state, "node0")))
+    state, actions, _ = apply(state, part(step, slots_of(state, "node2")))
+    assert actions == (job.CommitCheckpoint(step),)
+    check_end(*commit(state, step))
+
+
+def test_the_error_stays_if_its_node_is_lost() -> None:
+    state, step = due()
+    state, _, _ = fail(state)
+    check_end(*lose(state, "node1"), lost=(step,))
+    state, _, _ = fail(due()[0])
+    state, _, _ = apply(state, part(step, slots_of(state, "node1")))
+    state, actions = lose(state, "node1")
+    assert state.ending is None and not actions, "the others write the rest"
+    state, _, _ = apply(state, part(step, ALL))
+    check_end(*commit(state, step))
+
+
+def test_a_job_with_an_error_ends_at_once_if_no_checkpoint_is_due() -> None:
+    state, step = due()
+    unsaved = state.of(plan=replace(plan_of(state), state="none"))
+    for ready in (
+        running(),
+        saving(step + 1),
+        unsaved,
+        commit(state, step)[0],
+        state.of(assignment=None, plan=None),
+    ):
+        check_end(*fail(ready)[:2])
+    check_end(*fail(state, failed=replace(ERROR, version=step - 1))[:2])
+    state = saving(step + 1)
+    state, actions, _ = fail(state, failed=replace(ERROR, version=step + 1))
+    assert state.ending is None and not actions, "the report of the step is late"
