@@ -51,6 +51,7 @@ CONSTANTS = {
     "agent/notices/source.py MAX_RETRY_S": "interval",
     "agent/service.py EXIT_GRACE_S": "program",
     "agent/service.py POLL_S": "interval",
+    "agent/vault/checkpoints.py CLOSE_S": "program",
     "agent/vault/replicator.py MAX_RETRY_S": "interval",
     "agent/vault/replicator.py REPORT_S": "interval",
     "agent/vault/replicator.py RETRY_S": "interval",

@@ -215,7 +215,7 @@ def unfinished(state: JobState, due: int = 0) -> tuple[JobAction, ...]:
     """Return the entries and orders about the checkpoints that are incomplete at the end. `due`:
     step of a checkpoint that must be there, also if no part of it was reported; 0: none."""
     steps = {step for step, slots in state.checkpoint_parts if not is_complete(state, slots)}
-    if due > newest_written(state) and due not in state.lost_checkpoints:
+    if due and due > newest_written(state) and due not in state.lost_checkpoints:
         steps.add(due)
     why = "the job ended before all its files were written"
     return _give_up(state, sorted(steps), "", why)[1]

@@ -405,9 +405,9 @@ def _install(
 
 
 def _record_before(state: JobState, assignment: recovery.Assignment) -> StepRecord | None:
-    """Return the newest record of a step that the assignment does not run again."""
-    known = state.record if state.record and state.record.step < assignment.step else None
-    return assignment.record or known
+    """Return the record of the step before the assignment's first step, if it is known: records of
+    steps that run again are not right any more."""
+    return assignment.record or state.record
 
 
 def _with_figures(

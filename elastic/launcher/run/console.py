@@ -136,17 +136,17 @@ def _backup_short_line(event: Entry) -> str:
 
 
 def _keeper_failed_line(event: Entry) -> str:
-    owner, keeper = event.get("owner", "?"), event.get("keeper", "?")
+    owner, keeper = _field(event, "owner"), _field(event, "keeper")
     return f"warning: {keeper} cannot keep copies of {owner}: {event.get('detail', '')}"
 
 
 def _checkpoint_unusable_line(event: Entry) -> str:
-    return f"warning: {event.get('path', '?')} is passed over: {event.get('why', '')}"
+    return f"warning: {_field(event, 'path')} is passed over: {event.get('why', '')}"
 
 
 def _checkpoint_lost_line(event: Entry) -> str:
     where = f" on {event['node']}" if event.get("node") else ""
-    return f"warning: no checkpoint of step {event.get('step', '?')}{where}: {event.get('why', '')}"
+    return f"warning: no checkpoint of step {_field(event, 'step')}{where}: {event.get('why', '')}"
 
 
 def _corrupt_line(event: Entry) -> str:
@@ -201,35 +201,35 @@ def _nonfinite_line(event: Entry) -> str:
         "skip": "its update is left out",
         "continue": "training goes on",
     }
-    where = f"the gradient norm of step {event.get('step', '?')} is {event.get('grad_norm', '?')}"
+    where = f"the gradient norm of step {_field(event, 'step')} is {_field(event, 'grad_norm')}"
     return f"warning: {where}: {done.get(str(event.get('action')), '')}"
 
 
 def _divergence_line(event: Entry) -> str:
-    text = f"step {event.get('step', '?')}: {event.get('reason', '')}"
+    text = f"step {_field(event, 'step')}: {event.get('reason', '')}"
     return f"warning: {text}" + ("" if event.get("fatal") else "; the step runs again")
 
 
 def _doubt_line(event: Entry) -> str:
-    return f"warning: {event.get('why', '?')}; it waits for the nodes, and training continues"
+    return f"warning: {_field(event, 'why')}; it waits for the nodes, and training continues"
 
 
 def _doubt_over_line(event: Entry) -> str:
-    heard = f"{event.get('heard', '?')} of {event.get('nodes', '?')} nodes"
-    return f"the coordinator hears {heard} again, after {event.get('seconds', '?')} s"
+    heard = f"{_field(event, 'heard')} of {_field(event, 'nodes')} nodes"
+    return f"the coordinator hears {heard} again, after {_field(event, 'seconds')} s"
 
 
 def _stalled_line(event: Entry) -> str:
     evidence = event.get("evidence") or {}
     found = "; ".join(f"{node}: {why}" for node, why in evidence.items())
-    quiet_s, action = event.get("quiet_s", "?"), event.get("action", "?")
+    quiet_s, action = _field(event, "quiet_s"), _field(event, "action")
     return f"warning: no progress for {quiet_s} s ({found}) [{action}]"
 
 
 def _retry_line(event: Entry) -> str:
     pause_s = event.get("pause_s", 0)
     when = f"in {pause_s} s" if pause_s else "now"
-    attempt, cause = event.get("attempt", "?"), event.get("cause", "?")
+    attempt, cause = _field(event, "attempt"), _field(event, "cause")
     return f"warning: attempt {attempt} failed: {cause}; next attempt {when}"
 
 

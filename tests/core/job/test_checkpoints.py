@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from elastic.domain.codec import dumps, loads
 from elastic.domain.types import STATE, Copy, JobSpec, LayerSpec, SavedModel
 from tests.core.coordinator.test_transitions import entries, halt, running, samples, send_report
 from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
+from tests.core.world.world import World
 
 HALVES = (((0, 0), (1, 0)), ((2, 0), (3, 0)))
 ALL = (*HALVES[0], *HALVES[1])
@@ -326,11 +328,23 @@ def test_a_vault_that_stores_nothing_is_no_peer_of_the_next_plan() -> None:
 ERROR = m.Failed("step 3: the gradient norm is nan", 7)
 
 
+@functools.cache
+def pipeline() -> JobState:
+    """A running job of one pipeline: each of three nodes writes a part of each checkpoint."""
+    world = World(5, 3, steps=400, shape="1", backup="stream+snapshot")
+    world.run(limit=4.0)
+    state = world.coordinator.state
+    assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch == 1
+    assert all(slots_of(state, node) for node in state.members)
+    return state.of(start_s=3600.0)
+
+
 def due() -> tuple[JobState, int]:
     """A running job, and the step of the checkpoint that is due after its newest step."""
-    step = running().newest_step + 1
+    state = pipeline()
+    step = state.newest_step + 1
     assert step > 1
-    return saving(step), step
+    return state.of(spec=replace(spec_of(state), checkpoint_every=step)), step
 
 
 def fail(
@@ -452,16 +466,18 @@ def test_the_error_stays_if_its_node_is_lost() -> None:
 
 def test_a_job_with_an_error_ends_at_once_if_no_checkpoint_is_due() -> None:
     state, step = due()
+    never, later = (
+        state.of(spec=replace(spec_of(state), checkpoint_every=n)) for n in (0, step + 1)
+    )
     unsaved = state.of(plan=replace(plan_of(state), state="none"))
     for ready in (
-        running(),
-        saving(step + 1),
+        never,
+        later,
         unsaved,
         commit(state, step)[0],
         state.of(assignment=None, plan=None),
     ):
         check_end(*fail(ready)[:2])
     check_end(*fail(state, failed=replace(ERROR, version=step - 1))[:2])
-    state = saving(step + 1)
-    state, actions, _ = fail(state, failed=replace(ERROR, version=step + 1))
+    state, actions, _ = fail(later, failed=replace(ERROR, version=step + 1))
     assert state.ending is None and not actions, "the report of the step is late"

@@ -36,8 +36,6 @@ def report(what: str, values: str, **sound: bool) -> list[Diverged]:
         ("xy", {"a": False, "b": True}, "ab", "a"),
         ("xyxy", {"b": False, "d": False}, "abcd", "bd"),
         ("xyz", {"a": False, "b": False}, "abc", "ab"),
-        ("xy", {"b": True}, "b", "a"),  # a is lost: its copies are not used
-        ("xy", {}, "a", "b"),
     ],
 )
 def test_wrong_holders(
@@ -48,6 +46,15 @@ def test_wrong_holders(
     assert verdict.distrust == Distrust(EPOCH, STEP, places) and not verdict.fatal
     (reason,) = verdict.reasons
     assert f"layer {LAYER} (TP rank 0): {what} differ: a has {values[0]}, b has" in reason
+
+
+@pytest.mark.parametrize(("living", "wrong"), [("b", "a"), ("a", "b")])
+def test_the_loss_of_a_holder_proves_nothing_about_parameters(living: str, wrong: str) -> None:
+    """If only norms differ, the step runs again without the copies of the lost node."""
+    verdict = judge(report(NORM, "xy", b=True), living, ())
+    assert verdict.distrust.places == ((wrong, LAYER, 0),) and not verdict.fatal
+    verdict = judge(report(PARAMETERS, "xy", b=True), living, ())
+    assert verdict.distrust.places == () and "no evidence" in verdict.fatal
 
 
 @pytest.mark.parametrize(
