@@ -143,7 +143,7 @@ def test_a_former_vault_closes_slowly(node: RunningAgent, monkeypatch: pytest.Mo
     parts = [node.agent._checkpoints._thread, node.agent._replicator._thread]
     slow = Slow(VaultServer.close)
     monkeypatch.setattr(VaultServer, "close", slow)
-    node.coordinator.order(m.Fenced("a test"))
+    node.coordinator.order(m.Released("a test"))
     assert slow.begun.wait(LONG_S)
     former = node.first.info.incarnation
     again = node.coordinator.report(lambda report: report.info.incarnation != former)

@@ -11,7 +11,7 @@ import pytest
 
 from elastic.core.protocol import messages as m
 from elastic.rpc.frames import Channel, listen_unix
-from elastic.worker.control.agent_client import AgentClient
+from elastic.worker.control.agent_client import AgentClient, WorkerSettings
 from tests.patience import LONG_S
 
 
@@ -31,9 +31,12 @@ def test_an_unexpected_error_ends_the_worker(
 
     monkeypatch.setattr(os, "_exit", end)
     listener = listen_unix(tmp_path / "agent.sock")
-    client = AgentClient(str(tmp_path / "agent.sock"))
+    path = str(tmp_path / "agent.sock")
+    settings = WorkerSettings(path, "a", 0, 1, "", "", "", "exact", (), "127.0.0.1", "")
+    client = AgentClient(settings)
     sock: socket.socket = listener.accept()[0]
     agent = Channel(sock)
+    assert isinstance(agent.receive(), m.Hello)
     client.start(fail)
     agent.send(m.BundleAcknowledged(1))
     assert ended.wait(LONG_S) and codes == [70]
