@@ -32,7 +32,10 @@ def test_an_unexpected_error_ends_the_worker(
     monkeypatch.setattr(os, "_exit", end)
     listener = listen_unix(tmp_path / "agent.sock")
     path = str(tmp_path / "agent.sock")
-    settings = WorkerSettings(path, "a", 0, 1, "", "", "", "exact", (), "127.0.0.1", "")
+    settings = WorkerSettings(
+        agent=path, node="a", local_rank=0, local_world_size=1, run_dir="", memory_dir="",
+        tp_store="", accumulate="exact", faults=(), host="127.0.0.1", profile="", device="",
+    )  # fmt: skip
     client = AgentClient(settings)
     sock: socket.socket = listener.accept()[0]
     agent = Channel(sock)
