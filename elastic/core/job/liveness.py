@@ -26,6 +26,7 @@ from elastic.core.job.state import (
     JobTransition,
     LogEntry,
     LossKind,
+    Member,
     YieldLead,
 )
 
@@ -61,9 +62,9 @@ def survey(state: JobState, now: float) -> Survey:
     """
     late_s = min(state.late_s, state.limits.lease_s)
     accused = {node for mb in state.members.values() for node in mb.report.suspects}
-    found, heard, recent_s = [], 0, _recent_s(state)
+    found, heard = [], 0
     for node, member in state.members.items():
-        if member.connected and now - member.seen <= recent_s:
+        if is_heard(state, member, now):
             heard += 1
             continue
         closed_s = -1.0 if member.connected else now - member.closed_at
@@ -77,6 +78,11 @@ def survey(state: JobState, now: float) -> Survey:
             why = f"silent for {now - member.seen:.1f} s"
             found.append(Loss(node, LossKind.SILENT, why, proven=False))
     return Survey(tuple(found), heard, 2 * heard < len(state.members))
+
+
+def is_heard(state: JobState, member: Member, now: float) -> bool:
+    """Return whether the member is connected, and its newest message is recent."""
+    return member.connected and now - member.seen <= _recent_s(state)
 
 
 def _recent_s(state: JobState) -> float:
@@ -120,11 +126,11 @@ def judge_own_network(state: JobState, found: Survey, now: float) -> JobTransiti
 def _end_doubt(state: JobState, found: Survey, now: float) -> JobTransition:
     """Blame nodes again. The time of the doubt does not count as their silence. After a long one
     they get more time, because the transport may still wait for an answer to its last packet."""
-    lasted_s, recent_s = now - state.doubt_since, _recent_s(state)
+    lasted_s = now - state.doubt_since
     until = now + state.limits.keepalive_s if state.doubt_reported else 0.0
     members = {
         node: mb
-        if mb.connected and now - mb.seen <= recent_s
+        if is_heard(state, mb, now)
         else replace(
             mb, seen=max(mb.seen + lasted_s, until), closed_at=max(mb.closed_at + lasted_s, until)
         )

@@ -19,6 +19,10 @@ repeated. At the bound, the evidence decides:
                                                         accuse, or that stopped first
     a worker has not attached, and uses no CPU time   its workers are restarted, in every phase
 
+A node that is not heard is no evidence: its lease decides about it. While the coordinator doubts
+its own network (`elastic.core.job.liveness`), nothing counts as a stall, and the bound begins anew
+afterwards.
+
 Long phases report progress themselves: agents count CPU time as progress until the first step of a
 process or epoch is done, and workers count the layers that they load.
 
@@ -32,13 +36,15 @@ or leaving node is no failure, because it cannot repeat without a new member.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
+from elastic.core.job.absent_nodes import with_absent
 from elastic.core.job.epoch_change import begin_change, plan_request
 from elastic.core.job.join_policy import plan_if_feasible, without_member
+from elastic.core.job.liveness import is_heard
 from elastic.core.job.membership import end_job
 from elastic.core.job.quarantine import SUSPECTED, add_finding, is_quarantined
 from elastic.core.job.state import (
@@ -84,6 +90,8 @@ READY = (NodePhase.RUNNING, NodePhase.FINISHED)
 
 def observe(state: JobState, now: float) -> JobState:
     """Record a finished step or a change of phase or epoch. Call this before the rules."""
+    if state.doubt_since:
+        state = restarted(state, now)
     watch, step = state.watch, state.newest_step
     mark = f"{state.phase.value} {state.epoch} {step}"
     if mark == watch.mark:
@@ -146,7 +154,8 @@ def excused(state: JobState, seconds: float) -> JobState:
 
 
 def restarted(state: JobState, until: float) -> JobState:
-    """Forget all signs after a failover of the coordinator. Nodes have `until` to report again."""
+    """Forget all signs, after a failover of the coordinator or while it doubts its own network.
+    Nodes have `until` to report again."""
     return state.of(watch=replace(state.watch, since=until, signs={}, reminded=False))
 
 
@@ -162,6 +171,8 @@ def check_progress(state: JobState, now: float) -> JobTransition | None:
     """Act on a stall of the job, or on a worker that does not attach; None: all is well."""
     if state.spec is None or state.ending is not None or state.phase in UNWATCHED:
         return None
+    if state.doubt_since:
+        return None
     starting = _silent_starter(state, now)
     if starting is not None:
         return starting
@@ -169,7 +180,7 @@ def check_progress(state: JobState, now: float) -> JobTransition | None:
     if now - watch.since < bound_s / 2:
         return None
     awaited = _awaited(state, now)
-    if not awaited:
+    if not any(is_heard(state, state.members[node], now) for node in awaited):
         return None
     quiet_s = now - max(watch.since, *(_sign_at(state, node) for node in awaited))
     if quiet_s >= bound_s:
@@ -250,9 +261,10 @@ def _end_stall(
     state: JobState, awaited: tuple[str, ...], quiet_s: float, now: float
 ) -> JobTransition | None:
     """Act on the evidence; None: all wait for each other, and have more time."""
-    found = {node: why for node in awaited if (why := _evidence(state, node, now))}
-    busy = [node for node in awaited if _activity(state, node) not in ("", "wait", "idle")]
-    oldest = min(found or busy or awaited, key=lambda node: (_sign_at(state, node), node))
+    heard = [node for node in awaited if is_heard(state, state.members[node], now)]
+    found = {node: why for node in heard if (why := _evidence(state, node, now))}
+    busy = [node for node in heard if _activity(state, node) not in ("", "wait", "idle")]
+    oldest = min(found or busy or heard, key=lambda node: (_sign_at(state, node), node))
     if found:
         common = len(found) > max(1, len(state.members) // 2)
         if common and state.watch.stalls < 2:
@@ -260,7 +272,7 @@ def _end_stall(
         return _blame(state, {oldest: found[oldest]} if common else found, quiet_s, now)
     if quiet_s < _patient_s(state):
         return None
-    node, why = _suspect(state, awaited, oldest)
+    node, why = _suspect(state, heard, oldest)
     if _halts_at_once(state):
         return _blame(state, {node: why}, quiet_s, now)  # nothing but its answer is missing
     return _new_epoch(state, node, why, quiet_s, now)
@@ -278,10 +290,10 @@ def _evidence(state: JobState, node: str, now: float) -> str:
     return ""
 
 
-def _suspect(state: JobState, awaited: tuple[str, ...], oldest: str) -> tuple[str, str]:
+def _suspect(state: JobState, heard: Collection[str], oldest: str) -> tuple[str, str]:
     """Return the node that is probably the cause if all wait, and why."""
     accused = [one for mb in state.members.values() for one in mb.report.suspects]
-    most = max(sorted(set(accused) & set(awaited)), key=accused.count, default="")
+    most = max(sorted(set(accused) & set(heard)), key=accused.count, default="")
     if most:
         return most, "others lost contact with it"
     return oldest, f"it stopped first ({_activity(state, oldest) or 'activity unknown'})"
@@ -353,10 +365,11 @@ def _restart(
 def _drop(
     state: JobState, node: str, why: str, now: float
 ) -> tuple[JobState, tuple[JobAction, ...]]:
-    """Drop a member whose agent does not obey."""
+    """Drop a member whose agent does not obey. Its vault may live."""
     entry = LogEntry("lost", {"node": node, "loss": LossKind.STALLED.value, "why": why})
     fence = Send(node, m.Fenced(f"lost: {why}"))
     state, findings = node_lost(without_member(state, node, now, left=1), node, why, now)
+    state = with_absent(state, node, now)
     return state, (entry, fence, *findings)
 
 
@@ -396,7 +409,8 @@ def _silent_starter(state: JobState, now: float) -> JobTransition | None:
         if member.report.phase is not NodePhase.STARTING or sign is None or not sign.count:
             continue
         quiet_s, key = now - sign.at, _restart_key(member)
-        if not member.connected or quiet_s < bound_s or state.watch.asked.get(node) == key:
+        known = state.watch.asked.get(node) == key
+        if not is_heard(state, member, now) or quiet_s < bound_s or known:
             continue
         why = f"its worker did not attach, and showed no activity for {quiet_s:.1f} s"
         state, actions = _restart(state, member, why, ())

@@ -41,6 +41,8 @@ class Bench:
         self.cpu = dict.fromkeys(state.members, 0.0)
         """Share of the time for which the main thread uses the CPU."""
         self.held = False
+        self.cut = set[str]()
+        """Nodes whose heartbeats do not arrive."""
         self.begin = state.updated_at
         self.beat()
 
@@ -65,7 +67,7 @@ class Bench:
                 spun_s=self.spun[node],
             )
             for node, member in self.state.members.items()
-            if self.signs.get(node) is not None
+            if self.signs.get(node) is not None and node not in self.cut
         )
         self.apply(job.Heartbeats(beats))
 
@@ -304,6 +306,7 @@ def test_a_node_that_does_not_obey_is_dropped() -> None:
     bench.wait(3.0)
     assert "node1" not in bench.state.members and bench.state.phase is JobPhase.INSTALLING
     assert [lost["loss"] for lost in bench.kinds("lost")] == ["stalled"]
+    assert [node for node, _ in bench.state.absent] == ["node1"], "its vault may live"
     assert [s.node for s in bench.actions if isinstance(s, job.Send)
             and isinstance(s.message, m.Fenced)] == ["node1"]  # fmt: skip
 
@@ -361,6 +364,31 @@ def test_nobody_is_blamed_for_a_late_coordinator() -> None:
     assert not bench.kinds("stalled")
     bench.apply(job.CoordinatorFailover(), 0.1)
     assert not bench.kinds("stalled") and bench.state.watch.signs == {}
+
+
+@pytest.mark.parametrize("phase", ["running", "halting"])
+def test_nobody_is_blamed_by_a_coordinator_that_is_cut_off(phase: str) -> None:
+    """It hears nobody for 10 min, and suspects its own network."""
+    bench = Bench(trained()) if phase == "running" else halting()
+    bench.spin("node1")
+    bench.cut = set(NODES)
+    bench.wait(600.0)
+    assert [a.kind for a in bench.actions if isinstance(a, job.LogEntry)][-1] == "doubt"
+    assert not restarts(bench.actions) and not bench.kinds("stalled") and not bench.kinds("lost")
+    assert set(bench.state.members) == set(NODES) and not bench.kinds("health")
+    bench.cut.clear()
+    assert not restarts(bench.wait(6.0)), "the bound begins anew"
+    assert restarts(bench.wait(3.0)) == ["node1"]
+
+
+def test_a_node_that_is_not_heard_is_no_evidence() -> None:
+    """Its lease decides about it."""
+    bench = halting()
+    bench.wait(5.5)
+    bench.cut = {"node1"}
+    bench.wait(4.0)
+    assert not bench.kinds("stalled") and not restarts(bench.actions)
+    assert [lost["loss"] for lost in bench.kinds("lost")] == ["silent"]
 
 
 # ---- workers that do not attach -------------------------------------------------------------
