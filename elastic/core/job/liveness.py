@@ -13,8 +13,8 @@ kinds of evidence are no proof: the network between the coordinator and the node
 it does, it declares only those members lost whose agents have provably ended, and the time does not
 count as silence of the others. Members that return end the doubt. If nobody is heard, the doubt has
 no time limit, because there is no node to continue with. If a minority is heard for
-`Timeouts.doubt_s`, it ends. A doubt is reported once it lasts so long that a member would have been
-lost.
+`Timeouts.doubt_s` in total, it ends. A doubt is reported once it lasts so long that a member would
+have been lost.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _recent_s(state: JobState) -> float:
 def believed_losses(state: JobState, found: Survey, now: float) -> tuple[Loss, ...]:
     """Return the losses on which the coordinator may act now."""
     since = state.minority_since
-    expired = since > 0 and now - since >= state.limits.doubt_s
+    expired = since > 0 and state.minority_s + now - since >= state.limits.doubt_s
     if not state.doubt_since or expired:
         return found.losses
     return tuple(loss for loss in found.losses if loss.proven)
@@ -109,7 +109,10 @@ def judge_own_network(state: JobState, found: Survey, now: float) -> JobTransiti
     if not found.minority:
         return _end_doubt(state, found, now)
     if bool(found.heard) != bool(state.minority_since):
-        return state.of(minority_since=now if found.heard else 0.0), (), ""
+        since, heard_s = state.minority_since, state.minority_s
+        if found.heard:
+            return state.of(minority_since=now), (), ""
+        return state.of(minority_since=0.0, minority_s=heard_s + now - since), (), ""
     count = f"{found.heard} of {len(state.members)} nodes"
     if not state.doubt_reported and not all(loss.proven for loss in found.losses):
         reason = f"only {count} are heard: the coordinator's network may have failed"
@@ -146,7 +149,7 @@ def _end_doubt(state: JobState, found: Survey, now: float) -> JobTransition:
 
 
 def without_doubt(state: JobState) -> JobState:
-    return state.of(doubt_since=0.0, minority_since=0.0, doubt_reported=False)
+    return state.of(doubt_since=0.0, minority_since=0.0, minority_s=0.0, doubt_reported=False)
 
 
 def _figures(state: JobState, found: Survey) -> dict[str, object]:

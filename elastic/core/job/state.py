@@ -396,6 +396,8 @@ class JobState:
     blames the nodes."""
     minority_since: float = 0.0
     """Time since which a minority is heard during the doubt; 0: nobody is heard, or no doubt."""
+    minority_s: float = 0.0
+    """Seconds before `minority_since` for which a minority was heard during the doubt."""
     doubt_reported: bool = False
     """Whether the doubt lasts so long that it is reported."""
     yielded_at: float = 0.0
