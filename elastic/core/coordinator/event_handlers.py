@@ -98,15 +98,16 @@ def _new_incarnation(state: JobState, report: m.NodeReport, now: float) -> JobTr
     conflict = name_conflict(state, report, now)
     if conflict is not None:
         return state, (Send(node, conflict),), conflict.reason
+    known = node in state.members or node in state.health
     state, admission, accepted = admit(state, report, now)
     if not accepted:
         return state, admission, f"{node} is refused"
-    state, actions = _join(state, report, now)
+    state, actions = _join(state, report, now, known=known)
     return state, (*admission, *actions), f"{node} joined"
 
 
 def _join(
-    state: JobState, report: m.NodeReport, now: float
+    state: JobState, report: m.NodeReport, now: float, *, known: bool
 ) -> tuple[JobState, tuple[JobAction, ...]]:
     node = report.info.node
     joined = LogEntry("joined", {"node": node, "domain": report.info.domain})
@@ -122,7 +123,7 @@ def _join(
         actions = [LogEntry("lost", data), *findings, joined]
     state = count_node_seconds(state, now, left=former is not None)
     state = with_member(state, with_expected_end(Member(report=report, seen=now), now))
-    state = progress_watchdog.member_joined(state, node, now)
+    state = progress_watchdog.member_joined(state, node, now, known=known)
     if state.ending is None and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
         state, launch = launch_nodes(state, (node,))
         actions += launch

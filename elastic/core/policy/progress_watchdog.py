@@ -6,7 +6,7 @@ The rules of `elastic.core.coordinator.transitions` call it with every event and
 have not acknowledged the order to halt, that have not installed the plan, or that train. The job is
 stalled if the phase, the epoch and the finished step stay, and none of these nodes shows a sign of
 progress for `Timeouts.progress_s` (`Timeouts.stuck_s` before the first step). Each stall doubles
-the bound until a step is finished or a member joins. At half of the bound, missed orders are
+the bound until a step is finished or a new node joins. At half of the bound, missed orders are
 repeated. At the bound, the evidence decides:
 
     evidence                                          remedy
@@ -30,7 +30,8 @@ process or epoch is done, and workers count the layers that they load.
 has failed. `PAUSES_S` are the pauses before the next attempts: at most five epochs per minute. A
 node that is blamed alone for two failed epochs is left out. If all nodes report the same error in
 `MAX_ATTEMPTS` attempts, the job ends with its text, because another attempt cannot succeed. A lost
-or leaving node is no failure, because it cannot repeat without a new member.
+or leaving node is no failure: a node that is lost again and again is quarantined. A node that joins
+clears only its own blame; one with a new name also ends the pause.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job.absent_nodes import with_absent
@@ -67,6 +68,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import EXIT_FAILURE
 
+T = TypeVar("T")
 PAUSES_S = (0.0, 0.0, 0.0, 10.0, 50.0, 60.0)
 """Pause before the next attempt, by the number of failed epochs; the last one repeats."""
 BLAMED_EPOCHS = 2
@@ -102,11 +104,25 @@ def observe(state: JobState, now: float) -> JobState:
     return state.of(watch=replace(watch, step=step))
 
 
-def member_joined(state: JobState, node: str, now: float) -> JobState:
-    """Record a new member, which is progress."""
-    watch = _progressed(state.watch)
+def member_joined(state: JobState, node: str, now: float, *, known: bool) -> JobState:
+    """Forget the past of the node. A node that is not `known` ends the pause as well, because the
+    next attempt may succeed with it."""
+    watch = state.watch
     here = {name: sign for name, sign in watch.signs.items() if name in state.members}
-    return state.of(watch=replace(watch, signs={**here, node: ProgressSign(now)}))
+    watch = replace(
+        watch,
+        signs={**here, node: ProgressSign(now)},
+        asked=_without(watch.asked, node),
+        blamed=_without(watch.blamed, node),
+        failures=_without(watch.failures, node),
+    )
+    if not known:
+        watch = replace(watch, attempts=0, retry_at=0.0, stalls=0)
+    return state.of(watch=watch)
+
+
+def _without(table: dict[str, T], node: str) -> dict[str, T]:
+    return {name: value for name, value in table.items() if name != node}
 
 
 def _progressed(watch: ProgressWatch) -> ProgressWatch:

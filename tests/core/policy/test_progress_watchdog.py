@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.coordinator.transitions import transition
+from elastic.core.coordinator.transitions import record_event, transition
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.state import CauseKind, JobPhase, JobState
@@ -518,7 +518,7 @@ def test_five_failed_epochs_per_minute_in_any_order(events: list[str]) -> None:
                 record = StepRecord(state.newest_step + 1, 1.0, 1.0, 1.0)
                 state, failed = watchdog.observe(state.of(record=record), now), []
             case "join":
-                state, failed = watchdog.member_joined(state, "node9", now), []
+                state, failed = watchdog.member_joined(state, "node9", now, known=False), []
             case _:
                 kind = CauseKind.CONTACT if event == "contact" else CauseKind.LOST
                 change = job.EpochChange(
@@ -544,6 +544,22 @@ def test_progress_ends_the_back_off() -> None:
     fresh = m.NodeReport(NodeInfo("node9", "n9", "node9:1"), NodePhase.EMPTY, 0)
     joined, _, _ = transition(bench.state, fresh, bench.now)
     assert joined.watch.attempts == 0
+
+
+def test_a_node_that_joins_again_clears_only_its_own_blame() -> None:
+    bench = Bench(trained())
+    fail(bench, "node0", suspects=("node1",), failures=(FULL,))
+    watch = replace(bench.state.watch, blamed={"node1": 2, "node2": 1}, retry_at=bench.now + 50.0)
+    before = bench.state.of(watch=watch)
+    again = m.NodeReport(NodeInfo("node2", "n2", "node2:2"), NodePhase.EMPTY, 0)
+    joined, _, _ = record_event(before, again, bench.now)
+    assert joined.members["node2"].report.info.incarnation == "n2"
+    assert (joined.watch.attempts, joined.watch.retry_at) == (watch.attempts, watch.retry_at)
+    assert joined.watch.blamed == {"node1": 2} and joined.watch.cause == watch.cause
+    fresh = m.NodeReport(NodeInfo("node9", "n9", "node9:1"), NodePhase.EMPTY, 0)
+    joined, _, _ = record_event(before, fresh, bench.now)
+    assert joined.watch.attempts == 0 and not watchdog.is_paused(joined, bench.now)
+    assert joined.watch.blamed == watch.blamed
 
 
 def test_a_lost_node_is_no_failed_epoch() -> None:
