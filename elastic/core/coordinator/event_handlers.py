@@ -58,7 +58,7 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
     member = state.members.get(node)
     if member is None or member.report.info.incarnation != report.info.incarnation:
         return _new_incarnation(state, report, now)
-    was = member.report
+    was, returns = member.report, not member.connected
     if report.epoch < was.epoch:
         return state, (), f"{node}: stale report of epoch {report.epoch}"
     if state.spec is None and report.elastic and report.spec is not None:
@@ -85,7 +85,10 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
         state = state.of(record=records[-1])
     state, findings = remediation.workers_failed(state, was, report, now)
     reason = f"{node}: {report.phase}" if report.phase is not was.phase else ""
-    return state, (*_missed_orders(state, node), *findings), reason
+    orders = _missed_orders(state, node)
+    if returns:
+        orders = (*orders, *progress_watchdog.missed_restart(state, state.members[node]))
+    return state, (*orders, *findings), reason
 
 
 def _new_incarnation(state: JobState, report: m.NodeReport, now: float) -> JobTransition:

@@ -269,6 +269,8 @@ class ProgressWatch:
     """Whether missed orders were repeated in this stall."""
     asked: dict[str, str] = field(default_factory=dict)
     """`incarnation/crash count` of each node that was ordered to restart its workers."""
+    orders: dict[str, int] = field(default_factory=dict)
+    """Number of times that each node in `asked` was sent this order."""
     attempts: int = 0
     """Number of epochs that failed since the last progress."""
     retry_at: float = 0.0

@@ -6,13 +6,13 @@ The rules of `elastic.core.coordinator.transitions` call it with every event and
 have not acknowledged the order to halt, that have not installed the plan, or that train. The job is
 stalled if the phase, the epoch and the finished step stay, and none of these nodes shows a sign of
 progress for `Timeouts.progress_s` (`Timeouts.stuck_s` before the first step). Each stall doubles
-the bound until a step is finished or a new node joins. At half of the bound, missed orders are
-repeated. At the bound, the evidence decides:
+the bound until a step is finished or a new node joins. At half of the bound, and
+when a node reconnects, missed orders are repeated. At the bound, the evidence decides:
 
     evidence                                          remedy
     has not acknowledged the order to halt            its workers are restarted, and plans leave
     its worker spins: CPU time without progress         the node out for a while (quarantine)
-    its workers did not restart when ordered to       the node is dropped
+    its workers did not restart when ordered twice    the node is dropped
     the same on more than half of the nodes           it is reported twice before anybody is blamed
     all wait for each other                           after `stuck_s` a new epoch; in the next
                                                         stall it leaves out the node that others
@@ -77,6 +77,9 @@ MAX_ATTEMPTS = 4
 """After this many failed epochs with the same error on all nodes, the job ends."""
 MAX_DOUBLINGS = 6
 """The bound on a stall grows to at most 2 to this power times the first bound."""
+DISOBEYED = 2
+"""A node that was sent the order to restart its workers this often, and did not, is dropped."""
+REPEATED = "the job makes no progress, and the order to restart may be lost"
 SPIN_SHARE = 0.1
 """A worker spins if its main thread used this share of the time without progress."""
 LAST_STEP_FACTOR = 10
@@ -100,7 +103,7 @@ def observe(state: JobState, now: float) -> JobState:
         return state
     watch = replace(watch, mark=mark, since=now, reminded=False)
     if step > watch.step:
-        watch = _progressed(watch)
+        watch = _progressed(state, watch)
     return state.of(watch=replace(watch, step=step))
 
 
@@ -113,6 +116,7 @@ def member_joined(state: JobState, node: str, now: float, *, known: bool) -> Job
         watch,
         signs={**here, node: ProgressSign(now)},
         asked=_without(watch.asked, node),
+        orders=_without(watch.orders, node),
         blamed=_without(watch.blamed, node),
         failures=_without(watch.failures, node),
     )
@@ -125,8 +129,17 @@ def _without(table: dict[str, T], node: str) -> dict[str, T]:
     return {name: value for name, value in table.items() if name != node}
 
 
-def _progressed(watch: ProgressWatch) -> ProgressWatch:
-    return ProgressWatch(mark=watch.mark, since=watch.since, step=watch.step, signs=watch.signs)
+def _progressed(state: JobState, watch: ProgressWatch) -> ProgressWatch:
+    """Forget stalls and failures. Orders to workers that still start are kept."""
+    starting = {n for n, mb in state.members.items() if mb.report.phase is NodePhase.STARTING}
+    return ProgressWatch(
+        mark=watch.mark,
+        since=watch.since,
+        step=watch.step,
+        signs=watch.signs,
+        asked={node: key for node, key in watch.asked.items() if node in starting},
+        orders={node: times for node, times in watch.orders.items() if node in starting},
+    )
 
 
 def heartbeats_seen(state: JobState, beats: Iterable[m.Heartbeat], now: float) -> JobState:
@@ -202,7 +215,7 @@ def check_progress(state: JobState, now: float) -> JobTransition | None:
     if quiet_s >= bound_s:
         return _end_stall(state, awaited, quiet_s, now)
     if quiet_s >= bound_s / 2 and not watch.reminded:
-        return _remind(state, awaited)
+        return _remind(state, awaited, now)
     return None
 
 
@@ -260,17 +273,20 @@ def _installed(state: JobState, member: Member) -> bool:
     return member.report.epoch == state.epoch and member.report.phase in READY
 
 
-def _remind(state: JobState, awaited: tuple[str, ...]) -> JobTransition:
+def _remind(state: JobState, awaited: tuple[str, ...], now: float) -> JobTransition:
     """Repeat the orders that nodes have missed."""
-    change, sends = state.change, list[JobAction]()
+    change, sends = state.change, tuple[JobAction, ...]()
     for node in awaited:
-        report = state.members[node].report
+        member = state.members[node]
+        report = member.report
+        if is_heard(state, member, now) and _times_ordered(state, member):
+            state, sends = _restart(state, member, REPEATED, sends)
         if state.phase is JobPhase.HALTING and change is not None:
-            sends.append(Send(node, m.Halt(state.epoch, change.boundary)))
+            sends = (*sends, Send(node, m.Halt(state.epoch, change.boundary)))
         elif report.phase is NodePhase.HALTED and state.assignment is not None:
-            sends.append(Send(node, m.Install(state.epoch, state.assignment)))
+            sends = (*sends, Send(node, m.Install(state.epoch, state.assignment)))
     reason = f"orders repeated to {' '.join(awaited)}" if sends else ""
-    return state.of(watch=replace(state.watch, reminded=True)), tuple(sends), reason
+    return state.of(watch=replace(state.watch, reminded=True)), sends, reason
 
 
 def _end_stall(
@@ -348,8 +364,7 @@ def _blame(state: JobState, found: dict[str, str], quiet_s: float, now: float) -
     for node, why in found.items():
         member = state.members[node]
         text = f"no progress of the job for {quiet_s:.1f} s: {why}"
-        key = _restart_key(member)
-        if state.watch.asked.get(node) == key:
+        if _times_ordered(state, member) >= DISOBEYED:
             state, more = _drop(state, node, text, now)
             verb = "drop"
         else:
@@ -373,9 +388,25 @@ def _restart_key(member: Member) -> str:
 def _restart(
     state: JobState, member: Member, why: str, actions: tuple[JobAction, ...]
 ) -> tuple[JobState, tuple[JobAction, ...]]:
-    asked = {**state.watch.asked, member.node: _restart_key(member)}
-    order = Send(member.node, m.RestartWorkers(why, member.report.crash_count))
-    return state.of(watch=replace(state.watch, asked=asked)), (*actions, order)
+    node, watch = member.node, state.watch
+    asked = {**watch.asked, node: _restart_key(member)}
+    orders = {**watch.orders, node: _times_ordered(state, member) + 1}
+    order = Send(node, m.RestartWorkers(why, member.report.crash_count))
+    return state.of(watch=replace(watch, asked=asked, orders=orders)), (*actions, order)
+
+
+def _times_ordered(state: JobState, member: Member) -> int:
+    """Return how often the present workers of the node were ordered to restart."""
+    watch = state.watch
+    known = watch.asked.get(member.node) == _restart_key(member)
+    return watch.orders.get(member.node, 1) if known else 0
+
+
+def missed_restart(state: JobState, member: Member) -> tuple[JobAction, ...]:
+    """Return the order to restart, for a node that reconnects and has not obeyed it."""
+    if not _times_ordered(state, member):
+        return ()
+    return (Send(member.node, m.RestartWorkers(REPEATED, member.report.crash_count)),)
 
 
 def _drop(
@@ -417,16 +448,16 @@ def _new_epoch(state: JobState, node: str, why: str, quiet_s: float, now: float)
 
 
 def _silent_starter(state: JobState, now: float) -> JobTransition | None:
-    """Restart workers that have not attached and use no CPU time."""
+    """Restart workers that have not attached and use no CPU time. The order is repeated after
+    growing pauses, because it may be lost."""
     limits = state.limits
     bound_s = limits.silent_s if state.start_s else limits.stuck_s
     for node, member in state.members.items():
         sign = state.watch.signs.get(node)
         if member.report.phase is not NodePhase.STARTING or sign is None or not sign.count:
             continue
-        quiet_s, key = now - sign.at, _restart_key(member)
-        known = state.watch.asked.get(node) == key
-        if not is_heard(state, member, now) or quiet_s < bound_s or known:
+        quiet_s, times = now - sign.at, _times_ordered(state, member)
+        if not is_heard(state, member, now) or quiet_s < bound_s * 2.0 ** min(times, MAX_DOUBLINGS):
             continue
         why = f"its worker did not attach, and showed no activity for {quiet_s:.1f} s"
         state, actions = _restart(state, member, why, ())

@@ -402,7 +402,42 @@ def test_a_worker_that_hangs_before_it_attaches_is_restarted() -> None:
     bench.activity["node2"] = "start"
     assert not restarts(bench.wait(14.0, "node0", "node1"))
     assert restarts(bench.wait(2.0, "node0", "node1")) == ["node2"]
-    assert not restarts(bench.wait(30.0, "node0", "node1")), "once per launch"
+    assert not restarts(bench.wait(13.0, "node0", "node1"))
+    assert restarts(bench.wait(2.0, "node0", "node1")) == ["node2"], "the order may be lost"
+    assert restarts(bench.wait(80.0, "node0", "node1")) == ["node2"], "with growing pauses"
+    record = StepRecord(bench.state.newest_step + 1, 1.0, 1.0, 1.0)
+    assert not restarts(bench.apply(m.StepDone(1, record, 0.5, 0.1)))
+    assert not restarts(bench.wait(5.0, "node0", "node1")), "a step changes nothing"
+    bench.obey("node2")
+    assert not restarts(bench.wait(14.0, "node0", "node1"))
+
+
+def test_a_node_that_reconnects_gets_the_order_to_restart_again() -> None:
+    bench = halting()
+    bench.wait(8.0)
+    bench.actions.clear()
+    incarnation = bench.state.members["node1"].report.info.incarnation
+    bench.report("node1")
+    assert not restarts(bench.actions)
+    bench.apply(job.ConnectionClosed("node1", incarnation), 0.01)
+    bench.report("node1")
+    assert restarts(bench.actions) == ["node1"] and "node1" in bench.state.members
+    bench.obey("node1")
+    bench.apply(job.ConnectionClosed("node1", incarnation), 0.01)
+    bench.actions.clear()
+    bench.report("node1")
+    assert not restarts(bench.actions)
+
+
+def test_an_order_that_was_sent_once_is_no_disobedience() -> None:
+    """It was lost, and its repetition was not due yet when the next stall began."""
+    bench = halting()
+    bench.wait(8.0)
+    watch = bench.state.watch
+    assert watch.orders == {"node1": 1}
+    bench.state = bench.state.of(watch=replace(watch, reminded=True))
+    bench.wait(15.0)
+    assert "node1" in bench.state.members and bench.state.watch.orders == {"node1": 2}
 
 
 def test_a_starting_worker_that_uses_the_cpu_is_not_restarted() -> None:
