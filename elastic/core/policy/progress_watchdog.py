@@ -28,8 +28,9 @@ process or epoch is done, and workers count the layers that they load.
 
 **Failed epochs** (`epoch_began`, `retry`). An epoch that ends by a fault without a finished step
 has failed. `PAUSES_S` are the pauses before the next attempts: at most five epochs per minute. A
-node that is blamed alone for two failed epochs is left out. If all nodes report the same error in
-`MAX_ATTEMPTS` attempts, the job ends with its text, because another attempt cannot succeed. A lost
+node that is blamed alone for two failed epochs is left out; of several that are blamed equally
+often, one in turn. If all nodes report the same error, the job ends with its text: after
+`MAX_ATTEMPTS` attempts if the error lasts, after `PATIENT_ATTEMPTS` if it may not. A lost
 or leaving node is no failure: a node that is lost again and again is quarantined. A node that joins
 clears only its own blame; one with a new name also ends the pause.
 """
@@ -73,8 +74,18 @@ PAUSES_S = (0.0, 0.0, 0.0, 10.0, 50.0, 60.0)
 """Pause before the next attempt, by the number of failed epochs; the last one repeats."""
 BLAMED_EPOCHS = 2
 """A node that is blamed for this many failed epochs, more than any other node, is left out."""
-MAX_ATTEMPTS = 4
-"""After this many failed epochs with the same error on all nodes, the job ends."""
+TIED_EPOCHS = 4
+"""If several nodes are blamed equally often, for this many failed epochs, one is left out, in turn;
+first the host of the workers' store."""
+MAX_ATTEMPTS, PATIENT_ATTEMPTS = 4, 8
+"""The job ends after this many failed epochs with the same error on all nodes: the first number for
+an error that lasts (`LASTING`), the second, with several minutes of pauses, for another."""
+LASTING = re.compile(
+    "No space left|Cannot allocate|Read-only file system|Permission denied|VaultFull|SlotError"
+)
+"""Errors that another attempt does not remove."""
+CONTACT = "LinkFailed"
+"""Beginning of an error of contact, which never ends the job: the network may come back."""
 MAX_DOUBLINGS = 6
 """The bound on a stall grows to at most 2 to this power times the first bound."""
 DISOBEYED = 2
@@ -527,19 +538,22 @@ def retry(state: JobState, now: float) -> JobTransition | None:
     if not watch.attempts:
         return None
     text = _common_failure(state)
-    if watch.attempts >= MAX_ATTEMPTS and text:
+    if text and watch.attempts >= (MAX_ATTEMPTS if LASTING.search(text) else PATIENT_ATTEMPTS):
         reason = f"{text} (on every node, in {watch.attempts} attempts)"
         state, actions = end_job(state, JobPhase.FAILED, EXIT_FAILURE, reason)
         return state, actions, reason
     culprit = _culprit(state)
+    tied = () if culprit else _tied(state)
+    if tied:
+        culprit = tied[0]
     if not culprit:
         return None
     why = f"{watch.blamed[culprit]} epochs failed because of it: {watch.cause}"
     blamed = {node: count for node, count in watch.blamed.items() if node != culprit}
+    if tied:  # the others need new evidence
+        blamed = {node: min(count, TIED_EPOCHS - 1) for node, count in blamed.items()}
     state = state.of(watch=replace(watch, blamed=blamed))
     state, actions = _leave_out(state, culprit, why, now)
-    if actions:
-        state = state.of(watch=replace(state.watch, retry_at=now))
     return state, actions, f"{culprit} is left out: {why}" if actions else ""
 
 
@@ -556,12 +570,29 @@ def _culprit(state: JobState) -> str:
     return nodes[0] if most >= BLAMED_EPOCHS and len(nodes) == 1 else ""
 
 
+def _tied(state: JobState) -> tuple[str, ...]:
+    """Return the nodes of which one must be left out, because they are blamed equally often."""
+    here = {
+        node: count
+        for node, count in state.watch.blamed.items()
+        if node in state.members and not is_quarantined(state, node)
+    }
+    most = max(here.values(), default=0)
+    if most < TIED_EPOCHS:
+        return ()
+    host = state.plan.units()[0].node if state.plan is not None else ""
+    nodes = [node for node, count in here.items() if count == most]
+    return tuple(sorted(nodes, key=lambda node: (node != host, node)))
+
+
 def _common_failure(state: JobState) -> str:
-    """Return the error that all nodes report, apart from numbers in it; "": there is none."""
+    """Return the error that all nodes report, apart from numbers in it; "": there is none, or it is
+    one of contact."""
     able = [node for node, member in state.members.items() if member.report.able]
     texts = [state.watch.failures.get(node, "") for node in able]
     same = {re.sub(r"\d+", "#", text) for text in texts}
-    return texts[0] if len(same) == 1 and texts[0] else ""
+    contact = any(text.startswith(CONTACT) for text in texts)
+    return texts[0] if len(same) == 1 and texts[0] and not contact else ""
 
 
 # ---- for people ----

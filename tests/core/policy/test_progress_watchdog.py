@@ -514,6 +514,40 @@ def test_an_error_on_all_nodes_ends_the_job_with_its_text() -> None:
     assert bench.state.ending.code == 1 and bench.now - bench.begin < 12.0
 
 
+def fail_together(bench: Bench, nodes: tuple[str, ...], text: str) -> None:
+    """The running epoch fails with the same error on several nodes."""
+    for node in nodes[1:]:
+        report = replace(bench.state.members[node].report, failures=(text,))
+        member = replace(bench.state.members[node], report=report)
+        bench.state = bench.state.of(members={**bench.state.members, node: member})
+    fail(bench, nodes[0], failures=(text,))
+
+
+def test_of_nodes_that_are_blamed_equally_often_one_is_left_out_in_turn() -> None:
+    bench, text = Bench(trained()), "LinkFailed: epoch 7 could not be opened: it timed out"
+    for _ in range(3):
+        fail_together(bench, ("node1", "node2"), text)
+        assert len(plan_of(bench.state).nodes()) == 3
+    fail_together(bench, ("node1", "node2"), text)
+    assert plan_of(bench.state).nodes() == ("node0", "node2")
+    assert quarantine.is_quarantined(bench.state, "node1") and bench.state.ending is None
+
+
+def test_an_error_of_contact_on_all_nodes_never_ends_the_job() -> None:
+    bench = Bench(trained())
+    for attempt in range(12):
+        fail_together(bench, NODES, f"LinkFailed: epoch {attempt} could not be opened: timed out")
+    assert bench.state.ending is None and bench.state.watch.attempts == 12
+
+
+def test_an_error_that_may_pass_ends_the_job_only_after_real_pauses() -> None:
+    bench, text = Bench(trained()), "VaultError: vault 10.0.0.1:5000: connection refused"
+    while bench.state.ending is None:
+        fail_together(bench, NODES, text)
+    assert 120.0 < bench.now - bench.begin < 300.0
+    assert "connection refused (on every node, in 8 attempts)" in bench.state.ending.reason
+
+
 def test_an_error_of_one_node_does_not_end_the_job() -> None:
     bench = Bench(trained())
     for _ in range(3):
