@@ -551,7 +551,7 @@ def retry(state: JobState, now: float) -> JobTransition | None:
     why = f"{watch.blamed[culprit]} epochs failed because of it: {watch.cause}"
     blamed = {node: count for node, count in watch.blamed.items() if node != culprit}
     if tied:  # the others need new evidence
-        blamed = {node: min(count, TIED_EPOCHS - 1) for node, count in blamed.items()}
+        blamed = {node: min(count, BLAMED_EPOCHS - 1) for node, count in blamed.items()}
     state = state.of(watch=replace(watch, blamed=blamed))
     state, actions = _leave_out(state, culprit, why, now)
     return state, actions, f"{culprit} is left out: {why}" if actions else ""
