@@ -126,6 +126,7 @@ class WorkerContext:
                 settings.node,
                 shard,
                 copy_device=device if device.type == "cuda" else None,
+                on_progress=agent.position.advance,
             ),
             injector=FaultInjector(settings, agent.send),
         )

@@ -214,6 +214,7 @@ class EpochSession:
             dict(self._assignment.vaults),
             self._abandon,
             timeout_s=context.settings.timeouts.bulk_s,
+            on_progress=context.agent.position.advance,
         )
         stack, lr = context.job.stack, context.job.optimizer.lr
         installer = StateLoader(context.build_replica, fetcher, lr, after_layer, stack.tied)

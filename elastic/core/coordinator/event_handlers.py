@@ -59,7 +59,7 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
     member = state.members.get(node)
     if member is None or member.report.info.incarnation != report.info.incarnation:
         return _new_incarnation(state, report, now)
-    was = member.report
+    was, returns = member.report, not member.connected
     if report.epoch < was.epoch:
         return state, (), f"{node}: stale report of epoch {report.epoch}"
     if state.spec is None and report.elastic and report.spec is not None:
@@ -86,7 +86,10 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
         state = state.of(record=records[-1])
     state, findings = remediation.workers_failed(state, was, report, now)
     reason = f"{node}: {report.phase}" if report.phase is not was.phase else ""
-    return state, (*_missed_orders(state, node), *findings), reason
+    orders = _missed_orders(state, node)
+    if returns:
+        orders = (*orders, *progress_watchdog.missed_restart(state, state.members[node]))
+    return state, (*orders, *findings), reason
 
 
 def _new_incarnation(state: JobState, report: m.NodeReport, now: float) -> JobTransition:
@@ -99,15 +102,16 @@ def _new_incarnation(state: JobState, report: m.NodeReport, now: float) -> JobTr
     conflict = name_conflict(state, report, now)
     if conflict is not None:
         return state, (Send(node, conflict),), conflict.reason
+    known = node in state.members or node in state.health
     state, admission, accepted = admit(state, report, now)
     if not accepted:
         return state, admission, f"{node} is refused"
-    state, actions = _join(state, report, now)
+    state, actions = _join(state, report, now, known=known)
     return state, (*admission, *actions), f"{node} joined"
 
 
 def _join(
-    state: JobState, report: m.NodeReport, now: float
+    state: JobState, report: m.NodeReport, now: float, *, known: bool
 ) -> tuple[JobState, tuple[JobAction, ...]]:
     node = report.info.node
     joined = LogEntry("joined", {"node": node, "domain": report.info.domain})
@@ -123,7 +127,7 @@ def _join(
         actions = [LogEntry("lost", data), *findings, joined]
     state = count_node_seconds(state, now, left=former is not None)
     state = with_member(state, with_expected_end(Member(report=report, seen=now), now))
-    state = progress_watchdog.member_joined(state, node, now)
+    state = progress_watchdog.member_joined(state, node, now, known=known)
     over = state.ending is not None or state.failure is not None
     if not over and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
         state, launch = launch_nodes(state, (node,))

@@ -13,8 +13,8 @@ kinds of evidence are no proof: the network between the coordinator and the node
 it does, it declares only those members lost whose agents have provably ended, and the time does not
 count as silence of the others. Members that return end the doubt. If nobody is heard, the doubt has
 no time limit, because there is no node to continue with. If a minority is heard for
-`Timeouts.doubt_s`, it ends. A doubt is reported once it lasts so long that a member would have been
-lost.
+`Timeouts.doubt_s` in total, it ends. A doubt is reported once it lasts so long that a member would
+have been lost.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from elastic.core.job.state import (
     JobTransition,
     LogEntry,
     LossKind,
+    Member,
     YieldLead,
 )
 
@@ -61,9 +62,9 @@ def survey(state: JobState, now: float) -> Survey:
     """
     late_s = min(state.late_s, state.limits.lease_s)
     accused = {node for mb in state.members.values() for node in mb.report.suspects}
-    found, heard, recent_s = [], 0, _recent_s(state)
+    found, heard = [], 0
     for node, member in state.members.items():
-        if member.connected and now - member.seen <= recent_s:
+        if is_heard(state, member, now):
             heard += 1
             continue
         closed_s = -1.0 if member.connected else now - member.closed_at
@@ -79,6 +80,11 @@ def survey(state: JobState, now: float) -> Survey:
     return Survey(tuple(found), heard, 2 * heard < len(state.members))
 
 
+def is_heard(state: JobState, member: Member, now: float) -> bool:
+    """Return whether the member is connected, and its newest message is recent."""
+    return member.connected and now - member.seen <= _recent_s(state)
+
+
 def _recent_s(state: JobState) -> float:
     """Return the age of a member's newest message up to which the member is heard. It is half a
     lease shorter than the limit for a loss: after a cut that silences all members, the first
@@ -90,7 +96,7 @@ def _recent_s(state: JobState) -> float:
 def believed_losses(state: JobState, found: Survey, now: float) -> tuple[Loss, ...]:
     """Return the losses on which the coordinator may act now."""
     since = state.minority_since
-    expired = since > 0 and now - since >= state.limits.doubt_s
+    expired = since > 0 and state.minority_s + now - since >= state.limits.doubt_s
     if not state.doubt_since or expired:
         return found.losses
     return tuple(loss for loss in found.losses if loss.proven)
@@ -103,7 +109,10 @@ def judge_own_network(state: JobState, found: Survey, now: float) -> JobTransiti
     if not found.minority:
         return _end_doubt(state, found, now)
     if bool(found.heard) != bool(state.minority_since):
-        return state.of(minority_since=now if found.heard else 0.0), (), ""
+        since, heard_s = state.minority_since, state.minority_s
+        if found.heard:
+            return state.of(minority_since=now), (), ""
+        return state.of(minority_since=0.0, minority_s=heard_s + now - since), (), ""
     count = f"{found.heard} of {len(state.members)} nodes"
     if not state.doubt_reported and not all(loss.proven for loss in found.losses):
         reason = f"only {count} are heard: the coordinator's network may have failed"
@@ -120,11 +129,11 @@ def judge_own_network(state: JobState, found: Survey, now: float) -> JobTransiti
 def _end_doubt(state: JobState, found: Survey, now: float) -> JobTransition:
     """Blame nodes again. The time of the doubt does not count as their silence. After a long one
     they get more time, because the transport may still wait for an answer to its last packet."""
-    lasted_s, recent_s = now - state.doubt_since, _recent_s(state)
+    lasted_s = now - state.doubt_since
     until = now + state.limits.keepalive_s if state.doubt_reported else 0.0
     members = {
         node: mb
-        if mb.connected and now - mb.seen <= recent_s
+        if is_heard(state, mb, now)
         else replace(
             mb, seen=max(mb.seen + lasted_s, until), closed_at=max(mb.closed_at + lasted_s, until)
         )
@@ -140,7 +149,7 @@ def _end_doubt(state: JobState, found: Survey, now: float) -> JobTransition:
 
 
 def without_doubt(state: JobState) -> JobState:
-    return state.of(doubt_since=0.0, minority_since=0.0, doubt_reported=False)
+    return state.of(doubt_since=0.0, minority_since=0.0, minority_s=0.0, doubt_reported=False)
 
 
 def _figures(state: JobState, found: Survey) -> dict[str, object]:

@@ -272,6 +272,8 @@ class ProgressWatch:
     """Whether missed orders were repeated in this stall."""
     asked: dict[str, str] = field(default_factory=dict)
     """`incarnation/crash count` of each node that was ordered to restart its workers."""
+    orders: dict[str, int] = field(default_factory=dict)
+    """Number of times that each node in `asked` was sent this order."""
     attempts: int = 0
     """Number of epochs that failed since the last progress."""
     retry_at: float = 0.0
@@ -413,6 +415,8 @@ class JobState:
     blames the nodes."""
     minority_since: float = 0.0
     """Time since which a minority is heard during the doubt; 0: nobody is heard, or no doubt."""
+    minority_s: float = 0.0
+    """Seconds before `minority_since` for which a minority was heard during the doubt."""
     doubt_reported: bool = False
     """Whether the doubt lasts so long that it is reported."""
     yielded_at: float = 0.0

@@ -119,7 +119,7 @@ def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:
     record = diagnosis.record_departure(record_of(state, node), now, limits)
     state = _without_old_records(with_record(state, node, record), now)
     times = len(record.departures)
-    if not state.trained or record.quarantined or times < limits.departures:
+    if record.quarantined or times < limits.departures:
         return state, ()
     if _excuse(state, node, lambda other: len(other.departures) >= 2):
         return state, ()

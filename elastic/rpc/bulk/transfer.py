@@ -185,9 +185,14 @@ class VaultClient:
             _reply(stream)
             self._compressing.sent(sent, seconds + time.perf_counter())
 
-    def get(self, copy: Copy, out: memoryview | None = None) -> memoryview:
+    def get(
+        self,
+        copy: Copy,
+        out: memoryview | None = None,
+        on_chunk: Callable[[memoryview], object] = lambda chunk: None,
+    ) -> memoryview:
         """Fetch and verify `copy`. Return its bytes in `out`, which has its size (None: a new
-        buffer).
+        buffer). `on_chunk` gets them piece by piece.
 
         Raises VaultError if the copy is gone or corrupt.
         """
@@ -200,7 +205,12 @@ class VaultClient:
                     f"{copy.key}: {nbytes} bytes came, {len(data)} of {copy.nbytes} are wanted"
                 )
             hasher = xxhash.xxh3_64()
-            problem = read_copy(stream, data, reply.codec, hasher.update)
+
+            def received(chunk: memoryview) -> None:
+                hasher.update(chunk)
+                on_chunk(chunk)
+
+            problem = read_copy(stream, data, reply.codec, received)
         wrong = str(problem or checksum_problem(copy, hasher.hexdigest()))
         if wrong:
             self.verify(copy)

@@ -33,11 +33,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import xxhash
 
 from elastic.core.protocol.messages import LocalCopy, Published
 from elastic.domain.checksum import checksum_problem, copy_checksum
 from elastic.domain.errors import StaleError, VaultFull
 from elastic.domain.types import GRADIENT, LOGS, STATE, Copy
+from elastic.rpc.frames import CHUNK_BYTES
 from elastic.store.shared_memory import DATA_OFFSET, SharedSlot, SlotPool, checksum, slot_prefix
 from elastic.worker.backup import items
 from elastic.worker.backup.copier import Copier
@@ -73,12 +75,15 @@ class Publisher:
         shard: int = 0,
         *,
         copy_device: torch.device | None = None,
+        on_progress: Callable[[], object] = lambda: None,
     ) -> None:
         """`send` takes announcements for the agent; `shard`: TP rank of this worker's layers.
 
         `directory`: the job's shared memory. `copy_device`: device to copy from in the background;
-        None: the main thread copies.
+        None: the main thread copies. `on_progress` is called, in any thread, for each slot, for
+        each copy, and for each chunk of its checksum.
         """
+        self._on_progress = on_progress
         self._send, self._node, self._shard = send, node, shard
         self._pool = SlotPool(Path(directory), slot_prefix(os.getpid()))
         self._rings: dict[RingKey, list[_RingSlot]] = defaultdict(list)
@@ -150,6 +155,7 @@ class Publisher:
                 protecting = max(protecting, *same)
                 continue
             slot = self._free_slot(ring, item, abandon)
+            self._on_progress()
             self._sequence += 1
             fresh.append((item, slot, self._sequence))
         if not fresh:
@@ -191,6 +197,7 @@ class Publisher:
         began, view = time.perf_counter(), slot.view(item.nbytes)
         slot.begin()
         item.write(torch.frombuffer(view, dtype=torch.uint8))
+        self._on_progress()
         copy = Copy(
             kind=item.kind,
             layer=item.layer,
@@ -206,10 +213,17 @@ class Publisher:
             node=self._node,
             portion=item.portion,
         )
-        copy = replace(copy, checksum=copy_checksum(copy, checksum(view)))
+        copy = replace(copy, checksum=copy_checksum(copy, self._checksum(view)))
         slot.finish(sequence, item.nbytes, epoch)
         self.traffic.copied(item.nbytes, 0.0 if self._copier else time.perf_counter() - began)
         return LocalCopy(copy, str(slot.path), DATA_OFFSET)
+
+    def _checksum(self, data: memoryview) -> str:
+        hasher = xxhash.xxh3_64()
+        for start in range(0, len(data), CHUNK_BYTES):
+            hasher.update(data[start : start + CHUNK_BYTES])
+            self._on_progress()
+        return hasher.hexdigest()
 
     # ---- acknowledgements ----
 

@@ -123,7 +123,8 @@ def connect_agent(settings: WorkerSettings) -> Channel:
 
 
 class TrainingPosition:
-    """Progress of the main thread. The main thread writes it, the heartbeat thread reads it."""
+    """Progress of the main thread, which writes it; the heartbeat thread reads it. Threads that
+    copy or fetch data for the main thread call `advance`."""
 
     def __init__(self) -> None:
         self.counter, self.activity, self.step, self.microbatch = 0, "idle", 0, 0
@@ -136,6 +137,10 @@ class TrainingPosition:
         self.activity = activity
         self.step = self.step if step is None else step
         self.microbatch = self.microbatch if microbatch is None else microbatch
+
+    def advance(self) -> None:
+        """Record progress of the present activity: a part of a large copy is done."""
+        self.counter += 1
 
 
 class AgentClient:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -38,8 +38,13 @@ class Fetcher:
         abandon: AbandonSignal | None = None,
         *,
         timeout_s: float = DEFAULT_TIMEOUTS.bulk_s,
+        on_progress: Callable[[], object] = lambda: None,
     ) -> None:
-        """`node`: this node; `vaults`: node -> host:port; `abandon`: signal that ends transfers."""
+        """`node`: this node; `vaults`: node -> host:port; `abandon`: signal that ends transfers.
+
+        `on_progress` is called, in any thread, for each chunk that was read.
+        """
+        self._on_progress = on_progress
         self._node, self._abandon = node, abandon or AbandonSignal()
         self._clients = {
             name: VaultClient(address, node=node, timeout_s=timeout_s, peer=name)
@@ -62,7 +67,7 @@ class Fetcher:
             if copy.node == self._node:
                 self._read_shared_memory(client, copy, out)
                 return FetchedCopy(out, "shared-memory")
-            client.get(copy, as_memory(out))
+            client.get(copy, as_memory(out), lambda chunk: self._on_progress())
         except VaultError:
             self._abandon.check()
             raise
@@ -87,6 +92,7 @@ class Fetcher:
                 part = target[start : start + CHUNK_BYTES]
                 np.copyto(part, source[start : start + CHUNK_BYTES])
                 hasher.update(part.data)
+                self._on_progress()
             problem = checksum_problem(copy, hasher.hexdigest())
             if not problem:
                 return

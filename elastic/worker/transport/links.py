@@ -39,6 +39,8 @@ from elastic.worker.transport.rendezvous import (
     agree_on_failed_ranks,
     await_ranks,
     connect_store,
+    missing_ranks,
+    tell_connected,
 )
 from elastic.worker.transport.shaped import ShapedTransport
 from elastic.worker.transport.tensor_header import (
@@ -131,7 +133,7 @@ class Links:
 
         Raises:
             EpochAbandoned: `abandon` was set meanwhile.
-            LinkFailed: the store or a rank could not be reached.
+            LinkFailed: the store or a rank could not be reached; with the ranks that are missing.
         """
         within_s = timeout_s if open_s is None else open_s + world_size * OPEN_RANK_S
         links = cls(epoch, rank, world_size, device, abandon, within_s)
@@ -140,7 +142,7 @@ class Links:
             return links
 
         def meet() -> PrefixStore:
-            store = connect_store(store_address, epoch, within_s)
+            links._store = store = connect_store(store_address, epoch, within_s)
             await_ranks(store, rank, world_size, timeout_s)
             return store
 
@@ -162,11 +164,14 @@ class Links:
         name, close = f"open-epoch{epoch}", GlooTransport.close
         try:
             # Some ranks load longer than others, so the short limit begins when all are there.
-            links._store = store = run_abandonable(meet, abandon, name)
+            store = run_abandonable(meet, abandon, name)
             control = run_abandonable(connect, abandon, name, close, within_s=within_s)
             opened = run_abandonable(connect_data, abandon, name, _close_all)
+            run_abandonable(lambda: tell_connected(store, rank), abandon, name, within_s=within_s)
         except RuntimeError as error:
-            raise LinkFailed((), f"epoch {epoch} could not be opened: {error}") from error
+            missing = missing_ranks(links._store, rank, world_size, abandon)
+            abandon.check()
+            raise LinkFailed(missing, f"epoch {epoch} could not be opened: {error}") from error
         links.control, links.data = opened
         abandon.subscribe(links.close)
         # All ranks open their groups in this order, so no two ranks wait for each other.

@@ -227,6 +227,17 @@ def test_a_doubt_that_hears_somebody_ends() -> None:
     assert not story.state.doubt_since and {n for n, _ in story.state.absent} == {"n1", "n2", "n3"}
 
 
+def test_a_minority_that_comes_and_goes_does_not_prolong_a_doubt() -> None:
+    story = Story(waiting(4))
+    limit, began = story.state.limits.doubt_s, story.state.updated_at
+    while not story.lost:
+        story.live(2.0, heard=["n0"])
+        story.live(3.0)
+        assert story.state.updated_at < began + 2 * limit
+    assert story.state.updated_at > began + limit
+    assert {node for node, _ in story.lost} == {"n1", "n2", "n3"}
+
+
 def test_a_doubt_without_anybody_has_no_limit() -> None:
     story = Story(waiting(3))
     story.live(20 * story.state.limits.doubt_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,8 +93,9 @@ def test_a_quarantine_ends_if_no_other_node_is_left() -> None:
     )
 
 
-def test_a_flapping_node_is_quarantined_when_it_returns() -> None:
-    state, notes = running(), []
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_flapping_node_is_quarantined_when_it_returns(trained: bool) -> None:
+    state, notes = running().of(trained=trained), []
     for _ in range(LIMITS.departures):
         state, more = remediation.node_lost(state, "node1", "connection closed", state.updated_at)
         notes += health_notes(more)

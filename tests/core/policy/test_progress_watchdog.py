@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.coordinator.transitions import transition
+from elastic.core.coordinator.transitions import record_event, transition
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.state import CauseKind, JobPhase, JobState
@@ -41,6 +41,8 @@ class Bench:
         self.cpu = dict.fromkeys(state.members, 0.0)
         """Share of the time for which the main thread uses the CPU."""
         self.held = False
+        self.cut = set[str]()
+        """Nodes whose heartbeats do not arrive."""
         self.begin = state.updated_at
         self.beat()
 
@@ -65,7 +67,7 @@ class Bench:
                 spun_s=self.spun[node],
             )
             for node, member in self.state.members.items()
-            if self.signs.get(node) is not None
+            if self.signs.get(node) is not None and node not in self.cut
         )
         self.apply(job.Heartbeats(beats))
 
@@ -304,6 +306,7 @@ def test_a_node_that_does_not_obey_is_dropped() -> None:
     bench.wait(3.0)
     assert "node1" not in bench.state.members and bench.state.phase is JobPhase.INSTALLING
     assert [lost["loss"] for lost in bench.kinds("lost")] == ["stalled"]
+    assert [node for node, _ in bench.state.absent] == ["node1"], "its vault may live"
     assert [s.node for s in bench.actions if isinstance(s, job.Send)
             and isinstance(s.message, m.Fenced)] == ["node1"]  # fmt: skip
 
@@ -363,6 +366,31 @@ def test_nobody_is_blamed_for_a_late_coordinator() -> None:
     assert not bench.kinds("stalled") and bench.state.watch.signs == {}
 
 
+@pytest.mark.parametrize("phase", ["running", "halting"])
+def test_nobody_is_blamed_by_a_coordinator_that_is_cut_off(phase: str) -> None:
+    """It hears nobody for 10 min, and suspects its own network."""
+    bench = Bench(trained()) if phase == "running" else halting()
+    bench.spin("node1")
+    bench.cut = set(NODES)
+    bench.wait(600.0)
+    assert [a.kind for a in bench.actions if isinstance(a, job.LogEntry)][-1] == "doubt"
+    assert not restarts(bench.actions) and not bench.kinds("stalled") and not bench.kinds("lost")
+    assert set(bench.state.members) == set(NODES) and not bench.kinds("health")
+    bench.cut.clear()
+    assert not restarts(bench.wait(6.0)), "the bound begins anew"
+    assert restarts(bench.wait(3.0)) == ["node1"]
+
+
+def test_a_node_that_is_not_heard_is_no_evidence() -> None:
+    """Its lease decides about it."""
+    bench = halting()
+    bench.wait(5.5)
+    bench.cut = {"node1"}
+    bench.wait(4.0)
+    assert not bench.kinds("stalled") and not restarts(bench.actions)
+    assert [lost["loss"] for lost in bench.kinds("lost")] == ["silent"]
+
+
 # ---- workers that do not attach -------------------------------------------------------------
 
 
@@ -374,7 +402,42 @@ def test_a_worker_that_hangs_before_it_attaches_is_restarted() -> None:
     bench.activity["node2"] = "start"
     assert not restarts(bench.wait(14.0, "node0", "node1"))
     assert restarts(bench.wait(2.0, "node0", "node1")) == ["node2"]
-    assert not restarts(bench.wait(30.0, "node0", "node1")), "once per launch"
+    assert not restarts(bench.wait(13.0, "node0", "node1"))
+    assert restarts(bench.wait(2.0, "node0", "node1")) == ["node2"], "the order may be lost"
+    assert restarts(bench.wait(80.0, "node0", "node1")) == ["node2"], "with growing pauses"
+    record = StepRecord(bench.state.newest_step + 1, 1.0, 1.0, 1.0)
+    assert not restarts(bench.apply(m.StepDone(1, record, 0.5, 0.1)))
+    assert not restarts(bench.wait(5.0, "node0", "node1")), "a step changes nothing"
+    bench.obey("node2")
+    assert not restarts(bench.wait(14.0, "node0", "node1"))
+
+
+def test_a_node_that_reconnects_gets_the_order_to_restart_again() -> None:
+    bench = halting()
+    bench.wait(8.0)
+    bench.actions.clear()
+    incarnation = bench.state.members["node1"].report.info.incarnation
+    bench.report("node1")
+    assert not restarts(bench.actions)
+    bench.apply(job.ConnectionClosed("node1", incarnation), 0.01)
+    bench.report("node1")
+    assert restarts(bench.actions) == ["node1"] and "node1" in bench.state.members
+    bench.obey("node1")
+    bench.apply(job.ConnectionClosed("node1", incarnation), 0.01)
+    bench.actions.clear()
+    bench.report("node1")
+    assert not restarts(bench.actions)
+
+
+def test_an_order_that_was_sent_once_is_no_disobedience() -> None:
+    """It was lost, and its repetition was not due yet when the next stall began."""
+    bench = halting()
+    bench.wait(8.0)
+    watch = bench.state.watch
+    assert watch.orders == {"node1": 1}
+    bench.state = bench.state.of(watch=replace(watch, reminded=True))
+    bench.wait(15.0)
+    assert "node1" in bench.state.members and bench.state.watch.orders == {"node1": 2}
 
 
 def test_a_starting_worker_that_uses_the_cpu_is_not_restarted() -> None:
@@ -451,6 +514,40 @@ def test_an_error_on_all_nodes_ends_the_job_with_its_text() -> None:
     assert bench.state.ending.code == 1 and bench.now - bench.begin < 12.0
 
 
+def fail_together(bench: Bench, nodes: tuple[str, ...], text: str) -> None:
+    """The running epoch fails with the same error on several nodes."""
+    for node in nodes[1:]:
+        report = replace(bench.state.members[node].report, failures=(text,))
+        member = replace(bench.state.members[node], report=report)
+        bench.state = bench.state.of(members={**bench.state.members, node: member})
+    fail(bench, nodes[0], failures=(text,))
+
+
+def test_of_nodes_that_are_blamed_equally_often_one_is_left_out_in_turn() -> None:
+    bench, text = Bench(trained()), "LinkFailed: epoch 7 could not be opened: it timed out"
+    for _ in range(3):
+        fail_together(bench, ("node1", "node2"), text)
+        assert len(plan_of(bench.state).nodes()) == 3
+    fail_together(bench, ("node1", "node2"), text)
+    assert plan_of(bench.state).nodes() == ("node0", "node2")
+    assert quarantine.is_quarantined(bench.state, "node1") and bench.state.ending is None
+
+
+def test_an_error_of_contact_on_all_nodes_never_ends_the_job() -> None:
+    bench = Bench(trained())
+    for attempt in range(12):
+        fail_together(bench, NODES, f"LinkFailed: epoch {attempt} could not be opened: timed out")
+    assert bench.state.ending is None and bench.state.watch.attempts == 12
+
+
+def test_an_error_that_may_pass_ends_the_job_only_after_real_pauses() -> None:
+    bench, text = Bench(trained()), "VaultError: vault 10.0.0.1:5000: connection refused"
+    while bench.state.ending is None:
+        fail_together(bench, NODES, text)
+    assert 120.0 < bench.now - bench.begin < 300.0
+    assert "connection refused (on every node, in 8 attempts)" in bench.state.ending.reason
+
+
 def test_an_error_of_one_node_does_not_end_the_job() -> None:
     bench = Bench(trained())
     for _ in range(3):
@@ -490,7 +587,7 @@ def test_five_failed_epochs_per_minute_in_any_order(events: list[str]) -> None:
                 record = StepRecord(state.newest_step + 1, 1.0, 1.0, 1.0)
                 state, failed = watchdog.observe(state.of(record=record), now), []
             case "join":
-                state, failed = watchdog.member_joined(state, "node9", now), []
+                state, failed = watchdog.member_joined(state, "node9", now, known=False), []
             case _:
                 kind = CauseKind.CONTACT if event == "contact" else CauseKind.LOST
                 change = job.EpochChange(
@@ -516,6 +613,22 @@ def test_progress_ends_the_back_off() -> None:
     fresh = m.NodeReport(NodeInfo("node9", "n9", "node9:1"), NodePhase.EMPTY, 0)
     joined, _, _ = transition(bench.state, fresh, bench.now)
     assert joined.watch.attempts == 0
+
+
+def test_a_node_that_joins_again_clears_only_its_own_blame() -> None:
+    bench = Bench(trained())
+    fail(bench, "node0", suspects=("node1",), failures=(FULL,))
+    watch = replace(bench.state.watch, blamed={"node1": 2, "node2": 1}, retry_at=bench.now + 50.0)
+    before = bench.state.of(watch=watch)
+    again = m.NodeReport(NodeInfo("node2", "n2", "node2:2"), NodePhase.EMPTY, 0)
+    joined, _, _ = record_event(before, again, bench.now)
+    assert joined.members["node2"].report.info.incarnation == "n2"
+    assert (joined.watch.attempts, joined.watch.retry_at) == (watch.attempts, watch.retry_at)
+    assert joined.watch.blamed == {"node1": 2} and joined.watch.cause == watch.cause
+    fresh = m.NodeReport(NodeInfo("node9", "n9", "node9:1"), NodePhase.EMPTY, 0)
+    joined, _, _ = record_event(before, fresh, bench.now)
+    assert joined.watch.attempts == 0 and not watchdog.is_paused(joined, bench.now)
+    assert joined.watch.blamed == watch.blamed
 
 
 def test_a_lost_node_is_no_failed_epoch() -> None:

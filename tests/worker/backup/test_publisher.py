@@ -17,8 +17,9 @@ import torch
 from elastic.core.protocol.messages import Published
 from elastic.domain.errors import StaleError
 from elastic.domain.types import GRADIENT, REDUCED, STATE, Copy
-from elastic.rpc.frames import Channel
+from elastic.rpc.frames import CHUNK_BYTES, Channel
 from elastic.worker.backup import items
+from elastic.worker.backup.items import PendingCopy
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.replica.replica import LayerReplica
@@ -70,6 +71,38 @@ def restored(node: MiniNode, copy: Copy, layers: list[LayerReplica]) -> LayerRep
         fresh.add_gradient(data, copy.microbatches, copy.losses)
     fetcher.close()
     return fresh
+
+
+def test_large_copies_report_progress_while_they_are_published_and_fetched(
+    pair: list[MiniNode],
+) -> None:
+    a, _ = pair
+    signs = list[int]()
+    publisher = Publisher(
+        a.worker_channel().send,
+        a.directory / "slots",
+        "a",
+        copy_device=COPY_DEVICE[0],
+        on_progress=lambda: signs.append(1),
+    )
+    a.on_acked = publisher.on_acked
+    nbytes = 5 * CHUNK_BYTES
+
+    def write(out: torch.Tensor) -> None:
+        out.fill_(7)
+
+    item = PendingCopy(STATE, 0, 0, nbytes, write)
+    abandon = AbandonSignal()
+    publisher.wait_acked(publisher.publish([item], 1, "", abandon), abandon)
+    assert len(signs) == 2 + 5, "for the slot, the copy, and each chunk"
+    (copy,) = a.vault.inventory()
+    for node in ("a", "b"):
+        signs.clear()
+        fetcher = Fetcher(node, {"a": a.server.address}, on_progress=lambda: signs.append(1))
+        data = fetcher.fetch(copy).data
+        fetcher.close()
+        assert len(data) == nbytes and bool((data == 7).all())
+        assert len(signs) >= 5
 
 
 def test_gradients_reach_the_peer_after_every_microbatch(pair: list[MiniNode]) -> None:

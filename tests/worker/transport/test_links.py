@@ -14,7 +14,13 @@ from elastic.planning.cost.profile import LinkProfile
 from elastic.rpc.link_shaping import LinkShaper
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
-from elastic.worker.transport.rendezvous import await_ranks, connect_store
+from elastic.worker.transport.rendezvous import (
+    await_ranks,
+    connect_store,
+    host_store,
+    missing_ranks,
+    tell_connected,
+)
 from elastic.worker.transport.tensor_header import DTYPES, pack_header, unpack_header
 from tests.worker.engine.rank_processes import DEADLINE_S, Rank, run_ranks
 
@@ -158,6 +164,36 @@ def test_a_store_that_cannot_be_reached() -> None:
             timeout_s=0.5,
             abandon=AbandonSignal(),
         )
+
+
+def test_the_host_of_a_store_that_does_not_answer_is_suspected() -> None:
+    for rank, suspects in ((0, ()), (1, (0,))):
+        with pytest.raises(LinkFailed) as caught:
+            Links.open(
+                epoch=1,
+                rank=rank,
+                world_size=2,
+                store_address="127.0.0.1:1",
+                device=torch.device("cpu"),
+                timeout_s=0.5,
+                abandon=AbandonSignal(),
+            )
+        assert caught.value.ranks == suspects
+
+
+def test_the_ranks_that_are_missing_are_suspected() -> None:
+    store, address = host_store()
+    ranks = connect_store(address, 1, DEADLINE_S)
+    for rank in (0, 1, 3):
+        ranks.set(f"here-{rank}", "")
+    assert missing_ranks(ranks, 0, 4, AbandonSignal()) == (2,), "it has not come to the store"
+    ranks.set("here-2", "")
+    assert missing_ranks(ranks, 0, 4, AbandonSignal()) == (), "nobody is connected"
+    for rank in (1, 2):
+        tell_connected(ranks, rank)
+    assert missing_ranks(ranks, 0, 4, AbandonSignal()) == (3,)
+    assert missing_ranks(None, 2, 4, AbandonSignal()) == (0,)
+    del store
 
 
 def open_beside_a_rank_that_never_connects(rank: Rank) -> str:
