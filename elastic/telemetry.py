@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -97,6 +98,30 @@ def _log_thread_error(error: threading.ExceptHookArgs) -> None:
     name = error.thread.name if error.thread is not None else "?"
     found = (error.exc_type, error.exc_value or error.exc_type(), error.exc_traceback)
     logging.getLogger("elastic").error("the thread %s has ended by an error", name, exc_info=found)
+
+
+def last_words_of(run_dir: str | Path, name: str) -> Path:
+    """Return the file with the error that ended the service `name`; it may not exist."""
+    return Path(run_dir) / "logs" / f"{name}.error"
+
+
+def write_last_words(run_dir: str | Path, name: str, error: str) -> None:
+    """Keep the error that ends the service `name` for its launcher; "": remove an older one. A full
+    disk loses the error."""
+    path = last_words_of(run_dir, name)
+    with contextlib.suppress(OSError):
+        if error:
+            path.write_text(f"{error}\n")
+        else:
+            path.unlink(missing_ok=True)
+
+
+def read_last_words(run_dir: str | Path, name: str) -> str:
+    """Return the error that ended the service `name`; "": none was written."""
+    try:
+        return last_words_of(run_dir, name).read_text().strip()
+    except OSError:
+        return ""
 
 
 def _parse(where: str, line: bytes) -> dict[str, Any]:

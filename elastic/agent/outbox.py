@@ -32,11 +32,22 @@ class Outbox:
         yield from self._steps
         yield from self._others
 
+    @property
+    def parts(self) -> tuple[m.CheckpointPart, ...]:
+        """Parts of checkpoints."""
+        return tuple(part for part in self._others if isinstance(part, m.CheckpointPart))
+
     def enter(self, install: m.Install) -> None:
-        """Drop the steps and checkpoints that a return to an older checkpoint has undone."""
+        """Drop the steps and checkpoints that a return to an older step has undone, and failures of
+        earlier epochs."""
         step = install.assignment.step
         steps = [d for d in self._steps if d.record.step < step or d.epoch >= install.epoch]
         others = [
-            o for o in self._others if not (isinstance(o, m.CheckpointPart) and o.step > step)
+            o
+            for o in self._others
+            if not (
+                isinstance(o, m.CheckpointPart)
+                and (o.undone_by(install.epoch, step) or (o.error and o.epoch < install.epoch))
+            )
         ]
         self._steps, self._others = deque(steps, MAX_STEPS), deque(others, MAX_OTHERS)

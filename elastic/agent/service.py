@@ -52,22 +52,28 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, parse_fault
 from elastic.core.protocol.health_report import HealthReport, JoinRefused, Preflight, PreflightCheck
 from elastic.core.protocol.messages import NodePhase
+from elastic.core.protocol.version import PROTOCOL
 from elastic.domain.errors import (
     EXIT_DRAINED,
+    EXIT_FAILURE,
+    EXIT_INCOMPATIBLE,
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
     ElasticError,
     VaultError,
+    describe,
 )
 from elastic.domain.types import Copy, NodeInfo
+from elastic.domain.version import VERSION
 from elastic.metrics import Exposition, new_registry, serve
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.control.client import CoordinatorSession
 from elastic.rpc.control.event_loop import Dispatcher, run_callback
 from elastic.rpc.link_shaping import pace_of
 from elastic.rpc.security import tls
+from elastic.rpc.security.expiry import certificate_ends
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
-from elastic.telemetry import configure_logging
+from elastic.telemetry import configure_logging, write_last_words
 
 log = logging.getLogger("elastic.agent")
 POLL_S = 0.1
@@ -122,13 +128,21 @@ class NodeAgent:
         """Time (time.monotonic) at which the coordinator was lost; 0: it was not."""
         self._received_at = 0.0
         """Time at which a peer last sent copies."""
+        self._connected = False
+        """Whether a coordinator has ever accepted this agent."""
+        self._refused = ""
+        """Newest reason for which the node may not join."""
         self._coordinator, later = coordinator, self._later
         self._gate = PreflightGate(config.preflight, self._check_node, later(self._take_preflight))
         health = later(self._send_health)
-        self._monitor = Monitor(self._node, config.directories, health).start()
+        mine = tls.current().certificates
+        ends = partial(certificate_ends, mine)
+        self._monitor = Monitor(self._node, config.directories, health, certificates=ends).start()
         self._paths = PathProber(self._node, config.timeouts, self._monitor.unreachable)
         self._notices = NoticeController(config, self._node, later, self._send, self._report)
-        self._metrics = AgentMetrics(new_registry(), str(self._directory), config.checkpoint_dir)
+        self._metrics = AgentMetrics(
+            new_registry(), str(self._directory), config.checkpoint_dir, ends
+        )
         self._exposition: Exposition | None = None
         self._open_vault()
         self._begin_incarnation()
@@ -142,6 +156,7 @@ class NodeAgent:
             sender=self._node,
             on_up=later(self._handle_connected),
             on_down=later(self._handle_disconnected),
+            on_refused=later(self._handle_refused),
             keepalive_s=config.timeouts.keepalive_s,
         )
 
@@ -195,7 +210,7 @@ class NodeAgent:
         self._checkpoints = CheckpointWriter(
             Path(config.checkpoint_dir),
             self._vault,
-            self._later(self._send_reliably),
+            self._later(self._send_part),
             self._monitor.checkpoint_failed,
         )
         self._replicator = Replicator(
@@ -205,11 +220,13 @@ class NodeAgent:
             timeout_s=limits.bulk_s,
             prepare=self._checkpoints.offer,
             pace=pace_of(self._directory, config.link),
-            no_room=self._later(self._note_no_room),
+            no_room=self._later(partial(self._note_refused, m.BACKUP_SHORT)),
+            broken=self._later(partial(self._note_refused, m.KEEPER_FAILED)),
             compressing=self._compression,
             sent=self._monitor.sent,
             delivered=self._metrics.sent,
         )
+        self._began = 0, 0
         self._notices.incarnation = incarnation = uuid.uuid4().hex[:12]
         info = replace(self._info, incarnation=incarnation, vault=self._server.address)
         self._state = core.NodeState(info, limits=limits)
@@ -234,6 +251,14 @@ class NodeAgent:
         self._close()
         return self._exit_code
 
+    def failed(self, error: Exception) -> None:
+        """Tell the coordinator and the launcher why this agent ends, then end the workers."""
+        text = describe(error)
+        self._send(m.AgentFailed(self._node, self._state.info.incarnation, text))
+        write_last_words(self._config.run_dir, self._node, text)
+        self._exit_code = EXIT_FAILURE
+        self._close()
+
     # ---- events in ----
 
     def _handle_order(self, order: Any, envelope: object) -> None:
@@ -250,6 +275,10 @@ class NodeAgent:
                 self._prefetch(order)
             case JoinRefused(reason, retry_s):
                 log.error("refused; next try in %g s: %s", retry_s, reason)
+                if reason != self._refused and not self._config.standalone:
+                    why = f"{self._node} may not join yet: {reason}"
+                    print(f"elastic agent: {why}; next try in {retry_s:g} s", file=sys.stderr)
+                self._refused = reason
                 self._gate.refused(retry_s)
             case _:
                 self._apply_order(order)
@@ -262,7 +291,17 @@ class NodeAgent:
         log.info("the coordinator cannot be reached: %s", why)
         self._away_since = time.monotonic()
 
+    def _handle_refused(self, why: str) -> None:
+        """End this agent if a coordinator of another version refuses it from the start. A member
+        trains on, and waits for a coordinator of its version."""
+        log.error("%s", why)
+        if not self._connected:
+            print(f"elastic agent: {why}", file=sys.stderr)
+            write_last_words(self._config.run_dir, self._node, why)
+            self._exit_code = EXIT_INCOMPATIBLE
+
     def _handle_connected(self) -> None:
+        self._connected = True
         if self._session.up:
             self._away_since = 0.0
         for message in self._outbox:  # first, because the report may end the job
@@ -275,14 +314,19 @@ class NodeAgent:
         self._outbox.add(message)
         self._send(message)
 
+    def _send_part(self, part: m.CheckpointPart) -> None:
+        """Send a part of a checkpoint, unless the present epoch repeats its step."""
+        if not part.undone_by(*self._began):
+            self._send_reliably(part)
+
     def _note_corrupt(self, copy: Copy) -> None:
         """Report that the vault dropped `copy`, whose checksum did not match."""
         why = f"{copy.key} does not match its checksum and was dropped"
         self._send_reliably(m.BackupNote(m.COPY_CORRUPT, copy.owner, self._node, why))
 
-    def _note_no_room(self, peer: str, why: str) -> None:
-        """Report that the vault of `peer` has no room for this node's copies."""
-        self._send_reliably(m.BackupNote(m.BACKUP_SHORT, self._node, peer, why))
+    def _note_refused(self, kind: str, peer: str, why: str) -> None:
+        """Report that the vault of `peer` cannot keep this node's copies."""
+        self._send_reliably(m.BackupNote(kind, self._node, peer, why))
 
     def _send_rejection(self, notice: RejectionNotice) -> None:
         self._send(m.RefusalNote(self._node, *astuple(notice)))
@@ -324,7 +368,7 @@ class NodeAgent:
                 self._metrics.exits.inc()
                 self._workers.remove(rank)
                 self._vault.worker_gone(message.pid, self._directory)
-                self._apply(core.WorkerExited(rank, message.returncode))
+                self._apply(core.WorkerExited(rank, message.returncode, message.error))
             case _:
                 if isinstance(message, m.Attach | m.Halted | m.Failed | m.Finished):
                     log.info("worker %d: %s", rank, type(message).__name__)
@@ -347,12 +391,15 @@ class NodeAgent:
             for local in message.copies:
                 self._vault.publish(local)
         except VaultError as error:
-            self._kill_workers(f"worker {rank} announced a copy that does not exist: {error}")
+            text = f"it announced a copy that does not exist: {describe(error)}"
+            self._apply(core.WorkerMessage(rank, m.Crashed(text, rank)))
+            self._kill_workers(f"worker {rank}: {text}")
             return
         self._replicator.submit(self._generation * RANKS + rank, message)
 
     def _bundle_held(self, epoch: int, bundle: int, peer: str, error: ElasticError) -> None:
-        failed = m.CommFailed(epoch, (peer,), f"backup of bundle {bundle}: {error}")
+        text = f"copies for {peer} (bundle {bundle}): {describe(error)}"
+        failed = m.CommFailed(epoch, (peer,), text)
         self._apply(core.WorkerMessage(0, failed))
 
     def _inject(self, fault: FaultSpec) -> None:
@@ -429,9 +476,12 @@ class NodeAgent:
     def _enter(self, install: m.Install) -> None:
         epoch, assignment = install.epoch, install.assignment
         self._outbox.enter(install)
+        self._began = epoch, assignment.step
+        for part in self._outbox.parts:  # the coordinator may have dropped them in between
+            self._send(part)
         self._vault.enter(epoch, assignment.step)
         self._replicator.enter(epoch, assignment)
-        self._checkpoints.enter(assignment.plan)
+        self._checkpoints.enter(assignment)
         self._monitor.enter(self._state.info.incarnation, epoch)
         self._paths.watch(dict(assignment.vaults), assignment.plan)
 
@@ -472,10 +522,11 @@ class NodeAgent:
         def start() -> None:
             try:
                 group.start()
-            except Exception:
+            except Exception as error:
                 log.exception("workers cannot be started")
+                text = f"it cannot be started: {describe(error)}"
                 for rank in range(self._config.nproc_per_node):
-                    handle(generation, rank, WorkerExit(rank, 0, 127))
+                    handle(generation, rank, WorkerExit(rank, 0, 127, text))
 
         group = self._group = WorkerGroup(self._config, launch, self._info, ended)
         self._starter.post(start)
@@ -584,6 +635,8 @@ def _node_info(args: SimpleNamespace, config: JobConfig) -> NodeInfo:
         host=args.host,
         device=args.device,
         lifetime_s=args.lifetime,
+        protocol=PROTOCOL,
+        release=VERSION,
     )
 
 
@@ -593,6 +646,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     config = load_config(args.run_dir)
     configure_logging(Path(config.run_dir) / "logs" / f"{args.node}.log")
+    write_last_words(config.run_dir, args.node, "")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
@@ -601,13 +655,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         agent.serve_metrics(args.metrics_port)
     except ElasticError as error:
         print(f"elastic agent: {error}", file=sys.stderr)
+        write_last_words(config.run_dir, args.node, str(error))
         return error.exit_code
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stop())
     signal.signal(signal.SIGUSR1, lambda *_: agent.leave())
     if early:
         agent.leave()
-    return agent.run()
+    try:
+        return agent.run()
+    except Exception as error:
+        log.exception("%s ends", args.node)
+        print(f"elastic agent: {args.node}: {describe(error)}", file=sys.stderr)
+        agent.failed(error)
+        return EXIT_FAILURE
 
 
 if __name__ == "__main__":

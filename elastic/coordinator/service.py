@@ -31,6 +31,7 @@ from typing import Any
 from elastic import lifeline
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
+from elastic.coordinator.certificate_watch import CertificateWatch
 from elastic.coordinator.event_queue import SWITCH_S, EventQueue, WallClock
 from elastic.coordinator.leadership import (
     LEASE_S,
@@ -48,6 +49,7 @@ from elastic.coordinator.queries import Query, recent, reply
 from elastic.coordinator.records import run_directory
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits, Commit
 from elastic.coordinator.records.run_records import RunRecords
+from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.records.state_saver import StateSaver
 from elastic.coordinator.session_filter import SessionFilter
 from elastic.core.coordinator.transitions import apply_rules, record_event
@@ -55,7 +57,13 @@ from elastic.core.job import state as job
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
 from elastic.domain import codec
-from elastic.domain.errors import EXIT_FAILURE, ElasticError, StaleError
+from elastic.domain.errors import (
+    EXIT_FAILURE,
+    ElasticError,
+    IncompatibleVersion,
+    StaleError,
+    describe,
+)
 from elastic.metrics import serve
 from elastic.planning.placement.assignment import FEW
 from elastic.rpc.control.server import ClientSession, Server
@@ -63,7 +71,7 @@ from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.store.interface import Lease, Store, StoreError, StoreUnavailable
 from elastic.store.open_store import open_store
-from elastic.telemetry import configure_logging
+from elastic.telemetry import configure_logging, write_last_words
 
 log = logging.getLogger("elastic.coordinator")
 TICK_S, MAX_TICK_S = 0.05, 0.25
@@ -71,7 +79,7 @@ TICK_S, MAX_TICK_S = 0.05, 0.25
 rules, within these limits."""
 ANSWER_S = 10.0
 """Limit on the time to answer a request of the command line; the command itself waits less."""
-NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, HealthReport, type(None))
+NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, job.CertificatesRead, HealthReport, type(None))
 """Events that need a save only if actions follow; type(None) stands for the rules."""
 MAX_BATCH = 512
 """Maximum number of events that are taken from the queue at once."""
@@ -107,6 +115,7 @@ class Coordinator:
         """Members that could not be told the end of the job; they may still reconnect."""
         self._commits = CheckpointCommits(Path(config.checkpoint_dir), self._events.put)
         self._rules_due = self._to_save = self._adopted = self._yields = False
+        self._passed_over: tuple[dict[str, Any], ...] = ()
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
         self._load()
         self._records = RunRecords(self._run_dir)
@@ -114,6 +123,7 @@ class Coordinator:
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
         self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put)
         self._ports = PortWatch(self._events.put, self._is_away)
+        self._certificates = CertificateWatch(tls.current().certificates, self._events.put)
         REJECTIONS.subscribe(self._events.put)
         self._server = Server(
             address,
@@ -139,14 +149,14 @@ class Coordinator:
         )
 
     def _load(self) -> None:
-        """Take over the state in the store, or begin a new run. Raises StoreUnavailable or
-        StaleError."""
+        """Take over the state in the store, or begin a new run. Raises StoreUnavailable, StaleError
+        or IncompatibleVersion."""
         entry = self._store.get(STATE_KEY)
         if entry is not None and self._run.adopt():
-            self._state = codec.loads(job.JobState, entry.value)
+            self._state = read_state(entry.value)
             self._adopted = True
         else:
-            self._state = run_directory.initial_state(self._config)
+            self._state, self._passed_over = run_directory.initial_state(self._config)
             value, before = codec.dumps(self._state).encode(), entry.revision if entry else None
             entry = self._store.put_if(STATE_KEY, value, before, self._lease.token)
             self._run.begin(f"{self._config.job_id}.{self._lease.token}", self._lease.token)
@@ -164,6 +174,7 @@ class Coordinator:
             self._events.close()
             self._keeper.close()
             self._ports.close()
+            self._certificates.close()
             REJECTIONS.unsubscribe(self._events.put)
             self._server.close()
             self._records.close()
@@ -202,6 +213,8 @@ class Coordinator:
         text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
         run_directory.announce(self._run_dir, text)
         self._log_event("coordinator", text)
+        for problem in self._passed_over:
+            self._log_event("checkpoint-unusable", problem)
         if self._config.certs and self._config.nproc_per_node * self._config.max_nodes > 1:
             self._log_event("unencrypted", {"what": "workers", "why": tls.WORKERS})
             log.warning("%s", tls.WORKERS)
@@ -349,6 +362,8 @@ class Coordinator:
                 self._records.progress(state)
             case job.CommitCheckpoint(step):
                 self._commits.begin(step, self._state.spec)
+            case job.DropCheckpoint(step):
+                self._commits.drop(step)
             case job.JobFinished():
                 self._finish(action)
             case job.YieldLead():
@@ -445,6 +460,10 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
                     return EXIT_FAILURE
             except StoreUnavailable as error:
                 log.warning("the store went away during the takeover: %s", error)
+            except IncompatibleVersion:
+                with contextlib.suppress(StoreUnavailable, StoreError):
+                    store.release(lease)  # for a coordinator that can read the state
+                raise
     finally:
         if served is not None:
             served.close()
@@ -457,8 +476,9 @@ def main(argv: list[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_S)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # one descriptor per agent
-    log_name = f"{run_directory.coordinator_name(args.slot)}.log"
-    configure_logging(Path(config.run_dir) / "logs" / log_name)
+    name = run_directory.coordinator_name(args.slot)
+    configure_logging(Path(config.run_dir) / "logs" / f"{name}.log")
+    write_last_words(config.run_dir, name, "")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
@@ -466,7 +486,11 @@ def main(argv: list[str] | None = None) -> int:
         return lead(config, args.address, args.slot, args.metrics_port)
     except ElasticError as error:
         print(f"elastic coordinator: {error}", file=sys.stderr)
+        write_last_words(config.run_dir, name, str(error))
         return error.exit_code
+    except Exception as error:
+        write_last_words(config.run_dir, name, describe(error))
+        raise
 
 
 if __name__ == "__main__":

@@ -3,10 +3,14 @@
 ElasticError
  +-- UsageError            a flag, file or message is wrong (exit code 2)
  |    +-- FieldError       names the field, the value and the remedy
+ |    |    +-- CorruptCheckpoint  a durable checkpoint is incomplete or damaged
+ |    |    +-- UnknownMessage  a message of a kind that this version does not know
+ |    +-- IncompatibleVersion  another version wrote the state or is at the other end
  |    +-- MissingExtra     an optional package is not installed
  +-- StaleError            an older term or epoch was refused
  +-- VaultError            a copy is missing, torn or corrupt
  |    +-- VaultFull        there is no room for another copy
+ |    +-- SlotError        the node's memory and disk refuse new copies
  +-- LedgerError           a micro-batch would be doubled or is missing
  +-- DivergenceError       holders of a layer disagree about it
  +-- NonfiniteError        a gradient norm is infinite or NaN
@@ -28,6 +32,19 @@ EXIT_DRAINED = 4
 """Exit code of an agent whose node was drained. It does not mean that the job ended."""
 EXIT_JOB_FAILED = 5
 """Exit code of a service whose job failed. Unlike after a crash (1), a restart does not help."""
+
+
+EXIT_INCOMPATIBLE = 6
+"""Exit code of a service whose version does not fit the job. A restart does not help."""
+MAX_DESCRIPTION_CHARS = 1000
+"""Longest text of `describe`. The text is cut, because it travels in reports and log lines."""
+
+
+def describe(error: BaseException) -> str:
+    """Return type and message of an error in one line of at most MAX_DESCRIPTION_CHARS."""
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    return (f"{kind}: {text}" if text else kind)[:MAX_DESCRIPTION_CHARS]
 
 
 def service_exit(code: int) -> int:
@@ -55,6 +72,20 @@ class FieldError(UsageError):
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
         super().__init__(f"{field}: {value!r} is not usable: {remedy}")
+
+
+class CorruptCheckpoint(FieldError):
+    """A durable checkpoint is incomplete or damaged. An older one may be good."""
+
+
+class UnknownMessage(FieldError):
+    """A message has a kind that this version does not know. The connection goes on without it."""
+
+
+class IncompatibleVersion(UsageError):
+    """The text names both versions and the remedy."""
+
+    exit_code = EXIT_INCOMPATIBLE
 
 
 class MissingExtra(UsageError, ImportError):
@@ -86,6 +117,10 @@ class VaultError(ElasticError):
 
 class VaultFull(VaultError):
     """A vault has no room for a copy; the copies in it stay whole."""
+
+
+class SlotError(VaultError):
+    """A node can create no room for copies, for another reason than a lack of room."""
 
 
 class LedgerError(ElasticError):

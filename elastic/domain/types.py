@@ -215,12 +215,28 @@ class JobSpec:
     """Pairs of layers that share a tensor."""
     checkpoint_every: int = 0
     """Number of steps between durable checkpoints; 0: no checkpoints."""
+    contents: tuple[str, ...] = ()
+    """Per layer, its parameters as a short text; (): unknown. Checkpoints are compared by it."""
+    optimizer: str = ""
+    """Optimizer and its state as a short text; "": unknown."""
     everywhere_the_same: ClassVar[bool] = True
     """All nodes send an equal value, so that one check of it is enough."""
 
     @property
     def n_layers(self) -> int:
         return len(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """Description of the model in a durable checkpoint."""
+
+    path: str
+    n_layers: int
+    contents: tuple[str, ...] = ()
+    """As `JobSpec.contents`; (): the checkpoint does not tell."""
+    optimizer: str = ""
+    """As `JobSpec.optimizer`; "": the checkpoint does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +393,11 @@ class Assignment:
     """Micro-batches that run through some layers only, in this order and before `todo`."""
     reload: tuple[tuple[str, int, int], ...] = ()
     """(node, layer, TP rank) whose live state must not be used, because it diverged."""
+    rescued: tuple[Copy, ...] = ()
+    """States of a checkpoint whose writers were lost. The nodes that keep these copies write them
+    instead."""
+    checkpointed: int = -1
+    """Newest step whose checkpoint has all its files; -1: none. It is not written again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,3 +423,9 @@ class NodeInfo:
     standing: int = 0
     """Speed class from the pre-flight; each class is a quarter faster than the one below; 0:
     unknown."""
+    keeps: bool = True
+    """Whether the node's vault can store copies of other nodes."""
+    protocol: int = 0
+    """Number of the node's protocol version (`elastic.core.protocol.version`); 0: unknown."""
+    release: str = ""
+    """Version of the node's package."""

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import xxhash
 
-from elastic.domain.errors import VaultError, VaultFull
+from elastic.domain.errors import SlotError, VaultError, VaultFull
 from elastic.domain.state_layout import copy_bytes
 
 DATA_OFFSET = 64
@@ -186,7 +186,7 @@ class SlotPool:
     def take(self, nbytes: int) -> SharedSlot:
         """Return a slot with room for `nbytes`, marked as being written.
 
-        Raises VaultFull if memory and disk are full, VaultError for any other failure.
+        Raises VaultFull if memory and disk are full, SlotError for any other failure.
         """
         with self._lock:
             slot = self._fitting(nbytes)
@@ -264,7 +264,7 @@ class SlotPool:
                 problems.append(f"{directory}: {error.strerror or error}")
                 full = full or error.errno in NO_ROOM
         why = f"for a copy of {nbytes} bytes ({'; '.join(problems)})"
-        raise VaultFull(f"no room {why}") if full else VaultError(f"cannot create a slot {why}")
+        raise VaultFull(f"no room {why}") if full else SlotError(f"cannot create a slot {why}")
 
 
 def _field(data: mmap.mmap, offset: int) -> int:

@@ -16,11 +16,13 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import Phase
 from elastic.domain.errors import (
     EXIT_FAILURE,
+    CorruptCheckpoint,
     DivergenceError,
     ElasticError,
     LedgerError,
     NonfiniteError,
     VaultError,
+    describe,
 )
 from elastic.domain.types import Accumulate
 from elastic.planning.plan.rank_map import Roster, roster
@@ -36,7 +38,7 @@ from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
 from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
-from elastic.worker.transport.device_fault import is_device_fault, is_local_device_fault
+from elastic.worker.transport.device_fault import is_local_device_fault, is_node_fault
 from elastic.worker.transport.links import Links
 
 
@@ -70,21 +72,34 @@ class EpochSession:
             pass
         except LinkFailed as error:
             nodes = tuple(dict.fromkeys(self._roster.members[r].unit.node for r in error.ranks))
-            self._send(m.CommFailed(self._order.epoch, nodes, str(error)))
-        except VaultError as error:
-            self._send(m.CommFailed(self._order.epoch, (), str(error)))
+            self._send(m.CommFailed(self._order.epoch, nodes, describe(error)))
         except DivergenceError as error:
             self._report_divergence(error)
-        except ElasticError as error:
-            self._fail(error)
+        except CorruptCheckpoint as error:
+            epoch, path = self._order.epoch, self._checkpoint_path()
+            self._send(m.CheckpointUnreadable(epoch, path, str(error)))
         except RuntimeError as error:
             self._on_runtime_error(error)
-        except Exception as error:  # noqa: BLE001 - an error of the user's model, data or optimizer
-            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - also errors of the user's model, data, optimizer
+            self._on_error(error)
         finally:
             if self._links is not None:
                 self._links.close()
         self._await_halt()
+
+    def _on_error(self, error: Exception) -> None:
+        """Raise a fault of this node, which crashes the worker. Report a copy that is missing as
+        lost contact, and every other error as the job's failure."""
+        if is_node_fault(error):
+            raise error
+        if not isinstance(error, VaultError):
+            self._fail(error)
+        self._send(m.CommFailed(self._order.epoch, (), describe(error)))
+
+    def _checkpoint_path(self) -> str:
+        """Return the directory of the checkpoint that the recipes name; "": none."""
+        paths = (recipe.checkpoint for _, recipe in self._assignment.recipes)
+        return next(filter(None, paths), "")
 
     def _on_runtime_error(self, error: RuntimeError) -> None:
         """Return if the end of another rank of the tensor-parallel group caused `error`.
@@ -95,7 +110,7 @@ class EpochSession:
         """
         alone = self._context.tp.size == 1 or is_local_device_fault(error)
         if alone or not self._abandon.wait(self._context.settings.timeouts.sibling_s):
-            if is_device_fault(error):
+            if is_node_fault(error):
                 raise error
             self._fail(error)
 
@@ -103,7 +118,7 @@ class EpochSession:
         """Report that the job failed; then raise SystemExit for an ElasticError, else `error`."""
         code = error.exit_code if isinstance(error, ElasticError) else EXIT_FAILURE
         failed = m.Failed(
-            f"{type(error).__name__}: {error}",
+            describe(error),
             code,
             self._context.settings.local_rank,
             record=error.record if isinstance(error, NonfiniteError) else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import signal
@@ -246,6 +247,45 @@ def test_a_flipped_byte_is_found_when_read(tmp_path: Path) -> None:
     checkpoint_directory.read_run(path, manifest, 0, 0)
     with pytest.raises(FieldError, match="layers 0 to 2"):
         checkpoint_directory.read_run(path, manifest, 7, 0)
+
+
+def test_a_checkpoint_describes_its_model_and_older_ones_load(tmp_path: Path) -> None:
+    write_all(tmp_path, 4)
+    layer = LayerSpec(1, 1, 1, 1.0, 1.0)
+    spec = JobSpec((layer,) * N_LAYERS, 1, 9, contents=("a", "b", "c"), optimizer="AdamW (x)")
+    path = checkpoint_directory.commit(tmp_path, 4, spec)
+    saved = checkpoint_directory.saved_model(path, verified(path))
+    assert (saved.n_layers, saved.contents, saved.optimizer) == (3, ("a", "b", "c"), "AdamW (x)")
+    old = json.loads((path / "manifest.json").read_text())
+    del old["contents"], old["optimizer"]
+    for part in old["parts"]:
+        del part["epoch"]
+    (path / "manifest.json").write_text(json.dumps(old))
+    saved = checkpoint_directory.saved_model(path, verified(path))
+    assert (saved.n_layers, saved.contents, saved.optimizer) == (3, (), "")
+
+
+def test_newer_damaged_checkpoints_are_named(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        whole(tmp_path, step)
+    for step in (2, 6, 8):
+        _truncate(tmp_path / f"step-{step:08d}")
+    found, problems = checkpoint_directory.complete(tmp_path)
+    assert [manifest.step for _, manifest in found] == [4]
+    assert [Path(str(one.value)).name for one in problems] == ["step-00000008", "step-00000006"]
+
+
+def test_files_of_the_newest_epoch_make_the_checkpoint(tmp_path: Path) -> None:
+    """The states of epoch 1 were undone; a late node has written one of them whole."""
+    for layer in range(N_LAYERS):
+        run = memoryview(layer_run(layer, 9))
+        checkpoint_directory.write_part(tmp_path, 9, layer, 0, N_LAYERS, 1, run, 1)
+        for part in portions_of(layer, 9, 2):
+            run = memoryview(part)
+            checkpoint_directory.write_part(tmp_path, 9, layer, 0, N_LAYERS, 1, run, 2)
+    path = checkpoint_directory.commit(tmp_path, 9)
+    assert {part.epoch for part in verified(path).parts} == {2}
+    assert not list(path.glob("*epoch-1*")), "other files are removed"
 
 
 def test_latest_takes_a_checkpoint_itself(tmp_path: Path) -> None:

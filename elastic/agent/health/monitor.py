@@ -24,6 +24,7 @@ from elastic.agent.health.devices import Devices
 from elastic.core.protocol.health_report import (
     MAX_ENTRIES,
     MAX_TEXT_LENGTH,
+    CertificateEnd,
     DiskSpace,
     FailedOperation,
     HealthReport,
@@ -101,8 +102,11 @@ class Monitor:
         emit: Callable[[HealthReport], object],
         devices: Devices | None = None,
         clock: Callable[[], float] = time.monotonic,
+        certificates: Callable[[], tuple[CertificateEnd, ...]] = lambda: (),
     ) -> None:
-        """`directories`: (role, path) of each directory that the node writes to."""
+        """`directories`: (role, path) of each directory that the node writes to. `certificates()`
+        returns the ends of the node's certificates."""
+        self._certificates = certificates
         self._node, self._directories, self._emit = node, directories, emit
         self._devices, self._clock = devices if devices is not None else Devices(), clock
         self._lock, self._ended, self._woken = threading.Lock(), False, threading.Event()
@@ -160,6 +164,7 @@ class Monitor:
         memory = psutil.virtual_memory()
         devices = self._devices.read()
         disks = tuple(disk_of(role, path) for role, path in self._directories)
+        certificates = self._certificates()
         with self._lock:
             links = self._links(self._clock())
             failures, self._failures = self._failures, ()
@@ -176,6 +181,7 @@ class Monitor:
                 links=links,
                 failed_operations=failures,
                 unreachable=self._unreachable[:MAX_ENTRIES],
+                certificates=certificates,
             )
             self._silent_samples += 1
             conditions = _conditions(report)
@@ -235,10 +241,11 @@ def volume(path: Path) -> str:
 
 def _conditions(report: HealthReport) -> tuple[object, ...]:
     """Return the values of a report whose change is reported at once: states of devices, levels of
-    scarcity of memory and disks (0: at least 10 % is free; higher levels mean less), and peers that
-    cannot be reached."""
+    scarcity of memory and disks (0: at least 10 % is free; higher levels mean less), peers that
+    cannot be reached, and ends of certificates."""
     devices = [(d.index, d.throttled, d.errors, d.fault) for d in report.devices]
     disks = [(disk.free_bytes, disk.total_bytes) for disk in report.disks]
     spaces = [(report.memory_free_bytes, report.memory_total_bytes), *disks]
     levels = [sum(free < share * total for share in SCARCE_SHARES) for free, total in spaces]
-    return devices, levels, [(one.peer, one.vault) for one in report.unreachable]
+    unreachable = [(one.peer, one.vault) for one in report.unreachable]
+    return devices, levels, unreachable, report.certificates

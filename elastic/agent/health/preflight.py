@@ -179,7 +179,13 @@ def _peer_check(
     problems = []
     for row in nodes:
         try:
-            client = VaultClient(str(row.get("vault", "")), node=node, timeout_s=CALL_S, pace=pace)
+            client = VaultClient(
+                str(row.get("vault", "")),
+                node=node,
+                timeout_s=CALL_S,
+                pace=pace,
+                peer=str(row.get("node", "")),
+            )
             with contextlib.closing(client):
                 seconds = min(client.probe(PROBE_BYTES) for _ in range(2))
         except ElasticError as error:

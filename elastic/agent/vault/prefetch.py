@@ -26,7 +26,7 @@ def prefetch(vault: Vault, order: Prefetch) -> int:
             continue
         wanted = {(layer, shard) for layer, shard, source in order.sources if source == node}
         try:
-            with closing(VaultClient(addresses[node], node=vault.node)) as client:
+            with closing(VaultClient(addresses[node], node=vault.node, peer=node)) as client:
                 newest: dict[tuple[int, int], Copy] = {}
                 for copy in sorted(client.inventory(), key=lambda c: (c.step, c.epoch, c.sequence)):
                     place = copy.layer, copy.shard

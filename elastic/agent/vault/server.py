@@ -22,6 +22,7 @@ from elastic.domain.errors import (
     ChannelClosed,
     ElasticError,
     FieldError,
+    SlotError,
     StaleError,
     VaultError,
     VaultFull,
@@ -230,7 +231,7 @@ class VaultServer:
         kind = REQUESTS.get(str(header.get("kind", ""))) if isinstance(header, dict) else None
         if kind is None:
             raise FieldError("vault request", str(header)[:80], f"one of {', '.join(REQUESTS)}")
-        request: Any = codec.decode(kind, header.get("body"))
+        request: Any = codec.decode(kind, header.get("body"), newer=True)
         try:
             if isinstance(request, Locate) and node and request.node != node:
                 REJECTIONS.count(PORT, Reason.FORGED, node, f"it claims to be {request.node}")
@@ -326,4 +327,9 @@ class VaultServer:
 
 def _reply_for(error: ElasticError | None) -> Reply:
     text = "" if error is None else str(error)
-    return Reply(error=text, stale=isinstance(error, StaleError), full=isinstance(error, VaultFull))
+    return Reply(
+        error=text,
+        stale=isinstance(error, StaleError),
+        full=isinstance(error, VaultFull),
+        broken=isinstance(error, SlotError),
+    )

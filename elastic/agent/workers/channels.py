@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.core.protocol import messages as m
-from elastic.domain.errors import ChannelClosed, FieldError
+from elastic.domain.errors import ChannelClosed, FieldError, UnknownMessage, describe
 from elastic.rpc.frames import Channel, listen_unix
 
 log = logging.getLogger("elastic.agent")
@@ -54,7 +54,8 @@ class _Sender:
 class WorkerChannels:
     """Connects the agent with its workers, which attach to a Unix socket at `path`.
 
-    `put(generation, local rank, message)` is called for each message of a worker, in order.
+    `put(generation, local rank, message)` is called for each message of a worker, in order. If a
+    message cannot be read, `Crashed` is put in its place, and the worker's connection ends.
     `launched()` returns the generation (number) of the running launch and its process id per local
     rank.
     """
@@ -110,25 +111,35 @@ class WorkerChannels:
 
     def _receive(self, channel: Channel) -> None:
         """Pass on one worker's messages until its connection ends."""
+        generation, rank = -1, -1
         try:
-            first = channel.receive()
-            if not isinstance(first, m.Attach | m.Failed):
-                raise FieldError("first message", type(first).__name__, "Attach must come first")
-            rank = first.local_rank
+            hello = channel.receive()
+            if not isinstance(hello, m.Hello):
+                raise FieldError("first message", type(hello).__name__, "Hello must come first")
+            channel.peer, rank = hello.version, hello.local_rank
             generation, pids = self._launched()
-            if isinstance(first, m.Failed):
-                self._put(generation, rank, first)
-                return
-            if pids.get(rank) != first.pid:
-                raise FieldError("pid", first.pid, f"not a worker of this launch ({dict(pids)})")
-            self.remove(rank)
-            self._senders[rank] = _Sender(channel)
-            self._receivers[generation, rank] = threading.current_thread()
-            self._put(generation, rank, first)
+            own = pids.get(rank) == hello.pid
+            if own:
+                self._receivers[generation, rank] = threading.current_thread()
+                self._put(generation, rank, hello)
             while True:
-                self._put(generation, rank, channel.receive())
+                try:
+                    message = channel.receive()
+                except UnknownMessage as error:
+                    log.info("worker %d sent a message of a newer version: %s", rank, error)
+                    continue
+                if not own and not isinstance(message, m.Failed):
+                    remedy = f"not a worker of this launch ({dict(pids)})"
+                    raise FieldError("pid", hello.pid, remedy)
+                if isinstance(message, m.Attach):
+                    self.remove(rank)
+                    self._senders[rank] = _Sender(channel)
+                self._put(generation, rank, message)
         except ChannelClosed:
             return
         except FieldError as error:
             log.error("a worker's channel is closed: %s", error)
+            if (generation, rank) in self._receivers:
+                text = f"its agent cannot read its message: {describe(error)}"
+                self._put(generation, rank, m.Crashed(text, rank))
             channel.close()

@@ -29,7 +29,9 @@ from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.fault_spec import dump_faults
 from elastic.core.protocol.messages import Launch
 from elastic.domain import codec
+from elastic.domain.errors import MAX_DESCRIPTION_CHARS
 from elastic.domain.types import NodeInfo
+from elastic.rpc.frames import CHANNEL_VERSION, version_text
 
 log = logging.getLogger("elastic.agent")
 CLOCK_HZ = os.sysconf("SC_CLK_TCK")
@@ -51,6 +53,8 @@ class WorkerExit:
     pid: int
     returncode: int
     """Exit status, or minus the number of the signal that ended the process."""
+    error: str = ""
+    """Error that ended the process, as far as known."""
 
 
 def agent_socket(config: JobConfig, node: str) -> Path:
@@ -165,6 +169,7 @@ def worker_environment(
         "ELASTIC_ON_NONFINITE": config.on_nonfinite.value,
         "ELASTIC_CERTS": config.certs,
         "ELASTIC_CERTS_NAME": config.certs_name,
+        "ELASTIC_PROTOCOL": version_text(CHANNEL_VERSION),
     }
 
 
@@ -255,7 +260,10 @@ class WorkerGroup:
         self._finish()
 
     def _await_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self._ended(WorkerExit(rank, process.pid, process.wait()))
+        code = process.wait()
+        # A signal comes from outside, so its worker has nothing to say about it.
+        error = self._output.last_error_line(self._folder(rank)) if code > 0 else ""
+        self._ended(WorkerExit(rank, process.pid, code, error[:MAX_DESCRIPTION_CHARS]))
 
     def _ended(self, ended: WorkerExit) -> None:
         """Pass on the end of a worker, once."""
@@ -269,8 +277,12 @@ class WorkerGroup:
         if last:
             self._finish()
 
+    def _folder(self, rank: int) -> Path:
+        """Return the folder of the worker's log files."""
+        return self._config.log_path(self._info.node, self._launch.restart, rank)
+
     def _open(self, rank: int) -> tuple[int, int]:
-        folder = self._config.log_path(self._info.node, self._launch.restart, rank)
+        folder = self._folder(rank)
         names = {
             "node": self._info.node,
             "rank": str(self._launch.rank + rank),

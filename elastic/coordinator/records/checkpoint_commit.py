@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ from elastic.domain.types import JobSpec
 from elastic.store import checkpoint_directory
 
 log = logging.getLogger("elastic.coordinator")
-Commit = Future[job.CheckpointCommitted | None]
+Commit = Future[job.CheckpointCommitted | job.CheckpointFailed]
 
 
 class CheckpointCommits:
@@ -24,29 +25,37 @@ class CheckpointCommits:
     def __init__(self, directory: Path, done: Callable[[Any], object]) -> None:
         self._directory, self._done = directory, done
         self._disk = ThreadPoolExecutor(1, "checkpoint")
+        self._closed = threading.Event()
         self._pending: list[Commit] = []
 
     def begin(self, step: int, spec: JobSpec | None) -> None:
-        """Start to complete the checkpoint of `step`."""
+        """Start to complete the checkpoint of `step`. A disk that fails is tried several times."""
 
-        def work() -> job.CheckpointCommitted | None:
+        def work() -> job.CheckpointCommitted | job.CheckpointFailed:
             try:
-                path = checkpoint_directory.commit(self._directory, step, spec)
+                path = checkpoint_directory.retry(
+                    lambda: checkpoint_directory.commit(self._directory, step, spec),
+                    self._closed.wait,
+                )
             except (ElasticError, OSError) as error:  # a network disk may fail at any time
                 log.error("checkpoint of step %d is incomplete: %s", step, error)
-                return None
+                return job.CheckpointFailed(step, str(error))
             return job.CheckpointCommitted(str(path), step)
 
         future = self._disk.submit(work)
         self._pending.append(future)
         future.add_done_callback(self._done)
 
+    def drop(self, step: int) -> None:
+        """Remove the files of the incomplete checkpoint of `step`."""
+        self._disk.submit(checkpoint_directory.discard_step, self._directory, step)
+
     def pending(self) -> tuple[Commit, ...]:
         """Return the commits that were not taken."""
         return tuple(self._pending)
 
-    def take(self, future: Commit) -> job.CheckpointCommitted | None:
-        """Wait for a commit; return its event, or None if it was taken before or has failed."""
+    def take(self, future: Commit) -> job.CheckpointCommitted | job.CheckpointFailed | None:
+        """Wait for a commit; return its event, or None if it was taken before."""
         if future not in self._pending:
             return None
         self._pending.remove(future)
@@ -54,4 +63,5 @@ class CheckpointCommits:
 
     def close(self) -> None:
         """Stop the thread, without waiting for a commit in progress."""
+        self._closed.set()
         self._disk.shutdown(wait=False)

@@ -6,19 +6,21 @@ the job's phase decide afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from elastic.core.job import checkpoints
 from elastic.core.job.absent_nodes import with_returned
 from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import count_node_seconds, with_expected_end
 from elastic.core.job.liveness import without_doubt
 from elastic.core.job.measured_conditions import observe_backup
-from elastic.core.job.membership import launch_nodes, name_conflict, with_member
+from elastic.core.job.membership import end_job, launch_nodes, name_conflict, with_member
 from elastic.core.job.state import (
+    CertificatesRead,
     CheckpointCommitted,
-    CommitCheckpoint,
+    CheckpointFailed,
     ConnectionClosed,
     CoordinatorFailover,
     DrainRequested,
@@ -38,11 +40,12 @@ from elastic.core.job.state import (
 from elastic.core.job.stragglers import observe_speed
 from elastic.core.policy import drain, progress_watchdog, remediation
 from elastic.core.policy.admission import admit
+from elastic.core.policy.certificate_warnings import certificates_read
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.protocol.timeouts import LEAST_RTT_S, MAX_HEARTBEATS_PER_S, MOST_RTT_S
-from elastic.domain.types import Slot, whole_slots
+from elastic.domain.errors import EXIT_USAGE
 
 RETIRED = 256
 """Number of replaced incarnations that are kept in the state."""
@@ -60,6 +63,10 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
         return state, (), f"{node}: stale report of epoch {report.epoch}"
     if state.spec is None and report.elastic and report.spec is not None:
         state = state.of(spec=report.spec)
+        if problem := checkpoints.mismatch(state.resumed, report.spec):
+            state, actions = end_job(state, JobPhase.FAILED, EXIT_USAGE, problem)
+            return state, actions, problem
+        state = state.of(resumed=None)
     if state.spec is not None and report.spec is not None:
         if report.spec != state.spec:
             text = f"{node} runs another model or configuration than the rest of the job"
@@ -70,7 +77,8 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
     if report.info.lifetime_s != was.info.lifetime_s:
         member = with_expected_end(member, now)
     state = progress_watchdog.report_seen(with_member(state, member), was, report, now)
-    if report.suspects and not state.suspected_since and report.epoch == state.epoch:
+    accuses = bool(report.suspects or report.failures)
+    if accuses and not state.suspected_since and report.epoch == state.epoch:
         state = state.of(suspected_since=now)
     records = [h.record for h in report.halted if h.record and state.phase is JobPhase.HALTING]
     if records and records[-1].step > state.newest_step:
@@ -188,6 +196,15 @@ def _port_refused(state: JobState, event: PortRefused, now: float) -> JobTransit
     return state, (), f"{event.node}: its port refuses connections"
 
 
+def _agent_failed(state: JobState, event: m.AgentFailed, now: float) -> JobTransition:
+    member = state.members.get(event.node)
+    if member is None or member.report.info.incarnation != event.incarnation:
+        return state, (), ""
+    state = with_member(state, replace(member, agent_error=event.error))
+    entry = LogEntry("agent-failed", {"node": event.node, "error": event.error})
+    return state, (entry,), f"{event.node}: its agent failed: {event.error}"
+
+
 def _drain_requested(state: JobState, event: DrainRequested, now: float) -> JobTransition:
     member = state.members.get(event.node)
     if member is None or (member.draining and member.notice is None):
@@ -215,40 +232,18 @@ def _step_finished(state: JobState, event: m.StepDone, now: float) -> JobTransit
     return state, nonfinite_entries(event.record), ""
 
 
-def _checkpoint_part(state: JobState, event: m.CheckpointPart, now: float) -> JobTransition:
-    before = {slot for step, part in state.checkpoint_parts if step == event.step for slot in part}
-    slots = before | set(event.layers)
-    newest = max((step for step, _ in state.checkpoint_parts), default=-1)
-    committed = state.checkpoint is not None and event.step <= state.checkpoint[1]
-    if state.spec is None or event.step < newest or committed:
-        return state, (), ""
-    state = state.of(checkpoint_parts=((event.step, tuple(sorted(slots))),))
-    # Nodes report a part again after a reconnect. The commit must begin only once.
-    begun = _is_complete(state, slots) and not _is_complete(state, before)
-    return state, ((CommitCheckpoint(event.step),) if begun else ()), ""
-
-
-def _is_complete(state: JobState, slots: Collection[Slot]) -> bool:
-    """Return whether `slots` cover every (layer, TP rank) of the model."""
-    spec = state.spec
-    return spec is not None and len(whole_slots(slots)) == spec.n_layers * spec.tp
-
-
 def _backup_note(state: JobState, event: m.BackupNote, now: float) -> JobTransition:
     data = {"owner": event.owner, "keeper": event.keeper, "detail": event.detail}
     reason = f"{event.kind}: copies of {event.owner} at {event.keeper}"
-    return state, (LogEntry(event.kind, data),), reason
+    failed = event.kind == m.KEEPER_FAILED
+    state, findings = remediation.keeper_failed(state, event, now) if failed else (state, ())
+    return state, (LogEntry(event.kind, data), *findings), reason
 
 
 def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> JobTransition:
-    if state.checkpoint == (event.path, event.step):
-        return state, (), ""
-    entry = LogEntry("checkpoint", {"step": event.step, "path": event.path})
-    state, findings = remediation.checkpoint_written(state, now)
-    # Keep parts of later checkpoints, which arrived during the commit.
-    later = tuple(part for part in state.checkpoint_parts if part[0] > event.step)
-    state = state.of(checkpoint=(event.path, event.step), checkpoint_parts=later)
-    return state, (entry, *findings), f"checkpoint of step {event.step}"
+    state, entries, reason = checkpoints.committed(state, event)
+    state, findings = remediation.checkpoint_written(state, now) if entries else (state, ())
+    return state, (*entries, *findings), reason
 
 
 def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTransition:
@@ -263,8 +258,7 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
     actions: list[JobAction] = [LogEntry("adopted", {"epoch": state.epoch})]
     if state.ending is not None:
         actions.append(state.ending)
-    parts = state.checkpoint_parts
-    actions += [CommitCheckpoint(step) for step, slots in parts if _is_complete(state, slots)]
+    actions += checkpoints.commits_to_repeat(state)
     state = progress_watchdog.restarted(without_doubt(state.of(members=members)), late)
     return state, tuple(actions), "took the job over"
 
@@ -283,10 +277,13 @@ EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
     DrainRequested: _drain_requested,
     m.Notice: drain.notice_received,
     m.StepDone: _step_finished,
-    m.CheckpointPart: _checkpoint_part,
+    m.CheckpointPart: checkpoints.part_reported,
     m.BackupNote: _backup_note,
     HealthReport: remediation.health_reported,
+    m.AgentFailed: _agent_failed,
+    CertificatesRead: certificates_read,
     CheckpointCommitted: _checkpoint_committed,
+    CheckpointFailed: lambda state, event, now: checkpoints.commit_failed(state, event),
     Tick: _ticked,
     CoordinatorFailover: _failover,
 }

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.coordinator.event_handlers import EVENT_HANDLERS
-from elastic.core.job import absent_nodes, liveness, quarantine
+from elastic.core.job import absent_nodes, checkpoints, liveness, quarantine
 from elastic.core.job.epoch_change import (
     begin_change,
     candidates,
@@ -46,19 +46,26 @@ from elastic.core.job.state import (
     Member,
     Send,
 )
-from elastic.core.policy import drain, progress_watchdog, restart_policy
+from elastic.core.policy import drain, final_checkpoint, progress_watchdog, restart_policy
 from elastic.core.policy.backup_policy import change_backup
+from elastic.core.policy.certificate_warnings import expired_of
 from elastic.core.policy.remediation import apply_remedies, node_lost
 from elastic.core.policy.straggler_policy import rebalance_stragglers
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.core.protocol.timeouts import budget
+from elastic.domain.errors import EXIT_FAILURE, EXIT_OK, EXIT_UNRECOVERABLE, EXIT_USAGE
 from elastic.planning.backup.peer_assignment import natural
 
 SCRIPT_S = 30.0
 """If no worker has attached after this time, the script does not use elastic."""
 LATE_WORKERS_S = 90.0
 """After this time the job starts without the nodes that are not ready, if the minimum is ready."""
+DEPARTURES = 64
+"""Number of lost members whose reasons are kept."""
+SHOWN_FAILURES = 3
+"""Number of nodes whose errors a cause quotes."""
+UNEXPLAINED = "no reason was reported; see the node's logs in the run directory"
 OVER = (JobPhase.FINISHED, JobPhase.FAILED)
 CHANGING = (JobPhase.HALTING, JobPhase.INSTALLING, JobPhase.RUNNING, JobPhase.PAUSED)
 """Phases in which an epoch change can begin at any time."""
@@ -156,14 +163,19 @@ def _drop_lost_members(state: JobState, now: float) -> JobTransition | None:
     if not believed:
         return None
     actions: list[JobAction] = []
+    reasons: list[str] = []
     for loss in believed:
-        node, why = loss.node, loss.why
+        node, error = loss.node, state.members[loss.node].agent_error
+        why = loss.why + (f"; its agent failed: {error}" if error else "")
+        why += expired_of(state, node, now)
+        state = state.of(departures=(*state.departures, (node, why))[-DEPARTURES:])
+        reasons.append(f"{node} lost: {why}")
         entry = LogEntry("lost", {"node": node, "loss": loss.kind.value, "why": why})
         state, findings = node_lost(without_member(state, node, now, left=1), node, why, now)
         if not loss.proven:
             state = liveness.without_doubt(absent_nodes.with_absent(state, node, now))
         actions += [entry, Send(node, m.Fenced(f"lost: {why}")), *findings]
-    return state, tuple(actions), "; ".join(f"{one.node} lost: {one.why}" for one in believed)
+    return state, tuple(actions), "; ".join(reasons)
 
 
 def _regain_epoch(state: JobState, now: float) -> JobTransition | None:
@@ -191,17 +203,16 @@ def _end(state: JobState, now: float) -> JobTransition | None:
     reports = [mb.report for mb in state.members.values()]
     crashing = [r for r in reports if r.elastic and r.phase is NodePhase.FAILED]
     if crashing and len(crashing) == len(reports):
-        text = f"workers crash on every node: {crashing[0].cause}"
+        text = f"workers crash on every node; {_crash(crashing[0])}"
         return _end_job(state, JobPhase.FAILED, 1, text)
     for report in reports:
         failed, finished = report.failed, report.finished
         if failed is not None:
-            text = f"{report.info.node}: {failed.message}"
+            text = f"{report.info.node}: {failed.message or UNEXPLAINED}"
             state, actions, reason = _end_job(state, JobPhase.FAILED, failed.exit_code, text)
             return state, (*_evidence(failed), *actions), reason
         if finished is not None and finished.params_sha256:
-            text, sha = f"all {finished.step} steps done", finished.params_sha256
-            return _end_job(state, JobPhase.FINISHED, 0, text, sha)
+            return _finished(state, finished, now)
     return None
 
 
@@ -214,13 +225,25 @@ def _evidence(failed: m.Failed) -> tuple[LogEntry, ...]:
     return entries
 
 
+def _finished(state: JobState, finished: m.Finished, now: float) -> JobTransition | None:
+    """End the job once the checkpoint of its last step is durable, if one is due."""
+    text, sha = f"all {finished.step} steps done", finished.params_sha256
+    if not checkpoints.is_final_missing(state):
+        return _end_job(state, JobPhase.FINISHED, EXIT_OK, text, sha)
+    problem = final_checkpoint.problem(state)
+    if problem:
+        return _end_job(state, JobPhase.FAILED, EXIT_FAILURE, f"{text}, but {problem}", sha)
+    return final_checkpoint.replace_writers(state, now)
+
+
 def _end_job(
     state: JobState, phase: JobPhase, code: int, reason: str, sha: str = ""
 ) -> JobTransition:
     # The summary must include a change that became complete just before the end of the job.
     state, completed, _ = _complete_change(state) or (state, (), "")
+    unfinished = checkpoints.unfinished(state)
     state, ended = end_job(state, phase, code, reason, sha)
-    return state, (*completed, *ended), reason
+    return state, (*completed, *unfinished, *ended), reason
 
 
 # ---- rules of single phases ----
@@ -271,10 +294,10 @@ def _plain_script(state: JobState, launched: list[Member], now: float) -> JobTra
     more = any(mb.rank < 0 for mb in state.members.values()) and len(launched) < policy.max_nodes
     grown = more and now - state.launched_at > SCRIPT_S
     if failed and state.restart >= policy.max_restarts:
-        text = f"{failed[0].report.cause} (restarts used up: {state.restart})"
+        text = f"{_crash(failed[0].report)} (restarts used up: {state.restart})"
         return _end_job(state, JobPhase.FAILED, 1, text)
     if failed or missing or grown:
-        why = failed[0].report.cause if failed else "membership changed"
+        why = _crash(failed[0].report) if failed else "membership changed"
         if not failed:  # a restart after a change of membership does not count
             policy = replace(policy, max_restarts=policy.max_restarts + 1)
         members = {n: replace(mb, rank=-1, launch=None) for n, mb in state.members.items()}
@@ -316,6 +339,9 @@ def _notice_ends(state: JobState, now: float) -> Cause | None:
 
 
 def _installing(state: JobState, now: float) -> JobTransition | None:
+    unreadable = checkpoints.unreadable(state)
+    if unreadable is not None:
+        return _fall_back(state, unreadable.detail, now)
     cause = _fault(state, now)
     if cause is not None:
         # If a micro-batch of this epoch was computed before the fault, the change is complete and
@@ -328,6 +354,20 @@ def _installing(state: JobState, now: float) -> JobTransition | None:
         state = state.of(phase=JobPhase.RUNNING, trained=True)
         return state, (), "every node of the plan is ready"
     return None
+
+
+def _fall_back(state: JobState, why: str, now: float) -> JobTransition:
+    """Continue from an older checkpoint, because the newest one cannot be read."""
+    state, entry = checkpoints.without_newest(state, why)
+    if state.checkpoint is not None:
+        text = f"{why}; continuing from the checkpoint of step {state.checkpoint[1]}"
+        state, actions, reason = begin_change(state, Cause(CauseKind.OTHER, text), now)
+        return state, (entry, *actions), reason
+    code = EXIT_UNRECOVERABLE if state.trained else EXIT_USAGE
+    state, actions, reason = _end_job(
+        state, JobPhase.FAILED, code, f"{why}; there is no older checkpoint"
+    )
+    return state, (entry, *actions), reason
 
 
 def _running(state: JobState, now: float) -> JobTransition | None:
@@ -424,14 +464,14 @@ def _fault(state: JobState, now: float) -> Cause | None:
     for node in state.plan.nodes():
         member = state.members.get(node)
         if member is None:
-            return Cause(CauseKind.LOST, f"{node} lost", (node,))
+            return Cause(CauseKind.LOST, f"{node} lost{_departure(state, node)}", (node,))
         if member.workers_gone:
             return _workers_down(member.report, "workers are gone")
         if member.report.phase is NodePhase.IDLE:
             return _workers_down(member.report, "workers were started anew")
     for node, peer in state.plan.peers:
         if peer not in state.members:
-            text = f"{peer} lost, which kept the backups of {node}"
+            text = f"{peer} lost, which kept the backups of {node}{_departure(state, peer)}"
             return Cause(CauseKind.LOST, text, (peer,))
     for diverged in divergence_reports(state)[:1]:
         text = "; ".join(one.text for one in diverged.found)
@@ -440,10 +480,7 @@ def _fault(state: JobState, now: float) -> Cause | None:
     if unreachable is not None:
         return unreachable
     if state.suspected_since and now - state.suspected_since > _contact_s(state):
-        suspects = sorted({node for mb in state.members.values() for node in mb.report.suspects})
-        if suspects:
-            text = f"contact lost with {' '.join(suspects)}"
-            return Cause(CauseKind.CONTACT, text, tuple(suspects))
+        return _contact_lost(state)
     return None
 
 
@@ -454,6 +491,32 @@ def _contact_s(state: JobState) -> float:
     again = sum(cause.kind is CauseKind.CONTACT for cause in causes)
     limits = state.limits
     return max(limits.contact_s, min(limits.contact_s * 2.0 ** min(again, 30), limits.path_s))
+
+
+def _contact_lost(state: JobState) -> Cause | None:
+    """Return the cause with the reported suspects and errors, or None if nobody reports any now."""
+    reports = [mb.report for mb in state.members.values() if mb.report.epoch == state.epoch]
+    suspects = tuple(sorted({node for report in reports for node in report.suspects}))
+    failures = [f"{r.info.node}: {text}" for r in reports for text in r.failures[:1]]
+    if not suspects and not failures:
+        return None
+    more = len(failures) - SHOWN_FAILURES
+    errors = "; ".join([*failures[:SHOWN_FAILURES], *([f"{more} more"] if more > 0 else [])])
+    if not suspects:
+        return Cause(CauseKind.CONTACT, errors)
+    text = f"contact lost with {' '.join(suspects)}" + (f" ({errors})" if errors else "")
+    return Cause(CauseKind.CONTACT, text, suspects)
+
+
+def _departure(state: JobState, node: str) -> str:
+    """Return why the node was lost, as the end of a cause; "": it is not known."""
+    why = dict(state.departures).get(node, "")
+    return f": {why}" if why else ""
+
+
+def _crash(report: NodeReport) -> str:
+    """Return the node and the cause of its workers' crash."""
+    return f"{report.info.node}: {report.cause or UNEXPLAINED}"
 
 
 def _workers_down(report: NodeReport, text: str) -> Cause:

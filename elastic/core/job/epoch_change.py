@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from elastic.core.job import absent_nodes, join_policy, quarantine, reachability
+from elastic.core.job import absent_nodes, checkpoints, join_policy, quarantine, reachability
 from elastic.core.job.goodput import nonfinite_entries, step_entry
 from elastic.core.job.measured_conditions import backup_conditions
 from elastic.core.job.membership import end_job
@@ -46,7 +46,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.recovery import divergence, lineage, partial_replay, recovery
 from elastic.domain.errors import EXIT_UNRECOVERABLE, FieldError, InfeasiblePlan, Unrecoverable
-from elastic.domain.types import Plan, StepRecord
+from elastic.domain.types import NodeInfo, Plan, StepRecord
 from elastic.planning.plan.schemes import state_of
 from elastic.planning.search.search import PlanRequest, make_plan
 
@@ -124,7 +124,7 @@ def plan_request(state: JobState, epoch: int) -> PlanRequest:
     outlook = join_policy.outlook(state, state.updated_at)
     return PlanRequest(
         spec=state.spec,
-        nodes=tuple(mb.report.info for mb in candidates(state)),
+        nodes=tuple(_with_keeping(state, mb.report.info) for mb in candidates(state)),
         max_nodes=state.policy.max_nodes,
         epoch=epoch,
         tp=state.spec.tp,
@@ -138,6 +138,11 @@ def plan_request(state: JobState, epoch: int) -> PlanRequest:
         pause_s=outlook.pause_in_s,
         weighing=backup_conditions(state),
     )
+
+
+def _with_keeping(state: JobState, info: NodeInfo) -> NodeInfo:
+    """Return the description of a node; `keeps` is false if its vault refused copies."""
+    return replace(info, keeps=False) if info.incarnation in state.poor_keepers else info
 
 
 def decide_plan(state: JobState, now: float) -> JobTransition:
@@ -167,6 +172,7 @@ def _decide_plan(state: JobState, now: float) -> JobTransition:
             state, actions, reason = _decide_plan(state, now)
             return state, (*entries, *actions), reason
         entry = LogEntry("paused", {"epoch": state.epoch, "why": str(error)})
+        change = replace(change, reason=str(error))
         state = state.of(phase=JobPhase.PAUSED, change=change, blocked=_situation(state))
         return state, (entry,), f"paused: {error}"
     except Unrecoverable as error:
@@ -284,10 +290,11 @@ def _solve(
     members = [mb for mb in state.members.values() if mb.node not in hidden]
     reported = (copy for mb in members for copy in mb.report.inventory)
     proven = lineage.proven(reported, state.starts, newest_epoch=state.epoch, trimmed=state.trimmed)
+    inventory = divergence.allowed(proven, state.distrusted)
     assignment = recovery.solve(
         plan=plan,
         spec=state.spec,
-        inventory=divergence.allowed(proven, state.distrusted),
+        inventory=inventory,
         records=_records(state),
         vaults=tuple((mb.node, mb.report.info.vault) for mb in state.members.values()),
         checkpoint=state.checkpoint,
@@ -297,8 +304,13 @@ def _solve(
     # Once an epoch after a divergence is protected, no worker has a wrong replica any more.
     recent = (entry for entry in state.distrusted if entry.epoch >= state.trimmed)
     reload = tuple(dict.fromkeys(place for entry in recent for place in entry.places))
-    store = state.members[plan.units()[0].node].report.store
-    return replace(assignment, store=store, reload=reload)
+    return replace(
+        assignment,
+        store=state.members[plan.units()[0].node].report.store,
+        reload=reload,
+        rescued=checkpoints.copies_to_rescue(state, assignment.step, inventory),
+        checkpointed=checkpoints.newest_written(state),
+    )
 
 
 def _install(
@@ -311,7 +323,7 @@ def _install(
     fallback = [recipe.checkpoint for _, recipe in assignment.recipes if recipe.checkpoint]
     unlogged = () if fallback else _unlogged_step(state, assignment, change.decided)
     newest = assignment.step - 1
-    state = state.of(
+    state = checkpoints.began_epoch(state, assignment.step).of(
         phase=JobPhase.INSTALLING,
         plan=plan,
         assignment=assignment,
@@ -321,7 +333,6 @@ def _install(
         considered=tuple(
             join_policy.member_key(mb) for mb in state.members.values() if mb.report.able
         ),
-        checkpoint_parts=tuple(p for p in state.checkpoint_parts if p[0] <= assignment.step),
         reconsider_at=0.0,
         starts=lineage.with_start(state.starts, state.epoch, assignment.step),
         missing=None,

@@ -14,11 +14,13 @@ from elastic.core.health.backup_metrics import BackupMetrics
 from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.health.diagnosis import HealthLimits, NodeHealth
 from elastic.core.health.path_fault import PathFault
+from elastic.core.protocol.health_report import CertificateEnd
 from elastic.core.protocol.messages import Heartbeat as Heartbeat
 from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
+from elastic.core.protocol.version import FIRST
 from elastic.core.recovery.divergence import Distrust
-from elastic.domain.types import Assignment, JobSpec, NodeInfo, Plan, Slot, StepRecord
+from elastic.domain.types import Assignment, JobSpec, NodeInfo, Plan, SavedModel, Slot, StepRecord
 from elastic.planning.cost.profile import Profile
 
 
@@ -93,6 +95,8 @@ class Member:
     refused: bool = False
     """Whether the port of its vault refused a connection after the stream closed: its agent has
     ended."""
+    agent_error: str = ""
+    """Error because of which the node's agent ends; "": none was reported."""
 
     @property
     def node(self) -> str:
@@ -154,6 +158,11 @@ class CauseKind(StrEnum):
     STORE = "store"
     """The store lost its last writes: nodes are in an epoch that the saved state does not have."""
     OTHER = "other"
+
+    @classmethod
+    def _missing_(cls, value: object) -> CauseKind:
+        """Read a kind that only the next version knows as OTHER."""
+        return cls.OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +292,11 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """All that a coordinator knows about the job, saved with every decision."""
+    """All that a coordinator knows about the job, saved with every decision.
+
+    A coordinator of the next or the former version can read it
+    (`elastic.core.protocol.version`), so new fields have defaults.
+    """
 
     policy: Policy
     phase: JobPhase = JobPhase.WAITING
@@ -310,8 +323,15 @@ class JobState:
     """Copies that recoveries must not use, after divergences."""
     checkpoint: tuple[str, int] | None = None
     """(directory, step) of the newest durable checkpoint."""
+    older_checkpoints: tuple[tuple[str, int], ...] = ()
+    """(directory, step) of earlier durable checkpoints, newest first."""
     checkpoint_parts: tuple[tuple[int, tuple[Slot, ...]], ...] = ()
-    """(step, layers and portions on disk) of checkpoints that are being written."""
+    """(step, layers and portions on disk) of checkpoints that are being written, oldest first."""
+    lost_checkpoints: tuple[int, ...] = ()
+    """Newest steps whose checkpoints were given up."""
+    checkpoint_errors: tuple[tuple[str, str], ...] = ()
+    """(node, reason) of each failure to write the checkpoint of the last step in this epoch; the
+    node is "" if the commit failed."""
     enough_since: float = 0.0
     """Time since which at least the minimum of nodes is connected; 0: fewer are."""
     launched_at: float = 0.0
@@ -342,6 +362,10 @@ class JobState:
     backup_checked_at: float = 0.0
     requested_backup: str = ""
     """Pair of backup schemes for which the plan was changed last."""
+    poor_keepers: tuple[str, ...] = ()
+    """Incarnations of members whose vaults can store no copies of other nodes."""
+    resumed: SavedModel | None = None
+    """Model of the checkpoint that the job resumes, until it is compared with the script's."""
     losses: int = 0
     """Number of members that left in the time that `node_seconds` counts."""
     node_seconds: float = 0.0
@@ -384,6 +408,14 @@ class JobState:
     missing: MissingCopies | None = None
     """Reason why a paused job waits for absent nodes; None: it does not."""
     watch: ProgressWatch = field(default_factory=ProgressWatch)
+    protocol: int = FIRST
+    """Protocol version of the coordinator that wrote this state."""
+    departures: tuple[tuple[str, str], ...] = ()
+    """(node, reason) of the newest lost members."""
+    certificates: tuple[CertificateEnd, ...] = ()
+    """Certificates of the coordinator; `NodeHealth.report` has those of a node."""
+    expiring: dict[str, int] = field(default_factory=dict)
+    """Warning level per certificate that ends soon (`elastic.core.health.certificates`)."""
 
     @property
     def limits(self) -> Timeouts:
@@ -456,6 +488,21 @@ class CheckpointCommitted:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """The files of a checkpoint are written, but could not be committed."""
+
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class CertificatesRead:
+    """The coordinator read the ends of its own certificates."""
+
+    certificates: tuple[CertificateEnd, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorFailover:
     """A new coordinator has taken over the job, with the state from the store."""
 
@@ -502,6 +549,15 @@ class YieldLead:
     """Order to give up the lead, so that another coordinator can take over."""
 
 
-JobAction = Send | LogEntry | JobFinished | ChangeCompleted | CommitCheckpoint | YieldLead
+@dataclass(frozen=True, slots=True)
+class DropCheckpoint:
+    """Order to remove the files of `step`, whose checkpoint cannot become whole."""
+
+    step: int
+
+
+JobAction = (
+    Send | LogEntry | JobFinished | ChangeCompleted | CommitCheckpoint | DropCheckpoint | YieldLead
+)
 JobTransition = tuple[JobState, tuple[JobAction, ...], str]
 """(state, actions, reason)"""

@@ -24,6 +24,7 @@ from elastic.core.protocol.timeouts import (
     Timeouts,
     budget,
 )
+from elastic.core.protocol.version import incompatibility, this_version
 from elastic.domain.errors import EXIT_FAILURE, service_exit
 from elastic.domain.types import NodeInfo
 
@@ -106,6 +107,8 @@ class NodeState:
     suspects: tuple[str, ...] = ()
     diverged: tuple[m.Diverged, ...] = ()
     """Reports of workers since the last installation that holders disagree."""
+    failures: tuple[str, ...] = ()
+    """Errors of the present epoch that its workers or its agent reported."""
     cause: str = ""
     hung: bool = False
     """Whether `cause` is a hang."""
@@ -116,12 +119,12 @@ class NodeState:
     """Number of crashes and hangs of workers in this incarnation."""
     polled_at: float = 0.0
     """Time of the newest poll of the processes."""
+    unreadable: m.CheckpointUnreadable | None = None
+    """Report of a worker that it cannot read a checkpoint in this epoch."""
     finished: m.Finished | None = None
     failed: m.Failed | None = None
     installed: int = 0
     """Epoch whose assignment the workers have."""
-    failures: tuple[str, ...] = ()
-    """Errors because of which this node cannot go on in the present epoch."""
     first_step_s: float = 0.0
     """Longest measured time from the start of a worker, or from an installation, to the end of the
     first step; 0: unknown."""
@@ -153,6 +156,8 @@ class WorkerMessage:
 class WorkerExited:
     rank: int
     code: int
+    error: str = ""
+    """Error that ended the worker, if the agent knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +378,7 @@ PHASE_CHANGES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
     ((Phase.RUNNING,), "all steps done", Phase.FINISHED),
     ((*_ATTACHED, Phase.RUNNING, Phase.FINISHED), "a worker died", Phase.STARTING),
     ((*_ATTACHED, Phase.STARTING), "crashed too often", Phase.FAILED),
+    ((Phase.STARTING,), "workers of another version", Phase.FAILED),
     ((Phase.STARTING,), "script ended", Phase.FINISHED),
     ((Phase.STARTING,), "script failed", Phase.FAILED),
     ((Phase.STARTING, Phase.FINISHED, Phase.FAILED), "group restart", Phase.STARTING),
@@ -457,6 +463,7 @@ def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
         finished=None,
         suspects=(),
         failures=(),
+        unreadable=None,
         waiting=True,
         boundary=event.boundary,
     )
@@ -504,26 +511,23 @@ def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeT
     worker, message = replace(state.workers[event.rank], seen=now), event.message
     state = _with_worker(state, event.rank, worker)
     match message:
+        case m.Hello():
+            return _greeted(state, message)
         case m.Attach():
             return _attached(state, event.rank, replace(worker, attach=message, active_at=now))
         case m.Progress():
             return _progress(state, event.rank, message, now)
         case m.Halted():
             return _halted(_with_worker(state, event.rank, replace(worker, halted=message)))
-        case m.Ready() | m.Resumed() | m.CommFailed():
+        case m.Ready() | m.Resumed() | m.CommFailed() | m.CheckpointUnreadable():
             return _epoch_message(state, event.rank, message)
         case m.Diverged():
-            # Not bound to the present epoch: the evidence counts until the next installation.
-            state = replace(state, diverged=(*state.diverged, message))
-            return state, (SendReport(),), "holders of a layer disagree"
+            return _diverged(state, message)
         case m.Protected():
             state = _with_worker(state, event.rank, replace(worker, protected=message.epoch))
             return state, (SendReport(),), "copies are whole at the peer"
         case m.Finished():
-            if state.finished is None or message.params_sha256:
-                state = replace(state, finished=message)
-            phase = Phase.FINISHED if state.phase is Phase.RUNNING else state.phase
-            return replace(state, phase=phase), (SendReport(),), "all steps done"
+            return _finished(state, message)
         case m.Crashed():
             worker = replace(worker, error=message.message)
             return _with_worker(state, event.rank, worker), (), message.message
@@ -531,6 +535,30 @@ def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeT
             return replace(state, failed=message), (SendReport(),), message.message
         case _:
             return state, (), "not for the node"
+
+
+def _finished(state: NodeState, message: m.Finished) -> NodeTransition:
+    if state.finished is None or message.params_sha256:
+        state = replace(state, finished=message)
+    phase = Phase.FINISHED if state.phase is Phase.RUNNING else state.phase
+    return replace(state, phase=phase), (SendReport(),), "all steps done"
+
+
+def _diverged(state: NodeState, message: m.Diverged) -> NodeTransition:
+    """Keep the evidence, of any epoch, until the next installation."""
+    state = replace(state, diverged=(*state.diverged, message))
+    return state, (SendReport(),), "holders of a layer disagree"
+
+
+def _greeted(state: NodeState, hello: m.Hello) -> NodeTransition:
+    """Give up if the workers have a version that this agent does not understand."""
+    theirs = f"worker {hello.local_rank}"
+    problem = incompatibility(this_version(), hello.version, "its agent", theirs)
+    if not problem or state.phase is not Phase.STARTING:
+        return state, (), "a worker greets"
+    crash_count = state.crash_count + 1
+    state = replace(state, elastic=True, cause=problem, crash_count=crash_count)
+    return _with_dead_workers(state), (KillWorkers(problem), SendReport()), problem
 
 
 def _attached(state: NodeState, rank: int, worker: WorkerState) -> NodeTransition:
@@ -564,7 +592,9 @@ def _progress(state: NodeState, rank: int, message: m.Progress, now: float) -> N
 
 
 def _epoch_message(
-    state: NodeState, rank: int, message: m.Ready | m.Resumed | m.CommFailed
+    state: NodeState,
+    rank: int,
+    message: m.Ready | m.Resumed | m.CommFailed | m.CheckpointUnreadable,
 ) -> NodeTransition:
     # Before a planned change the workers still run the installed epoch, and may fail in it.
     runs = state.boundary and state.phase is Phase.HALTING and message.epoch == state.installed
@@ -582,10 +612,13 @@ def _epoch_message(
                 return state, (), "resumed before"
             state = replace(state, resumed_at=message.at)
             return state, (SendReport(),), "first micro-batch of the epoch"
+        case m.CheckpointUnreadable():
+            state = replace(state, unreadable=message)
+            return state, (SendReport(),), f"a checkpoint cannot be read: {message.detail}"
         case m.CommFailed():
-            suspects = tuple(dict.fromkeys((*state.suspects, *(message.nodes or ("?",)))))
-            failures = tuple(dict.fromkeys((*state.failures, message.detail)))[:MAX_FAILURES]
-            state = replace(state, suspects=suspects, failures=failures)
+            suspects = tuple(dict.fromkeys((*state.suspects, *message.nodes)))
+            failures = (*state.failures, message.detail or "a worker cannot go on")[:MAX_FAILURES]
+            state = replace(state, suspects=suspects, failures=tuple(dict.fromkeys(failures)))
             return state, (SendReport(),), f"contact lost: {message.detail}"
 
 
@@ -610,12 +643,14 @@ def _worker_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
         return _script_exited(state, event)
     if state.failed is not None or (state.finished is not None and event.code == 0):
         return state, (SendReport(),), "worker ended"
-    cause = worker.error or state.cause or f"worker {event.rank} ended with {_exit(event.code)}"
+    error = worker.error or next((w.error for w in state.workers if w.error), "")
+    ended = f"worker {event.rank} ended with {_exit(event.code)}"
+    cause = error or state.cause or (f"{ended}: {event.error}" if event.error else ended)
     others = (KillWorkers(cause),) if any(w.alive for w in state.workers) else ()
     state = replace(
         state,
         cause=cause,
-        hung=state.hung and not worker.error,
+        hung=state.hung and not error,
         crashes=state.crashes + 1,
         crash_count=state.crash_count + 1,
     )
@@ -630,7 +665,9 @@ def _worker_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
 def _script_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
     """Record the exit of a script without elastic; the coordinator decides about restarts."""
     if event.code != 0:
-        state = replace(state, cause=f"worker {event.rank}: {_exit(event.code)}")
+        error = state.workers[event.rank].error or event.error
+        ended = f"{_exit(event.code)}: {error}" if error else _exit(event.code)
+        state = replace(state, cause=f"worker {event.rank}: {ended}")
         actions = (KillWorkers("a worker failed"), SendReport())
         return _with_dead_workers(state), actions, f"worker ended with {_exit(event.code)}"
     if any(w.alive for w in state.workers):

@@ -38,10 +38,11 @@ from elastic.core.job.state import (
     LogEntry,
 )
 from elastic.core.job.stragglers import speed_of
+from elastic.core.policy.certificate_warnings import warn
 from elastic.core.policy.slow_link import LinkDecision, choose_link_remedy
 from elastic.core.protocol.device_errors import is_device_error
 from elastic.core.protocol.health_report import HealthReport
-from elastic.core.protocol.messages import NodePhase, NodeReport
+from elastic.core.protocol.messages import BackupNote, NodePhase, NodeReport
 from elastic.domain.errors import EXIT_FAILURE
 
 RECOVERED_LINK = 2.0
@@ -86,7 +87,8 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
         return add_finding(state, node, finding)
     known = record.finding(FaultClass.DEVICE)
     device = device or (known is not None and known.action is not HealthAction.RESTART)
-    why = f"its workers crashed {len(record.crashes)} times: starting them again does not help"
+    times = f"its workers crashed {len(record.crashes)} times"
+    why = f"{times}: starting them again does not help; the last cause: {report.cause}"
     kind = FaultClass.DEVICE if device else FaultClass.HOST
     return add_finding(state, node, Finding(kind, _away(state, node), why, evidence, now))
 
@@ -186,8 +188,10 @@ def health_reported(state: JobState, report: HealthReport, now: float) -> JobTra
         state, more = check(state, node, report, now)
         actions += more
     entries = [action.data for action in actions if isinstance(action, LogEntry)]
-    reason = "; ".join(f"{data['node']}: {data['reason']}" for data in entries)
-    return state, tuple(actions), reason
+    reasons = [f"{data['node']}: {data['reason']}" for data in entries]
+    state, warnings = warn(state, node, report.certificates, now)
+    reasons += [str(entry.data["reason"]) for entry in warnings]
+    return state, (*actions, *warnings), "; ".join(reasons)
 
 
 def _check_devices(state: JobState, node: str, report: HealthReport, now: float) -> Findings:
@@ -253,6 +257,23 @@ def checkpoint_written(state: JobState, now: float) -> Findings:
             state, more = clear_finding(state, node, FaultClass.STORAGE, text, now)
             actions += more
     return state, tuple(actions)
+
+
+def keeper_failed(state: JobState, note: BackupNote, now: float) -> Findings:
+    """Record that a vault can store no copies. At the end of the step the plan is changed, and
+    another node keeps the copies, if there is one."""
+    member = state.members.get(note.keeper)
+    if member is None or member.report.info.incarnation in state.poor_keepers:
+        return state, ()
+    present = {mb.report.info.incarnation for mb in state.members.values()}
+    known = tuple(one for one in state.poor_keepers if one in present)
+    reason = f"it cannot keep copies of other nodes: {note.detail}"
+    state = state.of(
+        poor_keepers=(*known, member.report.info.incarnation), rebalance=f"{note.keeper}: {reason}"
+    )
+    evidence = {"owner": note.owner, "error": note.detail}
+    finding = Finding(FaultClass.STORAGE, HealthAction.REBALANCE, reason, evidence, now)
+    return add_finding(state, note.keeper, finding)
 
 
 def _check_host(state: JobState, node: str, report: HealthReport, now: float) -> Findings:

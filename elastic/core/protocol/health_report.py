@@ -83,6 +83,19 @@ class UnreachablePeer:
 
 
 @dataclass(frozen=True, slots=True)
+class CertificateEnd:
+    """End of validity of one certificate of a process."""
+
+    file: str
+    """tls.crt: the process's own certificate; ca.crt: the authority that issued it."""
+    subject: str
+    ends_at: float
+    """Seconds since 1970."""
+    ends: str
+    """The same time for people, with the time zone."""
+
+
+@dataclass(frozen=True, slots=True)
 class HealthReport:
     """Health of a node, sent on changes and at intervals.
 
@@ -104,6 +117,7 @@ class HealthReport:
     failed_operations: tuple[FailedOperation, ...] = ()
     unreachable: tuple[UnreachablePeer, ...] = ()
     """All peers that this node cannot reach now."""
+    certificates: tuple[CertificateEnd, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

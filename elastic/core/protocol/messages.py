@@ -13,12 +13,13 @@ reconnect, so the coordinator never depends on an earlier message.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from elastic.core.protocol.health_report import Notice as Notice
 from elastic.core.protocol.health_report import NoticeKind as NoticeKind
 from elastic.core.protocol.health_report import Preflight
+from elastic.core.protocol.version import ProtocolVersion
 from elastic.domain.types import (
     Assignment,
     Copy,
@@ -51,8 +52,17 @@ class NodePhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a worker: who it is and which version it has. Its fields never change."""
+
+    local_rank: int
+    pid: int
+    version: ProtocolVersion = field(default_factory=ProtocolVersion)
+
+
+@dataclass(frozen=True, slots=True)
 class Attach:
-    """First message of a worker whose script uses elastic."""
+    """Registration of a worker whose script uses elastic."""
 
     local_rank: int
     pid: int
@@ -131,7 +141,9 @@ class CommFailed:
 
     epoch: int
     nodes: tuple[str, ...]
+    """Suspected nodes; (): unknown."""
     detail: str
+    """Type and message of the error (`elastic.domain.errors.describe`), with the peer's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +157,16 @@ class Diverged:
     """What the holders have; equal on all workers."""
     sound: tuple[tuple[str, int, int, bool], ...] = ()
     """(name of the worker's unit, layer, TP rank, whether its state equals its newest copy)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointUnreadable:
+    """The checkpoint that the assignment of `epoch` names is incomplete or damaged. The worker has
+    abandoned the epoch and waits for orders."""
+
+    epoch: int
+    path: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +255,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """The worker's device broke. The worker exits at once, and its node restarts it."""
+    """The worker ends because of an error of its device or of this process; may replace `Attach`.
+    Its node restarts it."""
 
     message: str
     local_rank: int = 0
@@ -325,6 +348,8 @@ class NodeReport:
     """Whether `cause` is a hang."""
     detect_s: float = 0.0
     """Seconds from a hang until the agent detected it; 0: unknown."""
+    unreadable: CheckpointUnreadable | None = None
+    """Report that a checkpoint cannot be read in the present epoch."""
     finished: Finished | None = None
     failed: Failed | None = None
     restart: int = -1
@@ -359,9 +384,10 @@ class Heartbeat:
     """CPU time of this worker's main thread since its last sign of progress."""
 
 
-BACKUP_SHORT, COPY_CORRUPT = "backup-short", "copy-corrupt"
-BACKUP_NOTES = (BACKUP_SHORT, COPY_CORRUPT)
-"""Kinds of `BackupNote`: a vault has no room for copies; a copy had a wrong checksum."""
+BACKUP_SHORT, COPY_CORRUPT, KEEPER_FAILED = "backup-short", "copy-corrupt", "keeper-failed"
+BACKUP_NOTES = (BACKUP_SHORT, COPY_CORRUPT, KEEPER_FAILED)
+"""Kinds of `BackupNote`: a vault has no room for copies; a copy had a wrong checksum; a vault can
+store no copies for another reason than a lack of room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,11 +405,31 @@ class BackupNote:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPart:
-    """One node's part of a durable checkpoint is on disk."""
+    """One node's part of a durable checkpoint is on disk, or could not be written."""
 
     step: int
     layers: tuple[Slot, ...]
     """(layer, TP rank), or also a portion, of each written file."""
+    epoch: int = -1
+    """Epoch in which the states were published, or in which the write failed; -1: unknown."""
+    node: str = ""
+    error: str = ""
+    """Reason why the files could not be written; "": they are on disk."""
+
+    def undone_by(self, epoch: int, step: int) -> bool:
+        """Return whether the states are of an abandoned attempt at their step: a later epoch,
+        `epoch`, began at the earlier step `step`."""
+        return 0 <= self.epoch < epoch and self.step > step
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFailed:
+    """Last message of an agent that ends because of an error of its own."""
+
+    node: str
+    incarnation: str
+    error: str
+    """Type and message of the error."""
 
 
 @dataclass(frozen=True, slots=True)

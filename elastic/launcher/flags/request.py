@@ -24,6 +24,7 @@ from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.validators import Guard, folder, slug, streams
 from elastic.planning.cost.profile import LinkProfile
+from elastic.store import checkpoint_directory
 
 LOOPBACK = "127.0.0.1"
 # fmt: off
@@ -249,6 +250,10 @@ def _resume(text: str | None, checkpoints: Path) -> str:
         raise FieldError("--resume", text, "there is no such directory; give one, or auto")
     if not _holds_checkpoint(path):
         remedy = f"{path} holds no checkpoint (step-...); give another, or auto"
+        raise FieldError("--resume", text, remedy)
+    found, problems = checkpoint_directory.complete(path)
+    if not found:
+        remedy = f"no checkpoint is complete: {'; '.join(str(one) for one in problems)}"
         raise FieldError("--resume", text, remedy)
     return str(path)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,9 +37,11 @@ from elastic.domain.errors import (
     ChannelClosed,
     ElasticError,
     FieldError,
+    SlotError,
     StaleError,
     VaultError,
     VaultFull,
+    describe,
 )
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.blocks import read_copy, send_copy
@@ -46,6 +49,7 @@ from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.bulk.handshake import authenticate, wrap_client
 from elastic.rpc.frames import FrameStream
 from elastic.rpc.security import tls
+from elastic.rpc.security.expiry import with_expiry
 
 BUFFER_BYTES = 1 << 20
 """Size of socket buffers: a large copy then needs fewer switches between both sides."""
@@ -93,6 +97,8 @@ class Reply:
     """Whether the error is an old epoch."""
     full: bool = False
     """Whether the error is a lack of room."""
+    broken: bool = False
+    """Whether the vault can create no slots, for another reason than a lack of room."""
     copies: tuple[Copy, ...] = ()
     codec: str = ""
     """Codec of the requested copy."""
@@ -142,11 +148,13 @@ class VaultClient:
         pace: Callable[[int], None] | None = None,
         compressing: CompressionPolicy | None = None,
         secure: tls.SecuritySettings | None = None,
+        peer: str = "",
     ) -> None:
         """`node`: the client's node. `timeout_s`: longest wait without progress. `pace`: see
         `FrameStream`. `compressing` chooses codecs; None: uncompressed. `secure`: security
-        settings; None: those of this process."""
+        settings; None: those of this process. `peer`: the vault's node, for error texts."""
         self.address, self._pace = address, pace
+        self._name = f"vault of {peer} at {address}" if peer else f"vault {address}"
         self._secure = secure or tls.current()
         self._compressing = compressing or CompressionPolicy("off")
         self._where = split_address(address)
@@ -158,8 +166,8 @@ class VaultClient:
     def put(self, bundle: Sequence[tuple[Copy, memoryview]]) -> None:
         """Send copies with their bytes. Wait until the vault has verified and stored all of them.
 
-        Raises StaleError if the vault rejects their epoch, VaultFull if it has no room, VaultError
-        otherwise.
+        Raises StaleError if the vault rejects their epoch, VaultFull if it has no room, SlotError
+        if it can create no slots, VaultError otherwise.
         """
         codecs = tuple(self._compressing.codec(copy, data) for copy, data in bundle)
         total = sum(data.nbytes for _, data in bundle)
@@ -196,8 +204,7 @@ class VaultClient:
         wrong = str(problem or checksum_problem(copy, hasher.hexdigest()))
         if wrong:
             self.verify(copy)
-            text = f"{copy.key} from {self.address} does not match its checksum"
-            raise VaultError(f"{text}: {wrong}")
+            raise VaultError(f"{copy.key} from {self._name} does not match its checksum: {wrong}")
         return data
 
     def locate(self, copy: Copy) -> tuple[str, int]:
@@ -247,6 +254,12 @@ class VaultClient:
         finally:
             stream.timeout_s = self._timeout_s
 
+    def _explain(self, error: Exception) -> str:
+        """Return the text of a failed connection; a failed TLS handshake is called one."""
+        tls_failed = isinstance(error, ssl.SSLError) or isinstance(error.__cause__, ssl.SSLError)
+        text = f"TLS handshake failed: {error}" if tls_failed else describe(error)
+        return with_expiry(text, self._secure.certificates)
+
     def _drop(self) -> None:
         with self._lock:
             stream, self._stream = self._stream, None
@@ -292,11 +305,11 @@ class VaultClient:
                 raise refusal.error from None
             except TimeoutError as error:
                 self._drop()
-                text = f"vault {self.address} made no progress for {self._timeout_s:g} s"
+                text = f"{self._name} made no progress for {self._timeout_s:g} s"
                 raise VaultError(text) from error
             except (ChannelClosed, FieldError, OSError) as error:
                 self._drop()
-                raise VaultError(f"vault {self.address}: {error}") from error
+                raise VaultError(f"{self._name}: {self._explain(error)}") from error
             except BaseException:
                 self._drop()
                 raise
@@ -315,12 +328,16 @@ def _reason_first() -> contextlib.AbstractContextManager[None]:
 
 def _reply(stream: FrameStream) -> tuple[Reply, int]:
     body, nbytes = stream.receive()
-    reply = codec.decode(Reply, body)
+    reply = codec.decode(Reply, body, newer=True)
     if reply.error:
         stream.drain(nbytes)
-        kind = StaleError if reply.stale else VaultFull if reply.full else VaultError
-        raise _Refused(kind(reply.error))
+        raise _Refused(_error_of(reply))
     return reply, nbytes
+
+
+def _error_of(reply: Reply) -> ElasticError:
+    kinds = ((reply.stale, StaleError), (reply.full, VaultFull), (reply.broken, SlotError))
+    return next((kind for given, kind in kinds if given), VaultError)(reply.error)
 
 
 class _Refused(Exception):

@@ -7,9 +7,9 @@ is set as soon as a newer epoch is announced, except by a boundary halt.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
-import socket
 import threading
 import traceback
 from collections.abc import Callable
@@ -20,11 +20,19 @@ from typing import Any
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import FaultSpec, load_faults
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, SILENCE_S, Timeouts, budget
+from elastic.core.protocol.version import ProtocolVersion
 from elastic.domain import codec
-from elastic.domain.errors import ChannelClosed, UsageError
+from elastic.domain.errors import (
+    EXIT_FAILURE,
+    ChannelClosed,
+    FieldError,
+    UnknownMessage,
+    UsageError,
+    describe,
+)
 from elastic.domain.types import VERIFY_EVERY, OnNonfinite
 from elastic.planning.cost.profile import LinkProfile
-from elastic.rpc.frames import Channel
+from elastic.rpc.frames import CHANNEL_VERSION, Channel, connect_unix, version_in
 from elastic.rpc.security import tls
 from elastic.worker.transport.cancellation import AbandonSignal
 
@@ -69,6 +77,8 @@ class WorkerSettings:
     verify_every: int = VERIFY_EVERY
     """Steps between two comparisons of the holders' parameters; 0: none."""
     on_nonfinite: OnNonfinite = OnNonfinite.STOP
+    agent_version: ProtocolVersion = field(default_factory=ProtocolVersion)
+    """Version of the agent; the agent refuses this worker if the versions do not fit."""
 
     @staticmethod
     def from_environment() -> WorkerSettings:
@@ -100,7 +110,16 @@ class WorkerSettings:
             timeouts=budget(float(env.get("ELASTIC_SILENCE", SILENCE_S))),
             verify_every=int(env.get("ELASTIC_VERIFY_EVERY", VERIFY_EVERY)),
             on_nonfinite=OnNonfinite(env.get("ELASTIC_ON_NONFINITE", OnNonfinite.STOP)),
+            agent_version=version_in(env.get("ELASTIC_PROTOCOL", "")),
         )
+
+
+def connect_agent(settings: WorkerSettings) -> Channel:
+    """Connect to the agent and announce this worker's version. Raises ChannelClosed."""
+    channel = connect_unix(settings.agent)
+    channel.send(m.Hello(settings.local_rank, os.getpid(), CHANNEL_VERSION))
+    channel.peer = settings.agent_version
+    return channel
 
 
 class TrainingPosition:
@@ -120,12 +139,11 @@ class TrainingPosition:
 
 
 class AgentClient:
-    """Receives orders from the agent at the Unix socket `path`, and sends reports."""
+    """Receives orders from the agent, and sends reports."""
 
-    def __init__(self, path: str) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.connect(path)
-        self._channel = Channel(sock)
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Connect and announce this worker's version. Raises ChannelClosed without an agent."""
+        self._channel = connect_agent(settings)
         self._orders: queue.Queue[m.Install | m.Stop] = queue.Queue()
         self._lock = threading.Lock()
         self._abandon = AbandonSignal()
@@ -181,7 +199,13 @@ class AgentClient:
     def _listen(self, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         try:
             while True:
-                self._receive(self._channel.receive(), on_acked)
+                with contextlib.suppress(UnknownMessage):  # of a newer agent
+                    self._receive(self._channel.receive(), on_acked)
+        except FieldError as error:
+            text = f"it cannot read a message of its agent: {describe(error)}"
+            with contextlib.suppress(ChannelClosed):
+                self.send(m.Crashed(text))
+            os._exit(EXIT_FAILURE)
         except (ChannelClosed, OSError):
             os._exit(70)  # the agent has ended, and a worker must not outlive it
         except BaseException:  # noqa: BLE001 - a worker without orders would wait for ever

@@ -42,7 +42,7 @@ class Fetcher:
         """`node`: this node; `vaults`: node -> host:port; `abandon`: signal that ends transfers."""
         self._node, self._abandon = node, abandon or AbandonSignal()
         self._clients = {
-            name: VaultClient(address, node=node, timeout_s=timeout_s)
+            name: VaultClient(address, node=node, timeout_s=timeout_s, peer=name)
             for name, address in vaults.items()
             if address
         }

@@ -31,7 +31,7 @@ def job_sha256(
     }
     copies: dict[Slot, Copy] = {}
     for holder in dict.fromkeys(node for portions in holders.values() for node in portions):
-        client = VaultClient(vaults[holder], node=node)
+        client = VaultClient(vaults[holder], node=node, peer=holder)
         abandon.subscribe(client.close)  # it ends the call, as the vault may be unreachable
         try:
             inventory = client.inventory()

@@ -18,6 +18,7 @@ from elastic.core.protocol.messages import Published
 from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.transfer import VaultClient
+from elastic.store import shared_memory
 from tests.agent.vault.copies import LocalWriter, content, gradient, make
 from tests.agent.vault.nodes import MiniNode, ProcessVault, nodes
 from tests.patience import LONG_S
@@ -206,6 +207,39 @@ def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWr
         assert [c.epoch for c in small.inventory()] == [2], "room again"
     server.close()
     small.close()
+
+
+def test_a_vault_that_can_create_no_slots_refuses_copies_and_training_goes_on(
+    tmp_path: Path, writer: LocalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: queue.Queue[tuple[str, str]] = queue.Queue()
+    keeper = Vault("s", tmp_path / "s")
+    server = VaultServer(keeper, timeout_s=LONG_S).start()
+
+    def fails(path: Path, nbytes: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with nodes(tmp_path, "a") as (a,):
+        a.replicator.close()
+        a.replicator = Replicator(
+            a.vault,
+            a._on_acked,
+            a._on_failed,
+            timeout_s=30,
+            broken=lambda peer, why: told.put((peer, why)),
+        )
+        a.replicator.vaults = {"s": server.address}
+        published = [bundle(writer, number, "s") for number in (1, 2)]
+        monkeypatch.setattr(shared_memory, "SharedSlot", fails)
+        for one in published:
+            a.take(one)
+        assert [a.acked.get(timeout=LONG_S) for _ in range(2)] == [(0, 1), (0, 2)]
+        assert a.failed.empty() and a.refused == [1, 2]
+        peer, why = told.get(timeout=LONG_S)
+        assert peer == "s" and told.empty()
+        assert "cannot create a slot" in why and "Input/output error" in why
+    server.close()
+    keeper.close()
 
 
 def place(published: Published) -> tuple[str, int]:

@@ -37,8 +37,9 @@ class Workers:
 
     def attach(self, rank: int) -> Channel:
         channel = connect_unix(str(self.path))
-        channel.send(m.Attach(rank, 100 + rank, SPEC, ""))
-        assert self.heard.get(timeout=LONG_S)[:2] == (1, rank)
+        for message in (m.Hello(rank, 100 + rank), m.Attach(rank, 100 + rank, SPEC, "")):
+            channel.send(message)
+            assert self.heard.get(timeout=LONG_S) == (1, rank, message)
         return channel
 
 

@@ -6,6 +6,7 @@ The states come from simulated jobs (`tests.core.world.world`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from elastic.core.job.state import (
 )
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import (
+    CertificateEnd,
     DeviceHealth,
     DiskSpace,
     FailedOperation,
@@ -72,9 +74,13 @@ def events(state: JobState) -> list[tuple[Any, float]]:
         (m.StepDone(1, StepRecord(99, 1.0, 1.0, 1.0), 0.0, 0.1), 0.1),
         (m.CheckpointPart(2, ((0, 0), (1, 0))), 0.1),
         (m.CheckpointPart(2, tuple((layer, 0) for layer in range(4))), 0.1),
+        (m.CheckpointPart(5, (), 1, "node0", "no space"), 0.1),
         (job.CheckpointCommitted("/c/step-2", 2), 0.1),
+        (job.CheckpointFailed(2, "no space"), 0.1),
+        (job.CertificatesRead((CertificateEnd("tls.crt", "CN=x", 0.0, "1970"),)), 0.1),
         (m.BackupNote("backup-short", "node0", "node1", "full"), 0.1),
         (HealthReport("nobody", "x", 0.0), 0.1),
+        (m.AgentFailed("nobody", "x", "OSError: no room"), 0.1),
         (
             m.NodeReport(NodeInfo("new", "n.1", "new:1"), NodePhase.EMPTY, 0),
             0.1,
@@ -111,8 +117,11 @@ def events(state: JobState) -> list[tuple[Any, float]]:
                     member.report, phase=phase, epoch=epoch, able=phase not in NOT_ABLE
                 )
                 made.append((report, 0.1))
-                made.append((replace(report, suspects=("?",)), 0.1))
+                made.append((replace(report, failures=("VaultError: gone",)), 0.1))
+                made.append((replace(report, suspects=("node1",)), 0.1))
         made.append((replace(member.report, failed=m.Failed("bad", 7)), 0.1))
+        made.append((replace(member.report, failed=m.Failed("", 7)), 0.1))
+        made.append((m.AgentFailed(node, incarnation, "OSError: no room"), 0.1))
         made.append((replace(member.report, finished=m.Finished(5, "sha")), 0.1))
     return made
 
@@ -148,6 +157,19 @@ def declared(before: JobState, actions: tuple[job.JobAction, ...]) -> JobPhase:
     return phase
 
 
+def causes_of(state: JobState, actions: tuple[job.JobAction, ...]) -> Iterator[str]:
+    """The texts of causes, losses, pauses and ends that users read."""
+    for action in actions:
+        if isinstance(action, job.JobFinished):
+            yield action.reason
+        elif isinstance(action, job.ChangeCompleted):
+            yield action.change.cause
+        elif isinstance(action, LogEntry):
+            yield from (str(action.data[key]) for key in ("cause", "why") if key in action.data)
+    if state.change is not None:
+        yield from (cause.text for cause in state.change.causes)
+
+
 @pytest.mark.parametrize("phase", JobPhase)
 def test_every_event_in_every_phase(phase: JobPhase) -> None:
     """No exception; only declared successors; a reason for each change; epochs only grow."""
@@ -162,6 +184,8 @@ def test_every_event_in_every_phase(phase: JobPhase) -> None:
             assert after.epoch in (state.epoch, state.epoch + 1)
             if after.phase is not state.phase or after.epoch != state.epoch:
                 assert reason
+            for text in causes_of(after, actions):
+                assert text.strip(": ;") and "?" not in text, text
             for action in actions:
                 if isinstance(action, Send) and isinstance(action.message, m.Install):
                     assert action.message.epoch == after.epoch
@@ -248,15 +272,15 @@ def test_a_closed_connection_is_lost_when_its_port_refuses_connections() -> None
         state, job.PortRefused("node1", incarnation), state.updated_at + 0.01
     )
     why = "connection closed and its port refuses connections"
-    assert f"node1 lost: {why}; epoch 2: node1 lost" in reason
+    assert f"node1 lost: {why}; epoch 2: node1 lost: {why}" in reason
     assert after.phase is JobPhase.HALTING and not change_of(after).boundary
     assert sent(actions, m.Halt) == [m.Halt(2)] * 2
-    assert change_of(after).causes == (Cause(CauseKind.LOST, "node1 lost", ("node1",)),)
+    assert change_of(after).causes == (Cause(CauseKind.LOST, f"node1 lost: {why}", ("node1",)),)
     assert entries(actions, "lost") == [{"node": "node1", "loss": "closed", "why": why}]
     assert entries(actions, "halt") == [
         {
             "epoch": 2,
-            "cause": "node1 lost",
+            "cause": f"node1 lost: {why}",
             "cause_kind": "lost",
             "cause_nodes": ["node1"],
             "boundary": False,
@@ -285,6 +309,16 @@ def test_an_accusation_alone_ends_the_epoch_but_loses_no_node() -> None:
     assert after.phase is JobPhase.RUNNING
     after, _, reason = transition(after, job.Tick(), after.updated_at + 0.3)
     assert reason == "epoch 2: contact lost with node1" and "node1" in after.members
+
+
+def test_an_error_without_a_suspect_ends_the_epoch_with_its_text() -> None:
+    """The cause names the node and the error, and accuses nobody."""
+    error = "VaultError: vault of node2 at h:1: TLS handshake failed"
+    state, _, _ = send_report(running(), "node0", failures=(error,))
+    for _ in range(2):
+        state, _, reason = transition(state, job.Tick(), state.updated_at + 0.3)
+    assert reason == f"epoch 2: node0: {error}"
+    assert change_of(state).causes == (Cause(CauseKind.CONTACT, f"node0: {error}"),)
 
 
 def test_silence_while_the_coordinator_does_not_run_is_excused() -> None:

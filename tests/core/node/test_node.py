@@ -19,6 +19,7 @@ from elastic.core.node.node import (
 )
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase as Phase
+from elastic.core.protocol.version import PROTOCOL, ProtocolVersion, this_version
 from elastic.domain.types import Assignment, NodeInfo, Pipeline, Plan, Stage, Unit
 from tests.core.recovery.job_model import make_spec
 
@@ -75,8 +76,12 @@ EVENTS: list[Any] = [
         m.Protected(1),
         *(m.CommFailed(epoch, nodes, "x") for epoch in (1, 2) for nodes in ((), ("b",))),
         m.Diverged(1, 0, ()),
+        *(m.CheckpointUnreadable(epoch, "/c/6", "corrupt") for epoch in (1, 2)),
         m.Finished(4, "sha"),
         m.Failed("bad"),
+        m.Crashed("bad"),
+        m.Hello(0, 1, this_version()),
+        m.Hello(0, 1, ProtocolVersion(99)),
         m.BundleAcknowledged(1),
     ),
     *(node_core.WorkerExited(rank, code) for rank in (0, 1) for code in (0, 1, -9)),
@@ -241,14 +246,24 @@ def test_messages_of_unknown_workers_are_ignored() -> None:
         assert replace(transition(empty, event, 11.0)[0], polled_at=0.0) == empty
 
 
+def test_an_unreadable_checkpoint_is_reported_until_the_next_epoch() -> None:
+    installing = play(*STATES[Phase.INSTALLING])
+    problem = m.CheckpointUnreadable(1, "/c/6", "corrupt")
+    state = play(WorkerMessage(0, problem), state=installing)
+    assert node_core.report(state).unreadable == problem and state.phase is Phase.INSTALLING
+    assert play(m.Halt(2), state=state).unreadable is None
+    assert play(m.Halt(2), WorkerMessage(0, problem), state=installing).unreadable is None
+
+
 def test_suspects_are_cleared_with_the_epoch() -> None:
     state = play(
         *RUN,
         WorkerMessage(0, m.CommFailed(1, ("b",), "reset")),
         WorkerMessage(1, m.CommFailed(1, ("b", "c"), "reset")),
     )
-    assert state.suspects == ("b", "c")
-    assert play(m.Halt(2), state=state).suspects == ()
+    assert state.suspects == ("b", "c") and state.failures == ("reset",)
+    halted = play(m.Halt(2), state=state)
+    assert halted.suspects == halted.failures == ()
     assert (
         play(m.Halt(2), WorkerMessage(0, m.CommFailed(1, ("b",), "late")), state=state).suspects
         == ()
@@ -262,6 +277,53 @@ def test_evidence_of_a_divergence_stays_until_the_next_installation() -> None:
     state = play(*both(m.Halted(2, 3)), state=state)
     assert state.phase is Phase.HALTED and node_core.report(state).diverged == (first, second)
     assert play(m.Install(2, plan("a", 2)), state=state).diverged == ()
+
+
+def test_an_error_without_a_suspect_keeps_its_text() -> None:
+    """Nobody is accused, and the report has the errors, a few of them."""
+    errors = [m.CommFailed(1, (), f"VaultError: copy {n} is gone") for n in range(9)]
+    state = play(*RUN, *(WorkerMessage(0, error) for error in errors))
+    report = node_core.report(state)
+    assert report.suspects == ()
+    assert report.failures == tuple(error.detail for error in errors[: node_core.MAX_FAILURES])
+    assert node_core.report(play(*RUN, WorkerMessage(0, m.CommFailed(1, (), "")))).failures != ("",)
+
+
+@pytest.mark.parametrize("number", [0, PROTOCOL - 2, PROTOCOL + 2])
+def test_workers_of_another_version_fail_the_node_with_both_versions(number: int) -> None:
+    hello = m.Hello(1, 101, ProtocolVersion(number, "9.9"))
+    state, actions, reason = transition(play(LAUNCH), WorkerMessage(1, hello), 11.0)
+    assert state.phase is Phase.FAILED and actions[0] == node_core.KillWorkers(reason)
+    report = node_core.report(state)
+    assert report.elastic and report.cause == reason and report.crash_count == 1
+    assert "worker 1" in reason and f"protocol {PROTOCOL}" in reason and "install" in reason
+    later = play(node_core.WorkerExited(0, -9), node_core.WorkerExited(1, -9), state=state)
+    assert node_core.report(later).cause == reason and later.phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("number", [PROTOCOL - 1, PROTOCOL, PROTOCOL + 1])
+def test_workers_of_a_neighbouring_version_start(number: int) -> None:
+    hello = m.Hello(0, 100, ProtocolVersion(number))
+    assert play(LAUNCH, WorkerMessage(0, hello), *START[1:]).phase is Phase.IDLE
+
+
+def test_a_worker_that_never_attached_says_why() -> None:
+    """The error comes from the worker, or from the end of its output."""
+    told = play(LAUNCH, WorkerMessage(0, m.Crashed("RuntimeError: no device")))
+    told = play(node_core.WorkerExited(0, 1, "the last line"), state=told)
+    assert told.cause == "worker 0: exit code 1: RuntimeError: no device"
+    written = play(LAUNCH, node_core.WorkerExited(1, 1, "ImportError: no module"))
+    assert written.cause == "worker 1: exit code 1: ImportError: no module"
+    assert play(LAUNCH, node_core.WorkerExited(1, -9)).cause == "worker 1: signal 9"
+    crashed = play(*RUN, node_core.WorkerExited(1, 70, "the last line"))
+    assert crashed.cause == "worker 1 ended with exit code 70: the last line"
+
+
+def test_the_error_of_another_worker_of_the_node_is_the_cause() -> None:
+    """The agent kills all workers of a node, and the exit of any of them may come first."""
+    state = play(*RUN, WorkerMessage(1, m.Crashed("it announced a copy that does not exist")))
+    _, _, reason = transition(state, node_core.WorkerExited(0, -9), 11.0)
+    assert reason == "it announced a copy that does not exist"
 
 
 def test_script_without_elastic() -> None:

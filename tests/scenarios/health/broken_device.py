@@ -20,6 +20,7 @@ STEP, MICROBATCH = 2, 1
 ECC = "CUDA error: uncorrectable ECC error encountered"
 LOOP = "loop"
 """As `--text`: an endless loop in place of an error."""
+IO_ERROR = "[Errno 5] Input/output error"
 
 
 class Layer(nn.Module):
@@ -45,6 +46,8 @@ class Layer(nn.Module):
                 continue
             while self._flags.text == LOOP:
                 pass
+            if self._flags.text == IO_ERROR:
+                raise OSError(5, "Input/output error")
             kind = (
                 torch.OutOfMemoryError
                 if self._flags.text.startswith("CUDA out of")
