@@ -27,6 +27,8 @@ has failed. `PAUSES_S` are the pauses before the next attempts: at most five epo
 node that is blamed alone for two failed epochs is left out. If all nodes report the same error in
 `MAX_ATTEMPTS` attempts, the job ends with its text, because another attempt cannot succeed. A lost
 or leaving node is no failure, because it cannot repeat without a new member.
+
+While the coordinator doubts its own network (`elastic.core.job.liveness`), nobody is blamed.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
+from elastic.core.job.absent_nodes import with_absent
 from elastic.core.job.epoch_change import begin_change, plan_request
 from elastic.core.job.join_policy import plan_if_feasible, without_member
 from elastic.core.job.membership import end_job
@@ -84,6 +87,8 @@ READY = (NodePhase.RUNNING, NodePhase.FINISHED)
 
 def observe(state: JobState, now: float) -> JobState:
     """Record a finished step or a change of phase or epoch. Call this before the rules."""
+    if state.doubt_since:  # the coordinator's network fails: nobody can show progress
+        state = orders_held(state, now)
     watch, step = state.watch, state.newest_step
     mark = f"{state.phase.value} {state.epoch} {step}"
     if mark == watch.mark:
@@ -161,6 +166,8 @@ def orders_held(state: JobState, now: float) -> JobState:
 def check_progress(state: JobState, now: float) -> JobTransition | None:
     """Act on a stall of the job, or on a worker that does not attach; None: all is well."""
     if state.spec is None or state.ending is not None or state.phase in UNWATCHED:
+        return None
+    if state.doubt_since:
         return None
     starting = _silent_starter(state, now)
     if starting is not None:
@@ -353,11 +360,11 @@ def _restart(
 def _drop(
     state: JobState, node: str, why: str, now: float
 ) -> tuple[JobState, tuple[JobAction, ...]]:
-    """Drop a member whose agent does not obey."""
+    """Drop a member whose agent does not obey. It may live, and have copies."""
     entry = LogEntry("lost", {"node": node, "loss": LossKind.STALLED.value, "why": why})
     fence = Send(node, m.Fenced(f"lost: {why}"))
     state, findings = node_lost(without_member(state, node, now, left=1), node, why, now)
-    return state, (entry, fence, *findings)
+    return with_absent(state, node, now), (entry, fence, *findings)
 
 
 def _leave_out(

@@ -295,6 +295,18 @@ def test_a_node_that_does_not_halt_is_reminded_then_restarted(activity: str) -> 
     assert bench.state.phase is JobPhase.INSTALLING and plan_of(bench.state).nodes() == ("node0",)
 
 
+def test_nobody_is_blamed_while_the_coordinator_hears_nobody() -> None:
+    """Its own network has failed: orders reach no node, and no node can show progress."""
+    bench = Bench(trained())
+    while bench.now < bench.begin + 300.0:
+        bench.apply(job.Tick(), STEP_S)
+    assert bench.state.doubt_since and not bench.kinds("stalled")
+    assert bench.state.phase is JobPhase.RUNNING and set(bench.state.members) == set(NODES)
+    bench.beat()
+    bench.wait(5.0)
+    assert not bench.state.doubt_since and not bench.kinds("stalled")
+
+
 def test_a_node_that_does_not_obey_is_dropped() -> None:
     bench = halting()
     bench.wait(8.0)
@@ -304,6 +316,7 @@ def test_a_node_that_does_not_obey_is_dropped() -> None:
     bench.wait(3.0)
     assert "node1" not in bench.state.members and bench.state.phase is JobPhase.INSTALLING
     assert [lost["loss"] for lost in bench.kinds("lost")] == ["stalled"]
+    assert [node for node, _ in bench.state.absent] == ["node1"], "it may come back with its copies"
     assert [s.node for s in bench.actions if isinstance(s, job.Send)
             and isinstance(s.message, m.Fenced)] == ["node1"]  # fmt: skip
 
