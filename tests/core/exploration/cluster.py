@@ -165,7 +165,8 @@ class Cluster:
         self.messages: Table[Any] = Table()
         self.promises: Table[tuple[tuple[int, int], ...]] = Table()
         """(epoch, number of its assignment) of the assignments that may still be sent again."""
-        self.watchdog: set[str] = set()
+        self.interventions: set[str] = set()
+        """Log entries of the watchdog, of doubts and of pauses."""
         self.take = cache(self._take)
         self.gates: dict[int, int] = {}
         self._gates: dict[Hashable, int] = {}
@@ -408,14 +409,14 @@ class Cluster:
         `others`: numbers of all workers; `keeper`: index of the peer that keeps the copies, or -1;
         `kept`: its number. Returns (label, node, messages, number of the peer after it or -1).
         """
-        model, node = self.model, self.nodes.values[number]
+        node = self.nodes.values[number]
         worker, found = node.worker, []
 
         def step(label: str, effects: Effects, peer: int = -1) -> None:
             found.append((label, *self._effects(effects), peer))
 
         parts = {name: self.public.values[others[j]] for j, name in enumerate(self.names)}
-        peers = {n: parts[n] for n in model.plan_nodes(worker) if n != node.name}
+        peers = {n: parts[n] for n in self.model.plan_nodes(worker) if n != node.name}
         for _, other in peers.values():
             if other.epoch == worker.epoch:
                 self._require(
@@ -424,44 +425,59 @@ class Cluster:
                 )
         if worker.phase is WorkerPhase.DONE:
             return ()
-        lost = tuple(n for n, part in peers.items() if _has_left(*part, worker.epoch))
         peer = self.nodes.values[kept] if kept >= 0 else None
-        sends = peer is not None and worker.phase is WorkerPhase.COMPUTED
-        if sends and peer is not None and not peer.alive and peer.name not in lost:
-            lost = (*lost, peer.name)
+        lost = {n: None for n, part in peers.items() if _has_left(*part, worker.epoch)}
+        if worker.phase is WorkerPhase.COMPUTED and peer is not None and not peer.alive:
+            lost[peer.name] = None
         if lost:
-            step("lost contact", model.fail(node, lost, "link"))
-        together = all(w.epoch == worker.epoch and w.phase in TRAINS for _, w in peers.values())
-        workers = [worker, *(w for _, w in peers.values())]
+            step("lost contact", self.model.fail(node, tuple(lost), "link"))
+        self._train_on(node, [w for _, w in peers.values()], peer, step)
+        return tuple(found)
+
+    def _train_on(self, node: Node, others: list[Worker], peer: Node | None, step: Any) -> None:
+        """The next step of a worker, if the others let it go on."""
+        model, worker = self.model, node.worker
+        together = all(w.epoch == worker.epoch and w.phase in TRAINS for w in others)
         if self.coarse and worker.phase in (WorkerPhase.LOADED, WorkerPhase.COMPUTING):
             if worker.phase is WorkerPhase.COMPUTING or together:
                 self._train_coarsely(node, peer, step)
-            return tuple(found)
-        match worker.phase:
-            case WorkerPhase.LOADED if together:
-                step("is ready", model.ready(node))
-            case WorkerPhase.COMPUTED if node.fence <= worker.epoch and peer is None:
-                step("has no peer", model.arrive(node))
-            case WorkerPhase.COMPUTED if node.fence <= worker.epoch:
-                assert peer is not None
-                if peer.alive and peer.fence <= worker.epoch:
-                    whole = stored(peer.vault, peer.name, model.copies(node))
-                    number = self.nodes.number(replace(peer, vault=whole))
-                    step("has whole copies", model.arrive(node), number)
-            case WorkerPhase.ARRIVED if all(
-                w.epoch == worker.epoch and w.arrived >= worker.version for w in workers
-            ):
-                if worker.version >= self.spec.n_steps:
-                    step("is done", model.finish(node))
-                else:
-                    self._check_commit(workers, worker.version)
-                    halt = max(w.agreed for w in workers if w.arrived == worker.version)
-                    step(f"commits step {worker.version}", model.commit(node, halt))
-        return tuple(found)
+        elif worker.phase is WorkerPhase.LOADED and together:
+            step("is ready", model.ready(node))
+        elif worker.phase is WorkerPhase.COMPUTED and self._may_send(node, peer):
+            kept = self._kept(node, peer)
+            step("has whole copies", model.arrive(node), kept)
+        elif worker.phase is WorkerPhase.ARRIVED:
+            self._commit(node, [worker, *others], step)
+
+    def _may_send(self, node: Node, peer: Node | None) -> bool:
+        """Whether the vaults take copies of the worker's epoch. None: it has no peer."""
+        epoch = node.worker.epoch
+        takes = peer is None or (peer.alive and peer.fence <= epoch)
+        return takes and node.fence <= epoch
+
+    def _kept(self, node: Node, peer: Node | None) -> int:
+        """Return the number of the peer with the copies of `node`; -1: there is no peer."""
+        if peer is None:
+            return -1
+        vault = stored(peer.vault, peer.name, self.model.copies(node))
+        return self.nodes.number(replace(peer, vault=vault))
+
+    def _commit(self, node: Node, workers: list[Worker], step: Any) -> None:
+        """Pass the commit if all workers of the epoch have entered it, or are beyond it."""
+        worker = node.worker
+        version = worker.version
+        if any(w.epoch != worker.epoch or w.arrived < version for w in workers):
+            return
+        if version >= self.spec.n_steps:
+            step("is done", self.model.finish(node))
+            return
+        self._check_commit(workers, version)
+        halt = max(w.agreed for w in workers if w.arrived == version)
+        step(f"commits step {version}", self.model.commit(node, halt))
 
     def _train_coarsely(self, node: Node, peer: Node | None, step: Any) -> None:
         """Compute, back up and enter the commit in one step, with one report."""
-        model, epoch = self.model, node.worker.epoch
+        model = self.model
         sent: list[Any] = []
         number = -1
         if node.worker.phase is WorkerPhase.LOADED:
@@ -469,11 +485,8 @@ class Cluster:
             sent += more
         node, more = model.compute(node)
         sent += more
-        open_peer = peer is None or (peer.alive and peer.fence <= epoch)
-        if node.fence <= epoch and open_peer:
-            if peer is not None:
-                whole = stored(peer.vault, peer.name, model.copies(node))
-                number = self.nodes.number(replace(peer, vault=whole))
+        if self._may_send(node, peer):
+            number = self._kept(node, peer)
             node, more = model.arrive(node)
             sent += more
         step("computes", Effects(node, tuple(sent[-1:])), number)
@@ -719,7 +732,7 @@ class Cluster:
                 self._check_end(state, action.code)
                 self._tell_others(after, action)
             elif isinstance(action[0], str):
-                self.watchdog.add(" ".join(action))
+                self.interventions.add(" ".join(action))
             else:
                 i, number = action
                 at = HEAD + 2 * i + 1

@@ -25,8 +25,6 @@ class Result:
     complete: bool = True
     faults: Counter[str] = field(default_factory=Counter)
     """Number of transitions by kind of fault."""
-    by_budget: Counter[int] = field(default_factory=Counter)
-    """Number of states by faults that are left."""
     violations: dict[str, list[str]] = field(default_factory=dict)
     """Text of a broken promise: shortest trace."""
     stuck: int = 0
@@ -41,59 +39,61 @@ class Explorer:
         self.numbers: dict[State, int] = {}
         self.order: list[State] = []
         self.parent = array("i")
+        """Number of the state from which each state was found."""
+        self.goals = array("b")
         self.source, self.target = array("i"), array("i")
+        """Steps that are no faults, by the numbers of their states."""
 
     def run(self, start: State | None = None, report_s: float = 0.0) -> Result:
+        """Explore everything from `start`. Progress is shown every `report_s`; 0: never."""
         result, began = Result(), time.process_time()
-        cluster, numbers, order = self.cluster, self.numbers, self.order
-        start = start or cluster.start
-        numbers[start] = 0
-        order.append(start)
-        self.parent.append(-1)
-        goals = array("b", [0])
+        self._add(start or self.cluster.start, -1)
         at, shown = 0, time.monotonic()
-        while at < len(order):
-            state = order[at]
-            try:
-                found = cluster.successors(state)
-            except Violation as error:
-                if str(error) not in result.violations:
-                    result.violations[str(error)] = self.trace(at)
-                    if report_s:
-                        print(f"  {error}", *self.trace(at), sep="\n    ", flush=True)
-                goals[at] = 1
-                at += 1
-                continue
-            if cluster.is_goal(state):
-                goals[at] = 1
-            for _, after, fault in found:
-                number = numbers.get(after)
-                if number is None:
-                    number = numbers[after] = len(order)
-                    order.append(after)
-                    self.parent.append(at)
-                    goals.append(0)
-                if fault:
-                    result.faults[fault] += 1
-                else:
-                    self.source.append(at)
-                    self.target.append(number)
-            result.transitions += len(found)
+        while at < len(self.order):
+            self._expand(at, result, report_s > 0)
             at += 1
-            if self.most_states and len(order) > self.most_states:
+            if self.most_states and len(self.order) > self.most_states:
                 result.complete = False
                 break
             if report_s and time.monotonic() - shown > report_s:
                 shown = time.monotonic()
-                print(f"  {at:,} of {len(order):,} states", file=sys.stderr, flush=True)
-        result.states = len(order)
-        for state in order:
-            result.by_budget[state[0]] += 1
-        result.interventions = cluster.watchdog
+                print(f"  {at:,} of {len(self.order):,} states", file=sys.stderr, flush=True)
+        result.states = len(self.order)
+        result.interventions = self.cluster.interventions
         if result.complete:
-            self._find_stuck(result, np.frombuffer(goals, dtype=np.int8) > 0)
+            self._find_stuck(result, np.frombuffer(self.goals, dtype=np.int8) > 0)
         result.seconds = time.process_time() - began
         return result
+
+    def _add(self, state: State, parent: int) -> int:
+        """Return the number of a state, which may be new."""
+        number = self.numbers.get(state)
+        if number is None:
+            number = self.numbers[state] = len(self.order)
+            self.order.append(state)
+            self.parent.append(parent)
+            self.goals.append(self.cluster.is_goal(state))
+        return number
+
+    def _expand(self, at: int, result: Result, shows: bool) -> None:
+        """Add all next states of state number `at`."""
+        try:
+            found = self.cluster.successors(self.order[at])
+        except Violation as error:
+            self.goals[at] = 1
+            if str(error) not in result.violations:
+                trace = result.violations[str(error)] = self.trace(at)
+                if shows:
+                    print(f"  {error}", *trace, sep="\n    ", flush=True)
+            return
+        result.transitions += len(found)
+        for _, after, fault in found:
+            number = self._add(after, at)
+            if fault:
+                result.faults[fault] += 1
+            else:
+                self.source.append(at)
+                self.target.append(number)
 
     def _find_stuck(self, result: Result, good: np.ndarray) -> None:
         """Mark all states from which a goal can be reached without another fault."""
