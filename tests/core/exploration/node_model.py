@@ -380,7 +380,7 @@ class NodeModel:
 
     def copies(self, node: Node) -> tuple[tuple[Copy, Content], ...]:
         """Return the copies of the worker's state and gradients."""
-        worker, pairs = node.worker, []
+        worker, pairs = node.worker, list[tuple[Copy, Content]]()
         for layer, held in worker.gradients:
             pairs.append((self._copy(STATE, layer, node, ()), (worker.version,)))
             if held:
