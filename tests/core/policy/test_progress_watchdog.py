@@ -297,6 +297,18 @@ def test_a_node_that_does_not_halt_is_reminded_then_restarted(activity: str) -> 
     assert bench.state.phase is JobPhase.INSTALLING and plan_of(bench.state).nodes() == ("node0",)
 
 
+def test_nobody_is_blamed_while_the_coordinator_hears_nobody() -> None:
+    """Its own network has failed: orders reach no node, and no node can show progress."""
+    bench = Bench(trained())
+    while bench.now < bench.begin + 300.0:
+        bench.apply(job.Tick(), STEP_S)
+    assert bench.state.doubt_since and not bench.kinds("stalled")
+    assert bench.state.phase is JobPhase.RUNNING and set(bench.state.members) == set(NODES)
+    bench.beat()
+    bench.wait(5.0)
+    assert not bench.state.doubt_since and not bench.kinds("stalled")
+
+
 def test_a_node_that_does_not_obey_is_dropped() -> None:
     bench = halting()
     bench.wait(8.0)
