@@ -171,7 +171,8 @@ def write_part(
 
 
 def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Path:
-    """Turn the files of `step` into a checkpoint and return its path. Idempotent.
+    """Turn the files of `step` into a checkpoint and return its path. Idempotent, also if a node
+    has written a file once more since the first commit.
 
     With `spec`, the function ignores files that a job of another shape left behind. Raises
     FieldError, which names the missing files, if the checkpoint is not complete.
@@ -185,7 +186,14 @@ def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Pat
                 return final
             text = "its files must be written before the commit"
             raise FieldError("checkpoint", str(staging), text)
-        manifest = _collect(staging, step, (spec.n_layers, spec.tp) if spec is not None else None)
+        try:
+            shape = (spec.n_layers, spec.tp) if spec is not None else None
+            manifest = _collect(staging, step, shape)
+        except FieldError:
+            if not _is_checkpoint_of(final, spec):
+                raise
+            shutil.rmtree(staging, ignore_errors=True)
+            return final
         if spec is not None:
             manifest = replace(manifest, contents=spec.contents, optimizer=spec.optimizer)
         try:
@@ -201,6 +209,20 @@ def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Pat
             raise FieldError("checkpoint", str(final), f"cannot be committed: {error}") from error
         shutil.rmtree(replaced, ignore_errors=True)
     return final
+
+
+def _is_checkpoint_of(path: Path, spec: JobSpec | None) -> bool:
+    """Return whether `path` is a complete checkpoint, with `spec` also of this model."""
+    try:
+        found = read_manifest(path)
+    except FieldError:
+        return False
+    return spec is None or (found.n_layers, found.tp, found.contents, found.optimizer) == (
+        spec.n_layers,
+        spec.tp,
+        spec.contents,
+        spec.optimizer,
+    )
 
 
 def latest(directory: Path | str) -> Path | None:
