@@ -348,9 +348,31 @@ def _read_file(
     return run
 
 
-def discard_step(directory: Path | str, step: int) -> None:
-    """Remove the files of `step` if it was not committed."""
-    shutil.rmtree(staging_path(Path(directory), step), ignore_errors=True)
+def discard_step(directory: Path | str, step: int, before: int = 0) -> None:
+    """Remove the files of `step` if it was not committed. `before`: remove only those of epochs
+    below it, also if the step was committed; its other files must be committed again."""
+    staging = staging_path(Path(directory), step)
+    if not before:
+        shutil.rmtree(staging, ignore_errors=True)
+        return
+    final = staging.with_suffix("")
+    with contextlib.suppress(OSError, FieldError), _locked(Path(directory)):
+        _remove_before(staging, before)
+        if _remove_before(final, before):
+            staging.mkdir(exist_ok=True)
+            for file in final.glob("layer-*"):
+                os.replace(file, staging / file.name)
+            shutil.rmtree(final, ignore_errors=True)
+
+
+def _remove_before(path: Path, epoch: int) -> bool:
+    """Remove the files of epochs before `epoch`; return whether there were any."""
+    records = [codec.loads(CheckpointFile, f.read_bytes()) for f in path.glob("layer-*.json")]
+    old = [record for record in records if record.epoch < epoch]
+    for record in old:
+        (path / _record_name(record.name)).unlink(missing_ok=True)
+        (path / record.name).unlink(missing_ok=True)
+    return bool(old)
 
 
 def discard_incomplete(directory: Path | str) -> None:

@@ -212,6 +212,11 @@ def _judge_divergence(state: JobState) -> tuple[JobState, tuple[JobAction, ...],
         entry for entry in state.distrusted if entry.epoch >= state.trimmed or entry.step >= step
     ]
     state = state.of(distrusted=(*kept, verdict.distrust))
+    actions: tuple[JobAction, ...] = ()
+    if verdict.distrust.places and not verdict.fatal:
+        wrong = {node for node, *_ in verdict.distrust.places}
+        why = f"{' '.join(sorted(wrong))} wrote a part of it and had diverged"
+        state, actions = checkpoints.distrust_parts(state, step, wrong, why)
     data = {
         "step": step,
         "epoch": verdict.distrust.epoch,
@@ -219,7 +224,7 @@ def _judge_divergence(state: JobState) -> tuple[JobState, tuple[JobAction, ...],
         "reason": "; ".join(verdict.reasons),
         "fatal": bool(verdict.fatal),
     }
-    return state, (LogEntry("divergence", data),), verdict.fatal
+    return state, (LogEntry("divergence", data), *actions), verdict.fatal
 
 
 def _choose(
@@ -309,8 +314,9 @@ def _solve(
         assignment,
         store=state.members[plan.units()[0].node].report.store,
         reload=reload,
-        rescued=checkpoints.copies_to_rescue(state, assignment.step, inventory),
+        rescued=checkpoints.copies_to_rescue(state, plan, assignment.step, inventory),
         checkpointed=checkpoints.newest_written(state),
+        starts=checkpoints.starts_with(state, assignment.step),
     )
 
 
