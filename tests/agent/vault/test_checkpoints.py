@@ -341,7 +341,7 @@ def test_a_lasting_failure_is_reported_and_the_next_epoch_tries_again(
     node.writer.then(done.set)
     assert done.wait(LONG_S)
     part = node.parts.get_nowait()
-    assert (part.step, part.layers, part.epoch, part.node) == (5, (), 1, "a")
+    assert (part.step, part.layers, part.epoch, part.node) == (5, ((0, 0), (1, 0)), 1, "a")
     assert "File exists" in part.error or "Not a directory" in part.error
     node.directory.unlink()
     node.enter(2, 5)
