@@ -226,7 +226,6 @@ class NodeAgent:
             sent=self._monitor.sent,
             delivered=self._metrics.sent,
         )
-        self._began = 0, 0
         self._notices.incarnation = incarnation = uuid.uuid4().hex[:12]
         info = replace(self._info, incarnation=incarnation, vault=self._server.address)
         self._state = core.NodeState(info, limits=limits)
@@ -315,8 +314,8 @@ class NodeAgent:
         self._send(message)
 
     def _send_part(self, part: m.CheckpointPart) -> None:
-        """Send a part of a checkpoint, unless the present epoch repeats its step."""
-        if not part.undone_by(*self._began):
+        """Send a part of a checkpoint, unless its step was repeated since then."""
+        if not self._checkpoints.is_undone(part):
             self._send_reliably(part)
 
     def _note_corrupt(self, copy: Copy) -> None:
@@ -476,7 +475,6 @@ class NodeAgent:
     def _enter(self, install: m.Install) -> None:
         epoch, assignment = install.epoch, install.assignment
         self._outbox.enter(install)
-        self._began = epoch, assignment.step
         for part in self._outbox.parts:  # the coordinator may have dropped them in between
             self._send(part)
         self._vault.enter(epoch, assignment.step)

@@ -362,8 +362,8 @@ class Coordinator:
                 self._records.progress(state)
             case job.CommitCheckpoint(step):
                 self._commits.begin(step, self._state.spec)
-            case job.DropCheckpoint(step):
-                self._commits.drop(step)
+            case job.DropCheckpoint(step, before):
+                self._commits.drop(step, before)
             case job.JobFinished():
                 self._finish(action)
             case job.YieldLead():

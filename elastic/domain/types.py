@@ -394,10 +394,13 @@ class Assignment:
     reload: tuple[tuple[str, int, int], ...] = ()
     """(node, layer, TP rank) whose live state must not be used, because it diverged."""
     rescued: tuple[Copy, ...] = ()
-    """States of a checkpoint whose writers were lost. The nodes that keep these copies write them
-    instead."""
+    """States of a checkpoint that were not reported to be on disk. The nodes that keep these copies
+    write them, unless they have done so or are about to."""
     checkpointed: int = -1
     """Newest step whose checkpoint has all its files; -1: none. It is not written again."""
+    starts: tuple[tuple[int, int], ...] = ()
+    """(epoch, step) of this epoch and former ones: parts of checkpoints of later steps that earlier
+    epochs wrote do not count (`elastic.core.recovery.lineage`). (): only this epoch is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,8 @@ def write_part(
 
 
 def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Path:
-    """Turn the files of `step` into a checkpoint and return its path. Idempotent.
+    """Turn the files of `step` into a checkpoint and return its path. Idempotent, also if a node
+    has written a file once more since the first commit.
 
     With `spec`, the function ignores files that a job of another shape left behind. Raises
     FieldError, which names the missing files, if the checkpoint is not complete.
@@ -191,7 +192,14 @@ def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Pat
                 return final
             text = "its files must be written before the commit"
             raise FieldError("checkpoint", str(staging), text)
-        manifest = _collect(staging, step, (spec.n_layers, spec.tp) if spec is not None else None)
+        try:
+            shape = (spec.n_layers, spec.tp) if spec is not None else None
+            manifest = _collect(staging, step, shape)
+        except FieldError:
+            if not _is_checkpoint_of(final, spec):
+                raise
+            shutil.rmtree(staging, ignore_errors=True)
+            return final
         if spec is not None:
             manifest = replace(manifest, contents=spec.contents, optimizer=spec.optimizer)
         try:
@@ -207,6 +215,20 @@ def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Pat
             raise FieldError("checkpoint", str(final), f"cannot be committed: {error}") from error
         shutil.rmtree(replaced, ignore_errors=True)
     return final
+
+
+def _is_checkpoint_of(path: Path, spec: JobSpec | None) -> bool:
+    """Return whether `path` is a complete checkpoint, with `spec` also of this model."""
+    try:
+        found = read_manifest(path)
+    except FieldError:
+        return False
+    return spec is None or (found.n_layers, found.tp, found.contents, found.optimizer) == (
+        spec.n_layers,
+        spec.tp,
+        spec.contents,
+        spec.optimizer,
+    )
 
 
 def latest(directory: Path | str) -> Path | None:
@@ -334,9 +356,31 @@ def _read_file(
     return run
 
 
-def discard_step(directory: Path | str, step: int) -> None:
-    """Remove the files of `step` if it was not committed."""
-    shutil.rmtree(staging_path(Path(directory), step), ignore_errors=True)
+def discard_step(directory: Path | str, step: int, before: int = 0) -> None:
+    """Remove the files of `step` if it was not committed. `before`: remove only those of epochs
+    below it, also if the step was committed; its other files must be committed again."""
+    staging = staging_path(Path(directory), step)
+    if not before:
+        shutil.rmtree(staging, ignore_errors=True)
+        return
+    final = staging.with_suffix("")
+    with contextlib.suppress(OSError, FieldError), _locked(Path(directory)):
+        _remove_before(staging, before)
+        if _remove_before(final, before):
+            staging.mkdir(exist_ok=True)
+            for file in final.glob("layer-*"):
+                os.replace(file, staging / file.name)
+            shutil.rmtree(final, ignore_errors=True)
+
+
+def _remove_before(path: Path, epoch: int) -> bool:
+    """Remove the files of epochs before `epoch`; return whether there were any."""
+    records = [codec.loads(CheckpointFile, f.read_bytes()) for f in path.glob("layer-*.json")]
+    old = [record for record in records if record.epoch < epoch]
+    for record in old:
+        (path / _record_name(record.name)).unlink(missing_ok=True)
+        (path / record.name).unlink(missing_ok=True)
+    return bool(old)
 
 
 def discard_incomplete(directory: Path | str) -> None:

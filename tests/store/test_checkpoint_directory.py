@@ -166,6 +166,45 @@ def test_several_nodes_commit_at_once(tmp_path: Path) -> None:
     verified(paths[0])
 
 
+def test_a_file_written_after_the_commit_does_not_hide_the_checkpoint(tmp_path: Path) -> None:
+    """The next coordinator repeats the commit, after another holder has written its part again."""
+    spec = JobSpec((LayerSpec(1, 1, 1, 1.0, 1.0),) * N_LAYERS, 1, 9, contents=("a",) * N_LAYERS)
+    write_all(tmp_path, 5)
+    path = checkpoint_directory.commit(tmp_path, 5, spec)
+    checkpoint_directory.write_part(tmp_path, 5, 0, 0, N_LAYERS, 1, memoryview(layer_run(0, 5)), 3)
+    other = dataclasses.replace(spec, contents=("b",) * N_LAYERS)
+    with pytest.raises(FieldError, match="are missing"):
+        checkpoint_directory.commit(tmp_path, 5, other)
+    assert checkpoint_directory.commit(tmp_path, 5, spec) == path
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    checkpoint_directory.write_part(tmp_path, 5, 0, 0, N_LAYERS, 1, memoryview(layer_run(0, 5)), 3)
+    (path / "manifest.json").unlink()
+    with pytest.raises(FieldError, match="are missing"):
+        checkpoint_directory.commit(tmp_path, 5, spec)
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_files_of_earlier_epochs_are_discarded(tmp_path: Path, committed: bool) -> None:
+    """A commit may have taken a file of the new epoch together with those that are wrong."""
+    write_all(tmp_path, 5)
+    again = memoryview(layer_run(0, 5))
+    checkpoint_directory.write_part(tmp_path, 5, 0, 0, N_LAYERS, 1, again, 2)
+    if committed:
+        checkpoint_directory.commit(tmp_path, 5)
+    checkpoint_directory.discard_step(tmp_path, 5, before=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005.tmp"]
+    with pytest.raises(FieldError, match=r"\(1, 0\)"):
+        checkpoint_directory.commit(tmp_path, 5)
+    for layer in range(1, N_LAYERS):
+        run = memoryview(layer_run(layer, 5))
+        checkpoint_directory.write_part(tmp_path, 5, layer, 0, N_LAYERS, 1, run, 2)
+    manifest = verified(checkpoint_directory.commit(tmp_path, 5))
+    assert {part.epoch for part in manifest.parts} == {2}
+    checkpoint_directory.discard_step(tmp_path, 5, before=2)
+    checkpoint_directory.discard_step(tmp_path / "absent", 5, before=2)
+    assert checkpoint_directory.latest(tmp_path) is not None
+
+
 @pytest.mark.parametrize("where", ["before a part is renamed", "before the commit"])
 def test_a_crash_leaves_the_last_whole_one(tmp_path: Path, where: str) -> None:
     before = whole(tmp_path, 6)

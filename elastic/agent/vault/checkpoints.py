@@ -23,14 +23,17 @@ from pathlib import Path
 
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import CheckpointPart, Published
+from elastic.core.recovery import lineage
 from elastic.domain.checksum import checksum_problem
 from elastic.domain.errors import ElasticError, VaultError
-from elastic.domain.types import STATE, WHOLE, Assignment, Copy, Plan
+from elastic.domain.types import STATE, WHOLE, Assignment, Copy, Plan, Slot
 from elastic.rpc.control.event_loop import run_callback
 from elastic.store import checkpoint_directory
 from elastic.store.shared_memory import checksum
 
 log = logging.getLogger(__name__)
+KEPT_STEPS = 8
+"""Number of steps of which the written parts are remembered."""
 CLOSE_S = 30.0
 """Upper limit of the wait for the disk at the end of the job."""
 
@@ -58,11 +61,11 @@ class CheckpointWriter:
         self.final = False
         """Whether this node's part of the last checkpoint is queued or written."""
         self._plan: Plan | None = None
-        self._step, self._checkpointed = 0, -1
-        """`Assignment.step` and `Assignment.checkpointed` of the present epoch."""
-        self._written: set[tuple[int, ...]] = set()
-        """(step, layer, TP rank), with the portion at the end if there are several, of each part of
-        the newest step that is queued or written."""
+        self._starts: lineage.Starts = ()
+        self._checkpointed = -1
+        """`Assignment.checkpointed` of the present epoch."""
+        self._written: dict[tuple[int, Slot], Copy] = {}
+        """State by (step, slot) of each part of the newest steps that is queued or written."""
         self._lock = threading.Lock()
         """Guards the fields above: `enter` and `offer` are called on different threads."""
         self._closed = threading.Event()
@@ -72,16 +75,21 @@ class CheckpointWriter:
 
     def enter(self, assignment: Assignment) -> None:
         """Begin a new epoch. Its plan determines the layers that this node writes."""
-        step = assignment.step
         with self._lock:
             self._plan, self.final = assignment.plan, False
-            self._step, self._checkpointed = step, assignment.checkpointed
-            self._written = {part for part in self._written if part[0] <= step}
+            self._starts = lineage.starts_of(assignment)
+            self._checkpointed = assignment.checkpointed
+            written = self._written.items()
+            self._written = {part: copy for part, copy in written if not self.is_undone(copy)}
         for copy in (copy for copy in assignment.rescued if copy.node == self._vault.node):
-            self._rescue(assignment.plan, copy)
+            with self._lock:
+                queued = (copy.step, copy.slot) in self._written
+                self._written.setdefault((copy.step, copy.slot), copy)
+            if not queued:
+                self._rescue(assignment.plan, copy)
 
     def _rescue(self, plan: Plan, copy: Copy) -> None:
-        """Queue the copy of a lost node. The vault keeps it until it is written."""
+        """Queue a copy in the vault, which keeps it until it is written."""
         lease = contextlib.ExitStack()
         try:
             view = lease.enter_context(self._vault.lease(copy.key))
@@ -115,8 +123,10 @@ class CheckpointWriter:
             due = [copy for copy in copies if self._is_due(copy)]
             if plan is None or not due:
                 return
-            self._written = {part for part in self._written if part[0] == step}
-            self._written |= {(step, *copy.slot) for copy in due}
+            self._written |= {(step, copy.slot): copy for copy in due}
+            newest = sorted({step for step, _ in self._written})[-KEPT_STEPS:]
+            for part in [part for part in self._written if part[0] not in newest]:
+                del self._written[part]
             self.final = self.final or step == self.steps
         try:
             parts = [(copy, self._vault.read(copy.key)) for copy in due]
@@ -128,16 +138,15 @@ class CheckpointWriter:
     def _is_due(self, copy: Copy) -> bool:
         """Return whether this node must write the copy now. The caller holds the lock."""
         step, plan = copy.step, self._plan
-        if copy.kind != STATE or plan is None or self._is_undone(copy):
+        if copy.kind != STATE or plan is None or self.is_undone(copy):
             return False
         due = step > self._checkpointed and (step % self.every == 0 or step == self.steps)
         writes = copy.portion != WHOLE or plan.holders(copy.layer)[0].node == self._vault.node
-        return step > 0 and due and writes and (step, *copy.slot) not in self._written
+        return step > 0 and due and writes and (step, copy.slot) not in self._written
 
-    def _is_undone(self, copy: Copy) -> bool:
-        """Return whether training repeats the copy's step in the present epoch."""
-        plan = self._plan
-        return plan is not None and copy.epoch < plan.epoch and copy.step > self._step
+    def is_undone(self, item: Copy | CheckpointPart) -> bool:
+        """Return whether training has repeated the step of a state or part since then, or will."""
+        return lineage.is_undone(item, self._starts)
 
     def then(self, action: Callable[[], None]) -> None:
         """Call `action` on the writer's thread, after the parts queued so far are on disk or have
@@ -162,7 +171,7 @@ class CheckpointWriter:
         copies = [copy for copy, _ in parts]
         try:
             for copy, data in parts:
-                if self._is_undone(copy):
+                if self.is_undone(copy):
                     return
                 checkpoint_directory.retry(
                     partial(self._write_part, plan, copy, data), self._closed.wait
@@ -194,9 +203,11 @@ class CheckpointWriter:
         step = copies[0].step
         log.error("checkpoint of step %d: %s", step, error)
         with self._lock:
-            self._written -= {(step, *copy.slot) for copy in copies}
+            for copy in copies:
+                self._written.pop((step, copy.slot), None)
             epoch = self._plan.epoch if self._plan is not None else copies[0].epoch
-            undone = self._is_undone(copies[0])
+            undone = self.is_undone(copies[0])
         self._failed(why)
         if not undone:  # the present epoch may have relied on these copies
-            self._emit(CheckpointPart(step, (), epoch, self._vault.node, why))
+            slots = tuple(copy.slot for copy in copies)
+            self._emit(CheckpointPart(step, slots, epoch, self._vault.node, why))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +50,6 @@ class _VaultEntry:
     copy: Copy
     path: str
     slot: SharedSlot | SlotReader
-    pins: int = 0
     dropped: bool = False
 
     @property
@@ -124,6 +124,8 @@ class Vault:
         self._groups: dict[RetentionGroup, set[str]] = {}
         self._keys_by_path: dict[str, str] = {}
         self._readers: dict[str, SlotReader] = {}
+        self._leases: Counter[str] = Counter()
+        """Number of readers per path of a slot, also of copies that were dropped meanwhile."""
         self._gone: set[tuple[Path, str]] = set()
         self._fence = self._trimmed = 0
         self._running = -1
@@ -194,10 +196,10 @@ class Vault:
 
     @contextlib.contextmanager
     def lease(self, key: str) -> Iterator[memoryview]:
-        """Yield the bytes of a copy in its slot. The vault does not reuse a slot of its own
-        meanwhile.
+        """Yield the bytes of a copy in its slot. Meanwhile the vault neither reuses the slot nor
+        returns it to its worker.
 
-        A worker may overwrite its own slot meanwhile, so the reader must verify the checksum.
+        A worker may overwrite a slot of its present epoch, so the reader must verify the checksum.
         """
         with self._pinned(key) as entry:
             yield entry.data
@@ -206,13 +208,14 @@ class Vault:
     def _pinned(self, key: str) -> Iterator[_VaultEntry]:
         with self._lock:
             entry = self._find(key)
-            entry.pins += 1
+            self._leases[entry.path] += 1
         try:
             yield entry
         finally:
             with self._lock:
-                entry.pins -= 1
+                self._leases[entry.path] -= 1
                 self._release(entry)
+                self._return_unused([entry.path])
 
     def read(self, key: str) -> memoryview:
         """Return the verified bytes, in private memory. Raises VaultError if the copy is absent or
@@ -280,10 +283,16 @@ class Vault:
             needed = entry.copy.kind in LOGS and entry.copy.step == self._running
             if not needed and (not kinds or entry.copy.kind in kinds):
                 self._drop(entry)
-        for path, reader in self._readers.items():
+        self._return_unused(self._readers)
+
+    def _return_unused(self, paths: Iterable[str]) -> None:
+        """Return those slots of trimmed epochs to their workers that hold no copy and that nobody
+        reads."""
+        for path in paths:
+            reader = self._readers.get(path)
             # Skip a slot that is being written (epoch 0) or was returned: its writer may use it.
-            past = reader.sequence and 0 < reader.epoch < self._trimmed
-            if past and path not in self._keys_by_path:
+            past = reader and reader.sequence and 0 < reader.epoch < self._trimmed
+            if reader and past and path not in self._keys_by_path and not self._leases[path]:
                 reader.release()
 
     def _remove_slots_of_the_dead(self) -> None:
@@ -439,7 +448,8 @@ class Vault:
 
     def _release(self, entry: _VaultEntry) -> None:
         """Return the slot of a dropped entry to the pool, unless a reader still uses it."""
-        if entry.dropped and not entry.pins and isinstance(entry.slot, SharedSlot):
+        leased = self._leases[entry.path]
+        if entry.dropped and not leased and isinstance(entry.slot, SharedSlot):
             self._pool.give(entry.slot)
 
     def _reader(self, local: LocalCopy) -> SlotReader:

@@ -58,9 +58,12 @@ class CheckpointCommits:
         future.add_done_callback(self._done)
         self._disk.post(work)
 
-    def drop(self, step: int) -> None:
-        """Remove the files of the incomplete checkpoint of `step`."""
-        self._disk.post(partial(checkpoint_directory.discard_step, self._directory, step))
+    def drop(self, step: int, before: int = 0) -> None:
+        """Remove the files of the incomplete checkpoint of `step`. `before`: only those of epochs
+        below it, also of a complete checkpoint; the result of a commit under way is ignored."""
+        if before:
+            self._pending = {commit: s for commit, s in self._pending.items() if s != step}
+        self._disk.post(partial(checkpoint_directory.discard_step, self._directory, step, before))
 
     def pending(self) -> tuple[Commit, ...]:
         """Return the commits that were not taken."""

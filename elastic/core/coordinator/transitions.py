@@ -538,7 +538,7 @@ def _fault(state: JobState, now: float) -> Cause | None:
     for diverged in divergence_reports(state)[:1]:
         text = "; ".join(one.text for one in diverged.found)
         return Cause(CauseKind.DIVERGENCE, f"step {diverged.step}: {text}")
-    unreachable = path_cause(state)
+    unreachable = path_cause(state) or checkpoints.cause_to_write_again(state)
     if unreachable is not None:
         return unreachable
     if state.suspected_since and now - state.suspected_since > _contact_s(state):

@@ -230,6 +230,11 @@ def _judge_divergence(state: JobState, now: float) -> tuple[JobState, tuple[JobA
     ]
     state = state.of(distrusted=(*kept, verdict.distrust))
     state, findings = _blame_divergence(state, verdict, now)
+    actions: tuple[JobAction, ...] = ()
+    if verdict.distrust.places and not verdict.fatal:
+        wrong = {node for node, *_ in verdict.distrust.places}
+        why = f"{' '.join(sorted(wrong))} wrote a part of it and had diverged"
+        state, actions = checkpoints.distrust_parts(state, step, wrong, why)
     data = {
         "step": step,
         "epoch": verdict.distrust.epoch,
@@ -237,7 +242,7 @@ def _judge_divergence(state: JobState, now: float) -> tuple[JobState, tuple[JobA
         "reason": "; ".join(verdict.reasons),
         "fatal": bool(verdict.fatal),
     }
-    return state, (LogEntry("divergence", data), *findings), verdict.fatal
+    return state, (LogEntry("divergence", data), *actions, *findings), verdict.fatal
 
 
 def _blame_divergence(
@@ -357,8 +362,9 @@ def _solve(
         assignment,
         store=state.members[plan.units()[0].node].report.store,
         reload=reload,
-        rescued=checkpoints.copies_to_rescue(state, assignment.step, inventory),
+        rescued=checkpoints.copies_to_rescue(state, plan, assignment.step, inventory),
         checkpointed=checkpoints.newest_written(state),
+        starts=checkpoints.starts_with(state, assignment.step),
     )
 
 

@@ -344,11 +344,18 @@ class JobState:
     """(directory, step) of earlier durable checkpoints, newest first."""
     checkpoint_parts: tuple[tuple[int, tuple[Slot, ...]], ...] = ()
     """(step, layers and portions on disk) of checkpoints that are being written, oldest first."""
+    checkpoint_writers: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """(step, nodes that wrote its parts) of the newest durable checkpoint and of later ones."""
+    rewritten: tuple[tuple[int, int], ...] = ()
+    """(epoch, step) after divergences: parts of checkpoints of later steps that earlier epochs
+    wrote do not count, as if the epoch had begun at this step."""
     lost_checkpoints: tuple[int, ...] = ()
     """Newest steps whose checkpoints were given up."""
     checkpoint_errors: tuple[tuple[str, str], ...] = ()
     """(node, reason) of each failure to write the checkpoint of the last step in this epoch; the
     node is "" if the commit failed."""
+    failed_writers: tuple[tuple[int, str], ...] = ()
+    """(step, node) of each failure to write a part of a checkpoint in this epoch."""
     enough_since: float = 0.0
     """Time since which at least the minimum of nodes is connected; 0: fewer are."""
     launched_at: float = 0.0
@@ -572,9 +579,12 @@ class YieldLead:
 
 @dataclass(frozen=True, slots=True)
 class DropCheckpoint:
-    """Order to remove the files of `step`, whose checkpoint cannot become whole."""
+    """Order to remove the files of `step`, whose checkpoint cannot become whole or is wrong."""
 
     step: int
+    before: int = 0
+    """Remove only the files of epochs before this one, also if they are committed; 0: remove all
+    files that are not committed."""
 
 
 JobAction = (

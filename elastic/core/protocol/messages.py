@@ -413,7 +413,7 @@ class CheckpointPart:
 
     step: int
     layers: tuple[Slot, ...]
-    """(layer, TP rank), or also a portion, of each written file."""
+    """(layer, TP rank), or also a portion, of each file that was written, or that could not be."""
     epoch: int = -1
     """Epoch in which the states were published, or in which the write failed; -1: unknown."""
     node: str = ""

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from elastic.domain.types import LOGS, Copy
+from elastic.core.protocol.messages import CheckpointPart
+from elastic.domain.types import LOGS, Assignment, Copy
 
 Starts = tuple[tuple[int, int], ...]
 """(epoch, first step), both ascending. An epoch that began at the same step as a later one, or
@@ -27,6 +28,16 @@ def with_start(starts: Starts, epoch: int, step: int) -> Starts:
     if len(kept) <= MAX_STARTS:
         return kept
     return ((kept[-MAX_STARTS][0], FORGOTTEN), *kept[-MAX_STARTS + 1 :])
+
+
+def starts_of(assignment: Assignment) -> Starts:
+    """Return the starts by which parts of checkpoints are undone in the assignment's epoch."""
+    return assignment.starts or ((assignment.plan.epoch, assignment.step),)
+
+
+def is_undone(item: Copy | CheckpointPart, starts: Starts) -> bool:
+    """Return whether an epoch after that of `item` began before it."""
+    return any(item.undone_by(epoch, step) for epoch, step in starts)
 
 
 def proven(

@@ -263,6 +263,17 @@ def test_states_of_a_step_that_stays_done_are_not_written_again(node: Node) -> N
     assert node.written() == [], "the checkpoint is whole"
 
 
+def test_states_of_a_diverged_step_are_written_again(node: Node) -> None:
+    """Epoch 2 begins at step 4, but its states of epoch 1 may be wrong."""
+    node.announce(4, 0, 1)
+    assert node.written() == [(4, ((0, 0), (1, 0)))]
+    present = replace(plan(), epoch=2)
+    node.writer.enter(Assignment(present, 4, starts=((1, 0), (2, 4), (2, 3))))
+    node.epoch = 2
+    node.announce(4, 0, 1)
+    assert node.written() == [(4, ((0, 0), (1, 0)))]
+
+
 def test_states_of_an_abandoned_epoch_are_not_written(node: Node) -> None:
     slow, order = threading.Event(), queue.Queue[bool]()
     node.writer.then(lambda: order.put(slow.wait(LONG_S)))
@@ -278,6 +289,20 @@ def test_states_of_an_abandoned_epoch_are_not_written(node: Node) -> None:
         path.name for path in checkpoint_directory.staging_path(node.directory, 5).glob("*.s*")
     ]
     assert all("epoch-2" in name for name in names) and len(names) == 2
+
+
+def test_states_that_an_epoch_before_the_last_abandoned_are_written_again(node: Node) -> None:
+    """This node took no part in epoch 2, which began before the state that it has written."""
+    node.announce(4, 0, 1)
+    late = CheckpointPart(4, ((0, 0), (1, 0)), 1, "a")
+    node.enter(2, 4)
+    assert not node.writer.is_undone(late) and node.written() == [(4, late.layers)]
+    present = replace(plan(), epoch=3)
+    node.writer.enter(Assignment(present, 4, starts=((1, 0), (2, 3), (3, 4))))
+    node.epoch = 3
+    assert node.writer.is_undone(late), "its part is not sent any more"
+    node.announce(4, 0, 1)
+    assert node.written() == [(4, ((0, 0), (1, 0)))]
 
 
 def test_layers_of_two_versions_are_parts_of_two_checkpoints(node: Node) -> None:
@@ -316,7 +341,7 @@ def test_a_lasting_failure_is_reported_and_the_next_epoch_tries_again(
     node.writer.then(done.set)
     assert done.wait(LONG_S)
     part = node.parts.get_nowait()
-    assert (part.step, part.layers, part.epoch, part.node) == (5, (), 1, "a")
+    assert (part.step, part.layers, part.epoch, part.node) == (5, ((0, 0), (1, 0)), 1, "a")
     assert "File exists" in part.error or "Not a directory" in part.error
     node.directory.unlink()
     node.enter(2, 5)
@@ -332,9 +357,42 @@ def test_a_keeper_writes_the_states_of_a_lost_node(node: Node) -> None:
     node.writer.enter(Assignment(present, 3, rescued=(copy, elsewhere)))
     node.vault.trim(2)
     assert node.written() == [(2, ((1, 0),))], "also if the vault drops the copy meanwhile"
-    gone = replace(copy, sequence=copy.sequence + 1)
+    node.writer.enter(Assignment(present, 3, rescued=(copy,)))
+    assert node.written() == [], "it is on disk"
+    gone = replace(copy, layer=2, sequence=copy.sequence + 1)
     node.writer.enter(Assignment(present, 3, rescued=(gone,)))
-    assert node.parts.get(timeout=LONG_S).error
+    failed = node.parts.get(timeout=LONG_S)
+    assert failed.error and failed.layers == ((2, 0),), "another node may have it"
+    run = layer_run(2, 2)
+    copy = put(node.vault, make(run, layer=2, step=2, owner="b", epoch=3), run)
+    node.writer.enter(Assignment(present, 3, rescued=(copy,)))
+    assert node.written() == [(2, ((2, 0),))], "the next epoch tries again"
+
+
+def test_a_state_in_the_queue_is_not_rescued(node: Node) -> None:
+    """The disk is slow, and the states of the next checkpoint are in the queue, too."""
+    slow = threading.Event()
+    node.writer.then(lambda: slow.wait(LONG_S))
+    held = [node.announce(2, 0).copies[0].copy, node.announce(4, 0).copies[0].copy]
+    rescued = tuple(replace(copy, node="a") for copy in held[:1])
+    node.writer.enter(Assignment(replace(plan(), epoch=2), 4, rescued=rescued))
+    slow.set()
+    assert node.written() == [(2, ((0, 0),)), (4, ((0, 0),))]
+
+
+def test_a_rescued_copy_of_a_living_worker_outlives_the_trim(node: Node) -> None:
+    slow = threading.Event()
+    node.writer.then(lambda: slow.wait(LONG_S))
+    run = layer_run(2, 2)
+    copy = make(run, layer=2, step=2)
+    node.vault.publish(node.workers.write(0, copy, run))
+    copy = replace(copy, node="a")
+    node.writer.enter(Assignment(replace(plan(), epoch=2), 3, rescued=(copy,)))
+    node.vault.trim(2)
+    if not node.workers.slots[0].sequence:  # the worker has it back and writes to it
+        node.workers.slots[0].view(len(run))[:] = bytes(len(run))
+    slow.set()
+    assert node.written() == [(2, ((2, 0),))]
 
 
 LIMITED = """

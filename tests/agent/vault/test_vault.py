@@ -227,6 +227,20 @@ def test_trim_hands_back_slots_of_past_epochs(vault: Vault, writer: LocalWriter)
     assert writer.slots[0].sequence == 0 and writer.slots[1].sequence > 0
 
 
+def test_trim_hands_back_a_leased_slot_after_its_last_reader(
+    vault: Vault, writer: LocalWriter
+) -> None:
+    """A living worker writes to a slot again as soon as it is handed back."""
+    copy = make(content(1), epoch=1)
+    vault.publish(writer.write(0, copy, content(1)))
+    with vault.lease(copy.key) as view:
+        with vault.lease(copy.key):
+            vault.trim(2)
+        assert vault.inventory() == ()
+        assert writer.slots[0].sequence > 0 and bytes(view) == content(1)
+    assert writer.slots[0].sequence == 0
+
+
 def test_slots_of_a_dead_worker_go_with_their_copies(vault: Vault, tmp_path: Path) -> None:
     writer = LocalWriter(tmp_path / "worker", "worker-77-1-")
     copy = make(content(1), epoch=1)

@@ -15,7 +15,17 @@ from elastic.core.job.state import JobPhase, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.codec import dumps, loads
-from elastic.domain.types import STATE, Copy, JobSpec, LayerSpec, SavedModel
+from elastic.domain.types import (
+    PARAMETERS,
+    STATE,
+    Copy,
+    Divergence,
+    JobSpec,
+    LayerSpec,
+    Plan,
+    SavedModel,
+    StepRecord,
+)
 from tests.core.coordinator.test_transitions import entries, halt, running, samples, send_report
 from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
 from tests.core.world.world import World
@@ -76,6 +86,16 @@ def test_parts_of_undone_steps_do_not_count() -> None:
     assert not actions, "the late part belongs to the epoch before"
     _, actions, _ = apply(state, part(late, HALVES[0], epoch=2))
     assert actions == (job.CommitCheckpoint(late),)
+
+
+def test_parts_that_an_epoch_before_the_last_has_undone_do_not_count() -> None:
+    """A slow disk writes a state of epoch 3 late. Epoch 4 began before it, epoch 5 after it."""
+    state = saving().of(epoch=5, starts=((1, 0), (4, 6), (5, 9)))
+    after, actions, _ = apply(state, part(8, epoch=3))
+    assert after.checkpoint_parts == () and not actions
+    _, actions, _ = apply(state, part(8, epoch=4))
+    assert actions == (job.CommitCheckpoint(8),)
+    assert checkpoints.starts_with(state, 9) == ((1, 0), (4, 6), (5, 9)), "agents do the same"
 
 
 def test_parts_of_finished_steps_count_in_later_epochs() -> None:
@@ -199,9 +219,21 @@ def test_checkpoints_that_are_incomplete_at_the_end_are_reported() -> None:
 # ---- states of lost nodes ----
 
 
-def rescued(state: JobState, step: int) -> tuple[Copy, ...]:
+def rescued(state: JobState, step: int, *without: str) -> tuple[Copy, ...]:
+    """Copies that are written in an epoch whose plan has the members except `without`."""
     reported = (copy for mb in state.members.values() for copy in mb.report.inventory)
-    return checkpoints.copies_to_rescue(state, step, reported)
+    return checkpoints.copies_to_rescue(state, _plan(state, *without), step, reported)
+
+
+def _plan(state: JobState, *without: str) -> Plan:
+    """The present plan without the pipelines of lost nodes and of `without`."""
+    absent = {*plan_of(state).nodes(), *without} - {n for n in state.members if n not in without}
+    pipelines = tuple(
+        pipeline
+        for pipeline in plan_of(state).pipelines
+        if not absent & {stage.unit.node for stage in pipeline.stages}
+    )
+    return replace(plan_of(state), epoch=2, pipelines=pipelines)
 
 
 def _lost(state: JobState, due: int, slots: tuple[Any, ...]) -> JobState:
@@ -225,17 +257,169 @@ def _lost(state: JobState, due: int, slots: tuple[Any, ...]) -> JobState:
     return state.of(members=members)
 
 
-def test_peers_write_the_states_of_a_lost_node() -> None:
+def test_states_that_are_not_reported_to_be_on_disk_are_written() -> None:
     state = saving(2)
     begins = 2 * (state.newest_step // 2) + 3
-    due, plan = begins - 1, plan_of(state)
-    lost = plan.holders(3)[0].node
-    mine = tuple(slot for slot in ALL if plan.holders(slot[0])[0].node == lost)
-    others = tuple(slot for slot in ALL if slot not in mine)
-    for written, missing in (((), mine), (others, mine), (mine[:1], mine[1:]), (ALL, ())):
+    due = begins - 1
+    for written in ((), ALL[:1], ALL[1:], ALL):
         found = rescued(_lost(state, due, written), begins)
-        assert tuple((copy.layer, copy.shard) for copy in found) == missing
+        assert tuple(copy.slot for copy in found) == tuple(s for s in ALL if s not in written)
     assert rescued(_lost(state, due, ()), due) == (), "it is written again"
+
+
+def copied(state: JobState, slots: tuple[Any, ...], *nodes: str, step: int = 8) -> JobState:
+    """`nodes` have copies of the states of `slots`."""
+    members = dict(state.members)
+    for number, node in enumerate(nodes):
+        copies = tuple(
+            Copy(STATE, slot[0], slot[1], step, 1, node, 10**9 + 100 * number + i, 8, "", node=node)
+            if len(slot) == 2
+            else Copy(STATE, slot[0], slot[1], step, 1, node, i, 8, "", node=node, portion=slot[2:])
+            for i, slot in enumerate(slots, 1)
+        )
+        report = replace(members[node].report, inventory=copies)
+        members[node] = replace(members[node], report=report)
+    return state.of(members=members)
+
+
+def replicated() -> JobState:
+    """Three pipelines of one node each. Training is at step 9; checkpoint 8 is being written."""
+    world = World(5, 3, steps=400, shape="3")
+    world.run(limit=4.0)
+    state = world.coordinator.state
+    assert [unit.node for unit in plan_of(state).holders(0)] == ["node0", "node1", "node2"]
+    return state.of(spec=replace(spec_of(state), checkpoint_every=4), checkpoint=("/c/4", 4))
+
+
+def _sources(copies: tuple[Copy, ...]) -> list[tuple[str, Any]]:
+    return [(copy.node, copy.slot) for copy in copies]
+
+
+def test_the_node_that_was_to_write_a_state_is_preferred() -> None:
+    state = copied(replicated(), ALL[:1], "node1", "node0", "node2")
+    assert _sources(rescued(state, 9)) == [("node0", (0, 0))], "it may have it in its queue"
+    assert _sources(rescued(state, 9, "node0")) == [("node1", (0, 0)), ("node2", (0, 0))]
+    assert _sources(rescued(state, 9, "node0", "node1")) == [
+        ("node2", (0, 0)),
+        ("node0", (0, 0)),
+    ], "nodes outside of the plan may drop their copies first"
+
+
+def test_a_restarted_agent_does_not_write_what_its_vault_has_lost() -> None:
+    """Its name is that of the node that was to write the states."""
+    state = copied(replicated(), ALL[:1], "node1", "node2")
+    assert _sources(rescued(state, 9)) == [("node1", (0, 0)), ("node2", (0, 0))]
+
+
+def test_states_are_rescued_again_after_a_second_loss() -> None:
+    """The new plan names another first holder, which was not to write the states."""
+    state = copied(replicated(), ALL[:1], "node2")
+    state = state.of(plan=_plan(state, "node0"))
+    assert _sources(rescued(state, 9, "node1")) == [("node2", (0, 0))]
+
+
+def test_portions_are_rescued() -> None:
+    halves = ((0, 0, 0, 2), (0, 0, 1, 2))
+    state = copied(replicated(), halves, "node1")
+    assert [copy.slot for copy in rescued(state, 9)] == list(halves)
+    state, _, _ = apply(state, part(8, halves[:1]))
+    assert [copy.slot for copy in rescued(state, 9)] == [halves[1]]
+    state = copied(state, halves[:1], "node1")
+    assert rescued(state, 9) == (), "the other half is lost"
+
+
+def test_a_checkpoint_is_given_up_only_if_nobody_writes_a_state() -> None:
+    state = copied(replicated(), ALL[:2], "node1", "node2")
+    epoch, present = state.epoch, assignment_of(state)
+    state = state.of(assignment=replace(present, rescued=rescued(state, 9, "node0")))
+    failed = [part(8, ALL[:1], epoch, node=node, error="gone") for node in ("node1", "node2")]
+    state, _, _ = apply(state, part(8, ALL[1:], epoch, node="node0"))
+    state, actions, _ = apply(state, failed[0])
+    assert not actions and 8 in dict(state.checkpoint_parts)
+    _, actions, _ = apply(state, part(8, ALL[:1], epoch, node="node2"))
+    assert actions == (job.CommitCheckpoint(8),)
+    state, actions, _ = apply(state, failed[1])
+    assert job.DropCheckpoint(8) in actions and 8 in state.lost_checkpoints
+
+
+# ---- divergence ----
+
+
+def _diverged(state: JobState, wrong: str) -> tuple[JobState, list[job.JobAction]]:
+    """The commit of step 8 finds that the replica of node `wrong` differs."""
+    nodes = [unit.node for unit in plan_of(state).holders(0)]
+    values = tuple((node, "bad" if node == wrong else "good") for node in nodes)
+    found = (Divergence(0, 0, PARAMETERS, values),)
+    report = m.Diverged(1, 8, found, tuple((node, 0, 0, True) for node in nodes))
+    state, actions, _ = send_report(state, nodes[1], diverged=(report,))
+    more = list(actions)
+    state = copied(state, ALL, *nodes)
+    for node in nodes:
+        state, actions, _ = send_report(
+            state,
+            node,
+            phase=NodePhase.HALTED,
+            epoch=state.epoch,
+            halted=(m.Halted(state.epoch, 8, record=StepRecord(7, 1.0, 1.0, 1.0)),),
+            diverged=(report,),
+        )
+        more += actions
+    assert state.phase is JobPhase.INSTALLING and assignment_of(state).step == 8
+    return state, more
+
+
+@pytest.mark.parametrize("progress", ["incomplete", "complete", "committed"])
+def test_a_checkpoint_with_a_diverged_state_is_written_again(progress: str) -> None:
+    state, _, _ = apply(replicated(), part(8, ALL[:1], node="node0"))
+    if progress != "incomplete":
+        state, _, _ = apply(state, part(8, ALL[1:], node="node1"))
+    if progress == "committed":
+        state, _, _ = apply(state, job.CheckpointCommitted("/c/8", 8))
+    state, actions = _diverged(state, "node0")
+    assert job.DropCheckpoint(8, before=2) in actions
+    assert state.checkpoint == ("/c/4", 4) and state.checkpoint_parts == ()
+    assert assignment_of(state).checkpointed == 4
+    assert assignment_of(state).starts == ((1, 0), (2, 8), (2, 7)), "agents forget their parts"
+    for late in (part(8, node="node0"), job.CheckpointCommitted("/c/8", 8)):
+        state, _, _ = apply(state, late)
+        assert state.checkpoint == ("/c/4", 4) and state.checkpoint_parts == ()
+    state, actions, _ = apply(state, part(8, epoch=2, node="node0"))
+    assert tuple(actions) == (job.CommitCheckpoint(8),)
+    state, _, _ = apply(state, job.CheckpointCommitted("/c/8", 8))
+    assert state.checkpoint == ("/c/8", 8)
+
+
+def test_a_checkpoint_of_other_nodes_outlives_a_divergence() -> None:
+    """Also the one that a job has resumed."""
+    state, _, _ = apply(replicated(), part(8, node="node1"))
+    state, _, _ = apply(state, job.CheckpointCommitted("/c/8", 8))
+    state, actions = _diverged(state, "node0")
+    assert state.checkpoint == ("/c/8", 8) and assignment_of(state).checkpointed == 8
+    assert not any(isinstance(action, job.DropCheckpoint) for action in actions)
+
+
+# ---- commits under way ----
+
+
+def test_a_commit_under_way_survives_a_return_to_an_earlier_step() -> None:
+    state = saving(4)
+    late = state.newest_step + 5
+    state, actions, _ = apply(state, part(late))
+    assert actions == (job.CommitCheckpoint(late),)
+    state = _after_a_loss(state)
+    assert assignment_of(state).step < late == assignment_of(state).checkpointed
+    assert checkpoints.commits_to_repeat(state) == (job.CommitCheckpoint(late),), "by a successor"
+    after, _, _ = apply(state, job.CheckpointCommitted("/c/late", late))
+    assert after.checkpoint == ("/c/late", late) and after.epoch == 2
+    state, actions, reason = apply(state, job.CheckpointFailed(late, "I/O error"))
+    assert state.phase is JobPhase.HALTING and "could not be committed" in reason
+    assert not entries(actions, "checkpoint-lost")
+    for node in ("node0", "node1", "node2"):
+        state = halt(state, node)
+    assert assignment_of(state).checkpointed == -1, "the agents write it"
+    state, _, _ = apply(state, part(late, epoch=3))
+    state, actions, _ = apply(state, job.CheckpointFailed(late, "I/O error"))
+    assert entries(actions, "checkpoint-lost") and state.epoch == 3, "no endless loop"
 
 
 # ---- the checkpoint that a job resumes ----
