@@ -27,9 +27,8 @@ KINDS = {
 CONSTANTS = {
     "agent/health/monitor.py SAMPLE_S": "interval",
     "agent/health/monitor.py WINDOW_S": "interval",
-    "agent/health/preflight.py CALL_S": "person",
-    "agent/health/preflight.py DEVICE_TRIAL_S": "program",
     "agent/health/preflight.py MAX_CLOCK_OFFSET_S": "decision",
+    "agent/health/preflight.py TRIAL_POLL_S": "interval",
     "agent/notices/aws.py HINT_S": "decision",
     "agent/notices/aws.py NOTICE_S": "provider",
     "agent/notices/aws.py READ_EVERY_S": "interval",
