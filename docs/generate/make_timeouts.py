@@ -61,6 +61,8 @@ SECTIONS = {
         "bulk_s": "A transfer between vaults without progress has failed.",
         "serve_s": "A vault drops a client that stalls within a request.",
         "prefetch_s": "A joining node enters after this time, even with partial state.",
+        "preflight_s": "The pre-flight waits so long for an answer of the coordinator or a peer.",
+        "trial_cpu_s": "CPU time after which the trial of the devices counts as endless.",
     },
     "Notices": {
         "leave_s": "With less notice than this, a node leaves in mid-step.",
@@ -87,7 +89,7 @@ limits change seldom. Each change is a `timeouts` event in
 | the limits below | 10 times the longest round trip to the coordinator, if it is at least 10 ms |
 
 The round trips are added to `lease_s`, `closed_s`, `contact_s`, `adopt_s`, `doubt_s`, `path_s`,
-`open_s` and the least value of `progress_s`.
+`open_s`, `preflight_s` and the least value of `progress_s`.
 
 `heartbeat_s` grows with the number of nodes, the MAX of `--nnodes MIN:MAX`: a coordinator receives
 at most 2000 heartbeats per second, but each node sends at least three per `--silence`.

@@ -411,7 +411,7 @@ class NodeAgent:
             vault = self._replicator.vaults.get(fault.peer, "")
             self._cut.begin(fault.peer, vault, fault.duration_s)
             return
-        log.warning("injected fault: partitioned from everybody for %g s", fault.duration_s)
+        log.warning("injected fault: cut off from the coordinator for %g s", fault.duration_s)
         until = time.monotonic() + fault.duration_s
         self._partitioned_until = max(self._partitioned_until, until)
 
@@ -575,9 +575,11 @@ class NodeAgent:
     def _check_node(self) -> tuple[list[PreflightCheck], float]:
         """Make the checks of the pre-flight; return them and the node's score (`local_checks`)."""
         config, trial = self._config, self._config.preflight == "strict"
-        checks, score = local_checks(config.directories, self._info.memory_bytes, trial=trial)
-        pace = pace_of(self._directory, config.link)
-        return [*checks, *network_checks(self._coordinator, self._node, pace)], score
+        limits, pace = config.timeouts, pace_of(self._directory, config.link)
+        memory_bytes = self._info.memory_bytes
+        checks, score = local_checks(config.directories, memory_bytes, trial=trial, limits=limits)
+        found = network_checks(self._coordinator, self._node, pace, limits=limits)
+        return [*checks, *found], score
 
     def _launched(self) -> tuple[int, Mapping[int, int]]:
         """Return the generation of the running launch, and the process id per local rank."""

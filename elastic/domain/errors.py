@@ -12,6 +12,7 @@ ElasticError
  +-- VaultError            a copy is missing, torn or corrupt
  |    +-- VaultFull        there is no room for another copy
  |    +-- SlotError        the node's memory and disk refuse new copies
+ |    +-- Unanswered       a vault that can be reached has not answered in time
  +-- LedgerError           a micro-batch would be doubled or is missing
  +-- DivergenceError       holders of a layer disagree about it
  +-- NonfiniteError        a gradient norm is infinite or NaN
@@ -126,6 +127,11 @@ class VaultFull(VaultError):
 
 class SlotError(VaultError):
     """A node can create no room for copies, for another reason than a lack of room."""
+
+
+class Unanswered(VaultError):
+    """A vault has not answered in time, although its machine has acknowledged all bytes. So the
+    network is sound, and the vault is busy, stopped or hung."""
 
 
 class LedgerError(ElasticError):

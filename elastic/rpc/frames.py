@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import socket
 import ssl
 import struct
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +40,8 @@ LEAST_CHUNK_BYTES, CHUNK_BYTES = 256 << 10, 2 << 20
 the CPU's cache while the rest arrives."""
 PIECE_BYTES = 64 << 10
 """Bytes sent at a time on a shaped link."""
+SIOCOUTQNSD = 0x894B
+"""Request of Linux for the bytes in the send queue of a socket that were not sent yet."""
 _MORE = getattr(socket, "MSG_MORE", 0)
 """Flag that keeps a header in the kernel until its payload follows: one packet, one wake-up of the
 reader."""
@@ -178,6 +183,20 @@ class FrameStream:
             raise
         except (AttributeError, ValueError) as error:
             raise ChannelClosed(f"this side has closed: {error}") from error
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the other machine is connected and has acknowledged all bytes that this one sent
+        (TCP). Its kernel does so however busy its processes are."""
+        with contextlib.suppress(OSError, ValueError):
+            self._sock.getpeername()
+            return self._queued(termios.TIOCOUTQ) == self._queued(SIOCOUTQNSD)
+        return False
+
+    def _queued(self, request: int) -> int:
+        """Return the number of bytes in the send queue of the socket, by the kernel's `request`."""
+        found = fcntl.ioctl(self._sock.fileno(), request, bytes(4))
+        return int.from_bytes(found, sys.byteorder)
 
     def hang_up(self) -> None:
         """Wake a blocked call, whose thread must then call `close` to free the descriptor."""

@@ -102,6 +102,10 @@ class Timeouts:
     """Workers that have all loaded their layers must connect to each other within this time."""
     save_s: float = 60.0
     """A job that failed waits this long for a checkpoint that is due."""
+    preflight_s: float = 10.0
+    """The pre-flight waits this long for an answer of the coordinator, or of a peer's vault."""
+    trial_cpu_s: float = 300.0
+    """CPU time after which the trial of the devices in the pre-flight counts as endless."""
 
 
 def budget(
@@ -134,6 +138,8 @@ def budget(
         prefetch_s=max(20.0, seen.step_s * 5),
         path_s=max(2.0, silence * 4 / 3) + reconnect_s,
         open_s=max(10.0, silence * 10 / 3) + reconnect_s,
+        preflight_s=max(10.0, silence * 10 / 3) + reconnect_s,
+        trial_cpu_s=max(300.0, silence * 100),
         link_s=max(1800.0, silence * 100),
         leave_s=min(20.0, max(2.0, seen.pause_s * 2)),
         overdue_s=max(30.0, silence * 10),

@@ -39,6 +39,7 @@ from elastic.domain.errors import (
     FieldError,
     SlotError,
     StaleError,
+    Unanswered,
     VaultError,
     VaultFull,
     describe,
@@ -314,9 +315,12 @@ class VaultClient:
             except _Refused as refusal:
                 raise refusal.error from None
             except TimeoutError as error:
+                stream, kind = self._stream, VaultError
+                if stream is not None and stream.delivered:
+                    kind = Unanswered
                 self._drop()
                 text = f"{self._name} made no progress for {self._timeout_s:g} s"
-                raise VaultError(text) from error
+                raise kind(text) from error
             except (ChannelClosed, FieldError, OSError) as error:
                 self._drop()
                 raise VaultError(f"{self._name}: {self._explain(error)}") from error

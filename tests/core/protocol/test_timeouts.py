@@ -58,6 +58,7 @@ def test_limits_have_the_right_order(silence_s: float, seen: LongestDurations) -
     assert t.link_s >= max(budget(silence_s).stuck_s, t.serve_s)
     assert t.silence_s < t.path_s < t.open_s, "a lost node is known before its paths are blamed"
     assert t.silence_s < t.overdue_s
+    assert t.lease_s < t.preflight_s, "a lost peer is known before a join is refused because of it"
     assert t.leave_s >= min(20.0, 2 * seen.pause_s)
     near = budget(silence_s)
     assert near.alone_s >= near.lease_s + near.closed_s and near.sibling_s > near.contact_s

@@ -82,20 +82,23 @@ def test_tensor_parallel_shards_add_to_the_norm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "ledger", "message"),
+    ("rank", "ledger", "message", "counts"),
     [
-        (0, {0}, r"layer 0 \(TP rank 0\): micro-batches missing: \[1\]"),
-        (3, {1, 2, 3}, r"layer 1 .* doubled: \[1\]"),
-        (1, {0, 1, 4}, r"layer 2 .* beyond the step: \[4\]"),
-        (2, set(), r"layer 0 .* missing: \[2, 3\]"),
+        (0, {0}, r"layer 0 \(TP rank 0\): micro-batches missing: \[1\]", (0, 1)),
+        (3, {1, 2, 3}, r"layer 1 .* doubled: \[1\]", (1, 0)),
+        (1, {0, 1, 4}, r"layer 2 .* beyond the step: \[4\]", (0, 0)),
+        (2, set(), r"layer 0 .* missing: \[2, 3\]", (0, 2)),
     ],
 )
-def test_an_error_names_the_wrong_ledger(rank: int, ledger: set[int], message: str) -> None:
+def test_an_error_names_the_wrong_ledger(
+    rank: int, ledger: set[int], message: str, counts: tuple[int, int]
+) -> None:
     rows = contributions(ROSTER)
     shares = tuple(replace(share, ledger=frozenset(ledger)) for share in rows[rank].layers)
     rows[rank] = replace(rows[rank], layers=shares)
-    with pytest.raises(LedgerError, match=message):
+    with pytest.raises(LedgerError, match=message) as caught:
         decide(rows, ROSTER)
+    assert (caught.value.doubled, caught.value.missing) == counts
 
 
 def test_workers_at_different_steps_do_not_commit() -> None:
