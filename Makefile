@@ -6,12 +6,15 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
+FAULT_POINTS ?= build/fault-points
+SEED ?= 0
+RUNS ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test tools check bench soak chaos clean
+.PHONY: help setup demo test tools check bench soak chaos fault-points clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
 
 setup: $(STAMP) ## environment in .venv with everything installed
 
@@ -55,6 +58,11 @@ soak: setup ## 30 minutes of training on a loaded machine: nothing may be done a
 
 chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos
+
+fault-points: setup ## fail, kill or stop at each call that a backup depends on; continues where it ended
+	mkdir -p $(FAULT_POINTS)
+	$(BIN)/python -m tests.faultpoints.enumeration --results $(FAULT_POINTS)/small.jsonl
+	$(BIN)/python -m tests.faultpoints.campaign --results $(FAULT_POINTS)/real.jsonl --seed $(SEED) --runs $(RUNS)
 
 clean: ## remove the environment and all leftovers
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

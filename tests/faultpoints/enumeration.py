@@ -2,6 +2,8 @@
 
     python -m tests.faultpoints.enumeration --results FILE [--scheme S]... [--part I/N] [--sample N]
 
+The scheme "coordinator" stands for the saves and commits of the coordinator.
+
 A run without a fault records the points; a second one shows which of them every run passes. The
 same is done for a job that recovers from a loss, so that the points of a recovery are included.
 Each line of FILE is one result. Points with a result in FILE are not run again.
@@ -24,8 +26,10 @@ from pathlib import Path
 import torch
 
 from tests.faultpoints.injection import FAULTS, parse_point
+from tests.faultpoints.mini_coordinator import CoordinatorResult, run_coordinator
 from tests.faultpoints.mini_job import N_STEPS, SCHEMES, Failed, Fault, Result, run_job
 
+COORDINATOR = "coordinator"
 CLEAN, WORKER_LOST, NODE_LOST = "clean", "worker lost", "node lost"
 SCENARIOS = (CLEAN, WORKER_LOST, NODE_LOST)
 TRIES = 3
@@ -130,6 +134,47 @@ class Enumeration:
         return "ok", f"{result.epochs} epochs"
 
 
+class CoordinatorEnumeration:
+    """Cases of the coordinator's script. `folder` is an empty folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._runs = folder, 0
+        first, second = self._run(None, record=True), self._run(None, record=True)
+        both = Counter(first.points) & Counter(second.points)
+        self.points = {CLEAN: list(both)}
+        self.unstable = {CLEAN: len(set(first.points) ^ set(second.points))}
+
+    def _run(self, fault: Fault | None, *, record: bool = False) -> CoordinatorResult:
+        self._runs += 1
+        root = self._folder / f"run{self._runs}"
+        try:
+            return run_coordinator(root, fault, record=record)
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+
+    def cases(self) -> Iterator[Case]:
+        for text in self.points[CLEAN]:
+            for fault in FAULTS[parse_point(text).kind]:
+                yield Case(COORDINATOR, CLEAN, text, fault)
+
+    def run(self, case: Case) -> Outcome:
+        """Run one case and judge it."""
+        began = time.monotonic()
+        verdict, why = "not reached", ""
+        for _ in range(TRIES):
+            try:
+                result = self._run(Fault(parse_point(case.point), case.fault))
+            except Failed as failed:
+                verdict, why = "FAILED", str(failed)
+                break
+            if result.reached:
+                named = case.fault.endswith("+") and all("injected" in t for t in result.failed)
+                verdict = "ok" if not result.failed else "refused" if named else "FAILED"
+                why = "; ".join(result.failed) or f"{result.coordinators} coordinators"
+                break
+        return Outcome(case, verdict, why, round(time.monotonic() - began, 3))
+
+
 def read_results(path: Path) -> dict[Case, Outcome]:
     """Return the results of former runs."""
     if not path.exists():
@@ -139,43 +184,55 @@ def read_results(path: Path) -> dict[Case, Outcome]:
     return {outcome.case: outcome for outcome in found}
 
 
+def enumerate_all(
+    enumeration: Enumeration | CoordinatorEnumeration,
+    name: str,
+    args: argparse.Namespace,
+    known: dict[Case, Outcome],
+) -> int:
+    """Run the cases that `known` lacks; return the number of failures."""
+    part, parts = map(int, args.part.split("/"))
+    cases = [case for case in enumeration.cases() if args.fault in ("", case.fault)]
+    if args.sample:
+        cases = random.Random(args.seed).sample(cases, min(args.sample, len(cases)))
+    counts = {scenario: len(points) for scenario, points in enumeration.points.items()}
+    print(f"{name}: points {counts}, unstable {enumeration.unstable}", flush=True)
+    verdicts = Counter[str]()
+    for case in cases[part - 1 :: parts]:
+        if case not in known:
+            known[case] = enumeration.run(case)
+            with args.results.open("a") as file:
+                file.write(json.dumps(asdict(known[case])) + "\n")
+        outcome = known[case]
+        verdicts[outcome.verdict] += 1
+        if outcome.verdict == "FAILED":
+            print(f"FAILED {case}: {outcome.why}", flush=True)
+    print(f"{name}: {dict(verdicts)}", flush=True)
+    return verdicts["FAILED"]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    names = [COORDINATOR, *(name for name, _ in SCHEMES)]
     flags = argparse.ArgumentParser(description="fault points by enumeration")
     flags.add_argument("--results", type=Path, required=True)
-    flags.add_argument("--scheme", action="append", choices=[name for name, _ in SCHEMES])
+    flags.add_argument("--scheme", action="append", choices=names)
     flags.add_argument("--part", default="1/1", help="I/N: every N-th case, beginning with I")
     flags.add_argument("--sample", type=int, default=0, help="cases per scheme; 0: all")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--fault", default="", help="only this fault")
     args = flags.parse_args(argv)
+    args.results.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    part, parts = map(int, args.part.split("/"))
     known, failed = read_results(args.results), 0
-    for scheme, pipelines in SCHEMES:
-        if args.scheme and scheme not in args.scheme:
-            continue
+    pipelines = dict(SCHEMES)
+    for name in args.scheme or names:
         with tempfile.TemporaryDirectory(prefix="faultpoints-", dir="/dev/shm") as folder:
-            enumeration = Enumeration(Path(folder), scheme, pipelines)
-            cases = [case for case in enumeration.cases() if args.fault in ("", case.fault)]
-            if args.sample:
-                cases = random.Random(args.seed).sample(cases, min(args.sample, len(cases)))
-            counts = {name: len(points) for name, points in enumeration.points.items()}
-            print(
-                f"{scheme}: points {counts}, of unstable order {enumeration.unstable}", flush=True
-            )
-            verdicts = Counter[str]()
-            for case in cases[part - 1 :: parts]:
-                if case not in known:
-                    outcome = enumeration.run(case)
-                    known[case] = outcome
-                    with args.results.open("a") as file:
-                        file.write(json.dumps(asdict(outcome)) + "\n")
-                outcome = known[case]
-                verdicts[outcome.verdict] += 1
-                if outcome.verdict == "FAILED":
-                    print(f"FAILED {case}: {outcome.why}", flush=True)
-            print(f"{scheme}: {dict(verdicts)}", flush=True)
-            failed += verdicts["FAILED"]
+            path = Path(folder)
+            if name == COORDINATOR:
+                failed += enumerate_all(CoordinatorEnumeration(path), name, args, known)
+            else:
+                scheme = Enumeration(path, name, pipelines[name])
+                failed += enumerate_all(scheme, name, args, known)
     return int(failed > 0)
 
 

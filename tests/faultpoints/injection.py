@@ -9,16 +9,16 @@ that is role, kind, detail and number. A process either records its points or in
 The module needs the standard library alone, because `sitecustomize` loads it into every process of
 a real job.
 
-    kind      calls                                  faults
-    send      sendall of requests and payloads       kill, stop, EIO, ECONNRESET
-    publish   sendall of an announcement             kill, stop, EIO
-    ack       sendall of a reply, an acknowledgement kill, stop, EIO, kill-after
-    socket    creation of a socket, accept           kill, stop, EMFILE
-    allocate  posix_fallocate of a slot              kill, stop, ENOSPC, EIO, ENOSPC+
-    open      open of a slot or checkpoint file      kill, stop, EMFILE, ENOSPC
-    fsync     fsync                                  kill, stop, EIO, ENOSPC, EIO+
-    rename    rename, replace                        kill, stop, EIO, ENOSPC, kill-after
-    save      write to the store                     kill, stop, ENOSPC, kill-after, lost-answer
+    kind      calls                                    faults
+    send      sendall of requests and payloads         kill, stop, EIO
+    publish   sendall of an announcement               kill, stop, EIO
+    ack       sendall of a reply or acknowledgement    kill, kill-after, stop, EIO
+    socket    creation of a socket, accept             kill, stop, EMFILE
+    allocate  posix_fallocate of a slot                kill, stop, EIO, ENOSPC, ENOSPC+
+    open      open of a slot or checkpoint file        kill, stop, EMFILE
+    fsync     fsync                                    kill, stop, EIO, EIO+
+    rename    rename, replace                          kill, kill-after, stop, ENOSPC
+    save      write to the store                       kill, kill-after, stop, ENOSPC, lost-answer
 
 A fault happens once; with "+" it happens at every later call with the same kind and detail.
 """
@@ -39,15 +39,15 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 FAULTS: dict[str, tuple[str, ...]] = {
-    "send": ("kill", "stop", "EIO", "ECONNRESET"),
+    "send": ("kill", "stop", "EIO"),
     "publish": ("kill", "stop", "EIO"),
-    "ack": ("kill", "stop", "EIO", "kill-after"),
+    "ack": ("kill", "kill-after", "stop", "EIO"),
     "socket": ("kill", "stop", "EMFILE"),
-    "allocate": ("kill", "stop", "ENOSPC", "EIO", "ENOSPC+"),
-    "open": ("kill", "stop", "EMFILE", "ENOSPC"),
-    "fsync": ("kill", "stop", "EIO", "ENOSPC", "EIO+"),
-    "rename": ("kill", "stop", "EIO", "ENOSPC", "kill-after"),
-    "save": ("kill", "stop", "ENOSPC", "kill-after", "lost-answer"),
+    "allocate": ("kill", "stop", "EIO", "ENOSPC", "ENOSPC+"),
+    "open": ("kill", "stop", "EMFILE"),
+    "fsync": ("kill", "stop", "EIO", "EIO+"),
+    "rename": ("kill", "kill-after", "stop", "ENOSPC"),
+    "save": ("kill", "kill-after", "stop", "ENOSPC", "lost-answer"),
 }
 """Faults per kind of point."""
 ACKNOWLEDGEMENTS = ("Reply", "BundleAcknowledged")
@@ -189,12 +189,29 @@ def install(injector: Injector, folders: tuple[str, ...]) -> None:
     _wrap_sockets(injector)
 
 
+def install_store(injector: Injector, store: type[Any], unavailable: type[Exception]) -> None:
+    """Wrap the writes of a store, which raise `unavailable` where the disk fails."""
+    put_if = store.put_if
+
+    def put(self: Any, key: str, *args: Any) -> Any:
+        try:
+            with injector.reach("save", key.replace("/", ".")) as lost:
+                entry = put_if(self, key, *args)
+        except OSError as error:
+            raise unavailable(f"store: {error}") from error
+        if lost:
+            raise unavailable("store: the answer was lost (injected)")
+        return entry
+
+    store.put_if = put
+
+
 def _wrap_sockets(injector: Injector) -> None:
     kept = threading.local()
     make, accept, sendall = socket.socket.__init__, socket.socket.accept, socket.socket.sendall
 
     def made(self: socket.socket, family: int = -1, *args: Any, **kwargs: Any) -> None:
-        given = len(args) > 2 and args[2] is not None or kwargs.get("fileno") is not None
+        given = kwargs.get("fileno", args[2] if len(args) > 2 else None) is not None
         if given:
             make(self, family, *args, **kwargs)
             return

@@ -72,11 +72,13 @@ N_STEPS, N_MICROBATCHES, EVERY = 3, 4, 2
 DUE = tuple(s for s in range(1, N_STEPS + 1) if s % EVERY == 0 or s == N_STEPS)
 LAYERS = tuple(LayerSpec(200, 200, 400, 1.0, 2.0) for _ in range(3))
 SPEC = JobSpec(LAYERS, N_MICROBATCHES, N_STEPS, checkpoint_every=EVERY)
-LONG_S, SHORT_S = 60.0, 0.15
+LONG_S, SHORT_S = 60.0, 0.25
 """Time limits of transfers: in general, and in runs in which a process is stopped."""
-STOP_S = 0.4
+STOP_S = 0.6
 DEADLINE_S = 60.0
-MAX_EPOCHS = 8
+MAX_EPOCHS = 12
+EPOCHAL = ("report", "entered", "protected", "finished", "held")
+"""Messages that begin with their epoch, and are dropped if it is over."""
 
 
 class Failed(Exception):
@@ -335,37 +337,43 @@ class MiniJob:
 
     def _handle(self, process: _Process, kind: str, *words: Any) -> None:
         node = process.node
+        if kind == "crashed" and node in self._workers:
+            os.kill(self._workers[node].pid, signal.SIGKILL)
+        elif kind in ("exchange", "address", "step", "part"):
+            self._handle_fact(node, kind, *words)
+        elif kind in EPOCHAL and words[0] == self._epoch:
+            self._handle_of_epoch(node, kind, *words[1:])
+
+    def _handle_fact(self, node: str, kind: str, *words: Any) -> None:
         match kind:
             case "address":
                 self._addresses[node] = words[0]
-            case "report" if words[0] == self._epoch:
-                self._reports[node] = words[1]
-                halted = words[2]
-                if halted is not None:
-                    self._live[node] = halted.step
-                    if halted.record is not None:
-                        self._records[halted.record.step] = halted.record
-            case "entered" if words[0] == self._epoch:
-                self._entered.add(node)
             case "exchange":
                 self._exchange(*words)
             case "step":
                 self._records[words[1].step] = words[1]
             case "part":
                 self._take_part(words[0])
-            case "protected" if words[0] == self._epoch:
+
+    def _handle_of_epoch(self, node: str, kind: str, *words: Any) -> None:
+        match kind:
+            case "report":
+                self._reports[node], halted = words
+                if halted is not None:
+                    self._live[node] = halted.step
+                if halted is not None and halted.record is not None:
+                    self._records[halted.record.step] = halted.record
+            case "entered":
+                self._entered.add(node)
+            case "protected":
                 self._protected.add(node)
                 if self._protected >= set(self._agents):
                     for each in list(self._agents):
                         self._order(self._agents, each, "trim", self._epoch, self._start)
-            case "finished" if words[0] == self._epoch:
-                self._finished[node] = words[1]
-            case "held" if words[0] == self._epoch:
-                self._due_epoch = self._due_epoch or words[2]
-            case "crashed":
-                worker = self._workers.get(node)
-                if worker is not None:
-                    os.kill(worker.pid, signal.SIGKILL)
+            case "finished":
+                self._finished[node] = words[0]
+            case "held":
+                self._due_epoch = self._due_epoch or words[1]
 
     def _exchange(self, name: str, rank: int, ranks: tuple[int, ...], value: Any) -> None:
         """Answer a collective when all of its workers have come; check the commits."""
