@@ -10,7 +10,6 @@ import contextlib
 import os
 import queue
 import select
-import shutil
 import signal
 import sys
 import time
@@ -99,7 +98,7 @@ class MiniCoordinator:
                 self._state, _, _ = checkpoints.committed(self._state, event)
                 self._saver.save(self._state)
             elif event is not None:
-                self._act("failed", event.error)
+                self._act("failed", " ".join(event.error.split()))
                 parts = tuple(p for p in self._state.checkpoint_parts if p[0] != event.step)
                 self._state = self._state.of(checkpoint_parts=parts)
 
@@ -149,7 +148,7 @@ def _fork(root: Path, number: int, fault: Fault | None, record: bool, pipe: int)
 def run_coordinator(
     root: Path, fault: Fault | None = None, *, record: bool = False
 ) -> CoordinatorResult:
-    """Run the script in the empty folder `root`. Raises Failed."""
+    """Run the script in the new folder `root`. Raises Failed."""
     root.mkdir(parents=True)
     for step in CHECKPOINTS:
         write_all(root / "checkpoints", step)
@@ -191,7 +190,6 @@ def run_coordinator(
     failed = _check(root)
     points = (root / "points").read_text().splitlines() if record else []
     result = CoordinatorResult(points, (root / "reached").exists(), number, failed)
-    shutil.rmtree(root)
     return result
 
 

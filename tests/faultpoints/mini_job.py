@@ -545,8 +545,11 @@ class MiniJob:
 def run_job(
     root: Path, scheme: str, pipelines: int, faults: tuple[Fault, ...] = (), *, record: bool = False
 ) -> Result:
-    """Run one job in the empty folder `root`, which is removed after success."""
+    """Run one job in the new folder `root`. Raises Failed."""
     (root / "tmp").mkdir(parents=True)
-    result = MiniJob(root, scheme, pipelines, faults, record=record).run()
-    shutil.rmtree(root)
-    return result
+    try:
+        return MiniJob(root, scheme, pipelines, faults, record=record).run()
+    except Failed:
+        raise
+    except Exception as error:  # the driver stands for the coordinator, which must not fail
+        raise Failed(traceback.format_exc()) from error
