@@ -23,8 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
+from tests.faultpoints import mini_worker
 from tests.faultpoints.injection import FAULTS, parse_point
 from tests.faultpoints.mini_coordinator import CoordinatorResult, run_coordinator
 from tests.faultpoints.mini_job import N_STEPS, SCHEMES, Failed, Fault, Result, run_job
@@ -222,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--fault", default="", help="only this fault")
     args = flags.parse_args(argv)
     args.results.parent.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
+    mini_worker.prepare()
     known, failed = read_results(args.results), 0
     pipelines = dict(SCHEMES)
     for name in args.scheme or names:

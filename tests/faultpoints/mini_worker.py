@@ -5,6 +5,7 @@ micro-batch is contained exactly once."""
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import threading
@@ -46,6 +47,7 @@ from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.faultpoints.mini_agent import SLOTS, SOCKET
 from tests.worker.model.toy_model import ALONE, CPU, sgd, toy_stack
+from tests.worker.model.toy_model import replicas as toy_replicas
 
 STACK, OPTIMIZER = toy_stack(), sgd()
 
@@ -325,6 +327,20 @@ class MiniWorker:
                 self._exchange.all_reduce(total, ranks)()
             sums[replica.index] = total
         return sums
+
+
+def prepare() -> None:
+    """Import and build all that workers need, so that forked workers start in milliseconds."""
+    torch.set_num_threads(1)
+    layers = toy_replicas()
+    for replica in layers:
+        for parameter in replica.parameters:
+            parameter.grad = gradient(replica.index, 0, 0, parameter)
+        replica.collect(0, skip=False)
+        replica.update(replica.gradient.clone(), 1.0, OPTIMIZER.lr(0))
+        replica.read_state(replica.state_run())
+    gc.collect()
+    gc.freeze()
 
 
 def main(node: str, root: Path, pipe: Connection, spec: JobSpec, timeout_s: float) -> None:
