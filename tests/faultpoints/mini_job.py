@@ -137,6 +137,8 @@ class MiniJob:
         self._workers: dict[str, _Process] = {}
         self._born: dict[str, int] = {}
         self._addresses: dict[str, str] = {}
+        self._expected: set[int] = set()
+        """Process ids of the workers that their agents accept."""
         self._epoch = self._start = 0
         self._plan = self._plan_for(NODES, 0)
         self._records: dict[int, StepRecord] = {}
@@ -339,7 +341,7 @@ class MiniJob:
         node = process.node
         if kind == "crashed" and node in self._workers:
             os.kill(self._workers[node].pid, signal.SIGKILL)
-        elif kind in ("exchange", "address", "step", "part"):
+        elif kind in ("exchange", "address", "expects", "step", "part"):
             self._handle_fact(node, kind, *words)
         elif kind in EPOCHAL and words[0] == self._epoch:
             self._handle_of_epoch(node, kind, *words[1:])
@@ -348,6 +350,8 @@ class MiniJob:
         match kind:
             case "address":
                 self._addresses[node] = words[0]
+            case "expects":
+                self._expected.add(words[0])
             case "exchange":
                 self._exchange(*words)
             case "step":
@@ -452,6 +456,8 @@ class MiniJob:
 
         worker = self._workers[node] = self._fork(role, node, entry)
         self._order(self._agents, node, "worker", worker.pid, N_STEPS)
+        while worker.pid not in self._expected and self._workers.get(node) is worker:
+            self._turn()  # the agent refuses a process that it does not expect
         self._order(self._workers, node, "go")
 
     def _fork(self, role: str, node: str, entry: Callable[[Connection], None]) -> _Process:
