@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from elastic.worker.recovery.state_loader import StateLoader
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
+from elastic.worker.transport.links import Links
 from tests.faultpoints.mini_agent import SLOTS, SOCKET
 from tests.worker.model.toy_model import ALONE, CPU, sgd, toy_stack
 from tests.worker.model.toy_model import replicas as toy_replicas
@@ -209,17 +210,13 @@ class MiniWorker:
         self._protection = protection = Protection(
             self._publisher, plan, self._node, replicas, abandon, self._channel.send, ()
         )
-        every = gradients_of(plan.gradients).rounds
+        every, links = gradients_of(plan.gradients).rounds, cast(Links, exchange)
         rounds = None
         if every:
             rounds = IncrementalAllReduce(
-                replicas,
-                exchange,
-                workers,
-                every,
-                GroupAgreement(None, abandon),  # type: ignore[arg-type]
+                replicas, links, workers, every, GroupAgreement(None, abandon)
             )
-        gather = ParameterGather(replicas, exchange, workers)  # type: ignore[arg-type]
+        gather = ParameterGather(replicas, links, workers)
         everybody = range(workers.size)
         exchange.answer(exchange.ask("ready", everybody, None))
         todo, covered = assignment.todo, dict(assignment.covered)
