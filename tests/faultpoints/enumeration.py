@@ -58,7 +58,9 @@ class Outcome:
 class Enumeration:
     """Cases of one backup scheme. `folder` is an empty folder in shared memory."""
 
-    def __init__(self, folder: Path, scheme: str, pipelines: int) -> None:
+    def __init__(
+        self, folder: Path, scheme: str, pipelines: int, scenarios: Sequence[str] = SCENARIOS
+    ) -> None:
         self._folder, self._scheme, self._pipelines = folder, scheme, pipelines
         self._runs = 0
         self._bases: dict[str, tuple[Fault, ...]] = {CLEAN: ()}
@@ -73,7 +75,10 @@ class Enumeration:
         self._bases[WORKER_LOST] = (Fault(parse_point(publishes[len(publishes) // 2]), "kill"),)
         self._bases[NODE_LOST] = (Fault(parse_point(acks[len(acks) // 2]), "kill"),)
         for scenario in (WORKER_LOST, NODE_LOST):
-            self._record(scenario)
+            if scenario in scenarios:
+                self._record(scenario)
+        if CLEAN not in scenarios:
+            del self.points[CLEAN]
 
     def _run(self, *faults: Fault, record: bool = False) -> Result:
         self._runs += 1
@@ -194,8 +199,11 @@ def enumerate_all(
     cases = [case for case in enumeration.cases() if args.fault in ("", case.fault)]
     if args.sample:
         cases = random.Random(args.seed).sample(cases, min(args.sample, len(cases)))
-    counts = {scenario: len(points) for scenario, points in enumeration.points.items()}
-    print(f"{name}: points {counts}, unstable {enumeration.unstable}", flush=True)
+    for scenario, points in enumeration.points.items():
+        kinds = dict(sorted(Counter(parse_point(text).kind for text in points).items()))
+        unstable = enumeration.unstable[scenario]
+        print(f"{name}, {scenario}: {len(points)} points {kinds}, {unstable} unstable", flush=True)
+    print(f"{name}: {len(cases)} cases", flush=True)
     verdicts = Counter[str]()
     for case in cases[part - 1 :: parts]:
         if case not in known:
@@ -215,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description="fault points by enumeration")
     flags.add_argument("--results", type=Path, required=True)
     flags.add_argument("--scheme", action="append", choices=names)
+    flags.add_argument("--scenario", action="append", choices=SCENARIOS)
     flags.add_argument("--part", default="1/1", help="I/N: every N-th case, beginning with I")
     flags.add_argument("--sample", type=int, default=0, help="cases per scheme; 0: all")
     flags.add_argument("--seed", type=int, default=0)
@@ -230,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name == COORDINATOR:
                 failed += enumerate_all(CoordinatorEnumeration(path), name, args, known)
             else:
-                scheme = Enumeration(path, name, pipelines[name])
+                scheme = Enumeration(path, name, pipelines[name], args.scenario or SCENARIOS)
                 failed += enumerate_all(scheme, name, args, known)
     return int(failed > 0)
 

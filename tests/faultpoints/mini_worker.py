@@ -77,10 +77,11 @@ class Wait:
 
     def __call__(self) -> None:
         answers = self._exchange.answer(self._name)
+        found = [torch.from_numpy(answer) for answer in answers]
         if self._how == "sum":
-            self._targets[0].copy_(sum(answers))
+            self._targets[0].copy_(torch.stack(found).sum(0))
             return
-        for target, answer in zip(self._targets, answers, strict=True):
+        for target, answer in zip(self._targets, found, strict=True):
             target.copy_(answer)
 
 
@@ -114,11 +115,11 @@ class Exchange:
         return self._came.pop(full)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Wait:
-        name = self.ask(f"sum {ranks}", ranks, tensor.clone())
+        name = self.ask(f"sum {ranks}", ranks, tensor.numpy())
         return Wait(self, name, [tensor], "sum")
 
     def all_gather(self, rows: list[Tensor], sent: Tensor, ranks: tuple[int, ...]) -> Wait:
-        name = self.ask(f"gather {ranks}", ranks, sent.clone())
+        name = self.ask(f"gather {ranks}", ranks, sent.numpy())
         return Wait(self, name, rows, "gather")
 
 

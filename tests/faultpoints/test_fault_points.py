@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.faultpoints.campaign import one, points_of
-from tests.faultpoints.enumeration import read_results
+from tests.faultpoints.enumeration import COORDINATOR, SCENARIOS, read_results
 from tests.faultpoints.injection import FAULTS, parse_point
 from tests.faultpoints.mini_job import SCHEMES
 from tests.patience import LONG_S
@@ -79,17 +79,17 @@ def test_a_process_is_killed_before_or_after_a_call(
 
 def test_a_sample_of_fault_points(tmp_path: Path) -> None:
     """Fresh points in every run; the seed is in the command that pytest prints on a failure."""
-    schemes = random.sample([name for name, _ in SCHEMES], 2)
-    words = [word for name in ("coordinator", *schemes) for word in ("--scheme", name)]
-    command = [sys.executable, "-m", "tests.faultpoints.enumeration", *words]
-    command += ["--results", str(tmp_path / "results"), "--sample", "4"]
+    scheme, scenario = random.choice(SCHEMES)[0], random.choice(SCENARIOS)
+    command = [sys.executable, "-m", "tests.faultpoints.enumeration"]
+    command += ["--scheme", COORDINATOR, "--scheme", scheme, "--scenario", scenario]
+    command += ["--results", str(tmp_path / "results"), "--sample", "5"]
     command += ["--seed", str(random.randrange(1 << 30))]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=LONG_S, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     verdicts = [outcome.verdict for outcome in read_results(tmp_path / "results").values()]
-    assert len(verdicts) == 12 and verdicts.count("ok") >= 6, done.stdout
+    assert len(verdicts) == 10 and verdicts.count("ok") >= 5, done.stdout
 
 
 @pytest.mark.chaos
