@@ -94,7 +94,11 @@ class Enumeration:
     def _record(self, scenario: str) -> Result:
         base = self._bases[scenario]
         first, second = self._run(*base, record=True), self._run(*base, record=True)
-        both = Counter(first.points) & Counter(second.points)
+        for result in (first, second):
+            if result.refusal or result.lost or not result.sha:
+                why = result.refusal or f"checkpoints lost: {result.lost}"
+                raise Failed(f"{self._scheme}, {scenario}: the job without the fault ended: {why}")
+        both = sorted(set(first.points) & set(second.points))
         known = set(self.points.get(CLEAN, ()))
         roles = {fault.point.role for fault in base}  # this process has its fault already
         self.points[scenario] = [
@@ -144,8 +148,7 @@ class CoordinatorEnumeration:
     def __init__(self, folder: Path) -> None:
         self._folder, self._runs = folder, 0
         first, second = self._run(None, record=True), self._run(None, record=True)
-        both = Counter(first.points) & Counter(second.points)
-        self.points = {CLEAN: list(both)}
+        self.points = {CLEAN: sorted(set(first.points) & set(second.points))}
         self.unstable = {CLEAN: len(set(first.points) ^ set(second.points))}
 
     def _run(self, fault: Fault | None, *, record: bool = False) -> CoordinatorResult:

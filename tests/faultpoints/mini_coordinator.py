@@ -35,7 +35,7 @@ from tests.faultpoints.mini_job import SPEC, Failed, Fault
 
 N_DECISIONS, CHECKPOINTS = 10, (3, 6)
 SLOTS = tuple((layer, 0) for layer in range(SPEC.n_layers))
-DEADLINE_S = 30.0
+DEADLINE_S, STOP_S = 60.0, 1.0
 STALE = 5
 """Exit code of a coordinator that was replaced."""
 
@@ -165,7 +165,7 @@ def run_coordinator(
                 (stopped,) = pids  # another one takes over meanwhile, and then this one continues
                 number += 1
                 pids.add(_fork(root, number, None, False, said))
-                _await_acts(root, until)
+                _await_adoption(root, time.monotonic() + STOP_S)
                 os.kill(stopped, signal.SIGCONT)
             for pid in list(pids):
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -193,8 +193,9 @@ def run_coordinator(
     return result
 
 
-def _await_acts(root: Path, until: float) -> None:
-    """Wait until the second coordinator has adopted the state. It may then wait for a lock."""
+def _await_adoption(root: Path, until: float) -> None:
+    """Wait until the second coordinator has adopted the state. It waits itself if the first one was
+    stopped inside a transaction of the store, or holds the lock of the checkpoints."""
     while time.monotonic() < until:
         if sum(line.startswith("adopt") for line in _acts(root)) > 1:
             return

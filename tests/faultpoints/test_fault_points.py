@@ -77,6 +77,7 @@ def test_a_process_is_killed_before_or_after_a_call(
     assert set(os.listdir(tmp_path / "a")) == left
 
 
+@pytest.mark.chaos
 def test_a_sample_of_fault_points(tmp_path: Path) -> None:
     """Fresh points in every run; the seed is in the command that pytest prints on a failure."""
     scheme, scenario = random.choice(SCHEMES)[0], random.choice(SCENARIOS)
