@@ -6,12 +6,15 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
+FAULT_POINTS ?= build/fault-points
+SEED ?= 0
+RUNS ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test tools check bench soak chaos explore clean
+.PHONY: help setup demo test tools check bench soak chaos explore fault-points clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
 
 setup: $(STAMP) ## environment in .venv with everything installed
 
@@ -60,6 +63,11 @@ explore: setup ## every interleaving of a small job with two faults, for hours
 	$(BIN)/python -m tests.core.exploration --faults 1 --nodes 2 --from-start
 	$(BIN)/python -m tests.core.exploration --faults 1
 	$(BIN)/python -m tests.core.exploration --faults 2
+
+fault-points: setup ## fail, kill or stop at each call that a backup depends on; continues where it ended
+	mkdir -p $(FAULT_POINTS)
+	$(BIN)/python -m tests.faultpoints.enumeration --results $(FAULT_POINTS)/small.jsonl
+	$(BIN)/python -m tests.faultpoints.campaign --results $(FAULT_POINTS)/real.jsonl --seed $(SEED) --runs $(RUNS)
 
 clean: ## remove the environment and all leftovers
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

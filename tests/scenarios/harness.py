@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,18 @@ def proved(summary: dict[str, Any]) -> dict[str, int]:
 
 
 def elastic_run(
-    run_dir: Path, flags: Sequence[str], script: Sequence[str], deadline_s: float = DEADLINE_S
+    run_dir: Path,
+    flags: Sequence[str],
+    script: Sequence[str],
+    deadline_s: float = DEADLINE_S,
+    environment: Mapping[str, str] | None = None,
 ) -> Run:
     """Run `elastic run --standalone FLAGS --run-dir RUN_DIR SCRIPT...` to its end.
 
     The silence limit is long, because a busy machine must not make a node lost. Tests that cut a
     node off set a short limit. The example script also writes checkpoints, unless `script` has
-    `--checkpoint-every`. If the run succeeds, every due checkpoint must be whole.
+    `--checkpoint-every`. If the run succeeds, every due checkpoint must be whole. `environment`:
+    variables that are added.
     """
     script = with_checkpoints(script)
     silent = "--lease" in flags or any("partition" in flag for flag in flags)
@@ -73,7 +78,7 @@ def elastic_run(
         *flags,
         *script,
     ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -6,7 +6,6 @@ neither the agent nor the other workers may wait for it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import socket
@@ -28,7 +27,11 @@ ACCEPT_RETRY_S = 0.1
 
 
 class _Sender:
-    """Sends messages to one worker on a thread of its own, until the channel or this is closed."""
+    """Sends messages to one worker on a thread of its own, until the channel or this is closed.
+
+    After a failed send the channel is closed, so that the worker ends and starts again. Otherwise
+    it would wait for ever for the message, such as an acknowledgement.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -43,12 +46,15 @@ class _Sender:
         self._queue.put(None)
 
     def _run(self) -> None:
-        with contextlib.suppress(ChannelClosed):
-            while (message := self._queue.get()) is not None:
-                try:
-                    self._channel.send(message)
-                except FieldError:
-                    log.exception("a message cannot be sent to a worker")
+        while (message := self._queue.get()) is not None:
+            try:
+                self._channel.send(message)
+            except FieldError:
+                log.exception("a message cannot be sent to a worker")
+            except ChannelClosed as error:
+                log.warning("the connection to a worker is closed: %s", error)
+                self._channel.close()
+                return
 
 
 class WorkerChannels:

@@ -269,11 +269,15 @@ def _missing_slots(
     missing: list[Slot] = []
     for place in ((n, rank) for n in range(state.spec.n_layers) for rank in range(state.spec.tp)):
         numbers = {slot[3] for slot in found if slot[:2] == place and len(slot) > 2}
-        divisions = [[place], *([(*place, i, n) for i in range(n)] for n in sorted(numbers))]
-        absent = [[slot for slot in division if slot not in written] for division in divisions]
+        divisions: list[list[Slot]] = [[place]]
+        divisions += [[(*place, i, n) for i in range(n)] for n in sorted(numbers)]
+        absent: list[list[Slot]] = [
+            [slot for slot in division if slot not in written] for division in divisions
+        ]
         possible = [slots for slots in absent if all(slot in copies for slot in slots)]
         if place not in whole and possible:
-            missing += min(possible, key=len)
+            fewest = min(possible, key=len)
+            missing += fewest
     return missing
 
 

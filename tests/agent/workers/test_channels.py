@@ -15,6 +15,7 @@ import pytest
 from elastic.agent.workers import channels
 from elastic.agent.workers.channels import WorkerChannels
 from elastic.core.protocol import messages as m
+from elastic.domain.errors import ChannelClosed
 from elastic.domain.types import JobSpec
 from elastic.rpc.frames import Channel, connect_unix
 from tests.launcher.helpers import wait_until
@@ -79,6 +80,24 @@ def test_the_thread_of_a_removed_worker_ends(workers: Workers) -> None:
     for channel in (worker, again):
         channel.close()
     assert wait_until(lambda: threading.active_count() <= before)
+
+
+def test_a_worker_ends_if_an_acknowledgement_cannot_be_sent(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for ever for the acknowledgement."""
+    worker, send = workers.attach(0), socket.socket.sendall
+    failures = [OSError(errno.ENOBUFS, "no buffer space")]
+
+    def fail_once(self: socket.socket, data: Any, flags: int = 0) -> None:
+        if failures:
+            raise failures.pop()
+        send(self, data, flags)
+
+    monkeypatch.setattr(socket.socket, "sendall", fail_once)
+    workers.channels.send(m.BundleAcknowledged(1), 0)
+    with pytest.raises(ChannelClosed):
+        worker.receive()
 
 
 def test_a_lack_of_descriptors_does_not_end_the_port(
