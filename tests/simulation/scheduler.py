@@ -226,7 +226,6 @@ class Scheduler:
                 if not (what.waits or woken):
                     continue  # it was woken before its time was over
                 if process.stopped:
-                    what.waits = False
                     process.frozen.append((what, woken))
                     continue
                 self.now = at

@@ -183,10 +183,11 @@ class World:
             command=WorkerCommand(script="train.py"),
             min_nodes=scenario.nodes,
             max_nodes=9,
+            max_restarts=3,
             local_nodes=scenario.nodes,
             standalone=True,
             coordinators=count,
-            store=StoreSpec("etcd://store:2379") if count > 1 else StoreSpec(),
+            store=StoreSpec(url="etcd://store:2379") if count > 1 else StoreSpec(),
             backup=scenario.backup,
             accumulate=Accumulate.EXACT,
             verify_every=0,
@@ -424,7 +425,8 @@ class World:
 
     def _no_progress(self) -> None:
         agents = [name for name, one in self.agents.items() if one.alive]
-        if self.excused or not agents:
+        too_few = not self.moved_at and len(agents) < self.config.min_nodes
+        if self.excused or not agents or too_few:
             return
         self.violation(f"no step for {PROGRESS_S:g} s although {agents} are well")
 
