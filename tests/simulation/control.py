@@ -194,7 +194,7 @@ class SimServer:
         if port in process.host.ports:
             raise FieldError("address", address, "a free port of this machine is needed")
         self.address = address
-        self._wires: set[_Wire] = set()
+        self._wires: dict[_Wire, None] = {}
         self._listener = Listener(process.host, process, port)
         self._listener.on_connect = lambda: self.loop.wake_with(self._accept)
 
@@ -219,14 +219,14 @@ class SimServer:
             wire: Any = None
 
             def ended(reason: str, session: SimServerSession = session) -> None:
-                self._wires.discard(session.wire)  # type: ignore[arg-type]
+                self._wires.pop(wire, None)
                 if session.sender and session.open:
                     session.open = False
                     run_callback(partial(self._on_close, session))
 
             wire = _Wire(self.loop, end, self._keepalive_s, partial(self._item, session), ended)
             session.wire = wire
-            self._wires.add(wire)
+            self._wires[wire] = None
 
     def _item(self, session: SimServerSession, item: Any) -> None:
         assert session.wire is not None
@@ -275,7 +275,7 @@ class SimCoordinatorSession:
         self._process: Process = process_of(scheduler)
         self._active: _Wire | None = None
         self._active_term = 0
-        self._wires: set[_Wire] = set()
+        self._wires: dict[_Wire, None] = {}
         self._numbers, self._pings = itertools.count(1), itertools.count(1)
         self._round_trips = RoundTrips()
         self._dispatcher = Dispatcher(f"rpc-{sender}")
@@ -358,7 +358,7 @@ class SimCoordinatorSession:
         wire: Any = None
 
         def ended(reason: str) -> None:
-            self._wires.discard(wire)
+            self._wires.pop(wire, None)
             if wire is self._active:
                 self._unfollow(reason)
             again()
@@ -366,7 +366,7 @@ class SimCoordinatorSession:
         wire = _Wire(
             self._loop, found, self._keepalive_s, lambda item: self._item(wire, item), ended
         )
-        self._wires.add(wire)
+        self._wires[wire] = None
         wire.put(("open", self.sender))
 
     def _item(self, wire: _Wire, item: Any) -> None:

@@ -268,7 +268,7 @@ def _replacements(world: Any) -> dict[Any, Any]:
         uuid: Uuids(scheduler),
         psutil: NoProcesses(),
         subprocess: SimpleNamespace(Popen=Popen, DEVNULL=None),
-        traceback: SimpleNamespace(print_exc=lambda: None),
+        traceback: SimpleNamespace(print_exc=lambda: None, print_exception=lambda error: None),
         time.monotonic: clock.monotonic,
         time.time: clock.time,
         time.perf_counter: clock.perf_counter,

@@ -35,7 +35,7 @@ class Host:
         self.up = True
         self.ports: dict[Any, Listener] = {}
         self.next_port = 20000
-        self.ends: set[Endpoint] = set()
+        self.ends: dict[Endpoint, None] = {}
         self.disk_error = self.memory_error = 0
         self.disk_s = 0.001
         """Time of an operation that waits for the disk."""
@@ -128,7 +128,7 @@ class Endpoint:
         self.free_at = 0.0
         self.waiters: list[Task] = []
         self.on_arrival: Callable[[], object] | None = None
-        host.ends.add(self)
+        host.ends[self] = None
 
     @property
     def network(self) -> Network:
@@ -218,12 +218,12 @@ class Endpoint:
             if self.host.up:
                 self.transmit(RESET if reset else FIN, 0)
             self.closed = True
-            self.host.ends.discard(self)
+            self.host.ends.pop(self, None)
             self.changed()
 
     def vanish(self) -> None:
         self.closed = True
-        self.host.ends.discard(self)
+        self.host.ends.pop(self, None)
 
 
 class Listener:

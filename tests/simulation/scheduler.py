@@ -40,6 +40,8 @@ class Process:
         self.code: int | None = None
         self.local: dict[str, Any] = {}
         """Objects of which a real process has one, such as its event loop."""
+        self.may_fail: tuple[type[BaseException], ...] = ()
+        """Errors that may end it, because others then restart it."""
         self.at_exit: list[Callable[[], None]] = []
         self.watchers: list[Task] = []
         self.frozen: list[tuple[Task, bool]] = []
@@ -126,6 +128,8 @@ class Scheduler:
         self.trail.append(f"{self.now:9.4f} {text}")
 
     def crashed(self, process: Process, error: BaseException) -> None:
+        if process.may_fail and isinstance(error, process.may_fail):
+            return
         trace = "".join(traceback.format_exception(error))
         self.crashes.append(f"{process.name}: {trace}")
 

@@ -29,6 +29,7 @@ from elastic.worker.engine.step import StepResult
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.transport.cancellation import AbandonSignal, LinkFailed
+from elastic.worker.transport.device_fault import crash_on_node_fault
 from tests.simulation.model import ModelReplica, whole_gradient
 from tests.simulation.network import Endpoint
 from tests.simulation.scheduler import Process
@@ -65,7 +66,8 @@ def main(world: Any, process: Process, env: dict[str, str]) -> int:
             context.publisher.close()
             return order.code
         if order.epoch > left_epoch:
-            EpochSession(context, order).run()  # type: ignore[arg-type]
+            with crash_on_node_fault(agent.send, settings.local_rank):
+                EpochSession(context, order).run()  # type: ignore[arg-type]
             left_epoch = order.epoch
 
 

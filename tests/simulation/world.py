@@ -216,6 +216,7 @@ class World:
     def start_worker(self, parent: Process, env: dict[str, str]) -> Process:
         process = self._process(f"worker-of-{env['ELASTIC_NODE']}", parent.host)
         self.workers[process.pid] = process
+        process.may_fail = (ElasticError, OSError)
         parent.at_exit.append(lambda: self._orphan(process))
         return process.start(lambda: worker.main(self, process, env))
 
@@ -273,6 +274,9 @@ class World:
 
     def _start_agent(self, host: Host) -> None:
         process = self.agents[host.name]
+        if self.ended_at is not None or self._exit_written():
+            process.end(-9)  # its launcher starts no agent after the job
+            return
         args = SimpleNamespace(
             node=host.name, domain="", host=host.address, device="", lifetime=0.0, memory=0
         )
