@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test tools check bench soak chaos clean
+.PHONY: help setup demo test tools check bench soak chaos simulate clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
@@ -55,6 +55,10 @@ soak: setup ## 30 minutes of training on a loaded machine: nothing may be done a
 
 chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos
+
+SIMULATE_S ?= 600
+simulate: setup ## SIMULATE_S seconds of jobs with fresh seeds, on a simulated cluster
+	$(BIN)/python -m tests.simulation --seconds $(SIMULATE_S)
 
 clean: ## remove the environment and all leftovers
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,16 +1,17 @@
 """The control streams between agents and coordinators, over simulated connections.
 
 They stand in for gRPC and for `elastic.rpc.control.{client,server}`, whose rules they follow: the
-session of the highest term is followed, a coordinator of an older term ends the session, pings that
-get no answer close a connection, and nothing is queued while there is no session. Messages pass
-through the real codec. Callbacks of the server run on the thread `rpc-loop` of its process, those of
-a session on a dispatcher of its own, as in the product.
+session of the highest term is followed, a coordinator of an older term ends the session, pings
+that get no answer close a connection, and nothing is queued while there is no session. Messages
+pass through the real codec. Callbacks of the server run on the thread `rpc-loop` of its process,
+those of a session on a dispatcher of its own, as in the product.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import queue
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -49,7 +50,7 @@ class Loop:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._queue = SimpleQueue(scheduler)
-        self._later: list[tuple[float, int, Callable[[], object]]] = []
+        self._later: list[tuple[float, int, Any]] = []
         self._order = itertools.count()
         SimThread(scheduler, self._run, "rpc-loop").start()
 
@@ -68,8 +69,6 @@ class Loop:
         self._queue.put(lambda: None)
 
     def _run(self) -> None:
-        import queue
-
         while True:
             left = self._later[0][0] - self._scheduler.now if self._later else None
             try:
@@ -190,7 +189,7 @@ class SimServer:
         self._on_call, self._keepalive_s = on_call, keepalive_s
         self._pool = Executor(scheduler, 4, "rpc-call")
         process = process_of(scheduler)
-        host, port = split(address)
+        port = split(address)[1]
         if port in process.host.ports:
             raise FieldError("address", address, "a free port of this machine is needed")
         self.address = address
@@ -216,17 +215,16 @@ class SimServer:
         while self._listener.backlog:
             end, where = self._listener.backlog.popleft()
             session = SimServerSession(self, "", f"{where[0]}:{where[1]}")
-            wire: Any = None
+            item, ended = partial(self._item, session), partial(self._ended, session)
+            session.wire = _Wire(self.loop, end, self._keepalive_s, item, ended)
+            self._wires[session.wire] = None
 
-            def ended(reason: str, session: SimServerSession = session) -> None:
-                self._wires.pop(wire, None)
-                if session.sender and session.open:
-                    session.open = False
-                    run_callback(partial(self._on_close, session))
-
-            wire = _Wire(self.loop, end, self._keepalive_s, partial(self._item, session), ended)
-            session.wire = wire
-            self._wires[wire] = None
+    def _ended(self, session: SimServerSession, reason: str) -> None:
+        if session.wire is not None:
+            self._wires.pop(session.wire, None)
+        if session.sender and session.open:
+            session.open = False
+            run_callback(partial(self._on_close, session))
 
     def _item(self, session: SimServerSession, item: Any) -> None:
         assert session.wire is not None
@@ -341,9 +339,7 @@ class SimCoordinatorSession:
             self._loop.wake_with(lambda: self._connected(address, found, tried, again))
 
         connect(self._process.host, self._process, *split(address), done)
-        self._loop.call_later(
-            CONNECT_TIMEOUT_S, lambda: None if "wire" in tried else again()
-        )
+        self._loop.call_later(CONNECT_TIMEOUT_S, lambda: None if "wire" in tried else again())
 
     def _connected(
         self, address: str, found: Any, tried: dict[str, Any], again: Callable[[], None]
@@ -428,8 +424,6 @@ def call(
 
         connect(process.host, process, *split(one), done)
         try:
-            import queue
-
             end = answer.get(timeout=timeout_s)
             if not isinstance(end, Endpoint):
                 continue

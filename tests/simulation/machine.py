@@ -29,8 +29,7 @@ from typing import Any
 
 import psutil
 
-from elastic.agent.health import monitor, preflight
-from elastic.agent.health.devices import Devices
+from elastic.agent.health import devices, monitor, preflight
 from elastic.agent.workers import output, processes
 from elastic.coordinator import port_watch
 from elastic.core.node.node import ProcessSample
@@ -38,7 +37,8 @@ from elastic.core.protocol.health_report import DiskSpace
 from elastic.rpc.control import client, event_loop, server
 from elastic.rpc.security import rejections
 from elastic.store import open_store
-from elastic.worker import epoch_session
+from elastic.worker.engine import step
+from elastic.worker.transport import links
 from tests.simulation.control import (
     SimCoordinatorSession,
     SimPortWatch,
@@ -142,7 +142,7 @@ class NoProcesses:
 
     NoSuchProcess, STATUS_ZOMBIE = psutil.NoSuchProcess, psutil.STATUS_ZOMBIE
 
-    def Process(self, pid: int) -> Any:  # noqa: N802
+    def Process(self, pid: int) -> Any:
         raise psutil.NoSuchProcess(pid)
 
     def virtual_memory(self) -> Any:
@@ -191,7 +191,7 @@ class NoOutput:
         return ""
 
 
-class NoDevices(Devices):
+class NoDevices(devices.Devices):
     def __init__(self, *_: Any) -> None:
         super().__init__(nvml=SimpleNamespace(NVMLError=OSError, nvmlInit=_no_driver))
 
@@ -283,12 +283,12 @@ def _replacements(world: Any) -> dict[Any, Any]:
         open_store.open_store: world.open_store,
         rejections.REJECTIONS: OfProcess(scheduler, "rejections", rejections.Rejections),
         monitor.disk_of: partial(_disk_of, scheduler),
-        monitor.Devices: NoDevices,
+        devices.Devices: NoDevices,
         preflight.local_checks: local_checks,
         processes.process_sample: sample,
         output.Output: NoOutput,
-        epoch_session.Links: world.links,
-        epoch_session.StepRunner: world.steps,
+        links.Links: world.links,
+        step.StepRunner: world.steps,
     }
 
 

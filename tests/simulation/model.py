@@ -1,9 +1,9 @@
 """The training that simulated workers do: layers whose state shows what was added, and how often.
 
-The gradient of micro-batch i of step s in layer l is a number that only this triple has, at index i
-of a vector. A sum therefore shows every micro-batch that is missing, doubled or of another step. The
-state of a layer is a hash chain over the sums of all steps, so the final state shows any difference
-to a run without failures.
+The gradient of micro-batch i of step s in layer l is a number that only this triple has, at index
+i of a vector. A sum therefore shows every micro-batch that is missing, doubled or of another step.
+The state of a layer is a hash chain over the sums of all steps, so the final state shows any
+difference to a run without failures.
 """
 
 from __future__ import annotations

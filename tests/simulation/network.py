@@ -1,12 +1,12 @@
 """Simulated machines, links and sockets.
 
-A connection is two one-way streams, in order and without duplicates, as TCP has them. Each link (from
-host, to host) has a latency and a rate, and can lose all packets for some time: a stream over it then
-waits, and goes on after the link is well again. The acknowledgements of a stream use the other
-direction, so a sender also fills its window if only these are lost.
+A connection is two one-way streams, in order and without duplicates, as TCP has them. Each link
+(from host, to host) has a latency and a rate, and can lose all packets for some time: a stream over
+it then waits, and goes on after the link is well again. The acknowledgements of a stream use the
+other direction, so a sender also fills its window if only these are lost.
 
-A process that ends closes its connections; a host without power says nothing. A connection to a port
-on which nobody listens is refused; one to a host without power, or over a bad link, hangs.
+A process that ends closes its connections; a host without power says nothing. A connection to a
+port on which nobody listens is refused; one to a host without power, or over a bad link, hangs.
 
 `Sockets` stands in for the module `socket`.
 """

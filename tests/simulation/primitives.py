@@ -235,8 +235,8 @@ class SimpleQueue:
             if not block or (left is not None and left <= 0):
                 raise real_queue.Empty
             me = scheduler.current
-            if me is not None:
-                self.waiters.append(me)
+            assert me is not None
+            self.waiters.append(me)
             scheduler.pause(left)
             if me in self.waiters:
                 self.waiters.remove(me)
@@ -279,10 +279,10 @@ class Queues:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def SimpleQueue(self) -> SimpleQueue:  # noqa: N802
+    def SimpleQueue(self) -> SimpleQueue:
         return SimpleQueue(self._scheduler)
 
-    def Queue(self, maxsize: int = 0) -> SimpleQueue:  # noqa: N802
+    def Queue(self, maxsize: int = 0) -> SimpleQueue:
         return SimpleQueue(self._scheduler)
 
 

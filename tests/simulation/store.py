@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from elastic.store.interface import Entry, Lease, StoreUnavailable
 from tests.simulation.scheduler import Scheduler
 from tests.store.memory import MemoryStore
@@ -73,5 +72,3 @@ class SimStore:
         if machine.away_until > scheduler.now:
             scheduler.sleep(1.0)
             raise StoreUnavailable("the store does not answer")
-
-

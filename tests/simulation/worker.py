@@ -195,7 +195,8 @@ class ModelSteps:
         self._links: ModelLinks = self._p.links
         self._member = self._p.roster.members[self._links.rank]
         self._position = self._p.agent.position
-        self.step, self.record = -1, None
+        self.step = -1
+        self.record: StepRecord | None = None
         self.runner = SimpleNamespace(
             started=set(), sent=set(), step=-1, agreement=SimpleNamespace(check=lambda: None)
         )
@@ -216,11 +217,12 @@ class ModelSteps:
             self._microbatch(index, 0, self._world.spec.n_layers, covered)
         reduced, halt_epoch = self._reduce_and_commit()
         spec = self._world.spec
-        self.record = StepRecord(step, 1.0, 1.0, float(step), ledgers=spec.n_layers * spec.tp)
+        record = StepRecord(step, 1.0, 1.0, float(step), ledgers=spec.n_layers * spec.tp)
+        self.record = record
         self._update(reduced)
         self._world.step_done(self.step, self._links)
         seconds = self._world.scheduler.now - began
-        return StepResult(self.record, halt_epoch, 0.1, seconds)
+        return StepResult(record, halt_epoch, 0.1, seconds)
 
     def verify(self, step: int) -> None:
         self._links.all_gather(("verify", step), None, 100)
