@@ -459,7 +459,8 @@ class World:
             return
         code = end["code"]
         if code:
-            if not (self.excused and code == 3):
+            unwritten = bool(self.disk_faults) and "checkpoint" in end["reason"]
+            if not (self.excused and code == 3) and not unwritten:
                 self.violation(f"the job ended with {code}: {end['reason']}")
             return
         events = read_events(Path(self.config.run_dir) / "events.jsonl")
