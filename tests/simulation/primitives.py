@@ -279,10 +279,10 @@ class Queues:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def SimpleQueue(self) -> SimpleQueue:
+    def SimpleQueue(self) -> Any:
         return SimpleQueue(self._scheduler)
 
-    def Queue(self, maxsize: int = 0) -> SimpleQueue:
+    def Queue(self, maxsize: int = 0) -> Any:
         return SimpleQueue(self._scheduler)
 
 
