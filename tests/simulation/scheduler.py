@@ -45,7 +45,6 @@ class Process:
         self.at_exit: list[Callable[[], None]] = []
         self.watchers: list[Task] = []
         self.frozen: list[tuple[Task, bool]] = []
-        self.threads = 0
 
     def start(self, main: Callable[[], int | None]) -> Process:
         """Run `main` on the main thread. The process ends with it."""

@@ -37,6 +37,10 @@ from tests.simulation.scheduler import Process
 
 def main(world: Any, process: Process, env: dict[str, str]) -> int:
     """Run a worker until the job is over; return its exit code."""
+    if world.mute_starts:
+        world.mute_starts -= 1
+        process.local["mute"] = True
+        world.scheduler.pause(None)
     world.scheduler.sleep(world.scheduler.uniform(0.2, 1.0))
     settings = WorkerSettings(
         agent=env["ELASTIC_AGENT"],
@@ -247,6 +251,8 @@ class ModelSteps:
         self._position.update("compute", self.step, index)
         self.runner.started.add(index)
         world.scheduler.sleep(world.microbatch_s * world.scheduler.uniform(0.5, 1.5))
+        while self._links.process.local.get("spins"):
+            world.scheduler.sleep(0.2)
         layers = self._member.layers
         above, below = max(layers) + 1, min(layers)
         if first < above < min(last, world.spec.n_layers):

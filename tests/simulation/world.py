@@ -38,7 +38,7 @@ from tests.simulation.store import SimStore, StoreMachine
 
 PORT = 7000
 WATCH_S = 1.0
-PROGRESS_S = 100.0
+PROGRESS_S = 150.0
 """After the last fault, a step or the end of the job comes within this time."""
 LEAVE_S = 90.0
 """All processes end within this time after the job."""
@@ -47,6 +47,7 @@ SCHEMES = (
     "log+snapshot", "log+replica", "recompute+snapshot",
 )  # fmt: skip
 VAULT_LOST = ("power", "kill", "back")
+WORKER_KINDS = ("worker-kill", "worker-stop", "worker-spin", "worker-mute")
 MEMORY = ("memory-full", "no-slots")
 DISK = ("disk-full", "disk-error")
 
@@ -57,7 +58,8 @@ class Fault:
 
     power: the host is gone, silently. kill: its agent and workers die. back: the same, and the
     agent starts again after `seconds`. pause: no process of the host runs. worker-kill,
-    worker-stop: one worker. cut-out, cut-in: packets from (to) the host are lost. cut-path,
+    worker-stop, worker-spin, worker-mute: one worker; the last is killed, and the next one of its
+    node hangs before it attaches. cut-out, cut-in: packets from (to) the host are lost. cut-path,
     cut-pair: those to one other host, one way or both. slow-path: one path has little bandwidth.
     memory-full, no-slots, disk-full, disk-error, disk-slow: of the host. join, drain: planned
     changes. lead-kill, lead-pause, lead-cut, lead-disk: the same for the host of the coordinator.
@@ -73,11 +75,11 @@ class Fault:
 
 
 NODE_KINDS = (
-    *VAULT_LOST, "pause", "worker-kill", "worker-stop", "cut-out", "cut-in", "cut-path", "cut-path",
-    "cut-pair", "slow-path", *MEMORY, *DISK, "disk-slow", "join", "drain",
+    *VAULT_LOST, *WORKER_KINDS, "pause", "cut-out", "cut-in", "cut-path", "cut-path", "cut-pair",
+    "slow-path", *MEMORY, *DISK, "disk-slow", "join", "drain",
 )  # fmt: skip
 LEAD_KINDS = ("lead-kill", "lead-pause", "lead-cut", "lead-disk", "lead-amnesia", "store-away")
-PERMANENT = ("power", "kill", "back", "worker-kill", "worker-stop", "join", "drain")
+PERMANENT = (*VAULT_LOST, *WORKER_KINDS, "join", "drain")
 
 
 @dataclass(frozen=True)
@@ -99,31 +101,28 @@ class Scenario:
 
 def scenario_of(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
-    nodes = rng.choice((2, 3, 3, 4))
-    count = rng.choice((0, 1, 1, 2, 2, 3, 4))
-    faults = []
-    lost = 0
-    for _ in range(count):
+    steps, microbatches = rng.choice((4, 6, 8)), rng.choice((3, 4, 6))
+    microbatch_s = rng.choice((0.05, 0.2, 0.4))
+    last_s = 4.0 + 0.6 * steps * microbatches * microbatch_s
+    faults: list[Fault] = []
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
         kind = rng.choice(NODE_KINDS if rng.random() < 0.75 else LEAD_KINDS)
-        if kind in VAULT_LOST:
-            lost += 1
-            kind = "cut-path" if lost > 1 and rng.random() < 0.7 else kind
-        other = rng.randrange(8)
-        seconds = rng.choice((0.3, 1.0, 2.5, 6.0, 15.0))
-        faults.append(
-            Fault(kind, round(rng.uniform(1.0, 15.0), 3), rng.randrange(8), other, seconds)
-        )
+        lost = any(fault.kind in VAULT_LOST for fault in faults)
+        if kind in VAULT_LOST and lost and rng.random() < 0.7:
+            kind = "cut-path"
+        seconds, at = rng.choice((0.3, 1.0, 2.5, 6.0, 15.0)), round(rng.uniform(1.0, last_s), 3)
+        faults.append(Fault(kind, at, rng.randrange(8), rng.randrange(8), seconds))
     return Scenario(
         seed=seed,
-        nodes=nodes,
+        nodes=rng.choice((2, 3, 3, 4, 5)),
         coordinators=rng.choice((1, 1, 2)),
-        steps=rng.choice((4, 6, 8)),
-        microbatches=rng.choice((3, 4, 6)),
+        steps=steps,
+        microbatches=microbatches,
         checkpoint_every=rng.choice((0, 1, 2, 3)),
         backup=rng.choice(SCHEMES),
         latency_s=rng.choice((0.0002, 0.0002, 0.005, 0.04, 0.1)),
         rate=rng.choice((1e6, 5e6, 1e8)),
-        microbatch_s=rng.choice((0.05, 0.2, 0.4)),
+        microbatch_s=microbatch_s,
         faults=tuple(sorted(faults, key=lambda f: f.at)),
     )
 
@@ -162,6 +161,8 @@ class World:
         self.problems: list[str] = []
         self.injected: Counter[str] = Counter()
         self.vaults_lost, self.memory_faults, self.disk_faults = 0, 0, 0
+        self.mute_starts = 0
+        """Number of the next workers that hang before they attach."""
         self.well_at = 0.0
         """Time at which all faults so far are over."""
         self.moved_at = 0.0
@@ -230,8 +231,9 @@ class World:
         process = self.workers[pid]
         if not process.alive:
             return None
-        agent = process.local.get("agent")
-        if not process.stopped and (agent is None or agent.position.activity == "compute"):
+        agent, mute = process.local.get("agent"), "mute" in process.local
+        busy = agent is None or agent.position.activity == "compute"
+        if busy and not process.stopped and not mute:
             self._cpu[pid] += 1
         return ProcessSample(rank, process.stopped, self._cpu[pid] / 10)
 
@@ -324,10 +326,21 @@ class World:
             self._join()
         elif kind == "drain" and "service" in process.local:
             process.local["service"].leave()
-        elif kind == "worker-kill" and own:
-            own[0].end(-9)
-        elif kind == "worker-stop" and own:
-            own[0].stop()
+        elif kind in WORKER_KINDS and own:
+            self._hurt_worker(kind, own[0])
+
+    def _hurt_worker(self, kind: str, process: Process) -> None:
+        match kind:
+            case "worker-kill":
+                process.end(-9)
+            case "worker-stop":
+                process.stop()
+            case "worker-spin":
+                # The CPU time of a first step counts as progress, for ten minutes.
+                process.local["spins"] = bool(self.moved_at)
+            case "worker-mute":
+                self.mute_starts += 1
+                process.end(-9)
 
     def _hurt_links(self, fault: Fault, host: Host, other: Host) -> None:
         network, seconds = self.network, fault.seconds
@@ -439,7 +452,12 @@ class World:
 
     def _left(self) -> list[str]:
         everything = [*self.agents.values(), *self.workers.values(), *self.leads.values()]
-        return [one.name for one in everything if one.alive and one.threads >= 0]
+        return [one.name for one in everything if one.alive and not self._waits(one)]
+
+    def _waits(self, process: Process) -> bool:
+        """Whether it is an agent that never reached a coordinator, and so waits for one."""
+        agent = process.local.get("service")
+        return agent is not None and not agent._connected
 
     def _no_progress(self) -> None:
         agents = [name for name, one in self.agents.items() if one.alive]
