@@ -34,6 +34,7 @@ from elastic.agent.workers import output, processes
 from elastic.coordinator import port_watch
 from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.health_report import DiskSpace
+from elastic.rpc.bulk import transfer
 from elastic.rpc.control import client, event_loop, server
 from elastic.rpc.security import rejections
 from elastic.store import open_store
@@ -328,6 +329,11 @@ def installed(world: Any) -> Iterator[Trail]:
             if id(value) in table and not name.startswith("__"):
                 undo.append(partial(setattr, module, name, value))
                 setattr(module, name, table[id(value)])
+    # Copies are small here, and rates low. So these sizes are smaller, too.
+    sizes = (transfer, "ASK_BYTES", world.scenario.ask_bytes), (preflight, "PROBE_BYTES", 4096)
+    for module, name, nbytes in sizes:
+        undo.append(partial(setattr, module, name, getattr(module, name)))
+        setattr(module, name, nbytes)
     trail = Trail(world.scheduler)
     root = logging.getLogger("elastic")
     before = root.handlers, root.level, root.propagate

@@ -37,10 +37,7 @@ class Host:
         self.next_port = 20000
         self.ends: dict[Endpoint, None] = {}
         self.disk_error = self.memory_error = 0
-        self.disk_s = 0.001
-        """Time of an operation that waits for the disk."""
-        self.memory_rate = 64e6
-        """Bytes per second of an allocation of memory."""
+        self.disk_s, self.memory_rate = network.disk_s, network.memory_rate
 
     def power_off(self) -> None:
         self.up = False
@@ -73,6 +70,9 @@ class Network:
         self.links: dict[tuple[str, str], Link] = {}
         self.losses = 0
         """Packets that were lost."""
+        self.memory_rate, self.disk_s = 64e6, 0.001
+        """Of new hosts: bytes per second of an allocation of memory, and time of an operation that
+        waits for the disk."""
 
     def add_host(self, name: str, address: str) -> Host:
         host = self.hosts[address] = Host(self, name, address)

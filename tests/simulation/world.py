@@ -97,6 +97,12 @@ class Scenario:
     rate: float
     microbatch_s: float
     faults: tuple[Fault, ...]
+    memory_rate: float = 64e6
+    """Bytes per second of an allocation of memory."""
+    disk_s: float = 0.001
+    """Time of an operation that waits for a disk."""
+    ask_bytes: int = 4 << 20
+    """Bundles of this size ask for room before they are sent."""
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -104,14 +110,16 @@ def scenario_of(seed: int) -> Scenario:
     steps, microbatches = rng.choice((4, 6, 8)), rng.choice((3, 4, 6))
     microbatch_s = rng.choice((0.05, 0.2, 0.4))
     last_s = 4.0 + 0.6 * steps * microbatches * microbatch_s
+    first_s, together = rng.uniform(1.0, last_s), rng.random() < 0.5
     faults: list[Fault] = []
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
         kind = rng.choice(NODE_KINDS if rng.random() < 0.75 else LEAD_KINDS)
         lost = any(fault.kind in VAULT_LOST for fault in faults)
         if kind in VAULT_LOST and lost and rng.random() < 0.7:
             kind = "cut-path"
-        seconds, at = rng.choice((0.3, 1.0, 2.5, 6.0, 15.0)), round(rng.uniform(1.0, last_s), 3)
-        faults.append(Fault(kind, at, rng.randrange(8), rng.randrange(8), seconds))
+        seconds = rng.choice((0.3, 1.0, 2.5, 6.0, 15.0))
+        at = first_s + rng.uniform(0.0, 2.0) if together else rng.uniform(1.0, last_s)
+        faults.append(Fault(kind, round(at, 3), rng.randrange(8), rng.randrange(8), seconds))
     return Scenario(
         seed=seed,
         nodes=rng.choice((2, 3, 3, 4, 5)),
@@ -121,9 +129,12 @@ def scenario_of(seed: int) -> Scenario:
         checkpoint_every=rng.choice((0, 1, 2, 3)),
         backup=rng.choice(SCHEMES),
         latency_s=rng.choice((0.0002, 0.0002, 0.005, 0.04, 0.1)),
-        rate=rng.choice((1e6, 5e6, 1e8)),
+        rate=rng.choice((3e4, 1e6, 5e6, 1e8)),
         microbatch_s=microbatch_s,
         faults=tuple(sorted(faults, key=lambda f: f.at)),
+        memory_rate=rng.choice((64e6, 64e6, 1e5)),
+        disk_s=rng.choice((0.001, 0.001, 0.05)),
+        ask_bytes=rng.choice((4096, 4 << 20)),
     )
 
 
@@ -148,6 +159,7 @@ class World:
         self.scenario, self.directory = scenario, directory
         self.scheduler = Scheduler(scenario.seed)
         self.network = Network(self.scheduler, scenario.latency_s, scenario.rate)
+        self.network.memory_rate, self.network.disk_s = scenario.memory_rate, scenario.disk_s
         self.store = StoreMachine(self.scheduler)
         self.microbatch_s = scenario.microbatch_s
         layers = tuple(LayerSpec(3000, 6000, 50, 1.0 + i % 2, 2.0) for i in range(4))
