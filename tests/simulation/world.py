@@ -113,7 +113,8 @@ def scenario_of(seed: int) -> Scenario:
     first_s, together = rng.uniform(1.0, last_s), rng.random() < 0.5
     faults: list[Fault] = []
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
-        kind = rng.choice(NODE_KINDS if rng.random() < 0.75 else LEAD_KINDS)
+        kinds = rng.choices((VAULT_LOST, NODE_KINDS, LEAD_KINDS), (2, 5, 2))[0]
+        kind = rng.choice(kinds)
         lost = any(fault.kind in VAULT_LOST for fault in faults)
         if kind in VAULT_LOST and lost and rng.random() < 0.7:
             kind = "cut-path"
