@@ -20,8 +20,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-PREEMPTION = 0.02
-"""Share of the calls of a primitive at which another thread may run first."""
 END_S = 20.0
 """Longest real time for a thread to end after the run."""
 
@@ -101,8 +99,9 @@ class Task:
 class Scheduler:
     """The clock, the heap of events, and the baton. `run` is called once."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
+    def __init__(self, seed: int, preemption: float = 0.02) -> None:
+        """`preemption`: share of the calls of a primitive at which another thread may run first."""
+        self.rng, self._preemption = random.Random(seed), preemption
         self.now = 0.0
         self.current: Task | None = None
         self.trail: list[str] = []
@@ -200,7 +199,7 @@ class Scheduler:
 
     def may_yield(self) -> None:
         """Let another thread run first, sometimes."""
-        if self.current is not None and not self.ending and self.rng.random() < PREEMPTION:
+        if self.current is not None and not self.ending and self.rng.random() < self._preemption:
             self.pause(self.jitter())
 
     def wake(self, task: Task) -> None:

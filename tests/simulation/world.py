@@ -103,6 +103,8 @@ class Scenario:
     """Time of an operation that waits for a disk."""
     ask_bytes: int = 4 << 20
     """Bundles of this size ask for room before they are sent."""
+    preemption: float = 0.02
+    """Share of the calls of a primitive at which another thread may run first."""
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -136,6 +138,7 @@ def scenario_of(seed: int) -> Scenario:
         memory_rate=rng.choice((64e6, 64e6, 1e5)),
         disk_s=rng.choice((0.001, 0.001, 0.05)),
         ask_bytes=rng.choice((4096, 4 << 20)),
+        preemption=rng.choice((0.01, 0.05, 0.3)),
     )
 
 
@@ -158,7 +161,7 @@ class Outcome:
 class World:
     def __init__(self, scenario: Scenario, directory: Path) -> None:
         self.scenario, self.directory = scenario, directory
-        self.scheduler = Scheduler(scenario.seed)
+        self.scheduler = Scheduler(scenario.seed, scenario.preemption)
         self.network = Network(self.scheduler, scenario.latency_s, scenario.rate)
         self.network.memory_rate, self.network.disk_s = scenario.memory_rate, scenario.disk_s
         self.store = StoreMachine(self.scheduler)
