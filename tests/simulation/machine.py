@@ -92,6 +92,11 @@ class Disk:
             self._wait()
         return os.write(descriptor, data)
 
+    def close(self, descriptor: int) -> None:
+        if self._scheduler.current is not None:
+            process_of(self._scheduler).local.get("locked", set()).discard(descriptor)
+        os.close(descriptor)
+
     def posix_fallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
         host = process_of(self._scheduler).host
         self._scheduler.sleep(nbytes / host.memory_rate)
@@ -123,11 +128,23 @@ class Locks:
     def flock(self, descriptor: int, how: int) -> None:
         while True:
             try:
-                return fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+                break
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
             self._scheduler.sleep(0.001)
+        process = process_of(self._scheduler)
+        if "locked" not in process.local:
+            process.local["locked"] = set()
+            process.at_exit.append(lambda: _unlock(process))
+        process.local["locked"].add(descriptor)
+
+
+def _unlock(process: Process) -> None:
+    """Release the locks of a process that has ended."""
+    for descriptor in process.local["locked"]:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 class Uuids:
