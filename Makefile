@@ -11,7 +11,7 @@ SEED ?= 0
 RUNS ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test tools check bench soak chaos explore fault-points clean
+.PHONY: help setup demo test tools check bench soak chaos explore fault-points simulate clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -68,6 +68,10 @@ fault-points: setup ## fail, kill or stop at each call that a backup depends on;
 	mkdir -p $(FAULT_POINTS)
 	$(BIN)/python -m tests.faultpoints.enumeration --results $(FAULT_POINTS)/small.jsonl
 	$(BIN)/python -m tests.faultpoints.campaign --results $(FAULT_POINTS)/real.jsonl --seed $(SEED) --runs $(RUNS)
+
+SIMULATE_S ?= 600
+simulate: setup ## SIMULATE_S seconds of jobs with fresh seeds, on a simulated cluster
+	$(BIN)/python -m tests.simulation --seconds $(SIMULATE_S)
 
 clean: ## remove the environment and all leftovers
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

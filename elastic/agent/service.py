@@ -507,6 +507,9 @@ class NodeAgent:
         if report.phase not in REPORTING_NO_COPIES:
             report = replace(report, inventory=self._vault.inventory())
         self._send(report)
+        if report.phase is NodePhase.EMPTY:
+            for part in self._outbox.parts:  # they are accepted of members only
+                self._send(part)
 
     def _spawn(self, launch: m.Launch) -> None:
         self._generation += 1

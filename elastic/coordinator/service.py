@@ -387,6 +387,9 @@ class Coordinator:
     def _finish(self, action: job.JobFinished) -> None:
         for future in self._commits.pending():
             self._committed(future)
+        for failed in self._commits.left_over():
+            if failed.step not in self._state.lost_checkpoints:
+                self._apply(failed)
         self._decide()
         self._code = action.code
         self._records.end(action.code, action.reason, action.params_sha256)

@@ -383,6 +383,12 @@ def _remove_before(path: Path, epoch: int) -> bool:
     return bool(old)
 
 
+def staged_steps(directory: Path | str) -> tuple[int, ...]:
+    """Return the steps with files that were not committed, in order."""
+    names = (path.stem for path in Path(directory).glob("step-*.tmp"))
+    return tuple(sorted(int(name[len("step-") :]) for name in names if _FINAL.match(name)))
+
+
 def discard_incomplete(directory: Path | str) -> None:
     """Remove the files of checkpoints that were not committed. Call this before any node writes."""
     directory = Path(directory)

@@ -57,6 +57,20 @@ def test_a_fenced_node_offers_its_copies(agent: NodeAgent, monkeypatch: pytest.M
     assert report.inventory[0].checksum == COPY.checksum and report.inventory[0].node == "a"
 
 
+def test_a_fenced_node_reports_its_checkpoint_files_again(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it was no member, the coordinator refused them. They follow the report by which the
+    node becomes a member."""
+    sent: list[object] = []
+    monkeypatch.setattr(agent, "_send", sent.append)
+    part = m.CheckpointPart(2, ((0, 0),), epoch=4, node="a")
+    agent._send_reliably(part)
+    agent._apply(m.Fenced("silent for 3.1 s"))
+    kinds = [type(message) for message in sent]
+    assert kinds == [m.CheckpointPart, m.NodeReport, m.CheckpointPart] and sent[-1] == part
+
+
 def test_a_released_node_is_empty(agent: NodeAgent) -> None:
     before = agent._state.info.incarnation
     agent._act(core.Rejoin(keep_vault=False))

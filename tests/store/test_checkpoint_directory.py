@@ -367,3 +367,12 @@ def test_tensors_outside_of_their_file(tmp_path: Path) -> None:
         (tmp_path / "f").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
         with pytest.raises(FieldError, match="whole safetensors file"):
             safetensors_stream.read(tmp_path / "f")
+
+
+def test_uncommitted_steps_are_listed(tmp_path: Path) -> None:
+    whole(tmp_path, 3)
+    write_all(tmp_path, 12)
+    write_all(tmp_path, 6)
+    (tmp_path / "step-x.tmp").mkdir()
+    assert checkpoint_directory.staged_steps(tmp_path) == (6, 12)
+    assert checkpoint_directory.staged_steps(tmp_path / "absent") == ()

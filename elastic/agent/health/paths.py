@@ -36,7 +36,7 @@ class _Watched:
     vault: str
     client: VaultClient
     watch: PathWatch
-    ended: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=lambda: threading.Event())
 
 
 class PathProber:

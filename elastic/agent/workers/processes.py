@@ -225,8 +225,10 @@ class WorkerGroup:
 
     def samples(self) -> tuple[ProcessSample, ...]:
         """Return the kernel's view of each worker that has not ended."""
-        pids = self.pids
-        found = [(pids[rank], process_sample(rank, pids[rank])) for rank in self.alive()]
+        with self._changed:  # another thread may start workers
+            started = sorted(self._processes.items())
+            pids = [(rank, process.pid) for rank, process in started if rank not in self._exits]
+        found = [(pid, process_sample(rank, pid)) for rank, pid in pids]
         return tuple(self._descendants.add(pid, one) for pid, one in found if one is not None)
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -65,6 +65,13 @@ class CheckpointCommits:
             self._pending = {commit: s for commit, s in self._pending.items() if s != step}
         self._disk.post(partial(checkpoint_directory.discard_step, self._directory, step, before))
 
+    def left_over(self) -> tuple[job.CheckpointFailed, ...]:
+        """Return an event for each checkpoint that has files but was not committed. Call this at
+        the end of the job, when no commit is pending."""
+        why = "some nodes were lost before they reported their files"
+        steps = checkpoint_directory.staged_steps(self._directory)
+        return tuple(job.CheckpointFailed(step, why) for step in steps)
+
     def pending(self) -> tuple[Commit, ...]:
         """Return the commits that were not taken."""
         return tuple(self._pending)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,26 @@ def running(config: JobConfig, console: tuple[int, int] = (1, 2)) -> Iterator[Ru
 
 def log(config: JobConfig, rank: int, stream: str = "stdout") -> str:
     return (config.log_path("node1", 3, rank) / f"{stream}.log").read_text()
+
+
+def test_workers_may_start_while_they_are_sampled(make_config: MakeConfig) -> None:
+    """The agent polls on one thread, and starts workers on another one."""
+    group = WorkerGroup(make_config(), LAUNCH, PLACE, lambda ended: None)
+    with subprocess.Popen([sys.executable, "-c", SLEEP], stdout=subprocess.DEVNULL) as process:
+
+        class StartsOne(threading.Condition):
+            """A worker has started whenever somebody leaves the lock."""
+
+            def __exit__(self, *args: Any) -> None:
+                super().__exit__(*args)
+                group._processes[0] = process
+
+        group._changed = StartsOne()
+        try:
+            assert group.samples() == ()
+            assert [one.rank for one in group.samples()] == [0]
+        finally:
+            process.kill()
 
 
 def test_environment_is_torchruns(make_config: MakeConfig) -> None:
