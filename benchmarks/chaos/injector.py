@@ -108,7 +108,7 @@ class Injector:
                 fillers = [folder / "filler" for folder in job.disk(fault.disk, fault.node)]
                 for filler in fillers:
                     fill(filler)
-                return lambda: [filler.unlink(missing_ok=True) for filler in fillers]
+                return lambda: _remove(fillers)
             case "oom":
                 assert self._groups is not None
                 self._groups.exhaust(fault.node, fault.target)
@@ -125,9 +125,8 @@ def _begin_in_network(job: NetworkJob, fault: OuterFault) -> Callable[[], object
         case "cut":
             pairs = [(fault.node, fault.peer)]
             pairs += [(fault.peer, fault.node)] if fault.both else []
-            for node, peer in pairs:
-                job.cut(node, peer, fault.silent)
-            return lambda: [job.cut(*pair, fault.silent, healed=True) for pair in pairs]
+            _cut(job, pairs, fault.silent, healed=False)
+            return lambda: _cut(job, pairs, fault.silent, healed=True)
         case "kill-coordinator":
             process = job.coordinator()
             if process is None:
@@ -140,6 +139,16 @@ def _begin_in_network(job: NetworkJob, fault: OuterFault) -> Callable[[], object
         case _:
             raise ValueError(fault.kind)
     return None
+
+
+def _cut(job: NetworkJob, pairs: list[tuple[str, str]], silent: bool, healed: bool) -> None:
+    for node, peer in pairs:
+        job.cut(node, peer, silent, healed)
+
+
+def _remove(files: list[Path]) -> None:
+    for path in files:
+        path.unlink(missing_ok=True)
 
 
 def _resume(process: psutil.Process) -> None:

@@ -116,8 +116,8 @@ def healthy_lost(run: Finished) -> list[str]:
     """Return the nodes that were lost although no fault had hit them or the coordinator."""
     if any(f.split()[0] in ("pause-coordinator", "partition", "full") for f in run.fired):
         return []
-    hit = {fault.node for fault in run.case.injected} | {fault.node for fault in run.case.own}
-    hit |= {fault.peer for fault in (*run.case.injected, *run.case.own)}
+    hit = {name for fault in run.case.injected for name in (fault.node, fault.peer)}
+    hit |= {name for fault in run.case.own for name in (fault.node, fault.peer)}
     return sorted({str(event["node"]) for event in _of(run.events, "lost")} - hit)
 
 
