@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test tools check bench soak chaos clean
+.PHONY: help setup demo test tools check bench soak fault-soak chaos chaos-runs clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
 
 setup: $(STAMP) ## environment in .venv with everything installed
 
@@ -53,8 +53,14 @@ docs: setup ## the documentation site in build/docs; fails on a broken link
 soak: setup ## 30 minutes of training on a loaded machine: nothing may be done about anybody
 	ELASTIC_SOAK_S=1800 $(BIN)/python -m pytest -m chaos tests/scenarios/health/test_soak.py
 
+fault-soak: setup ## an hour of training under load with a fault every 20 s: nothing may grow
+	$(BIN)/python -m benchmarks.soak --minutes 60 --load 8
+
 chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos
+
+chaos-runs: setup ## 300 random real runs with random faults; needs root
+	$(BIN)/python -m benchmarks.chaos --runs 300
 
 clean: ## remove the environment and all leftovers
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
