@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test tools check bench soak fault-soak chaos chaos-runs clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
 
 setup: $(STAMP) ## environment in .venv with everything installed
 

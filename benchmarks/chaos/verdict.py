@@ -21,6 +21,8 @@ from elastic.planning.plan.plan import parse_plan
 
 RIGHT, REFUSED, FAILED = "right", "refused", "failed"
 UNRECOVERABLE = 3
+RETURN_S = 10.0
+"""Time that a node needs to return after a partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +97,18 @@ def _wrong(run: Finished, reference_sha256: str, lost: str) -> str:
             return f"a return to a checkpoint without need: {event.get('why')}"
     if run.files:
         return f"files are left: {', '.join(run.files[:5])}"
-    bad = {name: code for name, code in run.agent_codes.items() if code is None}
-    return f"agents did not end: {', '.join(bad)}" if bad else ""
+    bad = [name for name, code in run.agent_codes.items() if code is None]
+    return f"agents did not end: {', '.join(bad)}" if bad and not _cut_off_at_the_end(run) else ""
+
+
+def _cut_off_at_the_end(run: Finished) -> bool:
+    """Whether a partition lasted until the job ended, or nearly. An agent that cannot hear of the
+    end ends some minutes later (`orphan_s`)."""
+    ended = max((float(event["at"]) for event in _of(run.events, "end")), default=0.0)
+    return any(
+        one.fault.kind == "partition" and one.at + one.fault.duration_s + RETURN_S > ended
+        for one in run.injections
+    )
 
 
 def _returned(run: Finished) -> str:

@@ -114,6 +114,7 @@ def lacking(step: int, *, named: bool, **changes: Any) -> Finished:
     return replace(run, checkpoints=run.checkpoints - {step}, events=events)
 
 
+CUT = [Injection(parse_outer("partition node=0 duration=4"), 3.0)]
 FULL = [Injection(parse_outer("full disk=checkpoints step=3"), 3.0)]
 
 
@@ -128,6 +129,7 @@ FULL = [Injection(parse_outer("full disk=checkpoints step=3"), 3.0)]
         (finished(processes=("python",)), FAILED, "processes are left"),
         (finished(files=("/dev/shm/elastic-x",)), FAILED, "files are left"),
         (finished(agent_codes={"node0": None}), FAILED, "node0"),
+        (finished(agent_codes={"node0": None}, injections=CUT), RIGHT, ""),
         (lacking(8, named=False), FAILED, "no event names it"),
         (lacking(8, named=True), FAILED, "was given up"),
         (lacking(8, named=True, injections=FULL), RIGHT, ""),
