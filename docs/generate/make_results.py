@@ -214,6 +214,27 @@ and at the first step that a node reports to it.""",
         units=(("nodes", "nodes"), ("epoch", "changes")),
     ),
     Section(
+        name="chaos",
+        title="Random runs with random faults",
+        context="""\
+Real runs of 3 to 6 local nodes with random shapes, backup schemes and schedules, each with one to
+four faults at random points; a third of them in network namespaces. A run is right if it ends with
+the parameters of a run without faults, bit for bit, and with all due checkpoints. It may refuse
+with exit code 3 if all copies of a layer were destroyed before the first checkpoint. The result
+file has the seed, the faults and the outcome of each run.""",
+        rows="^runs|^recoveries|^faults",
+        units=(("^runs", "runs"), ("^faults", "faults"), ("^nodes", "nodes")),
+    ),
+    Section(
+        name="soak",
+        title="Soak",
+        context="""\
+Training beside busy processes with a fault every 20 s. Each figure of a process, or of the job, is
+compared between the second and the last quarter of the samples.""",
+        rows="^minutes|^busy|^faults|^steps|^longest|^recoveries|^event",
+        units=(("processes$", "processes"), ("^faults", "faults"), ("^steps", "steps")),
+    ),
+    Section(
         name="simulator",
         title="Simulator speed",
         context="""\
