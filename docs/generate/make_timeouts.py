@@ -83,9 +83,10 @@ limits change seldom. Each change is a `timeouts` event in
 | `progress_s` | 20 times that computation, and 5 times the longest step |
 | `prefetch_s` | 5 times the longest step |
 | `leave_s` | 2 times the longest pause of training for a change of plan, at most 20 s |
-| the five below | 10 times the longest round trip to the coordinator, if it is at least 10 ms |
+| the limits below | 10 times the longest round trip to the coordinator, if it is at least 10 ms |
 
-The round trips are added to `lease_s`, `closed_s`, `contact_s`, `adopt_s` and `doubt_s`.
+The round trips are added to `lease_s`, `closed_s`, `contact_s`, `adopt_s`, `doubt_s`, `path_s`,
+`open_s` and the least value of `progress_s`.
 
 `heartbeat_s` grows with the number of nodes, the MAX of `--nnodes MIN:MAX`: a coordinator receives
 at most 2000 heartbeats per second, but each node sends at least three per `--silence`.

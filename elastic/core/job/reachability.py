@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.health.path_fault import Pair, PathFault, judge, minimum_covers, pair_of
+from elastic.core.job import quarantine
 from elastic.core.job.quarantine import Findings, record_of, with_record
 from elastic.core.job.state import (
     Cause,
@@ -62,6 +63,9 @@ def _judge(state: JobState, pairs: Iterable[Pair], now: float) -> Findings:
         if fault is not known:
             changed.append(pair)
             entries += _entries(known, fault)
+        if fault is not None and fault.since == now:
+            state, pardons = _pardoned(state, fault)
+            entries += pardons
     if not changed:
         return state, ()
     freed = {node for pair in changed if pair not in faults or faults[pair].usable for node in pair}
@@ -74,6 +78,18 @@ def _judge(state: JobState, pairs: Iterable[Pair], now: float) -> Findings:
     for node in sorted({node for pair in changed for node in pair}):
         state = _with_finding(state, node)
     return state, tuple(entries)
+
+
+def _pardoned(state: JobState, fault: PathFault) -> Findings:
+    """End the quarantines of nodes that were suspected before their bad path was known."""
+    actions: list[JobAction] = []
+    for node in fault.nodes:
+        since = fault.since - 2 * state.limits.path_s
+        found = quarantine.pardon(state, node, fault.since, since, fault.text)
+        if found is not None:
+            state, entries, _ = found
+            actions += entries
+    return state, tuple(actions)
 
 
 def _fault_now(

@@ -527,10 +527,7 @@ def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeT
             state = _with_worker(state, event.rank, replace(worker, protected=message.epoch))
             return state, (SendReport(),), "copies are whole at the peer"
         case m.Finished():
-            if state.finished is None or message.params_sha256:
-                state = replace(state, finished=message)
-            phase = Phase.FINISHED if state.phase is Phase.RUNNING else state.phase
-            return replace(state, phase=phase), (SendReport(),), "all steps done"
+            return _finished(state, message)
         case m.Crashed():
             worker = replace(worker, error=message.message)
             return _with_worker(state, event.rank, worker), (), message.message
@@ -538,6 +535,13 @@ def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeT
             return replace(state, failed=message), (SendReport(),), message.message
         case _:
             return state, (), "not for the node"
+
+
+def _finished(state: NodeState, message: m.Finished) -> NodeTransition:
+    if state.finished is None or message.params_sha256:
+        state = replace(state, finished=message)
+    phase = Phase.FINISHED if state.phase is Phase.RUNNING else state.phase
+    return replace(state, phase=phase), (SendReport(),), "all steps done"
 
 
 def _diverged(state: NodeState, message: m.Diverged) -> NodeTransition:

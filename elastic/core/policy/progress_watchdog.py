@@ -40,7 +40,7 @@ from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job.epoch_change import begin_change, plan_request
 from elastic.core.job.join_policy import plan_if_feasible, without_member
 from elastic.core.job.membership import end_job
-from elastic.core.job.quarantine import add_finding, is_quarantined
+from elastic.core.job.quarantine import SUSPECTED, add_finding, is_quarantined
 from elastic.core.job.state import (
     Cause,
     CauseKind,
@@ -366,7 +366,7 @@ def _leave_out(
     """Quarantine the node, unless no plan fits without it."""
     if is_quarantined(state, node) or not _feasible_without(state, node):
         return state, ()
-    finding = Finding(FaultClass.HOST, HealthAction.QUARANTINE, why, {}, now)
+    finding = Finding(FaultClass.HOST, HealthAction.QUARANTINE, why, {SUSPECTED: True}, now)
     return add_finding(state, node, finding)
 
 

@@ -130,15 +130,15 @@ def budget(
         bulk_s=max(10.0, silence * 10 / 3),
         serve_s=max(30.0, silence * 10),
         prefetch_s=max(20.0, seen.step_s * 5),
-        path_s=max(2.0, silence * 4 / 3),
-        open_s=max(10.0, silence * 10 / 3),
+        path_s=max(2.0, silence * 4 / 3) + reconnect_s,
+        open_s=max(10.0, silence * 10 / 3) + reconnect_s,
         link_s=max(1800.0, silence * 100),
         leave_s=min(20.0, max(2.0, seen.pause_s * 2)),
         overdue_s=max(30.0, silence * 10),
         alone_s=silence * 2,
         doubt_s=max(30.0, silence * 10) + reconnect_s,
         return_s=max(600.0, silence * 100),
-        progress_s=max(silence * 2.5, seen.microbatch_s * 20, seen.step_s * 5),
+        progress_s=max(silence * 2.5 + reconnect_s, seen.microbatch_s * 20, seen.step_s * 5),
         orphan_s=max(60.0, silence * 100),
     )
 

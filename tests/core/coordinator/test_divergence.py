@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
-from elastic.core.job.state import CauseKind, JobPhase, JobState
+from elastic.core.job.state import CauseKind, JobPhase, JobState, ProgressWatch
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.recovery.divergence import Distrust
@@ -51,8 +51,8 @@ def copies(state: JobState, node: str) -> tuple[Copy, ...]:
                 losses = ((0, 1.0),) if held else ()
                 found.append(
                     Copy(
-                        kind, layer, 0, STEP, 1, node, 100 * layer + n + 1, 8, "", frozenset(held),
-                        losses, node,
+                        kind, layer, 0, STEP, state.trimmed, node, 100 * layer + n + 1, 8, "",
+                        frozenset(held), losses, node,
                     )
                 )  # fmt: skip
     return tuple(found)
@@ -141,7 +141,7 @@ def test_old_evidence_is_not_judged_again() -> None:
         again, _ = halted(again, node, diverged=(evidence(running(), node, False),))
     assert again.distrusted == after.distrusted
     assert assignment_of(again).reload == ((wrong, 0, 0),), "its workers may not have loaded it"
-    protected = again.of(trimmed=again.epoch)
+    protected = again.of(trimmed=again.epoch, watch=ProgressWatch())
     later, _, _ = send_report(protected, right, phase=NodePhase.STARTING, cause="crash")
     for node in (wrong, right):
         later, _ = halted(later, node)

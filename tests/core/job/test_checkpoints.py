@@ -140,7 +140,7 @@ def test_a_loss_before_the_last_checkpoint_is_durable_is_recovered() -> None:
     state, _, _ = finished(saving())
     incarnation = state.members["node1"].report.info.incarnation
     state, _, _ = apply(state, job.ConnectionClosed("node1", incarnation))
-    state, _, reason = transition(state, job.Tick(), state.updated_at + state.limits.closed_s + 0.2)
+    state, _, reason = apply(state, job.PortRefused("node1", incarnation))
     assert state.phase is JobPhase.HALTING and "node1 lost" in reason
 
 
@@ -210,7 +210,7 @@ def _lost(state: JobState, due: int, slots: tuple[Any, ...]) -> JobState:
         state, _, _ = apply(state, part(due, slots))
     incarnation = state.members[lost].report.info.incarnation
     state, _, _ = apply(state, job.ConnectionClosed(lost, incarnation))
-    state, _, _ = transition(state, job.Tick(), state.updated_at + state.limits.closed_s + 0.2)
+    state, _, _ = apply(state, job.PortRefused(lost, incarnation))
     assert state.phase is JobPhase.HALTING and lost not in state.members
     report = state.members[keeper].report
     kept = tuple(

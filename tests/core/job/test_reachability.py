@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from elastic.core.coordinator.transitions import transition
+from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
+from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.epoch_change import candidates
 from elastic.core.job.reachability import covers, forbidden_fetches
@@ -68,6 +70,26 @@ def wait(state: JobState, seconds: float) -> JobState:
             state = transition(state, beat, state.updated_at)[0]
         state = transition(state, job.Tick(), state.updated_at + 0.25)[0]
     return state
+
+
+@pytest.mark.parametrize(("evidence", "ago_s", "excused"), [
+    ({quarantine.SUSPECTED: True}, 5.0, True),
+    ({quarantine.SUSPECTED: True}, 500.0, False),
+    ({}, 5.0, False),
+])  # fmt: skip
+def test_a_bad_path_excuses_a_node_that_was_suspected_before(
+    evidence: dict[str, bool], ago_s: float, excused: bool
+) -> None:
+    state = running().of(updated_at=1000.0)
+    members = {node: replace(mb, seen=1000.0) for node, mb in state.members.items()}
+    node, peer = sorted(plan_of(state).nodes())[:2]
+    finding = Finding(FaultClass.HOST, HealthAction.QUARANTINE, "x", evidence, 1000.0 - ago_s)
+    state, _ = quarantine.add_finding(state.of(members=members), node, finding)
+    held = replace(quarantine.record_of(state, node), until=2000.0)
+    state = quarantine.with_record(state, node, held)
+    state, log = after(state, report(state, node, peer))
+    assert quarantine.is_quarantined(state, node) is not excused
+    assert any("may be used again" in str(entry.data.get("reason")) for entry in log) is excused
 
 
 def test_a_bad_path_of_the_plan_ends_the_epoch_and_is_named() -> None:

@@ -74,6 +74,8 @@ def test_a_shared_certificate_is_reported_once(state: JobState) -> None:
 def test_a_loss_names_an_expired_certificate(state: JobState) -> None:
     state, _ = reported(state, END_S)
     state, _, _ = transition(state, job.ConnectionClosed("node0", "node0.1"), END_S)
-    _, actions, _ = transition(state, job.Tick(), END_S + state.limits.closed_s + 0.1)
+    _, actions, _ = transition(state, job.PortRefused("node0", "node0.1"), END_S + 0.1)
     (lost,) = [a.data for a in actions if isinstance(a, LogEntry) and a.kind == "lost"]
-    assert lost["why"] == f"connection closed; its tls.crt expired at {END.ends}"
+    assert lost["why"] == (
+        f"connection closed and its port refuses connections; its tls.crt expired at {END.ends}"
+    )

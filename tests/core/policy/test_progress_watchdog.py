@@ -60,10 +60,9 @@ class Bench:
                 member.report.info.incarnation,
                 member.report.step,
                 member.report.microbatch,
-                (),
-                self.signs[node],
-                self.activity[node],
-                self.spun[node],
+                signs=self.signs[node],
+                activity=self.activity[node],
+                spun_s=self.spun[node],
             )
             for node, member in self.state.members.items()
             if self.signs.get(node) is not None
@@ -441,11 +440,11 @@ def test_an_error_on_all_nodes_ends_the_job_with_its_text() -> None:
         assert bench.state.ending is None, attempt
         for node in NODES:
             text = FULL.replace("17", f"{attempt}")
-            report = replace(bench.state.members[node].report, suspects=("?",), failures=(text,))
+            report = replace(bench.state.members[node].report, failures=(text,))
             members = {**bench.state.members}
             members[node] = replace(members[node], report=report)
             bench.state = bench.state.of(members=members)
-        fail(bench, suspects=("?",), failures=(FULL,))
+        fail(bench, failures=(FULL,))
     assert bench.state.ending is not None and bench.state.phase is JobPhase.FAILED
     assert "No space left on device" in bench.state.ending.reason
     assert "on every node, in 4 attempts" in bench.state.ending.reason
@@ -455,7 +454,7 @@ def test_an_error_on_all_nodes_ends_the_job_with_its_text() -> None:
 def test_an_error_of_one_node_does_not_end_the_job() -> None:
     bench = Bench(trained())
     for _ in range(3):
-        fail(bench, suspects=("?",), failures=(FULL,))
+        fail(bench, failures=(FULL,))
         if "node0" not in plan_of(bench.state).nodes():
             break
     assert bench.state.ending is None
@@ -523,6 +522,7 @@ def test_a_lost_node_is_no_failed_epoch() -> None:
     bench = Bench(trained())
     incarnation = bench.state.members["node1"].report.info.incarnation
     bench.apply(job.ConnectionClosed("node1", incarnation))
+    bench.apply(job.PortRefused("node1", incarnation))
     bench.wait(1.0, "node0", "node2")
     assert bench.state.epoch == 2 and bench.state.watch.attempts == 0
 
