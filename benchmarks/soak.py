@@ -96,7 +96,7 @@ class SoakJob:
             "--nnodes", f"1:{STAYING + 1}", "--rdzv-id", "soak", "--join-token-file", str(token),
             "--accumulate", "exact", "--silence", str(silence_s),
             "--checkpoint-dir", str(folder / "checkpoints"),
-            "-m", "tests.kubernetes.train", "--steps", str(steps), "--pace", "0.005",
+            "-m", "benchmarks.chaos.train", "--steps", str(steps), "--pace", "0.005",
             "--checkpoint-every", "50",
         ]  # fmt: skip
         mount = f"mount -t tmpfs -o size=1g tmpfs {SHARED_MEMORY} && echo ok && exec sleep 1000000"

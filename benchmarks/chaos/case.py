@@ -35,7 +35,7 @@ NETWORK_KINDS = ("partition", "cut", "kill-coordinator", "drain", "join")
 DISKS = ("memory", "memory-and-tmp", "run", "checkpoints")
 LINEAR = "linear"
 MODELS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    LINEAR: (60, 8, ("-m", "tests.kubernetes.train")),
+    LINEAR: (60, 8, ("-m", "benchmarks.chaos.train")),
     "gpt": (36, 6, ()),
     "gpt-tied-dropout": (36, 6, ("--tie-embeddings", "--dropout", "0.1")),
     "gpt-bf16": (36, 6, ("--dtype", "bf16")),

@@ -49,17 +49,15 @@ def main() -> None:
     parser.add_argument(
         "--hurry", default="", help="file; from when it exists on layers take no time"
     )
-    parser.add_argument("--checkpoint-every", type=int, default=0)
     args = parser.parse_args()
     Layer.pace_s, Layer.doubling, Layer.hurry = args.pace, args.doubling, Path(args.hurry)
     layers = [lambda: Layer(WIDTH, WIDTH)] * (LAYERS - 1)
     Trainer(
         stack=ListStack([*layers, lambda: Layer(WIDTH, 1)], seed=0),
-        optimizer=OptimizerSpec(factory=torch.optim.Adam, lr=lambda step: 1e-2, elementwise=True),
+        optimizer=OptimizerSpec(factory=torch.optim.Adam, lr=lambda step: 1e-2),
         data=data,
         steps=args.steps,
         microbatches=6,
-        checkpoint_every=args.checkpoint_every,
     ).run()
 
 
