@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import fcntl
 import subprocess
 import sys
 import tempfile
@@ -58,16 +59,22 @@ class Result:
 
 
 def reference(case: Case, cache: Path) -> str:
-    """Return the hash of the parameters of this training without faults, on one node."""
+    """Return the hash of the parameters of this training without faults, on one node. Several
+    processes may use the cache."""
     run_dir = cache / f"reference-{case.model}-{case.steps}"
-    found = verdict.read_json(run_dir / "summary.json").get("params_sha256")
-    if found:
-        return str(found)
-    words = ["run", "--standalone", "--nnodes", "1", "--accumulate", "exact"]
-    command = [sys.executable, "-m", "elastic", *words, "--run-dir", str(run_dir), *case.script]
-    quiet = subprocess.DEVNULL
-    subprocess.run(command, cwd=ROOT, check=True, stdout=quiet, stderr=quiet)
-    return str(verdict.read_json(run_dir / "summary.json")["params_sha256"])
+    cache.mkdir(parents=True, exist_ok=True)
+    with run_dir.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = verdict.read_json(run_dir / "summary.json")
+        if found.get("exit_code") != 0:
+            words = ["run", "--standalone", "--nnodes", "1", "--accumulate", "exact"]
+            command = [sys.executable, "-m", "elastic", *words, "--run-dir", str(run_dir)]
+            quiet = subprocess.DEVNULL
+            subprocess.run(
+                [*command, *case.script], cwd=ROOT, check=True, stdout=quiet, stderr=quiet
+            )
+            found = verdict.read_json(run_dir / "summary.json")
+    return str(found["params_sha256"])
 
 
 def carry_out(case: Case, folder: Path) -> Finished:
