@@ -57,7 +57,10 @@ class Injector:
             self._groups.take_agents()
         for entry in self._job.progress.read():
             phase = entry.get("phase")
-            self._step, self._microbatch = int(entry.get("step", 0)), int(entry["microbatch"])
+            self._step, self._microbatch = (
+                int(entry.get("step", 0)),
+                int(entry.get("microbatch", 0)),
+            )
             running = phase == "running"
             self._recovering = not running and (self._recovering or self._ran)
             self._ran = self._ran or running
