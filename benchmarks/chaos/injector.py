@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -78,7 +78,11 @@ class Injector:
             end()
         self._ends.clear()
         if self._groups is not None:
-            self._groups.close()
+            unharmed = self._groups.close()
+            self.done = [
+                replace(one, note="the kernel killed nothing") if one.fault in unharmed else one
+                for one in self.done
+            ]
 
     def _due(self, fault: OuterFault) -> bool:
         if not self._ran or self._step < fault.step:
@@ -114,7 +118,7 @@ class Injector:
                 return lambda: _remove(fillers)
             case "oom":
                 assert self._groups is not None
-                self._groups.exhaust(fault.node, fault.target)
+                self._groups.exhaust(fault)
                 return None
         assert isinstance(job, NetworkJob)
         return _begin_in_network(job, fault)
@@ -176,6 +180,8 @@ class _Groups:
         self._wanted = {fault.node for fault in job.case.own if fault.kind == "oom"}
         self._groups: dict[str, Path] = {}
         self._threads: list[threading.Thread] = []
+        self._unharmed: list[OuterFault] = []
+        """Faults that killed nothing."""
 
     def take_agents(self) -> None:
         """Move agents that have just started to their groups; their workers inherit these."""
@@ -187,37 +193,38 @@ class _Groups:
                 (group / "cgroup.procs").write_text(str(agent.pid))
                 self._groups[node] = group
 
-    def exhaust(self, node: str, target: str) -> None:
+    def exhaust(self, fault: OuterFault) -> None:
         """Let the node run out of memory until the kernel kills the target."""
-        agent, group = self._job.agent(node), self._groups.get(node)
+        agent, group = self._job.agent(fault.node), self._groups.get(fault.node)
         if agent is None or group is None:
-            raise OSError(f"no agent of {node} runs")
+            raise OSError(f"no agent of {fault.node} runs")
         workers = sorted(agent.children(), key=lambda p: p.memory_info().rss)
-        if target == "worker" and not workers:
-            raise OSError(f"{node} has no worker")
-        victim = agent if target == "agent" else workers[-1]
+        if fault.target == "worker" and not workers:
+            raise OSError(f"{fault.node} has no worker")
+        victim = agent if fault.target == "agent" else workers[-1]
         Path(f"/proc/{victim.pid}/oom_score_adj").write_text("1000")
-        thread = threading.Thread(target=self._exhaust, args=(group,))
+        thread = threading.Thread(target=self._exhaust, args=(fault, group))
         thread.start()
         self._threads.append(thread)
 
-    def _exhaust(self, group: Path) -> None:
-        kills = _kills(group)
-        used = int((group / "memory.usage_in_bytes").read_text())
-        (group / "memory.limit_in_bytes").write_text(str(used + SPARE_BYTES))
+    def _exhaust(self, fault: OuterFault, group: Path) -> None:
+        kills, end = _kills(group), time.monotonic() + OOM_S
+        while not _limit(group) and time.monotonic() < end:
+            time.sleep(0.05)
         hog = subprocess.Popen(
             [sys.executable, "-c", HOG],
             preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None,
         )
-        end = time.monotonic() + OOM_S
         while _kills(group) == kills and time.monotonic() < end:
             time.sleep(0.005)
+        if _kills(group) == kills:
+            self._unharmed.append(fault)
         (group / "memory.limit_in_bytes").write_text("-1")
         hog.kill()
         hog.wait()
 
-    def close(self) -> None:
-        """Remove the groups; the processes in them must have ended."""
+    def close(self) -> list[OuterFault]:
+        """Remove the groups. Return the faults that killed nothing."""
         for thread in self._threads:
             thread.join()
         for group in self._groups.values():
@@ -225,6 +232,17 @@ class _Groups:
                 for pid in (group / "cgroup.procs").read_text().split():
                     (GROUPS / "cgroup.procs").write_text(pid)
                 group.rmdir()
+        return self._unharmed
+
+
+def _limit(group: Path) -> bool:
+    """Leave a group little more memory than it uses; return whether the kernel accepted that."""
+    used = int((group / "memory.usage_in_bytes").read_text())
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(used + SPARE_BYTES))
+    except OSError:  # it uses more by now
+        return False
+    return True
 
 
 def _kills(group: Path) -> int:
