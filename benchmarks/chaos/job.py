@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from benchmarks.chaos.case import Case
+from elastic.core.protocol.fault_spec import FaultKind
 from elastic.launcher.run.event_tail import Follower
 from tests.kubernetes.network import Network, ip
 
@@ -33,6 +34,8 @@ COORDINATOR = "coordinator"
 NOWHERE = "02:00:00:00:00:01"
 """A MAC address that no port has."""
 AGENTS_END_S = 60.0
+LEAVING = (FaultKind.KILL, FaultKind.DRAIN, FaultKind.PARTITION)
+"""Faults that make room for a node that joins, as `elastic run` counts them."""
 _WRAPPER = (
     f"mount -t tmpfs -o size={MEMORY_SIZE} tmpfs {SHARED_MEMORY} || exit 70\n"
     'left=$1; shift; "$@"; code=$?\n'
@@ -144,8 +147,12 @@ class Job:
     def flags(self) -> list[str]:
         """Flags that all services have."""
         case = self.case
-        most = f":{case.nodes + case.joins}" if case.joins else ""
-        flags = ["--nnodes", f"{case.nodes}{most}", "--accumulate", "exact", *case.flags]
+        most = case.nodes + case.joins
+        if case.place == "machine":  # `elastic run` starts `nodes` of them
+            kinds = [spec.kind for spec in case.injected]
+            leaving = sum(kinds.count(kind) for kind in LEAVING)
+            most = case.nodes + max(0, case.joins - leaving)
+        flags = ["--nnodes", f"{case.nodes}:{most}", "--accumulate", "exact", *case.flags]
         for spec in case.injected:
             flags += ["--fault", spec.text]
         return [*flags, "--checkpoint-dir", str(self.checkpoints)]
