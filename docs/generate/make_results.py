@@ -375,7 +375,10 @@ def section_text(section: Section, rows: Sequence[Row]) -> str:
         tables.insert(0, markdown_table(["measured", "result", "target"], lines))
     if section.summarize:
         tables.append(f"Targets met: {sum(map(met, goals))} of {len(goals)}.\n")
-    module = next((ROOT / "benchmarks").rglob(f"{section.name}.py")).relative_to(ROOT)
+    folder = ROOT / "benchmarks"
+    found = [*folder.rglob(f"{section.name}.py"), *folder.rglob(f"{section.name}/__main__.py")]
+    path = found[0].parent if found[0].stem == "__main__" else found[0]
+    module = path.relative_to(ROOT)
     command = f"`python -m {'.'.join(module.with_suffix('').parts)}`"
     return "\n".join(
         (f"## {section.title}\n", f"{section.context}\n", f"Rerun: {command}.\n", *tables)
@@ -400,7 +403,8 @@ This page gives the measured figures of the runtime, missed targets included. Fo
 - Machine: {machines}. Nodes are groups of
   processes on this machine. Nothing here was measured on a GPU or over a real network.
 - {sum(map(met, goals))} of {len(goals)} targets are met.
-- `make bench` measures everything again. The result files in `benchmarks/results/` have all rows;
+- `make bench` measures everything again, but for the random runs and the soak, which take hours:
+  `make chaos-runs` and `make fault-soak`. The result files in `benchmarks/results/` have all rows;
   `python docs/generate/make_results.py` writes this page from them.
 - Terms: [glossary](glossary.md).
 """
