@@ -11,7 +11,8 @@ SEED ?= 0
 RUNS ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test tools check bench soak chaos explore fault-points simulate clean
+.PHONY: help setup demo test tools check bench soak fault-soak chaos chaos-runs explore \
+	fault-points simulate clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -56,6 +57,9 @@ docs: setup ## the documentation site in build/docs; fails on a broken link
 soak: setup ## 30 minutes of training on a loaded machine: nothing may be done about anybody
 	ELASTIC_SOAK_S=1800 $(BIN)/python -m pytest -m chaos tests/scenarios/health/test_soak.py
 
+fault-soak: setup ## an hour of training under load with a fault every 20 s: nothing may grow
+	$(BIN)/python -m benchmarks.soak --minutes 60 --load 8
+
 chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos
 
@@ -72,6 +76,9 @@ fault-points: setup ## fail, kill or stop at each call that a backup depends on;
 SIMULATE_S ?= 600
 simulate: setup ## SIMULATE_S seconds of jobs with fresh seeds, on a simulated cluster
 	$(BIN)/python -m tests.simulation --seconds $(SIMULATE_S)
+
+chaos-runs: setup ## 300 random real runs with random faults; needs root
+	$(BIN)/python -m benchmarks.chaos --runs 300
 
 clean: ## remove the environment and all leftovers
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
