@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from elastic.agent.health import devices, monitor, preflight
+from elastic.agent.health import devices, disks, preflight
 from elastic.agent.workers import output, processes
 from elastic.coordinator import port_watch
 from elastic.core.node.node import ProcessSample
@@ -300,7 +300,7 @@ def _replacements(world: Any) -> dict[Any, Any]:
         port_watch.PortWatch: partial(SimPortWatch, scheduler),
         open_store.open_store: world.open_store,
         rejections.REJECTIONS: OfProcess(scheduler, "rejections", rejections.Rejections),
-        monitor.disk_of: partial(_disk_of, scheduler),
+        disks.disk_of: partial(_disk_of, scheduler),
         devices.Devices: NoDevices,
         preflight.local_checks: local_checks,
         processes.process_sample: sample,
