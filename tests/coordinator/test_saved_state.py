@@ -34,7 +34,18 @@ def saved() -> JobState:
 
 
 TABLES = frozenset(
-    ["members", "health", "paces", "gauges", "expiring", "signs", "asked", "blamed", "failures"]
+    [
+        "members",
+        "health",
+        "paces",
+        "gauges",
+        "expiring",
+        "signs",
+        "asked",
+        "orders",
+        "blamed",
+        "failures",
+    ]
 )
 """Fields whose keys are names, not fields."""
 

@@ -24,7 +24,7 @@ from tests.core.coordinator.test_transitions import running
 def failure(error: Exception) -> m.Failed:
     """What a worker sends because of `error`."""
     sent: list[m.Failed] = []
-    context = SimpleNamespace(settings=SimpleNamespace(local_rank=1))
+    context = SimpleNamespace(settings=SimpleNamespace(local_rank=1), replicas={})
     session: Any = SimpleNamespace(_context=context, _send=sent.append)
     with pytest.raises(SystemExit):
         EpochSession._fail(cast(EpochSession, session), error)
