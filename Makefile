@@ -6,12 +6,16 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
+FAULT_POINTS ?= build/fault-points
+SEED ?= 0
+RUNS ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test tools check bench soak chaos clean
+.PHONY: help setup demo test tools check bench soak fault-soak chaos chaos-runs explore \
+	fault-points simulate clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
 
 setup: $(STAMP) ## environment in .venv with everything installed
 
@@ -53,8 +57,28 @@ docs: setup ## the documentation site in build/docs; fails on a broken link
 soak: setup ## 30 minutes of training on a loaded machine: nothing may be done about anybody
 	ELASTIC_SOAK_S=1800 $(BIN)/python -m pytest -m chaos tests/scenarios/health/test_soak.py
 
+fault-soak: setup ## an hour of training under load with a fault every 20 s: nothing may grow
+	$(BIN)/python -m benchmarks.soak --minutes 60 --load 8
+
 chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos
+
+explore: setup ## every interleaving of a small job with two faults, for hours
+	$(BIN)/python -m tests.core.exploration --faults 1 --nodes 2 --from-start
+	$(BIN)/python -m tests.core.exploration --faults 1
+	$(BIN)/python -m tests.core.exploration --faults 2
+
+fault-points: setup ## fail, kill or stop at each call that a backup depends on; continues where it ended
+	mkdir -p $(FAULT_POINTS)
+	$(BIN)/python -m tests.faultpoints.enumeration --results $(FAULT_POINTS)/small.jsonl
+	$(BIN)/python -m tests.faultpoints.campaign --results $(FAULT_POINTS)/real.jsonl --seed $(SEED) --runs $(RUNS)
+
+SIMULATE_S ?= 600
+simulate: setup ## SIMULATE_S seconds of jobs with fresh seeds, on a simulated cluster
+	$(BIN)/python -m tests.simulation --seconds $(SIMULATE_S)
+
+chaos-runs: setup ## 300 random real runs with random faults; needs root
+	$(BIN)/python -m benchmarks.chaos --runs 300
 
 clean: ## remove the environment and all leftovers
 	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

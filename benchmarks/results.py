@@ -40,8 +40,8 @@ def load(name: str) -> list[Row]:
     return [Row(**row) for row in json.loads((DIRECTORY / f"{name}.json").read_text())["rows"]]
 
 
-def save(name: str, rows: list[Row]) -> Path:
-    """Print `rows` and write them to the results directory. Return the file."""
+def show(rows: list[Row]) -> None:
+    """Print `rows` as a table."""
     width = max(len(row.metric) for row in rows)
     for row in rows:
         target = (
@@ -50,10 +50,19 @@ def save(name: str, rows: list[Row]) -> Path:
             else f"target {row.target:g} ({row.better} is better): {row.met}"
         )
         print(f"{row.metric:<{width}}  {row.value:>10.4g} {row.unit:<6} {target}".rstrip())
+
+
+def write(name: str, rows: list[Row], path: Path | None = None, **more: object) -> Path:
+    """Write `rows` and `more` to a file, by default NAME.json in the results directory. Return
+    the file."""
     DIRECTORY.mkdir(exist_ok=True)
-    path = DIRECTORY / f"{name}.json"
-    text = json.dumps(
-        {"name": name, "machine": machine(), "rows": [asdict(row) for row in rows]}, indent=2
-    )
-    path.write_text(text + "\n")
+    path = path or DIRECTORY / f"{name}.json"
+    found = {"name": name, "machine": machine(), "rows": [asdict(row) for row in rows], **more}
+    path.write_text(json.dumps(found, indent=2) + "\n")
     return path
+
+
+def save(name: str, rows: list[Row]) -> Path:
+    """Print `rows` and write them to the results directory. Return the file."""
+    show(rows)
+    return write(name, rows)

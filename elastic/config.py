@@ -19,7 +19,7 @@ from elastic.core.protocol.store_spec import StoreSpec
 from elastic.core.protocol.timeouts import SILENCE_S, Timeouts, budget
 from elastic.domain import codec
 from elastic.domain.errors import FieldError, UsageError
-from elastic.domain.types import Accumulate
+from elastic.domain.types import VERIFY_EVERY, Accumulate, OnNonfinite
 from elastic.planning.cost.profile import LinkProfile, Profile
 from elastic.planning.plan.schemes import refuse_useless
 
@@ -111,6 +111,11 @@ class JobConfig:
     backup: str = "auto"
     """auto, or GRADIENTS+STATE (`elastic.planning.plan.schemes`)."""
     accumulate: Accumulate = Accumulate.FAST
+    verify_every: int = VERIFY_EVERY
+    """Steps between two comparisons of the parameters of a layer's holders, with exact
+    accumulation; 0: none."""
+    on_nonfinite: OnNonfinite = OnNonfinite.STOP
+    """Action in a step whose gradient norm is infinite or NaN."""
     pipelines: str = "auto"
     """auto, a number of pipelines, or the depth of each, as 3+1."""
     schedule: str = "auto"
@@ -202,6 +207,11 @@ class JobConfig:
             ("run", Path(self.run_dir)),
             ("memory", Path(self.memory_dir)),
         )
+
+    @property
+    def standbys(self) -> bool:
+        """Whether there may be several coordinators, one of which leads."""
+        return self.store.shared and not (self.standalone and self.coordinators == 1)
 
     @property
     def timeouts(self) -> Timeouts:
@@ -335,6 +345,10 @@ def _check_schemes(config: JobConfig) -> None:
     if config.pipelines != "auto" and not re.fullmatch(depths, config.pipelines):
         remedy = "auto, a number of pipelines as 2, or their depths as 2+2"
         raise FieldError("--pipelines", config.pipelines, remedy)
+    exact = config.accumulate is Accumulate.EXACT
+    if exact and config.on_nonfinite is OnNonfinite.CONTINUE:
+        remedy = "stop or skip with --accumulate exact, whose sums hold finite values only"
+        raise FieldError("--on-nonfinite", config.on_nonfinite.value, remedy)
 
 
 def _check_streams(config: JobConfig) -> None:
@@ -382,6 +396,9 @@ def _check_faults(config: JobConfig) -> None:
         if spec.worker is not None and spec.worker >= config.nproc_per_node:
             remedy = f"a local rank below {config.nproc_per_node}"
             raise FieldError("--fault worker", spec.worker, remedy)
+        if spec.kind is FaultKind.CUT and config.standalone:
+            remedy = "local nodes share an address: use several machines or network namespaces"
+            raise FieldError("--fault", spec.kind.value, remedy)
         if spec.kind is FaultKind.SLOW_LINK and not config.link.bytes_per_s:
             remedy = 'a slow link needs a normal speed: give --link, as "bandwidth=1Gbit"'
             raise FieldError("--fault", spec.kind.value, remedy)

@@ -18,6 +18,8 @@ import socket
 import ssl
 import sys
 import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -28,9 +30,12 @@ from prometheus_client import (
     disable_created_metrics,
     make_wsgi_app,
 )
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.metrics_core import Metric
 
 from elastic.config import JobConfig
+from elastic.core.protocol.health_report import CertificateEnd
 from elastic.domain.errors import FieldError
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.tls import Certificates, rejection_reason
@@ -54,6 +59,17 @@ def new_registry() -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
     return registry
+
+
+def certificate_metric(certificates: Sequence[CertificateEnd]) -> Iterator[Metric]:
+    """Yield the gauge of the seconds until the process's certificates end; nothing without them."""
+    if not certificates:
+        return
+    text = "Seconds until a certificate of this process ends; negative: it has expired"
+    found = GaugeMetricFamily("elastic_certificate_left_seconds", text, labels=("file",))
+    for end in certificates:
+        found.add_metric((end.file,), end.ends_at - time.time())
+    yield found
 
 
 class _MetricsServer(ThreadingWSGIServer):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import logging
 import os
+import queue
+import threading
 import time
 from collections.abc import Mapping
+from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +76,52 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
 
 
 def configure_logging(path: Path) -> None:
-    """Send all logs and warnings of this process to the file `path`, creating its folder."""
+    """Send all logs and warnings of this process to the file `path`, creating its folder.
+
+    A thread writes the file, so that nobody waits for its disk. An exception that ends a thread is
+    logged.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[handler], force=True)
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter(LOG_FORMAT))
+    records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    handler = QueueHandler(records)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
     logging.captureWarnings(True)
+    listener = QueueListener(records, file)
+    listener.start()
+    atexit.register(listener.stop)
+    threading.excepthook = _log_thread_error
+
+
+def _log_thread_error(error: threading.ExceptHookArgs) -> None:
+    name = error.thread.name if error.thread is not None else "?"
+    found = (error.exc_type, error.exc_value or error.exc_type(), error.exc_traceback)
+    logging.getLogger("elastic").error("the thread %s has ended by an error", name, exc_info=found)
+
+
+def last_words_of(run_dir: str | Path, name: str) -> Path:
+    """Return the file with the error that ended the service `name`; it may not exist."""
+    return Path(run_dir) / "logs" / f"{name}.error"
+
+
+def write_last_words(run_dir: str | Path, name: str, error: str) -> None:
+    """Keep the error that ends the service `name` for its launcher; "": remove an older one. A full
+    disk loses the error."""
+    path = last_words_of(run_dir, name)
+    with contextlib.suppress(OSError):
+        if error:
+            path.write_text(f"{error}\n")
+        else:
+            path.unlink(missing_ok=True)
+
+
+def read_last_words(run_dir: str | Path, name: str) -> str:
+    """Return the error that ended the service `name`; "": none was written."""
+    try:
+        return last_words_of(run_dir, name).read_text().strip()
+    except OSError:
+        return ""
 
 
 def _parse(where: str, line: bytes) -> dict[str, Any]:

@@ -86,9 +86,9 @@ class SwitchedProtection(Protection):
         if self.on:
             super().before_commit(step, reduced)
 
-    def before_update(self, reduced: Any, clip: float) -> None:
+    def before_update(self, reduced: Any, clip: float, *, skipped: bool = False) -> None:
         if self.on:
-            super().before_update(reduced, clip)
+            super().before_update(reduced, clip, skipped=skipped)
 
     def after_update(self) -> None:
         if self.on:

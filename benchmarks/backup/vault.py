@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from benchmarks.results import Row, save
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import Published
+from elastic.domain.checksum import copy_checksum
 from elastic.domain.types import STATE, Copy
 from elastic.rpc.bulk.transfer import VaultClient, tune
 from elastic.store.shared_memory import checksum
@@ -42,7 +44,8 @@ def memory_directory() -> Path:
 
 
 def describe(data: memoryview, sequence: int, node: str = "") -> Copy:
-    return Copy(STATE, 0, 0, sequence, 1, "a", sequence, len(data), checksum(data), node=node)
+    copy = Copy(STATE, 0, 0, sequence, 1, "a", sequence, len(data), "", node=node)
+    return replace(copy, checksum=copy_checksum(copy, checksum(data)))
 
 
 def serve(directory: str, pipe: Connection) -> None:

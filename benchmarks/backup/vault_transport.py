@@ -30,9 +30,10 @@ from benchmarks.backup.vault import MIB, describe, memory_directory, timed
 from benchmarks.results import Row, save
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
+from elastic.domain.checksum import copy_checksum
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.transfer import VaultClient, tune
-from elastic.store.shared_memory import SharedSlot
+from elastic.store.shared_memory import SharedSlot, checksum
 from elastic.worker.recovery.fetch import Fetcher
 
 TARGET = 0.8
@@ -90,11 +91,11 @@ def measure(
 ) -> list[Row]:
     """Return rows for copies of the size of `data`, sent in bundles of `bundle`."""
     times = max(bundle, setting.turn_bytes // data.nbytes // bundle * bundle)
-    first = describe(data, 1)
+    first, digest = describe(data, 1), checksum(data)
     pairs: list[tuple[float, float]] = []
     for turn in range(WARM + setting.turns):
         numbers = range(1 + turn * times, 1 + (turn + 1) * times)
-        copies = [_next(first, number, layer=number % bundle) for number in numbers]
+        copies = [_next(first, digest, number, layer=number % bundle) for number in numbers]
         ways: list[Callable[[], None]] = [
             lambda c=copies: put_all(client, c, data, bundle),  # type: ignore[misc]
             lambda: send_all(plain, times, data, bundle),
@@ -116,16 +117,18 @@ def measure(
     ]
 
 
-def _next(copy: Copy, sequence: int, layer: int = 0) -> Copy:
-    """Return a newer copy with the same bytes. It replaces older ones, whose slots are reused."""
-    return replace(copy, sequence=sequence, step=sequence, layer=layer)
+def _next(copy: Copy, digest: str, sequence: int, layer: int = 0) -> Copy:
+    """Return a newer copy with the same bytes, whose checksum is `digest`. It replaces older ones,
+    whose slots are reused."""
+    copy = replace(copy, sequence=sequence, step=sequence, layer=layer)
+    return replace(copy, checksum=copy_checksum(copy, digest))
 
 
 def fetches(
     client: VaultClient, address: str, data: memoryview, setting: TransportSetting
 ) -> list[Row]:
     """Compare reading a state from the vault of the same node with reading it from a peer's."""
-    kept = replace(describe(data, 1, "b"), layer=99)
+    kept = _next(describe(data, 1, "b"), checksum(data), 1, layer=99)
     client.put([(kept, data)])
     here, there = (Fetcher(node, {"b": address}) for node in ("b", "a"))
     pairs = [

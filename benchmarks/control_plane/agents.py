@@ -31,7 +31,7 @@ from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.domain.types import STATE, Assignment, Copy, JobSpec, LayerSpec, NodeInfo, Plan
 from elastic.rpc.control.channel_options import client_options
-from elastic.rpc.control.client import CoordinatorStub
+from elastic.rpc.control.client import ANNOUNCEMENT, CoordinatorStub
 from elastic.rpc.control.envelope import Envelope, encode_body, from_wire, pack, unpack
 from elastic.rpc.control.event_loop import GrpcEventLoop
 
@@ -104,7 +104,7 @@ class Agent:
         options = client_options(keepalive_s=30.0)
         async with grpc.aio.insecure_channel(self.crowd.address, options=options) as channel:
             self._call = CoordinatorStub(channel).session(
-                metadata=(("sender", self.name),), wait_for_ready=True
+                metadata=(("sender", self.name), ANNOUNCEMENT), wait_for_ready=True
             )
             await self._call.wait_for_connection()
             self._writing = asyncio.Lock()

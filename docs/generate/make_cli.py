@@ -46,10 +46,11 @@ EXITS = """
 | --- | --- |
 | {EXIT_OK} | The job is done. |
 | {EXIT_FAILURE} | The job failed: an error in the script or in elastic; see the last line. |
-| {EXIT_USAGE} | A flag, file or message is wrong. Nothing was started. |
+| {EXIT_USAGE} | A flag, file, message or checkpoint is wrong. Nothing was trained. |
 | {EXIT_UNRECOVERABLE} | State was lost with all its copies, and there is no checkpoint. |
 | {EXIT_DRAINED} | This node was drained. The job continues without it. |
 | {EXIT_JOB_FAILED} | `elastic coordinator` or `agent`: the job failed; a restart would fail too. |
+| {EXIT_INCOMPATIBLE} | This version of elastic does not fit the job; the last line names both. |
 | {EXIT_INTERRUPTED} | Interrupted (Ctrl-C). Other signals give 128 + their number. |
 
 A script that does not use elastic ends as under torchrun: with 0, or with 1 after its last restart.

@@ -43,7 +43,8 @@ NODE = """
 ## A node, in its agent
 
 The agent reports its whole condition after every change, so the coordinator does not depend on
-earlier reports. A node that is fenced drops everything and joins again as a new member in `empty`.
+earlier reports. A node that is fenced ends its workers and joins again as a new member in `empty`,
+with the copies in its vault.
 """
 
 

@@ -16,9 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from elastic.agent.health.monitor import nearest_parent
+from elastic.agent.health.disks import nearest_parent
+from elastic.core.protocol.health_report import CertificateEnd
 from elastic.domain.types import Copy
-from elastic.metrics import FAST_S
+from elastic.metrics import FAST_S, certificate_metric
 from elastic.rpc.security.rejections import REJECTIONS
 
 INITIAL_KINDS = ("state", "gradient")
@@ -49,9 +50,14 @@ class AgentMetrics(Collector):
     """Counters and gauges of one agent process."""
 
     def __init__(
-        self, registry: CollectorRegistry, memory_dir: str = "", checkpoint_dir: str = ""
+        self,
+        registry: CollectorRegistry,
+        memory_dir: str = "",
+        checkpoint_dir: str = "",
+        certificates: Callable[[], Sequence[CertificateEnd]] = lambda: (),
     ) -> None:
-        self.registry = registry
+        """`certificates()` returns the ends of the node's certificates."""
+        self.registry, self._certificates = registry, certificates
         self._directories = {"memory": memory_dir, "checkpoints": checkpoint_dir}
         self.read: Callable[[], Mapping[str, float]] | None = None
         """Returns the value of each gauge; called at a scrape, on any thread. None: no gauges."""
@@ -121,6 +127,7 @@ class AgentMetrics(Collector):
         for reason, count in {"stale": 0, **REJECTIONS.by_reason()}.items():
             refused.add_metric((reason,), count)
         yield refused
+        yield from certificate_metric(self._certificates())
 
 
 def _space(directory: str) -> tuple[int, int]:

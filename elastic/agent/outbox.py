@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from elastic.core.protocol import messages as m
+from elastic.core.recovery import lineage
 
 MAX_STEPS, MAX_OTHERS = 4096, 64
 """Limits on the kept messages: about steps, and all others. The oldest are dropped first."""
@@ -32,11 +33,22 @@ class Outbox:
         yield from self._steps
         yield from self._others
 
+    @property
+    def parts(self) -> tuple[m.CheckpointPart, ...]:
+        """Parts of checkpoints."""
+        return tuple(part for part in self._others if isinstance(part, m.CheckpointPart))
+
     def enter(self, install: m.Install) -> None:
-        """Drop the steps and checkpoints that a return to an older checkpoint has undone."""
-        step = install.assignment.step
+        """Drop the steps and checkpoints that a return to an older step has undone, and failures of
+        earlier epochs."""
+        step, starts = install.assignment.step, lineage.starts_of(install.assignment)
         steps = [d for d in self._steps if d.record.step < step or d.epoch >= install.epoch]
         others = [
-            o for o in self._others if not (isinstance(o, m.CheckpointPart) and o.step > step)
+            o
+            for o in self._others
+            if not (
+                isinstance(o, m.CheckpointPart)
+                and (lineage.is_undone(o, starts) or (o.error and o.epoch < install.epoch))
+            )
         ]
         self._steps, self._others = deque(steps, MAX_STEPS), deque(others, MAX_OTHERS)

@@ -4,11 +4,16 @@ The rules of a node are in `elastic.core.node.node.transition`; this module carr
 that it returns. One thread owns the node's state and runs calls from a queue. Other threads only
 put calls into the queue: for orders of the coordinator, for messages and exits of workers, and for
 results of their own work.
+
+The agent's thread sends the heartbeats and obeys the orders. So it never waits for a worker, a
+disk, another node, or an operation whose time grows with bytes: other threads do these
+(docs/design/threads.md).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import queue
 import shutil
@@ -26,9 +31,11 @@ from typing import Any
 
 from elastic import lifeline
 from elastic.agent.health.monitor import Monitor
+from elastic.agent.health.paths import PathProber
 from elastic.agent.health.preflight import local_checks, network_checks, score_class
 from elastic.agent.health.preflight_gate import PreflightGate
 from elastic.agent.metrics import AgentMetrics
+from elastic.agent.network_cut import NetworkCut
 from elastic.agent.notices.controller import NoticeController
 from elastic.agent.outbox import Outbox
 from elastic.agent.vault.checkpoints import CheckpointWriter
@@ -45,21 +52,28 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, parse_fault
 from elastic.core.protocol.health_report import HealthReport, JoinRefused, Preflight, PreflightCheck
 from elastic.core.protocol.messages import NodePhase
+from elastic.core.protocol.version import PROTOCOL
 from elastic.domain.errors import (
     EXIT_DRAINED,
+    EXIT_FAILURE,
+    EXIT_INCOMPATIBLE,
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
     ElasticError,
     VaultError,
+    describe,
 )
 from elastic.domain.types import Copy, NodeInfo
+from elastic.domain.version import VERSION
 from elastic.metrics import Exposition, new_registry, serve
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.control.client import CoordinatorSession
+from elastic.rpc.control.event_loop import Dispatcher, run_callback
 from elastic.rpc.link_shaping import pace_of
 from elastic.rpc.security import tls
+from elastic.rpc.security.expiry import certificate_ends
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
-from elastic.telemetry import configure_logging
+from elastic.telemetry import configure_logging, write_last_words
 
 log = logging.getLogger("elastic.agent")
 POLL_S = 0.1
@@ -100,15 +114,37 @@ class NodeAgent:
         self._directory = Path(config.memory_dir) / self._node
         self._outbox = Outbox()
         self._group: WorkerGroup | None = None
+        self._starter = Dispatcher("starter")
+        """Starts and kills workers. The kernel kills the workers that a thread started when it
+        ends, so the thread ends after them."""
+        self._memory = Dispatcher("memory")
+        """Frees memory, and closes the vaults of former incarnations."""
+        self._killed_generation = -1
+        """Newest launch whose workers were killed."""
         self._generation, self._partitioned_until = 0, 0.0
+        self._cut = NetworkCut(info.host)
         self._exit_code: int | None = None
+        self._away_since = 0.0
+        """Time (time.monotonic) at which the coordinator was lost; 0: it was not."""
+        self._received_at = 0.0
+        """Time at which a peer last sent copies."""
+        self._connected = False
+        """Whether a coordinator has ever accepted this agent."""
+        self._refused = ""
+        """Newest reason for which the node may not join."""
         self._coordinator, later = coordinator, self._later
         self._gate = PreflightGate(config.preflight, self._check_node, later(self._take_preflight))
         health = later(self._send_health)
-        self._monitor = Monitor(self._node, config.directories, health).start()
+        mine = tls.current().certificates
+        ends = partial(certificate_ends, mine)
+        self._monitor = Monitor(self._node, config.directories, health, certificates=ends).start()
+        self._paths = PathProber(self._node, config.timeouts, self._monitor.unreachable)
         self._notices = NoticeController(config, self._node, later, self._send, self._report)
-        self._metrics = AgentMetrics(new_registry(), str(self._directory), config.checkpoint_dir)
+        self._metrics = AgentMetrics(
+            new_registry(), str(self._directory), config.checkpoint_dir, ends
+        )
         self._exposition: Exposition | None = None
+        self._open_vault()
         self._begin_incarnation()
         REJECTIONS.subscribe(later(self._send_rejection))
         self._workers = WorkerChannels(
@@ -119,7 +155,8 @@ class NodeAgent:
             on_message=later(self._handle_order),
             sender=self._node,
             on_up=later(self._handle_connected),
-            on_down=lambda why: log.info("the coordinator cannot be reached: %s", why),
+            on_down=later(self._handle_disconnected),
+            on_refused=later(self._handle_refused),
             keepalive_s=config.timeouts.keepalive_s,
         )
 
@@ -147,29 +184,33 @@ class NodeAgent:
             "node_epoch": self._state.epoch,
         }
 
-    def _begin_incarnation(self) -> None:
-        """Start a new incarnation of the node, with an empty vault and no workers."""
-        config, limits = self._config, self._config.timeouts
+    def _open_vault(self) -> None:
+        """Create an empty vault and serve it."""
+        config = self._config
         self._vault = Vault(
             self._node,
             self._directory / "vault",
             limit=config.vault_memory_bytes,
             on_corrupt=self._later(self._note_corrupt),
+            background=self._memory.post,
         )
-        pace = pace_of(self._directory, config.link)
         self._compression = CompressionPolicy(config.compress)
         self._server = VaultServer(
             self._vault,
             self._host,
-            timeout_s=limits.serve_s,
-            pace=pace,
+            timeout_s=config.timeouts.serve_s,
+            pace=pace_of(self._directory, config.link),
             compressing=self._compression,
-            received=self._metrics.received,
+            received=self._count_received,
         ).start()
+
+    def _begin_incarnation(self) -> None:
+        """Start a new incarnation of the node, without workers, on the present vault."""
+        config, limits = self._config, self._config.timeouts
         self._checkpoints = CheckpointWriter(
             Path(config.checkpoint_dir),
             self._vault,
-            self._later(self._send_reliably),
+            self._later(self._send_part),
             self._monitor.checkpoint_failed,
         )
         self._replicator = Replicator(
@@ -178,8 +219,9 @@ class NodeAgent:
             self._later(self._bundle_held),
             timeout_s=limits.bulk_s,
             prepare=self._checkpoints.offer,
-            pace=pace,
-            no_room=self._later(self._note_no_room),
+            pace=pace_of(self._directory, config.link),
+            no_room=self._later(partial(self._note_refused, m.BACKUP_SHORT)),
+            broken=self._later(partial(self._note_refused, m.KEEPER_FAILED)),
             compressing=self._compression,
             sent=self._monitor.sent,
             delivered=self._metrics.sent,
@@ -188,6 +230,7 @@ class NodeAgent:
         info = replace(self._info, incarnation=incarnation, vault=self._server.address)
         self._state = core.NodeState(info, limits=limits)
         self._gate.shut()
+        self._paths.watch({})
         self._monitor.enter(incarnation, 0)
 
     def run(self) -> int:
@@ -207,6 +250,14 @@ class NodeAgent:
         self._close()
         return self._exit_code
 
+    def failed(self, error: Exception) -> None:
+        """Tell the coordinator and the launcher why this agent ends, then end the workers."""
+        text = describe(error)
+        self._send(m.AgentFailed(self._node, self._state.info.incarnation, text))
+        write_last_words(self._config.run_dir, self._node, text)
+        self._exit_code = EXIT_FAILURE
+        self._close()
+
     # ---- events in ----
 
     def _handle_order(self, order: Any, envelope: object) -> None:
@@ -223,6 +274,10 @@ class NodeAgent:
                 self._prefetch(order)
             case JoinRefused(reason, retry_s):
                 log.error("refused; next try in %g s: %s", retry_s, reason)
+                if reason != self._refused and not self._config.standalone:
+                    why = f"{self._node} may not join yet: {reason}"
+                    print(f"elastic agent: {why}; next try in {retry_s:g} s", file=sys.stderr)
+                self._refused = reason
                 self._gate.refused(retry_s)
             case _:
                 self._apply_order(order)
@@ -231,24 +286,46 @@ class NodeAgent:
         if not self._partitioned:
             self._apply(event)
 
+    def _handle_disconnected(self, why: str) -> None:
+        log.info("the coordinator cannot be reached: %s", why)
+        self._away_since = time.monotonic()
+
+    def _handle_refused(self, why: str) -> None:
+        """End this agent if a coordinator of another version refuses it from the start. A member
+        trains on, and waits for a coordinator of its version."""
+        log.error("%s", why)
+        if not self._connected:
+            print(f"elastic agent: {why}", file=sys.stderr)
+            write_last_words(self._config.run_dir, self._node, why)
+            self._exit_code = EXIT_INCOMPATIBLE
+
     def _handle_connected(self) -> None:
+        self._connected = True
+        if self._session.up:
+            self._away_since = 0.0
         for message in self._outbox:  # first, because the report may end the job
             self._send(message)
         self._report()
         self._notices.resend()
+        self._monitor.connected()
 
     def _send_reliably(self, message: m.StepDone | m.BackupNote | m.CheckpointPart) -> None:
         self._outbox.add(message)
         self._send(message)
+
+    def _send_part(self, part: m.CheckpointPart) -> None:
+        """Send a part of a checkpoint, unless its step was repeated since then."""
+        if not self._checkpoints.is_undone(part):
+            self._send_reliably(part)
 
     def _note_corrupt(self, copy: Copy) -> None:
         """Report that the vault dropped `copy`, whose checksum did not match."""
         why = f"{copy.key} does not match its checksum and was dropped"
         self._send_reliably(m.BackupNote(m.COPY_CORRUPT, copy.owner, self._node, why))
 
-    def _note_no_room(self, peer: str, why: str) -> None:
-        """Report that the vault of `peer` has no room for this node's copies."""
-        self._send_reliably(m.BackupNote(m.BACKUP_SHORT, self._node, peer, why))
+    def _note_refused(self, kind: str, peer: str, why: str) -> None:
+        """Report that the vault of `peer` cannot keep this node's copies."""
+        self._send_reliably(m.BackupNote(kind, self._node, peer, why))
 
     def _send_rejection(self, notice: RejectionNotice) -> None:
         self._send(m.RefusalNote(self._node, *astuple(notice)))
@@ -266,14 +343,12 @@ class NodeAgent:
 
     def _prefetch(self, order: m.Prefetch) -> None:
         def work() -> None:
-            try:
-                prefetch(self._vault, order)
-            except ElasticError as error:
-                log.warning("prefetch failed: %s", error)
+            run_callback(partial(prefetch, vault, order))
             done(core.PrefetchDone(order.epoch))
 
-        done = self._later(self._apply_order)
+        done, vault = self._later(self._apply_order), self._vault
         if not self._partitioned:
+            self._paths.watch(dict(order.vaults))
             threading.Thread(target=work, name="prefetch", daemon=True).start()
 
     def _handle_worker(self, generation: int, rank: int, message: Any) -> None:
@@ -292,7 +367,7 @@ class NodeAgent:
                 self._metrics.exits.inc()
                 self._workers.remove(rank)
                 self._vault.worker_gone(message.pid, self._directory)
-                self._apply(core.WorkerExited(rank, message.returncode))
+                self._apply(core.WorkerExited(rank, message.returncode, message.error))
             case _:
                 if isinstance(message, m.Attach | m.Halted | m.Failed | m.Finished):
                     log.info("worker %d: %s", rank, type(message).__name__)
@@ -315,33 +390,56 @@ class NodeAgent:
             for local in message.copies:
                 self._vault.publish(local)
         except VaultError as error:
-            log.error("worker %d announced a copy that does not exist: %s", rank, error)
-            self._kill_workers()
+            text = f"it announced a copy that does not exist: {describe(error)}"
+            self._apply(core.WorkerMessage(rank, m.Crashed(text, rank)))
+            self._kill_workers(f"worker {rank}: {text}")
             return
         self._replicator.submit(self._generation * RANKS + rank, message)
 
     def _bundle_held(self, epoch: int, bundle: int, peer: str, error: ElasticError) -> None:
-        failed = m.CommFailed(epoch, (peer,), f"backup of bundle {bundle}: {error}")
+        text = f"copies for {peer} (bundle {bundle}): {describe(error)}"
+        failed = m.CommFailed(epoch, (peer,), text)
         self._apply(core.WorkerMessage(0, failed))
 
     def _inject(self, fault: FaultSpec) -> None:
-        """Carry out an injected fault: corrupt copies, or cut this node off from everybody."""
+        """Carry out an injected fault: corrupt copies, drop packets to a peer, or lose all messages
+        between this node and the coordinator."""
         if fault.kind is FaultKind.CORRUPT:
             log.warning("injected fault: one byte flipped in %d copies", self._vault.flip_bytes())
             return
-        log.warning("injected fault: partitioned from everybody for %g s", fault.duration_s)
+        if fault.kind is FaultKind.CUT:
+            vault = self._replicator.vaults.get(fault.peer, "")
+            self._cut.begin(fault.peer, vault, fault.duration_s)
+            return
+        log.warning("injected fault: cut off from the coordinator for %g s", fault.duration_s)
         until = time.monotonic() + fault.duration_s
         self._partitioned_until = max(self._partitioned_until, until)
 
     def _poll(self) -> None:
+        self._cut.heal()
         self._notices.poll()
         if self._group is not None:
             self._apply(core.WorkersPolled(self._group.samples()))
 
+    def _count_received(self, copies: Sequence[Copy]) -> None:
+        """Called on the threads of the vault's server."""
+        self._received_at = time.monotonic()
+        self._metrics.received(copies)
+
+    def _consider_the_end(self) -> None:
+        """While no coordinator can be reached: end if the job is over, or if nothing runs here."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            over = json.loads((Path(self._config.run_dir) / "exit.json").read_text())
+            self._apply(m.Stop(int(over["code"]), str(over["reason"])))
+        since = max(self._away_since, self._received_at)  # peers that send copies still train
+        self._apply(core.CoordinatorAway(time.monotonic() - since))
+
     def _heartbeat(self) -> None:
         self._metrics.heartbeats.inc()
+        if self._away_since:
+            self._consider_the_end()
         if self._gate.open and not self._notices.parked:
-            self._send(core.heartbeat(self._state))
+            self._send(replace(core.heartbeat(self._state), rtt_s=self._session.rtt_s))
 
     def _apply(self, event: Any) -> None:
         before = self._state
@@ -361,8 +459,7 @@ class NodeAgent:
             case core.SpawnWorkers(launch):
                 self._spawn(launch)
             case core.KillWorkers(reason):
-                log.warning("killing the workers: %s", reason)
-                self._kill_workers()
+                self._kill_workers(reason)
             case core.FenceVault(epoch):
                 self._replicator.reset(epoch)
                 self._vault.fence(epoch)
@@ -372,16 +469,19 @@ class NodeAgent:
                 self._report()
             case core.EndAgent(code):
                 self._exit_code = code
-            case core.Rejoin():
-                self._rejoin()
+            case core.Rejoin(keep_vault):
+                self._rejoin(keep_vault)
 
     def _enter(self, install: m.Install) -> None:
         epoch, assignment = install.epoch, install.assignment
         self._outbox.enter(install)
+        for part in self._outbox.parts:  # the coordinator may have dropped them in between
+            self._send(part)
         self._vault.enter(epoch, assignment.step)
         self._replicator.enter(epoch, assignment)
-        self._checkpoints.enter(assignment.plan)
+        self._checkpoints.enter(assignment)
         self._monitor.enter(self._state.info.incarnation, epoch)
+        self._paths.watch(dict(assignment.vaults), assignment.plan)
 
     def _send(self, message: Any) -> None:
         if not self._partitioned:
@@ -407,6 +507,9 @@ class NodeAgent:
         if report.phase not in REPORTING_NO_COPIES:
             report = replace(report, inventory=self._vault.inventory())
         self._send(report)
+        if report.phase is NodePhase.EMPTY:
+            for part in self._outbox.parts:  # they are accepted of members only
+                self._send(part)
 
     def _spawn(self, launch: m.Launch) -> None:
         self._generation += 1
@@ -417,25 +520,36 @@ class NodeAgent:
             self._workers.drain(generation, exit.local_rank)
             handle(generation, exit.local_rank, exit)
 
-        self._group = WorkerGroup(self._config, launch, self._info, ended)
-        try:
-            self._group.start()
-        except OSError as error:
-            log.error("workers cannot be started: %s", error)
-            for rank in range(self._config.nproc_per_node):
-                handle(generation, rank, WorkerExit(rank, 0, 127))
+        def start() -> None:
+            try:
+                group.start()
+            except Exception as error:
+                log.exception("workers cannot be started")
+                text = f"it cannot be started: {describe(error)}"
+                for rank in range(self._config.nproc_per_node):
+                    handle(generation, rank, WorkerExit(rank, 0, 127, text))
 
-    def _kill_workers(self) -> None:
-        """Kill the workers. Their last messages and exits arrive through the queue as usual."""
-        if self._group is not None:
-            self._group.kill()
+        group = self._group = WorkerGroup(self._config, launch, self._info, ended)
+        self._starter.post(start)
 
-    def _rejoin(self) -> None:
+    def _kill_workers(self, reason: str) -> None:
+        """Kill the workers, unless they are being killed. Their last messages and exits arrive
+        through the queue as usual."""
+        if self._group is not None and self._killed_generation != self._generation:
+            log.warning("killing the workers: %s", reason)
+            self._killed_generation = self._generation
+            self._starter.post(self._group.kill)
+
+    def _rejoin(self, keep_vault: bool) -> None:
         self._metrics.rejoins.inc()
         self._generation += 1
         self._group = None
-        for part in (self._replicator, self._server, self._vault):
-            part.close()
+        self._checkpoints.close(wait=False)
+        self._memory.post(self._replicator.close)
+        if not keep_vault:
+            self._memory.post(self._server.close)
+            self._memory.post(self._vault.close)
+            self._open_vault()
         self._workers.clear()
         self._begin_incarnation()
         self._report()
@@ -464,9 +578,11 @@ class NodeAgent:
     def _check_node(self) -> tuple[list[PreflightCheck], float]:
         """Make the checks of the pre-flight; return them and the node's score (`local_checks`)."""
         config, trial = self._config, self._config.preflight == "strict"
-        checks, score = local_checks(config.directories, self._info.memory_bytes, trial=trial)
-        pace = pace_of(self._directory, config.link)
-        return [*checks, *network_checks(self._coordinator, self._node, pace)], score
+        limits, pace = config.timeouts, pace_of(self._directory, config.link)
+        memory_bytes = self._info.memory_bytes
+        checks, score = local_checks(config.directories, memory_bytes, trial=trial, limits=limits)
+        found = network_checks(self._coordinator, self._node, pace, limits=limits)
+        return [*checks, *found], score
 
     def _launched(self) -> tuple[int, Mapping[int, int]]:
         """Return the generation of the running launch, and the process id per local rank."""
@@ -485,22 +601,29 @@ class NodeAgent:
 
     def _close(self) -> None:
         if self._group is not None:
-            if self._exit_code == 0 and not self._group.wait(EXIT_GRACE_S):
-                log.warning("workers did not end within %g s", EXIT_GRACE_S)
-            self._group.terminate(self._config.shutdown_timeout_s)
+            self._starter.post(partial(self._end_workers, self._group))
         for part in (
+            self._starter,
             self._notices,
             self._session,
+            self._paths,
             self._monitor,
             self._checkpoints,
             self._replicator,
             self._server,
             self._vault,
+            self._memory,
         ):
             part.close()
+        self._cut.heal(all_cuts=True)
         if self._exposition is not None:
             self._exposition.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _end_workers(self, group: WorkerGroup) -> None:
+        if self._exit_code == 0 and not group.wait(EXIT_GRACE_S):
+            log.warning("workers did not end within %g s", EXIT_GRACE_S)
+        group.terminate(self._config.shutdown_timeout_s)
 
 
 def _node_info(args: SimpleNamespace, config: JobConfig) -> NodeInfo:
@@ -515,6 +638,8 @@ def _node_info(args: SimpleNamespace, config: JobConfig) -> NodeInfo:
         host=args.host,
         device=args.device,
         lifetime_s=args.lifetime,
+        protocol=PROTOCOL,
+        release=VERSION,
     )
 
 
@@ -524,6 +649,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     config = load_config(args.run_dir)
     configure_logging(Path(config.run_dir) / "logs" / f"{args.node}.log")
+    write_last_words(config.run_dir, args.node, "")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
@@ -532,13 +658,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         agent.serve_metrics(args.metrics_port)
     except ElasticError as error:
         print(f"elastic agent: {error}", file=sys.stderr)
+        write_last_words(config.run_dir, args.node, str(error))
         return error.exit_code
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stop())
     signal.signal(signal.SIGUSR1, lambda *_: agent.leave())
     if early:
         agent.leave()
-    return agent.run()
+    try:
+        return agent.run()
+    except Exception as error:
+        log.exception("%s ends", args.node)
+        print(f"elastic agent: {args.node}: {describe(error)}", file=sys.stderr)
+        agent.failed(error)
+        return EXIT_FAILURE
 
 
 if __name__ == "__main__":

@@ -32,6 +32,24 @@ POLL_S = 0.15
 """Interval between a standby's attempts to take the lease."""
 RENEWALS = 5
 """Number of renewals per duration of the lease."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 2.0, 15.0
+"""First and longest pause of a coordinator that gave up the lead; it doubles each time. A standby
+takes the lead within the first."""
+STEADY_S = 60.0
+"""A coordinator that led this long begins with the first pause again."""
+
+
+class LeadGivenUp(Exception):
+    """The leader hears no node and has released its lease for another coordinator."""
+
+
+def pause_after_giving_up(times: int, led_s: float) -> tuple[int, float]:
+    """Return (number of times in a row, seconds to wait) after the lead was given up.
+
+    `times`: number of times before; `led_s`: seconds for which this coordinator led.
+    """
+    times = 1 if led_s >= STEADY_S else times + 1
+    return times, min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(times - 1, 8))
 
 
 def stand_by(
@@ -92,6 +110,9 @@ class LeaseKeeper:
             except ElasticError as error:  # the store is away, which the state saver reports
                 failures += 1
                 log.info("the lease could not be renewed: %s", error)
+            except Exception:  # the thread must not end while this coordinator leads
+                failures += 1
+                log.exception("the lease could not be renewed")
 
 
 class RunMembership:

@@ -26,8 +26,10 @@ from elastic.core.job.state import CauseKind, JobPhase, JobState, LossKind, Memb
 from elastic.core.job.stragglers import slowdowns, speed_of
 from elastic.core.protocol import messages as m
 from elastic.domain.version import VERSION
-from elastic.metrics import FAST_S, RECOVERY_S, STEP_S, new_registry
+from elastic.metrics import FAST_S, RECOVERY_S, STEP_S, certificate_metric, new_registry
 from elastic.planning.cost.predict import predict
+from elastic.rpc.security import tls
+from elastic.rpc.security.expiry import certificate_ends
 from elastic.rpc.security.rejections import REJECTIONS
 
 PHASES = ("detect", "halt", "decide", "transfer", "rebuild", "total")
@@ -256,6 +258,7 @@ class CoordinatorMetrics(Collector):
         refused = {"fenced": self._fenced, **REJECTIONS.by_reason()}
         text = "Messages that were rejected"
         yield _by_label(CounterMetricFamily, "messages_refused", text, "reason", refused)
+        yield from certificate_metric(certificate_ends(tls.current().certificates))
         if state is None:
             return
         yield _gauge("coordinator_term", "Fencing term of the leading coordinator", status.term)

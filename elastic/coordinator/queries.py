@@ -12,15 +12,20 @@ from zlib import crc32
 from elastic.config import JobConfig
 from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.core.coordinator.authorization import MAX_DEADLINE_S, MAX_NAME_CHARS
+from elastic.core.health.certificates import DAY_S
 from elastic.core.health.diagnosis import HealthLimits
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.stragglers import speed_of
+from elastic.core.policy import progress_watchdog
+from elastic.core.policy.certificate_warnings import COORDINATOR
 from elastic.domain import codec
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.planning.plan.plan import format_plan
 
 log = logging.getLogger("elastic.coordinator")
+MAX_CERTIFICATES = 8
+"""Maximum number of certificates in the answer to a `status` request."""
 MAX_PEERS = 3
 """Maximum number of nodes in the answer to a `peers` request."""
 
@@ -96,6 +101,7 @@ def policy_of(config: JobConfig) -> job.Policy:
         room_bytes=config.vault_memory_bytes,
         profile=config.profile,
         health=HealthLimits(quarantine_s=config.quarantine_s),
+        standbys=config.standbys,
     )
 
 
@@ -109,8 +115,56 @@ def status(state: job.JobState) -> dict[str, Any]:
         "nodes": nodes(state),
         "plan": format_plan(state.plan) if state.plan else "",
         "checkpoint": state.checkpoint[0] if state.checkpoint else "",
+        "attention": attention(state),
+        "stalled": progress_watchdog.summary(state, state.updated_at),
         "timeouts": codec.encode(state.limits),
+        "cause": explanation(state),
+        "certificates": certificates(state),
     }
+
+
+def attention(state: job.JobState) -> str:
+    """Return what keeps the job from its normal course, for people; "": nothing."""
+    texts = []
+    if state.doubt_reported:
+        seconds = state.updated_at - state.doubt_since
+        texts.append(f"the coordinator hears few nodes for {seconds:.0f} s and waits for them")
+    if state.missing is not None:
+        missing = state.missing
+        texts.append(f"{missing.error}; waiting for {' '.join(missing.nodes)}")
+    return "; ".join(texts)
+
+
+def explanation(state: job.JobState) -> str:
+    """Return why the job does not train: its end, its pause or the cause of the change under way;
+    "": it trains."""
+    if state.ending is not None:
+        return state.ending.reason
+    change = state.change
+    if change is None:
+        return ""
+    paused = state.phase is job.JobPhase.PAUSED and change.reason
+    return f"{change.cause}; paused: {change.reason}" if paused else change.cause
+
+
+def certificates(state: job.JobState) -> list[dict[str, Any]]:
+    """Return the certificates that end first, at most one row for equal ones."""
+    held = [(COORDINATOR, state.certificates)]
+    for node in sorted(state.members):
+        report = quarantine.record_of(state, node).report
+        held.append((node, report.certificates if report is not None else ()))
+    rows = {
+        (end.file, end.subject, end.ends_at): {
+            "holder": holder,
+            "certificate": end.file,
+            "subject": end.subject,
+            "ends": end.ends,
+            "left_days": round((end.ends_at - state.updated_at) / DAY_S, 1),
+        }
+        for holder, ends in held
+        for end in ends
+    }
+    return [rows[key] for key in sorted(rows, key=lambda key: key[2])[:MAX_CERTIFICATES]]
 
 
 RECOVERY_FIELDS = ("step", "cause", "nodes_before", "nodes_after", "microbatches_lost", "total_s")
@@ -144,6 +198,9 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
             "slow": speed_of(state, node).factor,
             "vault": mb.report.info.vault,
             **_health(state, node),
+            "error": "; ".join(
+                filter(None, (mb.agent_error, mb.report.cause, *mb.report.failures))
+            ),
         }
         for node, mb in sorted(state.members.items())
     ]

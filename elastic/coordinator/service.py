@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,20 +31,25 @@ from typing import Any
 from elastic import lifeline
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
+from elastic.coordinator.certificate_watch import CertificateWatch
 from elastic.coordinator.event_queue import SWITCH_S, EventQueue, WallClock
 from elastic.coordinator.leadership import (
     LEASE_S,
     SHARED_LEASE_S,
     STATE_KEY,
+    LeadGivenUp,
     LeaseKeeper,
     RunMembership,
+    pause_after_giving_up,
     stand_by,
 )
 from elastic.coordinator.metrics import CoordinatorMetrics, CoordinatorStatus
+from elastic.coordinator.port_watch import PortWatch
 from elastic.coordinator.queries import Query, recent, reply
 from elastic.coordinator.records import run_directory
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits, Commit
 from elastic.coordinator.records.run_records import RunRecords
+from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.records.state_saver import StateSaver
 from elastic.coordinator.session_filter import SessionFilter
 from elastic.core.coordinator.transitions import apply_rules, record_event
@@ -52,7 +57,13 @@ from elastic.core.job import state as job
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
 from elastic.domain import codec
-from elastic.domain.errors import EXIT_FAILURE, ElasticError, StaleError
+from elastic.domain.errors import (
+    EXIT_FAILURE,
+    ElasticError,
+    IncompatibleVersion,
+    StaleError,
+    describe,
+)
 from elastic.metrics import serve
 from elastic.planning.placement.assignment import FEW
 from elastic.rpc.control.server import ClientSession, Server
@@ -60,7 +71,7 @@ from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.store.interface import Lease, Store, StoreError, StoreUnavailable
 from elastic.store.open_store import open_store
-from elastic.telemetry import configure_logging
+from elastic.telemetry import configure_logging, write_last_words
 
 log = logging.getLogger("elastic.coordinator")
 TICK_S, MAX_TICK_S = 0.05, 0.25
@@ -68,12 +79,12 @@ TICK_S, MAX_TICK_S = 0.05, 0.25
 rules, within these limits."""
 ANSWER_S = 10.0
 """Limit on the time to answer a request of the command line; the command itself waits less."""
-NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, HealthReport, type(None))
+NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, job.CertificatesRead, HealthReport, type(None))
 """Events that need a save only if actions follow; type(None) stands for the rules."""
 MAX_BATCH = 512
 """Maximum number of events that are taken from the queue at once."""
 LINGER_S = 5.0
-"""Longest wait for agents to disconnect after the end of the job."""
+"""Longest wait for agents to disconnect, or to reconnect first, after the end of the job."""
 FLAGS = [
     flag("--run-dir", required=True),
     flag("--address", default="127.0.0.1:0"),
@@ -100,14 +111,19 @@ class Coordinator:
         self._now, self._ending, self._rules_s = self._clock.now(), 0.0, 0.0
         self._events = EventQueue(self._clock.now, self._tick_interval_s)
         self._sessions: dict[str, ClientSession] = {}
+        self._unaware: set[str] = set()
+        """Members that could not be told the end of the job; they may still reconnect."""
         self._commits = CheckpointCommits(Path(config.checkpoint_dir), self._events.put)
-        self._rules_due = self._to_save = self._adopted = False
+        self._rules_due = self._to_save = self._adopted = self._yields = False
+        self._passed_over: tuple[dict[str, Any], ...] = ()
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
         self._load()
         self._records = RunRecords(self._run_dir)
         self._metrics = metrics
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
         self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put)
+        self._ports = PortWatch(self._events.put, self._is_away)
+        self._certificates = CertificateWatch(tls.current().certificates, self._events.put)
         REJECTIONS.subscribe(self._events.put)
         self._server = Server(
             address,
@@ -133,14 +149,14 @@ class Coordinator:
         )
 
     def _load(self) -> None:
-        """Take over the state in the store, or begin a new run. Raises StoreUnavailable or
-        StaleError."""
+        """Take over the state in the store, or begin a new run. Raises StoreUnavailable, StaleError
+        or IncompatibleVersion."""
         entry = self._store.get(STATE_KEY)
         if entry is not None and self._run.adopt():
-            self._state = codec.loads(job.JobState, entry.value)
+            self._state = read_state(entry.value)
             self._adopted = True
         else:
-            self._state = run_directory.initial_state(self._config)
+            self._state, self._passed_over = run_directory.initial_state(self._config)
             value, before = codec.dumps(self._state).encode(), entry.revision if entry else None
             entry = self._store.put_if(STATE_KEY, value, before, self._lease.token)
             self._run.begin(f"{self._config.job_id}.{self._lease.token}", self._lease.token)
@@ -148,7 +164,7 @@ class Coordinator:
 
     def run(self) -> int:
         """Serve until the job is over; return its exit code. Raises StaleError if another
-        coordinator leads."""
+        coordinator leads, LeadGivenUp if this one hears no node."""
         try:
             self._events.start()
             self._announce()
@@ -157,6 +173,8 @@ class Coordinator:
             self._metrics.stand_by()
             self._events.close()
             self._keeper.close()
+            self._ports.close()
+            self._certificates.close()
             REJECTIONS.unsubscribe(self._events.put)
             self._server.close()
             self._records.close()
@@ -166,9 +184,18 @@ class Coordinator:
         if self._adopted:
             self._now = self._clock.now()  # the agents' time to reconnect begins now
             self._apply(job.CoordinatorFailover())
+            for member in self._state.members.values():
+                self._watch_port(member)
         while True:
             self._turn()
-            if self._ending and (not self._sessions or self._clock.now() > self._ending):
+            if self._yields and self._state.doubt_reported:
+                self._keeper.close()
+                with contextlib.suppress(StoreUnavailable, StoreError):
+                    self._store.release(self._lease)
+                raise LeadGivenUp
+            self._yields = False
+            waits = self._sessions or self._unaware
+            if self._ending and (not waits or self._clock.now() > self._ending):
                 with contextlib.suppress(StoreUnavailable, StoreError):
                     self._store.release(self._lease)
                 return self._code
@@ -186,6 +213,8 @@ class Coordinator:
         text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
         run_directory.announce(self._run_dir, text)
         self._log_event("coordinator", text)
+        for problem in self._passed_over:
+            self._log_event("checkpoint-unusable", problem)
         if self._config.certs and self._config.nproc_per_node * self._config.max_nodes > 1:
             self._log_event("unencrypted", {"what": "workers", "why": tls.WORKERS})
             log.warning("%s", tls.WORKERS)
@@ -207,6 +236,8 @@ class Coordinator:
             self._rejected(m.RefusalNote("coordinator", *astuple(item)))
         elif isinstance(item, tuple):
             self._handle_message(*item)
+        elif isinstance(item, job.Tick):
+            self._apply(replace(item, held=self._saver.away))
         else:
             self._apply(item)
 
@@ -247,6 +278,17 @@ class Coordinator:
             member = self._state.members.get(node)
             if member is not None:
                 self._apply(job.ConnectionClosed(node, member.report.info.incarnation))
+                self._watch_port(member)
+
+    def _watch_port(self, member: job.Member) -> None:
+        info = member.report.info
+        self._ports.watch(info.node, info.incarnation, info.vault)
+
+    def _is_away(self, node: str, incarnation: str) -> bool:
+        """Return whether this member is disconnected. Called on the network thread."""
+        member = self._state.members.get(node)
+        same = member is not None and member.report.info.incarnation == incarnation
+        return member is not None and same and not member.connected
 
     def _apply_heartbeats(self) -> None:
         """Apply all heartbeats that arrived since the last event."""
@@ -320,25 +362,34 @@ class Coordinator:
                 self._records.progress(state)
             case job.CommitCheckpoint(step):
                 self._commits.begin(step, self._state.spec)
+            case job.DropCheckpoint(step, before):
+                self._commits.drop(step, before)
             case job.JobFinished():
                 self._finish(action)
+            case job.YieldLead():
+                self._yields = True
 
     def _send(self, node: str, message: Any, epoch: int) -> None:
         session = self._sessions.get(node)
         if session is not None:
             session.send(message, epoch)
+            if isinstance(message, m.Stop):
+                self._unaware.discard(node)
         if isinstance(message, m.Fenced) and session is not None:
             del self._sessions[node]
 
     def _committed(self, future: Commit) -> None:
-        """Wait for a commit, and apply it once."""
-        event = self._commits.take(future)
+        """Wait for a commit, for a limited time, and apply it once."""
+        event = self._commits.take(future, self._state.limits.bulk_s)
         if event is not None:
             self._apply(event)
 
     def _finish(self, action: job.JobFinished) -> None:
         for future in self._commits.pending():
             self._committed(future)
+        for failed in self._commits.left_over():
+            if failed.step not in self._state.lost_checkpoints:
+                self._apply(failed)
         self._decide()
         self._code = action.code
         self._records.end(action.code, action.reason, action.params_sha256)
@@ -347,6 +398,7 @@ class Coordinator:
         for node in [node for node in self._sessions if node not in self._state.members]:
             # This node was released. Members get the order from `end_job`.
             self._send(node, m.Stop(action.code, action.reason), self._state.epoch)
+        self._unaware = self._state.members.keys() - self._sessions.keys()
         self._ending = self._clock.now() + LINGER_S
 
     # ---- requests of the command line ----
@@ -380,13 +432,13 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     # A single coordinator always has the same name, so it can take its own lease again at once. If
     # there are several, every process has another name: a restarted process cannot take its own
     # lease again, so one that fails whenever it leads does not keep the others from leading.
-    alone = not config.store.shared or (config.standalone and config.coordinators == 1)
-    holder = config.job_id if alone else f"{config.job_id}/{slot}.{os.getpid()}"
+    holder = f"{config.job_id}/{slot}.{os.getpid()}" if config.standbys else config.job_id
     run_dir, clock, store = Path(config.run_dir), WallClock(), open_store(config)
     run, name = RunMembership(store, run_dir), run_directory.coordinator_name(slot)
     metrics = CoordinatorMetrics(config.job_id, clock.now)
     served = serve(metrics.registry, config, name, "coordinator", metrics_port)
     ttl_s = SHARED_LEASE_S if config.store.shared else LEASE_S
+    given_up = 0
     try:
         if config.max_nodes > FEW:  # the planner needs scipy later, which is slow to import
             threading.Thread(
@@ -398,14 +450,23 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
             result = run_directory.read_json(run_dir / "exit.json")
             if config.store.shared and result:  # another coordinator has ended the job
                 return int(result.get("code", EXIT_FAILURE))
+            began = time.monotonic()
             try:
                 return Coordinator(config, address, store, lease, run, metrics).run()
+            except LeadGivenUp:
+                given_up, pause_s = pause_after_giving_up(given_up, time.monotonic() - began)
+                log.warning("the lead is given up: no node is heard; waiting %g s", pause_s)
+                time.sleep(pause_s)
             except StaleError as error:
                 log.error("another coordinator took over: %s", error)
                 if not config.store.shared:
                     return EXIT_FAILURE
             except StoreUnavailable as error:
                 log.warning("the store went away during the takeover: %s", error)
+            except IncompatibleVersion:
+                with contextlib.suppress(StoreUnavailable, StoreError):
+                    store.release(lease)  # for a coordinator that can read the state
+                raise
     finally:
         if served is not None:
             served.close()
@@ -418,8 +479,9 @@ def main(argv: list[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_S)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # one descriptor per agent
-    log_name = f"{run_directory.coordinator_name(args.slot)}.log"
-    configure_logging(Path(config.run_dir) / "logs" / log_name)
+    name = run_directory.coordinator_name(args.slot)
+    configure_logging(Path(config.run_dir) / "logs" / f"{name}.log")
+    write_last_words(config.run_dir, name, "")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
     try:
@@ -427,7 +489,11 @@ def main(argv: list[str] | None = None) -> int:
         return lead(config, args.address, args.slot, args.metrics_port)
     except ElasticError as error:
         print(f"elastic coordinator: {error}", file=sys.stderr)
+        write_last_words(config.run_dir, name, str(error))
         return error.exit_code
+    except Exception as error:
+        write_last_words(config.run_dir, name, describe(error))
+        raise
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ class SessionFilter:
 
 
 def _dismissal(message: Any, text: str) -> m.Fenced | m.Released:
-    """Return `Released` for an agent without workers, else `Fenced`. Such an agent would answer
-    `Fenced` with a report, which would be fenced again."""
-    empty = isinstance(message, m.NodeReport) and message.phase is NodePhase.EMPTY
-    return m.Released(text) if empty else m.Fenced(text)
+    """Return `Released` for an agent that has done nothing yet, else `Fenced`. Such an agent would
+    answer `Fenced` with a report, which would be fenced again."""
+    report = message if isinstance(message, m.NodeReport) else None
+    new = report is not None and report.phase is NodePhase.EMPTY and report.epoch <= 0
+    return m.Released(text) if new else m.Fenced(text)

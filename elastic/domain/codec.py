@@ -3,6 +3,10 @@
 The store, the event log, configuration files and local frames use this form. Network messages use
 MessagePack (`elastic.rpc.control.envelope`) and the same checks. Decoding refuses unknown fields,
 missing fields and wrong types with a `FieldError` that names the path of the field.
+
+Messages and saved state may come from the next or the former version
+(`elastic.core.protocol.version`). They are decoded with `newer=True`: unknown fields are ignored.
+Fields that are missing have their defaults in both modes.
 """
 
 from __future__ import annotations
@@ -37,16 +41,17 @@ def encode(value: Any) -> Any:
     return msgspec.to_builtins(value, str_keys=True, order="deterministic")
 
 
-def decode(kind: type[T], data: Any, path: str = "") -> T:
+def decode(kind: type[T], data: Any, path: str = "", *, newer: bool = False) -> T:
     """Convert plain `data` to type `kind`.
 
     Raises FieldError with the path of the first value that does not fit. `path`: name of the whole
-    value in errors; "": the name of `kind`.
+    value in errors; "": the name of `kind`. `newer`: ignore fields that `kind` does not have.
     """
     path = path or getattr(kind, "__name__", "value")
     try:
         value = msgspec.convert(data, kind, str_keys=True)
-        _refuse_unknown_fields(kind, data, path)
+        if not newer:
+            _refuse_unknown_fields(kind, data, path)
     except msgspec.ValidationError as error:
         raise _field_error(kind, data, path, str(error)) from error
     except RecursionError:

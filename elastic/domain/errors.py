@@ -3,11 +3,19 @@
 ElasticError
  +-- UsageError            a flag, file or message is wrong (exit code 2)
  |    +-- FieldError       names the field, the value and the remedy
+ |    |    +-- CorruptCheckpoint  a durable checkpoint is incomplete or damaged
+ |    |    |    +-- MissingCheckpoint  its files are not there, on this node at least
+ |    |    +-- UnknownMessage  a message of a kind that this version does not know
+ |    +-- IncompatibleVersion  another version wrote the state or is at the other end
  |    +-- MissingExtra     an optional package is not installed
  +-- StaleError            an older term or epoch was refused
  +-- VaultError            a copy is missing, torn or corrupt
  |    +-- VaultFull        there is no room for another copy
+ |    +-- SlotError        the node's memory and disk refuse new copies
+ |    +-- Unanswered       a vault that can be reached has not answered in time
  +-- LedgerError           a micro-batch would be doubled or is missing
+ +-- DivergenceError       holders of a layer disagree about it
+ +-- NonfiniteError        a gradient norm is infinite or NaN
  +-- InfeasiblePlan        no plan fits the available nodes
  +-- Unrecoverable         redundancy exceeded and no checkpoint (exit code 3)
  +-- ChannelClosed         the other side of a local channel is gone
@@ -18,12 +26,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from elastic.domain.types import Divergence, StepRecord
+
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_UNRECOVERABLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 EXIT_TERMINATED = 143
 EXIT_DRAINED = 4
 """Exit code of an agent whose node was drained. It does not mean that the job ended."""
 EXIT_JOB_FAILED = 5
 """Exit code of a service whose job failed. Unlike after a crash (1), a restart does not help."""
+
+
+EXIT_INCOMPATIBLE = 6
+"""Exit code of a service whose version does not fit the job. A restart does not help."""
+MAX_DESCRIPTION_CHARS = 1000
+"""Longest text of `describe`. The text is cut, because it travels in reports and log lines."""
+
+
+def describe(error: BaseException) -> str:
+    """Return type and message of an error in one line of at most MAX_DESCRIPTION_CHARS."""
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    return (f"{kind}: {text}" if text else kind)[:MAX_DESCRIPTION_CHARS]
 
 
 def service_exit(code: int) -> int:
@@ -51,6 +74,24 @@ class FieldError(UsageError):
     def __init__(self, field: str, value: object, remedy: str) -> None:
         self.field, self.value, self.remedy = field, value, remedy
         super().__init__(f"{field}: {value!r} is not usable: {remedy}")
+
+
+class CorruptCheckpoint(FieldError):
+    """A durable checkpoint is incomplete or damaged. An older one may be good."""
+
+
+class MissingCheckpoint(CorruptCheckpoint):
+    """Files of a durable checkpoint are not there. Another node may see them."""
+
+
+class UnknownMessage(FieldError):
+    """A message has a kind that this version does not know. The connection goes on without it."""
+
+
+class IncompatibleVersion(UsageError):
+    """The text names both versions and the remedy."""
+
+    exit_code = EXIT_INCOMPATIBLE
 
 
 class MissingExtra(UsageError, ImportError):
@@ -84,8 +125,38 @@ class VaultFull(VaultError):
     """A vault has no room for a copy; the copies in it stay whole."""
 
 
+class SlotError(VaultError):
+    """A node can create no room for copies, for another reason than a lack of room."""
+
+
+class Unanswered(VaultError):
+    """A vault has not answered in time, although its machine has acknowledged all bytes. So the
+    network is sound, and the vault is busy, stopped or hung."""
+
+
 class LedgerError(ElasticError):
     """A layer's gradient would hold a micro-batch twice, or lacks one."""
+
+    def __init__(self, text: str, doubled: int = 0, missing: int = 0) -> None:
+        """`doubled`, `missing`: number of micro-batches that a commit found twice or nowhere."""
+        super().__init__(text)
+        self.doubled, self.missing = doubled, missing
+
+
+class DivergenceError(ElasticError):
+    """Holders of a layer disagree about its gradient or its parameters."""
+
+    def __init__(self, step: int, found: tuple[Divergence, ...]) -> None:
+        super().__init__(f"step {step}: {'; '.join(one.text for one in found)}")
+        self.step, self.found = step, found
+
+
+class NonfiniteError(ElasticError):
+    """The gradient norm of a step is infinite or NaN."""
+
+    def __init__(self, text: str, record: StepRecord) -> None:
+        super().__init__(text)
+        self.record = record
 
 
 class InfeasiblePlan(ElasticError):

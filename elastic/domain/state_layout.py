@@ -28,6 +28,9 @@ ALIGNMENT = 64
 GRAIN = 64
 """Tensors are divided at multiples of this many elements. It is a multiple of the length of vector
 instructions, so an update of a portion gives the same bits as an update of the whole tensor."""
+COPY_BYTES = 1 << 20
+"""Bytes that are copied at a time. A copy keeps the interpreter's lock, for which the threads of
+heartbeats wait."""
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -137,13 +140,19 @@ def join(
             if (part.dtype, part.shape) != (entry.dtype, entry.shape):
                 raise VaultError(f"{entry.name} is {part.dtype} {part.shape} in one portion only")
             data = run[part.offset : part.offset + part.nbytes]
-            out[end : end + len(data)] = data
+            copy_bytes(out[end : end + len(data)], data)
             end += len(data)
         if end != entry.offset + entry.nbytes:
             filled = end - entry.offset
             raise VaultError(f"{entry.name}: portions have {filled} of {entry.nbytes} bytes")
     out[end:] = bytes(nbytes - end)
     return out
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy all bytes of `source` to `target`, which has the same size, in pieces of COPY_BYTES."""
+    for start in range(0, len(source), COPY_BYTES):
+        target[start : start + COPY_BYTES] = source[start : start + COPY_BYTES]
 
 
 def read_header(data: memoryview) -> StateHeader:

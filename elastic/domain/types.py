@@ -41,6 +41,21 @@ def whole_slots(slots: Iterable[Slot]) -> set[Slot]:
     }
 
 
+VERIFY_EVERY = 1
+"""Default of the steps between two comparisons of the parameters of a layer's holders."""
+
+
+class OnNonfinite(StrEnum):
+    """Action in a step whose gradient norm is infinite or NaN."""
+
+    STOP = "stop"
+    """End the job before the update."""
+    SKIP = "skip"
+    """Leave the update out. The step counts, and all workers do the same."""
+    CONTINUE = "continue"
+    """Update as in every other step."""
+
+
 class Accumulate(StrEnum):
     """Arithmetic of gradient sums."""
 
@@ -57,6 +72,11 @@ class Unit:
     node: str
     group: int = 0
     """Index of the TP group on its node. Its local ranks are group*tp .. group*tp+tp-1."""
+
+    @property
+    def name(self) -> str:
+        """Name of a holder: that of its node, with the group if it is not the first one."""
+        return f"{self.node}/{self.group}" if self.group else self.node
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +215,28 @@ class JobSpec:
     """Pairs of layers that share a tensor."""
     checkpoint_every: int = 0
     """Number of steps between durable checkpoints; 0: no checkpoints."""
+    contents: tuple[str, ...] = ()
+    """Per layer, its parameters as a short text; (): unknown. Checkpoints are compared by it."""
+    optimizer: str = ""
+    """Optimizer and its state as a short text; "": unknown."""
     everywhere_the_same: ClassVar[bool] = True
     """All nodes send an equal value, so that one check of it is enough."""
 
     @property
     def n_layers(self) -> int:
         return len(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """Description of the model in a durable checkpoint."""
+
+    path: str
+    n_layers: int
+    contents: tuple[str, ...] = ()
+    """As `JobSpec.contents`; (): the checkpoint does not tell."""
+    optimizer: str = ""
+    """As `JobSpec.optimizer`; "": the checkpoint does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +257,7 @@ class Copy:
     """Number of the copy; it grows with every copy that the worker makes."""
     nbytes: int
     checksum: str
-    """xxh3-64 of the bytes, hexadecimal."""
+    """Checksum of the bytes and of this description (`elastic.domain.checksum`)."""
     microbatches: frozenset[int] = frozenset()
     """Ledger of a gradient, or micro-batches of logged messages."""
     losses: tuple[tuple[int, float], ...] = ()
@@ -240,6 +276,13 @@ class Copy:
         made = f"{self.owner}/{self.epoch}/{self.sequence}"
         return f"{self.kind}/{self.layer}/{self.shard}/{self.step}/{made}"
 
+    def undone_by(self, epoch: int, step: int) -> bool:
+        """Return whether training went back behind this copy when `epoch` began at `step`.
+
+        Training computes such a version again, with other last bits in floating point.
+        """
+        return self.epoch < epoch and self.step > (step - 1 if self.kind == UPDATE else step)
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -250,6 +293,34 @@ class StepRecord:
     """Factor by which the gradient is multiplied; 1.0: not clipped."""
     grad_norm: float
     loss: float
+    ledgers: int = 0
+    """Number of ledgers, one per layer and TP rank, that the commit proved to be complete."""
+    nonfinite: tuple[int, ...] = ()
+    """Layers whose gradient is not finite."""
+    skipped: bool = False
+    """Whether the update was left out (`OnNonfinite.SKIP`)."""
+
+
+NORM, PARAMETERS = "gradient norm", "parameters"
+"""Values that the holders of a layer compare (`Divergence.what`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Holders of a layer that disagree, although they must have the same bits."""
+
+    layer: int
+    shard: int
+    """TP rank."""
+    what: str
+    """NORM or PARAMETERS."""
+    values: tuple[tuple[str, str], ...]
+    """(name of its unit, its value as text) of each holder that was compared."""
+
+    @property
+    def text(self) -> str:
+        values = ", ".join(f"{node} has {value}" for node, value in self.values)
+        return f"layer {self.layer} (TP rank {self.shard}): {self.what} differ: {values}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +391,16 @@ class Assignment:
     """(node, host:port of its vault)."""
     partial: tuple[PartialRun, ...] = ()
     """Micro-batches that run through some layers only, in this order and before `todo`."""
+    reload: tuple[tuple[str, int, int], ...] = ()
+    """(node, layer, TP rank) whose live state must not be used, because it diverged."""
+    rescued: tuple[Copy, ...] = ()
+    """States of a checkpoint that were not reported to be on disk. The nodes that keep these copies
+    write them, unless they have done so or are about to."""
+    checkpointed: int = -1
+    """Newest step whose checkpoint has all its files; -1: none. It is not written again."""
+    starts: tuple[tuple[int, int], ...] = ()
+    """(epoch, step) of this epoch and former ones: parts of checkpoints of later steps that earlier
+    epochs wrote do not count (`elastic.core.recovery.lineage`). (): only this epoch is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,3 +426,9 @@ class NodeInfo:
     standing: int = 0
     """Speed class from the pre-flight; each class is a quarter faster than the one below; 0:
     unknown."""
+    keeps: bool = True
+    """Whether the node's vault can store copies of other nodes."""
+    protocol: int = 0
+    """Number of the node's protocol version (`elastic.core.protocol.version`); 0: unknown."""
+    release: str = ""
+    """Version of the node's package."""

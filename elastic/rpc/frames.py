@@ -5,18 +5,22 @@
 
 `FrameStream` carries frames with bulk payloads (vaults). `Channel` carries the dataclasses of
 `elastic.core.protocol.messages` between a worker and its agent. Any end of a connection (end of
-file, reset, a closed descriptor) is a `ChannelClosed`; a malformed frame is a `FieldError`.
+file, reset, a closed descriptor) is a `ChannelClosed`; a malformed frame is a `FieldError`. The
+other end may have the next or the former version (`elastic.core.protocol.version`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import socket
 import ssl
 import struct
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,8 +29,9 @@ from types import ModuleType
 from typing import Any
 
 from elastic.core.protocol import messages
+from elastic.core.protocol.version import ProtocolVersion, this_version
 from elastic.domain import codec
-from elastic.domain.errors import ChannelClosed, FieldError
+from elastic.domain.errors import ChannelClosed, FieldError, UnknownMessage
 
 MAX_HEADER_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 40
@@ -35,6 +40,8 @@ LEAST_CHUNK_BYTES, CHUNK_BYTES = 256 << 10, 2 << 20
 the CPU's cache while the rest arrives."""
 PIECE_BYTES = 64 << 10
 """Bytes sent at a time on a shaped link."""
+SIOCOUTQNSD = 0x894B
+"""Request of Linux for the bytes in the send queue of a socket that were not sent yet."""
 _MORE = getattr(socket, "MSG_MORE", 0)
 """Flag that keeps a header in the kernel until its payload follows: one packet, one wake-up of the
 reader."""
@@ -54,6 +61,8 @@ def dataclasses_of(*modules: ModuleType) -> dict[str, type]:
 
 KINDS = dataclasses_of(messages)
 """Every message that a `Channel` carries, by class name."""
+CHANNEL_VERSION = this_version(tuple(sorted(KINDS)))
+"""Announcement of this process to the other end of a `Channel`."""
 _KINDS_NEEDED = "a message of elastic.core.protocol.messages is needed"
 
 
@@ -153,6 +162,12 @@ class FrameStream:
             self.read_into(scratch[:nbytes])
             nbytes -= min(nbytes, len(scratch))
 
+    def begins(self) -> bool:
+        """Wait for the first byte; return False if the other side closes without sending any."""
+        with _closing_errors():
+            self._sock.settimeout(self._patience())
+            return bool(self._sock.recv(1, socket.MSG_PEEK))
+
     def secured(self, wrap: Callable[[socket.socket], ssl.SSLSocket]) -> None:
         """Switch to TLS with the socket that `wrap` returns.
 
@@ -168,6 +183,20 @@ class FrameStream:
             raise
         except (AttributeError, ValueError) as error:
             raise ChannelClosed(f"this side has closed: {error}") from error
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the other machine is connected and has acknowledged all bytes that this one sent
+        (TCP). Its kernel does so however busy its processes are."""
+        with contextlib.suppress(OSError, ValueError):
+            self._sock.getpeername()
+            return self._queued(termios.TIOCOUTQ) == self._queued(SIOCOUTQNSD)
+        return False
+
+    def _queued(self, request: int) -> int:
+        """Return the number of bytes in the send queue of the socket, by the kernel's `request`."""
+        found = fcntl.ioctl(self._sock.fileno(), request, bytes(4))
+        return int.from_bytes(found, sys.byteorder)
 
     def hang_up(self) -> None:
         """Wake a blocked call, whose thread must then call `close` to free the descriptor."""
@@ -203,28 +232,52 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._stream = FrameStream(sock)
         self._sending = threading.Lock()
+        self.peer = ProtocolVersion()
+        """Version of the other end; as long as it is unknown, all messages are sent."""
 
     def send(self, message: Any) -> None:
-        """Send a protocol message. Raises ChannelClosed if the peer is gone."""
+        """Send a protocol message, unless the peer's version cannot read it.
+
+        Raises ChannelClosed if the peer is gone.
+        """
         name = type(message).__name__
         if KINDS.get(name) is not type(message):
             raise FieldError("message", name, _KINDS_NEEDED)
+        if not self.peer.reads(name):
+            return
         frame = {"kind": name, "body": codec.encode(message)}
         with self._sending:
             self._stream.send(frame)
 
     def receive(self) -> Any:
-        """Wait for the next message. The channel stays usable after a FieldError."""
+        """Wait for the next message.
+
+        The channel stays usable after a FieldError, which is an UnknownMessage if this version does
+        not know the kind of the message.
+        """
         header, nbytes = self._stream.receive()
         self._stream.drain(nbytes)
         kind = KINDS.get(str(header.get("kind"))) if isinstance(header, dict) else None
         if kind is None:
-            raise FieldError("message.kind", str(header)[:80], _KINDS_NEEDED)
-        return codec.decode(kind, header.get("body"))
+            raise UnknownMessage("message.kind", str(header)[:80], _KINDS_NEEDED)
+        return codec.decode(kind, header.get("body"), newer=True)
 
     def close(self) -> None:
         """Close the connection; a blocked `receive` raises ChannelClosed."""
         self._stream.close()
+
+
+def version_text(version: ProtocolVersion) -> str:
+    """Return an announcement as text, for the metadata of a session or the environment."""
+    return codec.dumps(version)
+
+
+def version_in(text: str) -> ProtocolVersion:
+    """Return the announcement in `text`; a text that is none counts as no announcement."""
+    try:
+        return codec.decode(ProtocolVersion, json.loads(text or "{}"), newer=True)
+    except (ValueError, RecursionError, FieldError):
+        return ProtocolVersion()
 
 
 def listen_unix(path: Path) -> socket.socket:

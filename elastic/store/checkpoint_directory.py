@@ -4,6 +4,7 @@
         layer-0003-tp-0.safetensors     state of one (layer, TP rank): `elastic.domain.state_layout`
         layer-0003-tp-0.json            its size and checksum, written after it
         layer-0003-tp-0-part-1-of-2..   one portion of a state that several holders share
+        ...-epoch-4.safetensors         of the epoch in which the state was published, if known
     DIR/step-00000012/              the same directory, renamed after the last file, with
         manifest.json                   size and checksum of every file
 
@@ -21,25 +22,42 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
 from elastic.domain import codec
-from elastic.domain.errors import FieldError, VaultError
+from elastic.domain.errors import (
+    CorruptCheckpoint,
+    ElasticError,
+    FieldError,
+    MissingCheckpoint,
+    VaultError,
+)
 from elastic.domain.state_layout import (
     StateHeader,
     TensorEntry,
+    copy_bytes,
     join,
     plan_layout,
     read_header,
     span,
 )
-from elastic.domain.types import WHOLE, JobSpec, Portion, Slot, slot_of, whole_slots
+from elastic.domain.types import (
+    WHOLE,
+    JobSpec,
+    Portion,
+    SavedModel,
+    Slot,
+    slot_of,
+    whole_slots,
+)
 from elastic.store import safetensors_stream
 from elastic.store.safetensors_stream import RawTensor
 
+T = TypeVar("T")
 FORMAT, MANIFEST = "elastic-checkpoint-1", "manifest.json"
 _FINAL = re.compile(r"step-\d{8,}$")
 
@@ -56,6 +74,8 @@ class CheckpointFile:
     n_layers: int
     tp: int
     portion: Portion = WHOLE
+    epoch: int = 0
+    """Epoch in which the state was published."""
 
     @property
     def slot(self) -> Slot:
@@ -73,6 +93,10 @@ class Manifest:
     n_layers: int
     tp: int
     parts: tuple[CheckpointFile, ...]
+    contents: tuple[str, ...] = ()
+    """As `JobSpec.contents`; (): unknown."""
+    optimizer: str = ""
+    """As `JobSpec.optimizer`; "": unknown."""
 
     def of(self, layer: int, shard: int) -> list[CheckpointFile]:
         """Return the file of a (layer, TP rank), or the files of its portions.
@@ -86,17 +110,45 @@ class Manifest:
         return found
 
 
+RETRY_S = (0.1, 0.3, 0.9)
+"""Pauses in seconds before a failed write of a checkpoint is tried again."""
+
+
+def retry(action: Callable[[], T], wait: Callable[[float], object]) -> T:
+    """Return the result of `action`; try again after each pause of RETRY_S if the disk failed.
+
+    `wait(seconds)` makes the pause. An error that no OSError caused is raised at once, any other
+    after the last try.
+    """
+    for pause_s in RETRY_S:
+        try:
+            return action()
+        except (ElasticError, OSError) as error:
+            if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
+                raise
+        wait(pause_s)
+    return action()
+
+
 def staging_path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}.tmp"
 
 
 def write_part(
-    directory: Path, step: int, layer: int, shard: int, n_layers: int, tp: int, run: memoryview
+    directory: Path,
+    step: int,
+    layer: int,
+    shard: int,
+    n_layers: int,
+    tp: int,
+    run: memoryview,
+    epoch: int = 0,
 ) -> CheckpointFile:
     """Write and sync the state of one layer, or a portion, into the staging directory of `step`.
 
-    `run` is the state as bytes (`elastic.domain.state_layout`). Raises VaultError if `run` is not a
-    state, FieldError if its version is not `step` or the disk refuses.
+    `run` is the state as bytes (`elastic.domain.state_layout`), and `epoch` the epoch in which it
+    was published: nodes of two epochs never write the same file. Raises VaultError if `run` is not
+    a state, FieldError if its version is not `step` or the disk refuses.
     """
     header = read_header(run)
     if header.version != step:
@@ -104,14 +156,17 @@ def write_part(
     staging = staging_path(directory, step)
     index, number = header.portion
     portion = f"-part-{index}-of-{number}" if number > 1 else ""
-    name = f"layer-{layer:04d}-tp-{shard}{portion}.safetensors"
+    attempt = f"-epoch-{epoch}" if epoch else ""
+    name = f"layer-{layer:04d}-tp-{shard}{portion}{attempt}.safetensors"
     fresh = staging / f"{name}.{uuid.uuid4().hex}"
     try:
         staging.mkdir(parents=True, exist_ok=True)
         nbytes, checksum = safetensors_stream.write(fresh, _tensors(header, run), _metadata(header))
         os.replace(fresh, staging / name)
-        part = CheckpointFile(name, layer, shard, nbytes, checksum, n_layers, tp, header.portion)
-        _write_json(staging / f"{name.removesuffix('.safetensors')}.json", codec.dumps(part))
+        part = CheckpointFile(
+            name, layer, shard, nbytes, checksum, n_layers, tp, header.portion, epoch
+        )
+        _write_json(staging / _record_name(name), codec.dumps(part))
         _sync(staging)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -122,7 +177,8 @@ def write_part(
 
 
 def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Path:
-    """Turn the files of `step` into a checkpoint and return its path. Idempotent.
+    """Turn the files of `step` into a checkpoint and return its path. Idempotent, also if a node
+    has written a file once more since the first commit.
 
     With `spec`, the function ignores files that a job of another shape left behind. Raises
     FieldError, which names the missing files, if the checkpoint is not complete.
@@ -136,8 +192,18 @@ def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Pat
                 return final
             text = "its files must be written before the commit"
             raise FieldError("checkpoint", str(staging), text)
-        manifest = _collect(staging, step, (spec.n_layers, spec.tp) if spec is not None else None)
         try:
+            shape = (spec.n_layers, spec.tp) if spec is not None else None
+            manifest = _collect(staging, step, shape)
+        except FieldError:
+            if not _is_checkpoint_of(final, spec):
+                raise
+            shutil.rmtree(staging, ignore_errors=True)
+            return final
+        if spec is not None:
+            manifest = replace(manifest, contents=spec.contents, optimizer=spec.optimizer)
+        try:
+            _remove_others(staging, manifest)
             _write_json(staging / MANIFEST, codec.dumps(manifest))
             _sync(staging)
             if final.exists():
@@ -151,46 +217,85 @@ def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Pat
     return final
 
 
+def _is_checkpoint_of(path: Path, spec: JobSpec | None) -> bool:
+    """Return whether `path` is a complete checkpoint, with `spec` also of this model."""
+    try:
+        found = read_manifest(path)
+    except FieldError:
+        return False
+    return spec is None or (found.n_layers, found.tp, found.contents, found.optimizer) == (
+        spec.n_layers,
+        spec.tp,
+        spec.contents,
+        spec.optimizer,
+    )
+
+
 def latest(directory: Path | str) -> Path | None:
     """Return the newest complete checkpoint in `directory`. None: there is none.
 
     The manifest and the sizes of the files decide; checksums are not read. If `directory` itself
-    is a checkpoint, return it, or raise FieldError if it is not complete.
+    is a checkpoint, return it, or raise CorruptCheckpoint if it is not complete.
     """
+    found, _ = complete(directory)
+    return found[0][0] if found else None
+
+
+def complete(
+    directory: Path | str,
+) -> tuple[list[tuple[Path, Manifest]], list[FieldError]]:
+    """Return the complete checkpoints in `directory`, newest first, and the reasons to pass over
+    newer ones. See `latest`."""
     directory = Path(directory)
-    if not directory.is_dir():
-        return None
     if (directory / MANIFEST).is_file():
-        read_manifest(directory)
-        return directory
-    finals = [path for path in directory.iterdir() if _FINAL.match(path.name)]
+        return [(directory, read_manifest(directory))], []
+    finals = [path for path in directory.glob("step-*") if _FINAL.match(path.name)]
+    found: list[tuple[Path, Manifest]] = []
+    problems: list[FieldError] = []
     for path in sorted(finals, key=lambda path: int(path.name[len("step-") :]), reverse=True):
-        with contextlib.suppress(FieldError):
-            read_manifest(path)
-            return path
-    return None
+        try:
+            found.append((path, read_manifest(path)))
+        except FieldError as error:
+            problems += [] if found else [error]
+    return found, problems
+
+
+def saved_model(path: Path, manifest: Manifest) -> SavedModel:
+    """Return the description of the model in a checkpoint."""
+    return SavedModel(str(path), manifest.n_layers, manifest.contents, manifest.optimizer)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest. Raises FieldError if the checkpoint is not complete: manifest unreadable
-    or of another format, a layer missing, or a file absent or of another size than the manifest's.
+    """Return the manifest. Raises CorruptCheckpoint if the checkpoint is not complete: manifest
+    unreadable or of another format, a layer missing, or a file absent or of another size than the
+    manifest's. Raises FieldError if the disk fails.
     """
     remedy = "a complete checkpoint (a directory step-NNNNNNNN with manifest.json) is needed"
     try:
         manifest = codec.loads(Manifest, (path / MANIFEST).read_bytes())
-    except (OSError, FieldError) as error:
-        raise FieldError("checkpoint", str(path), f"{remedy}: {error}") from error
+        problem = _damage(path, manifest)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingCheckpoint("checkpoint", str(path), f"{remedy}: {error}") from error
+    except (IsADirectoryError, FieldError) as error:
+        raise CorruptCheckpoint("checkpoint", str(path), f"{remedy}: {error}") from error
+    except OSError as error:
+        raise FieldError("checkpoint", str(path), f"it cannot be read: {error}") from error
+    if problem:
+        raise CorruptCheckpoint("checkpoint", str(path), f"{remedy}: {problem}")
+    return manifest
+
+
+def _damage(path: Path, manifest: Manifest) -> str:
+    """Return the first problem of a checkpoint, without reading its files; "": none."""
     if manifest.format != FORMAT:
-        text = f"its format is {manifest.format!r}, not {FORMAT!r}"
-        raise FieldError("checkpoint", str(path), text)
+        return f"its format is {manifest.format!r}, not {FORMAT!r}"
     if problem := _incomplete(manifest.parts, manifest.n_layers, manifest.tp):
-        raise FieldError("checkpoint", str(path), f"{remedy}: {problem}")
+        return problem
     for part in manifest.parts:
         file, name = path / part.name, Path(part.name).name
         if name != part.name or not file.is_file() or file.stat().st_size != part.nbytes:
-            text = f"{remedy}: {part.nbytes} bytes are expected here"
-            raise FieldError("checkpoint", str(file), text)
-    return manifest
+            return f"{part.nbytes} bytes are expected in {file}"
+    return ""
 
 
 def read_run(
@@ -202,8 +307,8 @@ def read_run(
 ) -> memoryview:
     """Return the saved state of one layer as bytes (`elastic.domain.state_layout`), verified.
 
-    `allocate` returns a writable buffer of the given size in bytes. Raises FieldError if a file is
-    corrupt.
+    `allocate` returns a writable buffer of the given size in bytes. Raises CorruptCheckpoint if a
+    file is corrupt, and FieldError if it cannot be read now.
     """
     parts = manifest.of(layer, shard)
     if len(parts) == 1:
@@ -211,17 +316,19 @@ def read_run(
     try:
         return join([_read_file(path, part) for part in parts], allocate)
     except VaultError as error:
-        raise FieldError("checkpoint", str(path), f"layer {layer}: {error}") from error
+        raise CorruptCheckpoint("checkpoint", str(path), f"layer {layer}: {error}") from error
 
 
 def _read_file(
     path: Path, part: CheckpointFile, allocate: Callable[[int], memoryview] | None = None
 ) -> memoryview:
     file = path / part.name
+    if not file.exists():
+        raise MissingCheckpoint("checkpoint", str(file), "the file is missing")
     digest = xxhash.xxh3_64_hexdigest(safetensors_stream.open_map(file))
     if digest != part.checksum:
         remedy = f"it is corrupt (checksum {digest}, not {part.checksum}); use another checkpoint"
-        raise FieldError("checkpoint", str(file), remedy)
+        raise CorruptCheckpoint("checkpoint", str(file), remedy)
     metadata, tensors = safetensors_stream.read(file)
     found = {tensor.name: tensor for tensor in tensors}
     try:
@@ -235,16 +342,51 @@ def _read_file(
             int(metadata["version"]), rows, json.loads(metadata["extra"]), part.portion
         )
     except (KeyError, ValueError, TypeError) as error:
-        raise FieldError("checkpoint", str(file), f"metadata is unusable: {error}") from error
+        raise CorruptCheckpoint(
+            "checkpoint", str(file), f"metadata is unusable: {error}"
+        ) from error
     run = allocate(nbytes) if allocate is not None else memoryview(bytearray(nbytes))
     run[: len(text)] = text
     end = len(text)
     for entry in header.tensors:
         run[end : entry.offset] = bytes(entry.offset - end)
         end = entry.offset + entry.nbytes
-        run[entry.offset : end] = found[entry.name].data
+        copy_bytes(run[entry.offset : end], found[entry.name].data)
     run[end:] = bytes(nbytes - end)
     return run
+
+
+def discard_step(directory: Path | str, step: int, before: int = 0) -> None:
+    """Remove the files of `step` if it was not committed. `before`: remove only those of epochs
+    below it, also if the step was committed; its other files must be committed again."""
+    staging = staging_path(Path(directory), step)
+    if not before:
+        shutil.rmtree(staging, ignore_errors=True)
+        return
+    final = staging.with_suffix("")
+    with contextlib.suppress(OSError, FieldError), _locked(Path(directory)):
+        _remove_before(staging, before)
+        if _remove_before(final, before):
+            staging.mkdir(exist_ok=True)
+            for file in final.glob("layer-*"):
+                os.replace(file, staging / file.name)
+            shutil.rmtree(final, ignore_errors=True)
+
+
+def _remove_before(path: Path, epoch: int) -> bool:
+    """Remove the files of epochs before `epoch`; return whether there were any."""
+    records = [codec.loads(CheckpointFile, f.read_bytes()) for f in path.glob("layer-*.json")]
+    old = [record for record in records if record.epoch < epoch]
+    for record in old:
+        (path / _record_name(record.name)).unlink(missing_ok=True)
+        (path / record.name).unlink(missing_ok=True)
+    return bool(old)
+
+
+def staged_steps(directory: Path | str) -> tuple[int, ...]:
+    """Return the steps with files that were not committed, in order."""
+    names = (path.stem for path in Path(directory).glob("step-*.tmp"))
+    return tuple(sorted(int(name[len("step-") :]) for name in names if _FINAL.match(name)))
 
 
 def discard_incomplete(directory: Path | str) -> None:
@@ -322,16 +464,34 @@ def _collect(staging: Path, step: int, shape: tuple[int, int] | None) -> Manifes
 def _one_division(parts: Sequence[CheckpointFile]) -> tuple[CheckpointFile, ...]:
     """Return the files of one division into portions per (layer, TP rank).
 
-    A change of plan can leave several divisions. The complete one with the fewest files wins.
+    A change of plan can leave several files of a portion, and several divisions. The file of the
+    newest epoch wins, and the complete division with the newest files, then with the fewest.
     """
+    newest: dict[Slot, CheckpointFile] = {}
+    for part in sorted(parts, key=lambda p: p.epoch):
+        newest[part.slot] = part
     by: dict[tuple[int, int], dict[int, list[CheckpointFile]]] = {}
-    for part in sorted(parts, key=lambda p: (p.layer, p.shard, p.portion)):
+    for part in sorted(newest.values(), key=lambda p: (p.layer, p.shard, p.portion)):
         by.setdefault((part.layer, part.shard), {}).setdefault(part.portion[1], []).append(part)
     chosen: list[CheckpointFile] = []
     for divisions in by.values():
-        whole = [number for number, found in divisions.items() if len(found) == number]
-        chosen += divisions[min(whole, default=min(divisions))]
+        whole = [found for number, found in divisions.items() if len(found) == number]
+        best = max(whole, key=lambda found: (min(p.epoch for p in found), -len(found)), default=[])
+        chosen += best or divisions[min(divisions)]
     return tuple(chosen)
+
+
+def _remove_others(staging: Path, manifest: Manifest) -> None:
+    """Remove files that do not belong to the checkpoint, such as those of undone epochs."""
+    kept = {name for part in manifest.parts for name in (part.name, _record_name(part.name))}
+    for file in staging.iterdir():
+        if file.name not in kept and file.name.startswith("layer-"):
+            file.unlink(missing_ok=True)
+
+
+def _record_name(name: str) -> str:
+    """Return the name of the file with the size and checksum of the file `name`."""
+    return f"{name.removesuffix('.safetensors')}.json"
 
 
 def _incomplete(parts: Sequence[CheckpointFile], n_layers: int, tp: int) -> str:

@@ -12,6 +12,10 @@ still race with a writer. It therefore verifies the checksum over the bytes that
 
 A writer can set a slot aside for the vault. The slot then belongs to the vault until the vault
 returns it by setting the sequence to 0.
+
+To allocate, copy or free memory takes long: about half a second per GiB, and ten times as long if
+the host of a virtual machine must supply the memory first. Nothing here holds a lock meanwhile. The
+interpreter's own lock is held only for copies of `COPY_BYTES` (docs/design/threads.md).
 """
 
 from __future__ import annotations
@@ -24,23 +28,34 @@ import os
 import shutil
 import struct
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import xxhash
 
-from elastic.domain.errors import VaultError, VaultFull
+from elastic.domain.errors import SlotError, VaultError, VaultFull
+from elastic.domain.state_layout import copy_bytes
 
 DATA_OFFSET = 64
 MAGIC = b"elslot1\0"
 NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT})
 """Errors of a full memory or disk. All other errors are faults."""
+ZEROS = "/dev/zero"
+"""File of zeros without an end."""
 _HEADER = struct.Struct("<8sQQQ")
 
 
 def checksum(data: memoryview | bytes | bytearray) -> str:
-    """Return the xxh3-64 of `data`, hexadecimal, as in `Copy.checksum`."""
+    """Return the xxh3-64 of `data`, hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
+
+
+def private_copy(data: memoryview) -> memoryview:
+    """Return a copy of `data`, at least 1 byte, in memory of this process alone."""
+    out = memoryview(mmap.mmap(-1, len(data), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    copy_bytes(out, data)
+    return out
 
 
 def slot_prefix(pid: int) -> str:
@@ -63,22 +78,28 @@ def remove_fallbacks(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def slot_capacity(nbytes: int) -> int:
+    """Return the capacity in bytes of a slot for `nbytes`, which fills whole pages."""
+    return -(-(nbytes + DATA_OFFSET) // mmap.PAGESIZE) * mmap.PAGESIZE - DATA_OFFSET
+
+
 class SharedSlot:
     """The writer's side of a slot. Not thread-safe."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         """Create the file with room for `nbytes`. Raises OSError (ENOSPC) if memory is full."""
         self.path = path
-        self.capacity = -(-(nbytes + DATA_OFFSET) // mmap.PAGESIZE) * mmap.PAGESIZE - DATA_OFFSET
+        self.capacity = slot_capacity(nbytes)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, self.capacity + DATA_OFFSET)
-            self._map = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._map = mmap.mmap(descriptor, 0)
         except OSError:
             path.unlink()
             raise
         finally:
             os.close(descriptor)
+        _map_pages(self._map)
         self.begin()
 
     @property
@@ -103,6 +124,18 @@ class SharedSlot:
         self.begin()
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
+
+
+def _map_pages(memory: mmap.mmap) -> None:
+    """Map the pages of new `memory` now, not at their first use, by filling it with zeros.
+
+    A read from a file releases the interpreter's lock, which `madvise` keeps. Without `ZEROS`,
+    the first copy into `memory` is slower.
+    """
+    with contextlib.suppress(OSError), open(ZEROS, "rb", buffering=0) as zeros:
+        position, view = 0, memoryview(memory)
+        while position < len(view):
+            position += zeros.readinto(view[position:])
 
 
 class SlotReader:
@@ -139,7 +172,10 @@ class SlotReader:
 
 
 class SlotPool:
-    """Slots of one writer, reused because new pages are expensive. Not thread-safe."""
+    """Slots of one writer, reused because new pages are expensive.
+
+    Thread-safe. The lock is not held while a slot is created or removed.
+    """
 
     def __init__(self, directory: Path, prefix: str, limit: int = 0) -> None:
         """Create `directory`, usually on /dev/shm. Slots that do not fit go to `fallback_of`.
@@ -148,65 +184,94 @@ class SlotPool:
         """
         self.limit, self.directory = limit, directory
         self._prefix, self._made = f"{prefix}{time.monotonic_ns():x}-", 0
+        self._lock = threading.Lock()
         self._free: list[SharedSlot] = []
         self.allocated_bytes = 0
+        """Capacity of all slots, including those that are being created."""
         directory.mkdir(parents=True, exist_ok=True)
 
     def take(self, nbytes: int) -> SharedSlot:
         """Return a slot with room for `nbytes`, marked as being written.
 
-        Raises VaultFull if memory and disk are full, VaultError for any other failure.
+        Raises VaultFull if memory and disk are full, SlotError for any other failure.
         """
-        fitting = [slot for slot in self._free if nbytes <= slot.capacity <= 2 * nbytes + (1 << 20)]
-        if fitting:
-            slot = min(fitting, key=lambda s: s.capacity)
-            self._free.remove(slot)
-            slot.begin()
-            return slot
-        small = [slot for slot in self._free if slot.capacity < nbytes]
-        if small:
-            self._discard(max(small, key=lambda s: s.capacity))
-        return self._create(nbytes)
+        with self._lock:
+            slot = self._fitting(nbytes)
+            if slot is not None:
+                slot.begin()
+                return slot
+            unfit = self._unfit(nbytes)
+            used, fits = self.allocated_bytes, not self._exceeds_limit(nbytes)
+            if fits:
+                self.allocated_bytes += slot_capacity(nbytes)
+                self._made += 1
+            name = f"{self._prefix}{self._made}.slot"
+        try:
+            while unfit:
+                unfit.pop().unlink()
+            if not fits:
+                text = f"{used} of {self.limit} bytes are taken"
+                raise VaultFull(f"no room for a copy of {nbytes} bytes: {text} (--vault-memory)")
+            return self._create(name, nbytes)
+        except BaseException:
+            if fits:
+                with self._lock:
+                    self.allocated_bytes -= slot_capacity(nbytes)
+            raise
 
     def give(self, slot: SharedSlot) -> None:
         """Accept `slot` for reuse. Its content is lost."""
         slot.begin()
-        self._free.append(slot)
+        with self._lock:
+            self._free.append(slot)
 
     def close(self) -> None:
         """Remove the files of all free slots."""
-        while self._free:
-            self._discard(self._free[-1])
+        with self._lock:
+            free, self._free = self._free, []
+            self.allocated_bytes -= sum(slot.capacity for slot in free)
+        while free:
+            free.pop().unlink()
+
+    def _fitting(self, nbytes: int) -> SharedSlot | None:
+        """Take the smallest free slot that fits and is not much too large; None: there is none."""
+        fitting = [slot for slot in self._free if nbytes <= slot.capacity <= 2 * nbytes + (1 << 20)]
+        slot = min(fitting, key=lambda s: s.capacity, default=None)
+        if slot is not None:
+            self._free.remove(slot)
+        return slot
+
+    def _unfit(self, nbytes: int) -> list[SharedSlot]:
+        """Take the free slots that make room for a new one: the largest of the too small ones, and
+        others up to the limit."""
+        taken: list[SharedSlot] = []
+
+        def discard(slot: SharedSlot) -> None:
+            self._free.remove(slot)
+            self.allocated_bytes -= slot.capacity
+            taken.append(slot)
+
+        small = [slot for slot in self._free if slot.capacity < nbytes]
+        if small:
+            discard(max(small, key=lambda s: s.capacity))
+        while self._free and self._exceeds_limit(nbytes):
+            discard(max(self._free, key=lambda s: s.capacity))
+        return taken
 
     def _exceeds_limit(self, nbytes: int) -> bool:
         return 0 < self.limit < self.allocated_bytes + nbytes
 
-    def _discard(self, slot: SharedSlot) -> None:
-        self._free.remove(slot)
-        self.allocated_bytes -= slot.capacity
-        slot.unlink()
-
-    def _create(self, nbytes: int) -> SharedSlot:
-        while self._free and self._exceeds_limit(nbytes):
-            self._discard(max(self._free, key=lambda slot: slot.capacity))
-        if self._exceeds_limit(nbytes):
-            used = f"{self.allocated_bytes} of {self.limit} bytes are taken"
-            raise VaultFull(f"no room for a copy of {nbytes} bytes: {used} (--vault-memory)")
-        self._made += 1
-        name = f"{self._prefix}{self._made}.slot"
+    def _create(self, name: str, nbytes: int) -> SharedSlot:
         problems, full = [], False
         for directory in (self.directory, fallback_of(self.directory)):
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                slot = SharedSlot(directory / name, nbytes)
+                return SharedSlot(directory / name, nbytes)
             except OSError as error:
                 problems.append(f"{directory}: {error.strerror or error}")
                 full = full or error.errno in NO_ROOM
-                continue
-            self.allocated_bytes += slot.capacity
-            return slot
         why = f"for a copy of {nbytes} bytes ({'; '.join(problems)})"
-        raise VaultFull(f"no room {why}") if full else VaultError(f"cannot create a slot {why}")
+        raise VaultFull(f"no room {why}") if full else SlotError(f"cannot create a slot {why}")
 
 
 def _field(data: mmap.mmap, offset: int) -> int:

@@ -110,7 +110,7 @@ class WorkerContext:
         tp = job.stack.tensor_parallel(shard, spec.tp, f"{settings.tp_store}.{group}", device)
         warm_up(job.stack, tp, job.optimizer, job.accumulate, device)
         store, address = host_store(settings.host)
-        agent = AgentClient(settings.agent)
+        agent = AgentClient(settings)
         memory = Path(settings.memory_dir) / settings.node
         context = cls(
             settings=settings,
@@ -126,6 +126,7 @@ class WorkerContext:
                 settings.node,
                 shard,
                 copy_device=device if device.type == "cuda" else None,
+                on_progress=agent.position.advance,
             ),
             injector=FaultInjector(settings, agent.send),
         )

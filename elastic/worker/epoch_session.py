@@ -8,29 +8,39 @@ owns the links to the other workers and the step runner. All other objects belon
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import Phase
-from elastic.domain.errors import EXIT_FAILURE, ElasticError, VaultError
+from elastic.domain.errors import (
+    EXIT_FAILURE,
+    CorruptCheckpoint,
+    DivergenceError,
+    ElasticError,
+    LedgerError,
+    MissingCheckpoint,
+    NonfiniteError,
+    VaultError,
+    describe,
+)
+from elastic.domain.types import Accumulate
 from elastic.planning.plan.rank_map import Roster, roster
 from elastic.planning.plan.schemes import state_of
 from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.backup.protection import Protection
 from elastic.worker.context import WorkerContext
 from elastic.worker.engine.partial import PartialRunner
-from elastic.worker.engine.step import StepResult, StepRunner
+from elastic.worker.engine.step import StepChecks, StepResult, StepRunner
 from elastic.worker.model.layers import Microbatch, tp_sync
 from elastic.worker.profiling.run_profile import EMULATE
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
 from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
-from elastic.worker.transport.device_fault import is_device_fault, is_local_device_fault
+from elastic.worker.transport.device_fault import is_local_device_fault, is_node_fault
 from elastic.worker.transport.links import Links
 
 
@@ -64,19 +74,35 @@ class EpochSession:
             pass
         except LinkFailed as error:
             nodes = tuple(dict.fromkeys(self._roster.members[r].unit.node for r in error.ranks))
-            self._send(m.CommFailed(self._order.epoch, nodes, str(error)))
-        except VaultError as error:
-            self._send(m.CommFailed(self._order.epoch, (), str(error)))
-        except ElasticError as error:
-            self._fail(error)
+            self._send(m.CommFailed(self._order.epoch, nodes, describe(error)))
+        except DivergenceError as error:
+            self._report_divergence(error)
+        except CorruptCheckpoint as error:
+            epoch, path = self._order.epoch, self._checkpoint_path()
+            missing = isinstance(error, MissingCheckpoint)
+            self._send(m.CheckpointUnreadable(epoch, path, str(error), missing))
         except RuntimeError as error:
             self._on_runtime_error(error)
-        except Exception as error:  # noqa: BLE001 - an error of the user's model, data or optimizer
-            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - also errors of the user's model, data, optimizer
+            self._on_error(error)
         finally:
             if self._links is not None:
                 self._links.close()
         self._await_halt()
+
+    def _on_error(self, error: Exception) -> None:
+        """Raise a fault of this node, which crashes the worker. Report a copy that is missing as
+        lost contact, and every other error as the job's failure."""
+        if is_node_fault(error):
+            raise error
+        if not isinstance(error, VaultError):
+            self._fail(error)
+        self._send(m.CommFailed(self._order.epoch, (), describe(error)))
+
+    def _checkpoint_path(self) -> str:
+        """Return the directory of the checkpoint that the recipes name; "": none."""
+        paths = (recipe.checkpoint for _, recipe in self._assignment.recipes)
+        return next(filter(None, paths), "")
 
     def _on_runtime_error(self, error: RuntimeError) -> None:
         """Return if the end of another rank of the tensor-parallel group caused `error`.
@@ -87,18 +113,42 @@ class EpochSession:
         """
         alone = self._context.tp.size == 1 or is_local_device_fault(error)
         if alone or not self._abandon.wait(self._context.settings.timeouts.sibling_s):
-            if is_device_fault(error):
+            if is_node_fault(error):
                 raise error
             self._fail(error)
 
     def _fail(self, error: Exception) -> NoReturn:
         """Report that the job failed; then raise SystemExit for an ElasticError, else `error`."""
+        # The job waits for the checkpoint that is due, whose states may still be copied.
+        with contextlib.suppress(Exception):
+            self._context.publisher.settle(self._context.settings.timeouts.bulk_s)
         code = error.exit_code if isinstance(error, ElasticError) else EXIT_FAILURE
-        text = f"{type(error).__name__}: {error}"
-        self._send(m.Failed(text, code, self._context.settings.local_rank))
+        replicas = self._context.replicas.values()
+        failed = m.Failed(
+            describe(error),
+            code,
+            self._context.settings.local_rank,
+            record=error.record if isinstance(error, NonfiniteError) else None,
+            doubled=error.doubled if isinstance(error, LedgerError) else 0,
+            missing=error.missing if isinstance(error, LedgerError) else 0,
+            version=min((replica.version for replica in replicas), default=-1),
+        )
+        self._send(failed)
         if isinstance(error, ElasticError):
             raise SystemExit(code)
         raise error
+
+    def _report_divergence(self, error: DivergenceError) -> None:
+        """Report which layers diverged, and whether this worker's replicas equal their copies."""
+        context = self._context
+        sound: list[tuple[str, int, int, bool]] = []
+        unit = context.unit.name
+        for layer in dict.fromkeys(one.layer for one in error.found):
+            replica = context.replicas.get(layer)
+            if replica is not None and context.protection is not None:
+                known = context.protection.is_sound(replica)
+                sound += [] if known is None else [(unit, layer, replica.shard, known)]
+        self._send(m.Diverged(self._order.epoch, error.step, error.found, tuple(sound)))
 
     def _send(self, message: object) -> None:
         self._context.agent.send(message)
@@ -139,6 +189,7 @@ class EpochSession:
         recovering = any(recipe.states or recipe.checkpoint for recipe in recipes)
         installed = self._load_layers(recovering)
         transferred = time.perf_counter()
+        context.agent.position.update("wait")  # for the workers that still load their layers
         self._links = self._open_links()
         steps = self._runner(installed, self._links)
         if recovering:
@@ -154,6 +205,7 @@ class EpochSession:
 
         def after_layer() -> None:
             self._abandon.check()
+            context.agent.position.update("install")
             if recovering:
                 context.injector.reach(self._assignment.step, Phase.RECOVERY)
 
@@ -162,6 +214,7 @@ class EpochSession:
             dict(self._assignment.vaults),
             self._abandon,
             timeout_s=context.settings.timeouts.bulk_s,
+            on_progress=context.agent.position.advance,
         )
         stack, lr = context.job.stack, context.job.optimizer.lr
         installer = StateLoader(context.build_replica, fetcher, lr, after_layer, stack.tied)
@@ -186,6 +239,7 @@ class EpochSession:
             store_address=self._assignment.store,
             device=context.device,
             timeout_s=settings.timeouts.link_s,
+            open_s=settings.timeouts.open_s,
             abandon=self._abandon,
             host=settings.host,
             holder_sets=self._roster.holder_sets(),
@@ -222,6 +276,11 @@ class EpochSession:
             on_microbatch=self._report_resumed,
             partial=PartialRunner(
                 self._assignment, self._roster, self._rank, replicas, installed.messages
+            ),
+            checks=StepChecks(
+                exact=context.job.accumulate is Accumulate.EXACT,
+                verify_every=context.settings.verify_every,
+                on_nonfinite=context.settings.on_nonfinite,
             ),
         )
 
@@ -261,11 +320,11 @@ class EpochSession:
     def _finish(self) -> None:
         """Wait until all final states are in vaults; report `Finished`, with rank 0's hash."""
         context, spec = self._context, self._context.job.spec
-        assert context.protection is not None and self._links is not None
+        assert context.protection is not None and self._steps is not None
         context.agent.position.update("wait", spec.n_steps)
         self._report_resumed()
         context.protection.finish()
-        self._links.gather(torch.zeros(1, dtype=torch.int64))
+        self._steps.verify(spec.n_steps)
         sha = ""
         if self._rank == 0:
             vaults = dict(self._assignment.vaults)

@@ -13,17 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastic.core.protocol import messages as m
-from elastic.domain.errors import ElasticError, FieldError
+from elastic.domain.errors import ElasticError, FieldError, describe
 from elastic.domain.types import Accumulate, JobSpec
-from elastic.rpc.frames import connect_unix
 from elastic.worker.context import TrainingJob, WorkerContext
-from elastic.worker.control.agent_client import WorkerSettings
+from elastic.worker.control.agent_client import WorkerSettings, connect_agent
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.layers import LayerStack, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.profiling.measure import measure_job
 from elastic.worker.profiling.run_profile import select_stack
-from elastic.worker.transport.device_fault import crash_on_device_fault
+from elastic.worker.transport.device_fault import crash_on_node_fault
 
 
 class Trainer:
@@ -80,6 +79,8 @@ class Trainer:
             tokens_per_microbatch=tokens_per_microbatch,
             tied=tuple((group[0][0], owner[0]) for group in stack.tied for owner in group[1:]),
             checkpoint_every=checkpoint_every,
+            contents=stack.contents(),
+            optimizer=optimizer.describe(),
         )
         self._job = TrainingJob(
             stack=stack,
@@ -107,15 +108,20 @@ class Trainer:
                     raise SystemExit(order.code)
                 return
             if order.epoch > left_epoch:
-                with crash_on_device_fault(context.agent.send, self._settings.local_rank):
+                with crash_on_node_fault(context.agent.send, self._settings.local_rank):
                     EpochSession(context, order).run()
                 left_epoch = order.epoch
 
     def _attach(self) -> WorkerContext:
-        """Attach to the agent. On an error, report it to the agent and raise SystemExit."""
+        """Attach to the agent. Report an error to the agent; raise SystemExit for an ElasticError,
+        which ends the job, else the error, which ends this worker only."""
+        rank = self._settings.local_rank
         try:
             return WorkerContext.attach(self._settings, self._job)
         except ElasticError as error:
-            channel = connect_unix(self._settings.agent)
-            channel.send(m.Failed(str(error), error.exit_code, self._settings.local_rank))
+            text = str(error) or type(error).__name__
+            connect_agent(self._settings).send(m.Failed(text, error.exit_code, rank))
             raise SystemExit(error.exit_code) from None
+        except Exception as error:
+            connect_agent(self._settings).send(m.Crashed(describe(error), rank))
+            raise

@@ -29,10 +29,11 @@ def test_undone_steps_are_not_resent() -> None:
     for step in range(6):
         outbox.add(finished(step, 1))
     for step in (2, 4):
-        outbox.add(m.CheckpointPart(step, ((0, 0),)))
+        outbox.add(m.CheckpointPart(step, ((0, 0),), 1))
     outbox.add(note)
     outbox.enter(m.Install(2, Assignment(PLAN, 2)))
     outbox.add(finished(2, 2))
     outbox.enter(m.Install(2, Assignment(PLAN, 2)))
-    kept = [finished(0, 1), finished(1, 1), finished(2, 2), m.CheckpointPart(2, ((0, 0),)), note]
+    kept = [finished(0, 1), finished(1, 1), finished(2, 2), m.CheckpointPart(2, ((0, 0),), 1), note]
+    assert outbox.parts == (m.CheckpointPart(2, ((0, 0),), 1),)
     assert list(outbox) == kept, "the same order again removes nothing"

@@ -8,7 +8,7 @@ from benchmarks.backup.vault_transport import QUICK, rows
 
 
 def test_a_small_part_of_everything() -> None:
-    """How fast is not for a test to say."""
+    """The speed is not tested."""
     found = rows(QUICK)
     assert len(found) == 3 * (len(QUICK.sizes) + 2)
     assert all(math.isfinite(row.value) and row.value > 0 for row in found)

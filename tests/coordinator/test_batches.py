@@ -16,10 +16,11 @@ from elastic.coordinator import event_queue as inbox
 from elastic.coordinator.event_queue import WallClock
 from elastic.coordinator.leadership import RunMembership
 from elastic.coordinator.metrics import CoordinatorMetrics
+from elastic.coordinator.queries import status
 from elastic.coordinator.records import state_saver as saving
 from elastic.coordinator.service import Coordinator
-from elastic.core.job.state import Tick
-from elastic.core.protocol.messages import Heartbeat, NodePhase, NodeReport
+from elastic.core.job.state import ProgressWatch, Tick
+from elastic.core.protocol.messages import Failed, Heartbeat, NodePhase, NodeReport
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
 from elastic.store.interface import Entry, StoreUnavailable
 from elastic.telemetry import read_events
@@ -207,3 +208,34 @@ def test_metrics_over_several_terms(bench: Bench) -> None:
         and 'elastic_events_total{kind="joined"} 3.0' in waiting
     )
     assert "elastic_coordinator_term" not in waiting and "elastic_nodes{" not in waiting
+
+
+def test_the_end_waits_for_members_that_are_cut_off(bench: Bench) -> None:
+    """They are told as soon as they reconnect."""
+    bench.take(*map(came, "abc"))
+    bench.take(*map(attached, "abc"))
+    coordinator = bench.coordinator
+    coordinator._handle((bench.sessions["c"], None))
+    bench.take(replace(attached("a"), failed=Failed("bad", 7)))
+    assert coordinator._unaware == {"c"} and coordinator._ending
+    bench.sessions["c"] = FakeSession("c")
+    bench.take(attached("c"))
+    assert bench.sessions["c"].sent == ["Stop"] and not coordinator._unaware
+
+
+def test_ticks_say_that_orders_are_held(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = list[Tick]()
+    monkeypatch.setattr(bench.coordinator, "_apply", ticks.append)
+    bench.coordinator._handle(Tick(0.1))
+    bench.store.away = True
+    bench.coordinator._saver.save(bench.coordinator._state.of(epoch=7))
+    bench.coordinator._handle(Tick(0.2))
+    assert ticks == [Tick(0.1), Tick(0.2, held=True)]
+
+
+def test_the_status_tells_failed_attempts(bench: Bench) -> None:
+    assert status(bench.coordinator._state)["stalled"] == {}
+    watch = ProgressWatch(attempts=3, cause="contact lost with b", retry_at=1e12)
+    told = status(bench.coordinator._state.of(watch=watch))["stalled"]
+    assert told["attempts"] == 3 and told["cause"] == "contact lost with b"
+    assert told["next_attempt_in_s"] > 0

@@ -16,7 +16,7 @@ from elastic.coordinator.records import run_records as records
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits
 from elastic.coordinator.records.run_directory import announce, read_json, write_pid
 from elastic.coordinator.records.run_records import RetryingEventLog, RunRecords
-from elastic.core.job.state import JobState, Policy
+from elastic.core.job.state import CheckpointFailed, JobState, Policy
 from elastic.store import checkpoint_directory
 from elastic.telemetry import read_events
 from tests.disks import fill, small_disk
@@ -128,13 +128,16 @@ def test_a_commit_fails_if_the_disk_fails(
     (checkpoint_directory.staging_path(tmp_path, 4) / "layer-0000-tp-0.json").mkdir(parents=True)
     if where == "lock":
         monkeypatch.setattr("fcntl.flock", no_locks)
+    monkeypatch.setattr(checkpoint_directory, "RETRY_S", (0.001,))
     done = threading.Event()
     commits = CheckpointCommits(tmp_path, lambda future: done.set())
     with caplog.at_level(logging.ERROR):
         commits.begin(4, None)
         assert done.wait(LONG_S)
         (future,) = commits.pending()
-        assert commits.take(future) is None and commits.pending() == ()
+        failed = commits.take(future)
+        assert isinstance(failed, CheckpointFailed) and failed.step == 4 and failed.error
+        assert commits.pending() == ()
     assert "checkpoint of step 4 is incomplete" in caplog.text
     commits.close()
 

@@ -1,12 +1,19 @@
-"""Records that the simulator replays: the job, and the times of injected faults."""
+"""Records of a run: the job, the times of injected faults, and the checks of its steps."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from elastic.coordinator.records.run_records import RunRecords
-from elastic.domain.types import JobSpec, LayerSpec
+from elastic.coordinator.records.run_summary import summarize
+from elastic.core.job.goodput import nonfinite_entries, step_entry
+from elastic.core.protocol.messages import StepDone
+from elastic.domain.types import JobSpec, LayerSpec, StepRecord
 from elastic.telemetry import read_events
 
 SPEC = JobSpec(
@@ -39,3 +46,46 @@ def test_faults_are_recorded_at_the_end_with_their_times(tmp_path: Path) -> None
         ("fault", 10, 50.0),
     ]
     assert last["kind"] == "end"
+
+
+def step(number: int, ledgers: int = 3, norm: float = 1.0, **more: bool) -> list[dict[str, Any]]:
+    """The events of a finished step."""
+    record = StepRecord(number, 1.0, norm, 2.0, ledgers, () if norm == 1.0 else (1,), **more)
+    entries = nonfinite_entries(record)
+    return [
+        {"kind": "step", **step_entry(StepDone(1, record, 0.5, 0.1))},
+        *({"kind": entry.kind, **entry.data} for entry in entries),
+    ]
+
+
+JOB = {"kind": "job", "ledgers": 3}
+
+
+def test_only_steps_with_all_ledgers_are_proved() -> None:
+    """A step of an older worker, without the number, is not; nor is one that lacks a layer."""
+    events = [JOB, *step(0), *step(1, ledgers=2), *step(2, ledgers=0), *step(3)]
+    assert summarize(events)["ledger"] == {"double": 0, "missing": 0, "proved": 2}
+    assert summarize(events[1:])["ledger"]["proved"] == 0
+
+
+def test_a_wrong_ledger_is_in_the_summary() -> None:
+    events = [JOB, *step(0), {"kind": "ledger", "double": 1, "missing": 2}]
+    assert summarize(events)["ledger"] == {"double": 1, "missing": 2, "proved": 1}
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_steps_that_are_not_finite_are_in_the_summary_once(norm: float) -> None:
+    again = step(2, norm=norm, skipped=True)
+    events = [JOB, *step(0), *step(1, norm=norm), *again, *again]
+    found = summarize(events)["nonfinite"]
+    assert [(one["step"], one["action"], one["layers"]) for one in found] == [
+        (1, "continue", [1]),
+        (2, "skip", [1]),
+    ]
+    back = {"kind": "lost-steps", "from_step": 2}
+    assert [one["step"] for one in summarize([*events, back])["nonfinite"]] == [1]
+
+
+def test_divergences_are_in_the_summary() -> None:
+    entry = {"kind": "divergence", "at": 1.0, "step": 3, "reason": "because"}
+    assert summarize([JOB, entry])["divergences"] == [{"step": 3, "reason": "because"}]

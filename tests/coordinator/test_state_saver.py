@@ -17,7 +17,7 @@ from elastic.coordinator.records.state_saver import StateSaver
 from elastic.core.job.state import JobState, Policy, Send
 from elastic.core.protocol.messages import Halt
 from elastic.domain.errors import ElasticError, StaleError
-from elastic.store.interface import Entry, StoreError, StoreUnavailable
+from elastic.store.interface import Entry, Lease, StoreError, StoreUnavailable
 from tests.patience import LONG_S
 from tests.store.memory import MemoryStore
 
@@ -189,6 +189,24 @@ def test_a_keeper_renews_the_lease_and_reports_its_loss() -> None:
     assert told.wait(LONG_S)
     assert isinstance(lost[0], StaleError)
     keeper.close()
+
+
+def test_an_unexpected_error_does_not_end_the_renewals(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, renewed = MemoryStore(), threading.Event()
+    lease, errors = store.acquire("a", 0.1, 0.0), iter([KeyError("lease")])
+
+    def renew(lease: Lease, now: float) -> None:
+        for error in errors:
+            raise error
+        renewed.set()
+
+    monkeypatch.setattr(store, "renew", renew)
+    keeper = LeaseKeeper(store, lease, lambda: 50.0, lambda error: None)
+    assert renewed.wait(LONG_S)
+    keeper.close()
+    assert "KeyError: 'lease'" in caplog.text
 
 
 def test_a_standby_waits_for_the_lease(tmp_path: Path) -> None:

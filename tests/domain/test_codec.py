@@ -116,6 +116,28 @@ def test_refused(change: dict[str, Any], field: str) -> None:
     assert str(caught.value).startswith(f"{field}: ")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"unknown": 1},
+        {"inner": {"number": 1, "weight": 0.1, "extra": 0}},
+        {"by_name": {"k": {"number": 4, "extra": [{"x": 1}]}}},
+        {"many": [{"number": 1}, {"number": 2, "extra": 0}]},
+    ],
+)
+def test_fields_of_a_newer_version_are_ignored_on_request(change: dict[str, Any]) -> None:
+    data = codec.encode(GOOD) | change
+    assert codec.decode(Outer, data, newer=True) == GOOD
+    with pytest.raises(FieldError, match="unknown field"):
+        codec.decode(Outer, data)
+
+
+@pytest.mark.parametrize("change", [{"name": 3, "unknown": 1}, {"inner": {"extra": 0}}])
+def test_a_wrong_value_is_refused_beside_newer_fields(change: dict[str, Any]) -> None:
+    with pytest.raises(FieldError, match=r"Outer\.(name|inner\.number)"):
+        codec.decode(Outer, codec.encode(GOOD) | change, newer=True)
+
+
 def test_the_remedy_names_what_is_expected() -> None:
     with pytest.raises(FieldError, match=r"Outer\.colour: 'green' is not usable: one of red, blue"):
         codec.decode(Outer, {"name": "a", "colour": "green"})

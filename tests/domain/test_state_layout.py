@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.domain.errors import ElasticError
-from elastic.domain.state_layout import ALIGNMENT, ITEM_BYTES, align, plan_layout, read_header
+from elastic.domain.state_layout import (
+    ALIGNMENT,
+    COPY_BYTES,
+    ITEM_BYTES,
+    align,
+    copy_bytes,
+    plan_layout,
+    read_header,
+)
 
 tensors = st.lists(
     st.tuples(
@@ -88,3 +98,24 @@ def test_any_damage_is_refused_or_harmless(position: int, noise: bytes) -> None:
         read_header(memoryview(bytes(data)))
     except ElasticError:
         return
+
+
+class RecordingTarget:
+    """Records the ranges that are written."""
+
+    def __init__(self) -> None:
+        self.ranges: list[slice] = []
+
+    def __setitem__(self, where: slice, data: memoryview) -> None:
+        assert len(data) <= COPY_BYTES
+        self.ranges.append(slice(where.start, where.start + len(data)))
+
+
+def test_bytes_are_copied_in_pieces() -> None:
+    """The interpreter's lock is held for one piece at a time, so the pieces must be small."""
+    target, nbytes = RecordingTarget(), 3 * COPY_BYTES + 5
+    copy_bytes(target, memoryview(bytes(nbytes)))  # type: ignore[arg-type]
+    found = target.ranges
+    assert COPY_BYTES <= 1 << 20 and len(found) == 4
+    assert (found[0].start, found[-1].stop) == (0, nbytes)
+    assert all(one.stop == other.start for one, other in pairwise(found))

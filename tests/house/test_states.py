@@ -10,6 +10,7 @@ from elastic.core.node import node
 from elastic.core.node.node import MAX_CRASHES
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
+from elastic.core.protocol.version import ProtocolVersion
 from elastic.domain.types import Assignment, JobSpec, NodeInfo, Pipeline, Plan, Stage, Unit
 
 Event = tuple[str, Any]
@@ -49,6 +50,9 @@ def _worker_events(state: node.NodeState) -> Iterator[Event]:
         yield "all steps done", node.WorkerMessage(0, m.Finished(1))
     elif state.phase is NodePhase.HALTING:
         yield "all workers halted", node.WorkerMessage(0, m.Halted(state.epoch, 0))
+    if state.phase is NodePhase.STARTING:
+        other = node.WorkerMessage(0, m.Hello(0, 1, ProtocolVersion(99)))
+        yield "workers of another version", other
     limit = state.crashes >= MAX_CRASHES
     died = "crashed too often" if limit else "a worker died"
     yield died if state.elastic else "script failed", node.WorkerExited(0, 1)

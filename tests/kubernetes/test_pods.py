@@ -10,6 +10,7 @@ import pytest
 
 from elastic.domain.errors import EXIT_DRAINED
 from tests.kubernetes.jobs import JobRun, allowed, reference
+from tests.scenarios.harness import proved
 
 PATIENT = "--env=PET_LEASE=30"
 """A long lease, so that no pod is lost because this machine is busy."""
@@ -19,9 +20,7 @@ pytestmark = pytest.mark.usefixtures("namespaces")
 def same(summary: dict[str, Any], expected: dict[str, Any]) -> bool:
     """Return whether parameters and losses are bit-identical and every micro-batch ran once."""
     fields = ("params_sha256", "loss", "ledger")
-    return summary["ledger"] == {"double": 0, "missing": 0} and all(
-        summary[f] == expected[f] for f in fields
-    )
+    return summary["ledger"] == proved(summary) and all(summary[f] == expected[f] for f in fields)
 
 
 def test_one_pod_is_deleted_and_one_preempted(tmp_path: Path) -> None:

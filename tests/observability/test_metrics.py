@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import ssl
+import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import closing
@@ -28,6 +29,7 @@ from elastic.core.job import state as job
 from elastic.core.job.goodput import NODE_TIME_USES, NodeTimeAccount, recovery_entry
 from elastic.core.job.state import Cause, CauseKind, EpochChange, JobPhase, JobState, Member, Policy
 from elastic.core.protocol import messages as m
+from elastic.core.protocol.health_report import CertificateEnd
 from elastic.domain.types import Copy, NodeInfo, Pipeline, Plan, Stage, StepRecord, Unit
 from elastic.launcher.flags.certs import make_certificates
 from elastic.metrics import discovery, new_registry, serve
@@ -90,7 +92,8 @@ def coordinator(of: JobState, now: float = 10.0) -> CoordinatorMetrics:
 
 
 def agent() -> AgentMetrics:
-    metrics = AgentMetrics(new_registry(), str(ROOT), str(ROOT / "none"))
+    ends = (CertificateEnd("tls.crt", "CN=a", time.time() + 90.0, "soon"),)
+    metrics = AgentMetrics(new_registry(), str(ROOT), str(ROOT / "none"), lambda: ends)
     metrics.read = lambda: {**dict.fromkeys(GAUGES, 0.0), "backup_exposure_seconds": 1.5}
     return metrics
 

@@ -44,6 +44,8 @@ WELL: Series = {
     'elastic_plan_predicted_step_seconds{job="j"}': "1+0" + STEADY,
     'elastic_worker_exits_total{job="j", instance="a"}': "0+0" + STEADY,
     'elastic_messages_refused_total{job="j", reason="stale"}': "0+0" + STEADY,
+    'elastic_certificate_left_seconds{job="j", instance="a", file="tls.crt"}': "7776000-60"
+    + STEADY,
     'elastic_events_total{job="j", kind="quarantine"}': "0+0" + STEADY,
     'elastic_recovery_seconds_bucket{job="j", phase="total", cause="lost", le="1.0"}': "0+1"
     + STEADY,
@@ -87,6 +89,9 @@ ILL: dict[str, Series] = {
     "SlowNode": {"elastic_node_slowdown_ratio": "2+0" + STEADY},
     "Quarantined": {"elastic_events_total": "0x55 1x6"},
     "WorkersCrash": {"elastic_worker_exits_total": "0x40 1 2 3 4 5 5x16"},
+    "CertificateExpiresIn30Days": {"elastic_certificate_left_seconds": "2000000-60" + STEADY},
+    "CertificateExpiresIn7Days": {"elastic_certificate_left_seconds": "500000-60" + STEADY},
+    "CertificateExpiresIn1Day": {"elastic_certificate_left_seconds": "1000-60" + STEADY},
     "MessagesRefused": {"elastic_messages_refused_total": "0+30" + STEADY},
     "TargetDown": {'up{job="j", instance="a", role="agent"}': "1x50 0x11"},
 }

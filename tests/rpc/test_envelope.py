@@ -58,6 +58,42 @@ def test_every_message_travels(kind: str) -> None:
     assert unpack(from_wire(to_wire(envelope))) == message
 
 
+def with_new_fields(value: Any) -> Any:
+    """The same data from a version with one more field in each object."""
+    if isinstance(value, dict):
+        return {**{k: with_new_fields(v) for k, v in value.items()}, "field_of_tomorrow": [1]}
+    return [with_new_fields(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_newer_version_may_have_more_fields(kind: str) -> None:
+    message = sample(KINDS[kind])
+    body = with_new_fields(msgspec.msgpack.decode(pack(message, term=0, epoch=0).body))
+    assert unpack(Envelope(0, 0, kind, encoded(body))) == message
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_an_older_version_may_lack_fields_with_defaults(kind: str) -> None:
+    message = sample(KINDS[kind])
+    for field in dataclasses.fields(message):
+        body = msgspec.msgpack.decode(pack(message, term=0, epoch=0).body)
+        del body[field.name]
+        if field.default is not dataclasses.MISSING:
+            default = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        else:
+            continue
+        expected = replace(message, **{field.name: default})
+        assert unpack(Envelope(0, 0, kind, encoded(body))) == expected
+
+
+def test_an_envelope_of_a_newer_version_may_be_longer() -> None:
+    envelope = pack(messages.Trim(3), term=1, epoch=2, sender="a")
+    values = [*msgspec.msgpack.decode(to_wire(envelope)), "new"]
+    assert from_wire(encoded(values)) == envelope
+
+
 def test_no_epoch_yet() -> None:
     assert pack(messages.Trim(0), term=0, epoch=-1).epoch == 0
 

@@ -10,13 +10,14 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from elastic.core.protocol.messages import Halt, Heartbeat, Stop, Trim
 from elastic.domain.errors import FieldError
-from elastic.rpc.control.client import CoordinatorSession, CoordinatorStub, call
+from elastic.rpc.control.client import ANNOUNCEMENT, CoordinatorSession, CoordinatorStub, call
 from elastic.rpc.control.envelope import (
     MAX_BODY_BYTES,
     MAX_CALL_BYTES,
@@ -34,6 +35,11 @@ from tests.rpc.conftest import ClientBench, ServerBench
 
 ROOT = Path(__file__).parents[2]
 Connect = Callable[..., ClientBench]
+
+
+def opened(channel: grpc.Channel, *messages: Envelope) -> Any:
+    """A raw session that announces this version and sends the messages."""
+    return CoordinatorStub(channel).session(iter(messages), metadata=[ANNOUNCEMENT])
 
 
 def spawn(*args: str) -> subprocess.Popen[str]:
@@ -183,7 +189,7 @@ def test_bad_message_is_answered_and_the_session_goes_on(
 ) -> None:
     good = pack(Heartbeat("a", "b", 1, 0), term=0, epoch=0)
     with grpc.insecure_channel(server.address) as channel:
-        stream = CoordinatorStub(channel).session(iter([Envelope(0, 0, kind, body), good]))
+        stream = opened(channel, Envelope(0, 0, kind, body), good)
         rejected = unpack(from_wire(next(stream)))
         assert isinstance(rejected, Rejected)
         assert rejected.kind == kind
@@ -198,7 +204,7 @@ def test_nobody_makes_the_coordinator_inflate(server: ServerBench) -> None:
     common = zlib.compress(encode_body("", {"epoch": 1, "assignment": {}}))
     with grpc.insecure_channel(server.address) as channel:
         message = Envelope(0, 0, "Install", b"\x90", common=common)
-        rejected = unpack(from_wire(next(CoordinatorStub(channel).session(iter([message])))))
+        rejected = unpack(from_wire(next(opened(channel, message))))
         assert isinstance(rejected, Rejected) and "only a coordinator sends it" in rejected.text
         asked = Envelope(0, 0, "status", b"", common=bytes(MAX_CALL_BYTES))
         with pytest.raises(grpc.RpcError, match="bytes may be asked"):
@@ -207,7 +213,8 @@ def test_nobody_makes_the_coordinator_inflate(server: ServerBench) -> None:
 
 def test_rubbish_instead_of_an_envelope_ends_the_stream(server: ServerBench) -> None:
     with grpc.insecure_channel(server.address) as channel:
-        assert list(channel.stream_stream(SESSION)(iter([b"\xc1"]))) == []
+        rubbish = channel.stream_stream(SESSION)(iter([b"\xc1"]), metadata=[ANNOUNCEMENT])
+        assert list(rubbish) == []
     server.accepted()
     server.expect("close")
 

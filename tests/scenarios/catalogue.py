@@ -60,6 +60,13 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="kill-in-reduction", faults=("kill node=1 step=2 phase=reduce",), pipelines="2"),
     Scenario(name="kill-in-reduction-one-pipeline", faults=("kill node=2 step=2 phase=reduce",)),
     Scenario(name="kill-in-optimizer", faults=("kill node=1 step=2 phase=optimizer",)),
+    Scenario(
+        name="kill-in-last-optimizer",
+        faults=("kill node=1 step=5 phase=optimizer",),
+        nodes="3",
+        flags=("--backup", "log+snapshot"),
+        small=True,
+    ),
     Scenario(name="kill-teller-in-optimizer", faults=("kill node=0 step=2 phase=optimizer",)),
     Scenario(name="kill-in-optimizer-two-pipelines",
         faults=("kill node=2 step=2 phase=optimizer",), pipelines="2"),

@@ -25,9 +25,16 @@ WAIT_S = LONG_S
 class Job:
     """`elastic WORDS... --run-dir RUN_DIR` in the background. `kill` ends it in any state."""
 
-    def __init__(self, run_dir: Path, words: Sequence[str], script: Sequence[str]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        words: Sequence[str],
+        script: Sequence[str],
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """`prefix`: command that runs the command, such as `ip netns exec NAME`."""
         self.run_dir, self._log = run_dir, run_dir.with_suffix(".out")
-        command = [sys.executable, "-m", "elastic", *words, "--run-dir", str(run_dir)]
+        command = [*prefix, sys.executable, "-m", "elastic", *words, "--run-dir", str(run_dir)]
         command += [*(() if "--lease" in words else ("--lease", LEASE_S)), *script]
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as out:

@@ -22,7 +22,7 @@ from elastic.core.protocol.messages import Heartbeat, Stop, Trim
 from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.rpc.control import channel_options, envelope, server
 from elastic.rpc.control.channel_options import client_options
-from elastic.rpc.control.client import CoordinatorSession, CoordinatorStub, call
+from elastic.rpc.control.client import ANNOUNCEMENT, CoordinatorSession, CoordinatorStub, call
 from elastic.rpc.control.client import _channel as open_channel
 from elastic.rpc.control.envelope import (
     CHALLENGE,
@@ -246,6 +246,7 @@ def test_a_captured_opening_opens_nothing(bench: Bench, authority: Authority) ->
     certs = certs_of(bench, authority)
     nonce = str(call(bench.address, CHALLENGE, {"nonce": "00"}, secure=secure(certs, ""))["nonce"])
     metadata = (
+        ANNOUNCEMENT,
         ("sender", "node7"),
         ("nonce", nonce),
         ("proof", answer(TOKEN, nonce, "session", "node7")),
@@ -256,7 +257,7 @@ def test_a_captured_opening_opens_nothing(bench: Bench, authority: Authority) ->
         assert list(first) == []
         bench.expect("open")
         bench.expect("close")
-        for taken in (metadata, (("sender", "node8"), *metadata[1:])):
+        for taken in (metadata, (ANNOUNCEMENT, ("sender", "node8"), *metadata[2:])):
             reason = Reason.REPLAYED if taken == metadata else Reason.TOKEN
             with refused(reason, PORT), pytest.raises(grpc.RpcError):
                 list(stub.session(iter(()), metadata=taken))
@@ -267,6 +268,7 @@ def test_a_message_that_comes_twice_is_refused(bench: Bench, authority: Authorit
     certs = certs_of(bench, authority)
     nonce = str(call(bench.address, CHALLENGE, {"nonce": "00"}, secure=secure(certs, ""))["nonce"])
     metadata = (
+        ANNOUNCEMENT,
         ("sender", "node7"),
         ("nonce", nonce),
         ("proof", answer(TOKEN, nonce, "session", "node7")),

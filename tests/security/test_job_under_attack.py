@@ -20,7 +20,7 @@ from elastic.domain.errors import ElasticError, UsageError, VaultError
 from elastic.launcher import cli
 from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.control.channel_options import client_options
-from elastic.rpc.control.client import CoordinatorStub, _channel, call
+from elastic.rpc.control.client import ANNOUNCEMENT, CoordinatorStub, _channel, call
 from elastic.rpc.control.envelope import CHALLENGE, pack
 from elastic.rpc.security.tls import CA, TOKEN_FILE, SecuritySettings, read_token
 from elastic.rpc.security.token_proof import answer
@@ -54,6 +54,7 @@ def forge(
     """Say things on a session of `sender`, as somebody who has certificate and token."""
     nonce = str(call(address, CHALLENGE, {"nonce": "0"}, secure=mine)["nonce"])
     metadata = (
+        ANNOUNCEMENT,
         ("sender", sender),
         ("nonce", nonce),
         ("proof", answer(mine.token, nonce, "session", sender)),

@@ -64,7 +64,8 @@ CORRUPT = m.BackupNote(m.COPY_CORRUPT, "node1", "node0", "")
 PART = m.CheckpointPart(2, ((0, 0),))
 BEAT = m.Heartbeat("node0", "i1", 2, 0)
 REFUSED = m.RefusalNote("node0", "vault", "token", "x", "", 1, 1)
-GOOD = (report("node0"), BEAT, DONE, SHORT, CORRUPT, PART, REFUSED)
+FAILED = m.AgentFailed("node0", "i1", "OSError: no room")
+GOOD = (report("node0"), BEAT, DONE, SHORT, CORRUPT, PART, REFUSED, FAILED)
 
 
 @pytest.mark.parametrize("message", GOOD, ids=lambda g: type(g).__name__)
@@ -73,7 +74,9 @@ def test_a_member_may_say_it(message: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [report("node0"), BEAT, SHORT, CORRUPT, REFUSED], ids=lambda g: type(g).__name__
+    "message",
+    [report("node0"), BEAT, SHORT, CORRUPT, REFUSED, FAILED],
+    ids=lambda g: type(g).__name__,
 )
 def test_no_other_member_may_say_it_in_its_name(message: object) -> None:
     found = check_message(STATE, "node1", message)
@@ -131,6 +134,8 @@ def test_a_new_incarnation_joins_and_a_retired_one_never_again() -> None:
         (replace(DONE, record=StepRecord(SPEC.n_steps, 1.0, 1.0, 1.0)), MALFORMED),
         (replace(SHORT, kind="joke"), MALFORMED),
         (replace(PART, step=-1), MALFORMED),
+        (replace(FAILED, incarnation="i0"), STALE),
+        (replace(FAILED, error="x" * 5000), MALFORMED),
         (replace(PART, layers=((SPEC.n_layers, 0),)), MALFORMED),
     ],
 )
@@ -147,7 +152,7 @@ def test_a_former_member_tells_of_the_past_and_changes_nothing() -> None:
 def test_all_other_messages_are_not_for_nodes_to_say() -> None:
     said = {
         m.NodeReport, m.Heartbeat, m.StepDone, m.BackupNote, m.CheckpointPart, m.RefusalNote,
-        m.Notice, HealthReport,
+        m.Notice, HealthReport, m.AgentFailed,
     }  # fmt: skip
     for name, kind in KINDS.items():
         if kind in said:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from elastic.agent.vault.server import VaultServer
 from elastic.domain.errors import VaultError
 from elastic.rpc.bulk.handshake import HANDSHAKE_S
 from elastic.rpc.security import unauthenticated
-from elastic.rpc.security.rejections import Reason
+from elastic.rpc.security.rejections import REJECTIONS, Reason
 from tests.patience import LONG_S
 from tests.security.parts import Authority, refused, silent
 from tests.security.vault_ports import COPY, DATA, PORT, certs_of, client, dial, serves, where
@@ -36,6 +37,19 @@ def test_too_many_connections(
     for one in members:
         one.inventory()
         one.close()
+
+
+def test_a_client_that_only_tries_the_port_is_not_rejected(
+    server: VaultServer, authority: Authority
+) -> None:
+    """The coordinator does so to learn whether an agent lives, and so do load balancers."""
+    before = dict(REJECTIONS.counts())
+    for _ in range(3):
+        socket.create_connection(where(server), timeout=LONG_S).close()
+    while server._unauthenticated:
+        time.sleep(0.01)
+    serves(server, certs_of(server, authority))
+    assert REJECTIONS.counts() == before
 
 
 def test_strangers_take_no_members_place(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import signal
@@ -165,6 +166,45 @@ def test_several_nodes_commit_at_once(tmp_path: Path) -> None:
     verified(paths[0])
 
 
+def test_a_file_written_after_the_commit_does_not_hide_the_checkpoint(tmp_path: Path) -> None:
+    """The next coordinator repeats the commit, after another holder has written its part again."""
+    spec = JobSpec((LayerSpec(1, 1, 1, 1.0, 1.0),) * N_LAYERS, 1, 9, contents=("a",) * N_LAYERS)
+    write_all(tmp_path, 5)
+    path = checkpoint_directory.commit(tmp_path, 5, spec)
+    checkpoint_directory.write_part(tmp_path, 5, 0, 0, N_LAYERS, 1, memoryview(layer_run(0, 5)), 3)
+    other = dataclasses.replace(spec, contents=("b",) * N_LAYERS)
+    with pytest.raises(FieldError, match="are missing"):
+        checkpoint_directory.commit(tmp_path, 5, other)
+    assert checkpoint_directory.commit(tmp_path, 5, spec) == path
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    checkpoint_directory.write_part(tmp_path, 5, 0, 0, N_LAYERS, 1, memoryview(layer_run(0, 5)), 3)
+    (path / "manifest.json").unlink()
+    with pytest.raises(FieldError, match="are missing"):
+        checkpoint_directory.commit(tmp_path, 5, spec)
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_files_of_earlier_epochs_are_discarded(tmp_path: Path, committed: bool) -> None:
+    """A commit may have taken a file of the new epoch together with those that are wrong."""
+    write_all(tmp_path, 5)
+    again = memoryview(layer_run(0, 5))
+    checkpoint_directory.write_part(tmp_path, 5, 0, 0, N_LAYERS, 1, again, 2)
+    if committed:
+        checkpoint_directory.commit(tmp_path, 5)
+    checkpoint_directory.discard_step(tmp_path, 5, before=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005.tmp"]
+    with pytest.raises(FieldError, match=r"\(1, 0\)"):
+        checkpoint_directory.commit(tmp_path, 5)
+    for layer in range(1, N_LAYERS):
+        run = memoryview(layer_run(layer, 5))
+        checkpoint_directory.write_part(tmp_path, 5, layer, 0, N_LAYERS, 1, run, 2)
+    manifest = verified(checkpoint_directory.commit(tmp_path, 5))
+    assert {part.epoch for part in manifest.parts} == {2}
+    checkpoint_directory.discard_step(tmp_path, 5, before=2)
+    checkpoint_directory.discard_step(tmp_path / "absent", 5, before=2)
+    assert checkpoint_directory.latest(tmp_path) is not None
+
+
 @pytest.mark.parametrize("where", ["before a part is renamed", "before the commit"])
 def test_a_crash_leaves_the_last_whole_one(tmp_path: Path, where: str) -> None:
     before = whole(tmp_path, 6)
@@ -248,6 +288,45 @@ def test_a_flipped_byte_is_found_when_read(tmp_path: Path) -> None:
         checkpoint_directory.read_run(path, manifest, 7, 0)
 
 
+def test_a_checkpoint_describes_its_model_and_older_ones_load(tmp_path: Path) -> None:
+    write_all(tmp_path, 4)
+    layer = LayerSpec(1, 1, 1, 1.0, 1.0)
+    spec = JobSpec((layer,) * N_LAYERS, 1, 9, contents=("a", "b", "c"), optimizer="AdamW (x)")
+    path = checkpoint_directory.commit(tmp_path, 4, spec)
+    saved = checkpoint_directory.saved_model(path, verified(path))
+    assert (saved.n_layers, saved.contents, saved.optimizer) == (3, ("a", "b", "c"), "AdamW (x)")
+    old = json.loads((path / "manifest.json").read_text())
+    del old["contents"], old["optimizer"]
+    for part in old["parts"]:
+        del part["epoch"]
+    (path / "manifest.json").write_text(json.dumps(old))
+    saved = checkpoint_directory.saved_model(path, verified(path))
+    assert (saved.n_layers, saved.contents, saved.optimizer) == (3, (), "")
+
+
+def test_newer_damaged_checkpoints_are_named(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        whole(tmp_path, step)
+    for step in (2, 6, 8):
+        _truncate(tmp_path / f"step-{step:08d}")
+    found, problems = checkpoint_directory.complete(tmp_path)
+    assert [manifest.step for _, manifest in found] == [4]
+    assert [Path(str(one.value)).name for one in problems] == ["step-00000008", "step-00000006"]
+
+
+def test_files_of_the_newest_epoch_make_the_checkpoint(tmp_path: Path) -> None:
+    """The states of epoch 1 were undone; a late node has written one of them whole."""
+    for layer in range(N_LAYERS):
+        run = memoryview(layer_run(layer, 9))
+        checkpoint_directory.write_part(tmp_path, 9, layer, 0, N_LAYERS, 1, run, 1)
+        for part in portions_of(layer, 9, 2):
+            run = memoryview(part)
+            checkpoint_directory.write_part(tmp_path, 9, layer, 0, N_LAYERS, 1, run, 2)
+    path = checkpoint_directory.commit(tmp_path, 9)
+    assert {part.epoch for part in verified(path).parts} == {2}
+    assert not list(path.glob("*epoch-1*")), "other files are removed"
+
+
 def test_latest_takes_a_checkpoint_itself(tmp_path: Path) -> None:
     path = whole(tmp_path, 4)
     assert checkpoint_directory.latest(path) == path == checkpoint_directory.latest(str(path))
@@ -288,3 +367,12 @@ def test_tensors_outside_of_their_file(tmp_path: Path) -> None:
         (tmp_path / "f").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
         with pytest.raises(FieldError, match="whole safetensors file"):
             safetensors_stream.read(tmp_path / "f")
+
+
+def test_uncommitted_steps_are_listed(tmp_path: Path) -> None:
+    whole(tmp_path, 3)
+    write_all(tmp_path, 12)
+    write_all(tmp_path, 6)
+    (tmp_path / "step-x.tmp").mkdir()
+    assert checkpoint_directory.staged_steps(tmp_path) == (6, 12)
+    assert checkpoint_directory.staged_steps(tmp_path / "absent") == ()

@@ -6,6 +6,9 @@ import errno
 import multiprocessing
 import os
 import signal
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from elastic.store.shared_memory import (
     SlotPool,
     SlotReader,
     fallback_of,
+    private_copy,
     remove_fallbacks,
 )
 from tests.patience import LONG_S
@@ -185,3 +189,50 @@ def test_a_limit_holds_and_free_slots_make_room(tmp_path: Path) -> None:
     assert pool.allocated_bytes <= 100_000 and large.capacity >= 90_000
     with pytest.raises(VaultFull):
         pool.take(100_001)
+
+
+class Ticker:
+    """A thread that ticks, as one that sends heartbeats. `longest_gap_s` has its longest pause."""
+
+    def __init__(self) -> None:
+        self._end, self.longest_gap_s = threading.Event(), 0.0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        last = time.perf_counter()
+        while not self._end.wait(0.002):
+            now = time.perf_counter()
+            self.longest_gap_s, last = max(self.longest_gap_s, now - last), now
+
+    def stop(self) -> float:
+        self._end.set()
+        self._thread.join()
+        return self.longest_gap_s
+
+
+@pytest.mark.parametrize("operation", ["create", "copy"])
+def test_large_memory_does_not_keep_the_interpreter_lock(operation: str) -> None:
+    """Otherwise no other thread runs meanwhile. A busy machine delays the ticks, too, so the best
+    of several attempts counts."""
+    nbytes, shared = 256 << 20, Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+        slot = SharedSlot(Path(folder, "slot"), nbytes if operation == "copy" else 1)
+        shares = []
+        for attempt in range(10):
+            ticker, began = Ticker(), time.perf_counter()
+            if operation == "create":
+                SharedSlot(Path(folder, f"slot-{attempt}"), nbytes).unlink()
+            else:
+                private_copy(slot.view(nbytes))
+            took_s = time.perf_counter() - began
+            shares.append(ticker.stop() / took_s)
+            if shares[-1] < 0.25:
+                return
+    pytest.fail(f"the other thread waited for these shares of the time: {shares}")
+
+
+def test_a_private_copy_has_the_same_bytes() -> None:
+    data = bytes(range(251)) * 70_000
+    copy = private_copy(memoryview(data))
+    assert copy == data and not copy.readonly

@@ -1,6 +1,6 @@
 """Samples a node's disks, memory, load, devices and links, and makes health reports.
 
-The monitor samples on a thread of its own, because reading a dead network disk can take long. It
+The monitor samples on a thread of its own, because reading devices and disks can take long. It
 passes a `HealthReport` to the agent when something important changed, and at long intervals
 otherwise. The coordinator decides what the figures mean.
 """
@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,13 +18,15 @@ from pathlib import Path
 import psutil
 
 from elastic.agent.health.devices import Devices
+from elastic.agent.health.disks import Disks
 from elastic.core.protocol.health_report import (
     MAX_ENTRIES,
     MAX_TEXT_LENGTH,
-    DiskSpace,
+    CertificateEnd,
     FailedOperation,
     HealthReport,
     LinkTraffic,
+    UnreachablePeer,
 )
 
 log = logging.getLogger(__name__)
@@ -46,8 +45,6 @@ CHANGE_FACTOR = 1.5
 """Ratio between two bandwidths of a link that counts as a change."""
 SCARCE_SHARES = (0.10, 0.05, 0.02, 0.01)
 """Free shares of memory or a disk below which the level of scarcity rises by 1."""
-NETWORK_FILE_SYSTEM = re.compile(r"nfs|cifs|smb3|lustre|ceph|gpfs|beegfs|glusterfs|9p|afs|fuse\.")
-"""Beginnings of the types of file systems that several machines share."""
 
 
 @dataclass(slots=True)
@@ -91,7 +88,7 @@ class _Window:
 
 class Monitor:
     """Samples the node's health on a thread of its own, which calls `emit(report)` for each report.
-    Other threads may call `enter`, `sent` and `checkpoint_failed`."""
+    Other threads may call the other methods."""
 
     def __init__(
         self,
@@ -100,13 +97,18 @@ class Monitor:
         emit: Callable[[HealthReport], object],
         devices: Devices | None = None,
         clock: Callable[[], float] = time.monotonic,
+        certificates: Callable[[], tuple[CertificateEnd, ...]] = lambda: (),
     ) -> None:
-        """`directories`: (role, path) of each directory that the node writes to."""
+        """`directories`: (role, path) of each directory that the node writes to. `certificates()`
+        returns the ends of the node's certificates."""
+        self._certificates = certificates
         self._node, self._directories, self._emit = node, directories, emit
+        self._disks = Disks(directories)
         self._devices, self._clock = devices if devices is not None else Devices(), clock
         self._lock, self._ended, self._woken = threading.Lock(), False, threading.Event()
         self._windows: dict[str, _Window] = {}
         self._failures: tuple[FailedOperation, ...] = ()
+        self._unreachable: tuple[UnreachablePeer, ...] = ()
         self._incarnation, self._epoch, self._silent_samples = "", 0, 0
         self._last: tuple[object, ...] | None = None
         """`_conditions` of the last report."""
@@ -141,11 +143,24 @@ class Monitor:
             self._failures = (FailedOperation("checkpoint", path, why[:MAX_TEXT_LENGTH], count),)
         self._woken.set()
 
+    def unreachable(self, peers: tuple[UnreachablePeer, ...]) -> None:
+        """Report at once which peers the node cannot reach now."""
+        with self._lock:
+            self._unreachable = peers
+        self._woken.set()
+
+    def connected(self) -> None:
+        """Report unreachable peers again at the next sample: the coordinator may be a new one."""
+        with self._lock:
+            if self._unreachable:
+                self._silent_samples = MAX_SILENT_SAMPLES
+
     def sample(self) -> HealthReport | None:
         """Sample the node's health. Return a report if one is due, else None."""
         memory = psutil.virtual_memory()
         devices = self._devices.read()
-        disks = tuple(disk_of(role, path) for role, path in self._directories)
+        disks = self._disks.read()
+        certificates = self._certificates()
         with self._lock:
             links = self._links(self._clock())
             failures, self._failures = self._failures, ()
@@ -161,6 +176,8 @@ class Monitor:
                 devices=devices,
                 links=links,
                 failed_operations=failures,
+                unreachable=self._unreachable[:MAX_ENTRIES],
+                certificates=certificates,
             )
             self._silent_samples += 1
             conditions = _conditions(report)
@@ -176,8 +193,8 @@ class Monitor:
             self._woken.clear()
             try:
                 report = self.sample()
-            except (OSError, psutil.Error) as error:
-                log.warning("the node's health cannot be read: %s", error)
+            except Exception as error:  # noqa: BLE001 - the thread must not end
+                log.warning("the node's health cannot be read: %r", error)
                 continue
             if report is not None:
                 self._emit(report)
@@ -194,35 +211,13 @@ class Monitor:
         return tuple(found)
 
 
-def nearest_parent(path: Path) -> Path:
-    """Return `path` if it exists, else its nearest parent that exists."""
-    return next((one for one in (path, *path.parents) if one.exists()), path)
-
-
-def disk_of(role: str, path: Path) -> DiskSpace:
-    """Return the space of the file system of `path`, which need not exist yet. Raises OSError."""
-    existing = nearest_parent(path)
-    usage = shutil.disk_usage(existing)
-    return DiskSpace(role, str(path)[:MAX_TEXT_LENGTH], usage.free, usage.total, volume(existing))
-
-
-def volume(path: Path) -> str:
-    """Return a text that identifies the file system of `path`, equal on all machines that share it:
-    the mounted source, or host name and device number if the file system is local."""
-    mounts = [
-        p for p in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(p.mountpoint)
-    ]
-    mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
-    if mount is not None and NETWORK_FILE_SYSTEM.match(mount.fstype):
-        return mount.device[:MAX_TEXT_LENGTH]
-    return f"{socket.gethostname()}:{os.stat(path).st_dev}"
-
-
 def _conditions(report: HealthReport) -> tuple[object, ...]:
-    """Return the values of a report whose change is reported at once: states of devices, and levels
-    of scarcity of memory and disks (0: at least 10 % is free; higher levels mean less)."""
+    """Return the values of a report whose change is reported at once: states of devices, levels of
+    scarcity of memory and disks (0: at least 10 % is free; higher levels mean less), peers that
+    cannot be reached, and ends of certificates."""
     devices = [(d.index, d.throttled, d.errors, d.fault) for d in report.devices]
     disks = [(disk.free_bytes, disk.total_bytes) for disk in report.disks]
     spaces = [(report.memory_free_bytes, report.memory_total_bytes), *disks]
     levels = [sum(free < share * total for share in SCARCE_SHARES) for free, total in spaces]
-    return devices, levels
+    unreachable = [(one.peer, one.vault) for one in report.unreachable]
+    return devices, levels, unreachable, report.certificates

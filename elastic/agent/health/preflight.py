@@ -2,7 +2,12 @@
 
 All checks take about 0.1 s if the node has no devices and reaches a peer. A check that cannot be
 made is left out. A failed check is fatal only if the node would harm the job. The coordinator
-decides whether the node may join (`elastic.core.policy.remediation`).
+decides whether the node may join (`elastic.core.policy.admission`).
+
+A busy node or peer is not broken, so no check fails because of a long time alone: the speed of the
+processor is measured in CPU time, a peer is unreachable only if its machine acknowledges nothing,
+and a trial of the devices is hung only if it uses no CPU time. The limits are in
+`elastic.core.protocol.timeouts`.
 """
 
 from __future__ import annotations
@@ -23,9 +28,10 @@ import numpy as np
 import psutil
 
 from elastic.agent.health.devices import Devices
-from elastic.agent.health.monitor import disk_of, nearest_parent
+from elastic.agent.health.disks import disk_of, nearest_parent
 from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, PreflightCheck
-from elastic.domain.errors import ElasticError
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, Timeouts
+from elastic.domain.errors import ElasticError, Unanswered
 from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.control.client import call
 
@@ -34,11 +40,9 @@ MATRIX_ROWS, ROUNDS = 256, 5
 MIN_MEMORY_BYTES = 256 << 20
 MIN_DISK_BYTES = 16 << 20
 PROBE_BYTES, MAX_PEERS = 256 << 10, 3
-CALL_S = 2.0
-"""Timeout of one answer of the coordinator or of a peer."""
 MAX_CLOCK_OFFSET_S = 60.0
-DEVICE_TRIAL_S = 90.0
-"""Timeout of the child process that tests the devices; it has to import torch."""
+TRIAL_POLL_S = 0.1
+"""Interval between looks at the CPU time of the trial of the devices."""
 SCORE_STEP = 1.25
 """Ratio between the scores of neighbouring score classes."""
 TRIAL_MODULE = "elastic.worker.transport.device_check"
@@ -50,6 +54,7 @@ def local_checks(
     devices: Devices | None = None,
     *,
     trial: bool = False,
+    limits: Timeouts = DEFAULT_TIMEOUTS,
 ) -> tuple[list[PreflightCheck], float]:
     """Make the checks that need neither coordinator nor peer; return (checks, score).
 
@@ -62,20 +67,21 @@ def local_checks(
     devices = devices if devices is not None else Devices()
     checks += device_checks(devices)
     if trial and len(devices):
-        checks.append(device_trial())
+        checks.append(device_trial(limits=limits))
         score = checks[-1].value if checks[-1].ok else 0.0
     return checks, score
 
 
 def compute() -> PreflightCheck:
-    """Multiply matrices of small integers: measure GFLOP/s, and compare with the exact product."""
+    """Multiply matrices of small integers: measure GFLOP/s of CPU time, which other processes do
+    not shorten, and compare with the exact product."""
     a = (np.arange(MATRIX_ROWS**2, dtype=np.float32).reshape(MATRIX_ROWS, MATRIX_ROWS) % 7) - 3
     expected = a.astype(np.int64) @ a.astype(np.int64)
     best, right = math.inf, True
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        began = time.thread_time()
         result = a @ a
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.thread_time() - began)
         right = right and bool((result == expected).all())
     rate = 2 * MATRIX_ROWS**3 / max(best, 1e-9) / 1e9
     problem = "" if right else "the node computes wrong results: replace it"
@@ -127,19 +133,58 @@ def device_checks(devices: Devices) -> list[PreflightCheck]:
     return checks
 
 
-def device_trial(command: Sequence[str] = (sys.executable, "-m", TRIAL_MODULE)) -> PreflightCheck:
+def device_trial(
+    command: Sequence[str] = (sys.executable, "-m", TRIAL_MODULE),
+    *,
+    limits: Timeouts = DEFAULT_TIMEOUTS,
+) -> PreflightCheck:
     """Measure TFLOP/s of a matrix product on every device. A child process computes it, because the
     agent must not import torch."""
     rate = 0.0
     try:
-        done = subprocess.run(command, capture_output=True, timeout=DEVICE_TRIAL_S, check=False)
-        found = json.loads(done.stdout.decode().strip().rpartition("\n")[2])
+        found = json.loads(_output_of(command, limits).decode().strip().rpartition("\n")[2])
         rate, problem = float(found["tflops"]), str(found.get("error", ""))
-    except subprocess.TimeoutExpired:
-        problem = f"no answer within {DEVICE_TRIAL_S:g} s: check the driver"
+    except TimeoutError as error:
+        problem = f"{error}: check the driver"
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"the trial failed: {error}"
     return _check("device", rate, "TFLOP/s", problem)
+
+
+def _output_of(command: Sequence[str], limits: Timeouts) -> bytes:
+    """Return the output of a process. Raises TimeoutError, and kills it, if it hangs."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        watch = TrialWatch(limits, time.monotonic())
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.communicate(timeout=TRIAL_POLL_S)[0]
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    child = psutil.Process(process.pid)
+                    times, ready = child.cpu_times(), child.status() == psutil.STATUS_RUNNING
+                    problem = watch.look(times.user + times.system, ready, time.monotonic())
+                    if problem:
+                        raise TimeoutError(problem)
+        finally:
+            process.kill()
+
+
+class TrialWatch:
+    """Tells a trial that hangs from one that is slow because the machine is busy."""
+
+    def __init__(self, limits: Timeouts, now: float) -> None:
+        self._limits, self._cpu_s, self._moved_at = limits, 0.0, now
+
+    def look(self, cpu_s: float, ready: bool, now: float) -> str:
+        """Return why the trial hangs, or "". `cpu_s`: CPU time that it has used. `ready`: whether
+        it runs, or waits for nothing but a processor."""
+        if ready or cpu_s > self._cpu_s:
+            self._cpu_s, self._moved_at = cpu_s, now
+        if cpu_s > self._limits.trial_cpu_s:
+            return f"the trial has no end after {self._limits.trial_cpu_s:g} s of CPU time"
+        if now - self._moved_at >= self._limits.stuck_s:
+            return f"the trial has used no CPU time for {self._limits.stuck_s:g} s"
+        return ""
 
 
 def network_checks(
@@ -147,6 +192,7 @@ def network_checks(
     node: str = "",
     pace: Callable[[int], None] | None = None,
     ask: Callable[..., dict[str, Any]] = call,
+    limits: Timeouts = DEFAULT_TIMEOUTS,
 ) -> list[PreflightCheck]:
     """Measure latency and clock offset of the coordinator, and the bandwidth to a peer's vault.
 
@@ -156,7 +202,7 @@ def network_checks(
         best, offset, peers = math.inf, 0.0, []
         for _ in range(2):
             began, wall = time.perf_counter(), time.time()
-            answer = ask(coordinator, "peers", {"node": node}, timeout_s=CALL_S)
+            answer = ask(coordinator, "peers", {"node": node}, timeout_s=limits.preflight_s)
             took = time.perf_counter() - began
             peers = answer.get("peers", [])
             if took < best and answer.get("now"):
@@ -166,26 +212,44 @@ def network_checks(
         return [_check("coordinator", 0.0, "s", problem, fatal=False)]
     checks = []
     if best < math.inf:
-        right = abs(offset) <= MAX_CLOCK_OFFSET_S
+        right = abs(offset) <= MAX_CLOCK_OFFSET_S + best / 2  # the answer may be that old
         problem = "" if right else f"the clock is off by {abs(offset):.0f} s: set it (NTP)"
         checks = [_check("coordinator", best, "s"), _check("clock", offset, "s", problem)]
-    return [*checks, *_peer_check(peers[:MAX_PEERS], node, pace)]
+    return [*checks, *_peer_check(peers[:MAX_PEERS], node, pace, limits)]
 
 
 def _peer_check(
-    nodes: Sequence[dict[str, Any]], node: str, pace: Callable[[int], None] | None
+    nodes: Sequence[dict[str, Any]],
+    node: str,
+    pace: Callable[[int], None] | None,
+    limits: Timeouts,
 ) -> list[PreflightCheck]:
-    """Measure the bandwidth (bytes/s) to the first vault that answers; return [] without nodes."""
-    problems = []
+    """Measure the bandwidth (bytes/s) to the first vault that answers; return [] without nodes.
+
+    The check fails if no machine of a peer acknowledges what this node sends. A peer that
+    acknowledges it but has not answered within the limit is busy, and is not measured.
+    """
+    problems, busy = [], ""
     for row in nodes:
         try:
-            client = VaultClient(str(row.get("vault", "")), node=node, timeout_s=CALL_S, pace=pace)
+            client = VaultClient(
+                str(row.get("vault", "")),
+                node=node,
+                timeout_s=limits.preflight_s,
+                pace=pace,
+                peer=str(row.get("node", "")),
+            )
             with contextlib.closing(client):
                 seconds = min(client.probe(PROBE_BYTES) for _ in range(2))
+        except Unanswered as error:
+            busy = busy or f"not measured, for the network is sound but {error}"
+            continue
         except ElasticError as error:
             problems.append(str(error))
             continue
         return [_check("peer", PROBE_BYTES / max(seconds, 1e-9), "bytes/s")]
+    if busy:
+        return [PreflightCheck("peer", 0.0, "bytes/s", True, True, busy[:MAX_TEXT_LENGTH])]
     if not problems:
         return []
     text = (

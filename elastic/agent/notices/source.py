@@ -84,7 +84,7 @@ class SourceWatcher:
         while not self._closed.wait(pause_s):
             try:
                 found = self.source.read()
-            except (OSError, HTTPException, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - the thread must not end
                 if not failing:
                     log.warning("notices of %s cannot be read: %s", self.source.name, error)
                 failing = True

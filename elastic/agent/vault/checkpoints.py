@@ -6,10 +6,14 @@ the state of a layer, each writes its portion.
 
 The state after the last step is always a checkpoint. Workers wait for this checkpoint only: its
 bundles are acknowledged when the files are on disk, so that the job does not end before.
+
+If an epoch begins at an earlier step than states that were written, training repeats these steps.
+The writer then forgets these states, drops those in its queue, and writes the new ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -19,18 +23,27 @@ from pathlib import Path
 
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import CheckpointPart, Published
+from elastic.core.recovery import lineage
+from elastic.domain.checksum import checksum_problem
 from elastic.domain.errors import ElasticError, VaultError
-from elastic.domain.types import STATE, WHOLE, Copy, Plan
+from elastic.domain.types import STATE, WHOLE, Assignment, Copy, Plan, Slot
+from elastic.rpc.control.event_loop import run_callback
 from elastic.store import checkpoint_directory
+from elastic.store.shared_memory import checksum
 
 log = logging.getLogger(__name__)
+KEPT_STEPS = 8
+"""Number of steps of which the written parts are remembered."""
+CLOSE_S = 30.0
+"""Upper limit of the wait for the disk at the end of the job."""
 
 
 class CheckpointWriter:
     """Writes this node's files of checkpoints on a thread of its own.
 
-    `emit(part)` is called on this thread when the node's files of a step are on disk. `failed(why)`
-    is called instead if they could not be written; training goes on.
+    `emit(part)` is called on any thread when the node's files of a step are on disk, or could not
+    be written after several tries. `failed(why)` is also called in the second case. Training goes
+    on.
     """
 
     def __init__(
@@ -48,64 +61,153 @@ class CheckpointWriter:
         self.final = False
         """Whether this node's part of the last checkpoint is queued or written."""
         self._plan: Plan | None = None
-        self._written: set[tuple[int, ...]] = set()
-        """(step, layer, TP rank), with the portion at the end if there are several, of each part of
-        the newest step that is queued or written."""
+        self._starts: lineage.Starts = ()
+        self._checkpointed = -1
+        """`Assignment.checkpointed` of the present epoch."""
+        self._written: dict[tuple[int, Slot], Copy] = {}
+        """State by (step, slot) of each part of the newest steps that is queued or written."""
+        self._lock = threading.Lock()
+        """Guards the fields above: `enter` and `offer` are called on different threads."""
+        self._closed = threading.Event()
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def enter(self, plan: Plan) -> None:
-        """Begin a new plan, which determines the layers that this node writes."""
-        self._plan, self.final = plan, False
+    def enter(self, assignment: Assignment) -> None:
+        """Begin a new epoch. Its plan determines the layers that this node writes."""
+        with self._lock:
+            self._plan, self.final = assignment.plan, False
+            self._starts = lineage.starts_of(assignment)
+            self._checkpointed = assignment.checkpointed
+            written = self._written.items()
+            self._written = {part: copy for part, copy in written if not self.is_undone(copy)}
+        for copy in (copy for copy in assignment.rescued if copy.node == self._vault.node):
+            with self._lock:
+                queued = (copy.step, copy.slot) in self._written
+                self._written.setdefault((copy.step, copy.slot), copy)
+            if not queued:
+                self._rescue(assignment.plan, copy)
+
+    def _rescue(self, plan: Plan, copy: Copy) -> None:
+        """Queue a copy in the vault, which keeps it until it is written."""
+        lease = contextlib.ExitStack()
+        try:
+            view = lease.enter_context(self._vault.lease(copy.key))
+        except VaultError as error:
+            self._give_up([copy], error, str(error))
+            return
+
+        def write() -> None:
+            with lease:
+                data = memoryview(bytes(view))
+            if not checksum_problem(copy, checksum(data)):
+                self._write(plan, [(copy, data)])
+            else:
+                torn = VaultError(f"{copy.key} is torn or corrupt")
+                self._give_up([copy], torn, str(torn))
+
+        self._queue.put(write)
 
     def offer(self, published: Published) -> None:
         """Copy the states that belong to a checkpoint from a bundle, and queue them. Call this
         before the bundle is acknowledged: afterwards the worker may overwrite its memory."""
-        plan = self._plan
-        if not self.every or plan is None:
+        if not self.every:
             return
-        parts: list[tuple[Copy, memoryview]] = []
-        for local in published.copies:
-            copy = local.copy
-            due = copy.step > 0 and (copy.step % self.every == 0 or copy.step == self.steps)
-            writes = copy.portion != WHOLE or plan.holders(copy.layer)[0].node == self._vault.node
-            mine = due and copy.kind == STATE and writes
-            part = (copy.step, *copy.slot)
-            if mine and part not in self._written:
-                try:
-                    parts.append((copy, self._vault.read(copy.key)))
-                except VaultError as error:
-                    log.error("checkpoint of step %d: %s", copy.step, error)
-                    continue
-                self._written = {other for other in self._written if other[0] == copy.step} | {part}
-        if parts:
-            self.final = self.final or parts[0][0].step == self.steps
-            self._queue.put(partial(self._write, plan, parts))
+        # A worker that was halted during an update announces layers of two versions together.
+        for step in sorted({local.copy.step for local in published.copies}):
+            self._offer([local.copy for local in published.copies if local.copy.step == step], step)
+
+    def _offer(self, copies: list[Copy], step: int) -> None:
+        with self._lock:
+            plan = self._plan
+            due = [copy for copy in copies if self._is_due(copy)]
+            if plan is None or not due:
+                return
+            self._written |= {(step, copy.slot): copy for copy in due}
+            newest = sorted({step for step, _ in self._written})[-KEPT_STEPS:]
+            for part in [part for part in self._written if part[0] not in newest]:
+                del self._written[part]
+            self.final = self.final or step == self.steps
+        try:
+            parts = [(copy, self._vault.read(copy.key)) for copy in due]
+        except VaultError as error:
+            self._give_up(due, error, str(error))
+            return
+        self._queue.put(partial(self._write, plan, parts))
+
+    def _is_due(self, copy: Copy) -> bool:
+        """Return whether this node must write the copy now. The caller holds the lock."""
+        step, plan = copy.step, self._plan
+        if copy.kind != STATE or plan is None or self.is_undone(copy):
+            return False
+        due = step > self._checkpointed and (step % self.every == 0 or step == self.steps)
+        writes = copy.portion != WHOLE or plan.holders(copy.layer)[0].node == self._vault.node
+        return step > 0 and due and writes and (step, copy.slot) not in self._written
+
+    def is_undone(self, item: Copy | CheckpointPart) -> bool:
+        """Return whether training has repeated the step of a state or part since then, or will."""
+        return lineage.is_undone(item, self._starts)
 
     def then(self, action: Callable[[], None]) -> None:
         """Call `action` on the writer's thread, after the parts queued so far are on disk or have
         failed."""
         self._queue.put(action)
 
-    def close(self) -> None:
-        """Write the queued parts and end."""
+    def close(self, wait: bool = True) -> None:
+        """Write the queued parts and end. `wait`: return when they are written, or when the disk
+        has not answered for `CLOSE_S`."""
+        self._closed.set()
         self._queue.put(None)
-        self._thread.join()
+        if wait:
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                log.error("the disk does not answer: the newest checkpoint may be incomplete")
 
     def _run(self) -> None:
         while (action := self._queue.get()) is not None:
-            action()
+            run_callback(action)
 
     def _write(self, plan: Plan, parts: list[tuple[Copy, memoryview]]) -> None:
-        step = parts[0][0].step
+        copies = [copy for copy, _ in parts]
         try:
             for copy, data in parts:
-                checkpoint_directory.write_part(
-                    self._directory, step, copy.layer, copy.shard, plan.n_layers, plan.tp, data
+                if self.is_undone(copy):
+                    return
+                checkpoint_directory.retry(
+                    partial(self._write_part, plan, copy, data), self._closed.wait
                 )
         except (ElasticError, OSError) as error:
-            log.error("checkpoint of step %d: %s", step, error)
-            self._failed(str(error.__cause__ or error))
+            self._give_up(copies, error, str(error.__cause__ or error))
             return
-        self._emit(CheckpointPart(step, tuple(copy.slot for copy, _ in parts)))
+        except Exception as error:
+            log.exception("checkpoint of step %d", copies[0].step)
+            self._give_up(copies, error, f"unexpected {type(error).__name__}: {error}")
+            return
+        slots = tuple(copy.slot for copy in copies)
+        self._emit(CheckpointPart(copies[0].step, slots, copies[0].epoch, self._vault.node))
+
+    def _write_part(self, plan: Plan, copy: Copy, data: memoryview) -> None:
+        checkpoint_directory.write_part(
+            self._directory,
+            copy.step,
+            copy.layer,
+            copy.shard,
+            plan.n_layers,
+            plan.tp,
+            data,
+            copy.epoch,
+        )
+
+    def _give_up(self, copies: list[Copy], error: Exception, why: str) -> None:
+        """Report that the copies could not be written, and let a later epoch write them."""
+        step = copies[0].step
+        log.error("checkpoint of step %d: %s", step, error)
+        with self._lock:
+            for copy in copies:
+                self._written.pop((step, copy.slot), None)
+            epoch = self._plan.epoch if self._plan is not None else copies[0].epoch
+            undone = self.is_undone(copies[0])
+        self._failed(why)
+        if not undone:  # the present epoch may have relied on these copies
+            slots = tuple(copy.slot for copy in copies)
+            self._emit(CheckpointPart(step, slots, epoch, self._vault.node, why))

@@ -21,9 +21,12 @@ def prefetch(vault: Vault, order: Prefetch) -> int:
     """
     addresses, total = dict(order.vaults), 0
     for node in dict.fromkeys(source for _, _, source in order.sources):
+        if node not in addresses:
+            log.warning("prefetch from %s failed: it is no longer a member", node)
+            continue
         wanted = {(layer, shard) for layer, shard, source in order.sources if source == node}
         try:
-            with closing(VaultClient(addresses[node], node=vault.node)) as client:
+            with closing(VaultClient(addresses[node], node=vault.node, peer=node)) as client:
                 newest: dict[tuple[int, int], Copy] = {}
                 for copy in sorted(client.inventory(), key=lambda c: (c.step, c.epoch, c.sequence)):
                     place = copy.layer, copy.shard

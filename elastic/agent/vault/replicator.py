@@ -3,8 +3,9 @@
 One thread sends the bundles. A bundle is acknowledged when the peer has all of its copies. A bundle
 that cannot be delivered is *held*: the thread retries with growing pauses and reports the failure
 every few seconds, until `reset` drops the bundle at the end of the epoch. If the peer has no room,
-the bundle is given up but acknowledged, so that training goes on. A bundle without a peer is
-acknowledged when it is the first in the queue.
+or can store no copies at all, the bundle is given up but acknowledged, so that training goes on. A
+bundle without a peer is acknowledged when it is the first in the queue. An unexpected error holds a
+bundle like any other, because training waits for the acknowledgement.
 """
 
 from __future__ import annotations
@@ -15,14 +16,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import Published
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
-from elastic.domain.errors import ElasticError, FieldError, StaleError, VaultError, VaultFull
+from elastic.domain.errors import (
+    ElasticError,
+    FieldError,
+    SlotError,
+    StaleError,
+    VaultError,
+    VaultFull,
+)
 from elastic.domain.types import Assignment, Copy
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.bulk.transfer import VaultClient
+from elastic.rpc.control.event_loop import run_callback
 
 RETRY_S, MAX_RETRY_S = 0.05, 2.0
 REPORT_S = 5.0
@@ -59,6 +69,7 @@ class Replicator:
         prepare: Callable[[Published], None] = lambda published: None,
         pace: Callable[[int], None] | None = None,
         no_room: Callable[[str, str], None] = lambda peer, why: None,
+        broken: Callable[[str, str], None] = lambda peer, why: None,
         compressing: CompressionPolicy | None = None,
         sent: Callable[[str, int, float], None] = lambda peer, nbytes, seconds: None,
         delivered: Callable[[Sequence[Copy], float, bool], None] = lambda copies, seconds, kept: (
@@ -67,15 +78,16 @@ class Replicator:
     ) -> None:
         """`prepare(published)` is called once per bundle, before the bundle is sent or
         acknowledged. `no_room(peer, why)` is called for the first bundle of an epoch for which the
-        peer has no room. `sent(peer, nbytes, seconds)` is called after each transfer, with its
-        duration. `delivered(copies, seconds, kept)` is called for each finished bundle with a peer,
-        with the time since `submit`. `pace`: see `elastic.rpc.frames.FrameStream`; `compressing`:
-        see `VaultClient`."""
+        peer has no room, `broken(peer, why)` for the first that it cannot store.
+        `sent(peer, nbytes, seconds)` is called after each transfer, with its duration.
+        `delivered(copies, seconds, kept)` is called for each finished bundle with a peer, with the
+        time since `submit`. `pace`: see `elastic.rpc.frames.FrameStream`; `compressing`: see
+        `VaultClient`."""
         self._delivered = delivered
         self._prepare, self._pace, self._compressing = prepare, pace, compressing
-        self._no_room, self._sent = no_room, sent
-        self._reported_full = (-1, "")
-        """(`_Bundle.round`, peer) of the last report that a peer has no room."""
+        self._no_room, self._broken, self._sent = no_room, broken, sent
+        self._refusals: set[tuple[int, str]] = set()
+        """(`_Bundle.round`, peer) of each report of this round that a peer refused a bundle."""
         self._vault, self._acked, self._failed, self._timeout_s = vault, acked, failed, timeout_s
         self._changed = threading.Condition()
         self._queue: deque[_Bundle] = deque()
@@ -155,10 +167,10 @@ class Replicator:
         prepared: _Bundle | None = None
         while (bundle := self._next()) is not None:
             if bundle is not prepared:
-                self._prepare(bundle.published)
+                run_callback(partial(self._prepare, bundle.published))
                 prepared = bundle
             error = self._deliver(bundle)
-            if error is None or isinstance(error, VaultFull):
+            if error is None or isinstance(error, VaultFull | SlotError):
                 pause_s, reported = RETRY_S, (-1, 0.0)
                 self._finish(bundle, error)
                 continue
@@ -185,6 +197,9 @@ class Replicator:
             self._sent(peer, sum(data.nbytes for _, data in payload), time.perf_counter() - began)
         except (VaultError, StaleError, FieldError) as error:
             return error
+        except Exception as error:
+            log.exception("bundle %d for %s", bundle.published.bundle, peer)
+            return VaultError(f"unexpected {type(error).__name__}: {error}")
         return None
 
     def _client(self, bundle: _Bundle) -> VaultClient:
@@ -202,6 +217,7 @@ class Replicator:
                     timeout_s=self._timeout_s,
                     pace=self._pace,
                     compressing=self._compressing,
+                    peer=peer,
                 )
             return self._clients[peer]
 
@@ -215,23 +231,26 @@ class Replicator:
         log.warning("bundle %d for %s is held: %s", number, peer, error)
         self._failed(epoch, number, peer, error)
 
-    def _finish(self, bundle: _Bundle, full: VaultFull | None) -> None:
-        """Remove the bundle and acknowledge it, unless a reset has dropped it. `full`: the error if
-        the peer has no room for the bundle, else None."""
+    def _finish(self, bundle: _Bundle, refusal: VaultFull | SlotError | None) -> None:
+        """Remove the bundle and acknowledge it, unless a reset has dropped it. `refusal`: the error
+        if the peer cannot store the bundle, else None."""
         peer, number = bundle.published.peer, bundle.published.bundle
-        if full is not None and self._reported_full != (bundle.round, peer):
-            self._reported_full = bundle.round, peer
-            text = "%s has no room for copies of this node; training continues without them: %s"
-            log.warning(text, peer, full)
-            self._no_room(peer, str(full))
+        if refusal is not None and (bundle.round, peer) not in self._refusals:
+            of_round = {entry for entry in self._refusals if entry[0] == bundle.round}
+            self._refusals = {*of_round, (bundle.round, peer)}
+            text = "%s cannot keep copies of this node; training continues without them: %s"
+            log.warning(text, peer, refusal)
+            report = self._no_room if isinstance(refusal, VaultFull) else self._broken
+            report(peer, str(refusal))
         with self._changed:
             if bundle.round != self._round:
                 return
             self._queue.popleft()
         if peer:
             copies = [local.copy for local in bundle.published.copies]
-            self._delivered(copies, time.monotonic() - bundle.announced, full is None)
-        self._acked(bundle.worker, number, full is None)
+            seconds = time.monotonic() - bundle.announced
+            run_callback(partial(self._delivered, copies, seconds, refusal is None))
+        self._acked(bundle.worker, number, refusal is None)
 
     def _pause(self, bundle: _Bundle, pause_s: float) -> None:
         with self._changed:

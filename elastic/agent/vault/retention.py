@@ -80,12 +80,5 @@ def _older(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def abandoned(copies: Iterable[Copy], epoch: int, step: int) -> list[Copy]:
-    """Return the copies of older epochs that are later than `step`, at which `epoch` begins.
-
-    Training went back and computes these versions again, with other last bits in floating point.
-    """
-    return [
-        copy
-        for copy in copies
-        if copy.epoch < epoch and copy.step > (step - 1 if copy.kind == UPDATE else step)
-    ]
+    """Return the copies of older epochs that are later than `step`, at which `epoch` begins."""
+    return [copy for copy in copies if copy.undone_by(epoch, step)]

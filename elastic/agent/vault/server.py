@@ -22,6 +22,7 @@ from elastic.domain.errors import (
     ChannelClosed,
     ElasticError,
     FieldError,
+    SlotError,
     StaleError,
     VaultError,
     VaultFull,
@@ -133,17 +134,25 @@ class VaultServer:
                 log.warning("a connection could not be accepted: %s", error)
                 time.sleep(ACCEPT_RETRY_S)
                 continue
-            with self._lock:
-                if self._listener is None:
-                    sock.close()
-                    return
-                stream = FrameStream(tune(sock))
-                stream.pace = self._pace
-                stream.until = time.monotonic() + min(HANDSHAKE_S, self._timeout_s)
-                self._make_room(where[0])
-                self._unauthenticated.enter(stream, where[0])
-                self._streams.add(stream)
-                self._spawn(self._serve, stream, f"{where[0]}:{where[1]}")
+            try:
+                self._welcome(sock, where)
+            except Exception:  # such as too many threads; the vault must stay open for others
+                log.exception("a connection could not be served")
+                sock.close()
+
+    def _welcome(self, sock: socket.socket, where: tuple[str, int]) -> None:
+        """Serve a connection from `where` on a thread of its own, unless the vault is closed."""
+        with self._lock:
+            if self._listener is None:
+                sock.close()
+                return
+            stream = FrameStream(tune(sock))
+            stream.pace = self._pace
+            stream.until = time.monotonic() + min(HANDSHAKE_S, self._timeout_s)
+            self._make_room(where[0])
+            self._unauthenticated.enter(stream, where[0])
+            self._streams.add(stream)
+            self._spawn(self._serve, stream, f"{where[0]}:{where[1]}")
 
     def _make_room(self, address: str) -> None:
         """Hang up the oldest unauthenticated connection if too many are open; needs the lock."""
@@ -196,12 +205,17 @@ class VaultServer:
 
     def _authenticate(self, stream: FrameStream, peer: str) -> str | None:
         """Set up TLS and check the join token, if required. Return the client's node, "" if no
-        token is required, or None if the client was rejected."""
+        token is required, or None if the client was rejected or only tried the port."""
+        if self._certificates is None and self._gate.open:
+            return ""
         try:
+            if not stream.begins():
+                return None
             if self._certificates is not None:
                 stream.secured(wrap_server(self._certificates))
         except (ssl.SSLError, OSError) as error:
-            REJECTIONS.count(PORT, tls.rejection_reason(error), peer, error)
+            if self._certificates is not None:
+                REJECTIONS.count(PORT, tls.rejection_reason(error), peer, error)
             return None
         if self._gate.open:
             return ""
@@ -217,7 +231,7 @@ class VaultServer:
         kind = REQUESTS.get(str(header.get("kind", ""))) if isinstance(header, dict) else None
         if kind is None:
             raise FieldError("vault request", str(header)[:80], f"one of {', '.join(REQUESTS)}")
-        request: Any = codec.decode(kind, header.get("body"))
+        request: Any = codec.decode(kind, header.get("body"), newer=True)
         try:
             if isinstance(request, Locate) and node and request.node != node:
                 REJECTIONS.count(PORT, Reason.FORGED, node, f"it claims to be {request.node}")
@@ -313,4 +327,9 @@ class VaultServer:
 
 def _reply_for(error: ElasticError | None) -> Reply:
     text = "" if error is None else str(error)
-    return Reply(error=text, stale=isinstance(error, StaleError), full=isinstance(error, VaultFull))
+    return Reply(
+        error=text,
+        stale=isinstance(error, StaleError),
+        full=isinstance(error, VaultFull),
+        broken=isinstance(error, SlotError),
+    )

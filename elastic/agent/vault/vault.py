@@ -8,6 +8,9 @@ Each slot (`elastic.store.shared_memory`) carries the sequence number of its con
 differs from that of the index entry, the slot was overwritten or its writer died while writing; the
 entry is dropped at its next use.
 
+The lock protects the index alone, because heartbeats and orders wait for it. Memory is allocated,
+read and freed without it.
+
 `elastic.agent.vault.retention` has the rules for keeping copies. `trim` drops whole epochs.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +31,7 @@ from elastic.agent.vault.retention import (
     superseded,
 )
 from elastic.core.protocol.messages import LocalCopy
+from elastic.domain.checksum import checksum_problem
 from elastic.domain.errors import ElasticError, StaleError, VaultError, VaultFull
 from elastic.domain.types import LOGS, STATE, UPDATE, Copy
 from elastic.store.shared_memory import (
@@ -35,6 +40,7 @@ from elastic.store.shared_memory import (
     SlotPool,
     SlotReader,
     checksum,
+    private_copy,
     slot_prefix,
 )
 
@@ -44,7 +50,6 @@ class _VaultEntry:
     copy: Copy
     path: str
     slot: SharedSlot | SlotReader
-    pins: int = 0
     dropped: bool = False
 
     @property
@@ -68,11 +73,11 @@ class Incoming:
         self.buffer = slot.view(copy.nbytes)
 
     def verify(self, digest: str | None = None) -> None:
-        """Raise VaultError unless the checksum matches. `digest`: that of `buffer`, if known."""
+        """Raise VaultError unless the checksum matches. `digest`: xxh3-64 of `buffer`, if known."""
         found = checksum(self.buffer) if digest is None else digest
-        if found != self._copy.checksum:
-            text = f"arrived corrupt: checksum {found}, not {self._copy.checksum}"
-            raise VaultError(f"{self._copy.key} {text}")
+        problem = checksum_problem(self._copy, found)
+        if problem:
+            raise VaultError(f"{self._copy.key} arrived corrupt: {problem}")
 
     def commit(self, digest: str | None = None) -> None:
         """Verify the bytes (`digest`: see `verify`) and add the copy to the vault. After a
@@ -104,18 +109,23 @@ class Vault:
         *,
         limit: int = 0,
         on_corrupt: Callable[[Copy], None] = lambda copy: None,
+        background: Callable[[Callable[[], object]], object] = lambda work: work(),
     ) -> None:
         """`directory` should be on /dev/shm. `limit`: maximum bytes of copies from peers; 0: no
         limit. `on_corrupt(copy)` is called, on any thread, for each copy that is dropped because
-        its checksum does not match."""
-        self._on_corrupt = on_corrupt
+        its checksum does not match. `background(work)` runs work that takes long."""
+        self._on_corrupt, self._background = on_corrupt, background
         self.node, self.directory = node, Path(directory)
         self._lock, self._arriving = threading.RLock(), threading.Lock()
+        """Locks of the index, and of the reservation of room, which takes long. Only arriving
+        bundles wait for the second one."""
         self._pool = SlotPool(self.directory, "vault-", limit)
         self._entries: dict[str, _VaultEntry] = {}
         self._groups: dict[RetentionGroup, set[str]] = {}
         self._keys_by_path: dict[str, str] = {}
         self._readers: dict[str, SlotReader] = {}
+        self._leases: Counter[str] = Counter()
+        """Number of readers per path of a slot, also of copies that were dropped meanwhile."""
         self._gone: set[tuple[Path, str]] = set()
         self._fence = self._trimmed = 0
         self._running = -1
@@ -134,10 +144,14 @@ class Vault:
             reader = self._reader(local)
             if local.path in self._keys_by_path:
                 self._drop(self._entries[self._keys_by_path[local.path]])
-            if self._running >= 0 and local.copy.kind == STATE and local.copy.step != self._running:
+            state = local.copy.kind == STATE
+            over = state and self._running >= 0 and local.copy.step != self._running
+            if over:
                 self._running = -1
                 self._drop_old(LOGS)
             self._insert(_VaultEntry(replace(local.copy, node=self.node), local.path, reader))
+        if over:
+            self._background(self._remove_slots_of_the_dead)
 
     def store(self, copy: Copy, *, trusted: bool = False) -> Incoming:
         """Reserve room for an arriving copy. `trusted`: this node fetches the copy itself, and its
@@ -148,13 +162,13 @@ class Vault:
         with self._lock:
             self._check_size(copy)
             self._check_epoch(copy, trusted)
-            try:
-                slot = self._pool.take(copy.nbytes)
-            except VaultFull:
-                if not self._make_room(copy):
-                    raise
-                slot = self._pool.take(copy.nbytes)
-            return Incoming(self, copy, slot, trusted)
+        try:
+            slot = self._pool.take(copy.nbytes)
+        except VaultFull:
+            if not self._make_room(copy):
+                raise
+            slot = self._pool.take(copy.nbytes)
+        return Incoming(self, copy, slot, trusted)
 
     def store_all(self, copies: Sequence[Copy]) -> list[Incoming]:
         """Reserve room for all copies or for none. Raises as `store` does.
@@ -182,10 +196,10 @@ class Vault:
 
     @contextlib.contextmanager
     def lease(self, key: str) -> Iterator[memoryview]:
-        """Yield the bytes of a copy in its slot. The vault does not reuse a slot of its own
-        meanwhile.
+        """Yield the bytes of a copy in its slot. Meanwhile the vault neither reuses the slot nor
+        returns it to its worker.
 
-        A worker may overwrite its own slot meanwhile, so the reader must verify the checksum.
+        A worker may overwrite a slot of its present epoch, so the reader must verify the checksum.
         """
         with self._pinned(key) as entry:
             yield entry.data
@@ -194,23 +208,24 @@ class Vault:
     def _pinned(self, key: str) -> Iterator[_VaultEntry]:
         with self._lock:
             entry = self._find(key)
-            entry.pins += 1
+            self._leases[entry.path] += 1
         try:
             yield entry
         finally:
             with self._lock:
-                entry.pins -= 1
+                self._leases[entry.path] -= 1
                 self._release(entry)
+                self._return_unused([entry.path])
 
     def read(self, key: str) -> memoryview:
         """Return the verified bytes, in private memory. Raises VaultError if the copy is absent or
         corrupt, and drops a corrupt copy."""
         with self._pinned(key) as entry:
-            data = bytes(entry.data)
-        if checksum(data) != entry.copy.checksum:
+            data = private_copy(entry.data)
+        if checksum_problem(entry.copy, checksum(data)):
             self.verify(key)
             raise VaultError(f"{key} is torn or corrupt")
-        return memoryview(data)
+        return data
 
     def view(self, local: LocalCopy) -> memoryview:
         """Return the bytes that a worker announced, even if the index has a newer copy."""
@@ -249,7 +264,7 @@ class Vault:
 
     def trim(self, epoch: int, step: int = -1) -> None:
         """Drop copies of epochs below `epoch`, return unused slots to workers, and remove the slots
-        of dead workers.
+        of dead workers in the background.
 
         Logged messages of `step`, in which the epoch began, stay until a local worker publishes
         the state of another step.
@@ -259,25 +274,40 @@ class Vault:
             over = any(c.kind == STATE and c.epoch >= epoch and c.step != step for c in copies)
             self._trimmed, self._running = epoch, -1 if over else step
             self._drop_old()
+        self._background(self._remove_slots_of_the_dead)
 
     def _drop_old(self, kinds: Collection[str] = ()) -> None:
         """Drop copies of trimmed epochs (`kinds`: only of these kinds) except logged messages that
-        are still needed. Return unused slots to workers; remove the slots of dead workers."""
+        are still needed. Return unused slots to workers."""
         for entry in [e for e in self._entries.values() if e.copy.epoch < self._trimmed]:
             needed = entry.copy.kind in LOGS and entry.copy.step == self._running
             if not needed and (not kinds or entry.copy.kind in kinds):
                 self._drop(entry)
-        for path, reader in self._readers.items():
+        self._return_unused(self._readers)
+
+    def _return_unused(self, paths: Iterable[str]) -> None:
+        """Return those slots of trimmed epochs to their workers that hold no copy and that nobody
+        reads."""
+        for path in paths:
+            reader = self._readers.get(path)
             # Skip a slot that is being written (epoch 0) or was returned: its writer may use it.
-            past = reader.sequence and 0 < reader.epoch < self._trimmed
-            if past and path not in self._keys_by_path:
+            past = reader and reader.sequence and 0 < reader.epoch < self._trimmed
+            if reader and past and path not in self._keys_by_path and not self._leases[path]:
                 reader.release()
-        for directory, prefix in self._gone:
-            announced = [path for path in self._readers if Path(path).name.startswith(prefix)]
+
+    def _remove_slots_of_the_dead(self) -> None:
+        """Remove those slots of dead workers that hold no copy."""
+        with self._lock:
+            gone, known = tuple(self._gone), tuple(self._readers)
+        for directory, prefix in gone:
+            announced = [path for path in known if Path(path).name.startswith(prefix)]
             for path in {*announced, *map(str, directory.glob(f"{prefix}*"))}:
-                if path not in self._keys_by_path:
-                    Path(path).unlink(missing_ok=True)
-                    self._readers.pop(path, None)
+                with self._lock:
+                    if path in self._keys_by_path:
+                        continue
+                    reader = self._readers.pop(path, None)
+                Path(path).unlink(missing_ok=True)
+                del reader  # the memory is freed with the last mapping
 
     def worker_gone(self, pid: int, directory: Path) -> None:
         """Record that process `pid`, a worker with slots in `directory`, has ended. Its copies
@@ -299,12 +329,12 @@ class Vault:
         """Drop a copy that is overwritten or corrupt. Return True if this call dropped it."""
         try:
             with self._pinned(key) as entry:
-                found = checksum(entry.data)
+                problem = checksum_problem(entry.copy, checksum(entry.data))
         except VaultError:
             return False
         with self._lock:
             torn = not entry.whole
-            if entry.dropped or (found == entry.copy.checksum and not torn):
+            if entry.dropped or not (problem or torn):
                 return False
             self._drop(entry)
         if not torn:
@@ -336,7 +366,7 @@ class Vault:
         with self._lock:
             for entry in list(self._entries.values()):
                 self._drop(entry)
-            self._pool.close()
+        self._pool.close()
 
     # ---- helpers; the caller holds the lock ----
 
@@ -357,13 +387,13 @@ class Vault:
             self._insert(_VaultEntry(replace(copy, node=self.node), str(slot.path), slot))
 
     def _give(self, slot: SharedSlot) -> None:
-        with self._lock:
-            self._pool.give(slot)
+        self._pool.give(slot)
 
     def _make_room(self, copy: Copy) -> bool:
         """Drop copies from peers to make room for `copy`; return whether any was dropped."""
-        found = dispensable([entry.copy for entry in self._from_peers()], copy)
-        self._drop_all(found)
+        with self._lock:
+            found = dispensable([entry.copy for entry in self._from_peers()], copy)
+            self._drop_all(found)
         return bool(found)
 
     def _from_peers(self) -> list[_VaultEntry]:
@@ -418,7 +448,8 @@ class Vault:
 
     def _release(self, entry: _VaultEntry) -> None:
         """Return the slot of a dropped entry to the pool, unless a reader still uses it."""
-        if entry.dropped and not entry.pins and isinstance(entry.slot, SharedSlot):
+        leased = self._leases[entry.path]
+        if entry.dropped and not leased and isinstance(entry.slot, SharedSlot):
             self._pool.give(entry.slot)
 
     def _reader(self, local: LocalCopy) -> SlotReader:

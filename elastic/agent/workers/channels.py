@@ -1,28 +1,67 @@
-"""Channels from the agent to its workers: one Unix socket, one thread per worker."""
+"""Channels from the agent to its workers: one Unix socket, two threads per worker.
+
+One thread reads the worker's messages, the other one sends: a stopped worker reads nothing, and
+neither the agent nor the other workers may wait for it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from elastic.core.protocol import messages as m
-from elastic.domain.errors import ChannelClosed, FieldError
+from elastic.domain.errors import ChannelClosed, FieldError, UnknownMessage, describe
 from elastic.rpc.frames import Channel, listen_unix
 
 log = logging.getLogger("elastic.agent")
 DRAIN_S = 2.0
 """Upper limit of the wait for the last messages of a dead worker."""
+ACCEPT_RETRY_S = 0.1
+"""Pause after a connection could not be accepted."""
+
+
+class _Sender:
+    """Sends messages to one worker on a thread of its own, until the channel or this is closed.
+
+    After a failed send the channel is closed, so that the worker ends and starts again. Otherwise
+    it would wait for ever for the message, such as an acknowledgement.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="to-worker", daemon=True).start()
+
+    def put(self, message: Any) -> None:
+        self._queue.put(message)
+
+    def close(self) -> None:
+        """End the thread after the messages queued so far. Does not wait."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (message := self._queue.get()) is not None:
+            try:
+                self._channel.send(message)
+            except FieldError:
+                log.exception("a message cannot be sent to a worker")
+            except ChannelClosed as error:
+                log.warning("the connection to a worker is closed: %s", error)
+                self._channel.close()
+                return
 
 
 class WorkerChannels:
     """Connects the agent with its workers, which attach to a Unix socket at `path`.
 
-    `put(generation, local rank, message)` is called for each message of a worker, in order.
+    `put(generation, local rank, message)` is called for each message of a worker, in order. If a
+    message cannot be read, `Crashed` is put in its place, and the worker's connection ends.
     `launched()` returns the generation (number) of the running launch and its process id per local
     rank.
     """
@@ -34,24 +73,26 @@ class WorkerChannels:
         launched: Callable[[], tuple[int, Mapping[int, int]]],
     ) -> None:
         self._put, self._launched = put, launched
-        self._channels: dict[int, Channel] = {}
+        self._senders: dict[int, _Sender] = {}
         self._receivers: dict[tuple[int, int], threading.Thread] = {}
         listener = listen_unix(path)
         threading.Thread(target=self._accept, args=(listener,), name="workers", daemon=True).start()
 
     def send(self, message: Any, rank: int | None = None) -> None:
-        """Send to the worker `rank`, or to all connected workers (None). Closed channels are
-        skipped, because the worker's exit is reported anyway."""
-        for number, channel in list(self._channels.items()):
+        """Queue a message to the worker `rank`, or to all connected workers (None). Closed channels
+        are skipped, because the worker's exit is reported anyway."""
+        for number, sender in list(self._senders.items()):
             if rank is None or rank == number:
-                with contextlib.suppress(ChannelClosed):
-                    channel.send(message)
+                sender.put(message)
 
     def remove(self, rank: int) -> None:
-        self._channels.pop(rank, None)
+        sender = self._senders.pop(rank, None)
+        if sender is not None:
+            sender.close()
 
     def clear(self) -> None:
-        self._channels.clear()
+        for rank in list(self._senders):
+            self.remove(rank)
 
     def drain(self, generation: int, rank: int) -> None:
         """Wait until all messages of a dead worker have been passed on."""
@@ -63,8 +104,12 @@ class WorkerChannels:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return  # closed: the agent ends
+            except OSError as error:  # no descriptors are left, for example
+                if listener.fileno() < 0:
+                    return
+                log.warning("a worker's connection could not be accepted: %s", error)
+                time.sleep(ACCEPT_RETRY_S)
+                continue
             channel = Channel(sock)
             threading.Thread(
                 target=self._receive, args=(channel,), name="worker", daemon=True
@@ -72,24 +117,35 @@ class WorkerChannels:
 
     def _receive(self, channel: Channel) -> None:
         """Pass on one worker's messages until its connection ends."""
+        generation, rank = -1, -1
         try:
-            first = channel.receive()
-            if not isinstance(first, m.Attach | m.Failed):
-                raise FieldError("first message", type(first).__name__, "Attach must come first")
-            rank = first.local_rank
+            hello = channel.receive()
+            if not isinstance(hello, m.Hello):
+                raise FieldError("first message", type(hello).__name__, "Hello must come first")
+            channel.peer, rank = hello.version, hello.local_rank
             generation, pids = self._launched()
-            if isinstance(first, m.Failed):
-                self._put(generation, rank, first)
-                return
-            if pids.get(rank) != first.pid:
-                raise FieldError("pid", first.pid, f"not a worker of this launch ({dict(pids)})")
-            self._channels[rank] = channel
-            self._receivers[generation, rank] = threading.current_thread()
-            self._put(generation, rank, first)
+            own = pids.get(rank) == hello.pid
+            if own:
+                self._receivers[generation, rank] = threading.current_thread()
+                self._put(generation, rank, hello)
             while True:
-                self._put(generation, rank, channel.receive())
+                try:
+                    message = channel.receive()
+                except UnknownMessage as error:
+                    log.info("worker %d sent a message of a newer version: %s", rank, error)
+                    continue
+                if not own and not isinstance(message, m.Failed):
+                    remedy = f"not a worker of this launch ({dict(pids)})"
+                    raise FieldError("pid", hello.pid, remedy)
+                if isinstance(message, m.Attach):
+                    self.remove(rank)
+                    self._senders[rank] = _Sender(channel)
+                self._put(generation, rank, message)
         except ChannelClosed:
             return
         except FieldError as error:
             log.error("a worker's channel is closed: %s", error)
+            if (generation, rank) in self._receivers:
+                text = f"its agent cannot read its message: {describe(error)}"
+                self._put(generation, rank, m.Crashed(text, rank))
             channel.close()

@@ -27,6 +27,9 @@ log = logging.getLogger("elastic.agent")
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CHUNK_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 16
+_LAST_BYTES = 4096
+LAST_OUTPUT_S = 0.5
+"""Upper limit of the wait for the last output of a failed worker."""
 
 
 @dataclass
@@ -40,6 +43,7 @@ class _Pipe:
     """The last, unfinished line."""
     dropped: int = 0
     """Bytes that the log file has lost since writing began to fail; 0: writing succeeds."""
+    ended: threading.Event = field(default_factory=threading.Event)
 
     def feed(self, data: bytes) -> None:
         self._keep(data)
@@ -57,6 +61,7 @@ class _Pipe:
             log.warning("%s lacks its last %d bytes", self.log.name, self.dropped)
         with contextlib.suppress(OSError):  # a full disk, already logged
             self.log.close()
+        self.ended.set()
 
     def _keep(self, data: bytes) -> None:
         """Write to the log file; drop data while its disk fails."""
@@ -92,6 +97,7 @@ class Output:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._pipes: dict[Path, _Pipe] = {}
         self._thread = threading.Thread(target=self._pump, name="worker-output", daemon=True)
 
     def open(self, folder: Path, local_rank: int, names: dict[str, str]) -> tuple[int, int]:
@@ -107,6 +113,23 @@ class Output:
 
     def start(self) -> None:
         self._thread.start()
+
+    def last_error_line(self, folder: Path) -> str:
+        """Return the last line that an ended worker wrote to stderr; "": none.
+
+        Waits until all output is in the file, at most LAST_OUTPUT_S if a descendant of the worker
+        keeps the pipe open.
+        """
+        path = folder / "stderr.log"
+        if path in self._pipes:
+            self._pipes[path].ended.wait(LAST_OUTPUT_S)
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+                lines = file.read().decode(errors="replace").split("\n")
+        except OSError:
+            return ""
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def finish(self, timeout_s: float = 1.0) -> None:
         """Copy the output that is still in the pipes, then stop. Wait up to `timeout_s` for
@@ -131,6 +154,7 @@ class Output:
         prefix = string.Template(config.log_line_prefix).substitute(names).encode() if tee else b""
         pipe = _Pipe(log, self._console[bit - 1], prefix)
         self._selector.register(read, selectors.EVENT_READ, pipe)
+        self._pipes[path] = pipe
         return write
 
     def _pump(self) -> None:

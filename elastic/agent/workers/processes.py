@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import signal
 import subprocess
@@ -28,14 +29,20 @@ from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.fault_spec import dump_faults
 from elastic.core.protocol.messages import Launch
 from elastic.domain import codec
+from elastic.domain.errors import MAX_DESCRIPTION_CHARS
 from elastic.domain.types import NodeInfo
+from elastic.rpc.frames import CHANNEL_VERSION, version_text
 
+log = logging.getLogger("elastic.agent")
 CLOCK_HZ = os.sysconf("SC_CLK_TCK")
 IDLE_S = 3.0
 """Time without CPU use of a worker's main thread after which the CPU time of its descendants is
 read: the worker may be waiting for them."""
 DESCENDANTS_POLL_S = 1.0
 """Interval between two reads of that CPU time; each scans all processes of the machine."""
+KILL_S = 10.0
+"""A worker that the kernel does not end within this time after SIGKILL counts as ended. It waits
+for a device or a disk, and runs no more code of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class WorkerExit:
     pid: int
     returncode: int
     """Exit status, or minus the number of the signal that ended the process."""
+    error: str = ""
+    """Error that ended the process, as far as known."""
 
 
 def agent_socket(config: JobConfig, node: str) -> Path:
@@ -156,8 +165,11 @@ def worker_environment(
         "ELASTIC_TP_STORE": tp_store,
         "ELASTIC_LINK": codec.dumps(config.link),
         "ELASTIC_SILENCE": repr(config.lease_s),
+        "ELASTIC_VERIFY_EVERY": str(config.verify_every),
+        "ELASTIC_ON_NONFINITE": config.on_nonfinite.value,
         "ELASTIC_CERTS": config.certs,
         "ELASTIC_CERTS_NAME": config.certs_name,
+        "ELASTIC_PROTOCOL": version_text(CHANNEL_VERSION),
     }
 
 
@@ -213,8 +225,10 @@ class WorkerGroup:
 
     def samples(self) -> tuple[ProcessSample, ...]:
         """Return the kernel's view of each worker that has not ended."""
-        pids = self.pids
-        found = [(pids[rank], process_sample(rank, pids[rank])) for rank in self.alive()]
+        with self._changed:  # another thread may start workers
+            started = sorted(self._processes.items())
+            pids = [(rank, process.pid) for rank, process in started if rank not in self._exits]
+        found = [(pid, process_sample(rank, pid)) for rank, pid in pids]
         return tuple(self._descendants.add(pid, one) for pid, one in found if one is not None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -232,7 +246,8 @@ class WorkerGroup:
         self.kill()
 
     def kill(self) -> None:
-        """Send SIGKILL to all workers and descendants, and wait until all workers have ended."""
+        """Send SIGKILL to all workers and descendants, and wait until all workers have ended, at
+        most KILL_S. That takes long if a worker has much memory."""
         pids = self.pids
         descendants = [process for rank in self.alive() for process in _descendants(pids[rank])]
         for rank in self.alive():
@@ -240,21 +255,36 @@ class WorkerGroup:
         for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.wait()
+        if not self.wait(KILL_S):
+            for rank in self.alive():
+                log.error("worker %d (process %d) does not end when killed", rank, pids[rank])
+                self._ended(WorkerExit(rank, pids[rank], -signal.SIGKILL))
         self._finish()
 
     def _await_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        ended = WorkerExit(rank, process.pid, process.wait())
+        code = process.wait()
+        # A signal comes from outside, so its worker has nothing to say about it.
+        error = self._output.last_error_line(self._folder(rank)) if code > 0 else ""
+        self._ended(WorkerExit(rank, process.pid, code, error[:MAX_DESCRIPTION_CHARS]))
+
+    def _ended(self, ended: WorkerExit) -> None:
+        """Pass on the end of a worker, once."""
         with self._changed:
-            self._exits.add(rank)
+            if ended.local_rank in self._exits:
+                return
+            self._exits.add(ended.local_rank)
             last = len(self._exits) == self._config.nproc_per_node
             self._changed.notify_all()
         self._on_exit(ended)
         if last:
             self._finish()
 
+    def _folder(self, rank: int) -> Path:
+        """Return the folder of the worker's log files."""
+        return self._config.log_path(self._info.node, self._launch.restart, rank)
+
     def _open(self, rank: int) -> tuple[int, int]:
-        folder = self._config.log_path(self._info.node, self._launch.restart, rank)
+        folder = self._folder(rank)
         names = {
             "node": self._info.node,
             "rank": str(self._launch.rank + rank),

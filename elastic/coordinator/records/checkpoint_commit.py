@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elastic.core.job import state as job
 from elastic.domain.errors import ElasticError
 from elastic.domain.types import JobSpec
+from elastic.rpc.control.event_loop import Dispatcher
 from elastic.store import checkpoint_directory
 
 log = logging.getLogger("elastic.coordinator")
-Commit = Future[job.CheckpointCommitted | None]
+Commit = Future[job.CheckpointCommitted | job.CheckpointFailed]
 
 
 class CheckpointCommits:
@@ -23,35 +26,70 @@ class CheckpointCommits:
 
     def __init__(self, directory: Path, done: Callable[[Any], object]) -> None:
         self._directory, self._done = directory, done
-        self._disk = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: list[Commit] = []
+        self._disk = Dispatcher("checkpoint")
+        self._closed = threading.Event()
+        self._pending: dict[Commit, int] = {}
 
     def begin(self, step: int, spec: JobSpec | None) -> None:
-        """Start to complete the checkpoint of `step`."""
+        """Start to complete the checkpoint of `step`, unless this is under way. A disk that
+        fails is tried several times."""
+        if step in self._pending.values():
+            return
+        future: Commit = Future()
 
-        def work() -> job.CheckpointCommitted | None:
+        def commit() -> job.CheckpointCommitted | job.CheckpointFailed:
             try:
-                path = checkpoint_directory.commit(self._directory, step, spec)
+                path = checkpoint_directory.retry(
+                    lambda: checkpoint_directory.commit(self._directory, step, spec),
+                    self._closed.wait,
+                )
             except (ElasticError, OSError) as error:  # a network disk may fail at any time
                 log.error("checkpoint of step %d is incomplete: %s", step, error)
-                return None
+                return job.CheckpointFailed(step, str(error))
             return job.CheckpointCommitted(str(path), step)
 
-        future = self._disk.submit(work)
-        self._pending.append(future)
+        def work() -> None:
+            try:
+                future.set_result(commit())
+            except Exception as error:  # noqa: BLE001 - somebody waits for the result
+                future.set_exception(error)
+
+        self._pending[future] = step
         future.add_done_callback(self._done)
+        self._disk.post(work)
+
+    def drop(self, step: int, before: int = 0) -> None:
+        """Remove the files of the incomplete checkpoint of `step`. `before`: only those of epochs
+        below it, also of a complete checkpoint; the result of a commit under way is ignored."""
+        if before:
+            self._pending = {commit: s for commit, s in self._pending.items() if s != step}
+        self._disk.post(partial(checkpoint_directory.discard_step, self._directory, step, before))
+
+    def left_over(self) -> tuple[job.CheckpointFailed, ...]:
+        """Return an event for each checkpoint that has files but was not committed. Call this at
+        the end of the job, when no commit is pending."""
+        why = "some nodes were lost before they reported their files"
+        steps = checkpoint_directory.staged_steps(self._directory)
+        return tuple(job.CheckpointFailed(step, why) for step in steps)
 
     def pending(self) -> tuple[Commit, ...]:
         """Return the commits that were not taken."""
         return tuple(self._pending)
 
-    def take(self, future: Commit) -> job.CheckpointCommitted | None:
-        """Wait for a commit; return its event, or None if it was taken before or has failed."""
+    def take(
+        self, future: Commit, timeout_s: float = 0.0
+    ) -> job.CheckpointCommitted | job.CheckpointFailed | None:
+        """Wait for a commit; return its event, or None if it was taken before. After `timeout_s` it
+        counts as failed."""
         if future not in self._pending:
             return None
-        self._pending.remove(future)
-        return future.result()
+        step = self._pending.pop(future)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            return job.CheckpointFailed(step, f"the disk did not answer for {timeout_s:g} s")
 
     def close(self) -> None:
-        """Stop the thread, without waiting for a commit in progress."""
-        self._disk.shutdown(wait=False)
+        """Begin no further commit; do not wait for one in progress."""
+        self._closed.set()
+        self._disk.abandon()

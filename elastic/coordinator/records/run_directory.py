@@ -13,27 +13,31 @@ from typing import Any
 from elastic.config import JobConfig
 from elastic.coordinator.queries import policy_of
 from elastic.core.job import state as job
-from elastic.domain.errors import FieldError
+from elastic.core.protocol.version import PROTOCOL
+from elastic.domain.errors import CorruptCheckpoint, FieldError
 from elastic.store import checkpoint_directory
 
 log = logging.getLogger("elastic.coordinator")
 
 
-def initial_state(config: JobConfig) -> job.JobState:
-    """Return the state of a new run, with the checkpoint that it resumes, if any. Removes the files
-    of unfinished checkpoints."""
+def initial_state(config: JobConfig) -> tuple[job.JobState, tuple[dict[str, Any], ...]]:
+    """Return the state of a new run, with the checkpoints that it can resume, if any; and fields of
+    `checkpoint-unusable` events about newer ones. Removes the files of unfinished checkpoints.
+
+    Raises CorruptCheckpoint if none of the checkpoints to resume is complete.
+    """
     checkpoint_directory.discard_incomplete(Path(config.checkpoint_dir))
-    state = job.JobState(policy=policy_of(config))
+    state = job.JobState(policy=policy_of(config), protocol=PROTOCOL)
     if not config.resume:
-        return state
-    path = Path(config.resume)
-    if not (path / checkpoint_directory.MANIFEST).is_file():  # a folder of checkpoints
-        newest = checkpoint_directory.latest(path)
-        if newest is None:
-            return state
-        path = newest
-    step = int(path.name.rsplit("-", 1)[1])
-    return state.of(checkpoint=(str(path), step))
+        return state, ()
+    found, problems = checkpoint_directory.complete(config.resume)
+    if not found:
+        remedy = "; ".join(map(str, problems)) or "it holds no checkpoint"
+        raise CorruptCheckpoint("--resume", config.resume, remedy)
+    known = tuple((str(path), manifest.step) for path, manifest in found)
+    resumed = checkpoint_directory.saved_model(*found[0])
+    state = state.of(checkpoint=known[0], older_checkpoints=known[1:], resumed=resumed)
+    return state, tuple({"path": error.value, "why": error.remedy} for error in problems)
 
 
 def announce(run_dir: Path, leader: dict[str, Any]) -> None:

@@ -161,6 +161,7 @@ class RunRecords:
             "microbatches": spec.n_microbatches,
             "tokens_per_microbatch": spec.tokens_per_microbatch,
             "tp": spec.tp,
+            "ledgers": spec.n_layers * spec.tp,
             "tied": spec.tied,
             "checkpoint_every": spec.checkpoint_every,
         }

@@ -16,6 +16,8 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the summary of a run, from the entries of its event log."""
     steps: dict[int, dict[str, Any]] = {}
     recoveries, plan, backup, end, checkpoints = [], "", {}, {}, []
+    nonfinite: dict[int, dict[str, Any]] = {}
+    divergences, ledgers, wrong = [], 0, {"double": 0, "missing": 0}
     first = last = 0.0
     for entry in events:
         at = float(entry.get("at", 0.0))
@@ -24,14 +26,23 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
             case "step":
                 steps[entry["step"]] = entry
             case "recovery":
-                recoveries.append({k: v for k, v in entry.items() if k not in ("at", "kind")})
+                recoveries.append(_fields(entry))
+            case "job":
+                ledgers = entry.get("ledgers", 0)
+            case "nonfinite":
+                nonfinite[entry["step"]] = _fields(entry)
+            case "divergence":
+                divergences.append(_fields(entry))
+            case "ledger":
+                wrong = {name: wrong[name] + entry[name] for name in wrong}
             case "plan":
                 plan, backup = entry["text"], entry["backup"]
             case "checkpoint":
                 checkpoints.append(entry["step"])
             case "lost-steps":
-                for step in [s for s in steps if s >= entry["from_step"]]:
-                    del steps[step]
+                lost = entry["from_step"]
+                steps = {step: kept for step, kept in steps.items() if step < lost}
+                nonfinite = {step: kept for step, kept in nonfinite.items() if step < lost}
             case "end":
                 end = entry
     ordered = [steps[step] for step in sorted(steps)]
@@ -50,12 +61,18 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "plan": plan,
         "backup": backup,
         "ledger": {
-            "double": sum(entry["doubled"] for entry in ordered),
-            "missing": sum(entry["missing"] for entry in ordered),
+            **wrong,
+            "proved": sum(0 < ledgers == entry.get("ledgers", 0) for entry in ordered),
         },
+        "nonfinite": [nonfinite[step] for step in sorted(nonfinite)],
+        "divergences": divergences,
         "checkpoints": checkpoints,
         "recoveries": recoveries,
     }
+
+
+def _fields(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name not in ("at", "kind")}
 
 
 def plan_entry(plan: Plan) -> dict[str, Any]:

@@ -32,6 +32,7 @@ MAX_CHARS, MAX_ITEMS = 256 << 10, 1 << 17
 LIMITS: dict[type, tuple[int, int]] = {
     HealthReport: (MAX_NAME_CHARS, MAX_ENTRIES),
     m.Notice: (4096, MAX_ENTRIES),
+    m.AgentFailed: (4096, MAX_ENTRIES),
 }
 """(characters, items) by message type, in place of MAX_CHARS and MAX_ITEMS."""
 UNBOUNDED = frozenset(
@@ -129,7 +130,8 @@ def _check_sender(state: JobState, sender: str, message: Any) -> Rejection | Non
             return _check_report(state, sender, message)
         case m.Heartbeat() if info is None or message.incarnation != info.incarnation:
             return Rejection(STALE, f"{sender} is not a member (any more)", fence=True)
-        case m.Notice() | HealthReport():  # accepted from an unknown node, but without effect
+        case m.Notice() | HealthReport() | m.AgentFailed():
+            # From an unknown node they are accepted, but have no effect.
             if info is not None and message.incarnation != info.incarnation:
                 return Rejection(STALE, f"{kind} of a former {sender}")
         case m.StepDone():
@@ -144,13 +146,15 @@ def _named_node(message: Any, sender: str) -> str | None:
     match message:
         case m.NodeReport():
             return message.info.node
-        case m.Heartbeat() | m.Notice() | HealthReport() | m.RefusalNote():
+        case m.Heartbeat() | m.Notice() | HealthReport() | m.RefusalNote() | m.AgentFailed():
             return message.node
-        case m.BackupNote(kind=m.BACKUP_SHORT):
+        case m.BackupNote(kind=m.BACKUP_SHORT | m.KEEPER_FAILED):
             return message.owner
         case m.BackupNote(kind=m.COPY_CORRUPT):
             return message.keeper
-        case m.StepDone() | m.CheckpointPart() | m.BackupNote():
+        case m.CheckpointPart():
+            return message.node or sender
+        case m.StepDone() | m.BackupNote():
             return sender
     return None
 
@@ -168,8 +172,9 @@ def _out_of_range(state: JobState, message: Any) -> str:
                 return f"step {record.step} of {steps}, epoch {epoch}"
         case m.BackupNote(kind=kind) if kind not in m.BACKUP_NOTES:
             return f"a note of kind {kind!r}"
-        case m.CheckpointPart(step=step, layers=slots):
-            if not 0 <= step <= steps or any(not 0 <= slot[0] < layers for slot in slots):
+        case m.CheckpointPart(step=step, layers=slots, epoch=epoch):
+            known = 0 <= step <= steps and -1 <= epoch < MAX_COUNT
+            if not known or any(not 0 <= slot[0] < layers for slot in slots):
                 return f"a part of step {step} of {steps}"
         case m.Notice(node=node, deadline_s=left_s):
             if not -MAX_DEADLINE_S <= left_s <= MAX_DEADLINE_S:

@@ -6,16 +6,22 @@ the job's phase decide afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from elastic.core.job import checkpoints
+from elastic.core.job.absent_nodes import with_returned
+from elastic.core.job.epoch_change import repeat_halt
+from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import count_node_seconds, with_expected_end
+from elastic.core.job.liveness import without_doubt
 from elastic.core.job.measured_conditions import observe_backup
-from elastic.core.job.membership import launch_nodes, name_conflict, with_member
+from elastic.core.job.membership import end_job, launch_nodes, name_conflict, with_member
 from elastic.core.job.state import (
+    CertificatesRead,
     CheckpointCommitted,
-    CommitCheckpoint,
+    CheckpointFailed,
     ConnectionClosed,
     CoordinatorFailover,
     DrainRequested,
@@ -28,17 +34,19 @@ from elastic.core.job.state import (
     LogEntry,
     LossKind,
     Member,
+    PortRefused,
     Send,
     Tick,
 )
 from elastic.core.job.stragglers import observe_speed
-from elastic.core.policy import drain, remediation
+from elastic.core.policy import drain, progress_watchdog, remediation
 from elastic.core.policy.admission import admit
+from elastic.core.policy.certificate_warnings import certificates_read
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import NodePhase
-from elastic.core.protocol.timeouts import MAX_HEARTBEATS_PER_S
-from elastic.domain.types import Slot, whole_slots
+from elastic.core.protocol.timeouts import LEAST_RTT_S, MAX_HEARTBEATS_PER_S, MOST_RTT_S
+from elastic.domain.errors import EXIT_USAGE
 
 RETIRED = 256
 """Number of replaced incarnations that are kept in the state."""
@@ -51,29 +59,37 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
     member = state.members.get(node)
     if member is None or member.report.info.incarnation != report.info.incarnation:
         return _new_incarnation(state, report, now)
-    was = member.report
+    was, returns = member.report, not member.connected
     if report.epoch < was.epoch:
         return state, (), f"{node}: stale report of epoch {report.epoch}"
     if state.spec is None and report.elastic and report.spec is not None:
         state = state.of(spec=report.spec)
+        if problem := checkpoints.mismatch(state.resumed, report.spec):
+            state, actions = end_job(state, JobPhase.FAILED, EXIT_USAGE, problem)
+            return state, actions, problem
+        state = state.of(resumed=None)
     if state.spec is not None and report.spec is not None:
         if report.spec != state.spec:
             text = f"{node} runs another model or configuration than the rest of the job"
             report = replace(report, failed=m.Failed(text, 2))
         else:  # the state keeps the spec once, because it is the largest part of a report
             report = replace(report, spec=None)
-    member = replace(member, report=report, seen=now, connected=True)
+    member = replace(member, report=report, seen=now, connected=True, refused=False)
     if report.info.lifetime_s != was.info.lifetime_s:
         member = with_expected_end(member, now)
-    state = with_member(state, member)
-    if report.suspects and not state.suspected_since and report.epoch == state.epoch:
+    state = progress_watchdog.report_seen(with_member(state, member), was, report, now)
+    accuses = bool(report.suspects or report.failures)
+    if accuses and not state.suspected_since and report.epoch == state.epoch:
         state = state.of(suspected_since=now)
     records = [h.record for h in report.halted if h.record and state.phase is JobPhase.HALTING]
     if records and records[-1].step > state.newest_step:
         state = state.of(record=records[-1])
     state, findings = remediation.workers_failed(state, was, report, now)
     reason = f"{node}: {report.phase}" if report.phase is not was.phase else ""
-    return state, (*_missed_orders(state, node), *findings), reason
+    orders = _missed_orders(state, node)
+    if returns:
+        orders = (*orders, *progress_watchdog.missed_restart(state, state.members[node]))
+    return state, (*orders, *findings), reason
 
 
 def _new_incarnation(state: JobState, report: m.NodeReport, now: float) -> JobTransition:
@@ -86,20 +102,22 @@ def _new_incarnation(state: JobState, report: m.NodeReport, now: float) -> JobTr
     conflict = name_conflict(state, report, now)
     if conflict is not None:
         return state, (Send(node, conflict),), conflict.reason
+    known = node in state.members or node in state.health
     state, admission, accepted = admit(state, report, now)
     if not accepted:
         return state, admission, f"{node} is refused"
-    state, actions = _join(state, report, now)
+    state, actions = _join(state, report, now, known=known)
     return state, (*admission, *actions), f"{node} joined"
 
 
 def _join(
-    state: JobState, report: m.NodeReport, now: float
+    state: JobState, report: m.NodeReport, now: float, *, known: bool
 ) -> tuple[JobState, tuple[JobAction, ...]]:
     node = report.info.node
     joined = LogEntry("joined", {"node": node, "domain": report.info.domain})
     actions: list[JobAction] = [joined]
     former = state.members.get(node)
+    state = with_returned(state, node)
     if former is not None:
         why = "came back as a new incarnation"
         retired = (*state.retired, (node, former.report.info.incarnation))[-RETIRED:]
@@ -109,9 +127,14 @@ def _join(
         actions = [LogEntry("lost", data), *findings, joined]
     state = count_node_seconds(state, now, left=former is not None)
     state = with_member(state, with_expected_end(Member(report=report, seen=now), now))
-    if state.ending is None and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
+    state = progress_watchdog.member_joined(state, node, now, known=known)
+    over = state.ending is not None or state.failure is not None
+    if not over and state.phase not in (JobPhase.WAITING, JobPhase.LAUNCHED):
         state, launch = launch_nodes(state, (node,))
         actions += launch
+    if report.inventory and state.phase is JobPhase.RUNNING and state.trimmed >= state.epoch:
+        step = state.assignment.step if state.assignment is not None else -1
+        actions.append(Send(node, m.Trim(state.epoch, step)))
     actions += [order for order in _missed_orders(state, node) if order not in actions]
     return state, tuple(actions)
 
@@ -148,14 +171,17 @@ def _heartbeats(state: JobState, event: Heartbeats, now: float) -> JobTransition
         report = member.report
         if (report.step, report.microbatch) != (beat.step, beat.microbatch):
             report = replace(report, step=beat.step, microbatch=beat.microbatch)
-        members[beat.node] = replace(member, seen=now, report=report)
+        members[beat.node] = replace(member, seen=now, report=report, refused=False)
         accepted.append(beat)
     if accepted:
-        state = state.of(members=members)
+        state = progress_watchdog.heartbeats_seen(state.of(members=members), accepted, now)
     for beat in accepted:
         state = observe_backup(observe_speed(state, beat), beat)
     times = (one.forward_s + one.backward_s for beat in accepted for one in beat.measured)
-    seen = state.seen.grown(microbatch_s=max(times, default=0.0))
+    rtt_s = min(MOST_RTT_S, max((beat.rtt_s for beat in accepted), default=0.0))
+    seen = state.seen.grown(
+        microbatch_s=max(times, default=0.0), rtt_s=rtt_s if rtt_s >= LEAST_RTT_S else 0.0
+    )
     state = state if seen is state.seen else state.of(seen=seen)
     return state, tuple(fenced), "former member" if fenced else ""
 
@@ -166,6 +192,23 @@ def _connection_closed(state: JobState, event: ConnectionClosed, now: float) -> 
         return state, (), ""
     state = with_member(state, replace(member, connected=False, closed_at=now))
     return state, (), f"{event.node}: connection closed"
+
+
+def _port_refused(state: JobState, event: PortRefused, now: float) -> JobTransition:
+    member = state.members.get(event.node)
+    if member is None or member.connected or member.report.info.incarnation != event.incarnation:
+        return state, (), ""
+    state = with_member(state, replace(member, refused=True))
+    return state, (), f"{event.node}: its port refuses connections"
+
+
+def _agent_failed(state: JobState, event: m.AgentFailed, now: float) -> JobTransition:
+    member = state.members.get(event.node)
+    if member is None or member.report.info.incarnation != event.incarnation:
+        return state, (), ""
+    state = with_member(state, replace(member, agent_error=event.error))
+    entry = LogEntry("agent-failed", {"node": event.node, "error": event.error})
+    return state, (entry,), f"{event.node}: its agent failed: {event.error}"
 
 
 def _drain_requested(state: JobState, event: DrainRequested, now: float) -> JobTransition:
@@ -182,8 +225,9 @@ def _drain_requested(state: JobState, event: DrainRequested, now: float) -> JobT
 
 
 def _step_finished(state: JobState, event: m.StepDone, now: float) -> JobTransition:
-    step = event.record.step
-    if step <= state.logged_step or step < state.newest_step:
+    step, present = event.record.step, state.assignment
+    undone = present and event.epoch < present.plan.epoch and step >= present.step
+    if undone or step <= state.logged_step or step < state.newest_step:
         return state, (), ""
     if state.plan is not None:
         epoch = state.plan.epoch
@@ -192,58 +236,47 @@ def _step_finished(state: JobState, event: m.StepDone, now: float) -> JobTransit
         state = state.of(durations=durations)
     seen = state.seen.grown(step_s=event.seconds)
     state = state.of(record=event.record, step_finished_at=now, logged_step=step, seen=seen)
-    return state, (), ""
-
-
-def _checkpoint_part(state: JobState, event: m.CheckpointPart, now: float) -> JobTransition:
-    before = {slot for step, part in state.checkpoint_parts if step == event.step for slot in part}
-    slots = before | set(event.layers)
-    newest = max((step for step, _ in state.checkpoint_parts), default=-1)
-    committed = state.checkpoint is not None and event.step <= state.checkpoint[1]
-    if state.spec is None or event.step < newest or committed:
-        return state, (), ""
-    state = state.of(checkpoint_parts=((event.step, tuple(sorted(slots))),))
-    # Nodes report a part again after a reconnect. The commit must begin only once.
-    begun = _is_complete(state, slots) and not _is_complete(state, before)
-    return state, ((CommitCheckpoint(event.step),) if begun else ()), ""
-
-
-def _is_complete(state: JobState, slots: Collection[Slot]) -> bool:
-    """Return whether `slots` cover every (layer, TP rank) of the model."""
-    spec = state.spec
-    return spec is not None and len(whole_slots(slots)) == spec.n_layers * spec.tp
+    return state, nonfinite_entries(event.record), ""
 
 
 def _backup_note(state: JobState, event: m.BackupNote, now: float) -> JobTransition:
     data = {"owner": event.owner, "keeper": event.keeper, "detail": event.detail}
     reason = f"{event.kind}: copies of {event.owner} at {event.keeper}"
-    return state, (LogEntry(event.kind, data),), reason
+    failed = event.kind == m.KEEPER_FAILED
+    state, findings = remediation.keeper_failed(state, event, now) if failed else (state, ())
+    return state, (LogEntry(event.kind, data), *findings), reason
 
 
 def _checkpoint_committed(state: JobState, event: CheckpointCommitted, now: float) -> JobTransition:
-    if state.checkpoint == (event.path, event.step):
-        return state, (), ""
-    entry = LogEntry("checkpoint", {"step": event.step, "path": event.path})
-    state, findings = remediation.checkpoint_written(state, now)
-    # Keep parts of later checkpoints, which arrived during the commit.
-    later = tuple(part for part in state.checkpoint_parts if part[0] > event.step)
-    state = state.of(checkpoint=(event.path, event.step), checkpoint_parts=later)
-    return state, (entry, *findings), f"checkpoint of step {event.step}"
+    state, entries, reason = checkpoints.committed(state, event)
+    state, findings = remediation.checkpoint_written(state, now) if entries else (state, ())
+    return state, (*entries, *findings), reason
 
 
 def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTransition:
     # All members reconnect at once, so more members get more time.
     late = now + state.limits.adopt_s + len(state.members) / MAX_HEARTBEATS_PER_S
+    # A member that is not back by then is silent.
+    seen = late - state.limits.lease_s
     members = {
-        node: replace(member, connected=False, closed_at=late, seen=late)
+        node: replace(member, connected=False, closed_at=late, seen=seen, refused=False)
         for node, member in state.members.items()
     }
     actions: list[JobAction] = [LogEntry("adopted", {"epoch": state.epoch})]
     if state.ending is not None:
         actions.append(state.ending)
-    parts = state.checkpoint_parts
-    actions += [CommitCheckpoint(step) for step, slots in parts if _is_complete(state, slots)]
-    return state.of(members=members), tuple(actions), "took the job over"
+    actions += checkpoints.commits_to_repeat(state)
+    state = progress_watchdog.restarted(without_doubt(state.of(members=members)), late)
+    if state.phase is not JobPhase.HALTING:
+        return state, tuple(actions), "took the job over"
+    # The store may have lost the write of an assignment of this epoch that some node has.
+    state, halts, reason = repeat_halt(state, now)
+    return state, (*actions, *halts), f"took the job over; {reason}"
+
+
+def _ticked(state: JobState, tick: Tick, now: float) -> JobTransition:
+    state = state.of(late_s=tick.late_s)
+    return progress_watchdog.orders_held(state, now) if tick.held else state, (), ""
 
 
 EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
@@ -251,13 +284,17 @@ EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
     Heartbeat: lambda state, beat, now: _heartbeats(state, Heartbeats((beat,)), now),
     Heartbeats: _heartbeats,
     ConnectionClosed: _connection_closed,
+    PortRefused: _port_refused,
     DrainRequested: _drain_requested,
     m.Notice: drain.notice_received,
     m.StepDone: _step_finished,
-    m.CheckpointPart: _checkpoint_part,
+    m.CheckpointPart: checkpoints.part_reported,
     m.BackupNote: _backup_note,
     HealthReport: remediation.health_reported,
+    m.AgentFailed: _agent_failed,
+    CertificatesRead: certificates_read,
     CheckpointCommitted: _checkpoint_committed,
-    Tick: lambda state, tick, now: (state.of(late_s=tick.late_s), (), ""),
+    CheckpointFailed: lambda state, event, now: checkpoints.commit_failed(state, event),
+    Tick: _ticked,
     CoordinatorFailover: _failover,
 }

@@ -21,42 +21,60 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.coordinator.event_handlers import EVENT_HANDLERS
-from elastic.core.job import quarantine
+from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
+from elastic.core.job import absent_nodes, checkpoints, liveness, quarantine
 from elastic.core.job.epoch_change import (
     begin_change,
+    candidates,
     consider_joining,
     decide_plan,
+    divergence_reports,
+    plan_request,
     resume_if_feasible,
 )
-from elastic.core.job.join_policy import record_pause, without_member
+from elastic.core.job.goodput import nonfinite_entries
+from elastic.core.job.join_policy import plan_if_feasible, record_pause, without_member
 from elastic.core.job.membership import end_job, launch_nodes
+from elastic.core.job.quarantine import SUSPECTED
+from elastic.core.job.reachability import path_cause, review_paths
 from elastic.core.job.state import (
     Cause,
     CauseKind,
     ChangeCompleted,
     JobAction,
+    JobFailure,
     JobPhase,
     JobState,
     JobTransition,
     LogEntry,
-    LossKind,
     Member,
     Send,
 )
-from elastic.core.policy import drain, restart_policy
+from elastic.core.policy import drain, final_checkpoint, progress_watchdog, restart_policy
 from elastic.core.policy.backup_policy import change_backup
+from elastic.core.policy.certificate_warnings import expired_of
 from elastic.core.policy.remediation import apply_remedies, node_lost
 from elastic.core.policy.straggler_policy import rebalance_stragglers
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
 from elastic.core.protocol.timeouts import budget
+from elastic.domain.errors import EXIT_FAILURE, EXIT_OK, EXIT_UNRECOVERABLE, EXIT_USAGE
 from elastic.planning.backup.peer_assignment import natural
 
 SCRIPT_S = 30.0
 """If no worker has attached after this time, the script does not use elastic."""
 LATE_WORKERS_S = 90.0
 """After this time the job starts without the nodes that are not ready, if the minimum is ready."""
+DEPARTURES = 64
+"""Number of lost members whose reasons are kept."""
+SHOWN_FAILURES = 3
+"""Number of nodes whose errors a cause quotes."""
+UNEXPLAINED = "no reason was reported; see the node's logs in the run directory"
 OVER = (JobPhase.FINISHED, JobPhase.FAILED)
+CHANGING = (JobPhase.HALTING, JobPhase.INSTALLING, JobPhase.RUNNING, JobPhase.PAUSED)
+"""Phases in which an epoch change can begin at any time."""
+INSTALLED = (NodePhase.INSTALLING, NodePhase.RUNNING, NodePhase.FINISHED)
+"""Phases of a node that has an assignment of its epoch."""
 Rule = Callable[[JobState, float], JobTransition | None]
 
 
@@ -84,7 +102,7 @@ def record_event(state: JobState, event: Any, now: float) -> JobTransition:
         return state, actions, reason
     new = {name: getattr(limits, name) for name in limits.__slots__}
     changed = {name: s for name, s in new.items() if s != getattr(before, name, None)}
-    measured = {name: getattr(state.seen, name) for name in ("step_s", "microbatch_s", "pause_s")}
+    measured = {name: getattr(state.seen, name) for name in state.seen.__slots__}
     entry = LogEntry("timeouts", changed | {"measured": measured})
     return state.of(timeouts=limits), (*actions, entry), reason
 
@@ -97,7 +115,9 @@ def _excuse_delay(state: JobState, now: float) -> JobState:
             node: replace(member, seen=member.seen + late, closed_at=member.closed_at + late)
             for node, member in state.members.items()
         }
-        state = state.of(members=members)
+        state = progress_watchdog.excused(state.of(members=members), late)
+        if state.failure is not None:
+            state = state.of(failure=replace(state.failure, at=state.failure.at + late))
     return state.of(updated_at=now)
 
 
@@ -107,14 +127,27 @@ def apply_rules(state: JobState, now: float) -> JobTransition:
     actions: list[JobAction] = []
     reasons: list[str] = []
     for _ in range(16):
-        rules = (_end, _drop_lost_members, RULES[state.phase][0])
+        state = progress_watchdog.observe(state, now)
+        rules: tuple[Rule | None, ...] = (
+            _end,
+            _drop_lost_members,
+            _regain_epoch,
+            review_paths,
+            RULES[state.phase][0],
+            progress_watchdog.check_progress,
+        )
+        if state.failure is not None:
+            rules = (_end,)
         results = (rule(state, now) for rule in rules if rule is not None)
         result = next((found for found in results if found is not None), None)
         if result is None:
             break
-        before = state.phase
+        before, epoch = state.phase, state.epoch
         state, more, reason = result
         actions += more
+        if state.epoch > epoch:
+            state, more = progress_watchdog.epoch_began(state, now)
+            actions += more
         reasons += [reason] if reason else []
         if state.phase is not before:
             data = {"phase": state.phase.value, "epoch": state.epoch, "reason": reason}
@@ -126,29 +159,48 @@ def apply_rules(state: JobState, now: float) -> JobTransition:
 
 
 def _drop_lost_members(state: JobState, now: float) -> JobTransition | None:
-    """Drop a member that is lost: silent, disconnected too long, or disconnected and accused.
-
-    After the end of the job no member is lost. If the coordinator is late, the limits grow by its
-    delay, up to one lease, because messages of the member may wait in the queue.
-    """
+    """Drop the members that are lost (`elastic.core.job.liveness`). After the end of the job no
+    member is lost."""
     if state.ending is not None:
         return None
-    late_s = min(state.late_s, state.policy.lease_s)
-    suspects = {node for mb in state.members.values() for node in mb.report.suspects}
+    found = liveness.survey(state, now)
+    doubt = liveness.judge_own_network(state, found, now)
+    if doubt is not None:
+        return doubt
+    believed = liveness.believed_losses(state, found, now)
+    if not believed:
+        return None
+    actions: list[JobAction] = []
+    reasons: list[str] = []
+    for loss in believed:
+        node, error = loss.node, state.members[loss.node].agent_error
+        why = loss.why + (f"; its agent failed: {error}" if error else "")
+        why += expired_of(state, node, now)
+        state = state.of(departures=(*state.departures, (node, why))[-DEPARTURES:])
+        reasons.append(f"{node} lost: {why}")
+        entry = LogEntry("lost", {"node": node, "loss": loss.kind.value, "why": why})
+        state, findings = node_lost(without_member(state, node, now, left=1), node, why, now)
+        if not loss.proven:
+            state = liveness.without_doubt(absent_nodes.with_absent(state, node, now))
+        actions += [entry, Send(node, m.Fenced(f"lost: {why}")), *findings]
+    return state, tuple(actions), "; ".join(reasons)
+
+
+def _regain_epoch(state: JobState, now: float) -> JobTransition | None:
+    """Begin a change above the epoch of the nodes if the store lost its last writes.
+
+    Then nodes know an epoch that the saved state does not have, or have an assignment of an epoch
+    for which the saved state has none. A second assignment for that epoch would mix two plans.
+    """
+    if state.phase not in CHANGING or state.spec is None:
+        return None
     for node, member in state.members.items():
-        why, loss = "", LossKind.CLOSED
-        if not member.connected and now >= member.closed_at:
-            if node in suspects:
-                why = "connection closed and neighbours lost contact"
-            elif now - member.closed_at >= state.limits.closed_s + late_s:
-                why = "connection closed"
-        if not why and now - member.seen > state.policy.lease_s + late_s:
-            why, loss = f"silent for {now - member.seen:.1f} s", LossKind.SILENT
-        if why:
-            entry = LogEntry("lost", {"node": node, "loss": loss.value, "why": why})
-            fence = Send(node, m.Fenced(f"lost: {why}"))
-            state, findings = node_lost(without_member(state, node, now, left=1), node, why, now)
-            return state, (entry, fence, *findings), f"{node} lost: {why}"
+        report = member.report
+        installed = report.able and report.phase in INSTALLED and state.phase is JobPhase.HALTING
+        if member.connected and report.epoch >= state.epoch + (0 if installed else 1):
+            text = f"the store lost its last writes: {node} is {report.phase} in epoch "
+            text += f"{report.epoch}, the saved state is {state.phase} in epoch {state.epoch}"
+            return begin_change(state, Cause(CauseKind.STORE, text, (node,)), now)
     return None
 
 
@@ -156,29 +208,80 @@ def _end(state: JobState, now: float) -> JobTransition | None:
     """End the job if its workers finished or failed."""
     if state.phase in OVER:
         return None
+    if state.failure is not None:
+        return _end_with_error(state, state.failure, now)
     reports = [mb.report for mb in state.members.values()]
     crashing = [r for r in reports if r.elastic and r.phase is NodePhase.FAILED]
     if crashing and len(crashing) == len(reports):
-        text = f"workers crash on every node: {crashing[0].cause}"
+        text = f"workers crash on every node; {_crash(crashing[0])}"
         return _end_job(state, JobPhase.FAILED, 1, text)
     for report in reports:
         failed, finished = report.failed, report.finished
         if failed is not None:
-            text = f"{report.info.node}: {failed.message}"
-            return _end_job(state, JobPhase.FAILED, failed.exit_code, text)
+            return _fail(state, JobFailure(report.info.node, failed, now), now)
         if finished is not None and finished.params_sha256:
-            text, sha = f"all {finished.step} steps done", finished.params_sha256
-            return _end_job(state, JobPhase.FINISHED, 0, text, sha)
+            return _finished(state, finished, now)
     return None
 
 
+def _fail(state: JobState, failure: JobFailure, now: float) -> JobTransition:
+    """Keep the first failure, and end the job unless it must wait for a checkpoint."""
+    state, entries = state.of(failure=failure), _evidence(failure.failed)
+    ended = _end_with_error(state, failure, now)
+    if ended is None:
+        wait = f"waiting for the checkpoint of step {_due_at_failure(state, failure)}"
+        return state, entries, f"{_error(failure)}; {wait}"
+    state, actions, reason = ended
+    return state, (*entries, *actions), reason
+
+
+def _end_with_error(state: JobState, failure: JobFailure, now: float) -> JobTransition | None:
+    """End the job once the checkpoint that is due is durable or given up, or after `save_s`."""
+    due = _due_at_failure(state, failure)
+    if checkpoints.is_awaited(state, due) and now - failure.at < state.limits.save_s:
+        return None
+    return _end_job(state, JobPhase.FAILED, failure.failed.exit_code, _error(failure), due=due)
+
+
+def _due_at_failure(state: JobState, failure: JobFailure) -> int:
+    """Return the step of the newest checkpoint that all workers can have; 0: none. A worker that
+    has a version proves that all others have it, or get it without this worker."""
+    version = failure.failed.version
+    return checkpoints.due_at(state, version if version >= 0 else state.newest_step + 1)
+
+
+def _error(failure: JobFailure) -> str:
+    return f"{failure.node}: {failure.failed.message or UNEXPLAINED}"
+
+
+def _evidence(failed: m.Failed) -> tuple[LogEntry, ...]:
+    """Return the log entries of the wrong ledger or the gradient that made a worker fail."""
+    entries = nonfinite_entries(failed.record, stops=True)
+    if failed.doubled or failed.missing:
+        counts = {"double": failed.doubled, "missing": failed.missing}
+        entries = (*entries, LogEntry("ledger", counts))
+    return entries
+
+
+def _finished(state: JobState, finished: m.Finished, now: float) -> JobTransition | None:
+    """End the job once the checkpoint of its last step is durable, if one is due."""
+    text, sha = f"all {finished.step} steps done", finished.params_sha256
+    if not checkpoints.is_final_missing(state):
+        return _end_job(state, JobPhase.FINISHED, EXIT_OK, text, sha)
+    problem = final_checkpoint.problem(state)
+    if problem:
+        return _end_job(state, JobPhase.FAILED, EXIT_FAILURE, f"{text}, but {problem}", sha)
+    return final_checkpoint.replace_writers(state, now)
+
+
 def _end_job(
-    state: JobState, phase: JobPhase, code: int, reason: str, sha: str = ""
+    state: JobState, phase: JobPhase, code: int, reason: str, sha: str = "", due: int = 0
 ) -> JobTransition:
     # The summary must include a change that became complete just before the end of the job.
     state, completed, _ = _complete_change(state) or (state, (), "")
+    unfinished = checkpoints.unfinished(state, due)
     state, ended = end_job(state, phase, code, reason, sha)
-    return state, (*completed, *ended), reason
+    return state, (*completed, *unfinished, *ended), reason
 
 
 # ---- rules of single phases ----
@@ -229,10 +332,10 @@ def _plain_script(state: JobState, launched: list[Member], now: float) -> JobTra
     more = any(mb.rank < 0 for mb in state.members.values()) and len(launched) < policy.max_nodes
     grown = more and now - state.launched_at > SCRIPT_S
     if failed and state.restart >= policy.max_restarts:
-        text = f"{failed[0].report.cause} (restarts used up: {state.restart})"
+        text = f"{_crash(failed[0].report)} (restarts used up: {state.restart})"
         return _end_job(state, JobPhase.FAILED, 1, text)
     if failed or missing or grown:
-        why = failed[0].report.cause if failed else "membership changed"
+        why = _crash(failed[0].report) if failed else "membership changed"
         if not failed:  # a restart after a change of membership does not count
             policy = replace(policy, max_restarts=policy.max_restarts + 1)
         members = {n: replace(mb, rank=-1, launch=None) for n, mb in state.members.items()}
@@ -258,6 +361,10 @@ def _halting(state: JobState, now: float) -> JobTransition | None:
     )
     if not halted or restart_policy.is_waiting(state, now):
         return None
+    if not change.boundary:
+        verdict = progress_watchdog.retry(state, now)
+        if verdict is not None or progress_watchdog.is_paused(state, now):
+            return verdict
     return restart_policy.decide_wait(state, now) or decide_plan(state, now)
 
 
@@ -270,6 +377,11 @@ def _notice_ends(state: JobState, now: float) -> Cause | None:
 
 
 def _installing(state: JobState, now: float) -> JobTransition | None:
+    unreadable = checkpoints.unreadable(state)
+    if unreadable is not None:
+        node, found = unreadable
+        alone = _leave_out_blind(state, node, found.detail, now) if found.missing else None
+        return alone or _fall_back(state, found.detail, now)
     cause = _fault(state, now)
     if cause is not None:
         # If a micro-batch of this epoch was computed before the fault, the change is complete and
@@ -282,6 +394,42 @@ def _installing(state: JobState, now: float) -> JobTransition | None:
         state = state.of(phase=JobPhase.RUNNING, trained=True)
         return state, (), "every node of the plan is ready"
     return None
+
+
+def _leave_out_blind(state: JobState, node: str, why: str, now: float) -> JobTransition | None:
+    """Leave out a node that does not see the checkpoint's files. None: it is not the first such
+    node, or no plan fits without it."""
+    if set(state.checkpoint_blind) - {node}:
+        return None
+    request = replace(plan_request(state, state.epoch + 1), dead=frozenset({node}))
+    if plan_if_feasible(request) is None:
+        return None
+    state = state.of(checkpoint_blind=(node,))
+    reason = f"it cannot read the checkpoint: {why}"
+    finding = Finding(FaultClass.STORAGE, HealthAction.QUARANTINE, reason, {SUSPECTED: True}, now)
+    state, entries = quarantine.add_finding(state, node, finding)
+    cause = Cause(CauseKind.OTHER, f"{node} cannot read the checkpoint: {why}", (node,))
+    state, actions, told = begin_change(state, cause, now)
+    return state, (*entries, *actions), told
+
+
+def _fall_back(state: JobState, why: str, now: float) -> JobTransition:
+    """Continue from an older checkpoint, because the newest one cannot be read."""
+    excused: list[JobAction] = []
+    for node in state.checkpoint_blind:
+        found = quarantine.pardon(state, node, now, 0.0, "other nodes cannot read it either")
+        state, entries, _ = found or (state, (), "")
+        excused += entries
+    state, entry = checkpoints.without_newest(state, why)
+    if state.checkpoint is not None:
+        text = f"{why}; continuing from the checkpoint of step {state.checkpoint[1]}"
+        state, actions, reason = begin_change(state, Cause(CauseKind.OTHER, text), now)
+        return state, (*excused, entry, *actions), reason
+    code = EXIT_UNRECOVERABLE if state.trained else EXIT_USAGE
+    state, actions, reason = _end_job(
+        state, JobPhase.FAILED, code, f"{why}; there is no older checkpoint"
+    )
+    return state, (entry, *actions), reason
 
 
 def _running(state: JobState, now: float) -> JobTransition | None:
@@ -298,7 +446,7 @@ def _running(state: JobState, now: float) -> JobTransition | None:
         step = state.assignment.step if state.assignment is not None else -1
         sends = [Send(node, m.Trim(state.epoch, step)) for node in state.members]
         entry = LogEntry("protected", {"epoch": state.epoch})
-        return state.of(trimmed=state.epoch), (*sends, entry), "protected"
+        return state.of(trimmed=state.epoch, absent=()), (*sends, entry), "protected"
     return (
         _drain(state, now)
         or drain.replace_hinted_nodes(state, now)
@@ -355,7 +503,8 @@ def _join(state: JobState, now: float) -> JobTransition | None:
         return None
     if not state.joining:
         return consider_joining(state, now)
-    here = tuple(node for node in state.joining if node in state.members)
+    usable = {member.node for member in candidates(state)}
+    here = tuple(node for node in state.joining if node in usable)
     fetching = any(state.members[node].report.prefetched < state.epoch for node in here)
     if fetching and now - state.joining_since < state.limits.prefetch_s:
         return None
@@ -366,6 +515,8 @@ def _join(state: JobState, now: float) -> JobTransition | None:
 
 
 def _paused(state: JobState, now: float) -> JobTransition | None:
+    if state.missing is not None and not absent_nodes.returned_nodes(state):
+        return absent_nodes.end_if_hopeless(state, now)
     return quarantine.release_expired(state, now) or resume_if_feasible(state, now)
 
 
@@ -375,21 +526,59 @@ def _fault(state: JobState, now: float) -> Cause | None:
     for node in state.plan.nodes():
         member = state.members.get(node)
         if member is None:
-            return Cause(CauseKind.LOST, f"{node} lost", (node,))
+            return Cause(CauseKind.LOST, f"{node} lost{_departure(state, node)}", (node,))
         if member.workers_gone:
             return _workers_down(member.report, "workers are gone")
         if member.report.phase is NodePhase.IDLE:
             return _workers_down(member.report, "workers were started anew")
     for node, peer in state.plan.peers:
         if peer not in state.members:
-            text = f"{peer} lost, which kept the backups of {node}"
+            text = f"{peer} lost, which kept the backups of {node}{_departure(state, peer)}"
             return Cause(CauseKind.LOST, text, (peer,))
-    if state.suspected_since and now - state.suspected_since > state.limits.contact_s:
-        suspects = sorted({node for mb in state.members.values() for node in mb.report.suspects})
-        if suspects:
-            text = f"contact lost with {' '.join(suspects)}"
-            return Cause(CauseKind.CONTACT, text, tuple(suspects))
+    for diverged in divergence_reports(state)[:1]:
+        text = "; ".join(one.text for one in diverged.found)
+        return Cause(CauseKind.DIVERGENCE, f"step {diverged.step}: {text}")
+    unreachable = path_cause(state) or checkpoints.cause_to_write_again(state)
+    if unreachable is not None:
+        return unreachable
+    if state.suspected_since and now - state.suspected_since > _contact_s(state):
+        return _contact_lost(state)
     return None
+
+
+def _contact_s(state: JobState) -> float:
+    """Return the time from lost contact to the next epoch. It doubles while a recovery fails for
+    this cause, up to the time in which a bad path is found."""
+    causes = state.change.causes if state.change is not None else ()
+    again = sum(cause.kind is CauseKind.CONTACT for cause in causes)
+    limits = state.limits
+    return max(limits.contact_s, min(limits.contact_s * 2.0 ** min(again, 30), limits.path_s))
+
+
+def _contact_lost(state: JobState) -> Cause | None:
+    """Return the cause with the reported suspects and errors, or None if nobody reports any now."""
+    reports = [mb.report for mb in state.members.values() if mb.report.epoch == state.epoch]
+    suspects = tuple(sorted({node for report in reports for node in report.suspects}))
+    failures = [f"{r.info.node}: {text}" for r in reports for text in r.failures[:1]]
+    if not suspects and not failures:
+        return None
+    more = len(failures) - SHOWN_FAILURES
+    errors = "; ".join([*failures[:SHOWN_FAILURES], *([f"{more} more"] if more > 0 else [])])
+    if not suspects:
+        return Cause(CauseKind.CONTACT, errors)
+    text = f"contact lost with {' '.join(suspects)}" + (f" ({errors})" if errors else "")
+    return Cause(CauseKind.CONTACT, text, suspects)
+
+
+def _departure(state: JobState, node: str) -> str:
+    """Return why the node was lost, as the end of a cause; "": it is not known."""
+    why = dict(state.departures).get(node, "")
+    return f": {why}" if why else ""
+
+
+def _crash(report: NodeReport) -> str:
+    """Return the node and the cause of its workers' crash."""
+    return f"{report.info.node}: {report.cause or UNEXPLAINED}"
 
 
 def _workers_down(report: NodeReport, text: str) -> Cause:

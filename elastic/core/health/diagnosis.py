@@ -4,6 +4,7 @@
     process  a worker crashed or hangs      restart               quarantine (as host or device)
     host     is slow, or lost repeatedly    rebalance             replace (with a spare), quarantine
     device   errors, or throttled           replace, quarantine   -
+    path     cannot reach another node      leave one of them out -
     link     carries less than before       replace or rebalance  quarantine, if that is faster
     storage  a disk is full or read-only    replace (own disk)    none: train without checkpoints
 
@@ -41,6 +42,8 @@ class FaultClass(StrEnum):
     PROCESS = "process"
     DEVICE = "device"
     LINK = "link"
+    PATH = "path"
+    """Not the node, but the network between it and another node."""
     STORAGE = "storage"
     HOST = "host"
 
@@ -148,6 +151,8 @@ class NodeHealth:
     """Newest health report."""
     errors: int = 0
     """Number of device errors that have led to a finding."""
+    divergences: int = 0
+    """Number of times that its replicas were proven wrong."""
     clock: tuple[float, ...] = ()
     """Newest values of (coordinator's clock at arrival - node's clock when it sent a report)."""
     link: LinkSpeed = field(default_factory=LinkSpeed)

@@ -25,10 +25,12 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from elastic.core.job import join_policy, quarantine
-from elastic.core.job.goodput import step_entry
+from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
+from elastic.core.job import absent_nodes, checkpoints, join_policy, quarantine, reachability
+from elastic.core.job.goodput import nonfinite_entries, step_entry
 from elastic.core.job.measured_conditions import backup_conditions
 from elastic.core.job.membership import end_job
+from elastic.core.job.reachability import CopyPlace
 from elastic.core.job.state import (
     Cause,
     CauseKind,
@@ -44,18 +46,27 @@ from elastic.core.job.state import (
 from elastic.core.job.stragglers import slowdowns
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
-from elastic.core.recovery import partial_replay, recovery
-from elastic.domain.errors import FieldError, InfeasiblePlan, Unrecoverable
-from elastic.domain.types import Plan, StepRecord
+from elastic.core.recovery import divergence, lineage, partial_replay, recovery
+from elastic.domain.errors import EXIT_UNRECOVERABLE, FieldError, InfeasiblePlan, Unrecoverable
+from elastic.domain.types import NodeInfo, Plan, StepRecord
 from elastic.planning.plan.schemes import state_of
 from elastic.planning.search.search import PlanRequest, make_plan
+
+MAX_SOLUTIONS = 16
+"""Maximum number of attempts to find copies that no node fetches over a bad path."""
 
 
 def begin_change(
     state: JobState, cause: Cause, now: float, *, boundary: bool = False
 ) -> JobTransition:
-    """Raise the epoch and halt all nodes: at once, or (boundary) after the running step."""
-    epoch = state.epoch + 1
+    """Raise the epoch and halt all nodes: at once, or (boundary) after the running step.
+
+    The new epoch is above every epoch that a member or one of its copies knows, also if the store
+    lost its last writes.
+    """
+    reports = [mb.report for mb in state.members.values()]
+    copies = (copy.epoch for report in reports for copy in report.inventory)
+    epoch = max([state.epoch, *(report.epoch for report in reports), *copies]) + 1
     old = state.change if state.change is not None and not state.change.boundary else None
     plan = state.plan
     nodes = plan.nodes() if plan is not None else ()
@@ -93,6 +104,15 @@ def begin_change(
     return state, (*sends, LogEntry("halt", entry)), f"epoch {epoch}: {cause.text}"
 
 
+def repeat_halt(state: JobState, now: float) -> JobTransition:
+    """Raise the epoch of a change whose plan is not decided, for the same causes."""
+    before = state.change
+    assert before is not None
+    state, actions, reason = begin_change(state, before.causes[-1], now, boundary=before.boundary)
+    assert state.change is not None
+    return state.of(change=replace(state.change, causes=before.causes)), actions, reason
+
+
 def _workers_gone(state: JobState, node: str) -> bool:
     member = state.members.get(node)
     return member is None or member.workers_gone
@@ -108,6 +128,8 @@ def candidates(state: JobState) -> tuple[Member, ...]:
         and not mb.draining
         and not quarantine.is_quarantined(state, mb.node)
     ]
+    out = reachability.left_out_now(state, [mb.node for mb in able])
+    able = [mb for mb in able if mb.node not in out]
     held = set(state.plan.nodes()) if state.plan is not None else set()
     able.sort(key=lambda mb: (mb.node not in held, mb.rank, mb.node))
     return tuple(able)
@@ -119,7 +141,7 @@ def plan_request(state: JobState, epoch: int) -> PlanRequest:
     outlook = join_policy.outlook(state, state.updated_at)
     return PlanRequest(
         spec=state.spec,
-        nodes=tuple(mb.report.info for mb in candidates(state)),
+        nodes=tuple(_with_keeping(state, mb.report.info) for mb in candidates(state)),
         max_nodes=state.policy.max_nodes,
         epoch=epoch,
         tp=state.spec.tp,
@@ -135,8 +157,23 @@ def plan_request(state: JobState, epoch: int) -> PlanRequest:
     )
 
 
+def _with_keeping(state: JobState, info: NodeInfo) -> NodeInfo:
+    """Return the description of a node; `keeps` is false if its vault refused copies."""
+    return replace(info, keeps=False) if info.incarnation in state.poor_keepers else info
+
+
 def decide_plan(state: JobState, now: float) -> JobTransition:
     """Send a new plan after all nodes have halted; pause, or end the job if its state is lost."""
+    assert state.spec is not None and state.change is not None
+    state, entries, fatal = _judge_divergence(state, now)
+    if fatal:
+        state, actions = end_job(state, JobPhase.FAILED, EXIT_UNRECOVERABLE, fatal)
+        return state, (*entries, *actions), f"the job cannot go on: {fatal}"
+    state, actions, reason = _decide_plan(state, now)
+    return state, (*entries, *actions), reason
+
+
+def _decide_plan(state: JobState, now: float) -> JobTransition:
     assert state.spec is not None and state.change is not None
     change = replace(state.change, halted=now, paused=state.step_finished_at)
     if change.old_plan is not None and not change.boundary:
@@ -144,40 +181,191 @@ def decide_plan(state: JobState, now: float) -> JobTransition:
         gone = [node for node in change.old_plan.nodes() if _workers_gone(state, node)]
         change = replace(change, lost=tuple(dict.fromkeys((*change.lost, *gone))))
     try:
-        if not candidates(state):
-            raise InfeasiblePlan("no node can take a stage at present")
-        choice = join_policy.plan_for_change(state, plan_request(state, state.epoch), now)
-        assert choice.plan is not None
-        assignment = _solve(state, choice.plan)
+        state, choice, assignment = _choose(state, now)
     except InfeasiblePlan as error:
         freed = quarantine.release_all(state, now, f"no plan without it: {error}")
         if freed is not None:
             state, entries, _ = freed
-            state, actions, reason = decide_plan(state, now)
+            state, actions, reason = _decide_plan(state, now)
             return state, (*entries, *actions), reason
         entry = LogEntry("paused", {"epoch": state.epoch, "why": str(error)})
-        return state.of(phase=JobPhase.PAUSED, change=change), (entry,), f"paused: {error}"
-    except (Unrecoverable, FieldError) as error:
+        change = replace(change, reason=str(error))
+        blocked = _situation(state)
+        state = state.of(phase=JobPhase.PAUSED, change=change, blocked=blocked, missing=None)
+        return state, (entry,), f"paused: {error}"
+    except Unrecoverable as error:
+        return absent_nodes.wait_or_fail(state, change, error, now)
+    except FieldError as error:
         state, actions = end_job(state, JobPhase.FAILED, error.exit_code, str(error))
         return state, actions, f"the job cannot go on: {error}"
     state, actions, reason = _install(state, replace(change, decided=now), assignment)
     return state, (*actions, *_left_aside(choice)), reason
 
 
-def _solve(state: JobState, plan: Plan) -> recovery.Assignment:
-    """Return the assignment for `plan` from the reported copies. Raises Unrecoverable."""
+def divergence_reports(state: JobState) -> list[m.Diverged]:
+    """Return the reports of a divergence that was not judged yet."""
+    epoch = state.plan.epoch if state.plan is not None else -1
+    if any(entry.epoch == epoch for entry in state.distrusted):
+        return []
+    return [
+        report
+        for mb in state.members.values()
+        for report in mb.report.diverged
+        if report.epoch == epoch
+    ]
+
+
+def _judge_divergence(state: JobState, now: float) -> tuple[JobState, tuple[JobAction, ...], str]:
+    """Decide once about a divergence that workers of the old plan report.
+
+    Returns (state, entries of the event log, reason to end the job or "").
+    """
+    reports = divergence_reports(state)
+    if not reports:
+        return state, (), ""
+    verdict = divergence.judge(reports, state.members.keys(), state.distrusted)
+    step = verdict.distrust.step
+    kept = [
+        entry for entry in state.distrusted if entry.epoch >= state.trimmed or entry.step >= step
+    ]
+    state = state.of(distrusted=(*kept, verdict.distrust))
+    state, findings = _blame_divergence(state, verdict, now)
+    actions: tuple[JobAction, ...] = ()
+    if verdict.distrust.places and not verdict.fatal:
+        wrong = {node for node, *_ in verdict.distrust.places}
+        why = f"{' '.join(sorted(wrong))} wrote a part of it and had diverged"
+        state, actions = checkpoints.distrust_parts(state, step, wrong, why)
+    data = {
+        "step": step,
+        "epoch": verdict.distrust.epoch,
+        "wrong": [list(place) for place in verdict.distrust.places],
+        "reason": "; ".join(verdict.reasons),
+        "fatal": bool(verdict.fatal),
+    }
+    return state, (LogEntry("divergence", data), *actions, *findings), verdict.fatal
+
+
+def _blame_divergence(
+    state: JobState, verdict: divergence.Verdict, now: float
+) -> tuple[JobState, tuple[JobAction, ...]]:
+    """Leave out a node whose replica was proven wrong before: its device is not reliable."""
+    actions: tuple[JobAction, ...] = ()
+    for node in dict.fromkeys(node for node, _, _ in verdict.distrust.places):
+        record = quarantine.record_of(state, node)
+        record = replace(record, divergences=record.divergences + 1)
+        state = quarantine.with_record(state, node, record)
+        if record.divergences > 1 and node in state.members:
+            reason = f"its replicas were wrong {record.divergences} times"
+            evidence = {"divergences": record.divergences}
+            finding = Finding(FaultClass.DEVICE, HealthAction.QUARANTINE, reason, evidence, now)
+            state, entries = quarantine.add_finding(state, node, finding)
+            actions += entries
+    return state, actions
+
+
+def _choose(
+    state: JobState, now: float
+) -> tuple[JobState, join_policy.JoinChoice, recovery.Assignment]:
+    """Return (state, plan, assignment), with the best choice of nodes that are left out because of
+    bad paths: the first one with which no step is lost, else the first one that is possible.
+
+    Raises InfeasiblePlan or Unrecoverable, as for the best choice, if none is possible.
+    """
+    able = [mb.node for mb in candidates(state.of(paths=()))]
+    options = reachability.covers(state, able)
+    found, error = None, None
+    for out in options:
+        trial = state.of(left_out=tuple(sorted(out)), blocked=())
+        try:
+            choice, assignment = _plan_and_solve(trial, now)
+        except (InfeasiblePlan, Unrecoverable) as problem:
+            error = error or problem
+            continue
+        if not any(recipe.checkpoint for _, recipe in assignment.recipes):
+            return trial, choice, assignment
+        found = found or (trial, choice, assignment)
+    if found is None:
+        assert error is not None
+        raise error
+    return found
+
+
+def _plan_and_solve(
+    state: JobState, now: float
+) -> tuple[join_policy.JoinChoice, recovery.Assignment]:
+    """Return the plan without the nodes in `left_out`, and its assignment.
+
+    Raises InfeasiblePlan, also if bad paths hide copies that are needed, and Unrecoverable.
+    """
+    if not candidates(state):
+        raise InfeasiblePlan("no node can take a stage at present")
+    choice = join_policy.plan_for_change(state, plan_request(state, state.epoch), now)
+    assert choice.plan is not None
+    bad = "; ".join(fault.text for fault in reachability.bad_paths(state, state.members))
+    if state.left_out:
+        why = f"{choice.plan.reason}; {' '.join(state.left_out)} left out: {bad}"
+        choice = replace(choice, plan=replace(choice.plan, reason=why))
+    assert choice.plan is not None
+    return choice, _solve_over_good_paths(state, choice.plan, bad)
+
+
+def _solve_over_good_paths(state: JobState, plan: Plan, bad: str) -> recovery.Assignment:
+    """Return the assignment for `plan` without the copies that would be fetched over a bad path.
+
+    `bad` describes the paths. Raises InfeasiblePlan if they hide copies that are needed, and
+    Unrecoverable if copies are missing anyway.
+    """
+    assignment, hidden = _solve(state, plan), frozenset[CopyPlace]()
+    for _ in range(MAX_SOLUTIONS):
+        forbidden = reachability.forbidden_fetches(state, assignment)
+        if not forbidden:
+            return assignment
+        hidden |= forbidden
+        try:
+            assignment = _solve(state, plan, hidden)
+        except Unrecoverable as error:
+            raise InfeasiblePlan(f"{bad}: {error}") from error
+    raise InfeasiblePlan(f"{bad}: no copies were found that can all be fetched")
+
+
+def _situation(state: JobState) -> tuple[str, ...]:
+    """Return the members that can take part and the bad paths, to see whether they changed."""
+    able = sorted(mb.report.info.incarnation for mb in candidates(state.of(paths=())))
+    bad = reachability.bad_paths(state, state.members)
+    return (*able, *(" ".join(fault.nodes) for fault in bad)) if bad else ()
+
+
+def _solve(
+    state: JobState, plan: Plan, hidden: frozenset[CopyPlace] = frozenset()
+) -> recovery.Assignment:
+    """Return the assignment for `plan` from the reported copies, except those at the places
+    `hidden`. Raises Unrecoverable."""
     assert state.spec is not None
+    copies = (copy for mb in state.members.values() for copy in mb.report.inventory)
+    reported = (copy for copy in copies if (copy.node, copy.key) not in hidden)
+    proven = lineage.proven(reported, state.starts, newest_epoch=state.epoch, trimmed=state.trimmed)
+    inventory = divergence.allowed(proven, state.distrusted)
     assignment = recovery.solve(
         plan=plan,
         spec=state.spec,
-        inventory=tuple(copy for mb in state.members.values() for copy in mb.report.inventory),
+        inventory=inventory,
         records=_records(state),
         vaults=tuple((mb.node, mb.report.info.vault) for mb in state.members.values()),
         checkpoint=state.checkpoint,
         initial_allowed=state.record is None,
         live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
     )
-    return replace(assignment, store=state.members[plan.units()[0].node].report.store)
+    # Once an epoch after a divergence is protected, no worker has a wrong replica any more.
+    recent = (entry for entry in state.distrusted if entry.epoch >= state.trimmed)
+    reload = tuple(dict.fromkeys(place for entry in recent for place in entry.places))
+    return replace(
+        assignment,
+        store=state.members[plan.units()[0].node].report.store,
+        reload=reload,
+        rescued=checkpoints.copies_to_rescue(state, plan, assignment.step, inventory),
+        checkpointed=checkpoints.newest_written(state),
+        starts=checkpoints.starts_with(state, assignment.step),
+    )
 
 
 def _install(
@@ -190,18 +378,19 @@ def _install(
     fallback = [recipe.checkpoint for _, recipe in assignment.recipes if recipe.checkpoint]
     unlogged = () if fallback else _unlogged_step(state, assignment, change.decided)
     newest = assignment.step - 1
-    state = state.of(
+    state = checkpoints.began_epoch(state, assignment.step).of(
         phase=JobPhase.INSTALLING,
         plan=plan,
         assignment=assignment,
         change=change,
         suspected_since=0.0,
-        record=None if fallback else state.record,
+        record=None if fallback else _record_before(state, assignment),
         considered=tuple(
             join_policy.member_key(mb) for mb in state.members.values() if mb.report.able
         ),
-        checkpoint_parts=tuple(p for p in state.checkpoint_parts if p[0] <= assignment.step),
         reconsider_at=0.0,
+        starts=lineage.with_start(state.starts, state.epoch, assignment.step),
+        missing=None,
         logged_step=newest if unlogged else min(state.logged_step, newest),
     )
     entry = {
@@ -213,11 +402,18 @@ def _install(
         "partial": [[r.pipeline, r.microbatch, r.first, r.last] for r in assignment.partial],
     }
     sends = [Send(node, m.Install(state.epoch, assignment)) for node in state.members]
-    actions: list[JobAction] = [*sends, *unlogged, LogEntry("plan", entry)]
+    commits = checkpoints.commits_to_repeat(state)
+    actions: list[JobAction] = [*sends, *unlogged, LogEntry("plan", entry), *commits]
     if fallback and state.trained:
         lost = {"from_step": assignment.step, "why": plan.reason, "checkpoint": fallback[0]}
         actions.append(LogEntry("lost-steps", lost))
     return state, tuple(actions), change.reason
+
+
+def _record_before(state: JobState, assignment: recovery.Assignment) -> StepRecord | None:
+    """Return the record of the step before the assignment's first step, if it is known: records of
+    steps that run again are not right any more."""
+    return assignment.record or state.record
 
 
 def _with_figures(
@@ -266,7 +462,7 @@ def _unlogged_step(
     since = state.step_finished_at
     seconds, tokens = max(0.0, now - since), spec.n_microbatches * spec.tokens_per_microbatch
     done = m.StepDone(state.epoch - 1, record, seconds if since else 0.0, 0.0, tokens)
-    return (LogEntry("step", step_entry(done)),)
+    return (LogEntry("step", step_entry(done)), *nonfinite_entries(record))
 
 
 def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:
@@ -339,7 +535,9 @@ def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
 
 def resume_if_feasible(state: JobState, now: float) -> JobTransition | None:
     """Begin a change if a plan fits the nodes that are not quarantined; else end all quarantines,
-    so that the next call can use these nodes."""
+    so that the next call can use these nodes. Nothing is tried twice in the same situation."""
+    if state.blocked and state.blocked == _situation(state):
+        return None
     if not candidates(state):
         return quarantine.release_all(state, now, "nobody else is left")
     try:

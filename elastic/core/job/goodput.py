@@ -12,10 +12,12 @@ becomes `lost`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
-from elastic.core.job.state import ChangeCompleted, EpochChange, JobPhase, JobState
+from elastic.core.job.state import ChangeCompleted, EpochChange, JobPhase, JobState, LogEntry
 from elastic.core.protocol.messages import StepDone
+from elastic.domain.types import OnNonfinite, StepRecord
 
 NODE_TIME_USES = ("useful", "detect", "plan", "transfer", "lost", "idle")
 
@@ -102,9 +104,26 @@ def step_entry(done: StepDone) -> dict[str, Any]:
         "lr": done.lr,
         "seconds": round(done.seconds, 5),
         "tokens": done.tokens,
-        "doubled": done.doubled,
-        "missing": done.missing,
+        "ledgers": done.record.ledgers,
     }
+
+
+def nonfinite_entries(record: StepRecord | None, *, stops: bool = False) -> tuple[LogEntry, ...]:
+    """Return the log entry of a step whose gradient norm is infinite or NaN; (): it is finite.
+
+    `stops`: the job ends because of it.
+    """
+    if record is None or isfinite(record.grad_norm):
+        return ()
+    action = OnNonfinite.SKIP if record.skipped else OnNonfinite.CONTINUE
+    data = {
+        "step": record.step,
+        "grad_norm": record.grad_norm,
+        "loss": record.loss,
+        "layers": list(record.nonfinite),
+        "action": (OnNonfinite.STOP if stops else action).value,
+    }
+    return (LogEntry("nonfinite", data),)
 
 
 def recovery_entry(event: ChangeCompleted, fault_at: float | None) -> dict[str, Any]:

@@ -17,14 +17,16 @@ def name_conflict(
 ) -> JoinRefused | None:
     """Return a refusal for a new incarnation if another member uses its node name, or None.
 
-    A name is in use while its member is connected, and after a failover of the coordinator while
-    the member still has time to reconnect. `refusals`: earlier refusals of the same incarnation.
+    A name is in use while its member is connected and not silent, and after a failover of the
+    coordinator while the member still has time to reconnect. `refusals`: earlier refusals of the
+    same incarnation.
     """
     info, member = report.info, state.members.get(report.info.node)
     if member is None or state.ending is not None:
         return None
     same = member.report.info.incarnation == info.incarnation
-    if same or (not member.connected and now >= member.closed_at):
+    silent = now - member.seen > state.limits.lease_s
+    if same or silent or (not member.connected and now >= member.closed_at):
         return None
     retry_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(refusals, 8))
     text = f"a node named {info.node} is connected, and stays until it ends or is silent"

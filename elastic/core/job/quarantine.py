@@ -23,6 +23,8 @@ from elastic.core.protocol.messages import NodePhase
 
 Findings = tuple[JobState, tuple[JobAction, ...]]
 """(state, entries of the event log)"""
+SUSPECTED = "suspected"
+"""Evidence of a quarantine that rests on a suspicion: epochs failed, or nothing made progress."""
 
 
 def record_of(state: JobState, node: str) -> NodeHealth:
@@ -95,6 +97,17 @@ def release_all(state: JobState, now: float, why: str) -> JobTransition | None:
         entries += actions
     reason = f"{' '.join(held)} let out of quarantine: {why}"
     return (state, tuple(entries), reason) if held else None
+
+
+def pardon(state: JobState, node: str, now: float, since: float, why: str) -> JobTransition | None:
+    """End a quarantine that a suspicion has caused after the time `since`. It does not count. None:
+    there is none."""
+    record = record_of(state, node)
+    suspected = any(one.evidence.get(SUSPECTED) and one.at >= since for one in record.findings)
+    if not record.quarantined or not suspected:
+        return None
+    uncounted = replace(record, quarantines=max(0, record.quarantines - 1))
+    return _release(with_record(state, node, uncounted), node, now, why)
 
 
 def _release(state: JobState, node: str, now: float, why: str) -> JobTransition:

@@ -13,10 +13,14 @@ from typing import Any
 from elastic.core.health.backup_metrics import BackupMetrics
 from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.health.diagnosis import HealthLimits, NodeHealth
+from elastic.core.health.path_fault import PathFault
+from elastic.core.protocol.health_report import CertificateEnd
+from elastic.core.protocol.messages import Failed, Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.messages import Heartbeat as Heartbeat
-from elastic.core.protocol.messages import Launch, NodePhase, NodeReport, Notice
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
-from elastic.domain.types import Assignment, JobSpec, NodeInfo, Plan, Slot, StepRecord
+from elastic.core.protocol.version import FIRST
+from elastic.core.recovery.divergence import Distrust
+from elastic.domain.types import Assignment, JobSpec, NodeInfo, Plan, SavedModel, Slot, StepRecord
 from elastic.planning.cost.profile import Profile
 
 
@@ -62,6 +66,8 @@ class Policy:
     profile: Profile | None = None
     """Costs of the layers per device type; None: the script's own figures."""
     health: HealthLimits = field(default_factory=HealthLimits)
+    standbys: bool = False
+    """Whether other coordinators may take over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,11 @@ class Member:
     """Newest notice of the node's agent, unless the agent withdrew it."""
     hint_used: bool = False
     """Whether an epoch change was begun because of the hint in `notice`."""
+    refused: bool = False
+    """Whether the port of its vault refused a connection after the stream closed: its agent has
+    ended."""
+    agent_error: str = ""
+    """Error because of which the node's agent ends; "": none was reported."""
 
     @property
     def node(self) -> str:
@@ -111,6 +122,8 @@ class LossKind(StrEnum):
     """The member's lease expired."""
     REPLACED = "replaced"
     """The member's agent joined again as another incarnation."""
+    STALLED = "stalled"
+    """The job waited for the member, and its agent did not restart its workers."""
 
 
 class CauseKind(StrEnum):
@@ -138,7 +151,18 @@ class CauseKind(StrEnum):
     """Another pair of backup schemes is better."""
     RESUME = "resume"
     """A plan fits the nodes of a paused job again."""
+    DIVERGENCE = "divergence"
+    """Holders of a layer disagree."""
+    STALLED = "stalled"
+    """The job made no progress."""
+    STORE = "store"
+    """The store lost its last writes: nodes are in an epoch that the saved state does not have."""
     OTHER = "other"
+
+    @classmethod
+    def _missing_(cls, value: object) -> CauseKind:
+        """Read a kind that only the next version knows as OTHER."""
+        return cls.OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +227,76 @@ class EpochChange:
 
 
 @dataclass(frozen=True, slots=True)
+class MissingCopies:
+    """Copies without which the job cannot continue, and which absent nodes may still have."""
+
+    error: str
+    """Layers and the copies that they lack."""
+    code: int
+    """Exit code of the job if no node returns in time."""
+    nodes: tuple[str, ...]
+    """Absent nodes."""
+    since: float
+    """Beginning of the wait, or the newest return of one of `nodes`."""
+    count: int = 0
+    """Number of members and absent nodes at that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressSign:
+    """Newest sign of progress of a node, from its heartbeats and reports."""
+
+    at: float
+    """Time of the sign on the coordinator's clock."""
+    count: int = 0
+    """`Heartbeat.signs`; 0: the agent does not count them."""
+    activity: str = ""
+    spun_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressWatch:
+    """Progress of the job, for `elastic.core.policy.progress_watchdog`. Times are in seconds."""
+
+    mark: str = ""
+    """Phase, epoch and newest finished step."""
+    since: float = 0.0
+    """Time at which `mark` last changed, or at which the watchdog last acted."""
+    step: int = -1
+    """Newest finished step when progress was last made."""
+    signs: dict[str, ProgressSign] = field(default_factory=dict)
+    """Newest sign of progress per node."""
+    stalls: int = 0
+    """Number of stalls since the last progress. Each one doubles the bound."""
+    reminded: bool = False
+    """Whether missed orders were repeated in this stall."""
+    asked: dict[str, str] = field(default_factory=dict)
+    """`incarnation/crash count` of each node that was ordered to restart its workers."""
+    orders: dict[str, int] = field(default_factory=dict)
+    """Number of times that each node in `asked` was sent this order."""
+    attempts: int = 0
+    """Number of epochs that failed since the last progress."""
+    retry_at: float = 0.0
+    """Time before which no plan is installed."""
+    cause: str = ""
+    """Cause of the newest failed epoch."""
+    blamed: dict[str, int] = field(default_factory=dict)
+    """Number of epochs since the last progress for whose failure each node was blamed."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Newest error of each node since the last progress, if it accuses no other node."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailure:
+    """The first error that ends the job. Later ones may only follow from it."""
+
+    node: str
+    failed: Failed
+    at: float
+    """Time since which the job waits for the checkpoint that is due."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobFinished:
     """End of the job; as an action, an order to write the summary."""
 
@@ -213,7 +307,11 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """All that a coordinator knows about the job, saved with every decision."""
+    """All that a coordinator knows about the job, saved with every decision.
+
+    A coordinator of the next or the former version can read it
+    (`elastic.core.protocol.version`), so new fields have defaults.
+    """
 
     policy: Policy
     phase: JobPhase = JobPhase.WAITING
@@ -236,10 +334,28 @@ class JobState:
     """Whether an epoch has run."""
     trimmed: int = 0
     """Newest epoch for which the copies of older epochs were trimmed."""
+    distrusted: tuple[Distrust, ...] = ()
+    """Copies that recoveries must not use, after divergences."""
     checkpoint: tuple[str, int] | None = None
     """(directory, step) of the newest durable checkpoint."""
+    checkpoint_blind: tuple[str, ...] = ()
+    """Nodes that do not see the files of `checkpoint`."""
+    older_checkpoints: tuple[tuple[str, int], ...] = ()
+    """(directory, step) of earlier durable checkpoints, newest first."""
     checkpoint_parts: tuple[tuple[int, tuple[Slot, ...]], ...] = ()
-    """(step, layers and portions on disk) of checkpoints that are being written."""
+    """(step, layers and portions on disk) of checkpoints that are being written, oldest first."""
+    checkpoint_writers: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """(step, nodes that wrote its parts) of the newest durable checkpoint and of later ones."""
+    rewritten: tuple[tuple[int, int], ...] = ()
+    """(epoch, step) after divergences: parts of checkpoints of later steps that earlier epochs
+    wrote do not count, as if the epoch had begun at this step."""
+    lost_checkpoints: tuple[int, ...] = ()
+    """Newest steps whose checkpoints were given up."""
+    checkpoint_errors: tuple[tuple[str, str], ...] = ()
+    """(node, reason) of each failure to write the checkpoint of the last step in this epoch; the
+    node is "" if the commit failed."""
+    failed_writers: tuple[tuple[int, str], ...] = ()
+    """(step, node) of each failure to write a part of a checkpoint in this epoch."""
     enough_since: float = 0.0
     """Time since which at least the minimum of nodes is connected; 0: fewer are."""
     launched_at: float = 0.0
@@ -259,6 +375,8 @@ class JobState:
     late_s: float = 0.0
     """Delay of the newest tick of the coordinator's clock."""
     ending: JobFinished | None = None
+    failure: JobFailure | None = None
+    """Error because of which the job ends; None: none. No other rule applies after it."""
     suspected_since: float = 0.0
     """Time of the first report of lost contact in this epoch; 0: no report."""
     paces: dict[str, ComputeSpeed] = field(default_factory=dict)
@@ -270,6 +388,10 @@ class JobState:
     backup_checked_at: float = 0.0
     requested_backup: str = ""
     """Pair of backup schemes for which the plan was changed last."""
+    poor_keepers: tuple[str, ...] = ()
+    """Incarnations of members whose vaults can store no copies of other nodes."""
+    resumed: SavedModel | None = None
+    """Model of the checkpoint that the job resumes, until it is compared with the script's."""
     losses: int = 0
     """Number of members that left in the time that `node_seconds` counts."""
     node_seconds: float = 0.0
@@ -287,8 +409,41 @@ class JobState:
     """Reason to change the plan at the end of the step because of a node's health; "": none."""
     seen: LongestDurations = field(default_factory=LongestDurations)
     """Longest measured times, from which the limits on waiting are computed."""
+    paths: tuple[PathFault, ...] = ()
+    """Pairs of nodes that could not reach each other (`elastic.core.job.reachability`)."""
+    left_out: tuple[str, ...] = ()
+    """Nodes that the newest plan leaves out because of bad paths."""
+    blocked: tuple[str, ...] = ()
+    """Nodes and bad paths with which no plan can reach the state that is needed; (): none."""
     timeouts: Timeouts | None = None
     """Limits on waiting that were logged last; None: the defaults, not logged yet."""
+    doubt_since: float = 0.0
+    """Time since which the coordinator hears only a minority of the nodes and blames itself; 0: it
+    blames the nodes."""
+    minority_since: float = 0.0
+    """Time since which a minority is heard during the doubt; 0: nobody is heard, or no doubt."""
+    minority_s: float = 0.0
+    """Seconds before `minority_since` for which a minority was heard during the doubt."""
+    doubt_reported: bool = False
+    """Whether the doubt lasts so long that it is reported."""
+    yielded_at: float = 0.0
+    """Time of the newest decision to give up the lead."""
+    starts: tuple[tuple[int, int], ...] = ()
+    """(epoch, first step) of the newest epochs, by which old copies are judged
+    (`elastic.core.recovery.lineage`)."""
+    absent: tuple[tuple[str, float], ...] = ()
+    """(node, time of its loss) of lost nodes that may live and have copies of the present state."""
+    missing: MissingCopies | None = None
+    """Reason why a paused job waits for absent nodes; None: it does not."""
+    watch: ProgressWatch = field(default_factory=ProgressWatch)
+    protocol: int = FIRST
+    """Protocol version of the coordinator that wrote this state."""
+    departures: tuple[tuple[str, str], ...] = ()
+    """(node, reason) of the newest lost members."""
+    certificates: tuple[CertificateEnd, ...] = ()
+    """Certificates of the coordinator; `NodeHealth.report` has those of a node."""
+    expiring: dict[str, int] = field(default_factory=dict)
+    """Warning level per certificate that ends soon (`elastic.core.health.certificates`)."""
 
     @property
     def limits(self) -> Timeouts:
@@ -331,11 +486,21 @@ class ConnectionClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class PortRefused:
+    """The port of a disconnected node's vault refuses connections."""
+
+    node: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Tick of the coordinator's clock, so that rules can act on the time."""
 
     late_s: float = 0.0
     """Delay of this tick in seconds."""
+    held: bool = False
+    """Whether orders are held back because the store is away, so that no node can obey them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +513,21 @@ class DrainRequested:
 class CheckpointCommitted:
     path: str
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """The files of a checkpoint are written, but could not be committed."""
+
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class CertificatesRead:
+    """The coordinator read the ends of its own certificates."""
+
+    certificates: tuple[CertificateEnd, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +572,23 @@ class CommitCheckpoint:
     step: int
 
 
-JobAction = Send | LogEntry | JobFinished | ChangeCompleted | CommitCheckpoint
+@dataclass(frozen=True, slots=True)
+class YieldLead:
+    """Order to give up the lead, so that another coordinator can take over."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropCheckpoint:
+    """Order to remove the files of `step`, whose checkpoint cannot become whole or is wrong."""
+
+    step: int
+    before: int = 0
+    """Remove only the files of epochs before this one, also if they are committed; 0: remove all
+    files that are not committed."""
+
+
+JobAction = (
+    Send | LogEntry | JobFinished | ChangeCompleted | CommitCheckpoint | DropCheckpoint | YieldLead
+)
 JobTransition = tuple[JobState, tuple[JobAction, ...], str]
 """(state, actions, reason)"""

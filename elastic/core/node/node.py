@@ -24,7 +24,8 @@ from elastic.core.protocol.timeouts import (
     Timeouts,
     budget,
 )
-from elastic.domain.errors import service_exit
+from elastic.core.protocol.version import incompatibility, this_version
+from elastic.domain.errors import EXIT_FAILURE, service_exit
 from elastic.domain.types import NodeInfo
 
 STOPPED_S = 0.4
@@ -37,6 +38,12 @@ MAX_POLL_GAP_S = 1.0
 messages of its workers wait unread. The time beyond this does not count as their silence."""
 MAX_CRASHES = 3
 """The node gives up after more crashes without a finished installation between them."""
+MAX_FAILURES = 4
+"""Number of errors of an epoch that a report has."""
+FIRST_STEP_S = 600.0
+"""Limit on the CPU time that counts as progress before the first step of a process or epoch ends,
+where kernels may be compiled; after the first measurement `FIRST_STEP_FACTOR` times the longest."""
+FIRST_STEP_FACTOR = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,29 @@ class WorkerState:
     """CPU time of the worker's child processes when they last counted as active; 0: unknown."""
     error: str = ""
     """The worker's report of a broken device; "": none."""
+    signs: int = 0
+    """Number of signs of progress: changes of `Progress.counter`; before the end of the first step
+    of a process or epoch also CPU time, because kernels may be compiled then."""
+    moved_at: float = 0.0
+    """Time of the newest sign of progress."""
+    moved_cpu_s: float = 0.0
+    """`cpu_s` at that time."""
+    first_since: float = 0.0
+    """Time since which this worker starts or computes its first step; 0: not polled yet."""
+    first_step: int | None = None
+    """First step of the epoch; None: the worker has no stage."""
+
+    @property
+    def in_first_step(self) -> bool:
+        """Whether the worker starts, installs or computes the first step of its epoch."""
+        if self.attach is None or self.progress is None:
+            return True
+        return self.first_step is not None and self.progress.step <= self.first_step
+
+    @property
+    def activity(self) -> str:
+        """`Progress.activity`; start: not attached."""
+        return self.progress.activity if self.attach and self.progress else "start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +105,10 @@ class NodeState:
     boundary: bool = False
     """Whether the newest halt is a planned one."""
     suspects: tuple[str, ...] = ()
+    diverged: tuple[m.Diverged, ...] = ()
+    """Reports of workers since the last installation that holders disagree."""
+    failures: tuple[str, ...] = ()
+    """Errors of the present epoch that its workers or its agent reported."""
     cause: str = ""
     hung: bool = False
     """Whether `cause` is a hang."""
@@ -85,8 +119,15 @@ class NodeState:
     """Number of crashes and hangs of workers in this incarnation."""
     polled_at: float = 0.0
     """Time of the newest poll of the processes."""
+    unreadable: m.CheckpointUnreadable | None = None
+    """Report of a worker that it cannot read a checkpoint in this epoch."""
     finished: m.Finished | None = None
     failed: m.Failed | None = None
+    installed: int = 0
+    """Epoch whose assignment the workers have."""
+    first_step_s: float = 0.0
+    """Longest measured time from the start of a worker, or from an installation, to the end of the
+    first step; 0: unknown."""
     waiting: bool = False
     """Whether `epoch` has no assignment yet, so that workers that attach now can take part."""
     seen: LongestDurations = NO_DURATIONS
@@ -115,6 +156,8 @@ class WorkerMessage:
 class WorkerExited:
     rank: int
     code: int
+    error: str = ""
+    """Error that ended the worker, if the agent knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +184,13 @@ class WorkersPolled:
 @dataclass(frozen=True, slots=True)
 class PrefetchDone:
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorAway:
+    """No coordinator can be reached for `away_s` seconds."""
+
+    away_s: float
 
 
 # ---- actions ----
@@ -191,7 +241,10 @@ class EndAgent:
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Forget everything, vault included, and join again as a new incarnation."""
+    """Forget everything, and join again as a new incarnation."""
+
+    keep_vault: bool
+    """Whether the new incarnation offers the copies in the vault. Without, the vault is emptied."""
 
 
 NodeAction = (
@@ -239,10 +292,33 @@ def heartbeat(state: NodeState) -> m.Heartbeat:
     progress = [w.progress for w in state.workers if w.progress is not None]
     measured = tuple(p.measured for p in progress if p.measured is not None)
     at = progress[0] if progress else m.Progress(0, "idle", 0, 0)
-    return m.Heartbeat(state.info.node, state.info.incarnation, at.step, at.microbatch, measured)
+    beat = m.Heartbeat(state.info.node, state.info.incarnation, at.step, at.microbatch, measured)
+    signs = 1 + sum(w.signs for w in state.workers)
+    alive = [w for w in state.workers if w.alive]
+    busy = [w for w in alive if w.activity not in ("wait", "idle")]
+    last = min(busy or alive, key=lambda w: w.moved_at, default=None)
+    if last is None:
+        return replace(beat, signs=signs)
+    spun_s = round(last.cpu_s - last.moved_cpu_s, 2)
+    return replace(beat, signs=signs, activity=last.activity, spun_s=spun_s)
 
 
-# ---- hangs ----
+# ---- signs of progress, and hangs ----
+
+
+def _moved(worker: WorkerState, now: float) -> WorkerState:
+    """Record a sign of progress."""
+    return replace(worker, signs=worker.signs + 1, moved_at=now, moved_cpu_s=worker.cpu_s)
+
+
+def _with_cpu_signs(state: NodeState, worker: WorkerState, now: float) -> WorkerState:
+    """Count CPU time (`WorkerState.active_at`) as progress of the first step, for some time."""
+    if not worker.first_since:
+        return replace(_moved(worker, now), first_since=now)
+    known_s = state.first_step_s
+    limit_s = max(state.limits.stuck_s, known_s * FIRST_STEP_FACTOR) if known_s else FIRST_STEP_S
+    counts = worker.in_first_step and now - worker.first_since < limit_s
+    return _moved(worker, now) if counts and worker.active_at == now else worker
 
 
 def with_activity(worker: WorkerState, sample: ProcessSample, now: float) -> WorkerState:
@@ -302,6 +378,7 @@ PHASE_CHANGES: tuple[tuple[tuple[Phase, ...], str, Phase], ...] = (
     ((Phase.RUNNING,), "all steps done", Phase.FINISHED),
     ((*_ATTACHED, Phase.RUNNING, Phase.FINISHED), "a worker died", Phase.STARTING),
     ((*_ATTACHED, Phase.STARTING), "crashed too often", Phase.FAILED),
+    ((Phase.STARTING,), "workers of another version", Phase.FAILED),
     ((Phase.STARTING,), "script ended", Phase.FINISHED),
     ((Phase.STARTING,), "script failed", Phase.FAILED),
     ((Phase.STARTING, Phase.FINISHED, Phase.FAILED), "group restart", Phase.STARTING),
@@ -318,23 +395,22 @@ def transition(state: NodeState, event: Any, now: float) -> NodeTransition:
         case m.Halt():
             return _halt(state, event, now)
         case m.Install():
-            return _install(state, event)
+            return _install(state, event, now)
         case m.Stop():
             actions = (SendToWorkers(event), EndAgent(service_exit(event.code)))
             return state, actions, "the job is over for this node"
-        case m.Fenced() if state.phase is Phase.EMPTY:
-            return state, (SendReport(),), f"nothing to give up: {event.reason}"
-        case m.Fenced():
-            reason = f"no longer a member: {event.reason}"
-            return state, (KillWorkers(event.reason), Rejoin()), reason
-        case m.Released():
-            return state, (KillWorkers(event.reason), Rejoin()), f"released: {event.reason}"
+        case m.Fenced() | m.Released():
+            return _membership_ended(state, event)
         case WorkerMessage():
             return _worker_message(state, event, now)
         case WorkerExited():
             return _worker_exited(state, event)
         case WorkersPolled():
             return _workers_polled(state, event, now)
+        case m.RestartWorkers():
+            return _restart_workers(state, event)
+        case CoordinatorAway():
+            return _coordinator_away(state, event, now)
         case PrefetchDone():
             return replace(state, prefetched=event.epoch), (SendReport(),), "prefetch complete"
         case _:
@@ -353,8 +429,25 @@ def _with_new_workers(state: NodeState) -> NodeState:
     """Return the node's state with all workers newly started."""
     workers = tuple(WorkerState(alive=True) for _ in range(state.info.workers))
     return replace(
-        state, phase=Phase.STARTING, workers=workers, suspects=(), finished=None, failed=None
+        state,
+        phase=Phase.STARTING,
+        workers=workers,
+        suspects=(),
+        failures=(),
+        finished=None,
+        failed=None,
     )
+
+
+def _membership_ended(state: NodeState, event: m.Fenced | m.Released) -> NodeTransition:
+    """Join as a new member; copies in the vault of a fenced node may still be needed."""
+    if isinstance(event, m.Released):
+        kill, rejoin = KillWorkers(event.reason), Rejoin(keep_vault=False)
+        return state, (kill, rejoin), f"released: {event.reason}"
+    if state.phase is Phase.EMPTY and not state.epoch:
+        return state, (SendReport(),), f"nothing to give up: {event.reason}"
+    kill, rejoin = KillWorkers(event.reason), Rejoin(keep_vault=True)
+    return state, (kill, rejoin), f"no longer a member: {event.reason}"
 
 
 def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
@@ -369,6 +462,8 @@ def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
         prefetched=-1,
         finished=None,
         suspects=(),
+        failures=(),
+        unreadable=None,
         waiting=True,
         boundary=event.boundary,
     )
@@ -383,14 +478,20 @@ def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
     return state, (*fence, SendReport()), "no worker to halt; the vault answers"
 
 
-def _install(state: NodeState, event: m.Install) -> NodeTransition:
+def _install(state: NodeState, event: m.Install, now: float) -> NodeTransition:
     if event.epoch != state.epoch or state.phase is not Phase.HALTED:
         reason = f"install of epoch {event.epoch} does not fit epoch {state.epoch}"
         return state, (SendReport(),), f"{reason} ({state.phase})"
     state = replace(
         state,
-        workers=tuple(replace(w, halted=None) for w in state.workers),
+        workers=tuple(
+            replace(w, halted=None, first_since=now, first_step=event.assignment.step)
+            for w in state.workers
+        ),
+        installed=event.epoch,
         suspects=(),
+        diverged=(),
+        failures=(),
         cause="",
         hung=False,
         detect_s=0.0,
@@ -410,22 +511,23 @@ def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeT
     worker, message = replace(state.workers[event.rank], seen=now), event.message
     state = _with_worker(state, event.rank, worker)
     match message:
+        case m.Hello():
+            return _greeted(state, message)
         case m.Attach():
             return _attached(state, event.rank, replace(worker, attach=message, active_at=now))
         case m.Progress():
             return _progress(state, event.rank, message, now)
         case m.Halted():
             return _halted(_with_worker(state, event.rank, replace(worker, halted=message)))
-        case m.Ready() | m.Resumed() | m.CommFailed():
+        case m.Ready() | m.Resumed() | m.CommFailed() | m.CheckpointUnreadable():
             return _epoch_message(state, event.rank, message)
+        case m.Diverged():
+            return _diverged(state, message)
         case m.Protected():
             state = _with_worker(state, event.rank, replace(worker, protected=message.epoch))
             return state, (SendReport(),), "copies are whole at the peer"
         case m.Finished():
-            if state.finished is None or message.params_sha256:
-                state = replace(state, finished=message)
-            phase = Phase.FINISHED if state.phase is Phase.RUNNING else state.phase
-            return replace(state, phase=phase), (SendReport(),), "all steps done"
+            return _finished(state, message)
         case m.Crashed():
             worker = replace(worker, error=message.message)
             return _with_worker(state, event.rank, worker), (), message.message
@@ -433,6 +535,30 @@ def _worker_message(state: NodeState, event: WorkerMessage, now: float) -> NodeT
             return replace(state, failed=message), (SendReport(),), message.message
         case _:
             return state, (), "not for the node"
+
+
+def _finished(state: NodeState, message: m.Finished) -> NodeTransition:
+    if state.finished is None or message.params_sha256:
+        state = replace(state, finished=message)
+    phase = Phase.FINISHED if state.phase is Phase.RUNNING else state.phase
+    return replace(state, phase=phase), (SendReport(),), "all steps done"
+
+
+def _diverged(state: NodeState, message: m.Diverged) -> NodeTransition:
+    """Keep the evidence, of any epoch, until the next installation."""
+    state = replace(state, diverged=(*state.diverged, message))
+    return state, (SendReport(),), "holders of a layer disagree"
+
+
+def _greeted(state: NodeState, hello: m.Hello) -> NodeTransition:
+    """Give up if the workers have a version that this agent does not understand."""
+    theirs = f"worker {hello.local_rank}"
+    problem = incompatibility(this_version(), hello.version, "its agent", theirs)
+    if not problem or state.phase is not Phase.STARTING:
+        return state, (), "a worker greets"
+    crash_count = state.crash_count + 1
+    state = replace(state, elastic=True, cause=problem, crash_count=crash_count)
+    return _with_dead_workers(state), (KillWorkers(problem), SendReport()), problem
 
 
 def _attached(state: NodeState, rank: int, worker: WorkerState) -> NodeTransition:
@@ -446,8 +572,13 @@ def _attached(state: NodeState, rank: int, worker: WorkerState) -> NodeTransitio
 def _progress(state: NodeState, rank: int, message: m.Progress, now: float) -> NodeTransition:
     worker = state.workers[rank]
     if worker.progress is None or message.counter != worker.progress.counter:
-        worker = replace(worker, active_at=now)
-    state = _with_worker(state, rank, replace(worker, progress=message))
+        worker = _moved(replace(worker, active_at=now), now)
+    first = worker.in_first_step
+    worker = replace(worker, progress=message)
+    state = _with_worker(state, rank, worker)
+    if first and not worker.in_first_step and worker.first_step is not None:
+        seconds = now - worker.first_since
+        state = replace(state, first_step_s=max(state.first_step_s, seconds))
     if message.measured is None:
         return state, (), "progress"
     # The limits on waiting follow the longest measured micro-batch.
@@ -461,9 +592,13 @@ def _progress(state: NodeState, rank: int, message: m.Progress, now: float) -> N
 
 
 def _epoch_message(
-    state: NodeState, rank: int, message: m.Ready | m.Resumed | m.CommFailed
+    state: NodeState,
+    rank: int,
+    message: m.Ready | m.Resumed | m.CommFailed | m.CheckpointUnreadable,
 ) -> NodeTransition:
-    if message.epoch != state.epoch:
+    # Before a planned change the workers still run the installed epoch, and may fail in it.
+    runs = state.boundary and state.phase is Phase.HALTING and message.epoch == state.installed
+    if message.epoch != state.epoch and not (runs and isinstance(message, m.CommFailed)):
         return state, (), f"{type(message).__name__} of an older epoch"
     match message:
         case m.Ready():
@@ -477,9 +612,13 @@ def _epoch_message(
                 return state, (), "resumed before"
             state = replace(state, resumed_at=message.at)
             return state, (SendReport(),), "first micro-batch of the epoch"
+        case m.CheckpointUnreadable():
+            state = replace(state, unreadable=message)
+            return state, (SendReport(),), f"a checkpoint cannot be read: {message.detail}"
         case m.CommFailed():
-            suspects = tuple(dict.fromkeys((*state.suspects, *(message.nodes or ("?",)))))
-            state = replace(state, suspects=suspects)
+            suspects = tuple(dict.fromkeys((*state.suspects, *message.nodes)))
+            failures = (*state.failures, message.detail or "a worker cannot go on")[:MAX_FAILURES]
+            state = replace(state, suspects=suspects, failures=tuple(dict.fromkeys(failures)))
             return state, (SendReport(),), f"contact lost: {message.detail}"
 
 
@@ -490,7 +629,7 @@ def _halted(state: NodeState) -> NodeTransition:
         return state, (), "waiting for the other workers"
     # After a planned halt other nodes may still publish updates. The installation fences the vault.
     fence = () if state.boundary else (FenceVault(state.epoch),)
-    state = replace(state, phase=Phase.HALTED, suspects=())
+    state = replace(state, phase=Phase.HALTED, suspects=(), failures=())
     return state, (*fence, SendReport()), "all workers halted"
 
 
@@ -504,12 +643,14 @@ def _worker_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
         return _script_exited(state, event)
     if state.failed is not None or (state.finished is not None and event.code == 0):
         return state, (SendReport(),), "worker ended"
-    cause = worker.error or state.cause or f"worker {event.rank} ended with {_exit(event.code)}"
+    error = worker.error or next((w.error for w in state.workers if w.error), "")
+    ended = f"worker {event.rank} ended with {_exit(event.code)}"
+    cause = error or state.cause or (f"{ended}: {event.error}" if event.error else ended)
     others = (KillWorkers(cause),) if any(w.alive for w in state.workers) else ()
     state = replace(
         state,
         cause=cause,
-        hung=state.hung and not worker.error,
+        hung=state.hung and not error,
         crashes=state.crashes + 1,
         crash_count=state.crash_count + 1,
     )
@@ -524,7 +665,9 @@ def _worker_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
 def _script_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
     """Record the exit of a script without elastic; the coordinator decides about restarts."""
     if event.code != 0:
-        state = replace(state, cause=f"worker {event.rank}: {_exit(event.code)}")
+        error = state.workers[event.rank].error or event.error
+        ended = f"{_exit(event.code)}: {error}" if error else _exit(event.code)
+        state = replace(state, cause=f"worker {event.rank}: {ended}")
         actions = (KillWorkers("a worker failed"), SendReport())
         return _with_dead_workers(state), actions, f"worker ended with {_exit(event.code)}"
     if any(w.alive for w in state.workers):
@@ -544,11 +687,13 @@ def _workers_polled(state: NodeState, event: WorkersPolled, now: float) -> NodeT
         if sample.rank >= len(state.workers):
             continue
         known = state.workers[sample.rank]
-        if not known.alive or known.attach is None:
+        if not known.alive:
             continue
-        worker = with_activity(known, sample, now)
+        worker = _with_cpu_signs(state, with_activity(known, sample, now), now)
         if worker is not known:
             state = _with_worker(state, sample.rank, worker)
+        if worker.attach is None:
+            continue
         halting = state.phase is Phase.HALTING and not state.boundary and worker.halted is None
         reason = hang_reason(worker, sample.stopped, now, state.limits, halting=halting)
         if reason:
@@ -563,10 +708,32 @@ def _excuse_gap(state: NodeState, now: float) -> NodeState:
     gap = now - state.polled_at - MAX_POLL_GAP_S if state.polled_at else 0.0
     if gap > 0:
         workers = tuple(
-            replace(w, seen=w.seen + gap, active_at=w.active_at + gap) for w in state.workers
+            replace(w, seen=w.seen + gap, active_at=w.active_at + gap, moved_at=w.moved_at + gap)
+            for w in state.workers
         )
         state = replace(state, workers=workers)
     return replace(state, polled_at=now)
+
+
+def _restart_workers(state: NodeState, event: m.RestartWorkers) -> NodeTransition:
+    """Kill the workers, for whose progress the job waits; their exits restart them."""
+    if event.crash_count != state.crash_count or not any(w.alive for w in state.workers):
+        return state, (SendReport(),), "these workers are gone already"
+    # Only workers of a script that uses elastic are waited for.
+    state = replace(state, cause=f"hang: {event.reason}", hung=True, elastic=True)
+    return state, (KillWorkers(state.cause),), event.reason
+
+
+def _coordinator_away(state: NodeState, event: CoordinatorAway, now: float) -> NodeTransition:
+    """End the agent if no coordinator comes back while nothing runs here."""
+    limit_s = state.limits.orphan_s
+    alive = [worker for worker in state.workers if worker.alive]
+    # A script that does not use elastic shows no progress; it runs as long as its processes live.
+    working = any(not state.elastic or now - worker.moved_at < limit_s for worker in alive)
+    if event.away_s < limit_s or working:
+        return state, (), "the coordinator may come back"
+    reason = f"no coordinator was reached for {event.away_s:.0f} s, and nothing runs here"
+    return state, (SendToWorkers(m.Stop(EXIT_FAILURE, reason)), EndAgent(EXIT_FAILURE)), reason
 
 
 def _with_worker(state: NodeState, rank: int, worker: WorkerState) -> NodeState:

@@ -27,6 +27,7 @@ from elastic.core.job.epoch_change import begin_change, candidates, plan_request
 from elastic.core.job.join_policy import plan_if_feasible
 from elastic.core.job.membership import end_job
 from elastic.core.job.quarantine import Findings, add_finding, clear_finding, record_of, with_record
+from elastic.core.job.reachability import paths_reported
 from elastic.core.job.state import (
     Cause,
     CauseKind,
@@ -37,10 +38,11 @@ from elastic.core.job.state import (
     LogEntry,
 )
 from elastic.core.job.stragglers import speed_of
+from elastic.core.policy.certificate_warnings import warn
 from elastic.core.policy.slow_link import LinkDecision, choose_link_remedy
 from elastic.core.protocol.device_errors import is_device_error
 from elastic.core.protocol.health_report import HealthReport
-from elastic.core.protocol.messages import NodePhase, NodeReport
+from elastic.core.protocol.messages import BackupNote, NodePhase, NodeReport
 from elastic.domain.errors import EXIT_FAILURE
 
 RECOVERED_LINK = 2.0
@@ -55,7 +57,8 @@ KEPT_MORE = 64
 def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: float) -> Findings:
     """Record crashed or hung workers, which their agent restarts; quarantine a node if its workers
     crash repeatedly; end the job if neither helps."""
-    if report.crash_count <= was.crash_count or state.spec is None or state.ending is not None:
+    over = state.ending is not None or state.failure is not None
+    if report.crash_count <= was.crash_count or state.spec is None or over:
         return state, ()
     node, limits = report.info.node, state.policy.health
     crashes = report.crash_count - was.crash_count
@@ -85,7 +88,8 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
         return add_finding(state, node, finding)
     known = record.finding(FaultClass.DEVICE)
     device = device or (known is not None and known.action is not HealthAction.RESTART)
-    why = f"its workers crashed {len(record.crashes)} times: starting them again does not help"
+    times = f"its workers crashed {len(record.crashes)} times"
+    why = f"{times}: starting them again does not help; the last cause: {report.cause}"
     kind = FaultClass.DEVICE if device else FaultClass.HOST
     return add_finding(state, node, Finding(kind, _away(state, node), why, evidence, now))
 
@@ -115,7 +119,7 @@ def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:
     record = diagnosis.record_departure(record_of(state, node), now, limits)
     state = _without_old_records(with_record(state, node, record), now)
     times = len(record.departures)
-    if not state.trained or record.quarantined or times < limits.departures:
+    if record.quarantined or times < limits.departures:
         return state, ()
     if _excuse(state, node, lambda other: len(other.departures) >= 2):
         return state, ()
@@ -179,13 +183,16 @@ def health_reported(state: JobState, report: HealthReport, now: float) -> JobTra
     node, record = report.node, record_of(state, report.node)
     clock = (*record.clock, round(now - report.at, 4))[-diagnosis.CLOCK_SAMPLES :]
     state = with_record(state, node, replace(record, report=report, clock=clock))
-    actions: list[JobAction] = []
+    state, paths = paths_reported(state, report, now)
+    actions: list[JobAction] = [*paths]
     for check in (_check_devices, _check_disks, _check_host, _check_link):
         state, more = check(state, node, report, now)
         actions += more
     entries = [action.data for action in actions if isinstance(action, LogEntry)]
-    reason = "; ".join(f"{data['node']}: {data['reason']}" for data in entries)
-    return state, tuple(actions), reason
+    reasons = [f"{data['node']}: {data['reason']}" for data in entries]
+    state, warnings = warn(state, node, report.certificates, now)
+    reasons += [str(entry.data["reason"]) for entry in warnings]
+    return state, (*actions, *warnings), "; ".join(reasons)
 
 
 def _check_devices(state: JobState, node: str, report: HealthReport, now: float) -> Findings:
@@ -251,6 +258,23 @@ def checkpoint_written(state: JobState, now: float) -> Findings:
             state, more = clear_finding(state, node, FaultClass.STORAGE, text, now)
             actions += more
     return state, tuple(actions)
+
+
+def keeper_failed(state: JobState, note: BackupNote, now: float) -> Findings:
+    """Record that a vault can store no copies. At the end of the step the plan is changed, and
+    another node keeps the copies, if there is one."""
+    member = state.members.get(note.keeper)
+    if member is None or member.report.info.incarnation in state.poor_keepers:
+        return state, ()
+    present = {mb.report.info.incarnation for mb in state.members.values()}
+    known = tuple(one for one in state.poor_keepers if one in present)
+    reason = f"it cannot keep copies of other nodes: {note.detail}"
+    state = state.of(
+        poor_keepers=(*known, member.report.info.incarnation), rebalance=f"{note.keeper}: {reason}"
+    )
+    evidence = {"owner": note.owner, "error": note.detail}
+    finding = Finding(FaultClass.STORAGE, HealthAction.REBALANCE, reason, evidence, now)
+    return add_finding(state, note.keeper, finding)
 
 
 def _check_host(state: JobState, node: str, report: HealthReport, now: float) -> Findings:

@@ -1,6 +1,8 @@
-"""Classifies the texts of errors from devices and drivers: the device's fault or the script's."""
+"""Classifies errors: a fault of a device or of the node's storage, or an error of the script."""
 
 from __future__ import annotations
+
+import errno
 
 DEVICE_TEXTS = (
     "CUDA error", "CUDA driver error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "cuDNN error",
@@ -16,6 +18,24 @@ SCRIPT_TEXTS = (
 """Texts of device errors that the script caused, with a request that no device can serve."""
 LINK_TEXTS = ("NCCL",)
 """Texts of device errors that the device at the other end of a link may have caused."""
+
+
+STORAGE_ERRORS = frozenset(
+    {
+        errno.EIO, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.ESTALE, errno.EREMOTEIO,
+        errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+    }
+)  # fmt: skip
+"""Errors of a disk, a mount or a system at its limits. Another node may not have them."""
+
+
+def is_storage_fault(error: BaseException | None) -> bool:
+    """Return whether storage or limits of this node caused `error`, directly or as its cause."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+            return True
+        error = error.__cause__
+    return False
 
 
 def is_device_error(text: str) -> bool:

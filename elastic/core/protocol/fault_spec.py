@@ -6,7 +6,8 @@
     stop               worker           node worker           worker=0 (SIGSTOP)
     slow               worker           node worker factor    factor=3, all workers
     slow-link          worker           node factor           factor=3 (with --link)
-    partition          agent            node duration         duration=5
+    partition          agent            node duration         duration=5 (its messages are lost)
+    cut                agent            node peer duration    duration=5 (packets to the peer)
     corrupt            agent            node                  (one byte of each copy in the vault)
     kill-coordinator   launcher         down                  down=5
     drain              launcher         node deadline         deadline=30
@@ -53,6 +54,7 @@ class FaultKind(StrEnum):
     SLOW = "slow"
     SLOW_LINK = "slow-link"
     PARTITION = "partition"
+    CUT = "cut"
     CORRUPT = "corrupt"
     KILL_COORDINATOR = "kill-coordinator"
     DRAIN = "drain"
@@ -85,6 +87,8 @@ class FaultSpec:
     kind: FaultKind
     node: str = ""
     """Name of the node; "": the kind has no node."""
+    peer: str = ""
+    """Name of the node to which packets are dropped; "": the kind has no peer."""
     worker: int | None = None
     """Local rank; None: rank 0 (kill-worker, stop) or all ranks (other kinds)."""
     step: int = 0
@@ -202,6 +206,8 @@ def _check_fields(kind: FaultKind, fields: dict[str, str]) -> None:
         raise FieldError(FLAG, kind.value, f"{kind} needs node=, as in {kind.value!r} node=2")
     if kind not in NODE_KINDS and "node" in fields:
         raise FieldError(FLAG, f"node={fields['node']}", f"{kind} has no node: leave node= out")
+    if kind is FaultKind.CUT and "peer" not in fields:
+        raise FieldError(FLAG, kind.value, f"{kind} needs peer=, as in '{kind} node=2 peer=3'")
     for key, value in fields.items():
         kinds = _FIELDS[key][2]
         if kinds and kind not in kinds:
@@ -254,13 +260,14 @@ def _format(value: object) -> str:
 
 _FIELDS: dict[str, tuple[str, Callable[[str, str], Any], tuple[FaultKind, ...]]] = {
     "node": ("node", lambda _, value: node_id(value), ()),
+    "peer": ("peer", lambda _, value: node_id(value), (FaultKind.CUT,)),
     "worker": ("worker", _integer, (FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW)),
     "step": ("step", _integer, ()),
     "microbatch": ("microbatch", _integer, ()),
     "phase": ("phase", lambda _, value: Phase(value), ()),
     "after": ("after", _integer, ()),
     "factor": ("factor", _factor, (FaultKind.SLOW, FaultKind.SLOW_LINK)),
-    "duration": ("duration_s", _seconds, (FaultKind.PARTITION,)),
+    "duration": ("duration_s", _seconds, (FaultKind.PARTITION, FaultKind.CUT)),
     "down": ("down_s", _seconds, (FaultKind.KILL_COORDINATOR,)),
     "deadline": ("deadline_s", _seconds, (FaultKind.DRAIN,)),
 }

@@ -70,6 +70,32 @@ class FailedOperation:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreachablePeer:
+    """A node whose vault gives no answer to this node, over the network that the workers use."""
+
+    peer: str
+    vault: str
+    """host:port at which the peer was asked; a former incarnation of the peer has another one."""
+    silent_s: float
+    """Seconds since its last answer, or since it was first asked."""
+    detail: str
+    """Error of the last attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateEnd:
+    """End of validity of one certificate of a process."""
+
+    file: str
+    """tls.crt: the process's own certificate; ca.crt: the authority that issued it."""
+    subject: str
+    ends_at: float
+    """Seconds since 1970."""
+    ends: str
+    """The same time for people, with the time zone."""
+
+
+@dataclass(frozen=True, slots=True)
 class HealthReport:
     """Health of a node, sent on changes and at intervals.
 
@@ -89,6 +115,9 @@ class HealthReport:
     devices: tuple[DeviceHealth, ...] = ()
     links: tuple[LinkTraffic, ...] = ()
     failed_operations: tuple[FailedOperation, ...] = ()
+    unreachable: tuple[UnreachablePeer, ...] = ()
+    """All peers that this node cannot reach now."""
+    certificates: tuple[CertificateEnd, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,22 @@ reconnect, so the coordinator never depends on an earlier message.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from elastic.core.protocol.health_report import Notice as Notice
 from elastic.core.protocol.health_report import NoticeKind as NoticeKind
 from elastic.core.protocol.health_report import Preflight
-from elastic.domain.types import Assignment, Copy, JobSpec, NodeInfo, Slot, StepRecord
+from elastic.core.protocol.version import ProtocolVersion
+from elastic.domain.types import (
+    Assignment,
+    Copy,
+    Divergence,
+    JobSpec,
+    NodeInfo,
+    Slot,
+    StepRecord,
+)
 
 
 class NodePhase(StrEnum):
@@ -43,8 +52,17 @@ class NodePhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a worker: who it is and which version it has. Its fields never change."""
+
+    local_rank: int
+    pid: int
+    version: ProtocolVersion = field(default_factory=ProtocolVersion)
+
+
+@dataclass(frozen=True, slots=True)
 class Attach:
-    """First message of a worker whose script uses elastic."""
+    """Registration of a worker whose script uses elastic."""
 
     local_rank: int
     pid: int
@@ -123,7 +141,34 @@ class CommFailed:
 
     epoch: int
     nodes: tuple[str, ...]
+    """Suspected nodes; (): unknown."""
     detail: str
+    """Type and message of the error (`elastic.domain.errors.describe`), with the peer's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diverged:
+    """Holders of layers disagree before an update of `epoch`. No worker has updated."""
+
+    epoch: int
+    step: int
+    """Step whose update was not made; version of all states."""
+    found: tuple[Divergence, ...]
+    """Values of all holders; equal on all workers."""
+    sound: tuple[tuple[str, int, int, bool], ...] = ()
+    """(name of the worker's unit, layer, TP rank, whether its state equals its newest copy)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointUnreadable:
+    """The checkpoint that the assignment of `epoch` names is incomplete or damaged. The worker has
+    abandoned the epoch and waits for orders."""
+
+    epoch: int
+    path: str
+    detail: str
+    missing: bool = False
+    """Whether files are not there, which another node may see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +222,11 @@ class StepDone:
     seconds: float
     lr: float
     tokens: int = 0
-    doubled: int = 0
-    missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FaultReached:
-    """An injected fault that the agent must carry out (partition, corrupt) is due."""
+    """An injected fault that the agent must carry out (partition, cut, corrupt) is due."""
 
     fault: str
     at: float
@@ -205,11 +248,19 @@ class Failed:
     message: str
     exit_code: int = 1
     local_rank: int = 0
+    record: StepRecord | None = None
+    """Record of the step whose gradient is not finite, if the job stops because of it."""
+    doubled: int = 0
+    missing: int = 0
+    """`doubled`, `missing`: micro-batches that a wrong ledger has twice or lacks."""
+    version: int = -1
+    """Version of the worker's state; -1: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """The worker's device broke. The worker exits at once, and its node restarts it."""
+    """The worker ends because of an error of its device or of this process; may replace `Attach`.
+    Its node restarts it."""
 
     message: str
     local_rank: int = 0
@@ -291,12 +342,18 @@ class NodeReport:
     """Copies in the node's vault; empty unless the node is HALTED or has no living workers."""
     suspects: tuple[str, ...] = ()
     """Nodes with which its workers lost contact in the present epoch."""
+    diverged: tuple[Diverged, ...] = ()
+    """Reports of its workers that holders disagree, until the next installation."""
+    failures: tuple[str, ...] = ()
+    """Errors because of which this node cannot go on in the present epoch, oldest first."""
     cause: str = ""
     """Cause of the workers' last crash: exit code, signal or hang."""
     hung: bool = False
     """Whether `cause` is a hang."""
     detect_s: float = 0.0
     """Seconds from a hang until the agent detected it; 0: unknown."""
+    unreadable: CheckpointUnreadable | None = None
+    """Report that a checkpoint cannot be read in the present epoch."""
     finished: Finished | None = None
     failed: Failed | None = None
     restart: int = -1
@@ -320,11 +377,21 @@ class Heartbeat:
     microbatch: int
     measured: tuple[MicrobatchTiming, ...] = ()
     """Newest compute times of each worker that has a stage."""
+    rtt_s: float = 0.0
+    """Least round-trip time to the coordinator in the last measurements; 0: unknown."""
+    signs: int = 0
+    """Number that changes with every sign of progress of the workers; 0: they are not counted."""
+    activity: str = ""
+    """Activity of the worker without a sign for the longest time: start | compute | wait | install
+    | idle; one that waits for others is named only if all do."""
+    spun_s: float = 0.0
+    """CPU time of this worker's main thread since its last sign of progress."""
 
 
-BACKUP_SHORT, COPY_CORRUPT = "backup-short", "copy-corrupt"
-BACKUP_NOTES = (BACKUP_SHORT, COPY_CORRUPT)
-"""Kinds of `BackupNote`: a vault has no room for copies; a copy had a wrong checksum."""
+BACKUP_SHORT, COPY_CORRUPT, KEEPER_FAILED = "backup-short", "copy-corrupt", "keeper-failed"
+BACKUP_NOTES = (BACKUP_SHORT, COPY_CORRUPT, KEEPER_FAILED)
+"""Kinds of `BackupNote`: a vault has no room for copies; a copy had a wrong checksum; a vault can
+store no copies for another reason than a lack of room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +409,31 @@ class BackupNote:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPart:
-    """One node's part of a durable checkpoint is on disk."""
+    """One node's part of a durable checkpoint is on disk, or could not be written."""
 
     step: int
     layers: tuple[Slot, ...]
-    """(layer, TP rank), or also a portion, of each written file."""
+    """(layer, TP rank), or also a portion, of each file that was written, or that could not be."""
+    epoch: int = -1
+    """Epoch in which the states were published, or in which the write failed; -1: unknown."""
+    node: str = ""
+    error: str = ""
+    """Reason why the files could not be written; "": they are on disk."""
+
+    def undone_by(self, epoch: int, step: int) -> bool:
+        """Return whether the states are of an abandoned attempt at their step: a later epoch,
+        `epoch`, began at the earlier step `step`."""
+        return 0 <= self.epoch < epoch and self.step > step
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFailed:
+    """Last message of an agent that ends because of an error of its own."""
+
+    node: str
+    incarnation: str
+    error: str
+    """Type and message of the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,9 +462,20 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """The node is not a member: end the workers, drop the vault, join as a new incarnation."""
+    """The node is not a member: end the workers, and join as a new incarnation that offers the
+    copies in its vault."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartWorkers:
+    """Kill the workers, which the agent then restarts as after a hang."""
+
+    reason: str
+    crash_count: int
+    """`NodeReport.crash_count` at the time of the order. With another count, the workers of that
+    time are gone, and the order has no effect."""
 
 
 @dataclass(frozen=True, slots=True)

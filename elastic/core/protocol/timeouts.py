@@ -4,9 +4,9 @@
 seconds (polling intervals, start-up times) stand where they are used;
 tests/house/time_constants.py lists them.
 
-Limits on waiting for a sign of life are proportional to the tolerated silence. They have an upper
-bound where longer waiting would show nothing more (a closed connection is not silence), and a lower
-bound where a shorter limit would count normal work as a fault.
+Limits on waiting for a sign of life are proportional to the tolerated silence, and grow with the
+measured round-trip time. They have an upper bound where longer waiting would show nothing more, and
+a lower bound where a shorter limit would count normal work as a fault.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ SILENCE_S = 3.0
 """Default of the tolerated silence."""
 MAX_HEARTBEATS_PER_S = 2000
 """Limit on the heartbeats that a coordinator receives per second, unless the silence is short."""
+LEAST_RTT_S, MOST_RTT_S = 0.01, 2.0
+"""A measured round-trip time below the first limit has no effect; one above the second counts as
+the second."""
+RECONNECT_TRIPS = 10
+"""Round trips that a reset connection may cost: the handshakes of TCP, TLS and the join token, the
+stream, the report, and one retransmission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +35,8 @@ class LongestDurations:
     """Compute time of one micro-batch in one worker."""
     pause_s: float = 0.0
     """Pause of training for a change of plan."""
+    rtt_s: float = 0.0
+    """Round-trip time between a node and the coordinator."""
 
     def grown(self, **seconds: float) -> LongestDurations:
         """Include measurements, given by field; return the same object if none is longer."""
@@ -48,9 +56,10 @@ class Timeouts:
     heartbeat_s: float
     """Interval between a node's heartbeats."""
     lease_s: float
-    """A node that is silent this long is lost."""
+    """A node that is silent this long is lost, also if its connection closed."""
     closed_s: float
-    """A node whose connection closed is lost if it does not reconnect within this time."""
+    """A node whose connection closed, and with which its neighbours lost contact, is lost if it
+    does not reconnect within this time."""
     contact_s: float
     """Time from lost contact between workers to the end of the epoch, if no node is lost."""
     starved_s: float
@@ -79,6 +88,24 @@ class Timeouts:
     """A notice is false if the node is still alive this long after the deadline."""
     alone_s: float
     """Time that the launcher gives the coordinator to end a job without nodes."""
+    doubt_s: float = 30.0
+    """A coordinator that hears only a minority of the nodes blames itself for this long."""
+    return_s: float = 600.0
+    """A job waits this long for lost nodes that may have the only copies of its state."""
+    progress_s: float = 7.5
+    """A job without any sign of progress for this long is stalled (the progress watchdog)."""
+    orphan_s: float = 300.0
+    """An agent ends if it reaches no coordinator, and nothing runs there, for this long."""
+    path_s: float = 4.0
+    """Two nodes cannot reach each other if one has had no answer from the other for this long."""
+    open_s: float = 10.0
+    """Workers that have all loaded their layers must connect to each other within this time."""
+    save_s: float = 60.0
+    """A job that failed waits this long for a checkpoint that is due."""
+    preflight_s: float = 10.0
+    """The pre-flight waits this long for an answer of the coordinator, or of a peer's vault."""
+    trial_cpu_s: float = 300.0
+    """CPU time after which the trial of the devices in the pre-flight counts as endless."""
 
 
 def budget(
@@ -92,16 +119,16 @@ def budget(
 
     `heartbeat_s`: the user's value; 0: computed from the silence and the number of `nodes`.
     """
-    silence = silence_s
+    silence, reconnect_s = silence_s, RECONNECT_TRIPS * seen.rtt_s
     return Timeouts(
         silence_s=silence,
         heartbeat_s=heartbeat_s
         or max(min(0.5, silence / 6), min(nodes / MAX_HEARTBEATS_PER_S, silence / 3)),
-        lease_s=silence,
-        closed_s=min(0.15, silence / 20),
-        contact_s=min(0.5, silence / 6),
+        lease_s=silence + reconnect_s,
+        closed_s=min(0.15, silence / 20) + reconnect_s,
+        contact_s=min(0.5, silence / 6) + reconnect_s,
         starved_s=min(0.5, silence / 6),
-        adopt_s=max(1.0, silence * 2 / 3),
+        adopt_s=max(1.0, silence * 2 / 3) + reconnect_s,
         keepalive_s=max(1.0, silence * 5 / 3),
         silent_s=max(15.0, silence * 5),
         stuck_s=max(60.0, silence * 20, seen.microbatch_s * 20),
@@ -109,10 +136,19 @@ def budget(
         bulk_s=max(10.0, silence * 10 / 3),
         serve_s=max(30.0, silence * 10),
         prefetch_s=max(20.0, seen.step_s * 5),
+        path_s=max(2.0, silence * 4 / 3) + reconnect_s,
+        open_s=max(10.0, silence * 10 / 3) + reconnect_s,
+        preflight_s=max(10.0, silence * 10 / 3) + reconnect_s,
+        trial_cpu_s=max(300.0, silence * 100),
         link_s=max(1800.0, silence * 100),
         leave_s=min(20.0, max(2.0, seen.pause_s * 2)),
         overdue_s=max(30.0, silence * 10),
         alone_s=silence * 2,
+        doubt_s=max(30.0, silence * 10) + reconnect_s,
+        return_s=max(600.0, silence * 100),
+        progress_s=max(silence * 2.5 + reconnect_s, seen.microbatch_s * 20, seen.step_s * 5),
+        orphan_s=max(60.0, silence * 100),
+        save_s=max(60.0, silence * 20),
     )
 
 

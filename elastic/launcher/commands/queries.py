@@ -179,10 +179,10 @@ def as_text(answer: Answer) -> str:
             below.append(_table(value))
         elif isinstance(value, str) and "\n" in value:
             below.append(value.rstrip("\n"))
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and value:
             pairs = (f"{name} {_cell(entry)}" for name, entry in value.items())
             lines.append(f"{key}: {', '.join(pairs)}")
-        elif value not in (None, "", []):
+        elif value not in (None, "", [], {}):
             lines.append(f"{key}: {value}")
     return "\n\n".join(part for part in ("\n".join(lines), *below) if part)
 

@@ -45,7 +45,8 @@ def watch(
                 view.note(f"{result.get('reason')} (exit code {result.get('code')})")
                 return EXIT_OK
             if answer is not None and answer["phase"] in ("finished", "failed"):
-                view.note(f"the job is over: {answer['phase']}")
+                reason = f": {answer['cause']}" if answer.get("cause") else ""
+                view.note(f"the job is over: {answer['phase']}{reason}")
                 return EXIT_OK
             time.sleep(interval_s)
             try:
@@ -78,7 +79,8 @@ class StatusLines:
             if entry not in self._recoveries:
                 self._print(recovery_text(entry))
         self._recoveries = list(answer.get("recoveries", ()))
-        state = (answer["phase"], answer["step"], answer["epoch"], len(answer["nodes"]))
+        place = (answer["phase"], answer["step"], answer["epoch"])
+        state = (*place, len(answer["nodes"]), answer.get("cause"))
         if state != self._shown:
             self._shown = state
             self._print(headline(answer))
@@ -126,6 +128,10 @@ def headline(answer: Answer) -> str:
     parts.append(f"{training} nodes train, {len(answer['nodes']) - training} spare")
     if answer.get("term"):
         parts.append(f"coordinator term {answer['term']}")
+    if answer.get("attention"):
+        parts.append(answer["attention"])
+    if answer.get("cause"):
+        parts.append(str(answer["cause"]))
     return ", ".join(parts)
 
 
@@ -142,6 +148,7 @@ def problems(node: Answer) -> str:
     found = {
         "disconnected": not node["connected"],
         "leaving": node["draining"],
+        node.get("error", ""): bool(node.get("error")),
         health: health != "ok",
         f"{slow:.1f}x slower": slow != 1.0,
     }

@@ -13,6 +13,7 @@ from click import Choice, IntRange
 from elastic.command_line import TIME, Command, flag
 from elastic.config import LOG_PREFIX, PREFLIGHTS, SCHEDULES
 from elastic.core.protocol import compression
+from elastic.domain.types import VERIFY_EVERY
 from elastic.launcher.flags.ray_options import ADDRESS, RESOURCES
 from elastic.launcher.flags.validators import (
     ACCUMULATE,
@@ -28,6 +29,7 @@ from elastic.launcher.flags.validators import (
     NAME,
     NAMES,
     NODES,
+    NONFINITE,
     PROFILE,
     RANKS,
     SIGNALS,
@@ -99,6 +101,12 @@ OURS = (
               "pipelines share optimizer state"),
     flag("--accumulate", type=ACCUMULATE, default="fast",
          help="gradient sums; exact is bit-identical whatever fails"),
+    flag("--verify-every", type=IntRange(0), default=VERIFY_EVERY,
+         help="steps between two comparisons of the replicas' parameters, with --accumulate "
+              "exact; 0: never"),
+    flag("--on-nonfinite", type=NONFINITE, default="stop",
+         help="what to do if a gradient norm is infinite or NaN: end the job, leave the update "
+              "out, or update"),
     flag("--pipelines", default="auto", help="auto, a number of pipelines, or their depths as 2+2"),
     flag("--schedule", type=Choice(SCHEDULES), default="auto",
          help="order of the micro-batches in a pipeline"),

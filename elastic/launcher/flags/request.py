@@ -18,18 +18,19 @@ from elastic.config import FILE, JobConfig, load_config
 from elastic.core.protocol.fault_spec import FaultKind
 from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import FieldError, UsageError
-from elastic.domain.types import Accumulate
+from elastic.domain.types import Accumulate, OnNonfinite
 from elastic.launcher.flags import validators
 from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.validators import Guard, folder, slug, streams
 from elastic.planning.cost.profile import LinkProfile
+from elastic.store import checkpoint_directory
 
 LOOPBACK = "127.0.0.1"
 # fmt: off
 SAME_NAME = (
     "compress", "coordinators", "max_restarts", "metrics_host", "pipelines", "preflight", "role",
-    "schedule", "virtual_local_rank",
+    "schedule", "verify_every", "virtual_local_rank",
 )
 # fmt: on
 """Flags that are fields of JobConfig under the same name."""
@@ -98,6 +99,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         local_addr=flags.local_addr or "",
         backup="none+none" if flags.backup in ("none", "off") else flags.backup,
         accumulate=Accumulate(flags.accumulate),
+        on_nonfinite=OnNonfinite(flags.on_nonfinite),
         vault_memory_bytes=flags.vault_memory or 0,
         resume=_resume(flags.resume, checkpoints),
         monitor_interval_s=flags.monitor_interval,
@@ -248,6 +250,10 @@ def _resume(text: str | None, checkpoints: Path) -> str:
         raise FieldError("--resume", text, "there is no such directory; give one, or auto")
     if not _holds_checkpoint(path):
         remedy = f"{path} holds no checkpoint (step-...); give another, or auto"
+        raise FieldError("--resume", text, remedy)
+    found, problems = checkpoint_directory.complete(path)
+    if not found:
+        remedy = f"no checkpoint is complete: {'; '.join(str(one) for one in problems)}"
         raise FieldError("--resume", text, remedy)
     return str(path)
 

@@ -27,7 +27,7 @@ from elastic.core.protocol.fault_spec import parse_fault
 from elastic.core.protocol.notice_source import NoticeSource, SourceKind, parse_sources
 from elastic.core.protocol.timeouts import SILENCE_S, budget
 from elastic.domain.errors import FieldError
-from elastic.domain.types import Accumulate
+from elastic.domain.types import Accumulate, OnNonfinite
 from elastic.planning.cost.profile import LinkProfile, Profile, parse_profile
 from elastic.planning.plan.units import duration_of, rate_of, size_of
 from elastic.rpc.security import tls
@@ -217,6 +217,7 @@ RANKS, NODES = ParsedType("RANK,...", _ranks), ParsedType("MIN:MAX", _nodes)
 HOST, NAME = ParsedType("HOST", _host), ParsedType("NAME", _name)
 LOCAL_ADDR = ParsedType("HOST", lambda flag, text: _host(flag, text) and text)
 ACCUMULATE = Choice(tuple(mode.value for mode in Accumulate))
+NONFINITE = Choice(tuple(mode.value for mode in OnNonfinite))
 SIZE, SIZES = ParsedType("SIZE", size_of), ParsedType("SIZE,...", _several(size_of))
 NAMES, TIMES = ParsedType("NAME,...", _several(_name)), ParsedType("TIME,...", _several(time_of))
 FILE, FOLDER = ParsedType("FILE", _file), ParsedType("DIR", folder)

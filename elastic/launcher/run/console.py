@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, TextIO
 
 Entry = dict[str, Any]
@@ -116,26 +117,45 @@ def recovery_line(event: Entry) -> str:
     """Return a recovery in a line: place, cause, seconds of each phase, lost micro-batches."""
     phases = ("detect_s", "decide_s", "transfer_s", "rebuild_s", "total_s")
     times = [f"{k[:-2]} {event[k]:.3f}" for k in phases if isinstance(event.get(k), (int, float))]
-    nodes = f"{event.get('nodes_before', '?')} -> {event.get('nodes_after', '?')} nodes"
-    lost = f"{event.get('microbatches_lost', '?')} micro-batches lost"
-    where = f"step {event.get('step', '?')}, micro-batch {event.get('microbatch', '?')}"
-    cause = event.get("cause", "")
+    nodes = f"{_field(event, 'nodes_before')} -> {_field(event, 'nodes_after')} nodes"
+    lost = f"{_field(event, 'microbatches_lost')} micro-batches lost"
+    where = f"step {_field(event, 'step')}, micro-batch {_field(event, 'microbatch')}"
+    cause = _field(event, "cause")
     return f"recovered at {where} ({cause}): {nodes}, {lost}; seconds: {', '.join(times)}"
 
 
+def _field(event: Entry, name: str) -> object:
+    """Return a field of an event. An event of another version may lack it."""
+    return event.get(name, f"(no {name})")
+
+
 def _backup_short_line(event: Entry) -> str:
-    owner, keeper = event.get("owner", "?"), event.get("keeper", "?")
+    owner, keeper = _field(event, "owner"), _field(event, "keeper")
     short = f"{keeper} has no room for more copies of {owner}"
     return f"warning: {short}; training continues without them: {event.get('detail', '')}"
 
 
+def _keeper_failed_line(event: Entry) -> str:
+    owner, keeper = _field(event, "owner"), _field(event, "keeper")
+    return f"warning: {keeper} cannot keep copies of {owner}: {event.get('detail', '')}"
+
+
+def _checkpoint_unusable_line(event: Entry) -> str:
+    return f"warning: {_field(event, 'path')} is passed over: {event.get('why', '')}"
+
+
+def _checkpoint_lost_line(event: Entry) -> str:
+    where = f" on {event['node']}" if event.get("node") else ""
+    return f"warning: no checkpoint of step {_field(event, 'step')}{where}: {event.get('why', '')}"
+
+
 def _corrupt_line(event: Entry) -> str:
-    where = f"copy of {event.get('owner', '?')} on {event.get('keeper', '?')} is corrupt"
+    where = f"copy of {_field(event, 'owner')} on {_field(event, 'keeper')} is corrupt"
     return f"warning: {where}: {event.get('detail', '')}"
 
 
 def _health_line(event: Entry) -> str:
-    text = f"{event.get('node', '?')} ({event.get('class', '?')}): {event.get('reason', '')}"
+    text = f"{_field(event, 'node')} ({_field(event, 'class')}): {_field(event, 'reason')}"
     if event.get("evidence", {}).get("well"):
         return text
     action = event.get("action", "none")
@@ -145,16 +165,94 @@ def _health_line(event: Entry) -> str:
 def _preflight_line(event: Entry) -> str:
     if event.get("ok"):
         return ""
-    why = f"{event.get('node', '?')} may not join: {event.get('reason', '')}"
-    return f"warning: {why}; it checks again in {event.get('retry_s', '?')} s"
+    why = f"{_field(event, 'node')} may not join: {_field(event, 'reason')}"
+    return f"warning: {why}; it checks again in {_field(event, 'retry_s')} s"
 
 
-EVENT_LINES = {
+def _halt_line(event: Entry) -> str:
+    """Return the cause of an unplanned epoch, because its recovery may never come."""
+    if event.get("boundary") or event.get("cause_kind") == "start":
+        return ""
+    return f"epoch {_field(event, 'epoch')} begins: {_field(event, 'cause')}"
+
+
+def _paused_line(event: Entry) -> str:
+    return f"paused: {_field(event, 'why')}; the job continues when a plan fits"
+
+
+def _certificate_line(event: Entry) -> str:
+    return f"warning: {_field(event, 'reason')}"
+
+
+def _agent_failed_line(event: Entry) -> str:
+    return f"warning: the agent of {_field(event, 'node')} failed: {_field(event, 'error')}"
+
+
+def _refused_line(event: Entry) -> str:
+    """Return a refusal that the user can remedy; attacks are only in the event log."""
+    if event.get("reason") not in ("version", "expired"):
+        return ""
+    return f"warning: {_field(event, 'node')} refused {event.get('peer')}: {event.get('detail')}"
+
+
+def _nonfinite_line(event: Entry) -> str:
+    done = {
+        "stop": "the job ends",
+        "skip": "its update is left out",
+        "continue": "training goes on",
+    }
+    where = f"the gradient norm of step {_field(event, 'step')} is {_field(event, 'grad_norm')}"
+    return f"warning: {where}: {done.get(str(event.get('action')), '')}"
+
+
+def _divergence_line(event: Entry) -> str:
+    text = f"step {_field(event, 'step')}: {event.get('reason', '')}"
+    return f"warning: {text}" + ("" if event.get("fatal") else "; the step runs again")
+
+
+def _doubt_line(event: Entry) -> str:
+    return f"warning: {_field(event, 'why')}; it waits for the nodes, and training continues"
+
+
+def _doubt_over_line(event: Entry) -> str:
+    heard = f"{_field(event, 'heard')} of {_field(event, 'nodes')} nodes"
+    return f"the coordinator hears {heard} again, after {_field(event, 'seconds')} s"
+
+
+def _stalled_line(event: Entry) -> str:
+    evidence = event.get("evidence") or {}
+    found = "; ".join(f"{node}: {why}" for node, why in evidence.items())
+    quiet_s, action = _field(event, "quiet_s"), _field(event, "action")
+    return f"warning: no progress for {quiet_s} s ({found}) [{action}]"
+
+
+def _retry_line(event: Entry) -> str:
+    pause_s = event.get("pause_s", 0)
+    when = f"in {pause_s} s" if pause_s else "now"
+    attempt, cause = _field(event, "attempt"), _field(event, "cause")
+    return f"warning: attempt {attempt} failed: {cause}; next attempt {when}"
+
+
+EVENT_LINES: dict[str, Callable[[Entry], str]] = {
+    "stalled": _stalled_line,
+    "retry": _retry_line,
+    "nonfinite": _nonfinite_line,
+    "divergence": _divergence_line,
     "recovery": recovery_line,
     "backup-short": _backup_short_line,
     "copy-corrupt": _corrupt_line,
+    "keeper-failed": _keeper_failed_line,
+    "checkpoint-unusable": _checkpoint_unusable_line,
+    "checkpoint-lost": _checkpoint_lost_line,
     "health": _health_line,
     "preflight": _preflight_line,
+    "doubt": _doubt_line,
+    "doubt-over": _doubt_over_line,
+    "halt": _halt_line,
+    "paused": _paused_line,
+    "certificate": _certificate_line,
+    "agent-failed": _agent_failed_line,
+    "refused": _refused_line,
 }
 """Functions that make the line of an event, by kind; "": the event is not printed."""
 

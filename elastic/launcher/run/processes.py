@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import IO
 
 from elastic.config import JobConfig
+from elastic.domain.errors import EXIT_INCOMPATIBLE
 from elastic.launcher.run.event_tail import read_object
 from elastic.launcher.run.metrics_endpoint import metrics_flag
+from elastic.telemetry import read_last_words
 
 MAX_FAILED_STARTS = 3
 """Failed starts of a coordinator in a row after which the job fails. In a failed start it dies
@@ -167,7 +169,11 @@ class Coordinators:
             standby.exists() and standby.read_text() == f"{child.pid}\n"
         )
         self._failed[slot] = 0 if started else self._failed[slot] + 1
-        self._note(f"the {child.name} ended ({child.how}) and is restarted")
+        error = read_last_words(self._path, child.name) if (child.returncode or 0) > 0 else ""
+        if child.returncode == EXIT_INCOMPATIBLE:
+            return f"the {child.name} cannot run: {error}"
+        how = f"{child.how}: {error}" if error else child.how
+        self._note(f"the {child.name} ended ({how}) and is restarted")
         if self._failed[slot] >= MAX_FAILED_STARTS:
             log = self._path / "logs" / f"{child.name}.out"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])

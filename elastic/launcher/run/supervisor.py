@@ -42,6 +42,7 @@ from elastic.launcher.run.processes import Child, Coordinators
 from elastic.launcher.run.rundir import RunDir, free_port
 from elastic.rpc.security import tls
 from elastic.store.open_store import check_store
+from elastic.telemetry import read_last_words
 
 FAULT_POLL_S = 0.02
 """Interval between reads of progress while `LauncherFaults` are pending."""
@@ -234,7 +235,7 @@ class Supervisor:
             if agent.ended() and agent.name not in self._reported:
                 self._reported.add(agent.name)
                 if agent.returncode != EXIT_OK:
-                    self._view.note(f"{agent.name} ended ({agent.how})")
+                    self._view.note(f"{agent.name} ended ({self._how(agent)})")
         if any(not agent.ended() for agent in self._agents) or self._faults.joins:
             self._no_agents_since = 0.0
             return
@@ -246,9 +247,15 @@ class Supervisor:
         elif self._config.standalone:  # wait until the coordinator reports it
             self._no_agents_since = self._no_agents_since or time.monotonic()
             if time.monotonic() - self._no_agents_since > self._config.timeouts.alone_s:
-                logs = self._path / "logs"
-                self._view.note(f"every node ended before the job did; logs are in {logs}")
+                last = f"{self._agents[-1].name}: {self._how(self._agents[-1])}"
+                logs = f"the last one was {last}; logs are in {self._path / 'logs'}"
+                self._view.note(f"every node ended before the job did; {logs}")
                 self._code = EXIT_FAILURE
+
+    def _how(self, agent: Child) -> str:
+        """Return how an agent ended: exit code or signal, and its error if it wrote one."""
+        error = read_last_words(self._path, agent.name) if (agent.returncode or 0) > 0 else ""
+        return f"{agent.how}: {error}" if error else agent.how
 
     # ---- injected faults ----
 

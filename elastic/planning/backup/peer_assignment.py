@@ -42,16 +42,21 @@ def choose_peers(
     """Return (node, peer) for every node in `layers`, in that order; () for a single node.
 
     `layers` maps nodes to the layers that they hold. `nodes` has all nodes at hand, also spares.
+    Nodes whose vaults cannot keep copies are no peers, unless fewer than two others are left.
     """
     known = {*layers, *spares}
     infos = {info.node: info for info in nodes if info.node in known}
     ring = _ring(list(infos.values()))
     if len(ring) < 2:
         return ()
-    apart = len({domain_of(info) for info in infos.values()}) > 1
+    keepers = [info for info in infos.values() if info.keeps]
+    keepers = keepers if len(keepers) > 1 else list(infos.values())
+    keeping = {info.node for info in keepers}
+    apart = len({domain_of(info) for info in keepers}) > 1
     mask = cache(lambda held: sum(1 << layer for layer in held))
     sorts = [(infos[n].domain if apart else "", mask(layers.get(n, frozenset()))) for n in ring]
-    chosen = _Table(sorts, [n in layers for n in ring]).settle()
+    table = _Table(sorts, [n in layers for n in ring], [n in keeping for n in ring])
+    chosen = table.settle()
     peer_of = {ring[node]: ring[peer] for node, peer in chosen.items()}
     return tuple((node, peer_of[node]) for node in layers)
 
@@ -75,8 +80,8 @@ def _ring(infos: list[NodeInfo]) -> list[str]:
 class _Table:
     """Peers chosen so far. Nodes are indices in the ring."""
 
-    def __init__(self, sorts: Sequence[Sort], holds: Sequence[bool]) -> None:
-        self.sorts, self.holds, self.size = sorts, holds, len(sorts)
+    def __init__(self, sorts: Sequence[Sort], holds: Sequence[bool], keeps: Sequence[bool]) -> None:
+        self.sorts, self.holds, self.keeps, self.size = sorts, holds, keeps, len(sorts)
         self.chosen: dict[int, int] = {}
         self.kept: dict[int, list[int]] = {}
         """Per peer, the nodes whose copies it keeps."""
@@ -96,8 +101,9 @@ class _Table:
 
     def _open(self) -> None:
         """Mark every node as free again, because the limit was raised."""
-        self.spares = _Free([p for p in range(self.size) if not self.holds[p]], self.sorts)
-        self.holders = _Free([p for p in range(self.size) if self.holds[p]], self.sorts)
+        places = [p for p in range(self.size) if self.keeps[p]]
+        self.spares = _Free([p for p in places if not self.holds[p]], self.sorts)
+        self.holders = _Free([p for p in places if self.holds[p]], self.sorts)
 
     def _choose(self, node: int) -> bool:
         """Give `node` the best peer that has room; return whether there is such a peer."""
@@ -127,7 +133,7 @@ class _Table:
 
         With `other_layers` no node of the chain gets a peer that holds the same layers.
         """
-        unseen = set(range(self.size))
+        unseen = {p for p in range(self.size) if self.keeps[p]}
         came: dict[int, int] = {}
         queue = deque([node])
         while queue and unseen:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,13 +32,17 @@ import xxhash
 
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain import codec
+from elastic.domain.checksum import checksum_problem
 from elastic.domain.errors import (
     ChannelClosed,
     ElasticError,
     FieldError,
+    SlotError,
     StaleError,
+    Unanswered,
     VaultError,
     VaultFull,
+    describe,
 )
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.blocks import read_copy, send_copy
@@ -45,6 +50,7 @@ from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.bulk.handshake import authenticate, wrap_client
 from elastic.rpc.frames import FrameStream
 from elastic.rpc.security import tls
+from elastic.rpc.security.expiry import with_expiry
 
 BUFFER_BYTES = 1 << 20
 """Size of socket buffers: a large copy then needs fewer switches between both sides."""
@@ -92,6 +98,8 @@ class Reply:
     """Whether the error is an old epoch."""
     full: bool = False
     """Whether the error is a lack of room."""
+    broken: bool = False
+    """Whether the vault can create no slots, for another reason than a lack of room."""
     copies: tuple[Copy, ...] = ()
     codec: str = ""
     """Codec of the requested copy."""
@@ -106,6 +114,8 @@ REQUESTS: dict[str, type] = {
 
 ASK_BYTES = 4 << 20
 """Bundles of this size or more ask for room before they are sent."""
+LEAST_BYTES_PER_SECOND = 256 << 20
+"""Slowest allocation of memory for a bundle. The client waits longer for a larger bundle."""
 
 
 def tune(sock: socket.socket) -> socket.socket:
@@ -139,11 +149,13 @@ class VaultClient:
         pace: Callable[[int], None] | None = None,
         compressing: CompressionPolicy | None = None,
         secure: tls.SecuritySettings | None = None,
+        peer: str = "",
     ) -> None:
         """`node`: the client's node. `timeout_s`: longest wait without progress. `pace`: see
         `FrameStream`. `compressing` chooses codecs; None: uncompressed. `secure`: security
-        settings; None: those of this process."""
+        settings; None: those of this process. `peer`: the vault's node, for error texts."""
         self.address, self._pace = address, pace
+        self._name = f"vault of {peer} at {address}" if peer else f"vault {address}"
         self._secure = secure or tls.current()
         self._compressing = compressing or CompressionPolicy("off")
         self._where = split_address(address)
@@ -155,8 +167,8 @@ class VaultClient:
     def put(self, bundle: Sequence[tuple[Copy, memoryview]]) -> None:
         """Send copies with their bytes. Wait until the vault has verified and stored all of them.
 
-        Raises StaleError if the vault rejects their epoch, VaultFull if it has no room, VaultError
-        otherwise.
+        Raises StaleError if the vault rejects their epoch, VaultFull if it has no room, SlotError
+        if it can create no slots, VaultError otherwise.
         """
         codecs = tuple(self._compressing.codec(copy, data) for copy, data in bundle)
         total = sum(data.nbytes for _, data in bundle)
@@ -165,7 +177,7 @@ class VaultClient:
         with self._connected() as stream:
             _begin(stream, request, total, waits=request.ask)
             if request.ask:
-                _reply(stream)
+                self._await_room(stream, total)
             sent, seconds = 0, -time.perf_counter()
             with _reason_first():
                 for how, (_, data) in zip(codecs, bundle, strict=True):
@@ -174,9 +186,14 @@ class VaultClient:
             _reply(stream)
             self._compressing.sent(sent, seconds + time.perf_counter())
 
-    def get(self, copy: Copy, out: memoryview | None = None) -> memoryview:
+    def get(
+        self,
+        copy: Copy,
+        out: memoryview | None = None,
+        on_chunk: Callable[[memoryview], object] = lambda chunk: None,
+    ) -> memoryview:
         """Fetch and verify `copy`. Return its bytes in `out`, which has its size (None: a new
-        buffer).
+        buffer). `on_chunk` gets them piece by piece.
 
         Raises VaultError if the copy is gone or corrupt.
         """
@@ -189,10 +206,16 @@ class VaultClient:
                     f"{copy.key}: {nbytes} bytes came, {len(data)} of {copy.nbytes} are wanted"
                 )
             hasher = xxhash.xxh3_64()
-            problem = read_copy(stream, data, reply.codec, hasher.update)
-        if problem is not None or hasher.hexdigest() != copy.checksum:
+
+            def received(chunk: memoryview) -> None:
+                hasher.update(chunk)
+                on_chunk(chunk)
+
+            problem = read_copy(stream, data, reply.codec, received)
+        wrong = str(problem or checksum_problem(copy, hasher.hexdigest()))
+        if wrong:
             self.verify(copy)
-            raise VaultError(f"{copy.key} from {self.address} does not match its checksum")
+            raise VaultError(f"{copy.key} from {self._name} does not match its checksum: {wrong}")
         return data
 
     def locate(self, copy: Copy) -> tuple[str, int]:
@@ -229,6 +252,24 @@ class VaultClient:
         with self._connected() as stream:
             _begin(stream, request)
             return _reply(stream)[0]
+
+    def _await_room(self, stream: FrameStream, nbytes: int) -> None:
+        """Wait for the reply about room for `nbytes`. The vault allocates memory before it."""
+        limit_s = self._timeout_s + nbytes / LEAST_BYTES_PER_SECOND
+        stream.timeout_s = limit_s
+        try:
+            _reply(stream)
+        except TimeoutError as error:
+            text = f"made no progress for {limit_s:g} s while it allocated {nbytes} bytes"
+            raise VaultError(f"vault {self.address} {text}") from error
+        finally:
+            stream.timeout_s = self._timeout_s
+
+    def _explain(self, error: Exception) -> str:
+        """Return the text of a failed connection; a failed TLS handshake is called one."""
+        tls_failed = isinstance(error, ssl.SSLError) or isinstance(error.__cause__, ssl.SSLError)
+        text = f"TLS handshake failed: {error}" if tls_failed else describe(error)
+        return with_expiry(text, self._secure.certificates)
 
     def _drop(self) -> None:
         with self._lock:
@@ -274,12 +315,15 @@ class VaultClient:
             except _Refused as refusal:
                 raise refusal.error from None
             except TimeoutError as error:
+                stream, kind = self._stream, VaultError
+                if stream is not None and stream.delivered:
+                    kind = Unanswered
                 self._drop()
-                text = f"vault {self.address} made no progress for {self._timeout_s:g} s"
-                raise VaultError(text) from error
+                text = f"{self._name} made no progress for {self._timeout_s:g} s"
+                raise kind(text) from error
             except (ChannelClosed, FieldError, OSError) as error:
                 self._drop()
-                raise VaultError(f"vault {self.address}: {error}") from error
+                raise VaultError(f"{self._name}: {self._explain(error)}") from error
             except BaseException:
                 self._drop()
                 raise
@@ -298,12 +342,16 @@ def _reason_first() -> contextlib.AbstractContextManager[None]:
 
 def _reply(stream: FrameStream) -> tuple[Reply, int]:
     body, nbytes = stream.receive()
-    reply = codec.decode(Reply, body)
+    reply = codec.decode(Reply, body, newer=True)
     if reply.error:
         stream.drain(nbytes)
-        kind = StaleError if reply.stale else VaultFull if reply.full else VaultError
-        raise _Refused(kind(reply.error))
+        raise _Refused(_error_of(reply))
     return reply, nbytes
+
+
+def _error_of(reply: Reply) -> ElasticError:
+    kinds = ((reply.stale, StaleError), (reply.full, VaultFull), (reply.broken, SlotError))
+    return next((kind for given, kind in kinds if given), VaultError)(reply.error)
 
 
 class _Refused(Exception):

@@ -19,6 +19,10 @@ MAX_CALLS = 100
 """Upper limit of calls at a time on one connection. An agent has two at most, a command one."""
 TERM = "term"
 """Metadata key of a stream: the term of the coordinator that opened it."""
+PROTOCOL_KEY = "protocol"
+"""Metadata key of a stream, in both directions: the version of the side that sends it."""
+REFUSED_RETRY_MAX_S = 30.0
+"""Longest pause between two attempts while the coordinator has another version."""
 
 
 def addresses_of(text: str) -> tuple[str, ...]:

@@ -24,9 +24,12 @@ from msgspec.structs import replace
 
 from elastic.core.protocol.election import accepts_term
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
+from elastic.core.protocol.version import ProtocolVersion, incompatibility
 from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.rpc.control.channel_options import (
     CONNECT_TIMEOUT_S,
+    PROTOCOL_KEY,
+    REFUSED_RETRY_MAX_S,
     RETRY_MAX_S,
     RETRY_MIN_S,
     TERM,
@@ -36,7 +39,10 @@ from elastic.rpc.control.channel_options import (
 from elastic.rpc.control.envelope import (
     CALL,
     CHALLENGE,
+    PING,
+    PONG,
     SESSION,
+    SESSION_VERSION,
     Envelope,
     Rejected,
     from_wire,
@@ -48,11 +54,16 @@ from elastic.rpc.control.envelope import (
     unpack_call,
 )
 from elastic.rpc.control.event_loop import Dispatcher, ended, event_loop, run
+from elastic.rpc.control.round_trips import RoundTrips
+from elastic.rpc.frames import version_in, version_text
 from elastic.rpc.security import tls
+from elastic.rpc.security.expiry import with_expiry
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.token_proof import answer, digest, new_nonce, proved
 
 log = logging.getLogger(__name__)
+ANNOUNCEMENT = (PROTOCOL_KEY, version_text(SESSION_VERSION))
+"""Metadata of a session of this version."""
 
 
 class CoordinatorStub:
@@ -75,7 +86,8 @@ class CoordinatorSession:
     Callbacks run on one thread of this session, in order. `on_up()` is called when the coordinator
     has accepted the stream, `on_message(message, envelope)` for each message, and `on_down(reason)`
     when the stream is lost; up and down alternate. A message of an older term than the highest seen
-    is dropped and counted as rejected.
+    is dropped and counted as rejected. `on_refused(why)` is called once per coordinator whose
+    version does not fit; the session tries again with growing pauses.
     """
 
     def __init__(
@@ -88,10 +100,18 @@ class CoordinatorSession:
         sender: str,
         keepalive_s: float = DEFAULT_TIMEOUTS.keepalive_s,
         secure: tls.SecuritySettings | None = None,
+        on_refused: Callable[[str], object] = lambda why: None,
+        version: ProtocolVersion = SESSION_VERSION,
     ) -> None:
-        """`secure`: certificates and token of this side; None: those of this process."""
+        """`secure`: certificates and token of this side; None: those of this process. `version`:
+        announced to coordinators."""
         addresses = addresses_of(address)
-        self._secure = secure or tls.current()
+        self._secure, self._version = secure or tls.current(), version
+        self._on_refused = on_refused
+        self._peer = ProtocolVersion()
+        """Version of the coordinator that is followed."""
+        self._refusals: dict[str, str] = {}
+        """Reason per address at which a coordinator of another version was found."""
         self.address, self.sender = address, sender
         self.term = 0
         """Highest coordinator term seen."""
@@ -103,6 +123,7 @@ class CoordinatorSession:
         self._active_term = 0
         self._left: set[Any] = set()
         """Streams that were cancelled in favour of a newer coordinator's."""
+        self._round_trips = RoundTrips()
         self._silent: set[str] = set()
         """Addresses whose silence is in the log already."""
         self._dispatcher = Dispatcher(f"rpc-{sender}")
@@ -112,12 +133,20 @@ class CoordinatorSession:
     def up(self) -> bool:
         return self._outbox is not None
 
+    @property
+    def rtt_s(self) -> float:
+        """Least round-trip time to the coordinator in the newest measurements; 0: unknown."""
+        return self._round_trips.least_s
+
     def send(self, message: Any, epoch: int) -> bool:
-        """Queue a message. Return False, without queueing, if there is no stream. Thread-safe."""
+        """Queue a message. Return False, without queueing, if there is no stream, or if the
+        coordinator's version cannot read the message. Thread-safe."""
         outbox = self._outbox
         if outbox is None:
             return False
         envelope = pack(message, term=self.term, epoch=epoch, sender=self.sender)
+        if not self._peer.reads(envelope.kind):
+            return False
         event_loop().call_soon_threadsafe(outbox.put_nowait, envelope)
         return True
 
@@ -146,7 +175,8 @@ class CoordinatorSession:
                     started = time.monotonic()
                     await self._attempt(address, channel)
                     lived = time.monotonic() - started > RETRY_MAX_S
-                    delay_s = RETRY_MIN_S if lived else min(2 * delay_s, RETRY_MAX_S)
+                    longest = REFUSED_RETRY_MAX_S if address in self._refusals else RETRY_MAX_S
+                    delay_s = RETRY_MIN_S if lived else min(2 * delay_s, longest)
                     await asyncio.sleep(random.uniform(delay_s / 2, delay_s))
 
     def _stamp(self) -> tls.Stamp:
@@ -157,7 +187,10 @@ class CoordinatorSession:
     async def _attempt(self, address: str, channel: grpc.aio.Channel) -> None:
         """Prove this side's identity if that is required, and use one stream until it ends."""
         stub = CoordinatorStub(channel)
-        metadata: tuple[tuple[str, str], ...] = (("sender", self.sender),)
+        metadata: tuple[tuple[str, str], ...] = (
+            ("sender", self.sender),
+            (PROTOCOL_KEY, version_text(self._version)),
+        )
         if self._secure.token or self._secure.certs is not None:
             mine = new_nonce()
             question = pack_call(CHALLENGE, {"nonce": mine})
@@ -166,11 +199,12 @@ class CoordinatorSession:
                 self._silent.discard(address)
                 metadata += _proof(self._secure.token, mine, reply, "session", self.sender)
             except grpc.aio.AioRpcError as error:
+                why = with_expiry(str(error.details()), self._secure.certificates)
                 if address not in self._silent:
-                    log.info("%s: %s does not answer: %s", self.sender, address, error.details())
+                    log.info("%s: %s does not answer: %s", self.sender, address, why)
                 self._silent.add(address)
-                if "andshake" in str(error.details()) or "ertificate" in str(error.details()):
-                    REJECTIONS.count("agent", Reason.HANDSHAKE, address, error.details())
+                if "andshake" in why or "ertificate" in why:
+                    REJECTIONS.count("agent", Reason.HANDSHAKE, address, why)
                 # The next attempt reports why there is no connection.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
@@ -182,16 +216,19 @@ class CoordinatorSession:
 
     async def _stream(self, address: str, call: Any) -> None:
         """Use one stream until it ends."""
-        writer: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[None]] = []
         reason = "closed"
         try:
             await call.wait_for_connection()
-            if not self._follow(call, _term_of(await call.initial_metadata())):
-                reason = "another coordinator is followed"
+            reason = self._consider(address, call, await call.initial_metadata())
+            if reason:
                 return
             outbox: asyncio.Queue[Envelope] = asyncio.Queue()
-            writer = asyncio.create_task(_write(outbox, call))
+            tasks.append(asyncio.create_task(_write(outbox, call)))
             self._outbox = outbox
+            ping = Envelope(self.term, 0, PING, b"", self.sender)
+            send_ping = partial(outbox.put_nowait, ping)
+            tasks.append(asyncio.create_task(self._round_trips.measure(send_ping)))
             self._dispatcher.post(self._on_up)
             newest = 0
             async for data in call:
@@ -205,9 +242,7 @@ class CoordinatorSession:
                 self._receive(address, envelope)
             reason = "the coordinator ended the stream"
         except grpc.aio.AioRpcError as error:
-            reason = error.details() or str(error.code())
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                REJECTIONS.count("agent", Reason.TOKEN, address, reason)
+            reason = self._failure(address, error)
         except FieldError as error:
             reason = str(error)
             REJECTIONS.count("agent", Reason.MALFORMED, address, reason)
@@ -217,12 +252,45 @@ class CoordinatorSession:
         finally:
             call.cancel()
             self._left.discard(call)
-            if writer is not None:
-                writer.cancel()
+            for task in tasks:
+                task.cancel()
             if call is self._active:
                 self._unfollow(reason)
             else:
                 log.info("%s: no stream to %s: %s", self.sender, address, reason)
+
+    def _consider(self, address: str, call: Any, metadata: Any) -> str:
+        """Follow the coordinator that opened the stream `call`; return why not, or ""."""
+        theirs = version_in(_text_of(metadata, PROTOCOL_KEY))
+        # A stream without a term was refused; reading it raises the reason.
+        if _text_of(metadata, TERM) and (refusal := self._refusal(address, theirs)):
+            return refusal
+        if not self._follow(call, _term_of(metadata)):
+            return "another coordinator is followed"
+        self._peer = theirs
+        return ""
+
+    def _failure(self, address: str, error: grpc.aio.AioRpcError) -> str:
+        """Return why a stream failed; report a coordinator of another version or token."""
+        opened = error.initial_metadata()
+        if _text_of(opened, TERM):
+            self._refusal(address, version_in(_text_of(opened, PROTOCOL_KEY)))
+        reason = error.details() or str(error.code())
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            REJECTIONS.count("agent", Reason.TOKEN, address, reason)
+        return with_expiry(reason, self._secure.certificates)
+
+    def _refusal(self, address: str, theirs: ProtocolVersion) -> str:
+        """Return why the coordinator's version does not fit; "": it fits. Report it once."""
+        name = f"the coordinator at {address}"
+        problem = incompatibility(self._version, theirs, self.sender, name)
+        if not problem:
+            self._refusals.pop(address, None)
+        elif self._refusals.get(address) != problem:
+            self._refusals[address] = problem
+            REJECTIONS.count("agent", Reason.VERSION, address, problem)
+            self._dispatcher.post(partial(self._on_refused, problem))
+        return problem
 
     def _follow(self, call: Any, term: int) -> bool:
         """Use this stream instead of the former one. Return False if `accepts_term` refuses it."""
@@ -246,12 +314,17 @@ class CoordinatorSession:
             REJECTIONS.count("agent", Reason.STALE, address, what)
             return
         self.term = envelope.term
+        if envelope.kind == PONG:
+            self._round_trips.answered()
+            return
         try:
             message = unpack(envelope)
         except FieldError as error:
             log.error("the coordinator sent a message that cannot be read: %s", error)
             return
         if isinstance(message, Rejected):
+            if message.kind == PING:  # an older coordinator; there will be no other ping
+                return
             log.error("the coordinator could not read a %s: %s", message.kind, message.text)
             return
         self._dispatcher.post(partial(self._on_message, message, envelope))
@@ -299,7 +372,7 @@ def _call(
                 metadata = _proof(secure.token, mine, unpack_call(from_wire(reply)), *words)
             answered = stub.call(question, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
-            raise _in_words(address, kind, timeout_s, error) from error
+            raise _in_words(address, kind, timeout_s, error, secure.certificates) from error
     return unpack_call(from_wire(answered))
 
 
@@ -328,8 +401,13 @@ def _proof(
 
 def _term_of(metadata: Any) -> int:
     """Return the term with which a coordinator opened a stream; 0: not given."""
-    text = str(dict(metadata or ()).get(TERM, "0"))
+    text = _text_of(metadata, TERM)
     return int(text) if text.isdecimal() else 0
+
+
+def _text_of(metadata: Any, key: str) -> str:
+    """Return the value of a metadata key; "": not given."""
+    return str(dict(metadata or ()).get(key, ""))
 
 
 async def _write(outbox: asyncio.Queue[Envelope], call: Any) -> None:
@@ -343,7 +421,9 @@ async def _write(outbox: asyncio.Queue[Envelope], call: Any) -> None:
         return
 
 
-def _in_words(address: str, kind: str, timeout_s: float, error: Any) -> ElasticError:
+def _in_words(
+    address: str, kind: str, timeout_s: float, error: Any, certificates: tls.Certificates | None
+) -> ElasticError:
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return UsageError(details)
@@ -353,7 +433,8 @@ def _in_words(address: str, kind: str, timeout_s: float, error: Any) -> ElasticE
         return UsageError(f"{details}; give the job's with --join-token-file or --run-dir")
     if code is grpc.StatusCode.UNAVAILABLE:
         remedy = "is the job running, and are address and --certs right?"
-        return Unreachable(f"no coordinator answers at {address} ({details}); {remedy}")
+        why = with_expiry(str(details), certificates)
+        return Unreachable(f"no coordinator answers at {address} ({why}); {remedy}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Unreachable(
             f"the coordinator at {address} did not answer {kind!r} within {timeout_s:g} s"

@@ -21,7 +21,9 @@ import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from elastic.rpc.security.expiry import with_expiry
 from elastic.rpc.security.rejections import REJECTIONS, Reason
+from elastic.rpc.security.tls import Certificates
 from elastic.rpc.security.unauthenticated import UnauthenticatedConnections
 
 HANDSHAKE_S = 5.0
@@ -49,8 +51,11 @@ class _Connection:
 class ConnectionWatch:
     """Watches the connections to one port of this process. Only `began` is thread-safe."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """`loop` runs everything except `began`."""
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, certificates: Certificates | None = None
+    ) -> None:
+        """`loop` runs everything except `began`. `certificates`: this side's, for error texts."""
+        self._certificates = certificates
         self.port = 0
         """Port to watch; set before the first handshake."""
         self._loop = loop
@@ -170,7 +175,8 @@ class ConnectionWatch:
     def _count_failures(self, gone: list[Peer]) -> None:
         """Count the handshakes that ended without a call. `gone`: peers seen to be gone."""
         failed = self._began - self._passed - self._shut - len(self._waiting)
-        detail = "no TLS with a certificate of the job's authority"
+        text = "no TLS with a valid certificate of the job's authority"
+        detail = with_expiry(text, self._certificates) if failed > self._failed else text
         for _ in range(failed - self._failed):
             peer = _text(gone.pop()) if gone else ""
             REJECTIONS.count(PORT, Reason.HANDSHAKE, peer, detail)

@@ -4,8 +4,8 @@ Envelopes and messages are MessagePack, written and read by msgspec. MessagePack
 JSON because it carries NaN, infinities and bytes as they are: a training that diverges reports such
 losses. An envelope is an array of its fields; a message is a map from field names to values. The
 class of a message is not in the body but in the envelope's `kind`, and only the classes in `KINDS`
-are ever made. Questions of the command line and their answers are free JSON objects, and travel as
-JSON text.
+are ever made. Fields of the next version are ignored (`elastic.core.protocol.version`). Questions
+of the command line and their answers are free JSON objects, and travel as JSON text.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from elastic.core.protocol import health_report, messages
 from elastic.core.protocol.messages import NodeReport
+from elastic.core.protocol.version import this_version
 from elastic.domain import codec
 from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec
@@ -32,6 +33,9 @@ PIECE_BYTES = 1 << 20
 sender that it has not authenticated yet."""
 PIECE = "Piece"
 """Kind of all envelopes of a long body except the last, which has the message's kind."""
+PING, PONG = "Ping", "Pong"
+"""Kinds of empty envelopes on a session: the server answers a ping at once with a pong. The thread
+of the coordinator takes no part, so the time between them is that of the network."""
 MAX_CALL_BYTES = 64 << 10
 """Largest question of the command line."""
 CHALLENGE = "challenge"
@@ -52,7 +56,7 @@ class Rejected:
     text: str
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """One control message on the wire."""
 
     term: Count
@@ -84,6 +88,8 @@ once."""
 
 KINDS = dataclasses_of(messages, health_report) | {"Rejected": Rejected}
 """Every message that a session carries, by class name."""
+SESSION_VERSION = this_version(tuple(sorted(KINDS)))
+"""Announcement of this process when a session opens."""
 
 
 def pack(message: Any, *, term: int, epoch: int, sender: str = "") -> Envelope:
@@ -109,7 +115,7 @@ def unpack(envelope: Envelope) -> Any:
     data = _joined(envelope) if envelope.common else _value(envelope.kind, envelope.body)
     if kind is NodeReport and isinstance(data, dict) and data.get("spec") is not None:
         return _decode_report(data)
-    return codec.decode(kind, data)
+    return codec.decode(kind, data, newer=True)
 
 
 def pack_call(kind: str, body: dict[str, Any], term: int = 0) -> Envelope:
@@ -187,6 +193,8 @@ def _value(field: str, body: bytes) -> Any:
 def _joined(envelope: Envelope) -> Any:
     """Return the common part of an `Install` with the receiver's recipes. Raises FieldError."""
     field = f"{envelope.kind}.common"
+    if envelope.kind != "Install":
+        raise FieldError(field, envelope.common[:80], "only an Install has a common part")
     inflater = zlib.decompressobj()
     try:
         text = inflater.decompress(envelope.common, MAX_BODY_BYTES)
@@ -210,7 +218,7 @@ def _decode_report(data: dict[str, Any]) -> Any:
     raw, (newest, spec) = data["spec"], _newest_spec
     if raw == newest:
         data["spec"] = spec
-        return codec.decode(NodeReport, data)
-    report = codec.decode(NodeReport, data)
+        return codec.decode(NodeReport, data, newer=True)
+    report = codec.decode(NodeReport, data, newer=True)
     _newest_spec = (raw, report.spec)
     return report

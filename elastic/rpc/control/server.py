@@ -4,7 +4,8 @@ Session callbacks `on_open`, `on_message` and `on_close` run on the event loop, 
 in order per session, and must return at once. With thousands of nodes, a switch to another thread
 would cost more than the callback. `on_call` runs on a small pool and may block.
 
-A message that cannot be read is answered with `Rejected`, and the session goes on. A bad call ends
+Both sides announce their versions; a node whose version does not fit is refused. A message that
+cannot be read is answered with `Rejected`, and the session goes on. A bad call ends
 with INVALID_ARGUMENT. If a node knows a newer term than this server, another coordinator took over,
 and the session of this node ends.
 
@@ -28,16 +29,25 @@ import grpc
 from msgspec.structs import replace
 
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
+from elastic.core.protocol.version import ProtocolVersion, incompatibility
 from elastic.domain.errors import ElasticError, FieldError, StaleError, UsageError
 from elastic.rpc.control.broadcast import BroadcastEncoder
-from elastic.rpc.control.channel_options import TERM, check_address, server_options
+from elastic.rpc.control.channel_options import (
+    PROTOCOL_KEY,
+    TERM,
+    check_address,
+    server_options,
+)
 from elastic.rpc.control.connection_watch import PORT, ConnectionWatch
 from elastic.rpc.control.envelope import (
     CHALLENGE,
     MAX_BODY_BYTES,
     MAX_CALL_BYTES,
     PIECE,
+    PING,
+    PONG,
     SERVICE,
+    SESSION_VERSION,
     Envelope,
     Rejected,
     from_wire,
@@ -47,6 +57,7 @@ from elastic.rpc.control.envelope import (
     unpack_call,
 )
 from elastic.rpc.control.event_loop import event_loop, run, run_callback
+from elastic.rpc.frames import version_in, version_text
 from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.token_proof import TokenGate, digest
@@ -61,27 +72,40 @@ class ClientSession:
     """A node's open stream. All methods are thread-safe and return at once."""
 
     def __init__(
-        self, sender: str, peer: str, term: Callable[[], int], encoder: BroadcastEncoder
+        self,
+        sender: str,
+        peer: str,
+        term: Callable[[], int],
+        encoder: BroadcastEncoder,
+        version: ProtocolVersion,
     ) -> None:
-        """`encoder` is shared by the sessions of one coordinator."""
+        """`encoder` is shared by the sessions of one coordinator. `version`: the node's."""
         self.sender, self.peer, self._term, self._encoder = sender, peer, term, encoder
+        self.version = version
         self._outbox: asyncio.Queue[Envelope] = asyncio.Queue()
         self.open = True
         """False after the stream has ended."""
 
     def __repr__(self) -> str:
-        return f"Session({self.sender or '?'} at {self.peer})"
+        return f"Session({self.sender or 'unnamed'} at {self.peer})"
 
     def send(self, message: Any, epoch: int) -> bool:
         """Queue a message of `elastic.core.protocol.messages`.
 
-        Return False, and send nothing, if the stream has ended.
+        Return False, and send nothing, if the stream has ended or the node's version cannot read
+        the message.
         """
         if not self.open:
             return False
         envelope = self._encoder.pack(message, term=self._term(), epoch=epoch, node=self.sender)
+        if not self.version.reads(envelope.kind):
+            return False
         event_loop().call_soon_threadsafe(self._outbox.put_nowait, envelope)
         return True
+
+    def answer_ping(self) -> None:
+        """Send a pong. Call this on the event loop."""
+        self._outbox.put_nowait(Envelope(self._term(), 0, PONG, b""))
 
     async def write_to(self, context: Any) -> None:
         """Send the queued messages until cancelled."""
@@ -107,9 +131,12 @@ class Server:
         term: Callable[[], int],
         keepalive_s: float = DEFAULT_TIMEOUTS.keepalive_s,
         secure: tls.SecuritySettings | None = None,
+        version: ProtocolVersion = SESSION_VERSION,
     ) -> None:
-        """`secure`: certificates and token that clients need; None: those of this process."""
+        """`secure`: certificates and token that clients need; None: those of this process.
+        `version`: announced to nodes; others are refused."""
         check_address(address, lowest_port=0)
+        self._version = version
         secure = secure or tls.current()
         self._gate, self._certificates = TokenGate(secure.token), secure.certificates
         self._watch: ConnectionWatch | None = None
@@ -138,7 +165,7 @@ class Server:
             if self._certificates is None:
                 port = self._server.add_insecure_port(address)
             else:
-                self._watch = ConnectionWatch(asyncio.get_running_loop())
+                self._watch = ConnectionWatch(asyncio.get_running_loop(), self._certificates)
                 credentials = _credentials(self._certificates, self._watch.began)
                 port = self._server.add_secure_port(address, credentials)
                 self._watch.port = port
@@ -174,13 +201,17 @@ class Server:
         """Serve one node's stream from its opening to its end."""
         peer = self._peer(context)
         metadata = dict(context.invocation_metadata() or ())
-        session = ClientSession(str(metadata.get("sender", "")), peer, self._term, self._encoder)
-        await self._admit(context, "session", session.sender)
+        theirs = version_in(str(metadata.get(PROTOCOL_KEY, "")))
+        sender = str(metadata.get("sender", ""))
+        session = ClientSession(sender, peer, self._term, self._encoder, theirs)
+        await self._admit(context, "session", sender)
+        # Before the writer starts: gRPC refuses two sends at a time.
+        mine = version_text(self._version)
+        await context.send_initial_metadata(((TERM, str(self._term())), (PROTOCOL_KEY, mine)))
+        await self._check_version(context, session)
         run_callback(partial(self._on_open, session))
         tasks: set[asyncio.Task[None]] = set()
         try:
-            # Before the writer starts: gRPC refuses two sends at a time.
-            await context.send_initial_metadata(((TERM, str(self._term())),))
             tasks.add(asyncio.create_task(self._read(session, requests)))
             tasks.add(asyncio.create_task(session.write_to(context)))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -194,6 +225,14 @@ class Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _check_version(self, context: Any, session: ClientSession) -> None:
+        """Abort the call of a node whose version does not fit."""
+        node = session.sender or "a node"
+        problem = incompatibility(self._version, session.version, "the coordinator", node)
+        if problem:
+            REJECTIONS.count(PORT, Reason.VERSION, session, problem)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
 
     async def _read(self, session: ClientSession, requests: AsyncIterator[bytes]) -> None:
         """Pass every message to `on_message` until the stream ends."""
@@ -219,6 +258,9 @@ class Server:
                 size = f"{len(begun)} bytes and more"
                 REJECTIONS.count(PORT, Reason.OVERSIZE, session, size)
                 raise FieldError("body", size, f"at most {MAX_BODY_BYTES}")
+            if envelope.kind == PING:
+                session.answer_ping()
+                continue
             if envelope.kind == PIECE:
                 continue
             envelope, begun = replace(envelope, body=bytes(begun)), bytearray()

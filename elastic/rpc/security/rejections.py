@@ -16,7 +16,7 @@ from enum import StrEnum
 
 log = logging.getLogger(__name__)
 EVERY_S = 5.0
-DETAIL_CHARS = 200
+DETAIL_CHARS = 400
 
 
 class Reason(StrEnum):
@@ -42,6 +42,8 @@ class Reason(StrEnum):
     """The sender has an older term, or is a former member."""
     FORGED = "forged"
     """The sender may not send this message: it names another node, or nodes must not send it."""
+    VERSION = "version"
+    """The versions of both sides do not understand each other."""
     TOO_MANY = "too-many"
     """There are too many connections."""
 
@@ -87,7 +89,7 @@ class Rejections:
             port,
             reason,
             notice.count,
-            notice.peer or "?",
+            notice.peer or "an unknown address",
             notice.detail,
         )
         for subscriber in subscribers:

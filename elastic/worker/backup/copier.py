@@ -40,10 +40,10 @@ class Copier:
         self._last = self._jobs.submit(self._run, ready, writes, then)
         return self._last
 
-    def settle(self) -> None:
-        """Wait for all jobs. Raises the last job's error, if it failed."""
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait for all jobs. Raises the last job's error, if it failed, or TimeoutError."""
         if self._last is not None:
-            self._last.result()
+            self._last.result(timeout_s)
 
     def close(self) -> None:
         self._jobs.shutdown(wait=False)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from elastic.domain.types import GRADIENT, LOGS, REDUCED, STATE, UPDATE, WHOLE, Portion
 from elastic.worker.model.state_codec import as_bytes
 from elastic.worker.replica.gradient_sum import GradientSum
-from elastic.worker.replica.replica import LayerReplica
+from elastic.worker.replica.replica import SKIPPED, LayerReplica
 
 RingKey = tuple[str, int, frozenset[int]]
 """(kind, layer, ledger) of a ring of slots; the ledger is empty unless the kind is a log."""
@@ -74,6 +75,14 @@ def reduced_gradients(
     return copies
 
 
+def skipped_updates(replicas: Iterable[LayerReplica]) -> list[PendingCopy]:
+    """Return the copies that stand for updates that are left out."""
+    return [
+        PendingCopy(UPDATE, r.index, r.version, len(SKIPPED), _write_skipped, portion=r.portion)
+        for r in replicas
+    ]
+
+
 def updates(
     replicas: Iterable[LayerReplica], reduced: Mapping[int, Tensor], clip: float
 ) -> list[PendingCopy]:
@@ -107,6 +116,10 @@ def states(replicas: Iterable[LayerReplica]) -> list[PendingCopy]:
         )
         for replica in replicas
     ]
+
+
+def _write_skipped(out: Tensor) -> None:
+    out.copy_(torch.frombuffer(bytearray(SKIPPED), dtype=torch.uint8))
 
 
 def _write_update(replica: LayerReplica, reduced: Tensor, clip: float, out: Tensor) -> None:

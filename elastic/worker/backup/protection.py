@@ -175,14 +175,20 @@ class Protection:
         self._publisher.wait_acked(self._gradient_bundle, self._abandon)
         self._publisher.wait_acked(self._state_bundle, self._abandon)
 
-    def before_update(self, reduced: Mapping[int, Tensor], clip: float) -> None:
+    def before_update(
+        self, reduced: Mapping[int, Tensor], clip: float, *, skipped: bool = False
+    ) -> None:
         """Called after the commit: send the input of the update to the peer, under `replay`.
 
-        The input is `clip` times `reduced`, which may change after this call. A slot is free,
-        because `before_commit` has waited.
+        The input is `clip` times `reduced`, which may change after this call. `skipped`: the update
+        is left out. A slot is free, because `before_commit` has waited.
         """
         if self._replays:
-            copies = items.updates(self._replicas, reduced, clip)
+            copies = (
+                items.skipped_updates(self._replicas)
+                if skipped
+                else items.updates(self._replicas, reduced, clip)
+            )
             bundle = self._publisher.publish(copies, self._epoch, self._state_peer, self._abandon)
             self._state_bundle = self._snapshots.sent(bundle, whole=False)
 
@@ -232,6 +238,10 @@ class Protection:
             # Common sums go first: they may be overwritten first, since other holders have them.
             publish([r.common for r in layers if r.common], version, self._epoch, "")
             publish(layers, version, self._epoch, "")
+
+    def is_sound(self, replica: LayerReplica) -> bool | None:
+        """Return whether the live state equals its newest copy; None: no copy of this version."""
+        return self._publisher.is_sound(replica)
 
     @property
     def sending(self) -> bool:

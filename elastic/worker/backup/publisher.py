@@ -28,20 +28,24 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+import xxhash
 
 from elastic.core.protocol.messages import LocalCopy, Published
+from elastic.domain.checksum import checksum_problem, copy_checksum
 from elastic.domain.errors import StaleError, VaultFull
-from elastic.domain.types import GRADIENT, LOGS, Copy
+from elastic.domain.types import GRADIENT, LOGS, STATE, Copy
+from elastic.rpc.frames import CHUNK_BYTES
 from elastic.store.shared_memory import DATA_OFFSET, SharedSlot, SlotPool, checksum, slot_prefix
 from elastic.worker.backup import items
 from elastic.worker.backup.copier import Copier
 from elastic.worker.backup.items import PendingCopy, RingKey
 from elastic.worker.backup.metrics import TrafficMeter
+from elastic.worker.model.state_codec import as_memory
 from elastic.worker.replica.gradient_sum import GradientSum
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal
@@ -71,12 +75,15 @@ class Publisher:
         shard: int = 0,
         *,
         copy_device: torch.device | None = None,
+        on_progress: Callable[[], object] = lambda: None,
     ) -> None:
         """`send` takes announcements for the agent; `shard`: TP rank of this worker's layers.
 
         `directory`: the job's shared memory. `copy_device`: device to copy from in the background;
-        None: the main thread copies.
+        None: the main thread copies. `on_progress` is called, in any thread, for each slot, for
+        each copy, and for each chunk of its checksum.
         """
+        self._on_progress = on_progress
         self._send, self._node, self._shard = send, node, shard
         self._pool = SlotPool(Path(directory), slot_prefix(os.getpid()))
         self._rings: dict[RingKey, list[_RingSlot]] = defaultdict(list)
@@ -89,6 +96,8 @@ class Publisher:
         self._copier = Copier(copy_device, self._on_failed) if copy_device is not None else None
         self._failed: BaseException | None = None
         self._logs_given_up = False
+        self._states: dict[int, Copy] = {}
+        """Layer -> the newest announced copy of its state."""
         self.keep_final_gradients = False
         """Whether to keep the last gradients of a step until those of the next step replace them,
         because another holder's portion of the state may be rebuilt from them."""
@@ -146,6 +155,7 @@ class Publisher:
                 protecting = max(protecting, *same)
                 continue
             slot = self._free_slot(ring, item, abandon)
+            self._on_progress()
             self._sequence += 1
             fresh.append((item, slot, self._sequence))
         if not fresh:
@@ -168,12 +178,26 @@ class Publisher:
         return self._bundle
 
     def _announce(self, bundle: int, peer: str, written: list[LocalCopy]) -> None:
+        for local in written:
+            if local.copy.kind == STATE:
+                self._states[local.copy.layer] = local.copy
         self._send(Published(bundle, tuple(written), peer))
+
+    def is_sound(self, replica: LayerReplica) -> bool | None:
+        """Return whether the live state of `replica` equals the newest copy of it.
+
+        None if there is no copy of this version and portion.
+        """
+        copy = self._states.get(replica.index)
+        if copy is None or (copy.step, copy.portion) != (replica.version, replica.portion):
+            return None
+        return not checksum_problem(copy, checksum(as_memory(replica.state_run())))
 
     def _write(self, item: PendingCopy, slot: SharedSlot, epoch: int, sequence: int) -> LocalCopy:
         began, view = time.perf_counter(), slot.view(item.nbytes)
         slot.begin()
         item.write(torch.frombuffer(view, dtype=torch.uint8))
+        self._on_progress()
         copy = Copy(
             kind=item.kind,
             layer=item.layer,
@@ -183,15 +207,23 @@ class Publisher:
             owner=self._node,
             sequence=sequence,
             nbytes=item.nbytes,
-            checksum=checksum(view),
+            checksum="",
             microbatches=item.microbatches,
             losses=item.losses,
             node=self._node,
             portion=item.portion,
         )
+        copy = replace(copy, checksum=copy_checksum(copy, self._checksum(view)))
         slot.finish(sequence, item.nbytes, epoch)
         self.traffic.copied(item.nbytes, 0.0 if self._copier else time.perf_counter() - began)
         return LocalCopy(copy, str(slot.path), DATA_OFFSET)
+
+    def _checksum(self, data: memoryview) -> str:
+        hasher = xxhash.xxh3_64()
+        for start in range(0, len(data), CHUNK_BYTES):
+            hasher.update(data[start : start + CHUNK_BYTES])
+            self._on_progress()
+        return hasher.hexdigest()
 
     # ---- acknowledgements ----
 
@@ -224,10 +256,11 @@ class Publisher:
                 raise self._failed
             abandon.check()
 
-    def settle(self) -> None:
-        """Wait until all published copies are written and announced. Raises a copy's error."""
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait until all published copies are written and announced. Raises a copy's error, or
+        TimeoutError."""
         if self._copier is not None:
-            self._copier.settle()
+            self._copier.settle(timeout_s)
 
     def close(self) -> None:
         """End the copier. Remove the files of empty slots; the vault removes the others."""

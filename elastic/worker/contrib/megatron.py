@@ -28,6 +28,7 @@ from elastic.worker.model.layers import (
     LayerStack,
     Microbatch,
     TensorParallel,
+    describe_parameters,
     layer_spec,
 )
 from elastic.worker.model.optimizer import OptimizerSpec
@@ -257,6 +258,10 @@ class GPTStack(LayerStack):
             for kind in range(3)
         ]
         return (described[0], *(described[1] for _ in range(gpt.layers)), described[2])
+
+    def contents(self) -> tuple[str, ...]:
+        described = [describe_parameters(self._parameters(kind)) for kind in range(3)]
+        return (described[0], *(described[1] for _ in range(self.gpt.layers)), described[2])
 
     def _module(
         self, index: int, config: TransformerConfig, groups: ProcessGroupCollection

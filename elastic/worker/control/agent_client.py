@@ -7,10 +7,11 @@ is set as soon as a newer epoch is announced, except by a boundary halt.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
-import socket
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +20,19 @@ from typing import Any
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import FaultSpec, load_faults
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, SILENCE_S, Timeouts, budget
+from elastic.core.protocol.version import ProtocolVersion
 from elastic.domain import codec
-from elastic.domain.errors import ChannelClosed, UsageError
+from elastic.domain.errors import (
+    EXIT_FAILURE,
+    ChannelClosed,
+    FieldError,
+    UnknownMessage,
+    UsageError,
+    describe,
+)
+from elastic.domain.types import VERIFY_EVERY, OnNonfinite
 from elastic.planning.cost.profile import LinkProfile
-from elastic.rpc.frames import Channel
+from elastic.rpc.frames import CHANNEL_VERSION, Channel, connect_unix, version_in
 from elastic.rpc.security import tls
 from elastic.worker.transport.cancellation import AbandonSignal
 
@@ -64,6 +74,11 @@ class WorkerSettings:
     """File with the request of `elastic profile` to measure layers; "": train instead."""
     timeouts: Timeouts = DEFAULT_TIMEOUTS
     """Limits on waiting for others."""
+    verify_every: int = VERIFY_EVERY
+    """Steps between two comparisons of the holders' parameters; 0: none."""
+    on_nonfinite: OnNonfinite = OnNonfinite.STOP
+    agent_version: ProtocolVersion = field(default_factory=ProtocolVersion)
+    """Version of the agent; the agent refuses this worker if the versions do not fit."""
 
     @staticmethod
     def from_environment() -> WorkerSettings:
@@ -93,11 +108,23 @@ class WorkerSettings:
             link=codec.loads(LinkProfile, env.get("ELASTIC_LINK", "{}")),
             measure=env.get("ELASTIC_MEASURE", ""),
             timeouts=budget(float(env.get("ELASTIC_SILENCE", SILENCE_S))),
+            verify_every=int(env.get("ELASTIC_VERIFY_EVERY", VERIFY_EVERY)),
+            on_nonfinite=OnNonfinite(env.get("ELASTIC_ON_NONFINITE", OnNonfinite.STOP)),
+            agent_version=version_in(env.get("ELASTIC_PROTOCOL", "")),
         )
 
 
+def connect_agent(settings: WorkerSettings) -> Channel:
+    """Connect to the agent and announce this worker's version. Raises ChannelClosed."""
+    channel = connect_unix(settings.agent)
+    channel.send(m.Hello(settings.local_rank, os.getpid(), CHANNEL_VERSION))
+    channel.peer = settings.agent_version
+    return channel
+
+
 class TrainingPosition:
-    """Progress of the main thread. The main thread writes it, the heartbeat thread reads it."""
+    """Progress of the main thread, which writes it; the heartbeat thread reads it. Threads that
+    copy or fetch data for the main thread call `advance`."""
 
     def __init__(self) -> None:
         self.counter, self.activity, self.step, self.microbatch = 0, "idle", 0, 0
@@ -111,14 +138,17 @@ class TrainingPosition:
         self.step = self.step if step is None else step
         self.microbatch = self.microbatch if microbatch is None else microbatch
 
+    def advance(self) -> None:
+        """Record progress of the present activity: a part of a large copy is done."""
+        self.counter += 1
+
 
 class AgentClient:
-    """Receives orders from the agent at the Unix socket `path`, and sends reports."""
+    """Receives orders from the agent, and sends reports."""
 
-    def __init__(self, path: str) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.connect(path)
-        self._channel = Channel(sock)
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Connect and announce this worker's version. Raises ChannelClosed without an agent."""
+        self._channel = connect_agent(settings)
         self._orders: queue.Queue[m.Install | m.Stop] = queue.Queue()
         self._lock = threading.Lock()
         self._abandon = AbandonSignal()
@@ -174,9 +204,18 @@ class AgentClient:
     def _listen(self, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         try:
             while True:
-                self._receive(self._channel.receive(), on_acked)
+                with contextlib.suppress(UnknownMessage):  # of a newer agent
+                    self._receive(self._channel.receive(), on_acked)
+        except FieldError as error:
+            text = f"it cannot read a message of its agent: {describe(error)}"
+            with contextlib.suppress(ChannelClosed):
+                self.send(m.Crashed(text))
+            os._exit(EXIT_FAILURE)
         except (ChannelClosed, OSError):
             os._exit(70)  # the agent has ended, and a worker must not outlive it
+        except BaseException:  # noqa: BLE001 - a worker without orders would wait for ever
+            traceback.print_exc()
+            os._exit(70)
 
     def _receive(self, message: Any, on_acked: Callable[[m.BundleAcknowledged], None]) -> None:
         match message:

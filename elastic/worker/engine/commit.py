@@ -1,14 +1,20 @@
 """The commit: a gather before each update, after which all workers have the same facts.
 
-Each worker contributes, per layer that it holds, the ledger and the squared norm of the reduced
-gradient; the losses of the last layer; and the epoch of a planned change that its agent asked for.
-All workers derive the same `Commit` from all contributions, with the same arithmetic in the same
-order: proof that every micro-batch is in every layer exactly once, the global norm, the mean loss.
+Each worker contributes, per layer that it holds, the ledger, the squared norm of the reduced
+gradient and a hash of the parameters; the losses of the last layer; and the epoch of a planned
+change that its agent asked for. All workers derive the same `Commit` from all contributions, with
+the same arithmetic in the same order: proof that every micro-batch is in every layer exactly once,
+the global norm, the mean loss.
+
+With exact accumulation, holders of a layer on equal devices must have equal bits. Their norms are
+compared in every step, and the hashes of their parameters in those steps in which they are computed
+(`StepChecks.verify_every`). If they differ, no worker updates.
 
 A contribution is a row of bytes, padded to the longest row. M is the number of micro-batches:
 
-    step, epoch, halt epoch (int64 each), common (1 byte)
-    per layer: ledger (M // 8 + 1 bytes; bit m is micro-batch m), squared norm (float64)
+    step, epoch, halt epoch (int64 each), common (1 byte), kind of device (uint32)
+    per layer: ledger (M // 8 + 1 bytes; bit m is micro-batch m), squared norm (float64),
+               hash of the parameters (uint64; 0: not computed)
     losses (M float64)
 
 Only workers that hold the last layer append losses; the losses of micro-batches outside the ledger
@@ -19,21 +25,25 @@ of a layer's holders are disjoint.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from elastic.domain.errors import LedgerError
+from elastic.domain.errors import DivergenceError, LedgerError
+from elastic.domain.types import NORM, PARAMETERS, Divergence
 from elastic.planning.plan.rank_map import RankMember, Roster
 from elastic.worker.replica.gradient_sum import GradientSum
+from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import Links
 
-_HEADER = struct.Struct("<qqq?")
-"""step, epoch, halt epoch, common."""
-_NORM = struct.Struct("<d")
+_HEADER = struct.Struct("<qqq?I")
+"""step, epoch, halt epoch, common, kind of device."""
+_SHARE = struct.Struct("<dQ")
+"""Squared norm, hash of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,8 @@ class LayerContribution:
     ledger: frozenset[int]
     norm_sq: float
     """Squared norm of the layer's reduced gradient."""
+    digest: int = 0
+    """Hash of the layer's parameters; 0: not computed in this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,8 @@ class Contribution:
     """Loss by micro-batch; empty if the worker does not hold the last layer."""
     common: bool = False
     """Whether the ledgers belong to common sums, which are equal at all holders."""
+    device: int = 0
+    """Kind of the worker's device (`elastic.worker.replica.digest.device_kind`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +85,10 @@ class Commit:
     """Mean loss of the micro-batches, which are added in their order."""
     halt_epoch: int
     """Epoch for which all workers leave after the update, or -1."""
+    ledgers: int = 0
+    """Number of ledgers, one per layer and TP rank, that are complete."""
+    nonfinite: tuple[int, ...] = ()
+    """Layers whose gradient is infinite or NaN."""
 
 
 def commit(
@@ -82,6 +100,9 @@ def commit(
     step: int,
     halt_epoch: int = -1,
     common: bool = False,
+    exact: bool = False,
+    digests: Mapping[int, int] | None = None,
+    device: int = 0,
 ) -> Commit:
     """Gather all contributions and derive the commit.
 
@@ -89,28 +110,83 @@ def commit(
         sums: gradient sums of this worker's layers, in layer order.
         norms_sq: layer -> squared norm of its reduced gradient.
         common: `sums` are common sums.
+        exact: compare what the holders of a layer have.
+        digests: layer -> hash of its parameters; None: not computed in this step.
+        device: kind of this worker's device.
 
     Raises:
         LedgerError: a micro-batch is missing or counted twice in a layer, or the workers are not
             at the same step.
+        DivergenceError: holders of a layer disagree. All workers learn it, and none updates.
         EpochAbandoned, LinkFailed: this worker has no commit and must not update.
     """
-    layers = tuple(LayerContribution(frozenset(s.ledger), norms_sq[s.index]) for s in sums)
+    hashes = digests or {}
+    layers = tuple(
+        LayerContribution(frozenset(s.ledger), norms_sq[s.index], hashes.get(s.index, 0))
+        for s in sums
+    )
     losses = sums[-1].losses if sums[-1].index == roster.n_layers - 1 else {}
-    own = Contribution(step, links.epoch, halt_epoch, layers, losses, common)
+    own = Contribution(step, links.epoch, halt_epoch, layers, losses, common, device)
+    gathered = _gather(links, own, roster)
+    with _told_to_all(links):
+        return decide(gathered, roster, exact=exact)
+
+
+def verify(
+    links: Links,
+    roster: Roster,
+    layers: Sequence[int],
+    digests: Mapping[int, int],
+    *,
+    step: int,
+    device: int,
+) -> None:
+    """Wait for all workers, and compare the hashes of all layers after the last step.
+
+    Args:
+        layers: this worker's layers, in order.
+        digests: layer -> hash of its parameters; {}: only wait.
+
+    Raises DivergenceError, EpochAbandoned, LinkFailed as `commit` does.
+    """
+    shares = tuple(LayerContribution(frozenset(), 0.0, digests.get(i, 0)) for i in layers)
+    own = Contribution(step, links.epoch, -1, shares, {}, device=device)
+    gathered = _gather(links, own, roster)
+    with _told_to_all(links):
+        compare(gathered, roster)
+
+
+def _gather(links: Links, own: Contribution, roster: Roster) -> list[Contribution]:
+    """Return the contributions of all workers, in rank order."""
     row = torch.frombuffer(bytearray(pack(own, roster)), dtype=torch.uint8)
     rows = [gathered.numpy().tobytes() for gathered in links.gather(row)]
     members = zip(rows, roster.members, strict=True)
-    return decide([unpack(row, member, roster) for row, member in members], roster)
+    return [unpack(row, member, roster) for row, member in members]
+
+
+@contextlib.contextmanager
+def _told_to_all(links: Links) -> Iterator[None]:
+    """Before a DivergenceError is raised, wait until all workers have the same facts.
+
+    A worker that left earlier would close its links, and the others would report a lost contact
+    instead of what they know. A failure of this wait is not reported, for the same reason.
+    """
+    try:
+        yield
+    except DivergenceError:
+        with contextlib.suppress(LinkFailed, EpochAbandoned):
+            links.gather(torch.zeros(1, dtype=torch.uint8))
+        raise
 
 
 def pack(contribution: Contribution, roster: Roster) -> bytes:
     """Encode `contribution`, padded to `row_length`."""
     own, n = contribution, roster.n_microbatches
-    row = _HEADER.pack(own.step, own.epoch, own.halt_epoch, own.common)
+    row = _HEADER.pack(own.step, own.epoch, own.halt_epoch, own.common, own.device)
     for layer in own.layers:
         mask = sum(1 << m for m in layer.ledger)
-        row += mask.to_bytes(_ledger_bytes(roster), "little") + _NORM.pack(layer.norm_sq)
+        row += mask.to_bytes(_ledger_bytes(roster), "little")
+        row += _SHARE.pack(layer.norm_sq, layer.digest)
     if own.losses:
         row += struct.pack(f"<{n}d", *(own.losses.get(m, math.nan) for m in range(n)))
     return row.ljust(row_length(roster), b"\0")
@@ -122,19 +198,19 @@ def unpack(row: bytes, member: RankMember, roster: Roster) -> Contribution:
     for _ in member.layers:
         mask = int.from_bytes(row[at : at + size], "little")
         ledger = frozenset(m for m in range(8 * size) if mask >> m & 1)
-        layers.append(LayerContribution(ledger, *_NORM.unpack_from(row, at + size)))
-        at += size + _NORM.size
+        layers.append(LayerContribution(ledger, *_SHARE.unpack_from(row, at + size)))
+        at += size + _SHARE.size
     losses = {}
     if member.layers[-1] == roster.n_layers - 1:
         values = struct.unpack_from(f"<{roster.n_microbatches}d", row, at)
         losses = {m: value for m, value in enumerate(values) if m in layers[-1].ledger}
-    step, epoch, halt_epoch, common = _HEADER.unpack_from(row)
-    return Contribution(step, epoch, halt_epoch, tuple(layers), losses, common)
+    step, epoch, halt_epoch, common, device = _HEADER.unpack_from(row)
+    return Contribution(step, epoch, halt_epoch, tuple(layers), losses, common, device)
 
 
 def row_length(roster: Roster) -> int:
     """Number of bytes in a row: the length of the longest contribution."""
-    per_layer, losses = _ledger_bytes(roster) + _NORM.size, 8 * roster.n_microbatches
+    per_layer, losses = _ledger_bytes(roster) + _SHARE.size, 8 * roster.n_microbatches
     return max(
         _HEADER.size
         + len(m.layers) * per_layer
@@ -147,8 +223,36 @@ def _ledger_bytes(roster: Roster) -> int:
     return roster.n_microbatches // 8 + 1
 
 
-def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
-    """Derive the commit from all contributions, in rank order. Raises LedgerError."""
+def compare(contributions: Sequence[Contribution], roster: Roster) -> None:
+    """Raise DivergenceError if holders of a layer, on equal devices, have other bits than others.
+
+    `contributions` are in rank order.
+    """
+    found: list[Divergence] = []
+    for layer in range(roster.n_layers):
+        for shard in range(roster.tp):
+            by_device: dict[int, dict[str, LayerContribution]] = {}
+            for rank in roster.holders(layer, shard):
+                member, row = roster.members[rank], contributions[rank]
+                share = row.layers[member.layers.index(layer)]
+                by_device.setdefault(row.device, {})[member.unit.name] = share
+            for shares in by_device.values():
+                if len({(share.norm_sq, share.digest) for share in shares.values()}) == 1:
+                    continue
+                norms = tuple((node, repr(share.norm_sq)) for node, share in shares.items())
+                hashes = tuple((node, f"{share.digest:016x}") for node, share in shares.items())
+                for what, values in ((NORM, norms), (PARAMETERS, hashes)):
+                    if len({value for _, value in values}) > 1:
+                        found.append(Divergence(layer, shard, what, values))
+    if found:
+        raise DivergenceError(contributions[0].step, tuple(found))
+
+
+def decide(contributions: Sequence[Contribution], roster: Roster, *, exact: bool = False) -> Commit:
+    """Derive the commit from all contributions, in rank order.
+
+    Raises LedgerError, and with `exact` DivergenceError (`compare`).
+    """
     steps = [(c.step, c.epoch) for c in contributions]
     if len(set(steps)) > 1:
         raise LedgerError(f"workers are at different (step, epoch), in rank order: {steps}")
@@ -161,12 +265,18 @@ def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
         for index, layer in zip(member.layers, c.layers, strict=True)
     }
     norm_sq = loss = 0.0
+    ledgers, nonfinite = 0, []
     for layer in range(roster.n_layers):
         for shard in range(roster.tp):
             held = [by_holder[(r, layer)] for r in roster.holders(layer, shard)]
             where = f"layer {layer} (TP rank {shard})"
             _check(where, [share.ledger for share in held], common == {True}, roster.n_microbatches)
+            ledgers += 1
             norm_sq += held[0].norm_sq
+            if not math.isfinite(held[0].norm_sq):
+                nonfinite.append(layer)
+    if exact:
+        compare(contributions, roster)
     losses: dict[int, float] = {}
     for rank in roster.holders(roster.n_layers - 1, 0):
         losses.update(contributions[rank].losses)
@@ -177,6 +287,8 @@ def decide(contributions: Sequence[Contribution], roster: Roster) -> Commit:
         norm=math.sqrt(norm_sq),
         loss=loss / roster.n_microbatches,
         halt_epoch=max(c.halt_epoch for c in contributions),
+        ledgers=ledgers,
+        nonfinite=tuple(dict.fromkeys(nonfinite)),
     )
 
 
@@ -195,4 +307,4 @@ def _check(where: str, ledgers: list[frozenset[int]], common: bool, n_microbatch
     wrong = {"missing": missing, "doubled": doubled, "beyond the step": foreign}
     text = ", ".join(f"{name}: {indices}" for name, indices in wrong.items() if indices)
     if text:
-        raise LedgerError(f"{where}: micro-batches {text}")
+        raise LedgerError(f"{where}: micro-batches {text}", len(doubled), len(missing))

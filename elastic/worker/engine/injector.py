@@ -70,7 +70,7 @@ class FaultInjector:
                 shaper = shaper_of(directory, self._settings.link)
                 if shaper is not None:
                     shaper.slow_down(spec.factor)
-            case FaultKind.CORRUPT:
+            case FaultKind.CORRUPT | FaultKind.CUT:
                 self._send(m.FaultReached(spec.text, time.time()))
             case FaultKind.PARTITION:
                 self._send(m.FaultReached(spec.text, time.time()))

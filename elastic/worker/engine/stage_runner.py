@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from elastic.domain.errors import VaultError
+from elastic.domain.errors import DivergenceError, VaultError
 from elastic.domain.types import ACTIVATION, COTANGENT
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import LoggedMessage
@@ -53,7 +53,7 @@ class GroupAgreement:
     A rank may also have to leave between two checks: a link failed, a wait was abandoned, a copy
     found no room. The others then wait for this rank in an exchange. As a context manager, the
     agreement takes part in that exchange, once even if nested. Wrap all code that may raise
-    EpochAbandoned, LinkFailed or VaultError.
+    DivergenceError, EpochAbandoned, LinkFailed or VaultError.
 
     Args:
         sync: sync(flag) -> maximum over the group; None without tensor parallelism.
@@ -83,7 +83,7 @@ class GroupAgreement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        leaves = isinstance(error, (EpochAbandoned, LinkFailed, VaultError))
+        leaves = isinstance(error, (DivergenceError, EpochAbandoned, LinkFailed, VaultError))
         if leaves and not self._settled:
             self._settled = True
             assert self._sync is not None

@@ -11,6 +11,8 @@ docs/design/design.md):
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from elastic.core.protocol.fault_spec import Phase
-from elastic.domain.types import Plan, StepRecord
+from elastic.domain.errors import NonfiniteError
+from elastic.domain.ledger import format_indices
+from elastic.domain.types import OnNonfinite, Plan, StepRecord
 from elastic.planning.plan.rank_map import Roster
 from elastic.planning.plan.schemes import gradients_of
 from elastic.planning.schedule.schedule import Action, Kind, actions_of, units_of
@@ -26,7 +30,7 @@ from elastic.worker.backup.protection import Protection
 from elastic.worker.control.agent_client import AgentClient
 from elastic.worker.control.step_timing import StepTimer
 from elastic.worker.engine.allreduce import GradientAllReduce
-from elastic.worker.engine.commit import Commit, commit
+from elastic.worker.engine.commit import Commit, commit, verify
 from elastic.worker.engine.incremental_allreduce import IncrementalAllReduce
 from elastic.worker.engine.injector import FaultInjector
 from elastic.worker.engine.partial import PartialRunner
@@ -35,11 +39,28 @@ from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import StageRunner
 from elastic.worker.model.layers import Microbatch, Tied
 from elastic.worker.model.optimizer import OptimizerSpec
+from elastic.worker.replica.digest import device_kind
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.links import Links
 
+log = logging.getLogger(__name__)
 UNRECEIVED_PER_UNIT = 2
 """Messages in flight per unit of a long interleaved pipeline: one message and its header."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepChecks:
+    """Checks before each update; equal on all workers."""
+
+    exact: bool = False
+    """Whether the holders of a layer must have equal bits (exact accumulation)."""
+    verify_every: int = 0
+    """Steps between two comparisons of the holders' parameters, with `exact`; 0: none."""
+    on_nonfinite: OnNonfinite = OnNonfinite.STOP
+
+    def verifies(self, step: int) -> bool:
+        """Return whether the holders compare their parameters before the update of `step`."""
+        return self.exact and self.verify_every > 0 and step % self.verify_every == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +95,7 @@ class StepRunner:
     """Called when a stage has collected a micro-batch."""
     partial: PartialRunner
     """Partial replays that precede the epoch's first step."""
+    checks: StepChecks = StepChecks()
 
     step: int = field(default=-1, init=False)
     record: StepRecord | None = field(default=None, init=False)
@@ -91,6 +113,7 @@ class StepRunner:
             tp_sync=self.tp_sync,
             keep=log.keep if log is not None else None,
         )
+        self._device = device_kind(links.device)
         self._in_partial_replay = self._computing = False
         self._began = 0.0
         n_units = len(units_of(plan.pipelines[self._member.pipeline]))
@@ -117,6 +140,8 @@ class StepRunner:
         Raises:
             EpochAbandoned, LinkFailed: the ledgers and versions of the replicas show how far the
                 step came.
+            DivergenceError: the holders of a layer disagree; no worker has updated.
+            NonfiniteError: the gradient norm is infinite or NaN, and the job must stop.
         """
         started = time.perf_counter()
         self.step = step
@@ -125,13 +150,55 @@ class StepRunner:
         self._run_schedule(todo, covered)
         with self.runner.agreement:
             reduced, agreed = self._reduce_and_commit()
-        clip = _clip(agreed.norm, self.optimizer.clip_norm)
-        self.record = StepRecord(step, clip, agreed.norm, agreed.loss)
+        self.record = self._judge(agreed)
         lr = self.optimizer.lr(step)
-        self._update(reduced, clip, lr)
+        self._update(reduced, self.record, lr)
         with self.runner.agreement:
             self._parameter_gather.gather()
         return StepResult(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
+
+    def verify(self, step: int) -> None:
+        """Wait for all workers after the last step, and compare the holders' parameters.
+
+        Raises DivergenceError, EpochAbandoned and LinkFailed.
+        """
+        checks = self.checks
+        digests = self._digests() if checks.exact and checks.verify_every else {}
+        layers = self._member.layers
+        verify(self.links, self.roster, layers, digests, step=step, device=self._device)
+
+    def _digests(self) -> dict[int, int]:
+        """Return layer -> hash of its parameters, for layers that have several holders."""
+        shard = self._member.shard
+        shared = (r for r in self.replicas if len(self.roster.holders(r.index, shard)) > 1)
+        return {replica.index: replica.digest() for replica in shared}
+
+    def _judge(self, agreed: Commit) -> StepRecord:
+        """Return the record of the step. Raises NonfiniteError if the job must stop.
+
+        All workers have the same `agreed`, so all of them do the same.
+        """
+        step, clip = self.step, _clip(agreed.norm, self.optimizer.clip_norm)
+        finite = math.isfinite(agreed.norm)
+        skipped = not finite and self.checks.on_nonfinite is OnNonfinite.SKIP
+        record = StepRecord(
+            step,
+            clip,
+            agreed.norm,
+            agreed.loss,
+            ledgers=agreed.ledgers,
+            nonfinite=agreed.nonfinite,
+            skipped=skipped,
+        )
+        if finite:
+            return record
+        layers = format_indices(agreed.nonfinite)
+        text = f"step {step}: the gradient norm is {agreed.norm}, because of layers {layers}"
+        if self.checks.on_nonfinite is OnNonfinite.STOP:
+            remedy = "--on-nonfinite skip leaves such updates out"
+            raise NonfiniteError(f"{text} (loss {agreed.loss}); {remedy}", record)
+        log.warning("%s; the update is %s", text, "left out" if skipped else "made")
+        return record
 
     def _run_partial_replay(self, covered: Mapping[int, frozenset[int]]) -> None:
         """Before the epoch's first step, run the partial replays. Their compute is not timed."""
@@ -166,6 +233,7 @@ class StepRunner:
         reduced = self._reduce(lambda layer: self.injector.reach(step, Phase.REDUCE))
         norms_sq = {r.index: r.norm_sq(reduced[r.index]) for r in self.replicas}
         self.protection.before_commit(step, reduced)
+        digests = self._digests() if self.checks.verifies(step) else None
         agreed = commit(
             self.links,
             self.roster,
@@ -174,6 +242,9 @@ class StepRunner:
             step=step,
             halt_epoch=self.agent.boundary_requested() or -1,
             common=self._incremental is not None,
+            exact=self.checks.exact,
+            digests=digests,
+            device=self._device,
         )
         return reduced, agreed
 
@@ -186,12 +257,16 @@ class StepRunner:
         self.protection.settle()
         return self._all_reduce.sum_tied(sums)
 
-    def _update(self, reduced: dict[int, Tensor], clip: float, lr: float) -> None:
-        """Update all layers and publish their new state."""
+    def _update(self, reduced: dict[int, Tensor], record: StepRecord, lr: float) -> None:
+        """Update all layers, unless the step is skipped, and publish their new state."""
         self._position.update("compute", self.step)
-        self.protection.before_update(reduced, clip)
+        self.protection.before_update(reduced, record.clip, skipped=record.skipped)
         for replica in self.replicas:
-            replica.update(reduced[replica.index], clip, lr)
+            if record.skipped:
+                replica.skip_update()
+            else:
+                replica.update(reduced[replica.index], record.clip, lr)
+            self._position.update("compute", self.step)
             self.protection.retire(replica)
             self.injector.reach(self.step, Phase.OPTIMIZER)
         self.protection.after_update()

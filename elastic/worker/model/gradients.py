@@ -10,8 +10,10 @@ recoveries.
     range        |sum| < 2**19. Each accumulator refuses more than 2**13 = 8192, counted as the sum
                  of the micro-batches' largest elements, so that up to 64 sums can be added.
 
-With EXACT, a gradient that is infinite, NaN or out of range raises GradientError with layer and
-parameter.
+With EXACT, a gradient out of range raises GradientError with layer and parameter. A fixed-point
+number cannot be infinite or NaN. Instead, the last element of the sum counts the micro-batches with
+such a gradient in this layer, whose values are left out. The count is added up like the values, so
+it survives sums, copies and recoveries; `norm_sq` returns NaN if it is not 0.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ DTYPES = {Accumulate.FAST: torch.float32, Accumulate.EXACT: torch.int64}
 
 
 class GradientError(ElasticError):
-    """Raised if a gradient is not finite or exceeds the range of the accumulator."""
+    """Raised if a gradient exceeds the range of the accumulator."""
+
+
+def flat_numel(layout: FlatLayout, accumulate: Accumulate) -> int:
+    """Return the elements of a gradient sum: those of the parameters, and the count (EXACT)."""
+    return layout.numel + (ALIGN_ELEMENTS if accumulate is Accumulate.EXACT else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,8 @@ class Accumulator:
     ) -> None:
         self.layout, self.label, self._accumulate = layout, label, accumulate
         self.exact = accumulate is Accumulate.EXACT
-        self.flat = torch.zeros(layout.numel, dtype=DTYPES[accumulate], device=device)
+        size = flat_numel(layout, accumulate)
+        self.flat = torch.zeros(size, dtype=DTYPES[accumulate], device=device)
         self._parts = [self.flat[place.start : place.stop] for place in layout.ranges]
         self._peaks = torch.zeros(len(layout.ranges), device=device)
         largest = max((place.stop - place.start for place in layout.ranges), default=0)
@@ -101,7 +109,7 @@ class Accumulator:
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients, in parameter order; None counts as zero.
 
-        Raises GradientError for bad values on the CPU; on a GPU `check` raises it later.
+        Raises GradientError for values out of range on the CPU; on a GPU `check` raises it later.
         """
         pairs = [(i, g) for i, g in enumerate(gradients) if g is not None]
         if not pairs:
@@ -110,11 +118,18 @@ class Accumulator:
             flat = [g.reshape(-1) for _, g in pairs]
             torch._foreach_add_([self._parts[i] for i, _ in pairs], flat)
             return
-        self._peaks[[i for i, _ in pairs]] += _peaks([g for _, g in pairs]).to(self._peaks)
-        if self.flat.device.type == "cpu":
+        peaks = _peaks([g for _, g in pairs]).to(self._peaks)
+        finite = torch.isfinite(peaks).all()
+        self.flat[-1] += (~finite).long()
+        on_cpu = self.flat.device.type == "cpu"
+        if on_cpu and not finite:
+            return
+        self._peaks[[i for i, _ in pairs]] += torch.where(finite, peaks, 0.0)
+        if on_cpu:
             self.check()
         for i, gradient in pairs:
-            self._add_exact(self._parts[i], gradient.reshape(-1))
+            kept = gradient if on_cpu else torch.where(finite, gradient, 0.0)
+            self._add_exact(self._parts[i], kept.reshape(-1))
 
     def merge(self, other: Tensor) -> None:
         """Add the flat tensor of another accumulator of the same layout."""
@@ -125,7 +140,7 @@ class Accumulator:
         self.flat += other.to(self.flat.device)
 
     def check(self) -> None:
-        """With EXACT, raise GradientError if a gradient was not finite, or the sum is too big."""
+        """With EXACT, raise GradientError if the sum may be too big."""
         if not self.exact or bool((self._peaks < LIMIT).all()):
             return
         worst = next(i for i, peak in enumerate(self._peaks.tolist()) if not peak < LIMIT)
@@ -166,7 +181,10 @@ def to_flat(reduced: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def norm_sq(reduced: Tensor, ranges: Iterable[ParameterRange]) -> float:
-    """Return the float64 sum of squares over `ranges`, in an order that depends on shapes alone."""
+    """Return the float64 sum of squares over `ranges`, in an order that depends on shapes alone.
+
+    NaN if a gradient in an exact sum was not finite.
+    """
     unit = 1.0 / SCALE if reduced.dtype == torch.int64 else 1.0
     total = torch.zeros((), dtype=torch.float64, device=reduced.device)
     for place in ranges:
@@ -175,4 +193,6 @@ def norm_sq(reduced: Tensor, ranges: Iterable[ParameterRange]) -> float:
         for start in range(place.start, place.stop, size):
             chunk = reduced[start : min(start + size, place.stop)]
             total += chunk.double().mul_(unit).square_().sum()
+    if reduced.dtype == torch.int64:
+        total = torch.where(reduced[-1] == 0, total, torch.nan)
     return float(total.item())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from torch.distributed import ProcessGroup
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.worker.model import rng as randomness
-from elastic.worker.model.gradients import DTYPES, FlatLayout
+from elastic.worker.model.gradients import DTYPES, FlatLayout, flat_numel
 from elastic.worker.model.optimizer import OptimizerSpec
 
 Tied = tuple[tuple[tuple[int, str], ...], ...]
@@ -104,6 +106,25 @@ class LayerStack(ABC):
     ) -> tuple[LayerSpec, ...]:
         """Describe all layers for the planner without allocating weights. Times are relative."""
 
+    def contents(self) -> tuple[str, ...]:
+        """Describe the parameters of each layer in a short text (`describe_parameters`), by which a
+        checkpoint of another model is recognized; (): only the number of layers is compared."""
+        return ()
+
+
+def describe_parameters(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """Return number, elements and types of a layer's `parameters`, and a hash of their names and
+    shapes. Parameters that TP ranks split must be whole."""
+    rows = sorted(
+        (name, str(p.dtype).removeprefix("torch."), tuple(p.shape)) for name, p in parameters
+    )
+    elements: dict[str, int] = {}
+    for _, dtype, shape in rows:
+        elements[dtype] = elements.get(dtype, 0) + math.prod(shape)
+    sizes = " and ".join(f"{n:,} {dtype} elements" for dtype, n in sorted(elements.items()))
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:8]
+    return f"{len(rows)} parameters of {sizes or 'no elements'} ({digest})"
+
 
 def layer_spec(
     parameters: Iterable[tuple[str, Tensor]],
@@ -128,7 +149,7 @@ def layer_spec(
             n * (optimizer.state_bytes_per_element(dtype) if optimizer else ADAM_BYTES)
             for dtype, n in elements.items()
         ),
-        gradient_bytes=FlatLayout.of(named).numel * DTYPES[accumulate].itemsize,
+        gradient_bytes=flat_numel(FlatLayout.of(named), accumulate) * DTYPES[accumulate].itemsize,
         forward_s=forward_s,
         backward_s=2 * forward_s,
         activation_bytes=activation_bytes,
@@ -182,6 +203,12 @@ class ListStack(LayerStack):
             forward_s = 2e-9 * (sum(p.numel() for _, p in parameters) + 1)
             described.append(layer_spec(parameters, accumulate, optimizer, forward_s=forward_s))
         return tuple(described)
+
+    def contents(self) -> tuple[str, ...]:
+        return tuple(
+            describe_parameters(self._on_meta(index).named_parameters())
+            for index in range(self.n_layers)
+        )
 
     def _initial(self, index: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):

@@ -79,11 +79,25 @@ class OptimizerSpec:
 
     def state_bytes_per_element(self, dtype: torch.dtype) -> int:
         """Return the state bytes per element of a `dtype` parameter, measured on a tiny layer."""
-        parameter = Parameter(torch.zeros(4, 4, dtype=dtype))
-        tiny = LayerOptimizer([("tiny", parameter)], self)
-        tiny.step([torch.zeros(4, 4)], 0.0)
+        tiny = self._tiny(dtype)
+        parameter = tiny.parameters["tiny"]
         state = sum(t.nbytes for _, _, t in tiny.tensors() if t.shape == parameter.shape)
         return (state + sum(m.nbytes for m in tiny.masters.values())) // parameter.numel()
+
+    def describe(self) -> str:
+        """Return the optimizer's class and state in a short text, by which a checkpoint of another
+        optimizer is recognized."""
+        tiny = self._tiny(torch.bfloat16 if self.master_weights else torch.float32)
+        keys = {key for _, key, _ in tiny.tensors()} | {p.rsplit("/", 1)[1] for p in tiny.extra()}
+        masters = ["float32 masters"] if tiny.masters else []
+        state = ", ".join([*sorted(keys), *masters]) or "no state"
+        return f"{type(tiny.optimizer).__name__} ({state})"
+
+    def _tiny(self, dtype: torch.dtype) -> LayerOptimizer:
+        """Return the optimizer of a tiny layer after one step."""
+        tiny = LayerOptimizer([("tiny", Parameter(torch.zeros(4, 4, dtype=dtype)))], self)
+        tiny.step([torch.zeros(4, 4)], 0.0)
+        return tiny
 
 
 class LayerOptimizer:

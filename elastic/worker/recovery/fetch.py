@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor
 
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
+from elastic.domain.checksum import checksum_problem
 from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.transfer import VaultClient
@@ -37,11 +38,16 @@ class Fetcher:
         abandon: AbandonSignal | None = None,
         *,
         timeout_s: float = DEFAULT_TIMEOUTS.bulk_s,
+        on_progress: Callable[[], object] = lambda: None,
     ) -> None:
-        """`node`: this node; `vaults`: node -> host:port; `abandon`: signal that ends transfers."""
+        """`node`: this node; `vaults`: node -> host:port; `abandon`: signal that ends transfers.
+
+        `on_progress` is called, in any thread, for each chunk that was read.
+        """
+        self._on_progress = on_progress
         self._node, self._abandon = node, abandon or AbandonSignal()
         self._clients = {
-            name: VaultClient(address, node=node, timeout_s=timeout_s)
+            name: VaultClient(address, node=node, timeout_s=timeout_s, peer=name)
             for name, address in vaults.items()
             if address
         }
@@ -61,7 +67,7 @@ class Fetcher:
             if copy.node == self._node:
                 self._read_shared_memory(client, copy, out)
                 return FetchedCopy(out, "shared-memory")
-            client.get(copy, as_memory(out))
+            client.get(copy, as_memory(out), lambda chunk: self._on_progress())
         except VaultError:
             self._abandon.check()
             raise
@@ -78,7 +84,7 @@ class Fetcher:
 
     def _read_shared_memory(self, client: VaultClient, copy: Copy, out: Tensor) -> None:
         path, _ = client.locate(copy)
-        reader = SlotReader(path)
+        reader, problem = SlotReader(path), "another copy is in its slot"
         if reader.sequence == copy.sequence:
             source, target = np.frombuffer(reader.view(copy.nbytes), dtype=np.uint8), out.numpy()
             hasher = xxhash.xxh3_64()
@@ -86,7 +92,9 @@ class Fetcher:
                 part = target[start : start + CHUNK_BYTES]
                 np.copyto(part, source[start : start + CHUNK_BYTES])
                 hasher.update(part.data)
-            if hasher.hexdigest() == copy.checksum:
+                self._on_progress()
+            problem = checksum_problem(copy, hasher.hexdigest())
+            if not problem:
                 return
         client.verify(copy)
-        raise VaultError(f"{copy.key} is torn or was overwritten")
+        raise VaultError(f"{copy.key} is torn or was overwritten: {problem}")

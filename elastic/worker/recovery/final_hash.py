@@ -31,12 +31,18 @@ def job_sha256(
     }
     copies: dict[Slot, Copy] = {}
     for holder in dict.fromkeys(node for portions in holders.values() for node in portions):
-        client = VaultClient(vaults[holder], node=node)
+        client = VaultClient(vaults[holder], node=node, peer=holder)
+        abandon.subscribe(client.close)  # it ends the call, as the vault may be unreachable
         try:
             inventory = client.inventory()
+        except VaultError:
+            abandon.check()
+            raise
         finally:
+            abandon.unsubscribe(client.close)
             client.close()
-        for copy in inventory:
+        # Copies of older epochs may have diverged.
+        for copy in sorted(inventory, key=lambda copy: -copy.epoch):
             last = (copy.kind, copy.step, copy.owner) == (STATE, spec.n_steps, holder)
             if last and holders[copy.layer].get(holder) == copy.portion:
                 copies.setdefault(copy.slot, copy)

@@ -58,12 +58,17 @@ class StateLoader:
     def usable(
         assignment: Assignment, member: RankMember, live: dict[int, LayerReplica]
     ) -> dict[int, LayerReplica]:
-        """Return the live replicas that `member` keeps, with the same portion of the state.
+        """Return the live replicas that `member` keeps: with the same portion, and not diverged.
 
         The caller frees the others before `install`, which needs their memory.
         """
-        portions = _portions(assignment, member)
-        return {layer: r for layer, r in live.items() if r.portion == portions.get(layer)}
+        portions, node = _portions(assignment, member), member.unit.node
+        diverged = {layer for where, layer, _ in assignment.reload if where == node}
+        return {
+            layer: replica
+            for layer, replica in live.items()
+            if replica.portion == portions.get(layer) and layer not in diverged
+        }
 
     def install(
         self, assignment: Assignment, member: RankMember, live: dict[int, LayerReplica]
@@ -192,6 +197,9 @@ class StateLoader:
         if record is None or record.step != recipe.version - 1:
             raise VaultError(f"layer {recipe.layer}: no record of step {recipe.version - 1}")
         replica.clear()
+        if record.skipped:
+            replica.skip_update()
+            return
         whole = next((copy for copy in recipe.replay if copy.kind == REDUCED), None)
         if whole is not None:
             reduced = self._fetched(whole).view(replica.gradient.dtype).to(replica.device)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from elastic.domain.errors import FieldError, VaultError
 from elastic.store.checkpoint_directory import read_manifest, read_run
 from elastic.worker.model.state_codec import as_memory, reshard
 from elastic.worker.replica.replica import LayerReplica
@@ -30,7 +31,12 @@ def read_layer(path: str | Path, layer: int) -> list[Tensor]:
 def load_layer(path: str | Path, replica: LayerReplica) -> None:
     """Load the state and version of `replica`'s layer, converted to the replica's TP size.
 
-    Raises FieldError or VaultError if the checkpoint is corrupt or cannot be converted.
+    Raises CorruptCheckpoint if the checkpoint is damaged, and FieldError if it cannot be read now
+    or is of another model.
     """
     runs = read_layer(path, replica.index)
-    replica.read_state(reshard(runs, replica.shard, replica.tp_size))
+    try:
+        replica.read_state(reshard(runs, replica.shard, replica.tp_size))
+    except VaultError as error:
+        remedy = f"the checkpoint is of another model: {error}"
+        raise FieldError("--resume", str(path), remedy) from error

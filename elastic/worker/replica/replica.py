@@ -22,7 +22,11 @@ from elastic.worker.model.state_codec import (
     plan_state,
     read_state,
 )
+from elastic.worker.replica.digest import parameter_digest
 from elastic.worker.replica.gradient_sum import GradientSum
+
+SKIPPED = b"\0"
+"""Bytes of a copy of an update that was left out. Other copies of updates are longer."""
 
 
 class LayerReplica(GradientSum):
@@ -224,9 +228,14 @@ class LayerReplica(GradientSum):
         """Bytes of the input of an update."""
         return 4 * (self._targets.numel if self.portion == WHOLE else max(self._targets.numel, 1))
 
+    def skip_update(self) -> None:
+        """Leave an update out: the state stays as it is, and the version is incremented."""
+        self.settle()
+        self.version += 1
+
     def update_input(self, reduced: Tensor, clip: float) -> Tensor:
         """Return the float32 gradient that `update` applies, as a new flat tensor."""
-        flat = gradients.to_flat(reduced, clip)
+        flat = gradients.to_flat(reduced[: self.layout.numel], clip)
         if self.portion == WHOLE:
             return flat
         mine = flat.new_zeros(max(self._targets.numel, 1))
@@ -235,7 +244,13 @@ class LayerReplica(GradientSum):
         return mine
 
     def apply_update(self, data: Tensor, lr: float) -> None:
-        """Repeat an update from the bytes of `update_input`; increment the version."""
+        """Repeat an update from the bytes of `update_input`; increment the version.
+
+        SKIPPED leaves the state as it is. Raises VaultError for any other size.
+        """
+        if bytes(data[:2].numpy()) == SKIPPED:
+            self.skip_update()
+            return
         if data.numel() != self.update_nbytes:
             sizes = f"update of {data.numel()} bytes, not {self.update_nbytes}"
             raise VaultError(f"layer {self.index}: {sizes}")
@@ -259,6 +274,10 @@ class LayerReplica(GradientSum):
         for name, _, value in self._optimizer.tensors():
             found[name] = found.get(name, 0) + value.nbytes
         return found
+
+    def digest(self) -> int:
+        """Return a 64-bit hash of all parameters, whole."""
+        return parameter_digest(self.parameters)
 
     # ---- the state as bytes ----
 

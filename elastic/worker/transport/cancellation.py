@@ -87,17 +87,21 @@ def run_abandonable(
     abandon: AbandonSignal,
     name: str,
     discard: Callable[[T], None] | None = None,
+    *,
+    within_s: float | None = None,
 ) -> T:
     """Run `work` in its own thread and return its result.
 
-    If `abandon` is set first, the thread is left behind.
+    If `abandon` is set first, or `within_s` seconds are over, the thread is left behind.
 
     Args:
         name: name of the thread.
-        discard: releases a result that arrives after the epoch was abandoned.
+        discard: releases a result that arrives too late.
+        within_s: limit on the time; None: no limit.
 
     Raises:
         EpochAbandoned: the signal was set before `work` ended.
+        RuntimeError: the limit was over before `work` ended.
         Exception: any error of `work`.
     """
     woken, result = threading.Event(), Future[T]()
@@ -111,11 +115,11 @@ def run_abandonable(
 
     abandon.subscribe(woken.set)
     threads.start(name, body)
-    woken.wait()
+    in_time = woken.wait(within_s)
     abandon.unsubscribe(woken.set)
-    if not abandon.is_set():
+    if in_time and not abandon.is_set():
         return result.result()
     if discard is not None:
         result.add_done_callback(lambda late: None if late.exception() else discard(late.result()))
     abandon.check()
-    raise AssertionError("an abandoned epoch stays abandoned")
+    raise RuntimeError(f"{name} did not end within {within_s:g} s")

@@ -1,8 +1,9 @@
-"""Tells faults of a device from errors of the script, and crashes the worker on a device fault.
+"""Tells faults of a node from errors of the script, and crashes the worker on a fault of its node.
 
-The agent restarts a crashed worker, and the job continues: recovery reads the published copies from
-the vaults. Running out of memory, or an operation that no device supports, is an error of the
-script and ends the job (`elastic.core.protocol.device_errors`).
+A node is at fault if its device breaks, or if its storage fails or is full. The agent restarts a
+crashed worker, and the job continues: recovery reads the published copies from the vaults. A node
+that crashes repeatedly is left out. Running out of device memory, or an operation that no device
+supports, is an error of the script and ends the job (`elastic.core.protocol.device_errors`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ from contextlib import contextmanager
 import torch
 
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.device_errors import is_device_error, is_link_error, is_script_error
-from elastic.domain.errors import EXIT_FAILURE
+from elastic.core.protocol.device_errors import (
+    is_device_error,
+    is_link_error,
+    is_script_error,
+    is_storage_fault,
+)
+from elastic.domain.errors import EXIT_FAILURE, SlotError, VaultFull
 
 CAUSE_CHARS = 300
 """Maximum length of an error's text in a crash report."""
@@ -36,16 +42,22 @@ def is_local_device_fault(error: BaseException) -> bool:
     return is_device_fault(error) and not is_link_error(str(error))
 
 
-@contextmanager
-def crash_on_device_fault(send: Callable[[object], None], local_rank: int) -> Iterator[None]:
-    """Report a device fault inside the block through `send`, and end this process.
+def is_node_fault(error: BaseException) -> bool:
+    """Return whether a device or the storage of this node caused `error`."""
+    no_slots = isinstance(error, VaultFull | SlotError)
+    return no_slots or is_storage_fault(error) or is_device_fault(error)
 
-    The process ends without the interpreter's cleanup, which would wait for the broken device.
+
+@contextmanager
+def crash_on_node_fault(send: Callable[[object], None], local_rank: int) -> Iterator[None]:
+    """Report a fault of this node inside the block through `send`, and end this process.
+
+    The process ends without the interpreter's cleanup, which would wait for a broken device.
     """
     try:
         yield
-    except RuntimeError as error:
-        if not is_device_fault(error):
+    except Exception as error:
+        if not is_node_fault(error):
             raise
         try:
             traceback.print_exception(error)

@@ -35,7 +35,13 @@ from elastic.worker.transport.cancellation import (
 from elastic.worker.transport.device_fault import is_local_device_fault
 from elastic.worker.transport.gloo import GlooTransport
 from elastic.worker.transport.interface import Operation, Transport
-from elastic.worker.transport.rendezvous import agree_on_failed_ranks, connect_store
+from elastic.worker.transport.rendezvous import (
+    agree_on_failed_ranks,
+    await_ranks,
+    connect_store,
+    missing_ranks,
+    tell_connected,
+)
 from elastic.worker.transport.shaped import ShapedTransport
 from elastic.worker.transport.tensor_header import (
     MAX_DIMS,
@@ -47,6 +53,8 @@ from elastic.worker.transport.tensor_header import (
 
 MAX_UNRECEIVED = 32
 """Default of `Links.max_unreceived`."""
+OPEN_RANK_S = 0.02
+"""Seconds per rank by which many ranks may take longer to connect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +78,16 @@ class Links:
     """Transport of activations and gradients, on `device`."""
 
     def __init__(
-        self, epoch: int, rank: int, world_size: int, device: torch.device, abandon: AbandonSignal
+        self,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        abandon: AbandonSignal,
+        open_s: float | None = None,
     ) -> None:
         self.epoch, self.rank, self.world_size = epoch, rank, world_size
-        self.device, self.abandon = device, abandon
+        self.device, self.abandon, self._open_s = device, abandon, open_s
         self._store: PrefixStore | None = None
         self._flows: dict[tuple[int, int], _IncomingFlow] = {}
         """(rank, tag) -> the flow that this rank receives."""
@@ -103,29 +117,39 @@ class Links:
         pairs: Sequence[tuple[int, int]] = (),
         shaper: LinkShaper | None = None,
         remote: Collection[int] = (),
+        open_s: float | None = None,
     ) -> Links:
         """Connect to all other ranks of `epoch`.
 
         Args:
             store_address: "host:port" of the store that the plan names.
-            timeout_s: limit for opening and for each later wait; a last resort.
+            timeout_s: limit for each wait, also for slower ranks; a last resort.
             host: address of this node that the other ranks can reach.
             holder_sets: all groups of ranks that will ever reduce together; equal on all ranks.
             pairs: all (sender, receiver) that will ever communicate; equal on all ranks.
             shaper: delays CPU tensors to the ranks in `remote`; None: no delay.
+            open_s: limit for reaching the store, and for connecting once all ranks are there;
+                None: `timeout_s`.
 
         Raises:
             EpochAbandoned: `abandon` was set meanwhile.
-            LinkFailed: the store or a rank could not be reached.
+            LinkFailed: the store or a rank could not be reached; with the ranks that are missing.
         """
-        links = cls(epoch, rank, world_size, device, abandon)
+        within_s = timeout_s if open_s is None else open_s + world_size * OPEN_RANK_S
+        links = cls(epoch, rank, world_size, device, abandon, within_s)
         if world_size == 1:
             links._groups_opened.set()
             return links
 
-        def connect() -> tuple[GlooTransport, Transport]:
-            links._store = store = connect_store(store_address, epoch, timeout_s)
-            control = GlooTransport(store, rank, world_size, timeout_s, host)
+        def meet() -> PrefixStore:
+            links._store = store = connect_store(store_address, epoch, within_s)
+            await_ranks(store, rank, world_size, timeout_s)
+            return store
+
+        def connect() -> GlooTransport:
+            return GlooTransport(store, rank, world_size, timeout_s, host)
+
+        def connect_data() -> tuple[GlooTransport, Transport]:
             if device.type != "cuda":
                 return control, ShapedTransport(control, shaper, remote) if shaper else control
             from elastic.worker.transport.nccl import NcclTransport
@@ -137,10 +161,17 @@ class Links:
                 control.close()
                 raise
 
+        name, close = f"open-epoch{epoch}", GlooTransport.close
         try:
-            opened = run_abandonable(connect, abandon, f"open-epoch{epoch}", _close_all)
+            # Some ranks load longer than others, so the short limit begins when all are there.
+            store = run_abandonable(meet, abandon, name)
+            control = run_abandonable(connect, abandon, name, close, within_s=within_s)
+            opened = run_abandonable(connect_data, abandon, name, _close_all)
+            run_abandonable(lambda: tell_connected(store, rank), abandon, name, within_s=within_s)
         except RuntimeError as error:
-            raise LinkFailed((), f"epoch {epoch} could not be opened: {error}") from error
+            missing = missing_ranks(links._store, rank, world_size, abandon)
+            abandon.check()
+            raise LinkFailed(missing, f"epoch {epoch} could not be opened: {error}") from error
         links.control, links.data = opened
         abandon.subscribe(links.close)
         # All ranks open their groups in this order, so no two ranks wait for each other.
@@ -291,12 +322,15 @@ class Links:
         return PendingCollective(wait, lambda: bool(work.is_completed()))
 
     def _await_groups(self) -> None:
-        """Wait for all groups to open. Raises EpochAbandoned; RuntimeError if a group failed."""
+        """Wait for all groups to open. Raises EpochAbandoned; RuntimeError if a group failed or the
+        limit is over: all ranks open their groups when they are connected."""
         if not self._groups_opened.is_set():
             self.abandon.subscribe(self._groups_opened.set)
-            self._groups_opened.wait()
+            opened = self._groups_opened.wait(self._open_s)
             self.abandon.unsubscribe(self._groups_opened.set)
             self.abandon.check()
+            if not opened:
+                raise RuntimeError(f"ranks that reduce together had no contact in {self._open_s} s")
         if self._group_errors:
             raise RuntimeError(str(self._group_errors[0]))
 

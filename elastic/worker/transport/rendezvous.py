@@ -17,6 +17,13 @@ from elastic.worker.transport import threads
 from elastic.worker.transport.cancellation import AbandonSignal
 
 _AGREE_TIMEOUT_S = 0.2
+_MISSING_TIMEOUT_S = 1.0
+_HERE = "here-"
+"""Beginning of the key of a rank that has loaded its layers."""
+_OPEN = "open-"
+"""Beginning of the key of a rank that is connected to all others."""
+STORE_RANK = 0
+"""Rank whose node hosts the epoch's store."""
 _FAILED_RANKS = "failed-ranks"
 """Key of the ranks that the first rank to notice a failure suspects."""
 
@@ -44,6 +51,53 @@ def connect_store(address: str, epoch: int, timeout_s: float) -> PrefixStore:
         raise FieldError("store", address, "host:port of a rendezvous store")
     timeout = timedelta(seconds=timeout_s)
     return PrefixStore(f"epoch{epoch}", TCPStore(host, int(port), is_master=False, timeout=timeout))
+
+
+def await_ranks(store: PrefixStore, rank: int, world_size: int, timeout_s: float) -> None:
+    """Tell the other ranks of the epoch that `rank` is about to connect, and wait for all of them.
+
+    Raises RuntimeError after `timeout_s`, or if the store does not answer.
+    """
+    store.set(f"{_HERE}{rank}", "")
+    everybody = [f"{_HERE}{other}" for other in range(world_size)]
+    store.wait(everybody, timedelta(seconds=timeout_s))
+
+
+def tell_connected(store: PrefixStore, rank: int) -> None:
+    """Tell the other ranks that `rank` is connected to all of them."""
+    store.set(f"{_OPEN}{rank}", "")
+
+
+def missing_ranks(
+    store: PrefixStore | None, rank: int, world_size: int, abandon: AbandonSignal
+) -> tuple[int, ...]:
+    """Return the ranks because of which `rank` probably could not connect.
+
+    These are the ranks that have not come to the store; if all have, those that are not connected
+    to all others. () if no other rank is connected: then the cause is unknown. If the store does
+    not answer within 1 s, it is the store's host. `store`: None if it could not be reached.
+    """
+    others = [other for other in range(world_size) if other != rank]
+    answers: list[tuple[int, ...]] = []
+    answered = threading.Event()
+
+    def ask(store: PrefixStore) -> None:
+        try:
+            absent = tuple(other for other in others if not store.check([f"{_HERE}{other}"]))
+            alone = tuple(other for other in others if not store.check([f"{_OPEN}{other}"]))
+            answers.append(absent or (alone if len(alone) < len(others) else ()))
+        except RuntimeError:
+            pass
+        answered.set()
+
+    if store is not None:
+        threads.start("missing-ranks", lambda: ask(store))
+        abandon.subscribe(answered.set)
+        answered.wait(_MISSING_TIMEOUT_S)
+        abandon.unsubscribe(answered.set)
+    if answers:
+        return answers[0]
+    return (STORE_RANK,) if rank != STORE_RANK else ()
 
 
 def agree_on_failed_ranks(

@@ -85,6 +85,8 @@ class CoordinatorModel:
                     if node in self.state.members:
                         info = self.state.members[node].report.info
                         self._apply(job.ConnectionClosed(node, info.incarnation))
+                        if stream is not None and not stream.agent.alive:
+                            self._apply(job.PortRefused(node, info.incarnation))
             case _:
                 self._apply(message)
 
@@ -127,7 +129,7 @@ class CoordinatorStream:
     def __init__(
         self, world: Environment, coordinator: CoordinatorModel, agent: SimulatedAgent
     ) -> None:
-        self._world, self._coordinator, self._agent = world, coordinator, agent
+        self._world, self._coordinator, self.agent = world, coordinator, agent
         self.open, self._arrival = True, [0.0, 0.0]
 
     def up(self, message: Any) -> None:
@@ -136,7 +138,7 @@ class CoordinatorStream:
 
     def down(self, message: Any) -> None:
         """Send a message to the agent."""
-        self._deliver(1, lambda: self._agent.receive_from_coordinator(message))
+        self._deliver(1, lambda: self.agent.receive_from_coordinator(message))
 
     def _deliver(self, direction: int, action: Callable[[], None]) -> None:
         clock = self._world.clock
@@ -170,6 +172,7 @@ class SimulatedAgent:
         self.alive = True
         self.stream: CoordinatorStream | None = None
         self._generation = 0
+        self.vault, self.fence = SimulatedVault(self.name), 0
         self._begin()
         self.stream = CoordinatorStream(world, coordinator, self)
         self._report()
@@ -180,7 +183,6 @@ class SimulatedAgent:
         incarnation = f"{self.name}.{self.world.number()}"
         self.info = replace(self.info, incarnation=incarnation, vault=f"{self.name}:1")
         self.state = core.NodeState(self.info)
-        self.vault, self.fence = SimulatedVault(self.name), 0
         self.worker: SimulatedWorker | None = None
         self._last_arrival = 0.0
         self._outgoing: deque[tuple[int, str]] = deque()
@@ -310,10 +312,15 @@ class SimulatedAgent:
                 if self.worker is not None:
                     self.worker.die(silent=True)
                 self._disconnect(self.world.physics.message_s)
-            case core.Rejoin():
-                self._generation += 1
-                self._begin()
-                self._report()
+            case core.Rejoin(keep_vault):
+                self._rejoin(keep_vault)
+
+    def _rejoin(self, keep_vault: bool) -> None:
+        self._generation += 1
+        if not keep_vault:
+            self.vault, self.fence = SimulatedVault(self.name), 0
+        self._begin()
+        self._report()
 
     def _fence(self, epoch: int) -> None:
         if epoch > self.fence:

@@ -103,7 +103,7 @@ class MicrobatchWorld(Environment):
         self.log("step", {"step": step, "seconds": round(seconds, 5)})
         self.reach(step + 1)
         every = self.spec.checkpoint_every
-        if every and (step + 1) % every == 0:
+        if every and ((step + 1) % every == 0 or step + 1 == self.spec.n_steps):
             rate, n = self.physics.disk_bytes_per_s, len(self._present) or 1
             nbytes = sum(map(self.state_bytes, range(self.spec.n_layers))) / n
             done = CheckpointCommitted("checkpoint", step + 1)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
-import pytest
-
 from elastic.agent.health import monitor as health
 from elastic.agent.health.devices import Devices
-from elastic.agent.health.monitor import MAX_SILENT_SAMPLES, MIN_BYTES, Monitor, disk_of
+from elastic.agent.health.monitor import MAX_SILENT_SAMPLES, MIN_BYTES, Monitor
 from elastic.core.protocol.health_report import MAX_ENTRIES, MAX_TEXT_LENGTH, HealthReport
 from elastic.domain import codec
 from tests.agent.health.drivers import Driver
@@ -126,23 +123,3 @@ def test_a_report_is_small_whatever_happens(tmp_path: Path) -> None:
     (mishap,) = report.failed_operations
     assert len(mishap.path) == len(mishap.detail) == MAX_TEXT_LENGTH and mishap.count == 200
     assert len(codec.dumps(report)) < 16_000
-
-
-def test_the_room_of_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
-    there, later = disk_of("run", tmp_path), disk_of("run", tmp_path / "a" / "b")
-    assert there is not None and later is not None
-    assert later.volume == there.volume and later.path.endswith("/a/b")
-
-
-@pytest.mark.parametrize("fstype", ["nfs4", "lustre", "fuse.sshfs"])
-def test_a_network_disk_is_the_same_from_everywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fstype: str
-) -> None:
-    class Mount:
-        device, mountpoint = "server:/export", str(tmp_path)
-
-        def __init__(self) -> None:
-            self.fstype = fstype
-
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [Mount()])
-    assert health.volume(tmp_path) == "server:/export"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,17 @@ import pytest
 
 from elastic.agent.health import preflight
 from elastic.agent.health.devices import Devices
-from elastic.agent.health.preflight import local_checks, network_checks, score_class
+from elastic.agent.health.preflight import (
+    TrialWatch,
+    local_checks,
+    network_checks,
+    score_class,
+)
 from elastic.agent.health.preflight_gate import PreflightGate
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.health_report import Preflight, PreflightCheck
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, budget
 from elastic.domain.errors import UsageError
 from tests.agent.health.drivers import Driver
 from tests.patience import LONG_S
@@ -99,6 +108,30 @@ def test_the_trial_of_devices_is_a_child(program: str, ok: bool, text: str) -> N
     assert check.ok is ok and check.fatal and text in check.remedy and (check.value == 3.5) is ok
 
 
+def test_a_trial_that_does_nothing_is_hung() -> None:
+    """The child ignores the request to end, and is killed."""
+    program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+    limits = replace(DEFAULT_TIMEOUTS, stuck_s=0.3)
+    check = preflight.device_trial((sys.executable, "-c", program), limits=limits)
+    assert not check.ok and check.fatal and "used no CPU time for 0.3 s" in check.remedy
+
+
+def test_a_slow_trial_on_a_busy_machine_is_not_hung() -> None:
+    """Hours pass, but each look shows CPU time or a process that waits for a processor."""
+    watch, hour = TrialWatch(DEFAULT_TIMEOUTS, 0.0), 3600.0
+    assert not watch.look(0.1, False, hour)
+    assert not watch.look(0.1, True, 2 * hour)
+    assert not watch.look(0.1, False, 2 * hour + DEFAULT_TIMEOUTS.stuck_s - 1)
+    assert not watch.look(0.2, False, 3 * hour)
+    assert "no CPU time" in watch.look(0.2, False, 3 * hour + DEFAULT_TIMEOUTS.stuck_s)
+
+
+def test_a_trial_without_end_is_found_by_its_cpu_time() -> None:
+    watch = TrialWatch(DEFAULT_TIMEOUTS, 0.0)
+    assert not watch.look(DEFAULT_TIMEOUTS.trial_cpu_s, True, 1.0)
+    assert "has no end" in watch.look(DEFAULT_TIMEOUTS.trial_cpu_s + 1, True, 2.0)
+
+
 def answers(**answer: Any) -> Any:
     return lambda address, kind, body, timeout_s: answer
 
@@ -130,6 +163,51 @@ def test_a_node_that_reaches_no_peer_is_refused() -> None:
     rows = [{"node": "b", "vault": "127.0.0.1:1"}]
     *_, peer = network_checks("host:1", "a", ask=answers(peers=rows, now=time.time()))
     assert not peer.ok and peer.fatal and "no vault of 1 peers" in peer.remedy
+
+
+SOON = replace(DEFAULT_TIMEOUTS, preflight_s=0.5)
+"""Limits that a silent peer exceeds soon. What it does is the same at every limit."""
+
+
+def test_a_busy_peer_is_no_reason_to_refuse_a_node() -> None:
+    """A vault whose process gets no processor accepts no connection. Its kernel does."""
+    with socket.create_server(("127.0.0.1", 0)) as stalled:
+        rows = [
+            {"node": "dead", "vault": "127.0.0.1:1"},
+            {"node": "b", "vault": address_of(stalled)},
+        ]
+        ask = answers(peers=rows, now=time.time())
+        *_, peer = network_checks("host:1", "a", ask=ask, limits=SOON)
+    assert peer.ok and peer.value == 0.0
+    assert "network is sound but vault of b" in peer.remedy and "no progress" in peer.remedy
+    assert not Preflight("strict", 0.1, (peer,)).failed
+
+
+def test_a_peer_that_is_behind_a_bad_path_is_a_reason() -> None:
+    """The kernel drops connections to a port whose queue is full, like a firewall."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as blocked, ExitStack() as filling:
+        for _ in range(8):
+            filler = filling.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(blocked.getsockname())
+        ask = answers(peers=[{"node": "b", "vault": address_of(blocked)}], now=time.time())
+        *_, peer = network_checks("host:1", "a", ask=ask, limits=SOON)
+    assert not peer.ok and peer.fatal and "no vault of 1 peers can be reached" in peer.remedy
+
+
+def test_the_limits_are_those_of_the_budget() -> None:
+    given: list[float] = []
+
+    def ask(address: str, kind: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        given.append(timeout_s)
+        return {"peers": [], "now": time.time()}
+
+    network_checks("host:1", "a", ask=ask, limits=budget(30.0))
+    assert given == [budget(30.0).preflight_s] * 2 == [100.0] * 2
+
+
+def address_of(server: socket.socket) -> str:
+    return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def test_a_coordinator_that_does_not_answer_is_no_reason_to_stay_away() -> None:

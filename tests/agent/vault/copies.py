@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import LocalCopy
+from elastic.domain.checksum import copy_checksum
 from elastic.domain.state_layout import plan_layout
 from elastic.domain.types import GRADIENT, STATE, Copy
 from elastic.store.shared_memory import DATA_OFFSET, SharedSlot, checksum
@@ -31,9 +32,11 @@ def make(data: bytes, **changes: Any) -> Copy:
         owner="b",
         sequence=next(_SEQUENCE),
         nbytes=len(data),
-        checksum=checksum(data),
+        checksum="",
     )
-    return dataclasses.replace(copy, **changes)
+    copy = dataclasses.replace(copy, **changes)
+    sealed = copy.checksum or copy_checksum(copy, checksum(data))
+    return dataclasses.replace(copy, checksum=sealed)
 
 
 def gradient(data: bytes, step: int, ledger: set[int], **changes: Any) -> Copy:

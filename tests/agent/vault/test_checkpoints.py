@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic.agent.vault.checkpoints import CheckpointWriter
+from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import CheckpointPart, Published
 from elastic.domain.state_layout import plan_layout, read_header
-from elastic.domain.types import Pipeline, Plan, Stage, Unit
+from elastic.domain.types import Assignment, Pipeline, Plan, Stage, Unit
 from elastic.store import checkpoint_directory
+from tests.agent.agents import Slow
 from tests.agent.vault.checkpoints import N_LAYERS, layer_run, verified
-from tests.agent.vault.copies import LocalWriter, gradient, make
+from tests.agent.vault.copies import LocalWriter, gradient, make, put
 from tests.patience import LONG_S
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(LONG_S)
 
 
 def plan(first: str = "a", second: str = "b") -> Plan:
@@ -43,15 +52,19 @@ class Node:
         self.parts: queue.Queue[CheckpointPart] = queue.Queue()
         self.writer = CheckpointWriter(self.directory, self.vault, self.parts.put)
         self.writer.every, self.writer.steps = 2, 5
-        self.writer.enter(plan())
+        self.enter(1)
 
-    def announce(self, step: int, *layers: int) -> Published:
+    def enter(self, epoch: int, step: int = 0, checkpointed: int = -1, *holders: str) -> None:
+        present = replace(plan(*holders), epoch=epoch)
+        self.epoch = epoch
+        self.writer.enter(Assignment(present, step, checkpointed=checkpointed))
+
+    def announce(self, step: int, *layers: int, epoch: int = 0) -> Published:
         locals_ = []
         for layer in layers:
-            run = layer_run(layer, step)
-            locals_.append(
-                self.workers.write(2 * layer + step % 2, make(run, layer=layer, step=step), run)
-            )
+            run, made_in = layer_run(layer, step), epoch or self.epoch
+            copy = make(run, layer=layer, step=step, epoch=made_in)
+            locals_.append(self.workers.write(2 * layer + step % 2, copy, run))
             self.vault.publish(locals_[-1])
         published = Published(step, tuple(locals_), "")
         self.writer.offer(published)
@@ -63,7 +76,8 @@ class Node:
         self.writer.then(done.set)
         assert done.wait(LONG_S)
         parts = [self.parts.get() for _ in range(self.parts.qsize())]
-        return [(part.step, part.layers) for part in parts]
+        assert all(part.node == self.vault.node for part in parts)
+        return [(part.step, part.layers) for part in parts if not part.error]
 
 
 @pytest.fixture
@@ -135,7 +149,7 @@ def test_gradients_step_zero_and_steps_between_are_none_of_its_business(node: No
 
 def test_a_new_plan_says_who_writes(node: Node) -> None:
     node.announce(2, 0, 1)
-    node.writer.enter(plan("b", "a"))
+    node.enter(2, 2, 2, "b", "a")
     node.announce(4, 0, 1, 2)
     assert node.written() == [(2, ((0, 0), (1, 0))), (4, ((2, 0),))]
 
@@ -184,9 +198,205 @@ def test_after_a_change_of_plan_the_state_is_written_in_its_new_division(node: N
     node.vault.publish(local)
     node.writer.offer(Published(1, (local,), ""))
     assert node.written() == [(2, ((0, 0, 1, 2),))]
-    node.writer.enter(plan())
+    node.enter(2, 2)
     node.announce(2, 0)
     assert node.written() == [(2, ((0, 0),))]
+
+
+def test_an_unexpected_error_is_reported_and_the_next_checkpoint_is_written(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    node.writer._failed = told.append
+    write = checkpoint_directory.write_part
+    errors = iter([MemoryError("too large")])
+
+    def fail_once(*args: Any) -> Any:
+        for error in errors:
+            raise error
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint_directory, "write_part", fail_once)
+    node.announce(2, 0)
+    node.announce(4, 0)
+    assert node.written() == [(4, ((0, 0),))]
+    assert told == ["unexpected MemoryError: too large"]
+
+
+def test_acknowledgements_do_not_wait_for_a_slow_disk(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except those of the last step, for which the job waits."""
+    slow = Slow(os.fsync)
+    monkeypatch.setattr(os, "fsync", slow)
+    acked: queue.Queue[int] = queue.Queue()
+    replicator = Replicator(
+        node.vault,
+        lambda worker, bundle, kept: acked.put(bundle),
+        lambda *failure: None,
+        prepare=node.writer.offer,
+    )
+    for step in (2, 3, 4):
+        run = layer_run(0, step)
+        local = node.workers.write(step, make(run, layer=0, step=step), run)
+        node.vault.publish(local)
+        replicator.submit(0, Published(step, (local,), ""))
+        assert acked.get(timeout=LONG_S) == step
+    assert slow.begun.wait(LONG_S) and node.parts.empty()
+    slow.go()
+    assert node.written() == [(2, ((0, 0),)), (4, ((0, 0),))]
+    replicator.close()
+
+
+def test_states_of_a_repeated_step_are_written_again(node: Node) -> None:
+    """Epoch 1 wrote the state after the last step, but a loss leads back to the step before."""
+    node.announce(5, 0, 1)
+    assert node.written() == [(5, ((0, 0), (1, 0)))]
+    node.enter(2, 4)
+    node.announce(5, 0, 1)
+    assert node.written() == [(5, ((0, 0), (1, 0)))]
+
+
+def test_states_of_a_step_that_stays_done_are_not_written_again(node: Node) -> None:
+    node.announce(4, 0, 1)
+    node.enter(2, 4)
+    node.announce(4, 0, 1)
+    assert node.written() == [(4, ((0, 0), (1, 0)))]
+    node.enter(3, 4, 4, "b", "a")
+    node.announce(4, 0, 1, 2)
+    assert node.written() == [], "the checkpoint is whole"
+
+
+def test_states_of_a_diverged_step_are_written_again(node: Node) -> None:
+    """Epoch 2 begins at step 4, but its states of epoch 1 may be wrong."""
+    node.announce(4, 0, 1)
+    assert node.written() == [(4, ((0, 0), (1, 0)))]
+    present = replace(plan(), epoch=2)
+    node.writer.enter(Assignment(present, 4, starts=((1, 0), (2, 4), (2, 3))))
+    node.epoch = 2
+    node.announce(4, 0, 1)
+    assert node.written() == [(4, ((0, 0), (1, 0)))]
+
+
+def test_states_of_an_abandoned_epoch_are_not_written(node: Node) -> None:
+    slow, order = threading.Event(), queue.Queue[bool]()
+    node.writer.then(lambda: order.put(slow.wait(LONG_S)))
+    node.announce(5, 0, 1)
+    node.enter(2, 4)
+    node.announce(5, 0, 1, epoch=1)  # a bundle that was announced before the change of plan
+    assert not node.writer.final
+    slow.set()
+    assert order.get(timeout=LONG_S) and node.written() == []
+    node.announce(5, 0, 1)
+    assert node.written() == [(5, ((0, 0), (1, 0)))]
+    names = [
+        path.name for path in checkpoint_directory.staging_path(node.directory, 5).glob("*.s*")
+    ]
+    assert all("epoch-2" in name for name in names) and len(names) == 2
+
+
+def test_states_that_an_epoch_before_the_last_abandoned_are_written_again(node: Node) -> None:
+    """This node took no part in epoch 2, which began before the state that it has written."""
+    node.announce(4, 0, 1)
+    late = CheckpointPart(4, ((0, 0), (1, 0)), 1, "a")
+    node.enter(2, 4)
+    assert not node.writer.is_undone(late) and node.written() == [(4, late.layers)]
+    present = replace(plan(), epoch=3)
+    node.writer.enter(Assignment(present, 4, starts=((1, 0), (2, 3), (3, 4))))
+    node.epoch = 3
+    assert node.writer.is_undone(late), "its part is not sent any more"
+    node.announce(4, 0, 1)
+    assert node.written() == [(4, ((0, 0), (1, 0)))]
+
+
+def test_layers_of_two_versions_are_parts_of_two_checkpoints(node: Node) -> None:
+    """A worker that was halted during an update announces them in one bundle."""
+    copies = []
+    for layer, step in ((0, 5), (1, 4)):
+        run = layer_run(layer, step)
+        copies.append(node.workers.write(layer, make(run, layer=layer, step=step), run))
+        node.vault.publish(copies[-1])
+    node.writer.offer(Published(1, tuple(copies), ""))
+    assert node.written() == [(4, ((1, 0),)), (5, ((0, 0),))]
+
+
+def test_a_transient_failure_of_the_disk_costs_a_retry(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems, sync = [OSError(5, "Input/output error")], os.fsync
+
+    def fails_once(descriptor: int) -> None:
+        if problems:
+            raise problems.pop()
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails_once)
+    node.announce(2, 0, 1)
+    assert node.written() == [(2, ((0, 0), (1, 0)))] and not problems
+
+
+def test_a_lasting_failure_is_reported_and_the_next_epoch_tries_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_directory, "RETRY_S", (0.001, 0.001))
+    node.directory.write_text("not a directory")
+    done = threading.Event()
+    node.announce(5, 0, 1)
+    node.writer.then(done.set)
+    assert done.wait(LONG_S)
+    part = node.parts.get_nowait()
+    assert (part.step, part.layers, part.epoch, part.node) == (5, ((0, 0), (1, 0)), 1, "a")
+    assert "File exists" in part.error or "Not a directory" in part.error
+    node.directory.unlink()
+    node.enter(2, 5)
+    node.announce(5, 0, 1)
+    assert node.written() == [(5, ((0, 0), (1, 0)))]
+
+
+def test_a_keeper_writes_the_states_of_a_lost_node(node: Node) -> None:
+    run = layer_run(1, 2)
+    copy = put(node.vault, make(run, layer=1, step=2, owner="b", epoch=1), run)
+    present = replace(plan(), epoch=2)
+    elsewhere = replace(copy, node="c")
+    node.writer.enter(Assignment(present, 3, rescued=(copy, elsewhere)))
+    node.vault.trim(2)
+    assert node.written() == [(2, ((1, 0),))], "also if the vault drops the copy meanwhile"
+    node.writer.enter(Assignment(present, 3, rescued=(copy,)))
+    assert node.written() == [], "it is on disk"
+    gone = replace(copy, layer=2, sequence=copy.sequence + 1)
+    node.writer.enter(Assignment(present, 3, rescued=(gone,)))
+    failed = node.parts.get(timeout=LONG_S)
+    assert failed.error and failed.layers == ((2, 0),), "another node may have it"
+    run = layer_run(2, 2)
+    copy = put(node.vault, make(run, layer=2, step=2, owner="b", epoch=3), run)
+    node.writer.enter(Assignment(present, 3, rescued=(copy,)))
+    assert node.written() == [(2, ((2, 0),))], "the next epoch tries again"
+
+
+def test_a_state_in_the_queue_is_not_rescued(node: Node) -> None:
+    """The disk is slow, and the states of the next checkpoint are in the queue, too."""
+    slow = threading.Event()
+    node.writer.then(lambda: wait_for(slow))
+    held = [node.announce(2, 0).copies[0].copy, node.announce(4, 0).copies[0].copy]
+    rescued = tuple(replace(copy, node="a") for copy in held[:1])
+    node.writer.enter(Assignment(replace(plan(), epoch=2), 4, rescued=rescued))
+    slow.set()
+    assert node.written() == [(2, ((0, 0),)), (4, ((0, 0),))]
+
+
+def test_a_rescued_copy_of_a_living_worker_outlives_the_trim(node: Node) -> None:
+    slow = threading.Event()
+    node.writer.then(lambda: wait_for(slow))
+    run = layer_run(2, 2)
+    copy = make(run, layer=2, step=2)
+    node.vault.publish(node.workers.write(0, copy, run))
+    copy = replace(copy, node="a")
+    node.writer.enter(Assignment(replace(plan(), epoch=2), 3, rescued=(copy,)))
+    node.vault.trim(2)
+    if not node.workers.slots[0].sequence:  # the worker has it back and writes to it
+        node.workers.slots[0].view(len(run))[:] = bytes(len(run))
+    slow.set()
+    assert node.written() == [(2, ((2, 0),))]
 
 
 LIMITED = """

@@ -99,3 +99,10 @@ def test_corrupt_bytes_are_refused_and_their_room_comes_back(
         assert prefetch(joining.vault, order(three, (0, 0, "b"))) == 0
         rooms.add(joining.vault.allocated_bytes)
     assert joining.vault.inventory() == () and len(rooms) == 1
+
+
+def test_a_former_member_costs_its_own_layers_alone(three: list[MiniNode]) -> None:
+    joining, b, _ = three
+    copy = own(b, 0, 2)
+    wanted = order(three[:2], (2, 0, "c"), (0, 0, "b"))
+    assert prefetch(joining.vault, wanted) == copy.nbytes

@@ -6,7 +6,6 @@ import queue
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ import pytest
 from elastic.agent.vault.replicator import RETRY_S, Replicator
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Incoming, Vault
-from elastic.core.protocol.messages import LocalCopy, Published
+from elastic.core.protocol.messages import Published
 from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
 from elastic.rpc.bulk.transfer import VaultClient
+from elastic.store import shared_memory
 from tests.agent.vault.copies import LocalWriter, content, gradient, make
 from tests.agent.vault.nodes import MiniNode, ProcessVault, nodes
 from tests.patience import LONG_S
@@ -35,9 +35,11 @@ def writer(tmp_path: Path) -> LocalWriter:
     return LocalWriter(tmp_path / "worker")
 
 
-def bundle(writer: LocalWriter, number: int, peer: str = "b", epoch: int = 1) -> Published:
+def bundle(
+    writer: LocalWriter, number: int, peer: str = "b", epoch: int = 1, layer: int = 0
+) -> Published:
     data = content(number)
-    copy = gradient(data, 1, set(range(number)), owner="a", epoch=epoch)
+    copy = gradient(data, 1, set(range(number)), owner="a", epoch=epoch, layer=layer)
     return Published(number, (writer.write(number, copy, data),), peer)
 
 
@@ -190,9 +192,7 @@ def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWr
         )
         a.replicator.vaults = {"s": server.address}
         for number in range(1, 6):
-            published = bundle(writer, number, "s")
-            copy = replace(published.copies[0].copy, layer=number)
-            a.take(Published(number, (LocalCopy(copy, *place(published)),), "s"))
+            a.take(bundle(writer, number, "s", layer=number))
         assert [a.acked.get(timeout=LONG_S) for _ in range(5)] == [(0, n) for n in range(1, 6)]
         assert a.failed.empty() and a.refused == [4, 5]
         peer, why = told.get(timeout=LONG_S)
@@ -209,6 +209,87 @@ def test_where_there_is_no_room_training_goes_on(tmp_path: Path, writer: LocalWr
     small.close()
 
 
+def test_a_vault_that_can_create_no_slots_refuses_copies_and_training_goes_on(
+    tmp_path: Path, writer: LocalWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: queue.Queue[tuple[str, str]] = queue.Queue()
+    keeper = Vault("s", tmp_path / "s")
+    server = VaultServer(keeper, timeout_s=LONG_S).start()
+
+    def fails(path: Path, nbytes: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with nodes(tmp_path, "a") as (a,):
+        a.replicator.close()
+        a.replicator = Replicator(
+            a.vault,
+            a._on_acked,
+            a._on_failed,
+            timeout_s=30,
+            broken=lambda peer, why: told.put((peer, why)),
+        )
+        a.replicator.vaults = {"s": server.address}
+        published = [bundle(writer, number, "s") for number in (1, 2)]
+        monkeypatch.setattr(shared_memory, "SharedSlot", fails)
+        for one in published:
+            a.take(one)
+        assert [a.acked.get(timeout=LONG_S) for _ in range(2)] == [(0, 1), (0, 2)]
+        assert a.failed.empty() and a.refused == [1, 2]
+        peer, why = told.get(timeout=LONG_S)
+        assert peer == "s" and told.empty()
+        assert "cannot create a slot" in why and "Input/output error" in why
+    server.close()
+    keeper.close()
+
+
 def place(published: Published) -> tuple[str, int]:
     local = published.copies[0]
     return local.path, local.offset
+
+
+def test_full_peers_are_reported_once_each(tmp_path: Path, writer: LocalWriter) -> None:
+    """States and gradients may go to two peers, and both may be full."""
+    told: queue.Queue[str] = queue.Queue()
+    full = [Vault(name, tmp_path / name, limit=1) for name in ("s", "t")]
+    servers = [VaultServer(vault, timeout_s=LONG_S).start() for vault in full]
+    with nodes(tmp_path, "a") as (a,):
+        a.replicator.close()
+        a.replicator = Replicator(
+            a.vault, a._on_acked, a._on_failed, no_room=lambda peer, why: told.put(peer)
+        )
+        for epoch in (1, 2):
+            a.replicator.reset(epoch)
+            a.replicator.vaults = {"s": servers[0].address, "t": servers[1].address}
+            for number in range(6):
+                a.take(bundle(writer, number, "st"[number % 2], epoch))
+            assert [a.acked.get(timeout=LONG_S) for _ in range(6)] == [(0, n) for n in range(6)]
+            assert [told.get_nowait() for _ in range(told.qsize())] == ["s", "t"]
+    for server in servers:
+        server.close()
+
+
+def test_no_error_ends_the_thread_or_loses_an_acknowledgement(
+    tmp_path: Path, writer: LocalWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The callbacks of checkpoints and metrics fail. Then the sending itself fails once."""
+    failures = iter([KeyError("link of b")])
+
+    def fail(*args: object) -> None:
+        raise MemoryError("a checkpoint does not fit")
+
+    def fail_once(*args: object) -> None:
+        for error in failures:
+            raise error
+
+    with nodes(tmp_path, "a", "b") as (a, b):
+        a.replicator.close()
+        a.replicator = Replicator(
+            a.vault, a._on_acked, a._on_failed, prepare=fail, sent=fail_once, delivered=fail
+        )
+        a.replicator.vaults = {"b": b.server.address}
+        a.take(bundle(writer, 1))
+        a.take(bundle(writer, 2))
+        assert [a.acked.get(timeout=LONG_S) for _ in range(2)] == [(0, 1), (0, 2)]
+        number, peer, error = a.failed.get(timeout=LONG_S)
+        assert (number, peer) == (1, "b") and "KeyError: 'link of b'" in str(error)
+    assert "a checkpoint does not fit" in caplog.text

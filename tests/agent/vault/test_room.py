@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,10 @@ from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.domain.errors import StaleError, VaultError, VaultFull
 from elastic.domain.types import Copy
+from elastic.rpc.bulk import transfer
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.bulk.transfer import ASK_BYTES, VaultClient
+from tests.agent.agents import Slow
 from tests.agent.vault.copies import LocalWriter, content, make
 from tests.agent.vault.nodes import nodes
 from tests.agent.vault.test_replicator import bundle
@@ -133,3 +137,24 @@ def test_a_vault_that_fails_is_not_a_full_one(tmp_path: Path) -> None:
         assert a.acked.empty()
         b.vault.store = store  # type: ignore
         assert a.acked.get(timeout=LONG_S) == (0, 1)
+
+
+def test_a_sender_waits_longer_for_the_allocation_of_a_large_bundle(
+    vault: Vault, server: VaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vault allocates for longer than the sender waits for progress."""
+    slow = Slow(os.posix_fallocate)
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    monkeypatch.setattr(transfer, "LEAST_BYTES_PER_SECOND", ASK_BYTES / LONG_S)
+    patience_s = 0.05
+    client = VaultClient(server.address, timeout_s=patience_s)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(client.put, halves(2))
+        assert slow.begun.wait(LONG_S)
+        with pytest.raises(TimeoutError):
+            sending.result(10 * patience_s)
+        slow.go()
+        client._timeout_s = LONG_S  # the rest may be slow on a busy machine
+        sending.result(LONG_S)
+    assert len(vault.inventory()) == 2
+    client.close()

@@ -7,8 +7,9 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,8 @@ from elastic.agent.vault.vault import Vault
 from elastic.domain.errors import FieldError, StaleError, VaultError
 from elastic.rpc.bulk.transfer import VaultClient, split_address
 from elastic.rpc.frames import FrameStream
-from tests.agent.vault.copies import LocalWriter, content, make, put
+from elastic.store.shared_memory import checksum
+from tests.agent.vault.copies import LocalWriter, content, gradient, make, put
 from tests.patience import LONG_S
 
 
@@ -97,6 +99,43 @@ def test_get_notices_corruption_and_the_vault_drops_it(
     with pytest.raises(VaultError, match="does not match its checksum"):
         client.get(copy)
     assert vault.inventory() == ()
+
+
+ALTERED: list[dict[str, Any]] = [
+    {"microbatches": frozenset({0, 2})},
+    {"step": 2},
+    {"layer": 1},
+    {"checksum": checksum(content(1))},
+]
+"""Changes of a gradient's description; the last one is a checksum of the bytes alone."""
+
+
+@pytest.mark.parametrize("changes", ALTERED)
+def test_a_copy_with_an_altered_description_does_not_arrive(
+    vault: Vault, client: VaultClient, changes: dict[str, Any]
+) -> None:
+    altered = dataclasses.replace(gradient(content(1), 1, {0, 1}), **changes)
+    with pytest.raises(VaultError, match="arrived corrupt"):
+        client.put([(altered, memoryview(content(1)))])
+    assert vault.inventory() == ()
+
+
+@pytest.mark.parametrize("changes", ALTERED)
+def test_a_copy_with_an_altered_description_is_not_read(
+    vault: Vault, client: VaultClient, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """The description changed in the vault: a peer and the writer of checkpoints refuse it."""
+    altered = dataclasses.replace(gradient(content(1), 1, {0, 1}), **changes)
+    local = LocalWriter(tmp_path / "worker").write(0, altered, content(1))
+    readers: tuple[Callable[[], object], ...] = (
+        lambda: client.get(altered),
+        lambda: vault.read(altered.key),
+    )
+    for read in readers:
+        vault.publish(local)
+        with pytest.raises(VaultError, match=r"does not match its checksum|torn or corrupt"):
+            read()
+        assert vault.inventory() == (), "the vault dropped it"
 
 
 def test_locate_is_for_the_own_node(vault: Vault, server: VaultServer, client: VaultClient) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from elastic.agent.vault.vault import Vault
 from elastic.domain.errors import StaleError, VaultError, VaultFull
 from elastic.domain.types import GRADIENT, REDUCED, STATE, Copy
 from elastic.store.shared_memory import SlotReader
+from tests.agent.agents import Slow
 from tests.agent.vault.copies import LocalWriter, content, gradient, make, put
 from tests.patience import LONG_S
 
@@ -224,6 +227,20 @@ def test_trim_hands_back_slots_of_past_epochs(vault: Vault, writer: LocalWriter)
     assert writer.slots[0].sequence == 0 and writer.slots[1].sequence > 0
 
 
+def test_trim_hands_back_a_leased_slot_after_its_last_reader(
+    vault: Vault, writer: LocalWriter
+) -> None:
+    """A living worker writes to a slot again as soon as it is handed back."""
+    copy = make(content(1), epoch=1)
+    vault.publish(writer.write(0, copy, content(1)))
+    with vault.lease(copy.key) as view:
+        with vault.lease(copy.key):
+            vault.trim(2)
+        assert vault.inventory() == ()
+        assert writer.slots[0].sequence > 0 and bytes(view) == content(1)
+    assert writer.slots[0].sequence == 0
+
+
 def test_slots_of_a_dead_worker_go_with_their_copies(vault: Vault, tmp_path: Path) -> None:
     writer = LocalWriter(tmp_path / "worker", "worker-77-1-")
     copy = make(content(1), epoch=1)
@@ -306,3 +323,55 @@ def test_older_copies_make_room_for_newer_ones(tmp_path: Path) -> None:
         put(vault, gradient(data, 0, {0}, layer=3, owner="q"), data)
     assert {c.layer for c in vault.inventory()} == {1, 9} and vault.check_integrity() == ()
     vault.close()
+
+
+@pytest.mark.parametrize("operation", ["posix_fallocate", "unlink"])
+def test_the_index_answers_while_memory_is_allocated_or_freed(
+    tmp_path: Path, writer: LocalWriter, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """A larger copy arrives: a new slot takes the place of one that is too small."""
+    vault = Vault("n", tmp_path / "v")
+    kept = put(vault, make(content(1)), content(1))
+    put(vault, make(content(2), layer=1), content(2))
+    vault.store(make(content(3), layer=2)).abort()
+    local = writer.write(0, make(content(5), layer=4), content(5))
+    slow = Slow(getattr(os, operation))
+    monkeypatch.setattr(os, operation, slow)
+    large = content(4, 9000)
+    with ThreadPoolExecutor(2) as pool:
+        arriving = pool.submit(put, vault, make(large, layer=3), large)
+        assert slow.begun.wait(LONG_S)
+
+        def use() -> tuple[Copy, ...]:
+            vault.publish(local)
+            vault.trim(1)
+            vault.fence(1)
+            assert bytes(vault.read(kept.key)) == content(1) and vault.nbytes == 3000
+            return vault.inventory()
+
+        found = pool.submit(use)
+        assert [copy.layer for copy in found.result(LONG_S)] == [0, 1, 4]
+        assert not arriving.done()
+        slow.go()
+        assert arriving.result(LONG_S).layer == 3
+    monkeypatch.undo()
+    assert len(vault.inventory()) == 4 and vault.check_integrity() == ()
+    vault.close()
+
+
+def test_room_that_is_being_allocated_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vault = Vault("n", tmp_path / "v", limit=2 * 4096)
+    slow = Slow(os.posix_fallocate)
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(vault.store, make(content(1, 6000)))
+        assert slow.begun.wait(LONG_S)
+        with pytest.raises(VaultFull, match="8128 of 8192 bytes are taken"):
+            vault.store(make(content(2), layer=1))
+        slow.go()
+        first.result(LONG_S).abort()
+    vault.store(make(content(2), layer=1)).abort()
+    vault.close()
+    assert vault.allocated_bytes == 0 and list(vault.directory.iterdir()) == []

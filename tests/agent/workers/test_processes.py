@@ -9,13 +9,16 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from elastic.agent.workers import processes
 from elastic.agent.workers.output import Output
 from elastic.agent.workers.processes import (
     IDLE_S,
@@ -65,6 +68,26 @@ def log(config: JobConfig, rank: int, stream: str = "stdout") -> str:
     return (config.log_path("node1", 3, rank) / f"{stream}.log").read_text()
 
 
+def test_workers_may_start_while_they_are_sampled(make_config: MakeConfig) -> None:
+    """The agent polls on one thread, and starts workers on another one."""
+    group = WorkerGroup(make_config(), LAUNCH, PLACE, lambda ended: None)
+    with subprocess.Popen([sys.executable, "-c", SLEEP], stdout=subprocess.DEVNULL) as process:
+
+        class StartsOne(threading.Condition):
+            """A worker has started whenever somebody leaves the lock."""
+
+            def __exit__(self, *args: Any) -> None:
+                super().__exit__(*args)
+                group._processes[0] = process
+
+        group._changed = StartsOne()
+        try:
+            assert group.samples() == ()
+            assert [one.rank for one in group.samples()] == [0]
+        finally:
+            process.kill()
+
+
 def test_environment_is_torchruns(make_config: MakeConfig) -> None:
     config = make_config(
         "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))",
@@ -88,6 +111,7 @@ def test_environment_is_torchruns(make_config: MakeConfig) -> None:
         "ELASTIC_NODE": "node1", "ELASTIC_LOCAL_RANK": "1",
         "ELASTIC_HOST": "10.0.0.2", "ELASTIC_RUN_DIR": config.run_dir,
         "ELASTIC_MEMORY_DIR": config.memory_dir, "ELASTIC_ACCUMULATE": "fast",
+        "ELASTIC_VERIFY_EVERY": "1", "ELASTIC_ON_NONFINITE": "stop",
         "ELASTIC_TP_STORE": group.tp_store,
     }  # fmt: skip
     assert {key: env.get(key) for key in expected} == expected
@@ -189,6 +213,27 @@ def test_kill_takes_descendants(make_config: MakeConfig) -> None:
         assert wait_until(lambda: log(config, 0).endswith("\n"))
         group.kill()
     assert wait_until(lambda: gone(int(log(config, 0))))
+
+
+def test_a_worker_that_the_kernel_does_not_end_counts_as_ended(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a broken device. Its end is passed on once."""
+    with running(make_config(SLEEP)) as (group, exits):
+        pid = group.pids[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(processes, "KILL_S", 0.01)
+            patched.setattr(group, "_signal", lambda rank, number: None)
+            group.kill()
+        assert exits.get(timeout=LONG_S) == WorkerExit(0, pid, -signal.SIGKILL)
+        assert group.alive() == () and group.samples() == () and not gone(pid)
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda: not threads("worker-0"))
+        assert exits.empty()
+
+
+def threads(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
 
 
 def test_stopped_process_is_seen_and_killed(make_config: MakeConfig) -> None:

@@ -13,6 +13,7 @@ from elastic.core.job.state import (
     Heartbeats,
     JobState,
     Policy,
+    PortRefused,
     Send,
 )
 from elastic.core.protocol import messages as m
@@ -39,7 +40,7 @@ def test_one_decision_for_many_events_equals_single_decisions() -> None:
         [attached(n) for n in nodes],
     ]
     rounds += [
-        [ConnectionClosed("b", "b-1"), Heartbeat("a", "a-1", 0, 0)],
+        [ConnectionClosed("b", "b-1"), PortRefused("b", "b-1"), Heartbeat("a", "a-1", 0, 0)],
         [Heartbeat("c", "c-1", 0, 0)],
     ]
     apart = single = JobState(policy=policy)

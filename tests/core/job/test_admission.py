@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from elastic.core.coordinator.event_handlers import RETIRED
 from elastic.core.coordinator.transitions import record_event, transition
 from elastic.core.job import quarantine
@@ -56,6 +58,29 @@ def test_a_node_that_fails_its_preflight_is_refused_and_may_try_again() -> None:
         WARN.remedy
     ]
     assert quarantine.record_of(state, "new").refusals == 0
+
+
+@pytest.mark.parametrize(("number", "fits"), [(4, False), (5, True), (6, True), (8, False)])
+def test_all_members_are_of_neighbouring_versions(number: int, fits: bool) -> None:
+    """The coordinator may understand both N-1 and N+1, but these two exchange data, too."""
+    state = running()
+    members = {
+        node: replace(mb, report=replace(mb.report, info=replace(mb.report.info, protocol=6)))
+        for node, mb in state.members.items()
+    }
+    info = replace(join_report(Preflight("on", 0.1)).info, protocol=number, release="9.9")
+    report = m.NodeReport(info, NodePhase.EMPTY, 0)
+    now = state.updated_at + 0.01
+    after, actions, _ = transition(state.of(members=members), report, now)
+    assert ("new" in after.members) is fits
+    if not fits:
+        (note,) = health_notes(actions, "preflight")
+        assert note["ok"] is False and f"elastic 9.9 with protocol {number}" in note["reason"]
+        assert "protocol 6" in note["reason"] and "install the same version" in note["reason"]
+        assert any(
+            isinstance(a, Send) and a.message == JoinRefused(note["reason"], note["retry_s"])
+            for a in actions
+        )
 
 
 def test_a_retry_before_the_pause_is_over_does_not_count() -> None:
@@ -156,7 +181,7 @@ def test_a_silent_members_name_is_free_after_the_lease() -> None:
 def test_after_a_failover_members_have_time_to_reconnect_before_their_names_are_free() -> None:
     state = without_lease(running())
     state, _, _ = transition(state, CoordinatorFailover(), state.updated_at)
-    after, actions, _ = transition(state, rejoin_report(state, "other"), state.updated_at + 0.5)
+    after, actions, _ = transition(state, rejoin_report(state, "other"), state.updated_at + 0.4)
     assert after.members["node1"] == state.members["node1"]
     assert any(isinstance(a, Send) and isinstance(a.message, JoinRefused) for a in actions)
     newcomer, start = rejoin_report(state, "other"), state.updated_at

@@ -121,7 +121,8 @@ def test_after_many_losses_a_new_node_waits_for_a_calm_period() -> None:
     early, _, _ = transition(state.of(updated_at=0.0), job.Tick(), state.reconsider_at - 1.0)
     assert not early.joining and early.reconsider_at == state.reconsider_at
     members = {name: replace(mb, seen=state.reconsider_at) for name, mb in state.members.items()}
-    state = state.of(updated_at=0.0, members=members)
+    watch = replace(state.watch, since=state.reconsider_at)
+    state = state.of(updated_at=0.0, members=members, watch=watch)
     after, _, _ = transition(state, job.Tick(), state.reconsider_at + 1.0)
     assert after.joining == ("node9",)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,12 +81,9 @@ def test_a_quarantine_ends_if_no_other_node_is_left() -> None:
     state, _ = crash_workers(running(2), "node1", "signal 11", LIMITS.crashes)
     state = settled(state, "node1")
     assert state.plan is not None and state.plan.nodes() == ("node0",)
-    state, _, _ = transition(
-        state,
-        job.ConnectionClosed("node0", state.members["node0"].report.info.incarnation),
-        state.updated_at,
-    )
-    state, _, _ = transition(state, job.Tick(), state.updated_at + 0.3)
+    incarnation = state.members["node0"].report.info.incarnation
+    for event in (job.ConnectionClosed, job.PortRefused):
+        state, _, _ = transition(state, event("node0", incarnation), state.updated_at)
     assert state.phase is JobPhase.HALTING and "node0" not in state.members
     halted = replace(state.members["node1"].report, epoch=state.epoch, phase=NodePhase.HALTED)
     state, actions, _ = transition(state, halted, state.updated_at + 0.1)
@@ -95,8 +93,9 @@ def test_a_quarantine_ends_if_no_other_node_is_left() -> None:
     )
 
 
-def test_a_flapping_node_is_quarantined_when_it_returns() -> None:
-    state, notes = running(), []
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_flapping_node_is_quarantined_when_it_returns(trained: bool) -> None:
+    state, notes = running().of(trained=trained), []
     for _ in range(LIMITS.departures):
         state, more = remediation.node_lost(state, "node1", "connection closed", state.updated_at)
         notes += health_notes(more)

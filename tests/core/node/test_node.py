@@ -19,6 +19,7 @@ from elastic.core.node.node import (
 )
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase as Phase
+from elastic.core.protocol.version import PROTOCOL, ProtocolVersion, this_version
 from elastic.domain.types import Assignment, NodeInfo, Pipeline, Plan, Stage, Unit
 from tests.core.recovery.job_model import make_spec
 
@@ -74,8 +75,13 @@ EVENTS: list[Any] = [
         *(m.Resumed(epoch, 1.0) for epoch in (1, 2)),
         m.Protected(1),
         *(m.CommFailed(epoch, nodes, "x") for epoch in (1, 2) for nodes in ((), ("b",))),
+        m.Diverged(1, 0, ()),
+        *(m.CheckpointUnreadable(epoch, "/c/6", "corrupt") for epoch in (1, 2)),
         m.Finished(4, "sha"),
         m.Failed("bad"),
+        m.Crashed("bad"),
+        m.Hello(0, 1, this_version()),
+        m.Hello(0, 1, ProtocolVersion(99)),
         m.BundleAcknowledged(1),
     ),
     *(node_core.WorkerExited(rank, code) for rank in (0, 1) for code in (0, 1, -9)),
@@ -206,9 +212,13 @@ def test_the_reported_error_is_the_cause() -> None:
 
 
 def test_fenced() -> None:
-    """A node with state begins anew; an empty one only reports again."""
+    """A node with state begins anew and offers its copies; an empty one only reports again."""
     _, actions, _ = transition(play(*RUN), m.Fenced("silent"), 11.0)
-    assert actions == (node_core.KillWorkers("silent"), node_core.Rejoin())
+    assert actions == (node_core.KillWorkers("silent"), node_core.Rejoin(keep_vault=True))
+    _, actions, _ = transition(play(m.Halt(2)), m.Fenced("silent"), 11.0)
+    assert actions == (node_core.KillWorkers("silent"), node_core.Rejoin(keep_vault=True))
+    _, actions, _ = transition(play(*RUN), m.Released("drained"), 11.0)
+    assert actions == (node_core.KillWorkers("drained"), node_core.Rejoin(keep_vault=False))
     _, actions, _ = transition(play(), m.Fenced("who?"), 11.0)
     assert actions == (node_core.SendReport(),)
 
@@ -236,18 +246,84 @@ def test_messages_of_unknown_workers_are_ignored() -> None:
         assert replace(transition(empty, event, 11.0)[0], polled_at=0.0) == empty
 
 
+def test_an_unreadable_checkpoint_is_reported_until_the_next_epoch() -> None:
+    installing = play(*STATES[Phase.INSTALLING])
+    problem = m.CheckpointUnreadable(1, "/c/6", "corrupt")
+    state = play(WorkerMessage(0, problem), state=installing)
+    assert node_core.report(state).unreadable == problem and state.phase is Phase.INSTALLING
+    assert play(m.Halt(2), state=state).unreadable is None
+    assert play(m.Halt(2), WorkerMessage(0, problem), state=installing).unreadable is None
+
+
 def test_suspects_are_cleared_with_the_epoch() -> None:
     state = play(
         *RUN,
         WorkerMessage(0, m.CommFailed(1, ("b",), "reset")),
         WorkerMessage(1, m.CommFailed(1, ("b", "c"), "reset")),
     )
-    assert state.suspects == ("b", "c")
-    assert play(m.Halt(2), state=state).suspects == ()
+    assert state.suspects == ("b", "c") and state.failures == ("reset",)
+    halted = play(m.Halt(2), state=state)
+    assert halted.suspects == halted.failures == ()
     assert (
         play(m.Halt(2), WorkerMessage(0, m.CommFailed(1, ("b",), "late")), state=state).suspects
         == ()
     )
+
+
+def test_evidence_of_a_divergence_stays_until_the_next_installation() -> None:
+    """Also if it comes after the order to halt, which another node's report has caused."""
+    first, second = (m.Diverged(1, 3, (), (("a", layer, 0, True),)) for layer in range(2))
+    state = play(*RUN, WorkerMessage(0, first), m.Halt(2), WorkerMessage(1, second))
+    state = play(*both(m.Halted(2, 3)), state=state)
+    assert state.phase is Phase.HALTED and node_core.report(state).diverged == (first, second)
+    assert play(m.Install(2, plan("a", 2)), state=state).diverged == ()
+
+
+def test_an_error_without_a_suspect_keeps_its_text() -> None:
+    """Nobody is accused, and the report has the errors, a few of them."""
+    errors = [m.CommFailed(1, (), f"VaultError: copy {n} is gone") for n in range(9)]
+    state = play(*RUN, *(WorkerMessage(0, error) for error in errors))
+    report = node_core.report(state)
+    assert report.suspects == ()
+    assert report.failures == tuple(error.detail for error in errors[: node_core.MAX_FAILURES])
+    assert node_core.report(play(*RUN, WorkerMessage(0, m.CommFailed(1, (), "")))).failures != ("",)
+
+
+@pytest.mark.parametrize("number", [0, PROTOCOL - 2, PROTOCOL + 2])
+def test_workers_of_another_version_fail_the_node_with_both_versions(number: int) -> None:
+    hello = m.Hello(1, 101, ProtocolVersion(number, "9.9"))
+    state, actions, reason = transition(play(LAUNCH), WorkerMessage(1, hello), 11.0)
+    assert state.phase is Phase.FAILED and actions[0] == node_core.KillWorkers(reason)
+    report = node_core.report(state)
+    assert report.elastic and report.cause == reason and report.crash_count == 1
+    assert "worker 1" in reason and f"protocol {PROTOCOL}" in reason and "install" in reason
+    later = play(node_core.WorkerExited(0, -9), node_core.WorkerExited(1, -9), state=state)
+    assert node_core.report(later).cause == reason and later.phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("number", [PROTOCOL - 1, PROTOCOL, PROTOCOL + 1])
+def test_workers_of_a_neighbouring_version_start(number: int) -> None:
+    hello = m.Hello(0, 100, ProtocolVersion(number))
+    assert play(LAUNCH, WorkerMessage(0, hello), *START[1:]).phase is Phase.IDLE
+
+
+def test_a_worker_that_never_attached_says_why() -> None:
+    """The error comes from the worker, or from the end of its output."""
+    told = play(LAUNCH, WorkerMessage(0, m.Crashed("RuntimeError: no device")))
+    told = play(node_core.WorkerExited(0, 1, "the last line"), state=told)
+    assert told.cause == "worker 0: exit code 1: RuntimeError: no device"
+    written = play(LAUNCH, node_core.WorkerExited(1, 1, "ImportError: no module"))
+    assert written.cause == "worker 1: exit code 1: ImportError: no module"
+    assert play(LAUNCH, node_core.WorkerExited(1, -9)).cause == "worker 1: signal 9"
+    crashed = play(*RUN, node_core.WorkerExited(1, 70, "the last line"))
+    assert crashed.cause == "worker 1 ended with exit code 70: the last line"
+
+
+def test_the_error_of_another_worker_of_the_node_is_the_cause() -> None:
+    """The agent kills all workers of a node, and the exit of any of them may come first."""
+    state = play(*RUN, WorkerMessage(1, m.Crashed("it announced a copy that does not exist")))
+    _, _, reason = transition(state, node_core.WorkerExited(0, -9), 11.0)
+    assert reason == "it announced a copy that does not exist"
 
 
 def test_script_without_elastic() -> None:
@@ -460,3 +536,130 @@ def test_a_stuck_worker_is_killed() -> None:
     """The same schedule of polls finds a stuck worker."""
     (reason, *_) = kills(activity="compute", cpu=lambda t: 0.0, seconds=120.0)
     assert "no progress and no CPU time" in reason
+
+
+# ---- signs of progress for the coordinator's watchdog ----------------------------------------
+
+
+def poll(*cpu_s: float) -> node_core.WorkersPolled:
+    samples = (node_core.ProcessSample(rank, False, used) for rank, used in enumerate(cpu_s))
+    return node_core.WorkersPolled(tuple(samples))
+
+
+def at(state: NodeState, *events: tuple[float, Any]) -> NodeState:
+    for now, event in events:
+        state, _, _ = transition(state, event, now)
+    return state
+
+
+def test_cpu_time_is_progress_until_the_first_step_is_done() -> None:
+    """Kernels may be compiled then. Later only the worker's own counter is progress."""
+    state = at(play(*RUN), (10.1, poll(1.0, 1.0)))
+    first = [WorkerMessage(rank, m.Progress(5, "compute", 0, 0)) for rank in (0, 1)]
+    state = at(state, (10.2, first[0]), (10.2, first[1]), (10.3, poll(1.1, 1.1)))
+    before = node_core.heartbeat(state)
+    after = node_core.heartbeat(at(state, (10.4, poll(1.2, 1.2))))
+    assert after.signs > before.signs and after.spun_s == 0.0
+    second = [WorkerMessage(rank, m.Progress(6, "compute", 1, 0)) for rank in (0, 1)]
+    state = at(state, (11.0, second[0]), (11.0, second[1]))
+    assert state.first_step_s == pytest.approx(0.9, abs=0.2)
+    before = node_core.heartbeat(state)
+    after = node_core.heartbeat(at(state, (11.1, poll(1.1, 3.0))))
+    assert (after.signs, after.activity) == (before.signs, "compute")
+    assert node_core.heartbeat(at(state, (11.1, poll(3.1, 1.1)))).spun_s == pytest.approx(2.0)
+    moved = at(state, (11.2, WorkerMessage(0, m.Progress(7, "wait", 1, 0))))
+    assert node_core.heartbeat(moved).signs > before.signs
+
+
+def test_the_first_step_may_not_take_for_ever() -> None:
+    state = at(play(*RUN), (10.1, poll(1.0, 1.0)))
+    signs = list[int]()
+    for second in range(0, 1200, 10):
+        state = replace(state, polled_at=10.0 + second)
+        state = at(state, (10.0 + second, poll(2.0 + second, 2.0 + second)))
+        signs.append(node_core.heartbeat(state).signs)
+    limit = int(node_core.FIRST_STEP_S / 10)
+    assert len(set(signs[:limit])) == limit and len(set(signs[limit + 1 :])) == 1
+
+
+def test_a_heartbeat_names_the_worker_that_others_wait_for() -> None:
+    state = at(play(*RUN), (10.1, poll(1.0, 1.0)))
+    state = at(
+        state,
+        (20.0, WorkerMessage(0, m.Progress(5, "compute", 1, 0))),
+        (21.0, WorkerMessage(1, m.Progress(5, "wait", 1, 0))),
+    )
+    assert node_core.heartbeat(state).activity == "compute"
+    state = at(state, (22.0, WorkerMessage(0, m.Progress(6, "wait", 1, 0))))
+    assert node_core.heartbeat(state).activity == "wait"
+    assert node_core.heartbeat(play(LAUNCH)).activity == "start"
+    assert node_core.heartbeat(play()).signs == 1 and node_core.heartbeat(play()).activity == ""
+
+
+@pytest.mark.parametrize("events", [START[:1], RUN], ids=["starting", "running"])
+def test_an_order_restarts_the_workers_once(events: list[Any]) -> None:
+    """A worker that hangs before it attaches is restarted too, although it never used elastic."""
+    state = play(*events)
+    order = m.RestartWorkers("no progress", state.crash_count)
+    state, actions, _ = transition(state, order, 20.0)
+    assert actions == (node_core.KillWorkers("hang: no progress"),)
+    state, actions, _ = transition(state, node_core.WorkerExited(0, -9), 20.1)
+    assert node_core.SpawnWorkers(LAUNCH) in actions and state.phase is Phase.STARTING
+    assert (state.cause, state.hung, state.crash_count) == ("hang: no progress", True, 1)
+    again, actions, _ = transition(state, order, 20.2)
+    assert again == state and actions == (node_core.SendReport(),), "repeated, or late"
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+@pytest.mark.parametrize("boundary", [True, False])
+def test_failures_of_the_running_epoch_count_during_a_planned_halt(
+    boundary: bool, epoch: int
+) -> None:
+    """The workers still run epoch 1, and its copies must be acknowledged before they can halt."""
+    state = play(*RUN, m.Halt(2, boundary))
+    failed = WorkerMessage(0, m.CommFailed(epoch, ("b",), "backup of bundle 3: refused"))
+    after, actions, _ = transition(state, failed, 11.0)
+    told = node_core.report(after)
+    if epoch == 2 or (epoch == 1 and boundary):
+        assert (told.suspects, told.failures) == (("b",), ("backup of bundle 3: refused",))
+        assert told.epoch == 2 and node_core.SendReport() in actions
+    else:
+        assert not told.suspects and not told.failures and actions == ()
+    after, _, _ = transition(state, WorkerMessage(0, m.Ready(1, 0.0, 0.0)), 11.0)
+    assert not node_core.report(after).ready, "no other message of a former epoch counts"
+
+
+# ---- the coordinator is away -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "events", "elastic", "ends"),
+    [
+        ("never launched", [], False, True),
+        ("finished", [*RUN, *both(m.Finished(4, "sha"))], True, True),
+        ("waits for orders", [*RUN, *both(m.CommFailed(1, ("b",), "x"))], True, True),
+        ("a plain script runs", START[:1], False, False),
+        ("a plain script has ended", [LAUNCH, node_core.WorkerExited(0, 0),
+                                      node_core.WorkerExited(1, 0)], False, True),
+    ],
+)  # fmt: skip
+def test_an_agent_that_is_cut_off_ends(
+    what: str, events: list[Any], elastic: bool, ends: bool
+) -> None:
+    state = play(*events)
+    limit_s = state.limits.orphan_s
+    for away_s in (0.0, 3.0, limit_s - 1):
+        assert transition(state, node_core.CoordinatorAway(away_s), 10.0 + away_s)[1] == ()
+    away = node_core.CoordinatorAway(limit_s + 1)
+    _, actions, reason = transition(state, away, 10.0 + limit_s + 1)
+    assert (node_core.EndAgent(1) in actions) is ends, what
+    assert not ends or "no coordinator was reached for 301 s" in reason
+
+
+def test_an_agent_whose_workers_train_needs_no_coordinator() -> None:
+    state = at(play(*RUN), (10.1, poll(1.0, 1.0)))
+    for minute in range(1, 60):
+        now = 60.0 * minute
+        state = at(state, (now, WorkerMessage(0, m.Progress(minute, "compute", minute, 0))))
+        assert transition(state, node_core.CoordinatorAway(now), now + 1.0)[1] == ()
+    assert transition(state, node_core.CoordinatorAway(4000.0), now + 310.0)[1] != ()

@@ -40,6 +40,7 @@ def specs(draw: st.DrawFn) -> FaultSpec:
         node=draw(st.sampled_from(["node0", "node12", "gpu-host.3", "node007"]))
         if kind in NODE_KINDS
         else "",
+        peer=draw(st.sampled_from(["node1", "gpu-host.4"])) if kind is FaultKind.CUT else "",
         worker=draw(st.none() | counts)
         if kind in (FaultKind.KILL_WORKER, FaultKind.STOP, FaultKind.SLOW)
         else None,
@@ -50,7 +51,7 @@ def specs(draw: st.DrawFn) -> FaultSpec:
         factor=draw(st.floats(1.001, 1000))
         if kind in (FaultKind.SLOW, FaultKind.SLOW_LINK)
         else 3.0,
-        duration_s=draw(seconds) if kind is FaultKind.PARTITION else 5.0,
+        duration_s=draw(seconds) if kind in (FaultKind.PARTITION, FaultKind.CUT) else 5.0,
         down_s=draw(seconds) if kind is FaultKind.KILL_COORDINATOR else 5.0,
         deadline_s=draw(seconds) if kind is FaultKind.DRAIN else 30.0,
     )
@@ -85,6 +86,8 @@ WRONG = [
     ("kill node=1 step=-1", "from 0 up"),
     ("kill node=1 step=three", "from 0 up"),
     ("kill node=a/b", "node's name"),
+    ("cut node=1", "needs peer="),
+    ("kill node=1 peer=2", "goes with cut"),
     ("kill node=1 worker=0", "goes with kill-worker"),
     ("kill node=1 factor=2", "goes with slow"),
     ("slow node=1 factor=1", "above 1"),

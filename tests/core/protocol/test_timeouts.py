@@ -20,7 +20,9 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.timeouts import (
     DEFAULT_TIMEOUTS,
     MAX_HEARTBEATS_PER_S,
+    MOST_RTT_S,
     NO_DURATIONS,
+    RECONNECT_TRIPS,
     LongestDurations,
     Timeouts,
     budget,
@@ -32,27 +34,38 @@ from elastic.rpc.control.channel_options import RETRY_MAX_S
 SILENCES = st.floats(0.06, 86400.0)
 TIMES = st.floats(0.0, 1e5)
 SEEN = st.builds(
-    lambda a, b, c: NO_DURATIONS.grown(step_s=a, microbatch_s=b, pause_s=c), TIMES, TIMES, TIMES
+    lambda a, b, c, d: NO_DURATIONS.grown(step_s=a, microbatch_s=b, pause_s=c, rtt_s=d),
+    TIMES,
+    TIMES,
+    TIMES,
+    st.floats(0.0, MOST_RTT_S),
 )
 
 
 @given(SILENCES, SEEN)
 def test_limits_have_the_right_order(silence_s: float, seen: LongestDurations) -> None:
     t = budget(silence_s, seen=seen)
-    assert t.lease_s == t.silence_s == silence_s
+    assert t.silence_s == silence_s and t.lease_s == silence_s + RECONNECT_TRIPS * seen.rtt_s
     assert 2 * t.heartbeat_s < t.lease_s, "one lost heartbeat loses no node"
-    assert t.closed_s < t.contact_s <= t.lease_s, "a closed connection is noticed before silence"
-    assert t.starved_s < t.lease_s
+    assert t.closed_s < t.contact_s <= t.lease_s, "two pieces of evidence count before one"
+    assert t.starved_s < t.lease_s < t.doubt_s < t.return_s
+    assert min(t.closed_s, t.adopt_s) >= RECONNECT_TRIPS * seen.rtt_s, "time for a reconnect"
     assert t.adopt_s >= 2 * min(RETRY_MAX_S, 0.5), "a restarted coordinator hears every living node"
-    assert t.lease_s < 2 * t.keepalive_s, "the lease ends before the transport gives up"
-    assert t.lease_s < t.bulk_s < t.serve_s, "a lost node is known before its transfers fail"
-    assert t.lease_s < t.silent_s < t.stuck_s, "a slow worker is not hung"
+    assert t.silence_s < 2 * t.keepalive_s, "the lease ends before the transport gives up"
+    assert t.silence_s < t.bulk_s < t.serve_s, "a lost node is known before its transfers fail"
+    assert t.silence_s < t.silent_s < t.stuck_s, "a slow worker is not hung"
     assert t.stuck_s >= 20 * seen.microbatch_s
     assert t.link_s >= max(budget(silence_s).stuck_s, t.serve_s)
-    assert t.sibling_s > t.contact_s
-    assert t.lease_s < t.overdue_s
+    assert t.silence_s < t.path_s < t.open_s, "a lost node is known before its paths are blamed"
+    assert t.silence_s < t.overdue_s
+    assert t.lease_s < t.preflight_s, "a lost peer is known before a join is refused because of it"
     assert t.leave_s >= min(20.0, 2 * seen.pause_s)
-    assert t.alone_s >= t.lease_s + t.closed_s
+    near = budget(silence_s)
+    assert near.alone_s >= near.lease_s + near.closed_s and near.sibling_s > near.contact_s
+    assert t.lease_s < t.progress_s, "a silent node is lost before the job counts as stalled"
+    assert t.progress_s >= max(20 * seen.microbatch_s, 5 * seen.step_s)
+    assert t.orphan_s > 2 * t.adopt_s, "a coordinator that restarts finds its agents"
+    assert t.save_s > t.adopt_s, "the agents report their parts to a new coordinator in time"
     assert all(getattr(t, field.name) > 0 for field in fields(Timeouts))
 
 
@@ -142,7 +155,8 @@ def test_limits_are_logged_at_the_start_and_on_changes() -> None:
     (note,) = [a for a in actions if isinstance(a, LogEntry) and a.kind == "timeouts"]
     assert note.data == {
         "prefetch_s": 500.0,
-        "measured": {"step_s": 100.0, "microbatch_s": 0.0, "pause_s": 0.0},
+        "measured": {"step_s": 100.0, "microbatch_s": 0.0, "pause_s": 0.0, "rtt_s": 0.0},
+        "progress_s": 500.0,
     }
     assert state.limits.prefetch_s == 500.0
     _, actions, _ = transition(state, slow, 1.3)

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable
 
 from elastic.core.protocol.messages import Halted
 from elastic.core.recovery.recovery import replayed_microbatches, solve
+from elastic.domain.errors import Unrecoverable
 from elastic.domain.types import (
     GRADIENT,
     LOGS,
     STATE,
     UPDATE,
     Assignment,
+    Copy,
     JobSpec,
     LayerSpec,
     NodeInfo,
@@ -25,6 +27,7 @@ from elastic.domain.types import (
 )
 from elastic.planning.plan.plan import validate_plan
 from elastic.planning.search.search import PlanRequest, make_plan
+from tests.core.recovery.oracle import reachable_versions
 from tests.core.recovery.proof import Vault, check_assignment
 from tests.core.worker_model import Worker, check_ledgers, install, shares, todo_of
 
@@ -39,6 +42,11 @@ def make_spec(
 
 def make_info(i: int, *, workers: int = 1, domain: str = "") -> NodeInfo:
     return NodeInfo(f"node{i}", f"i{i}", f"127.0.0.1:{9000 + i}", workers=workers, domain=domain)
+
+
+def _shows_step(copies: Iterable[Copy]) -> bool:
+    """Whether some copy shows that a step was trained."""
+    return any(copy.kind == UPDATE or (copy.kind == STATE and copy.step > 0) for copy in copies)
 
 
 class Job:
@@ -245,7 +253,11 @@ class Job:
         return halted
 
     def recover(self, lost: tuple[str, ...], halted: dict[str, Halted] | None = None) -> None:
-        """Plan, solve, check and install. Raises Unrecoverable like the product."""
+        """Plan, solve, check and install. Raises Unrecoverable like the product.
+
+        The version and the failure are judged by `tests.core.recovery.oracle`, the assignment by
+        `tests.core.recovery.proof`. Neither uses `solve`.
+        """
         halted = halted or {}
         self.epoch += 1
         old = self.plan
@@ -262,18 +274,30 @@ class Job:
         records = [h.record for h in halted.values() if h.record]
         if self.known_record:
             records.append(self.known_record)
-        assignment = solve(
-            plan=plan,
-            spec=self.spec,
-            inventory=tuple(
-                copy for vault in self.vaults.values() for copy, _ in vault.held.values()
-            ),
-            records=tuple(records),
-            vaults=tuple((name, info.vault) for name, info in self.nodes.items()),
-            checkpoint=self.checkpoint,
-            initial_allowed=self.known_record is None,
-            live={node: h.step for node, h in halted.items()},
+        copies = [copy for vault in self.vaults.values() for copy, _ in vault.held.values()]
+        live = {node: h.step for node, h in halted.items()}
+        possible = reachable_versions(
+            copies,
+            self.spec,
+            {record.step for record in records},
+            checkpoint=self.checkpoint[1] if self.checkpoint else None,
+            initial=not records and max(live.values(), default=0) <= 0 and not _shows_step(copies),
         )
+        try:
+            assignment = solve(
+                plan=plan,
+                spec=self.spec,
+                inventory=tuple(copies),
+                records=tuple(records),
+                vaults=tuple((name, info.vault) for name, info in self.nodes.items()),
+                checkpoint=self.checkpoint,
+                initial_allowed=self.known_record is None,
+                live=live,
+            )
+        except Unrecoverable:
+            assert not possible, f"given up although {possible} can be reached"
+            raise
+        assert assignment.step == max(possible)
         check_assignment(assignment, self.spec, self.vaults)
         if old is not None:
             todo = frozenset(i for share in assignment.todo for i in share)

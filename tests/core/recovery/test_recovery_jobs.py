@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic.domain.errors import Unrecoverable
@@ -47,9 +47,13 @@ def join(job: Job) -> None:
 
 
 @given(st.integers(0, 1 << 30))
+@example(178158)
 @settings(max_examples=60, deadline=None)
 def test_single_losses_never_lose_a_step_nor_double_a_microbatch(seed: int) -> None:
-    """tests.core.recovery.proof checks every assignment; every commit checks every gradient."""
+    """tests.core.recovery.proof checks every assignment; every commit checks every gradient.
+
+    Under `recompute` a step is repeated if its update was not yet acknowledged by the peer.
+    """
     job = build(seed)
     rng = job.rng
     while not job.finished:
@@ -70,7 +74,8 @@ def test_single_losses_never_lose_a_step_nor_double_a_microbatch(seed: int) -> N
             if what < 0.9:
                 join(job)
             job.fail()
-        assert job.last is not None and job.last.step >= lowest
+        repeated = job.backup.startswith("recompute")
+        assert job.last is not None and job.last.step >= lowest - repeated
     assert all(worker.step == job.spec.n_steps for worker in job.workers)
 
 

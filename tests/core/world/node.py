@@ -9,8 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.node import node as core
+from elastic.core.node.path_watch import PathWatch, attempt_s, attempted, interval_s
 from elastic.core.protocol import messages as m
+from elastic.core.protocol.health_report import HealthReport, UnreachablePeer
 from elastic.core.protocol.messages import NodePhase
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain.types import Assignment, Copy, JobSpec, NodeInfo
 from tests.core.recovery.proof import Vault
 from tests.core.worker_model import check_ledgers
@@ -39,7 +42,12 @@ class Link:
     def _later(self, way: int, action: Callable[[], None]) -> None:
         """Run `action` after some latency, in order, if the stream is still open."""
         self._at[way] = max(self._at[way], self.world.now + self.world.soon(0.001, 0.006))
-        self.world.at(self._at[way] - self.world.now, lambda: action() if self.open else None)
+
+        def arrive() -> None:
+            if self.open and not self.world.uplink_cut:
+                action()
+
+        self.world.at(self._at[way] - self.world.now, arrive)
 
 
 @dataclass
@@ -57,7 +65,11 @@ class Run:
             for unit in self.assignment.plan.units()
             for rank in range(self.assignment.plan.tp)
         }
-        return wanted == self.present.keys() and all(w.reachable for w in self.present.values())
+        if wanted != self.present.keys() or not all(w.reachable for w in self.present.values()):
+            return False
+        nodes = sorted({node for node, _ in wanted})
+        world = next(iter(self.present.values())).world
+        return not world.broken or all(world.joined(a, b) for a in nodes for b in nodes if a < b)
 
     def check_ledgers(self, spec: JobSpec, step: int) -> None:
         check_ledgers([w.model for w in self.present.values() if w.model is not None], spec, step)
@@ -72,8 +84,13 @@ class Agent:
         self.cuts: list[tuple[float, float]] = []
         """(from, to) of the times when this node was unreachable."""
         self.steps: list[m.StepDone] = []
+        self.mute_starts = 0
+        """Number of next workers that hang before they attach."""
+        self.refuses, self.full = False, False
+        """Whether its vault refuses copies of peers, and whether its workers cannot publish."""
         self._generation = 0
         self._incarnations = itertools.count()
+        self.vault, self.fence = Vault(name), 0
         self._begin()
 
     def _begin(self) -> None:
@@ -83,21 +100,25 @@ class Agent:
             self.name, incarnation, f"{self.name}:1", workers=self.world.tp, lifetime_s=lifetime_s
         )
         self.state = core.NodeState(info)
-        self.vault, self.fence, self.workers = Vault(self.name), 0, list[Worker]()
+        self.workers = list[Worker]()
         self._speak: dict[int, float] = {}
+        self.watches: dict[str, tuple[str, PathWatch]] = {}
+        """Per peer: (address of its vault, attempts to reach it)."""
+        self.unreachable: tuple[UnreachablePeer, ...] = ()
 
     def start(self) -> None:
         self.alive = True
         self.connect()
         self._look()
         self._beat()
+        self._ask_peers()
 
     # ---- the stream -----------------------------------------------------------------------------
 
     def connect(self) -> None:
         if not self.alive or self.link is not None:
             return
-        if not self.world.coordinator.up:
+        if not self.world.coordinator.up or self.world.uplink_cut:
             self.world.at(self.world.soon(0.05, 0.4), self.connect)
             return
         self.link = Link(self.world, self)
@@ -106,6 +127,8 @@ class Agent:
         self.report()
         for step in self.steps:
             self._send(step)
+        if self.unreachable:
+            self._report_health()
 
     def disconnect(self) -> None:
         """The stream broke."""
@@ -128,6 +151,7 @@ class Agent:
             case m.Trim(epoch):
                 self.vault.held = {k: v for k, v in self.vault.held.items() if v[0].epoch >= epoch}
             case m.Prefetch():
+                self._watch(message.vaults)
                 self.world.at(
                     self.world.soon(0.05, 0.5), lambda: self._prefetch(message, self.state.info)
                 )
@@ -144,7 +168,7 @@ class Agent:
                 for v in source.vault.held.values()
                 if (v[0].kind, v[0].layer, v[0].shard) == ("state", layer, shard)
             ]
-            if source.reachable and copies:
+            if source.reachable and self.world.joined(self.name, node) and copies:
                 self.vault.add(*max(copies, key=lambda v: (v[0].step, v[0].epoch)))
         self.apply(core.PrefetchDone(order.epoch))
 
@@ -169,9 +193,9 @@ class Agent:
             case _:
                 self.apply(core.WorkerMessage(rank, message))
 
-    def peer_unreachable(self, peer: str) -> None:
-        """Report an unreachable vault of the peer for worker 0, as the replicator does."""
-        failed = m.CommFailed(self.state.epoch, (peer,), "backup")
+    def peer_unreachable(self, epoch: int, peer: str) -> None:
+        """Report that the peer takes no copies of `epoch`, for worker 0, as the replicator does."""
+        failed = m.CommFailed(epoch, (peer,), f"backup at {peer}")
         if self.workers:
             self.apply(core.WorkerMessage(0, failed))
 
@@ -180,7 +204,7 @@ class Agent:
             return
         self.world.at(LOOK_S, self._look)
         for worker in self.workers:
-            if worker.alive and worker.attached and not worker.stopped:
+            if worker.alive and worker.attached and not worker.stopped and not worker.mute:
                 self.apply(core.WorkerMessage(worker.rank, worker.progress()))
         seen = tuple(
             core.ProcessSample(w.rank, w.stopped, w.cpu_s()) for w in self.workers if w.alive
@@ -194,8 +218,7 @@ class Agent:
             self._beat_once()
 
     def _beat_once(self) -> None:
-        told = core.report(self.state)
-        self._send(m.Heartbeat(self.name, self.state.info.incarnation, told.step, told.microbatch))
+        self._send(core.heartbeat(self.state))
 
     def apply(self, event: Any) -> None:
         if not self.alive:
@@ -226,6 +249,7 @@ class Agent:
                     worker.die(-9)
             case core.EnterEpoch(install):
                 self.fence = max(self.fence, install.epoch)
+                self._watch(install.assignment.vaults)
             case core.FenceVault(epoch):
                 self.fence = max(self.fence, epoch)
             case core.SendReport():
@@ -233,13 +257,15 @@ class Agent:
             case core.EndAgent():
                 self.alive = False
                 self.disconnect()
-            case core.Rejoin():
+            case core.Rejoin(keep_vault):
                 self._generation += 1
+                if not keep_vault:
+                    self.vault, self.fence = Vault(self.name), 0
                 self._begin()
                 self.report()
 
     def _check_kill(self, reason: str) -> None:
-        healthy = all(w.alive and not w.stopped for w in self.workers)
+        healthy = all(w.alive and not w.frozen for w in self.workers)
         assert not (healthy and reason.startswith("hang")), (
             f"{self.name}: healthy workers are killed: {reason}"
         )
@@ -253,6 +279,54 @@ class Agent:
     def inventory(self) -> tuple[Copy, ...]:
         return tuple(self.vault.held[key][0] for key in sorted(self.vault.held))
 
+    # ---- paths to other nodes -------------------------------------------------------------------
+
+    def _watch(self, vaults: tuple[tuple[str, str], ...]) -> None:
+        """Ask these vaults from now on."""
+        addresses, now = {n: v for n, v in vaults if n != self.name}, self.world.now
+        kept = {p: (v, watch) for p, (v, watch) in self.watches.items() if addresses.get(p) == v}
+        new = {p: (v, PathWatch(now, now)) for p, v in addresses.items() if p not in kept}
+        self.watches = kept | new
+        self._update_paths()
+
+    def _ask_peers(self) -> None:
+        """Ask all peers at intervals. An attempt that fails takes as long as its timeout."""
+        if not self.alive:
+            return
+        began, limits = self.world.now, DEFAULT_TIMEOUTS
+        failing = [peer for peer in self.watches if not self._answers(peer)]
+        self._attempted([peer for peer in self.watches if peer not in failing], "", began)
+        if failing:
+            self.world.at(attempt_s(limits), lambda: self._attempted(failing, "no answer", began))
+        self.world.at(attempt_s(limits) if failing else interval_s(limits), self._ask_peers)
+
+    def _answers(self, peer: str) -> bool:
+        target = self.world.agents[peer]
+        return self.reachable and target.reachable and (self.name, peer) not in self.world.broken
+
+    def _attempted(self, peers: list[str], error: str, began: float) -> None:
+        for peer in (peer for peer in peers if peer in self.watches):
+            vault, watch = self.watches[peer]
+            watch = attempted(watch, error, began, self.world.now, DEFAULT_TIMEOUTS)
+            self.watches[peer] = vault, watch
+        self._update_paths()
+
+    def _update_paths(self) -> None:
+        now = self.world.now
+        found = tuple(
+            UnreachablePeer(peer, vault, 0.0, watch.error)
+            for peer, (vault, watch) in self.watches.items()
+            if watch.silent_s(now, DEFAULT_TIMEOUTS)
+        )
+        if found != self.unreachable:
+            self.unreachable = found
+            self._report_health()
+
+    def _report_health(self) -> None:
+        info = self.state.info
+        report = HealthReport(info.node, info.incarnation, self.world.now)
+        self._send(replace(report, unreachable=self.unreachable))
+
     # ---- backups --------------------------------------------------------------------------------
 
     def replicate(
@@ -265,9 +339,12 @@ class Agent:
             if not self.alive or self.fence > epoch:
                 return
             if not target.alive:
-                self.peer_unreachable(peer)
-            elif self.cut or target.cut:
+                self.peer_unreachable(epoch, peer)
+            elif self.cut or target.cut or not self.world.joined(self.name, peer):
                 self.world.at(0.1, arrive)
+            elif target.refuses:
+                self.peer_unreachable(epoch, peer)
+                self.world.at(5.0, arrive)
             elif target.fence <= epoch:
                 for copy, content in copies:
                     target.vault.add(copy, content)
@@ -297,8 +374,12 @@ class Agent:
             worker.die(-9, silent=silent)
         if silent:
             self.link = None
-        else:
-            self.disconnect()
+            return
+        self.disconnect()
+        incarnation = self.state.info.incarnation
+        self.world.at(
+            self.world.soon(0.001, 0.05), lambda: self.world.coordinator.refused(self, incarnation)
+        )
 
     def cut_off(self, seconds: float) -> None:
         self.cut_until = max(self.cut_until, self.world.now + seconds)
@@ -323,5 +404,14 @@ class Agent:
                 worker.die(1)
             elif kind == "hang":
                 worker.stop()
+            elif kind == "spin":
+                worker.spin()
+            elif kind == "no-slots":
+                self.refuses = True
+            elif kind == "no-memory":
+                self.full = True
+            elif kind == "mute":
+                self.mute_starts = 1
+                worker.die(1)
             else:
                 worker.slowness = 20.0

@@ -12,10 +12,14 @@ from elastic.core.job.state import JobPhase
 from tests.core.world.world import Fault, World
 
 KINDS = (
-    "kill", "power", "back", "crash", "hang", "slow", "partition", "blip",
-    "coordinator-kill", "coordinator-save", "coordinator-stall", "drain", "join",
+    "kill", "power", "back", "crash", "hang", "slow", "partition", "path", "blip",
+    "coordinator-kill", "coordinator-save", "coordinator-stall", "coordinator-cut", "reset",
+    "drain", "join",
 )  # fmt: skip
-HARMLESS = ("slow", "blip", "coordinator-kill", "coordinator-save", "coordinator-stall")
+HARMLESS = (
+    "slow", "blip", "coordinator-kill", "coordinator-save", "coordinator-stall", "coordinator-cut",
+    "reset",
+)  # fmt: skip
 SCHEMES = ("stream+replica", "stream+replay:2", "recompute+replay:3", "log+snapshot", "log+replica")
 SEEDS = st.integers(0, 2**20)
 TIMES = st.floats(0.2, 5.0, allow_nan=False)
@@ -105,6 +109,16 @@ def test_a_job_survives_one_lost_node(
     world = run(seed, nodes, 1, [Fault(kind, at, seed), *planned])
     world.check_end()
     assert world.coordinator.state.phase in (JobPhase.FINISHED, JobPhase.WAITING)
+
+
+@property_test(60)
+@given(SEEDS, st.integers(2, 5), faults(("partition", *HARMLESS), 6, (0.3, 2.0, 6.0, 15.0)))
+def test_healthy_nodes_never_end_a_job(seed: int, nodes: int, planned: list[Fault]) -> None:
+    """Nodes that are cut off, all of them if need be, keep their copies and bring them back."""
+    world = run(seed, nodes, 1, planned)
+    world.check_end()
+    assert world.coordinator.state.phase is JobPhase.FINISHED
+    assert not world.vaults_lost
 
 
 def test_a_run_is_a_function_of_its_seed() -> None:

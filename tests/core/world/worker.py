@@ -27,6 +27,7 @@ class Worker:
     def __init__(self, agent: Agent, rank: int, generation: int) -> None:
         self.agent, self.world, self.rank, self.generation = agent, agent.world, rank, generation
         self.alive, self.attached, self.stopped, self.slowness = True, False, False, 1.0
+        self.spinning, self.mute = False, agent.mute_starts > 0
         self.epoch = self.left_epoch = 0
         self.left, self.awaits_halt = True, False
         self.newest = m.Halt(0)
@@ -36,6 +37,7 @@ class Worker:
         self.activity, self._counter, self._cpu = "idle", 0, 0.0
         self._token = 0
         self.run: Run | None = None
+        agent.mute_starts -= self.mute
         self._later(self.world.soon(0.3, 1.0), self._attach)
 
     # ---- plumbing -------------------------------------------------------------------------------
@@ -45,7 +47,7 @@ class Worker:
         token = self._token
         self.world.at(
             delay * self.slowness,
-            lambda: action() if token == self._token and self.alive and not self.stopped else None,
+            lambda: action() if token == self._token and self.alive and not self.frozen else None,
         )
 
     def send(self, message: Any) -> None:
@@ -53,12 +55,18 @@ class Worker:
             self.agent.hear_worker(self, message)
 
     def progress(self) -> m.Progress:
-        self._counter += self.activity == "compute"
+        self._counter += self.activity == "compute" and not self.spinning
         return m.Progress(self._counter, self.activity, max(self.step, 0), 0)
 
     def cpu_s(self) -> float:
-        self._cpu += 0.0 if self.stopped else 0.01
+        if not self.stopped and not self.mute:
+            self._cpu += 0.08 if self.spinning else 0.01
         return self._cpu
+
+    @property
+    def frozen(self) -> bool:
+        """Whether its main thread does nothing that others see."""
+        return self.stopped or self.spinning or self.mute
 
     @property
     def step(self) -> int:
@@ -66,7 +74,7 @@ class Worker:
 
     @property
     def reachable(self) -> bool:
-        return self.alive and not self.stopped and self.agent.reachable
+        return self.alive and not self.frozen and self.agent.reachable
 
     def _attach(self) -> None:
         self.attached = True
@@ -82,11 +90,17 @@ class Worker:
     def stop(self) -> None:
         self.stopped = True
 
+    def spin(self) -> None:
+        """Loop in the user's code for ever: CPU time and heartbeats, but no progress."""
+        self.spinning, self.activity = True, "compute"
+
     def _break(self) -> None:
         """The other workers of the run see the connections end."""
         run = self.run
         for other in list(run.present.values()) if run is not None and not self.agent.cut else []:
-            if other is not self and not other.left and other.run is run and not other.agent.cut:
+            if other is self or not self.world.joined(other.agent.name, self.agent.name):
+                continue
+            if not other.left and other.run is run and not other.agent.cut:
                 other._later(
                     self.world.soon(0.001, 0.03), partial(other._link_failed, (self.agent.name,))
                 )
@@ -104,7 +118,7 @@ class Worker:
             self.world.at(self.world.soon(0.0002, 0.002), lambda: self._order(message))
 
     def _order(self, message: Any) -> None:
-        if not self.alive or self.stopped:
+        if not self.alive or self.frozen:
             return
         match message:
             case m.Halt():
@@ -169,7 +183,10 @@ class Worker:
     def _has(self, copy: Copy) -> bool:
         agent = self.world.agents[copy.node]
         return (agent is self.agent and copy.key in agent.vault.held) or (
-            agent.reachable and not self.agent.cut and copy.key in agent.vault.held
+            agent.reachable
+            and not self.agent.cut
+            and self.world.joined(self.agent.name, agent.name)
+            and copy.key in agent.vault.held
         )
 
     def _meet(self) -> None:
@@ -177,7 +194,7 @@ class Worker:
 
         self.run = self.world.runs.setdefault(self.epoch, Run(self.assignment))
         self.run.present[self.agent.name, self.rank] = self
-        self.arrived = False
+        self.arrived, self.activity = False, "wait"
         self.poke()
 
     def poke(self) -> None:
@@ -216,6 +233,10 @@ class Worker:
         assert self.model is not None
         if self.model.full:
             self._later(0.005, self._microbatch)
+            return
+        if self.agent.full:
+            self.send(m.CommFailed(self.epoch, (), "OSError: No space left on device"))
+            self._leave()
             return
         if self.parts:
             self.model.run_in_part(self.parts.pop(0))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic.domain.errors import UsageError
-from elastic.launcher.commands.watch import StatusLines, page, watch
+from elastic.launcher.commands.watch import StatusLines, headline, page, problems, watch
 
 
 def answer(phase: str = "running", step: int = 3, **more: Any) -> dict[str, Any]:
@@ -63,6 +63,14 @@ def test_lines_in_a_pipe_until_the_job_is_over(
         "2 nodes train, 1 spare, coordinator term 2",
         "all 9 steps done (exit code 0)",
     ]
+
+
+def test_the_cause_is_shown() -> None:
+    """In the headline why the job does not train, in the row of a node its error."""
+    halting = answer("halting", cause="node1: VaultError: vault of node0: TLS handshake failed")
+    assert headline(halting).endswith(", node1: VaultError: vault of node0: TLS handshake failed")
+    node = halting["nodes"][0] | {"error": "worker 0 ended with signal 9"}
+    assert problems(node) == "worker 0 ended with signal 9"
 
 
 def test_a_query_without_answer_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from elastic.launcher import cli
 from elastic.launcher.commands.run import run
 from elastic.launcher.flags.flags import OURS, RAY, TORCHRUN
 from elastic.launcher.run.supervisor import agent_args
+from tests.agent.vault.checkpoints import whole
 from tests.launcher.flags.wrong_flags import WRONG_FLAGS
 from tests.launcher.helpers import read
 from tests.patience import LONG_S
@@ -297,7 +298,7 @@ def test_configuration_reads_back(place: Path) -> None:
 
 def test_resume(place: Path) -> None:
     assert read("--resume", "auto", "--run-dir", "new", "script.py").config.resume == ""
-    (place / "saved" / "step-00000004").mkdir(parents=True)
+    whole(place / "saved", 4)
     again = read("--resume", "auto", "--checkpoint-dir", "saved", "script.py").config
     assert again.resume == str(place / "saved")
     assert read("--resume", "saved/step-00000004", "script.py").config.resume.endswith(

@@ -1,6 +1,7 @@
 """Stand-ins for coordinator and agent in tests of the supervisor.
 
-Arguments of the unused script control them: finish=CODE, serve, fail, leaves, and after=N, which
+Arguments of the unused script control them: finish=CODE, serve, fail, leaves, outdated (the
+coordinator cannot read the saved state), broken (agents end with an error), and after=N, which
 delays `finish` to the N-th start of the coordinator.
 """
 
@@ -18,6 +19,8 @@ from typing import Any
 
 from elastic import lifeline
 from elastic.config import JobConfig, load_config
+from elastic.domain.errors import EXIT_INCOMPATIBLE
+from elastic.telemetry import write_last_words
 
 
 def coordinator() -> None:
@@ -27,6 +30,9 @@ def coordinator() -> None:
     start = _append(run_dir / "starts", args.address)
     if "fail" in words:
         raise SystemExit("the stand-in cannot start")
+    if "outdated" in words:
+        write_last_words(run_dir, "coordinator", "protocol 9 wrote the state, protocol 2 is mine")
+        raise SystemExit(EXIT_INCOMPATIBLE)
     host, _, port = args.address.rpartition(":")
     listener = socket.create_server((host, int(port)))
     (run_dir / "coordinator.json").write_text(
@@ -50,6 +56,9 @@ def agent() -> None:
     """An agent with a child that ignores SIGTERM. With `leaves` it ends on SIGUSR1."""
     config, args = _begin("--node", "--coordinator", "--host", "--domain")
     leaves = "leaves" in config.command.args
+    if "broken" in config.command.args:
+        write_last_words(config.run_dir, args.node, "OSError: no room for the socket")
+        raise SystemExit(1)
     signal.signal(signal.SIGUSR1, (lambda *_: sys.exit(0)) if leaves else signal.SIG_IGN)
     child = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 60 & wait; sleep 60"])
     facts = {"node": args.node, "domain": args.domain, "pids": [os.getpid(), child.pid]}

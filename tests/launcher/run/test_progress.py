@@ -6,11 +6,14 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from elastic.config import JobConfig, claim_fault
 from elastic.core.protocol.fault_spec import parse_fault
 from elastic.launcher.commands.queries import as_text
-from elastic.launcher.run.console import ProgressLines, event_line, recovery_line
+from elastic.launcher.run.console import EVENT_LINES, ProgressLines, event_line, recovery_line
 from elastic.launcher.run.event_tail import Follower, read_object
 from elastic.launcher.run.injected import LauncherFaults
 
@@ -74,6 +77,42 @@ def test_reports() -> None:
     assert as_text(
         {"phase": "running", "nodes": [{"node": "a", "on": True}], "plan": "x\ny\n", "no": None}
     ) == ("phase: running\n\nnode  on\na     yes\n\nx\ny")
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            {"kind": "halt", "epoch": 4, "cause": "node1: VaultError: gone", "boundary": False},
+            "epoch 4 begins: node1: VaultError: gone",
+        ),
+        ({"kind": "halt", "epoch": 1, "cause": "start", "cause_kind": "start"}, ""),
+        ({"kind": "halt", "epoch": 4, "cause": "join node3", "boundary": True}, ""),
+        (
+            {"kind": "paused", "why": "1 node, but 2 are needed"},
+            "paused: 1 node, but 2 are needed; the job continues when a plan fits",
+        ),
+        ({"kind": "certificate", "reason": "tls.crt expires"}, "warning: tls.crt expires"),
+        (
+            {"kind": "agent-failed", "node": "node2", "error": "OSError: no room"},
+            "warning: the agent of node2 failed: OSError: no room",
+        ),
+        (
+            {"kind": "refused", "node": "a", "reason": "version", "peer": "b", "detail": "old"},
+            "warning: a refused b: old",
+        ),
+        ({"kind": "refused", "node": "a", "reason": "token", "peer": "b", "detail": "x"}, ""),
+    ],
+    ids=lambda value: value.get("kind") if isinstance(value, dict) else "",
+)
+def test_lines_of_events(event: dict[str, Any], line: str) -> None:
+    assert EVENT_LINES[event["kind"]](event) == line
+
+
+@pytest.mark.parametrize("kind", EVENT_LINES)
+def test_no_line_has_a_question_mark(kind: str) -> None:
+    """An event of another version may lack fields; the line then says which."""
+    assert "?" not in EVENT_LINES[kind]({"kind": kind, "reason": "version"})
 
 
 def test_faults_by_progress(make_config: Callable[..., JobConfig]) -> None:

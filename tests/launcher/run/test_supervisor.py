@@ -15,6 +15,7 @@ import pytest
 
 from elastic.launcher.flags.addresses import AddressState, address_state
 from elastic.launcher.run.rundir import free_port
+from tests.agent.vault.checkpoints import whole
 from tests.launcher.helpers import gone, wait_until
 from tests.patience import LONG_S
 
@@ -146,6 +147,25 @@ def test_coordinator_that_cannot_start_is_given_up(start: Start, tmp_path: Path)
     assert "the coordinator cannot run" in err and "the stand-in cannot start" in err
 
 
+def test_coordinator_of_another_version_is_not_restarted(start: Start, tmp_path: Path) -> None:
+    """A restart would not help. The last line has the coordinator's error."""
+    _, err = start("outdated").communicate(timeout=LONG_S)
+    assert err.splitlines()[-1] == (
+        "elastic: the coordinator cannot run: protocol 9 wrote the state, protocol 2 is mine"
+    )
+    assert len((tmp_path / "runs" / "a" / "starts").read_text().splitlines()) == 1
+
+
+def test_the_error_of_an_agent_is_in_the_line_about_its_end(start: Start) -> None:
+    _, err = start("serve broken", "--heartbeat", "0.05", "--lease", "0.2").communicate(
+        timeout=LONG_S
+    )
+    how = "exit code 1: OSError: no room for the socket"
+    for node in ("node0", "node1"):
+        assert f"elastic: {node} ended ({how})" in err
+    assert f"the last one was node1: {how}" in err.splitlines()[-1]
+
+
 def test_kill_coordinator_and_join_faults(start: Start, tmp_path: Path) -> None:
     faults = ["--fault", "kill-coordinator step=1 down=100ms", "--fault", "join step=2"]
     launcher, run = start("serve", *faults, "--domain", "east"), tmp_path / "runs" / "a"
@@ -187,7 +207,7 @@ def test_a_run_directory_belongs_to_one_run(start: Start, tmp_path: Path) -> Non
 def test_resume_moves_the_earlier_attempt_aside(start: Start, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
     start("finish=3").communicate(timeout=LONG_S)
-    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
+    whole(run / "checkpoints", 2)
     start("finish=0", "--resume", "auto").communicate(timeout=LONG_S)
     assert json.loads((run / "exit.json").read_text())["code"] == 0
     assert json.loads((run / "attempt-1" / "exit.json").read_text())["code"] == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -43,6 +44,24 @@ def test_spares_come_first_but_not_for_everybody() -> None:
     peers = dict(choose_peers(nodes, held, ["n3"]))
     assert list(peers.values()).count("n3") == 1
     assert peers["n0"] == "n3"
+
+
+@pytest.mark.parametrize("domain", ["", "zone"])
+def test_nodes_that_cannot_keep_copies_are_no_peers(domain: str) -> None:
+    """Unless a node would have no peer then."""
+    for size in range(2, 7):
+        names = [f"n{i}" for i in range(size)]
+        held = {name: frozenset({i}) for i, name in enumerate(names)}
+        for bad in range(size + 1):
+            nodes = [
+                replace(info(n, f"{domain}{i % 2}" if domain else ""), keeps=i >= bad)
+                for i, n in enumerate(names)
+            ]
+            peers = choose_peers(nodes, held)
+            assert [node for node, _ in peers] == names
+            assert all(node != peer for node, peer in peers)
+            if size - bad > 1:
+                assert not {peer for _, peer in peers} & set(names[:bad])
 
 
 def test_numbers_in_names_sort_as_numbers() -> None:

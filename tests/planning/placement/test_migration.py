@@ -106,6 +106,7 @@ def test_everything_comes_once_and_from_where_it_is(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(80))
 def test_no_placement_of_the_same_slots_needs_fewer_bytes(seed: int) -> None:
+    """Judges `assign`. `transition` only counts the bytes; the test above judges it."""
     old, new, layers, dead = random_change(seed)
     if any(move.kind == CHECKPOINT for move in transition(old, new, layers, dead=dead).moves):
         return  # Nobody alive has some layer: nothing that is sent between nodes.

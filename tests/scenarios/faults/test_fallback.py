@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic.planning.plan.plan import parse_plan
-from tests.scenarios.harness import ROOT, Run, elastic_run
+from tests.scenarios.harness import ROOT, Run, elastic_run, proved
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 
 CHECKPOINTS = ("--checkpoint-every", "2")
@@ -44,7 +45,7 @@ def test_falls_back_to_the_checkpoint_and_says_what_was_lost(
     summary = fallen_back.summary
     assert summary["params_sha256"] == reference(tmp_path).summary["params_sha256"]
     assert summary["loss"] == reference(tmp_path).summary["loss"]
-    assert summary["ledger"] == {"double": 0, "missing": 0}
+    assert summary["ledger"] == proved(summary)
     (lost,) = [e for e in fallen_back.events if e["kind"] == "lost-steps"]
     first = lost["from_step"]
     assert first in (2, 4)  # the newest that was whole by then
@@ -57,7 +58,7 @@ def test_falls_back_to_the_checkpoint_and_says_what_was_lost(
 
 def test_without_a_checkpoint_it_says_so_and_ends(tmp_path: Path) -> None:
     flags = exact("--nnodes", "3", "--pipelines", "1", *both())
-    run = elastic_run(tmp_path / "run", flags, SCRIPT)
+    run = elastic_run(tmp_path / "run", flags, [*SCRIPT, "--checkpoint-every", "0"])
     assert_pair(run, "node0", "node1")
     assert run.code == 3, run.output
     assert run.summary["params_sha256"] == ""
@@ -91,6 +92,44 @@ def test_resumes_on_more_nodes_and_ends_the_same(fallen_back: Run, tmp_path: Pat
     assert run.code == 0, run.output
     assert run.summary["params_sha256"] == fallen_back.summary["params_sha256"]
     assert run.summary["loss"] == fallen_back.summary["loss"][4:]
+
+
+def test_a_checkpoint_of_another_model_ends_the_job(fallen_back: Run, tmp_path: Path) -> None:
+    """Also one that an older version wrote, without a description of the model."""
+    described = fallen_back.run_dir / "checkpoints" / "step-00000004"
+    plain = tmp_path / "step-00000004"
+    shutil.copytree(described, plain)
+    manifest = json.loads((plain / "manifest.json").read_text())
+    del manifest["contents"], manifest["optimizer"]
+    (plain / "manifest.json").write_text(json.dumps(manifest))
+    for number, path in enumerate((described, plain)):
+        flags = exact("--nnodes", "2", "--pipelines", "1", "--resume", str(path))
+        run = elastic_run(tmp_path / f"run-{number}", flags, [*SCRIPT, "--hidden", "32"])
+        assert run.code == 2, run.output
+        last = run.output.splitlines()[-1]
+        assert "another model" in last and str(path) in last and "Traceback" not in run.output
+        assert run.summary["reason"] in last and run.summary["steps"] == 0
+        assert len([e for e in run.events if e["kind"] == "plan"]) == number
+
+
+def test_an_older_checkpoint_is_used_if_the_newest_is_damaged(
+    fallen_back: Run, tmp_path: Path
+) -> None:
+    """One bit of a file is flipped, which shows only when the file is read."""
+    kept = tmp_path / "checkpoints"
+    shutil.copytree(fallen_back.run_dir / "checkpoints", kept)
+    file = next((kept / "step-00000006").glob("layer-0002*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+    flags = exact("--nnodes", "2", "--pipelines", "1", "--resume", str(kept))
+    run = elastic_run(tmp_path / "run", flags, [*SCRIPT, "--checkpoint-every", "0"])
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == fallen_back.summary["params_sha256"]
+    assert run.summary["loss"] == fallen_back.summary["loss"][4:]
+    (event,) = [e for e in run.events if e["kind"] == "checkpoint-unusable"]
+    assert "step-00000006" in event["path"] and file.name in event["why"]
+    assert f"warning: {event['path']} is passed over" in run.output
 
 
 @pytest.mark.chaos

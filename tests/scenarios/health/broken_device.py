@@ -18,6 +18,9 @@ from elastic.worker.trainer import Trainer
 
 STEP, MICROBATCH = 2, 1
 ECC = "CUDA error: uncorrectable ECC error encountered"
+LOOP = "loop"
+"""As `--text`: an endless loop in place of an error."""
+IO_ERROR = "[Errno 5] Input/output error"
 
 
 class Layer(nn.Module):
@@ -41,6 +44,10 @@ class Layer(nn.Module):
                 Path(os.environ["ELASTIC_RUN_DIR"], f"broke-{time}").touch(exist_ok=False)
             except FileExistsError:
                 continue
+            while self._flags.text == LOOP:
+                pass
+            if self._flags.text == IO_ERROR:
+                raise OSError(5, "Input/output error")
             kind = (
                 torch.OutOfMemoryError
                 if self._flags.text.startswith("CUDA out of")

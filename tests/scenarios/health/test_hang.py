@@ -15,6 +15,7 @@ import pytest
 
 from tests.patience import LONG_S
 from tests.scenarios.harness import ROOT, Run, elastic_run
+from tests.scenarios.health.broken_device import LOOP
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 
 BURN = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10000))"
@@ -52,6 +53,21 @@ def test_a_stopped_worker_is_found_killed_and_replaced(tmp_path: Path) -> None:
         if "killing the workers" in line and "stopped" in line
     ]
     assert killed, agent_log(run, "node2")
+
+
+def test_a_worker_in_an_endless_loop_is_restarted(tmp_path: Path) -> None:
+    """It uses CPU time and sends heartbeats; only the progress of the job shows the loop."""
+    script = ["-m", "tests.scenarios.health.broken_device"]
+    flags = exact("--nnodes", "3", "--pipelines", "1", "--lease", "3")
+    run = elastic_run(tmp_path / "run", flags, [*script, "--node", "node1", "--text", LOOP])
+    assert run.code == 0, run.output
+    whole = elastic_run(tmp_path / "whole", exact("--nnodes", "1"), script)
+    assert run.summary["params_sha256"] == whole.summary["params_sha256"]
+    stalled = [e for e in run.events if e["kind"] == "stalled"]
+    assert [(e["suspects"], e["action"]) for e in stalled] == [(["node1"], "restart")], stalled
+    assert "CPU time without progress" in stalled[0]["evidence"]["node1"]
+    (recovery,) = run.summary["recoveries"]
+    assert "node1" in recovery["cause"] and "no progress of the job" in recovery["cause"]
 
 
 def agent_log(run: Run, node: str) -> list[str]:

@@ -13,7 +13,7 @@ from elastic.core.health.diagnosis import HealthLimits
 from elastic.planning.plan.plan import parse_plan
 from tests.disks import small_disk
 from tests.patience import LONG_S
-from tests.scenarios.harness import Run, elastic_run
+from tests.scenarios.harness import Run, elastic_run, proved
 from tests.scenarios.jobs import Job
 from tests.scenarios.shared import SCRIPT, exact, faults, reference
 
@@ -107,20 +107,23 @@ def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: 
     assert {
         e["node"] for e in health(run) if e["class"] == "process" or "crashes" in e["evidence"]
     } == {"node1"}
-    assert run.summary["ledger"] == {"double": 0, "missing": 0}
+    assert run.summary["ledger"] == proved(run.summary)
 
 
 def test_a_full_disk_is_told_of_and_training_goes_on(tmp_path: Path) -> None:
-    """The disk refuses every checkpoint; the result equals that of a run without checkpoints."""
+    """The disk refuses every checkpoint. All steps are trained, but the job does not succeed
+    without its last checkpoint."""
     disk = tmp_path / "disk"
     with small_disk(disk, "256k"):
         flags = ["--nnodes", "2", "--pipelines", "1", "--checkpoint-dir", str(disk)]
         run = elastic_run(tmp_path / "run", exact(*flags), [*SCRIPT, "--checkpoint-every", "2"])
-    assert run.code == 0, run.output
+    assert run.code == 1, run.output
     assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"]
-    assert run.summary["checkpoints"] == [] and run.summary["recoveries"] == []
-    found = health(run)
-    assert {(e["class"], e["action"]) for e in found} == {("storage", "none")}, found
+    assert run.summary["checkpoints"] == []
+    assert "the checkpoint of the last step could not be written" in run.summary["reason"]
+    assert "No space left" in run.output.splitlines()[-1], run.output
+    found = [e for e in health(run) if e["action"] == "none"]
+    assert {e["class"] for e in found} == {"storage"}, found
     told = [e for e in found if "error" in e["evidence"]]
     assert told, found
     for event in told:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from elastic.core.protocol.messages import Published
+from elastic.core.protocol.messages import Failed, Published
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
+from elastic.domain.errors import ElasticError
 from elastic.domain.types import GRADIENT, STATE, UPDATE
 from elastic.worker.backup import items
 from elastic.worker.backup.copier import Copier
 from elastic.worker.backup.publisher import Publisher
+from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.gradients import GradientError
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal
@@ -125,6 +130,40 @@ def test_changes_of_the_source_wait_for_the_copy(
     blocked.go.set()
     worker.join(WAIT_S)
     assert not worker.is_alive() and recorder.data[STATE, 0] == bytes(state.numpy())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_failure_is_reported_after_the_copies_or_a_limit(
+    publisher: Publisher, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """The agents write the checkpoint that is due from these copies."""
+    layers, order = replicas(), list[str]()
+    blocked = BlockedWrite(layers[0], "write_state", monkeypatch)
+    publisher.publish_states(layers, 1, "b", abandon=AbandonSignal())
+    assert blocked.begun.wait(WAIT_S)
+    timeouts = replace(DEFAULT_TIMEOUTS, bulk_s=WAIT_S if whole else 0.01)
+
+    def failed(message: Failed) -> None:
+        assert message.version == layers[0].version and message.exit_code == 1
+        order.extend(["copies"] * len(recorder.sent) + ["failure"])
+
+    session = EpochSession.__new__(EpochSession)
+    session._context = cast(
+        Any,
+        SimpleNamespace(
+            publisher=publisher,
+            replicas=dict(enumerate(layers)),
+            agent=SimpleNamespace(send=failed),
+            settings=SimpleNamespace(timeouts=timeouts, local_rank=0),
+        ),
+    )
+    if whole:
+        threading.Timer(0.1, blocked.go.set).start()
+    with pytest.raises(SystemExit):
+        session._fail(ElasticError("oops"))
+    blocked.go.set()
+    assert order == (["copies", "failure"] if whole else ["failure"])
+    publisher.settle()
 
 
 def test_update_inputs_do_not_change_with_the_gradients(recorder: Recorder, tmp_path: Path) -> None:

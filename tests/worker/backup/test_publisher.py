@@ -17,8 +17,9 @@ import torch
 from elastic.core.protocol.messages import Published
 from elastic.domain.errors import StaleError
 from elastic.domain.types import GRADIENT, REDUCED, STATE, Copy
-from elastic.rpc.frames import Channel
+from elastic.rpc.frames import CHUNK_BYTES, Channel
 from elastic.worker.backup import items
+from elastic.worker.backup.items import PendingCopy
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.replica.replica import LayerReplica
@@ -72,6 +73,38 @@ def restored(node: MiniNode, copy: Copy, layers: list[LayerReplica]) -> LayerRep
     return fresh
 
 
+def test_large_copies_report_progress_while_they_are_published_and_fetched(
+    pair: list[MiniNode],
+) -> None:
+    a, _ = pair
+    signs = list[int]()
+    publisher = Publisher(
+        a.worker_channel().send,
+        a.directory / "slots",
+        "a",
+        copy_device=COPY_DEVICE[0],
+        on_progress=lambda: signs.append(1),
+    )
+    a.on_acked = publisher.on_acked
+    nbytes = 5 * CHUNK_BYTES
+
+    def write(out: torch.Tensor) -> None:
+        out.fill_(7)
+
+    item = PendingCopy(STATE, 0, 0, nbytes, write)
+    abandon = AbandonSignal()
+    publisher.wait_acked(publisher.publish([item], 1, "", abandon), abandon)
+    assert len(signs) == 2 + 5, "for the slot, the copy, and each chunk"
+    (copy,) = a.vault.inventory()
+    for node in ("a", "b"):
+        signs.clear()
+        fetcher = Fetcher(node, {"a": a.server.address}, on_progress=lambda: signs.append(1))
+        data = fetcher.fetch(copy).data
+        fetcher.close()
+        assert len(data) == nbytes and bool((data == 7).all())
+        assert len(signs) >= 5
+
+
 def test_gradients_reach_the_peer_after_every_microbatch(pair: list[MiniNode]) -> None:
     a, b = pair
     publisher, abandon, layers = publisher_of(a), AbandonSignal(), replicas()
@@ -88,6 +121,19 @@ def test_gradients_reach_the_peer_after_every_microbatch(pair: list[MiniNode]) -
         gradient, losses = sums[copy.layer, copy.microbatches]
         assert torch.equal(fresh.gradient, gradient) and fresh.losses == losses
         assert (copy.step, copy.epoch, copy.owner, copy.shard) == (0, 1, "a", 0)
+
+
+def test_a_live_state_is_compared_with_its_own_copy(pair: list[MiniNode]) -> None:
+    publisher, abandon, layers = publisher_of(pair[0]), AbandonSignal(), replicas()
+    assert publisher.is_sound(layers[1]) is None, "no copy yet"
+    train(layers, 1)
+    publisher.wait_acked(publisher.publish_states(layers, 1, "", abandon=abandon), abandon)
+    assert [publisher.is_sound(layer) for layer in layers] == [True, True, True]
+    weight = next(iter(layers[1].parameters)).detach().view(-1)
+    weight.view(torch.int32)[0] ^= 1
+    assert [publisher.is_sound(layer) for layer in layers] == [True, False, True]
+    layers[2].skip_update()
+    assert publisher.is_sound(layers[2]) is None, "no copy of this version"
 
 
 def test_states_reach_the_peer_and_some_stay_local(pair: list[MiniNode]) -> None:

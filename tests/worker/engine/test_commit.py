@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.domain.errors import LedgerError
-from elastic.domain.types import Accumulate
+from elastic.domain.errors import DivergenceError, LedgerError
+from elastic.domain.types import NORM, PARAMETERS, Accumulate, Divergence
 from elastic.planning.plan.rank_map import Roster
 from elastic.worker.engine.commit import (
     Commit,
@@ -22,6 +23,7 @@ from elastic.worker.engine.commit import (
     pack,
     row_length,
     unpack,
+    verify,
 )
 from elastic.worker.model.gradients import Accumulator, FlatLayout
 from elastic.worker.replica.gradient_sum import GradientSum
@@ -47,7 +49,8 @@ def contributions(roster: Roster, norm: float = 2.0) -> list[Contribution]:
 
 def test_a_whole_step_commits() -> None:
     agreed = decide(contributions(ROSTER), ROSTER)
-    assert agreed == Commit(norm=math.sqrt(2.0 + 4.0 + 6.0), loss=2.5, halt_epoch=-1)
+    norm = math.sqrt(2.0 + 4.0 + 6.0)
+    assert agreed == Commit(norm=norm, loss=2.5, halt_epoch=-1, ledgers=3)
 
 
 def common_contributions(roster: Roster, *ledgers: set[int]) -> list[Contribution]:
@@ -79,20 +82,23 @@ def test_tensor_parallel_shards_add_to_the_norm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "ledger", "message"),
+    ("rank", "ledger", "message", "counts"),
     [
-        (0, {0}, r"layer 0 \(TP rank 0\): micro-batches missing: \[1\]"),
-        (3, {1, 2, 3}, r"layer 1 .* doubled: \[1\]"),
-        (1, {0, 1, 4}, r"layer 2 .* beyond the step: \[4\]"),
-        (2, set(), r"layer 0 .* missing: \[2, 3\]"),
+        (0, {0}, r"layer 0 \(TP rank 0\): micro-batches missing: \[1\]", (0, 1)),
+        (3, {1, 2, 3}, r"layer 1 .* doubled: \[1\]", (1, 0)),
+        (1, {0, 1, 4}, r"layer 2 .* beyond the step: \[4\]", (0, 0)),
+        (2, set(), r"layer 0 .* missing: \[2, 3\]", (0, 2)),
     ],
 )
-def test_an_error_names_the_wrong_ledger(rank: int, ledger: set[int], message: str) -> None:
+def test_an_error_names_the_wrong_ledger(
+    rank: int, ledger: set[int], message: str, counts: tuple[int, int]
+) -> None:
     rows = contributions(ROSTER)
     shares = tuple(replace(share, ledger=frozenset(ledger)) for share in rows[rank].layers)
     rows[rank] = replace(rows[rank], layers=shares)
-    with pytest.raises(LedgerError, match=message):
+    with pytest.raises(LedgerError, match=message) as caught:
         decide(rows, ROSTER)
+    assert (caught.value.doubled, caught.value.missing) == counts
 
 
 def test_workers_at_different_steps_do_not_commit() -> None:
@@ -108,18 +114,72 @@ def test_one_halt_request_halts_all_workers() -> None:
     assert decide(rows, ROSTER).halt_epoch == 5
 
 
+def altered(rank: int, layer: int, device: int = 0, **changes: Any) -> list[Contribution]:
+    """Contributions of which one has other facts about one layer."""
+    rows = contributions(ROSTER)
+    at = ROSTER.members[rank].layers.index(layer)
+    shares = list(rows[rank].layers)
+    shares[at] = replace(shares[at], **changes)
+    rows[rank] = replace(rows[rank], layers=tuple(shares), device=device)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rank", "layer", "changes", "values"),
+    [
+        (0, 1, {"norm_sq": math.nextafter(4.0, 5.0)}, ("4.000000000000001", "4.0")),
+        (3, 2, {"norm_sq": math.nan}, ("6.0", "nan")),
+        (3, 1, {"digest": 1}, (f"{0:016x}", f"{1:016x}")),
+    ],
+)
+def test_holders_that_disagree_do_not_commit(
+    rank: int, layer: int, changes: dict[str, Any], values: tuple[str, str]
+) -> None:
+    """The error names the layer, the step, the nodes and their values."""
+    rows = altered(rank, layer, **changes)
+    with pytest.raises(DivergenceError) as raised:
+        decide(rows, ROSTER, exact=True)
+    nodes = [ROSTER.members[holder].unit.node for holder in ROSTER.holders(layer, 0)]
+    what = PARAMETERS if "digest" in changes else NORM
+    found = Divergence(layer, 0, what, tuple(zip(nodes, values, strict=True)))
+    assert (raised.value.step, raised.value.found) == (7, (found,))
+    assert str(raised.value) == f"step 7: {found.text}"
+    decide(rows, ROSTER)  # without exact accumulation the last bits may differ
+    decide(altered(rank, layer, device=5, **changes), ROSTER, exact=True)  # and on other devices
+
+
+def test_norms_that_are_not_finite_alike_are_no_divergence() -> None:
+    rows = contributions(ROSTER)
+    for rank in ROSTER.holders(1, 0):
+        at = ROSTER.members[rank].layers.index(1)
+        shares = list(rows[rank].layers)
+        shares[at] = replace(shares[at], norm_sq=float("nan"))
+        rows[rank] = replace(rows[rank], layers=tuple(shares))
+    agreed = decide(rows, ROSTER, exact=True)
+    assert math.isnan(agreed.norm) and agreed.nonfinite == (1,)
+
+
 @given(
     ledger=st.frozensets(st.integers(0, 129)),
     norm=st.floats(allow_nan=False),
+    digest=st.integers(0, 2**64 - 1),
+    device=st.integers(0, 2**32 - 1),
     step=st.integers(0, 2**40),
     halt=st.integers(-1, 2**40),
     common=st.booleans(),
 )
 def test_rows_round_trip(
-    ledger: frozenset[int], norm: float, step: int, halt: int, common: bool
+    ledger: frozenset[int],
+    norm: float,
+    digest: int,
+    device: int,
+    step: int,
+    halt: int,
+    common: bool,
 ) -> None:
     losses = {m: m / 3 for m in ledger}
-    before = Contribution(step, 3, halt, (LayerContribution(ledger, norm),), losses, common)
+    share = LayerContribution(ledger, norm, digest)
+    before = Contribution(step, 3, halt, (share,), losses, common, device)
     row = pack(before, SINGLE)
     assert len(row) == row_length(SINGLE)
     assert unpack(row, SINGLE.members[0], SINGLE) == before
@@ -128,6 +188,34 @@ def test_rows_round_trip(
 def test_an_empty_ledger_round_trips_on_the_last_stage() -> None:
     before = Contribution(0, 1, -1, (LayerContribution(frozenset(), 0.0),), {})
     assert unpack(pack(before, SINGLE), SINGLE.members[0], SINGLE) == before
+
+
+def disagree(rank: Rank) -> tuple[str, str]:
+    """Texts of the errors of a commit and of a last comparison, in which rank 3 differs."""
+    links, member = rank.open(), ROSTER.members[rank.rank]
+    digests = dict.fromkeys(member.layers, 9 + (rank.rank == 3))
+    mine = contributions(ROSTER)[rank.rank]
+    empty = Accumulator(FlatLayout((), 0), Accumulate.FAST, torch.device("cpu"), "")
+    held = [
+        GradientSum(index, empty, set(layer.ledger), dict(mine.losses))
+        for index, layer in zip(member.layers, mine.layers, strict=True)
+    ]
+    norms = dict.fromkeys(member.layers, 1.0)
+    with pytest.raises(DivergenceError) as at_commit:
+        commit(links, ROSTER, held, norms, step=7, exact=True, digests=digests)
+    with pytest.raises(DivergenceError) as at_end:
+        verify(links, ROSTER, member.layers, digests, step=8, device=0)
+    links.close()
+    return str(at_commit.value), str(at_end.value)
+
+
+def test_all_ranks_learn_who_disagrees() -> None:
+    """No rank leaves before the others know it, too."""
+    found = run_ranks(disagree, ROSTER.size)
+    assert len(set(found)) == 1
+    at_commit, at_end = found[0]
+    assert at_commit.startswith("step 7: layer 1 ") and at_end.startswith("step 8: layer 1 ")
+    assert "layer 0" not in at_commit + at_end and "layer 2" in at_commit
 
 
 def gather_and_decide(rank: Rank) -> Commit:

@@ -124,13 +124,35 @@ def test_norm_counts_only_the_given_ranges() -> None:
     assert norm_sq(sums.flat, [RANGES["a"], RANGES["scalar"]]) == 16
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, LIMIT, -2 * LIMIT])
+@pytest.mark.parametrize("bad", [LIMIT, -2 * LIMIT])
 def test_unusable_gradient_names_layer_and_parameter(bad: float) -> None:
     sums = accumulator()
     term = gradients(0)
     term[3][1, 2, 3] = bad
     with pytest.raises(GradientError, match=r"layer 3: gradient of c reaches"):
         sums.add(term)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_is_counted(bad: float) -> None:
+    """The count survives sums in any order, and makes the norm NaN."""
+    good, spoiled = gradients(0), gradients(1)
+    spoiled[3][1, 2, 3] = bad
+    sums, other = accumulator(), accumulator()
+    for term in (good, spoiled, good):
+        sums.add(term)
+    twice = accumulator()
+    twice.add(good)
+    twice.add(good)
+    assert math.isnan(norm_sq(sums.flat, LAYOUT.ranges)) and sums.flat[-1] == 1
+    assert torch.equal(sums.flat[: LAYOUT.numel], twice.flat[: LAYOUT.numel]), "others are kept"
+    other.merge(sums.flat)
+    other.absorb(sums)
+    other.merge(twice.flat)
+    assert other.flat[-1] == 2 and math.isnan(norm_sq(other.flat, LAYOUT.ranges))
+    assert math.isfinite(norm_sq(twice.flat, LAYOUT.ranges))
+    other.clear()
+    assert norm_sq(other.flat, LAYOUT.ranges) == 0.0
 
 
 def test_sums_and_merges_use_up_the_range() -> None:

@@ -165,6 +165,13 @@ def test_bytes_of_the_state() -> None:
     assert adamw(1e-3, master_weights=True).state_bytes_per_element(low) == 12
 
 
+def test_an_optimizer_is_described_by_its_class_and_state() -> None:
+    assert adamw(1e-3).describe() == "AdamW (exp_avg, exp_avg_sq, step)"
+    assert adamw(1e-3, master_weights=True).describe().endswith("step, float32 masters)")
+    assert spec("sgd").describe() == "SGD (no state)"
+    assert spec("momentum").describe() == "SGD (momentum_buffer)"
+
+
 def test_cosine_warms_up_and_then_decays() -> None:
     rate = cosine(1.0, warmup=4, steps=20, floor=0.1)
     assert [rate(s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]

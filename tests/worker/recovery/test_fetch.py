@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
 from elastic.worker.recovery.fetch import FetchedCopy, Fetcher
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
-from tests.agent.vault.copies import LocalWriter, content, make, put
+from tests.agent.vault.copies import LocalWriter, content, gradient, make, put
 from tests.agent.vault.nodes import MiniNode, ProcessVault, nodes
 from tests.patience import LONG_S
 
@@ -98,3 +99,19 @@ def test_abandoned_transfers_end_at_once(tmp_path: Path, when: str) -> None:
         fetcher.close()
     finally:
         peer.close()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"microbatches": frozenset({0, 2})}, {"step": 2}, {"layer": 1}]
+)
+@pytest.mark.parametrize("reader", ["a", "b"])
+def test_a_copy_with_an_altered_description_is_refused(
+    pair: list[MiniNode], tmp_path: Path, changes: dict[str, Any], reader: str
+) -> None:
+    """By its own node, which reads shared memory, and by a peer. The vault then drops it."""
+    a, _ = pair
+    altered = dataclasses.replace(gradient(content(1), 1, {0, 1}, owner="a"), **changes)
+    a.vault.publish(LocalWriter(tmp_path / "w").write(0, altered, content(1)))
+    with pytest.raises(VaultError, match=r"checksum 2:\w+, not 2:"):
+        fetch(dataclasses.replace(altered, node="a"), addresses(pair), reader)
+    assert a.vault.inventory() == ()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from elastic.domain.checksum import copy_checksum
 from elastic.domain.types import (
     GRADIENT,
     STATE,
+    UPDATE,
     Assignment,
     Copy,
     Pipeline,
@@ -25,7 +28,7 @@ from elastic.store.shared_memory import checksum
 from elastic.worker.model.optimizer import adamw
 from elastic.worker.recovery.fetch import FetchedCopy, Fetcher
 from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
-from elastic.worker.replica.replica import LayerReplica
+from elastic.worker.replica.replica import SKIPPED, LayerReplica
 from tests.worker.model.toy_model import replicas, run, same, state_of, values
 
 SPEC = adamw(0.01)
@@ -51,10 +54,11 @@ class FakeFetcher(Fetcher):
             f"n{replica.index}",
             1,
             len(data),
-            digest,
+            "",
             node="k",
         )
         copy = replace(copy, **more)  # type: ignore[arg-type]
+        copy = replace(copy, checksum=copy_checksum(copy, digest))
         self.held[copy.key] = data
         return copy
 
@@ -95,6 +99,36 @@ def test_a_lost_layer_is_restored_bit_for_bit(trained: list[LayerReplica], lost:
     assert bytes(state_of(installed.replicas[lost]).numpy()) == bytes(
         state_of(trained[lost]).numpy()
     )
+
+
+def test_a_skipped_update_is_skipped_again() -> None:
+    """From the gradients, whose record says so, and from the copy of an update."""
+    layers, fetcher = replicas(optimizer=SPEC), FakeFetcher()
+    lost = layers[1]
+    state = fetcher.put(STATE, lost, state_of(lost))
+    lost.accumulator.add([torch.full_like(p, torch.nan) for p in lost.parameters])
+    lost.ledger |= set(range(4))
+    data = torch.empty(lost.gradient_nbytes, dtype=torch.uint8)
+    lost.write_gradient(data)
+    final = fetcher.put(GRADIENT, lost, data, microbatches=frozenset(range(4)))
+    skipped = torch.frombuffer(bytearray(SKIPPED), dtype=torch.uint8)
+    update = fetcher.put(UPDATE, lost, skipped)
+    lost.skip_update()
+    record = StepRecord(0, 1.0, math.nan, 1.0, skipped=True)
+    for recipe in (
+        Recipe(1, 0, 1, state, replay=(final,)),
+        Recipe(1, 0, 1, state, updates=(update,)),
+    ):
+        (replica,) = [r for r in install(fetcher, recipe, record).replicas if r.index == 1]
+        assert replica.version == 1 and not replica.ledger
+        assert bytes(state_of(replica).numpy()) == bytes(state_of(lost).numpy())
+
+
+def test_a_live_layer_that_diverged_is_not_kept() -> None:
+    live = {replica.index: replica for replica in replicas(optimizer=SPEC)}
+    member = roster(PLAN).members[0]
+    assignment = Assignment(PLAN, 0, reload=(("x", 1, 0), ("y", 2, 0)))
+    assert StateLoader.usable(assignment, member, live).keys() == {0, 2}
 
 
 def test_a_lost_layer_is_restored_and_then_updated() -> None:

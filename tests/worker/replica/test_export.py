@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 
 from elastic.domain.errors import FieldError
 from elastic.store import checkpoint_directory
+from elastic.worker.model.layers import describe_parameters
 from elastic.worker.model.state_codec import reshard
 from elastic.worker.replica.checkpoint import load_layer, read_layer
 from elastic.worker.replica.export import checkpoint_runs, export_checkpoint, params_sha256
 from elastic.worker.replica.replica import LayerReplica
 from tests.agent.vault.checkpoints import N_LAYERS, floats, layer_run, whole
 from tests.patience import LONG_S
-from tests.worker.model.toy_model import replicas, state_of, train
+from tests.worker.model.toy_model import replicas, state_of, toy_stack, train
 
 
 def split_replicas(*, empty: bool = False) -> list[LayerReplica]:
@@ -53,6 +54,28 @@ def test_a_checkpoint_of_any_tp_size_loads_with_tp_1(tmp_path: Path, tp: int) ->
     for replica, fresh in zip(layers, split_replicas(empty=True), strict=True):
         load_layer(path, fresh)
         assert fresh.version == 2 and torch.equal(state_of(fresh), state_of(replica))
+
+
+def test_a_checkpoint_of_another_model_does_not_load(tmp_path: Path) -> None:
+    """It has no description, because an older version wrote it."""
+    layers = replicas()
+    path = save(tmp_path, layers, 1)
+    other = layers[1]
+    other.index = 0
+    with pytest.raises(FieldError, match=r"--resume.*another model.*layer 0"):
+        load_layer(path, other)
+
+
+def test_layers_are_described_by_types_sizes_and_names() -> None:
+    def describe(*shape: int, name: str = "w", dtype: torch.dtype = torch.float32) -> str:
+        return describe_parameters([(name, torch.empty(shape, dtype=dtype, device="meta"))])
+
+    one = describe(4, 8)
+    assert one.startswith("1 parameters of 32 float32 elements (") and one == describe(4, 8)
+    others = [describe(8, 4), describe(4, 9), describe(4, 8, name="v")]
+    others += [describe(4, 8, dtype=torch.bfloat16)]
+    assert len({one, *others}) == 5
+    assert len(toy_stack().contents()) == 3
 
 
 def test_a_checkpoint_of_tp_1_is_cut_for_tp_2(tmp_path: Path) -> None:

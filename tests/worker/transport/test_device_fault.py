@@ -8,8 +8,13 @@ import sys
 import pytest
 import torch
 
+from elastic.domain.errors import SlotError, VaultError, VaultFull
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
-from elastic.worker.transport.device_fault import is_device_fault, is_local_device_fault
+from elastic.worker.transport.device_fault import (
+    is_device_fault,
+    is_local_device_fault,
+    is_node_fault,
+)
 from elastic.worker.transport.links import Links
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
@@ -34,6 +39,30 @@ def test_device_faults_are_recognized(error: Exception, expected: bool) -> None:
     assert is_local_device_fault(error) is (expected and "NCCL" not in str(error))
 
 
+def _caused_by(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(5, "Input/output error"), True),
+        (OSError(28, "No space left on device"), True),
+        (OSError(24, "Too many open files"), True),
+        (_caused_by(ValueError("the sample is unusable"), OSError(5, "I/O error")), True),
+        (VaultFull("no room for a copy"), True),
+        (SlotError("cannot create a slot"), True),
+        (RuntimeError(ECC), True),
+        (FileNotFoundError(2, "No such file"), False),
+        (VaultError("a copy is gone"), False),
+        (ValueError("mine"), False),
+    ],
+)
+def test_faults_of_a_node_are_recognized(error: Exception, expected: bool) -> None:
+    assert is_node_fault(error) is expected
+
+
 def test_a_device_fault_during_a_wait_is_no_link_failure() -> None:
     """The peer must not be suspected. After abandoning the epoch, errors do not matter."""
     links = Links(1, 0, 1, torch.device("cpu"), AbandonSignal())
@@ -47,9 +76,9 @@ def test_a_device_fault_during_a_wait_is_no_link_failure() -> None:
 
 SCRIPT = """
 import sys
-from elastic.worker.transport.device_fault import crash_on_device_fault
+from elastic.worker.transport.device_fault import crash_on_node_fault
 try:
-    with crash_on_device_fault(print, 3):
+    with crash_on_node_fault(print, 3):
         raise {error}
 finally:
     print("cleaned up")
@@ -57,7 +86,12 @@ finally:
 
 
 @pytest.mark.parametrize(
-    "error", [f'RuntimeError("{ECC}\\nCompile with ...")', 'RuntimeError("mine")']
+    "error",
+    [
+        f'RuntimeError("{ECC}\\nCompile with ...")',
+        'OSError(5, "Input/output error")',
+        'RuntimeError("mine")',
+    ],
 )
 def test_the_process_reports_the_fault_and_exits_without_cleanup(error: str) -> None:
     done = subprocess.run(
@@ -69,5 +103,8 @@ def test_the_process_reports_the_fault_and_exits_without_cleanup(error: str) -> 
     assert done.returncode == 1 and "Traceback" in done.stderr
     if "ECC" in error:
         assert done.stdout == f"Crashed(message='RuntimeError: {ECC}', local_rank=3)\n"
+    elif "OSError" in error:
+        text = "Crashed(message='OSError: [Errno 5] Input/output error', local_rank=3)"
+        assert done.stdout == f"{text}\n"
     else:
         assert done.stdout == "cleaned up\n"

@@ -14,8 +14,15 @@ from elastic.planning.cost.profile import LinkProfile
 from elastic.rpc.link_shaping import LinkShaper
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
+from elastic.worker.transport.rendezvous import (
+    await_ranks,
+    connect_store,
+    host_store,
+    missing_ranks,
+    tell_connected,
+)
 from elastic.worker.transport.tensor_header import DTYPES, pack_header, unpack_header
-from tests.worker.engine.rank_processes import Rank, run_ranks
+from tests.worker.engine.rank_processes import DEADLINE_S, Rank, run_ranks
 
 
 def single_rank_links() -> Links:
@@ -157,6 +164,74 @@ def test_a_store_that_cannot_be_reached() -> None:
             timeout_s=0.5,
             abandon=AbandonSignal(),
         )
+
+
+def test_the_host_of_a_store_that_does_not_answer_is_suspected() -> None:
+    for rank, suspects in ((0, ()), (1, (0,))):
+        with pytest.raises(LinkFailed) as caught:
+            Links.open(
+                epoch=1,
+                rank=rank,
+                world_size=2,
+                store_address="127.0.0.1:1",
+                device=torch.device("cpu"),
+                timeout_s=0.5,
+                abandon=AbandonSignal(),
+            )
+        assert caught.value.ranks == suspects
+
+
+def test_the_ranks_that_are_missing_are_suspected() -> None:
+    store, address = host_store()
+    ranks = connect_store(address, 1, DEADLINE_S)
+    for rank in (0, 1, 3):
+        ranks.set(f"here-{rank}", "")
+    assert missing_ranks(ranks, 0, 4, AbandonSignal()) == (2,), "it has not come to the store"
+    ranks.set("here-2", "")
+    assert missing_ranks(ranks, 0, 4, AbandonSignal()) == (), "nobody is connected"
+    for rank in (1, 2):
+        tell_connected(ranks, rank)
+    assert missing_ranks(ranks, 0, 4, AbandonSignal()) == (3,)
+    assert missing_ranks(None, 2, 4, AbandonSignal()) == (0,)
+    del store
+
+
+def open_beside_a_rank_that_never_connects(rank: Rank) -> str:
+    """Rank 1 says that it is there, and answers no connection: the path to it is bad."""
+    if rank.rank == 1:
+        await_ranks(connect_store(rank.store, 1, DEADLINE_S), 1, 2, DEADLINE_S)
+        return ""
+    try:
+        rank.open(open_s=0.5)
+    except LinkFailed as error:
+        return str(error)
+    return "opened"
+
+
+def test_ranks_that_are_there_must_connect_soon() -> None:
+    assert "epoch 1 could not be opened" in run_ranks(open_beside_a_rank_that_never_connects, 2)[0]
+
+
+def open_after_long_loading(rank: Rank) -> float:
+    """Rank 1 loads its layers, and later computes, for longer than connecting may take."""
+    if rank.rank == 1:
+        time.sleep(1.0)
+    links = rank.open(open_s=0.5, holder_sets=((0, 1),))
+    tensor = torch.ones(3)
+    if rank.rank == 1:
+        time.sleep(1.0)
+        links.send(tensor, 0)
+    else:
+        links.recv(1).wait()
+    links.flush()
+    if rank.rank == 0:
+        time.sleep(1.0)
+    links.all_reduce(tensor, (0, 1))()
+    return float(links.gather(tensor)[1].sum())
+
+
+def test_slow_ranks_need_not_connect_soon() -> None:
+    assert run_ranks(open_after_long_loading, 2) == [6.0, 6.0]
 
 
 def exchange_slowly(rank: Rank, path: str) -> tuple[float, float, torch.Tensor]:

@@ -1,0 +1,1 @@
+"""Random real runs with random faults, each compared with a run without faults."""

@@ -1,0 +1,240 @@
+"""Judges a finished run: right result, right refusal, or failure.
+
+Whether copies were lost is decided from the plans and from the faults that were carried out, not
+by the solver of the product: all holders of a layer, and the nodes that keep their copies, were
+destroyed before the copies of a newer plan were whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.case import Case
+from benchmarks.chaos.injector import Injection
+from elastic.core.protocol.fault_spec import FaultKind
+from elastic.domain.types import Plan
+from elastic.planning.plan.plan import parse_plan
+
+RIGHT, REFUSED, FAILED = "right", "refused", "failed"
+UNRECOVERABLE = 3
+RETURN_S = 10.0
+"""Time that a node needs to return after a partition."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What a run left."""
+
+    case: Case
+    code: int | None
+    """Exit code of the job; None: it did not end in time."""
+    summary: dict[str, Any]
+    """{}: there is none."""
+    events: list[dict[str, Any]]
+    destroyed: list[tuple[float, str]]
+    """Time and name of each node whose memory was lost, by a fault that was carried out."""
+    injections: list[Injection] = field(default_factory=list)
+    checkpoints: frozenset[int] = frozenset()
+    """Steps of the complete checkpoints on disk."""
+    processes: tuple[str, ...] = ()
+    """Processes that did not end."""
+    files: tuple[str, ...] = ()
+    """Files that were left in shared memory or the temporary directory."""
+    agent_codes: dict[str, int | None] = field(default_factory=dict)
+    fired: tuple[str, ...] = ()
+    """Faults that were carried out."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    outcome: str
+    why: str = ""
+
+
+def judge(run: Finished, reference_sha256: str) -> Verdict:
+    """Return the outcome of a run."""
+    reason = str(run.summary.get("reason", ""))
+    if run.code is None:
+        return Verdict(FAILED, "the run did not end in time")
+    if run.processes:
+        return Verdict(FAILED, f"processes are left: {', '.join(run.processes)}")
+    lost = layers_lost(run)
+    if run.code == UNRECOVERABLE:
+        if not lost:
+            return Verdict(FAILED, f"exit code 3, but copies of every layer were left: {reason}")
+        if run.checkpoints:
+            return Verdict(FAILED, f"exit code 3, but there is a checkpoint: {reason}")
+        return Verdict(REFUSED, f"{reason} (by the faults: {lost})")
+    if run.code != 0:
+        return Verdict(FAILED, f"exit code {run.code}: {reason}")
+    wrong = _wrong(run, reference_sha256, lost)
+    return Verdict(FAILED, wrong) if wrong else Verdict(RIGHT, _returned(run))
+
+
+def _wrong(run: Finished, reference_sha256: str, lost: str) -> str:
+    """Return what is wrong with a run of exit code 0; "": nothing."""
+    summary, case = run.summary, run.case
+    if summary.get("params_sha256") != reference_sha256:
+        return f"other parameters: {summary.get('params_sha256')}"
+    ledger = {"double": 0, "missing": 0, "proved": case.steps}
+    if summary.get("steps") != case.steps or summary.get("ledger") != ledger:
+        return f"{summary.get('steps')} steps, ledger {summary.get('ledger')}"
+    missing = [step for step in case.due if step not in run.checkpoints]
+    named = {event["step"]: event["why"] for event in _of(run.events, "checkpoint-lost")}
+    for step in missing:
+        if step == case.due[-1] and step == case.steps:
+            return f"the checkpoint of the last step is missing: {named.get(step)}"
+        if step not in named:
+            return f"the checkpoint of step {step} is missing, and no event names it"
+        if not _excused(run):
+            return f"the checkpoint of step {step} was given up: {named[step]}"
+    for event in _of(run.events, "lost-steps"):
+        if not lost:
+            return f"a return to a checkpoint without need: {event.get('why')}"
+    if run.files:
+        return f"files are left: {', '.join(run.files[:5])}"
+    bad = [name for name, code in run.agent_codes.items() if code is None]
+    return f"agents did not end: {', '.join(bad)}" if bad and not _cut_off_at_the_end(run) else ""
+
+
+def _cut_off_at_the_end(run: Finished) -> bool:
+    """Whether a partition lasted until the job ended, or nearly. An agent that cannot hear of the
+    end ends some minutes later (`orphan_s`)."""
+    ended = max((float(event["at"]) for event in _of(run.events, "end")), default=0.0)
+    return any(
+        one.fault.kind == "partition" and one.at + one.fault.duration_s + RETURN_S > ended
+        for one in run.injections
+    )
+
+
+def _returned(run: Finished) -> str:
+    count = len(_of(run.events, "lost-steps"))
+    return f"{count} returns to a checkpoint" if count else ""
+
+
+def _excused(run: Finished) -> bool:
+    """Whether a checkpoint may be given up: its disk was full, or a node died under `replay`, so
+    that its peer has no state of exactly that step (decision 041)."""
+    full = any(i.fault.disk in ("run", "checkpoints") for i in run.injections)
+    replay = any("replay" in str(event["text"]) for event in _of(run.events, "plan"))
+    return full or (replay and bool(run.destroyed))
+
+
+def healthy_lost(run: Finished) -> list[str]:
+    """Return the nodes that were lost although no fault had hit them or the coordinator."""
+    if any(f.split()[0] in ("pause-coordinator", "partition", "full") for f in run.fired):
+        return []
+    hit = {name for fault in run.case.injected for name in (fault.node, fault.peer)}
+    hit |= {name for fault in run.case.own for name in (fault.node, fault.peer)}
+    return sorted({str(event["node"]) for event in _of(run.events, "lost")} - hit)
+
+
+# ---- copies ----
+
+
+def layers_lost(run: Finished) -> str:
+    """Return which layers lost all their copies at some time, by the faults; "": none."""
+    plans: list[Plan] = []
+    gone: set[str] = set()
+    whole = True
+    for _, kind, value in sorted(_history(run), key=lambda item: item[0]):
+        if kind == "plan":
+            plans.append(parse_plan(str(value["text"])))
+        elif kind == "protected":
+            plans = [plan for plan in plans if plan.epoch >= int(value["epoch"])]
+        elif kind == "refused":
+            whole = False
+        elif kind == "destroyed":
+            gone.add(str(value["node"]))
+            for plan in plans:
+                layers = _without_copies(plan, gone, whole and plan is plans[0])
+                if layers:
+                    return f"layers {layers} of epoch {plan.epoch} were on {sorted(gone)} only"
+    return ""
+
+
+def _history(run: Finished) -> Iterable[tuple[float, str, dict[str, Any]]]:
+    for event in run.events:
+        if event["kind"] in ("plan", "protected"):
+            yield event["at"], event["kind"], event
+        elif event["kind"] in ("backup-short", "copy-corrupt"):
+            yield event["at"], "refused", event
+        elif event["kind"] == "drained":
+            yield event["at"], "destroyed", event
+    for at, node in run.destroyed:
+        yield at, "destroyed", {"node": node}
+
+
+def _without_copies(plan: Plan, gone: set[str], peers_count: bool) -> list[int]:
+    """Return the layers of a plan whose copies were all on these nodes. `peers_count`: the copies
+    at the peers were whole."""
+    peers = dict(plan.peers)
+    held: dict[int, set[str]] = {}
+    for _, _, stage in plan.stages():
+        node = stage.unit.node
+        places = {node}
+        if peers_count and node in peers and not plan.state.startswith("replica"):
+            places.add(peers[node])
+        for layer in range(stage.first, stage.last):
+            if "sharded" in plan.state and places <= gone:
+                return [layer]  # each holder has a portion of its own
+            held.setdefault(layer, set()).update(places)
+    return sorted(layer for layer, nodes in held.items() if nodes <= gone)
+
+
+def _of(events: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["kind"] == kind]
+
+
+# ---- the files of a run ----
+
+
+def destroyed_nodes(
+    case: Case, run_dirs: Sequence[Path], injections: Sequence[Injection]
+) -> list[tuple[float, str]]:
+    """Return when each node lost its memory, by the files of injected faults."""
+    found = [
+        (one.at, one.fault.node)
+        for one in injections
+        if one.fault.kind == "oom" and one.fault.target == "agent" and not one.note
+    ]
+    for number, spec in enumerate(case.injected):
+        if spec.kind is FaultKind.KILL:
+            for run_dir in run_dirs:
+                mark = run_dir / "faults" / f"{number}.fired"
+                if mark.exists():
+                    found.append((mark.stat().st_mtime, spec.node))
+    return sorted(found)
+
+
+def fired(case: Case, run_dirs: Sequence[Path], injections: Sequence[Injection]) -> list[str]:
+    """Return the texts of the faults that were carried out."""
+    found = [
+        spec.text
+        for number, spec in enumerate(case.injected)
+        if any((run_dir / "faults" / f"{number}.fired").exists() for run_dir in run_dirs)
+    ]
+    done = [one.fault for one in injections if not one.note]
+    texts = [text for text in case.faults if case.outer(text)]
+    return found + [text for text, own in zip(texts, case.own, strict=True) if own in done]
+
+
+def complete_checkpoints(folder: Path) -> frozenset[int]:
+    """Return the steps of the checkpoints that are complete."""
+    return frozenset(
+        int(path.parent.name.removeprefix("step-"))
+        for path in folder.glob("step-*/manifest.json")
+        if path.parent.name.removeprefix("step-").isdigit()
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; {} if there is none."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}

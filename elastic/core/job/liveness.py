@@ -1,0 +1,156 @@
+"""Liveness: the evidence by which a member is lost, and the coordinator's doubt about itself.
+
+A closed connection alone is no loss: networks reset connections of healthy nodes, which then
+reconnect. A member is lost if its connection is closed and
+
+- the port of its vault refuses connections, which proves that its agent has ended; or
+- its neighbours lost contact with it, too, and it does not return within `Timeouts.closed_s`.
+
+It is also lost if it is silent for `Timeouts.lease_s`, whatever its connection does. The last two
+kinds of evidence are no proof: the network between the coordinator and the node may have failed.
+
+**Doubt.** A coordinator that hears only a minority of the members suspects its own network. While
+it does, it declares only those members lost whose agents have provably ended, and the time does not
+count as silence of the others. Members that return end the doubt. If nobody is heard, the doubt has
+no time limit, because there is no node to continue with. If a minority is heard for
+`Timeouts.doubt_s` in total, it ends. A doubt is reported once it lasts so long that a member would
+have been lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elastic.core.job.state import (
+    JobState,
+    JobTransition,
+    LogEntry,
+    LossKind,
+    Member,
+    YieldLead,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Evidence that a member is lost."""
+
+    node: str
+    kind: LossKind
+    why: str
+    proven: bool
+    """Whether the node's agent has certainly ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The coordinator's present view of all members."""
+
+    losses: tuple[Loss, ...]
+    """Evidence against members, if the coordinator's own network works."""
+    heard: int
+    """Number of members that are heard."""
+    minority: bool
+    """Whether less than half of the members are heard."""
+
+
+def survey(state: JobState, now: float) -> Survey:
+    """Return which members are heard, and the evidence against the others.
+
+    If the coordinator is late, the limits grow by its delay, up to one lease, because messages of
+    the members may wait in the queue.
+    """
+    late_s = min(state.late_s, state.limits.lease_s)
+    accused = {node for mb in state.members.values() for node in mb.report.suspects}
+    found, heard = [], 0
+    for node, member in state.members.items():
+        if is_heard(state, member, now):
+            heard += 1
+            continue
+        closed_s = -1.0 if member.connected else now - member.closed_at
+        if not member.connected and member.refused:
+            why = "connection closed and its port refuses connections"
+            found.append(Loss(node, LossKind.CLOSED, why, proven=True))
+        elif node in accused and closed_s >= state.limits.closed_s + late_s:
+            why = "connection closed and neighbours lost contact"
+            found.append(Loss(node, LossKind.CLOSED, why, proven=False))
+        elif now - member.seen > state.limits.lease_s + late_s:
+            why = f"silent for {now - member.seen:.1f} s"
+            found.append(Loss(node, LossKind.SILENT, why, proven=False))
+    return Survey(tuple(found), heard, 2 * heard < len(state.members))
+
+
+def is_heard(state: JobState, member: Member, now: float) -> bool:
+    """Return whether the member is connected, and its newest message is recent."""
+    return member.connected and now - member.seen <= _recent_s(state)
+
+
+def _recent_s(state: JobState) -> float:
+    """Return the age of a member's newest message up to which the member is heard. It is half a
+    lease shorter than the limit for a loss: after a cut that silences all members, the first
+    deadline passes before the others."""
+    lease_s = state.limits.lease_s
+    return lease_s / 2 + min(state.late_s, lease_s)
+
+
+def believed_losses(state: JobState, found: Survey, now: float) -> tuple[Loss, ...]:
+    """Return the losses on which the coordinator may act now."""
+    since = state.minority_since
+    expired = since > 0 and state.minority_s + now - since >= state.limits.doubt_s
+    if not state.doubt_since or expired:
+        return found.losses
+    return tuple(loss for loss in found.losses if loss.proven)
+
+
+def judge_own_network(state: JobState, found: Survey, now: float) -> JobTransition | None:
+    """Begin, report or end the doubt, or give up the lead because of it; None: nothing changes."""
+    if not state.doubt_since:
+        return (state.of(doubt_since=now), (), "") if found.minority else None
+    if not found.minority:
+        return _end_doubt(state, found, now)
+    if bool(found.heard) != bool(state.minority_since):
+        since, heard_s = state.minority_since, state.minority_s
+        if found.heard:
+            return state.of(minority_since=now), (), ""
+        return state.of(minority_since=0.0, minority_s=heard_s + now - since), (), ""
+    count = f"{found.heard} of {len(state.members)} nodes"
+    if not state.doubt_reported and not all(loss.proven for loss in found.losses):
+        reason = f"only {count} are heard: the coordinator's network may have failed"
+        entry = LogEntry("doubt", _figures(state, found) | {"why": reason})
+        return state.of(doubt_reported=True), (entry,), reason
+    since = max(state.doubt_since, state.yielded_at)
+    yields = state.policy.standbys and not found.heard and state.doubt_reported
+    if yields and now - since >= state.limits.lease_s:
+        reason = "no node is heard: another coordinator may take over"
+        return state.of(yielded_at=now), (LogEntry("yield", {"why": reason}), YieldLead()), reason
+    return None
+
+
+def _end_doubt(state: JobState, found: Survey, now: float) -> JobTransition:
+    """Blame nodes again. The time of the doubt does not count as their silence. After a long one
+    they get more time, because the transport may still wait for an answer to its last packet."""
+    lasted_s = now - state.doubt_since
+    until = now + state.limits.keepalive_s if state.doubt_reported else 0.0
+    members = {
+        node: mb
+        if is_heard(state, mb, now)
+        else replace(
+            mb, seen=max(mb.seen + lasted_s, until), closed_at=max(mb.closed_at + lasted_s, until)
+        )
+        for node, mb in state.members.items()
+    }
+    reported = state.doubt_reported
+    state = without_doubt(state.of(members=members))
+    if not reported:
+        return state, (), ""
+    figures = _figures(state, found) | {"seconds": round(lasted_s, 3)}
+    reason = f"{found.heard} of {len(state.members)} nodes are heard again"
+    return state, (LogEntry("doubt-over", figures),), reason
+
+
+def without_doubt(state: JobState) -> JobState:
+    return state.of(doubt_since=0.0, minority_since=0.0, minority_s=0.0, doubt_reported=False)
+
+
+def _figures(state: JobState, found: Survey) -> dict[str, object]:
+    return {"heard": found.heard, "nodes": len(state.members)}

@@ -1,0 +1,612 @@
+"""Watchdog on the progress of the whole job, and the back-off for epochs that fail.
+
+The rules of `elastic.core.coordinator.transitions` call it with every event and tick.
+
+**Stalls** (`check_progress`). While a plan is feasible, the job waits for nodes: for those that
+have not acknowledged the order to halt, that have not installed the plan, or that train. The job is
+stalled if the phase, the epoch and the finished step stay, and none of these nodes shows a sign of
+progress for `Timeouts.progress_s` (`Timeouts.stuck_s` before the first step). Each stall doubles
+the bound until a step is finished or a new node joins. At half of the bound, and
+when a node reconnects, missed orders are repeated. At the bound, the evidence decides:
+
+    evidence                                          remedy
+    has not acknowledged the order to halt            its workers are restarted, and plans leave
+    its worker spins: CPU time without progress         the node out for a while (quarantine)
+    its workers did not restart when ordered twice    the node is dropped
+    the same on more than half of the nodes           it is reported twice before anybody is blamed
+    all wait for each other                           after `stuck_s` a new epoch; in the next
+                                                        stall it leaves out the node that others
+                                                        accuse, or that stopped first
+    a worker has not attached, and uses no CPU time   its workers are restarted, in every phase
+
+A node that is not heard is no evidence: its lease decides about it. While the coordinator doubts
+its own network (`elastic.core.job.liveness`), nothing counts as a stall, and the bound begins anew
+afterwards.
+
+Long phases report progress themselves: agents count CPU time as progress until the first step of a
+process or epoch is done, and workers count the layers that they load.
+
+**Failed epochs** (`epoch_began`, `retry`). An epoch that ends by a fault without a finished step
+has failed. `PAUSES_S` are the pauses before the next attempts: at most five epochs per minute. A
+node that is blamed alone for two failed epochs is left out; of several that are blamed equally
+often, one in turn. If all nodes report the same error, the job ends with its text: after
+`MAX_ATTEMPTS` attempts if the error lasts, after `PATIENT_ATTEMPTS` if it may not. A lost
+or leaving node is no failure: a node that is lost again and again is quarantined. A node that joins
+clears only its own blame; one with a new name also ends the pause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
+from elastic.core.job.absent_nodes import with_absent
+from elastic.core.job.epoch_change import begin_change, plan_request
+from elastic.core.job.join_policy import plan_if_feasible, without_member
+from elastic.core.job.liveness import is_heard
+from elastic.core.job.membership import end_job
+from elastic.core.job.quarantine import SUSPECTED, add_finding, is_quarantined
+from elastic.core.job.state import (
+    Cause,
+    CauseKind,
+    JobAction,
+    JobPhase,
+    JobState,
+    JobTransition,
+    LogEntry,
+    LossKind,
+    Member,
+    ProgressSign,
+    ProgressWatch,
+    Send,
+)
+from elastic.core.policy.remediation import node_lost
+from elastic.core.policy.restart_policy import is_waiting
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.messages import NodePhase
+from elastic.domain.errors import EXIT_FAILURE
+
+T = TypeVar("T")
+PAUSES_S = (0.0, 0.0, 0.0, 10.0, 50.0, 60.0)
+"""Pause before the next attempt, by the number of failed epochs; the last one repeats."""
+BLAMED_EPOCHS = 2
+"""A node that is blamed for this many failed epochs, more than any other node, is left out."""
+TIED_EPOCHS = 4
+"""If several nodes are blamed equally often, for this many failed epochs, one is left out, in turn;
+first the host of the workers' store."""
+MAX_ATTEMPTS, PATIENT_ATTEMPTS = 4, 8
+"""The job ends after this many failed epochs with the same error on all nodes: the first number for
+an error that lasts (`LASTING`), the second, with several minutes of pauses, for another."""
+LASTING = re.compile(
+    "No space left|Cannot allocate|Read-only file system|Permission denied|VaultFull|SlotError"
+)
+"""Errors that another attempt does not remove."""
+CONTACT = "LinkFailed"
+"""Beginning of an error of contact, which never ends the job: the network may come back."""
+MAX_DOUBLINGS = 6
+"""The bound on a stall grows to at most 2 to this power times the first bound."""
+DISOBEYED = 2
+"""A node that was sent the order to restart its workers this often, and did not, is dropped."""
+REPEATED = "the job makes no progress, and the order to restart may be lost"
+SPIN_SHARE = 0.1
+"""A worker spins if its main thread used this share of the time without progress."""
+LAST_STEP_FACTOR = 10
+"""Factor on the bound when all steps are done, and the last checkpoint is written."""
+NO_FAILURE = (CauseKind.START, CauseKind.LOST, CauseKind.DRAIN, CauseKind.NOTICE, CauseKind.JOIN)
+"""Causes that end an epoch without a failure."""
+UNWATCHED = (JobPhase.WAITING, JobPhase.FINISHED, JobPhase.FAILED)
+READY = (NodePhase.RUNNING, NodePhase.FINISHED)
+
+
+# ---- signs of progress ----
+
+
+def observe(state: JobState, now: float) -> JobState:
+    """Record a finished step or a change of phase or epoch. Call this before the rules."""
+    if state.doubt_since:
+        state = restarted(state, now)
+    watch, step = state.watch, state.newest_step
+    mark = f"{state.phase.value} {state.epoch} {step}"
+    if mark == watch.mark:
+        return state
+    watch = replace(watch, mark=mark, since=now, reminded=False)
+    if step > watch.step:
+        watch = _progressed(state, watch)
+    return state.of(watch=replace(watch, step=step))
+
+
+def member_joined(state: JobState, node: str, now: float, *, known: bool) -> JobState:
+    """Forget the past of the node. A node that is not `known` ends the pause as well, because the
+    next attempt may succeed with it."""
+    watch = state.watch
+    here = {name: sign for name, sign in watch.signs.items() if name in state.members}
+    watch = replace(
+        watch,
+        signs={**here, node: ProgressSign(now)},
+        asked=_without(watch.asked, node),
+        orders=_without(watch.orders, node),
+        blamed=_without(watch.blamed, node),
+        failures=_without(watch.failures, node),
+    )
+    if not known:
+        watch = replace(watch, attempts=0, retry_at=0.0, stalls=0)
+    return state.of(watch=watch)
+
+
+def _without(table: dict[str, T], node: str) -> dict[str, T]:
+    return {name: value for name, value in table.items() if name != node}
+
+
+def _progressed(state: JobState, watch: ProgressWatch) -> ProgressWatch:
+    """Forget stalls and failures. Orders to workers that still start are kept."""
+    starting = {n for n, mb in state.members.items() if mb.report.phase is NodePhase.STARTING}
+    return ProgressWatch(
+        mark=watch.mark,
+        since=watch.since,
+        step=watch.step,
+        signs=watch.signs,
+        asked={node: key for node, key in watch.asked.items() if node in starting},
+        orders={node: times for node, times in watch.orders.items() if node in starting},
+    )
+
+
+def heartbeats_seen(state: JobState, beats: Iterable[m.Heartbeat], now: float) -> JobState:
+    """Record the signs of progress in heartbeats of members."""
+    signs = dict(state.watch.signs)
+    for beat in beats:
+        sign = signs.get(beat.node)
+        if sign is None or beat.signs != sign.count:
+            signs[beat.node] = ProgressSign(now, beat.signs, beat.activity, beat.spun_s)
+        elif (beat.activity, beat.spun_s) != (sign.activity, sign.spun_s):
+            signs[beat.node] = replace(sign, activity=beat.activity, spun_s=beat.spun_s)
+    return state if signs == state.watch.signs else state.of(watch=_with_signs(state, signs))
+
+
+def report_seen(
+    state: JobState, before: m.NodeReport, report: m.NodeReport, now: float
+) -> JobState:
+    """Record a change in a node's report, which is a sign of progress."""
+
+    def progress_of(one: m.NodeReport) -> tuple[Any, ...]:
+        workers = one.restart, one.crash_count, len(one.ready)
+        return one.phase, one.epoch, one.protected, one.prefetched, workers
+
+    if progress_of(before) == progress_of(report):
+        return state
+    node = report.info.node
+    sign = state.watch.signs.get(node, ProgressSign(now))
+    return state.of(watch=_with_signs(state, {**state.watch.signs, node: replace(sign, at=now)}))
+
+
+def _with_signs(state: JobState, signs: dict[str, ProgressSign]) -> ProgressWatch:
+    return replace(state.watch, signs=signs)
+
+
+def excused(state: JobState, seconds: float) -> JobState:
+    """Add time for which the coordinator did not run, or could not send orders, to the bound."""
+    watch = state.watch
+    signs = {node: replace(sign, at=sign.at + seconds) for node, sign in watch.signs.items()}
+    since = watch.since + seconds if watch.since else 0.0
+    return state.of(watch=replace(watch, since=since, signs=signs))
+
+
+def restarted(state: JobState, until: float) -> JobState:
+    """Forget all signs, after a failover of the coordinator or while it doubts its own network.
+    Nodes have `until` to report again."""
+    return state.of(watch=replace(state.watch, since=until, signs={}, reminded=False))
+
+
+def orders_held(state: JobState, now: float) -> JobState:
+    """Begin the bound anew, because no order reaches a node while the store is away."""
+    return state.of(watch=replace(state.watch, since=now))
+
+
+# ---- stalls ----
+
+
+def check_progress(state: JobState, now: float) -> JobTransition | None:
+    """Act on a stall of the job, or on a worker that does not attach; None: all is well."""
+    if state.spec is None or state.ending is not None or state.phase in UNWATCHED:
+        return None
+    if state.doubt_since:
+        return None
+    starting = _silent_starter(state, now)
+    if starting is not None:
+        return starting
+    watch, bound_s = state.watch, _bound_s(state)
+    if now - watch.since < bound_s / 2:
+        return None
+    awaited = _awaited(state, now)
+    if not any(is_heard(state, state.members[node], now) for node in awaited):
+        return None
+    quiet_s = now - max(watch.since, *(_sign_at(state, node) for node in awaited))
+    if quiet_s >= bound_s:
+        return _end_stall(state, awaited, quiet_s, now)
+    if quiet_s >= bound_s / 2 and not watch.reminded:
+        return _remind(state, awaited, now)
+    return None
+
+
+def _bound_s(state: JobState) -> float:
+    limits = state.limits
+    first_s = limits.progress_s if state.seen.step_s else max(limits.progress_s, limits.stuck_s)
+    return first_s * 2.0 ** min(state.watch.stalls, MAX_DOUBLINGS)
+
+
+def _patient_s(state: JobState) -> float:
+    """Return the bound for a stall in which all nodes wait."""
+    assert state.spec is not None
+    last = state.newest_step + 1 >= state.spec.n_steps
+    bound_s = max(state.limits.progress_s, state.limits.stuck_s) * (LAST_STEP_FACTOR if last else 1)
+    return bound_s * 2.0 ** min(state.watch.stalls, MAX_DOUBLINGS)
+
+
+def _sign_at(state: JobState, node: str) -> float:
+    sign = state.watch.signs.get(node)
+    return sign.at if sign is not None else 0.0
+
+
+def _activity(state: JobState, node: str) -> str:
+    sign = state.watch.signs.get(node)
+    return sign.activity if sign is not None else ""
+
+
+def _awaited(state: JobState, now: float) -> tuple[str, ...]:
+    """Return the nodes for which the job waits; () if it waits for none."""
+    members, plan = state.members, state.plan
+    match state.phase:
+        case JobPhase.HALTING:
+            if is_waiting(state, now):
+                return ()
+            return tuple(node for node, mb in members.items() if not _acknowledged(state, mb))
+        case JobPhase.INSTALLING if plan is not None:
+            nodes = [node for node in plan.nodes() if node in members]
+            return tuple(node for node in nodes if not _installed(state, members[node]))
+        case JobPhase.RUNNING if plan is not None:
+            return tuple(node for node in plan.nodes() if node in members)
+    return ()
+
+
+def _halts_at_once(state: JobState) -> bool:
+    """Return whether all nodes must halt now, and not at the end of the step."""
+    change = state.change
+    return state.phase is JobPhase.HALTING and change is not None and not change.boundary
+
+
+def _acknowledged(state: JobState, member: Member) -> bool:
+    return member.report.epoch >= state.epoch and member.halted
+
+
+def _installed(state: JobState, member: Member) -> bool:
+    return member.report.epoch == state.epoch and member.report.phase in READY
+
+
+def _remind(state: JobState, awaited: tuple[str, ...], now: float) -> JobTransition:
+    """Repeat the orders that nodes have missed."""
+    change, sends = state.change, tuple[JobAction, ...]()
+    for node in awaited:
+        member = state.members[node]
+        report = member.report
+        if is_heard(state, member, now) and _times_ordered(state, member):
+            state, sends = _restart(state, member, REPEATED, sends)
+        if state.phase is JobPhase.HALTING and change is not None:
+            sends = (*sends, Send(node, m.Halt(state.epoch, change.boundary)))
+        elif report.phase is NodePhase.HALTED and state.assignment is not None:
+            sends = (*sends, Send(node, m.Install(state.epoch, state.assignment)))
+    reason = f"orders repeated to {' '.join(awaited)}" if sends else ""
+    return state.of(watch=replace(state.watch, reminded=True)), sends, reason
+
+
+def _end_stall(
+    state: JobState, awaited: tuple[str, ...], quiet_s: float, now: float
+) -> JobTransition | None:
+    """Act on the evidence; None: all wait for each other, and have more time."""
+    heard = [node for node in awaited if is_heard(state, state.members[node], now)]
+    found = {node: why for node in heard if (why := _evidence(state, node, now))}
+    busy = [node for node in heard if _activity(state, node) not in ("", "wait", "idle")]
+    oldest = min(found or busy or heard, key=lambda node: (_sign_at(state, node), node))
+    if found:
+        common = len(found) > max(1, len(state.members) // 2)
+        if common and state.watch.stalls < 2:
+            return _report(state, found, "wait", quiet_s, now)
+        return _blame(state, {oldest: found[oldest]} if common else found, quiet_s, now)
+    if quiet_s < _patient_s(state):
+        return None
+    node, why = _suspect(state, heard, oldest)
+    if _halts_at_once(state):
+        return _blame(state, {node: why}, quiet_s, now)  # nothing but its answer is missing
+    return _new_epoch(state, node, why, quiet_s, now)
+
+
+def _evidence(state: JobState, node: str, now: float) -> str:
+    """Return the evidence that the job waits because of this node; "": there is none."""
+    member, sign = state.members[node], state.watch.signs.get(node)
+    if sign is None or not sign.count:
+        return ""  # its agent does not count signs of progress
+    if sign.activity not in ("wait", "idle") and sign.spun_s > SPIN_SHARE * (now - sign.at):
+        return f"its worker uses CPU time without progress ({sign.activity})"
+    if _halts_at_once(state) and not _acknowledged(state, member):
+        return f"it has not halted ({member.report.phase.value}, {sign.activity or 'no worker'})"
+    return ""
+
+
+def _suspect(state: JobState, heard: Collection[str], oldest: str) -> tuple[str, str]:
+    """Return the node that is probably the cause if all wait, and why."""
+    accused = [one for mb in state.members.values() for one in mb.report.suspects]
+    most = max(sorted(set(accused) & set(heard)), key=accused.count, default="")
+    if most:
+        return most, "others lost contact with it"
+    return oldest, f"it stopped first ({_activity(state, oldest) or 'activity unknown'})"
+
+
+def _entry(state: JobState, found: dict[str, str], action: str, quiet_s: float) -> LogEntry:
+    data = {
+        "phase": state.phase.value,
+        "epoch": state.epoch,
+        "quiet_s": round(quiet_s, 3),
+        "suspects": list(found),
+        "evidence": found,
+        "action": action,
+    }
+    return LogEntry("stalled", data)
+
+
+def _acted(state: JobState, now: float) -> JobState:
+    watch = state.watch
+    return state.of(watch=replace(watch, since=now, stalls=watch.stalls + 1, reminded=False))
+
+
+def _report(
+    state: JobState, found: dict[str, str], action: str, quiet_s: float, now: float
+) -> JobTransition:
+    text = "; ".join(f"{node}: {why}" for node, why in found.items())
+    reason = f"no progress for {quiet_s:.1f} s: {text}"
+    return _acted(state, now), (_entry(state, found, action, quiet_s),), reason
+
+
+def _blame(state: JobState, found: dict[str, str], quiet_s: float, now: float) -> JobTransition:
+    """Restart the workers of the suspects and leave the nodes out; drop those that disobey. Begin a
+    new epoch, unless all nodes halt already."""
+    actions: list[JobAction] = []
+    reasons: list[str] = []
+    for node, why in found.items():
+        member = state.members[node]
+        text = f"no progress of the job for {quiet_s:.1f} s: {why}"
+        if _times_ordered(state, member) >= DISOBEYED:
+            state, more = _drop(state, node, text, now)
+            verb = "drop"
+        else:
+            state, more = _leave_out(state, node, text, now)
+            state, more = _restart(state, member, text, more)
+            verb = "restart"
+        actions += [_entry(state, {node: why}, verb, quiet_s), *more]
+        reasons.append(f"{node}: {text}")
+    state, reason = _acted(state, now), "; ".join(reasons)
+    if _halts_at_once(state):
+        return state, tuple(actions), reason
+    cause = Cause(CauseKind.STALLED, reason, tuple(found))
+    state, orders, reason = begin_change(state, cause, now)
+    return state, (*actions, *orders), reason
+
+
+def _restart_key(member: Member) -> str:
+    return f"{member.report.info.incarnation}/{member.report.crash_count}"
+
+
+def _restart(
+    state: JobState, member: Member, why: str, actions: tuple[JobAction, ...]
+) -> tuple[JobState, tuple[JobAction, ...]]:
+    node, watch = member.node, state.watch
+    asked = {**watch.asked, node: _restart_key(member)}
+    orders = {**watch.orders, node: _times_ordered(state, member) + 1}
+    order = Send(node, m.RestartWorkers(why, member.report.crash_count))
+    return state.of(watch=replace(watch, asked=asked, orders=orders)), (*actions, order)
+
+
+def _times_ordered(state: JobState, member: Member) -> int:
+    """Return how often the present workers of the node were ordered to restart."""
+    watch = state.watch
+    known = watch.asked.get(member.node) == _restart_key(member)
+    return watch.orders.get(member.node, 1) if known else 0
+
+
+def missed_restart(state: JobState, member: Member) -> tuple[JobAction, ...]:
+    """Return the order to restart, for a node that reconnects and has not obeyed it."""
+    if not _times_ordered(state, member):
+        return ()
+    return (Send(member.node, m.RestartWorkers(REPEATED, member.report.crash_count)),)
+
+
+def _drop(
+    state: JobState, node: str, why: str, now: float
+) -> tuple[JobState, tuple[JobAction, ...]]:
+    """Drop a member whose agent does not obey. Its vault may live."""
+    entry = LogEntry("lost", {"node": node, "loss": LossKind.STALLED.value, "why": why})
+    fence = Send(node, m.Fenced(f"lost: {why}"))
+    state, findings = node_lost(without_member(state, node, now, left=1), node, why, now)
+    state = with_absent(state, node, now)
+    return state, (entry, fence, *findings)
+
+
+def _leave_out(
+    state: JobState, node: str, why: str, now: float
+) -> tuple[JobState, tuple[JobAction, ...]]:
+    """Quarantine the node, unless no plan fits without it."""
+    if is_quarantined(state, node) or not _feasible_without(state, node):
+        return state, ()
+    finding = Finding(FaultClass.HOST, HealthAction.QUARANTINE, why, {SUSPECTED: True}, now)
+    return add_finding(state, node, finding)
+
+
+def _feasible_without(state: JobState, node: str) -> bool:
+    request = replace(plan_request(state, state.epoch + 1), dead=frozenset({node}))
+    return plan_if_feasible(request) is not None
+
+
+def _new_epoch(state: JobState, node: str, why: str, quiet_s: float, now: float) -> JobTransition:
+    """Begin a new epoch; in a second stall without `node`."""
+    text, found = f"no progress for {quiet_s:.1f} s; suspect {node}: {why}", {node: why}
+    actions: tuple[JobAction, ...] = ()
+    if state.watch.stalls:
+        state, actions = _leave_out(state, node, text, now)
+    action = "leave-out" if actions else "new-epoch"
+    entry, state = _entry(state, found, action, quiet_s), _acted(state, now)
+    state, more, reason = begin_change(state, Cause(CauseKind.STALLED, text, (node,)), now)
+    return state, (entry, *actions, *more), reason
+
+
+def _silent_starter(state: JobState, now: float) -> JobTransition | None:
+    """Restart workers that have not attached and use no CPU time. The order is repeated after
+    growing pauses, because it may be lost."""
+    limits = state.limits
+    bound_s = limits.silent_s if state.start_s else limits.stuck_s
+    for node, member in state.members.items():
+        sign = state.watch.signs.get(node)
+        if member.report.phase is not NodePhase.STARTING or sign is None or not sign.count:
+            continue
+        quiet_s, times = now - sign.at, _times_ordered(state, member)
+        if not is_heard(state, member, now) or quiet_s < bound_s * 2.0 ** min(times, MAX_DOUBLINGS):
+            continue
+        why = f"its worker did not attach, and showed no activity for {quiet_s:.1f} s"
+        state, actions = _restart(state, member, why, ())
+        return state, (_entry(state, {node: why}, "restart", quiet_s), *actions), f"{node}: {why}"
+    return None
+
+
+# ---- failed epochs ----
+
+
+def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction, ...]]:
+    """Record the cause of a new epoch, and the pause before its plan is installed."""
+    change = state.change
+    if change is None or change.boundary:
+        return state, ()
+    cause, watch = change.causes[-1], state.watch
+    if cause.kind in NO_FAILURE:  # another cluster may succeed at once
+        return state.of(watch=replace(watch, retry_at=now)), ()
+    attempts = watch.attempts + 1
+    pause_s = PAUSES_S[min(attempts, len(PAUSES_S)) - 1]
+    blamed, failures = dict(watch.blamed), dict(watch.failures)
+    for node in _blamed(state):
+        blamed[node] = blamed.get(node, 0) + 1
+    for node, member in state.members.items():
+        if member.report.failures and not _named(member.report):
+            failures[node] = member.report.failures[0]
+    watch = replace(
+        watch,
+        attempts=attempts,
+        retry_at=now + pause_s,
+        cause=cause.text,
+        blamed=blamed,
+        failures=failures,
+    )
+    data = {
+        "epoch": state.epoch,
+        "attempt": attempts,
+        "cause": cause.text,
+        "pause_s": pause_s,
+        "next_at": round(now + pause_s, 3),
+    }
+    entries = (LogEntry("retry", data),) if attempts > 1 else ()
+    return state.of(watch=watch), entries
+
+
+def _named(report: m.NodeReport) -> tuple[str, ...]:
+    """Return the nodes that a report accuses."""
+    return tuple(node for node in report.suspects if node != report.info.node)
+
+
+def _blamed(state: JobState) -> tuple[str, ...]:
+    """Return the nodes that failed without accusing others; if there are none, the node that most
+    others accuse, or all of these."""
+    reports = [mb.report for mb in state.members.values()]
+    alone = tuple(r.info.node for r in reports if r.failures and not _named(r))
+    if alone:
+        return alone
+    accused = [node for report in reports for node in _named(report) if node in state.members]
+    most = max((accused.count(node) for node in accused), default=0)
+    return tuple(sorted({node for node in accused if accused.count(node) == most}))
+
+
+def retry(state: JobState, now: float) -> JobTransition | None:
+    """Before another attempt: end the job if it cannot succeed, leave out a node that is to blame,
+    or pause. None: go on; (state, (), "") with the same state: wait."""
+    watch = state.watch
+    if not watch.attempts:
+        return None
+    text = _common_failure(state)
+    if text and watch.attempts >= (MAX_ATTEMPTS if LASTING.search(text) else PATIENT_ATTEMPTS):
+        reason = f"{text} (on every node, in {watch.attempts} attempts)"
+        state, actions = end_job(state, JobPhase.FAILED, EXIT_FAILURE, reason)
+        return state, actions, reason
+    culprit = _culprit(state)
+    tied = () if culprit else _tied(state)
+    if tied:
+        culprit = tied[0]
+    if not culprit:
+        return None
+    why = f"{watch.blamed[culprit]} epochs failed because of it: {watch.cause}"
+    blamed = {node: count for node, count in watch.blamed.items() if node != culprit}
+    if tied:  # the others need new evidence
+        blamed = {node: min(count, BLAMED_EPOCHS - 1) for node, count in blamed.items()}
+    state = state.of(watch=replace(watch, blamed=blamed))
+    state, actions = _leave_out(state, culprit, why, now)
+    return state, actions, f"{culprit} is left out: {why}" if actions else ""
+
+
+def is_paused(state: JobState, now: float) -> bool:
+    """Return whether the next attempt must wait."""
+    return now < state.watch.retry_at
+
+
+def _culprit(state: JobState) -> str:
+    """Return the node that is blamed more than any other, often enough; "": none."""
+    here = {node: count for node, count in state.watch.blamed.items() if node in state.members}
+    most = max(here.values(), default=0)
+    nodes = [node for node, count in here.items() if count == most]
+    return nodes[0] if most >= BLAMED_EPOCHS and len(nodes) == 1 else ""
+
+
+def _tied(state: JobState) -> tuple[str, ...]:
+    """Return the nodes of which one must be left out, because they are blamed equally often."""
+    here = {
+        node: count
+        for node, count in state.watch.blamed.items()
+        if node in state.members and not is_quarantined(state, node)
+    }
+    most = max(here.values(), default=0)
+    if most < TIED_EPOCHS:
+        return ()
+    host = state.plan.units()[0].node if state.plan is not None else ""
+    nodes = [node for node, count in here.items() if count == most]
+    return tuple(sorted(nodes, key=lambda node: (node != host, node)))
+
+
+def _common_failure(state: JobState) -> str:
+    """Return the error that all nodes report, apart from numbers in it; "": there is none, or it is
+    one of contact."""
+    able = [node for node, member in state.members.items() if member.report.able]
+    texts = [state.watch.failures.get(node, "") for node in able]
+    same = {re.sub(r"\d+", "#", text) for text in texts}
+    contact = any(text.startswith(CONTACT) for text in texts)
+    return texts[0] if len(same) == 1 and texts[0] and not contact else ""
+
+
+# ---- for people ----
+
+
+def summary(state: JobState, now: float) -> dict[str, Any]:
+    """Return the part of the status about stalls and failed epochs; {} if all is well."""
+    watch = state.watch
+    if not watch.attempts and not watch.stalls:
+        return {}
+    return {
+        "attempts": watch.attempts,
+        "stalls": watch.stalls,
+        "cause": watch.cause,
+        "next_attempt_in_s": round(max(0.0, watch.retry_at - now), 1),
+        "left_out": sorted(node for node in state.members if is_quarantined(state, node)),
+    }

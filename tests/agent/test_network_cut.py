@@ -1,0 +1,96 @@
+"""The injected fault `cut` drops packets: two network namespaces, and connections between them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic.agent.network_cut import NetworkCut
+from tests.kubernetes.network import Network, missing
+from tests.patience import LONG_S
+
+ROOT = Path(__file__).resolve().parents[2]
+ECHO = """
+import socket, threading
+server = socket.create_server(("0.0.0.0", 0))
+print(server.getsockname()[1], flush=True)
+def echo(one):
+    while data := one.recv(100):
+        one.sendall(data)
+while True:
+    threading.Thread(target=echo, args=(server.accept()[0],), daemon=True).start()
+"""
+CLIENT = """
+import socket, sys
+from elastic.agent.network_cut import NetworkCut
+own, peer, port, patience_s = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+
+def answer(one, text, within_s):
+    one.settimeout(within_s)
+    try:
+        one.sendall(text)
+        return one.recv(100).decode()
+    except OSError:
+        return "nothing"
+
+def new(within_s):
+    try:
+        return answer(socket.create_connection((peer, port), within_s), b"new", within_s)
+    except OSError:
+        return "nothing"
+
+cut = NetworkCut(own)
+old = socket.create_connection((peer, port), patience_s)
+print("before:", answer(old, b"old", patience_s), new(patience_s))
+cut.begin("b", f"{peer}:{port}", 3600.0)
+cut.heal()
+print("cut:", answer(old, b"old", 1.0), new(1.0))
+cut.heal(all_cuts=True)
+print("healed:", answer(old, b"+", patience_s)[:3], new(patience_s))
+cut.begin("b", f"{peer}:{port}", 0.0)
+cut.heal()
+print("over:", new(patience_s))
+"""
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if why := missing():
+        pytest.skip(why)
+    with contextlib.closing(Network()) as made:
+        yield made
+
+
+def run_in(space: str, program: str, *words: str) -> subprocess.Popen[str]:
+    command = ["ip", "netns", "exec", space, sys.executable, "-c", program, *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE)
+
+
+def test_a_cut_drops_the_packets_of_open_and_of_new_connections(network: Network) -> None:
+    (here, own), (there, peer) = network.add("a"), network.add("b")
+    with run_in(there, ECHO) as server:
+        try:
+            assert server.stdout is not None
+            port = server.stdout.readline().strip()
+            with run_in(here, CLIENT, own, peer, port, str(LONG_S)) as client:
+                found, _ = client.communicate(timeout=LONG_S)
+        finally:
+            server.kill()
+    assert found.splitlines() == [
+        "before: old new",
+        "cut: nothing nothing",
+        "healed: old new",
+        "over: new",
+    ]
+
+
+def test_a_node_is_never_cut_off_from_itself(caplog: pytest.LogCaptureFixture) -> None:
+    NetworkCut("127.0.0.1").begin("node1", "127.0.0.1:1", 1.0)
+    assert "has the address of this node: not cut" in caplog.text

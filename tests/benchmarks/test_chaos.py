@@ -1,0 +1,199 @@
+"""The chaos benchmark: its cases, its judgement, and (slow) two of its runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos.case import (
+    DISKS,
+    NETWORK_KINDS,
+    OWN_KINDS,
+    Case,
+    OuterFault,
+    parse_outer,
+    random_case,
+)
+from benchmarks.chaos.injector import Injection, unsupported
+from benchmarks.chaos.verdict import FAILED, REFUSED, RIGHT, Finished, judge, layers_lost
+from elastic.core.protocol.fault_spec import FaultKind
+from tests.kubernetes.network import missing
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = [random_case(seed) for seed in range(600)]
+PLAN = """plan epoch=1 layers=4 microbatches=6 tp=1 backup=stream+snapshot
+pipeline 0 microbatches=0-5: node0[0:2] node1[2:3] node2[3:4]
+peers node0>node1 node1>node2 node2>node0"""
+NEXT = """plan epoch=2 layers=4 microbatches=6 tp=1 backup=stream+snapshot
+pipeline 0 microbatches=0-5: node0[0:2] node2[2:4]
+peers node0>node2 node2>node0"""
+REPLICAS = """plan epoch=1 layers=4 microbatches=6 tp=1 backup=stream+replica
+pipeline 0 microbatches=0-2: node0[0:4]
+pipeline 1 microbatches=3-5: node1[0:4]
+peers node0>node2 node1>node2
+spares node2"""
+
+
+# ---- cases ----
+
+
+def test_a_seed_always_gives_the_same_case() -> None:
+    assert [random_case(seed) for seed in range(50)] == CASES[:50]
+    assert len(set(CASES)) == len(CASES)
+
+
+def test_all_kinds_of_faults_and_shapes_occur() -> None:
+    kinds = Counter(text.split()[0] for case in CASES for text in case.faults)
+    assert set(kinds) == set(FaultKind) - {FaultKind.CORRUPT} | {*OWN_KINDS, *NETWORK_KINDS}
+    assert {disk for case in CASES for disk in case.disks} == set(DISKS)
+    assert {len(case.faults) for case in CASES} == {1, 2, 3, 4}
+    assert {case.nodes for case in CASES} == {3, 4, 5, 6}
+    assert {case.place for case in CASES} == {"machine", "network"}
+
+
+def test_every_case_leaves_a_node_and_has_readable_faults() -> None:
+    for case in CASES:
+        gone = {spec.node for spec in case.injected if spec.kind in ("kill", "drain")}
+        gone |= {f.node for f in case.own if f.kind == "drain" or f.target == "agent"}
+        assert len(gone) < case.nodes, case
+        assert len(case.injected) + len(case.own) == len(case.faults), case
+
+
+def test_the_text_of_a_fault_is_parsed() -> None:
+    text = "cut node=1 peer=2 step=3 microbatch=4 duration=9 both=1"
+    assert parse_outer(text) == OuterFault(
+        kind="cut", node="node1", peer="node2", step=3, microbatch=4, duration_s=9.0, both=True
+    )
+    assert parse_outer("oom node=0 target=agent step=2 phase=recovery") == OuterFault(
+        kind="oom", node="node0", target="agent", step=2, recovery=True
+    )
+
+
+# ---- judgement ----
+
+
+def case(*faults: str, every: int = 4) -> Case:
+    return Case(
+        seed=0, place="machine", model="linear", nodes=3, joins=0, flags=(),
+        checkpoint_every=every, faults=faults,
+    )  # fmt: skip
+
+
+def plan(text: str, at: float) -> dict[str, Any]:
+    return {"at": at, "kind": "plan", "text": text}
+
+
+def finished(**changes: Any) -> Finished:
+    one = case()
+    summary = {"params_sha256": "good", "steps": one.steps, "reason": "all steps done"}
+    ledger = {"double": 0, "missing": 0, "proved": one.steps}
+    whole = Finished(
+        case=one, code=0, summary={**summary, "ledger": ledger},
+        events=[plan(PLAN, 1.0), {"at": 2.0, "kind": "protected", "epoch": 1}],
+        destroyed=[], checkpoints=frozenset(one.due), agent_codes={"node0": 0, "node1": -9},
+    )  # fmt: skip
+    return replace(whole, **changes)
+
+
+BOTH = [(3.0, "node1"), (3.1, "node2")]
+RETURN = {"at": 3.0, "kind": "lost-steps", "why": "layer 1"}
+
+
+def lacking(step: int, *, named: bool, **changes: Any) -> Finished:
+    run = finished(**changes)
+    events = run.events
+    if named:
+        events = [*events, {"at": 4.0, "kind": "checkpoint-lost", "step": step, "why": "no room"}]
+    return replace(run, checkpoints=run.checkpoints - {step}, events=events)
+
+
+CUT = [Injection(parse_outer("partition node=0 duration=4"), 3.0)]
+FULL = [Injection(parse_outer("full disk=checkpoints step=3"), 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("run", "outcome", "why"),
+    [
+        (finished(), RIGHT, ""),
+        (finished(summary={**finished().summary, "params_sha256": "bad"}), FAILED, "parameters"),
+        (finished(summary={**finished().summary, "steps": 59}), FAILED, "59 steps"),
+        (finished(code=1), FAILED, "exit code 1"),
+        (finished(code=None), FAILED, "did not end"),
+        (finished(processes=("python",)), FAILED, "processes are left"),
+        (finished(files=("/dev/shm/elastic-x",)), FAILED, "files are left"),
+        (finished(agent_codes={"node0": None}), FAILED, "node0"),
+        (finished(agent_codes={"node0": None}, injections=CUT), RIGHT, ""),
+        (lacking(8, named=False), FAILED, "no event names it"),
+        (lacking(8, named=True), FAILED, "was given up"),
+        (lacking(8, named=True, injections=FULL), RIGHT, ""),
+        (lacking(60, named=True, injections=FULL), FAILED, "last step"),
+        (finished(events=[*finished().events, RETURN]), FAILED, "without need"),
+        (finished(events=[*finished().events, RETURN], destroyed=BOTH), RIGHT, "1 returns"),
+        (finished(code=3), FAILED, "copies of every layer were left"),
+        (finished(code=3, destroyed=BOTH), FAILED, "there is a checkpoint"),
+        (finished(code=3, destroyed=BOTH, checkpoints=frozenset()), REFUSED, "layers [2]"),
+    ],
+)
+def test_the_outcome_of_a_run(run: Finished, outcome: str, why: str) -> None:
+    found = judge(run, "good")
+    assert found.outcome == outcome, found
+    assert why in found.why
+
+
+def test_copies_are_lost_with_their_last_holder() -> None:
+    def lost(*destroyed: tuple[float, str], text: str = PLAN, more: Any = ()) -> str:
+        events = [plan(text, 1.0), {"at": 2.0, "kind": "protected", "epoch": 1}, *more]
+        return layers_lost(finished(events=events, destroyed=list(destroyed)))
+
+    assert not lost((3.0, "node1"))
+    assert "layers [2]" in lost((3.0, "node1"), (4.0, "node2"))
+    assert "layers [3]" in lost((3.0, "node0"), (4.0, "node2"))
+    newer = (plan(NEXT, 3.5), {"at": 3.8, "kind": "protected", "epoch": 2})
+    assert not lost((3.0, "node1"), more=newer)
+    assert "epoch 2" in lost((3.0, "node1"), (4.0, "node2"), (4.1, "node0"), more=newer)
+    assert not lost((3.0, "node0"), (4.0, "node2"), text=REPLICAS)
+    assert "layers [0, 1, 2, 3]" in lost((3.0, "node0"), (4.0, "node1"), text=REPLICAS)
+    refused = ({"at": 2.5, "kind": "backup-short"},)
+    assert "layers [2]" in lost((3.0, "node1"), more=refused)
+
+
+def test_a_newer_plan_whose_copies_are_not_whole_keeps_the_older_ones() -> None:
+    events = [*finished().events, plan(NEXT, 3.5)]
+    run = finished(events=events, destroyed=[(3.0, "node1"), (4.0, "node0")])
+    assert "layers [0, 1] of epoch 1" in layers_lost(run)
+
+
+# ---- real runs ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["machine", "network"])
+def test_a_run_of_each_place(place: str, tmp_path: Path) -> None:
+    why = missing() or next(
+        (text for text in map(unsupported, random_case(SEEDS[place]).own) if text), ""
+    )
+    if why:
+        pytest.skip(why)
+    assert random_case(SEEDS[place]).place == place
+    command = [sys.executable, "-m", "benchmarks.chaos", "--seed", str(SEEDS[place])]
+    command += ["--runs", "1", "--json", str(tmp_path / "found.json"), "--keep", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    (run,) = found["runs"]
+    assert run["outcome"] == RIGHT and len(run["fired"]) == len(run["faults"]), run
+    assert run["command"].endswith(f"--seed {SEEDS[place]}")
+    rows = {row["metric"]: row["value"] for row in found["rows"]}
+    assert rows["runs"] == rows["runs with the right result"] == 1
+    assert rows["runs that failed"] == 0
+
+
+SEEDS = {"machine": 627, "network": 2135}
+"""Small cases."""

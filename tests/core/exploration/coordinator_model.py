@@ -1,0 +1,324 @@
+"""The coordinator of the exploration: the real transition on states with a canonical time.
+
+Every state is shifted in time so that the present is `NOW`. Figures that only serve statistics,
+and texts for people, are set to constants. So states that decide alike are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+from elastic.core.coordinator.authorization import check_message
+from elastic.core.coordinator.transitions import transition
+from elastic.core.health.diagnosis import Finding, NodeHealth
+from elastic.core.job import state as job
+from elastic.core.job.membership import name_conflict
+from elastic.core.job.state import JobPhase, JobState, Policy
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.messages import NodePhase
+from elastic.domain.types import Assignment
+from elastic.planning.backup.amortization import DEFAULT_PAUSE_S
+from elastic.planning.plan.plan import validate_plan
+
+NOW = 1e6
+"""Time of every event, in seconds."""
+OLDEST_S = 2000.0
+"""Older times count as this old: longer than every limit."""
+START_S = 2.0
+"""Measured time that workers need to start."""
+STEPS_S = (0.2, 0.6, 1.7, 2.2, 3.3, 5.0, 8.0, 11.0, 16.0, 31.0, 61.0, 121.0, 301.0, 601.0)
+"""Times after which a deadline may have passed, ascending."""
+UNSAVED = (job.Heartbeat, job.Heartbeats, job.Tick, m.NodeReport)
+"""Events whose result is saved at once only if actions follow."""
+OVER = (JobPhase.FINISHED, JobPhase.FAILED)
+
+
+class Decision(NamedTuple):
+    """Result of one event."""
+
+    state: JobState
+    actions: tuple[Any, ...]
+    saved: bool
+    """Whether the state is saved before the actions are carried out."""
+
+
+class Passed(NamedTuple):
+    """Result of time without events, until something happens."""
+
+    seconds: float
+    decision: Decision
+
+
+def initial(policy: Policy) -> JobState:
+    return canonical(JobState(policy=policy, updated_at=NOW), 0.0)
+
+
+def take(state: JobState, event: Any) -> Decision:
+    """Apply an event."""
+    after, actions, _ = transition(state, event, NOW)
+    saved = bool(actions) or not isinstance(event, UNSAVED)
+    _check(state, after, actions)
+    return Decision(canonical(after, 0.0), _plain(actions), saved)
+
+
+def answer(state: JobState, sender: str, message: Any) -> Any | None:
+    """Return the answer to a message that the session filter rejects, or None."""
+    problem = check_message(state, sender, message)
+    if problem is not None:
+        assert problem.reason != "malformed", problem.text
+        if not problem.fence:
+            return ()
+        new = (
+            isinstance(message, m.NodeReport)
+            and message.phase is NodePhase.EMPTY
+            and message.epoch <= 0
+        )
+        return m.Released("") if new else m.Fenced("")
+    if isinstance(message, m.NodeReport):
+        return name_conflict(state, message, NOW)
+    return None
+
+
+def wait(state: JobState, heard: Collection[str], most_s: float) -> Passed | None:
+    """Let time pass until the coordinator decides something; None: nothing happens in `most_s`.
+
+    The nodes `heard` send heartbeats. Ticks before that change nothing.
+    """
+    quiet = aged(state, 0.0)
+    for seconds in STEPS_S:
+        if seconds > most_s:
+            return None
+        now = NOW + seconds
+        members = {
+            name: replace(member, seen=now) if name in heard else member
+            for name, member in quiet.members.items()
+        }
+        before = quiet.of(members=members, updated_at=now)
+        after, actions, _ = transition(before, job.Tick(), now)
+        after = canonical(after, seconds)
+        if actions or freeze(after) != freeze(canonical(before, seconds)):
+            _check(before, after, actions)
+            return Passed(seconds, Decision(after, _plain(actions), bool(actions)))
+    return None
+
+
+def aged(state: JobState, seconds: float) -> JobState:
+    """Return the state `seconds` later."""
+    return canonical(state, seconds)
+
+
+def _check(before: JobState, after: JobState, actions: tuple[Any, ...]) -> None:
+    """One transition keeps the promises that need no other node."""
+    assert after.epoch >= before.epoch, "epochs only grow"
+    for action in actions:
+        if not isinstance(action, job.Send) or after.starts == before.starts:
+            continue  # an order is repeated
+        if isinstance(action.message, m.Install):
+            validate_plan(action.message.assignment.plan)
+            for member in after.members.values():
+                assert member.halted and member.report.epoch >= after.epoch, (
+                    f"{member.node} has not halted for epoch {after.epoch}"
+                )
+
+
+# ---- canonical form ----
+
+
+def _plain(actions: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the sends, the end, and the names of important log entries."""
+    found: list[Any] = []
+    for action in actions:
+        match action:
+            case job.Send(node, message):
+                found.append(job.Send(node, plain_message(message)))
+            case job.JobFinished():
+                found.append(action)
+            case job.LogEntry(kind, data) if kind in ("stalled", "doubt", "paused", "yield"):
+                found.append((kind, str(data.get("action", ""))))
+    return tuple(found)
+
+
+def plain_message(message: Any) -> Any:
+    """Return the message without texts for people."""
+    match message:
+        case m.Install(epoch, assignment):
+            return m.Install(epoch, _plain_assignment(assignment))
+        case m.Fenced() | m.Released():
+            return replace(message, reason="")
+        case m.Stop(code):
+            return m.Stop(code, "")
+        case m.RestartWorkers(_, count):
+            return m.RestartWorkers("", count)
+    return message
+
+
+def _plain_assignment(assignment: Assignment) -> Assignment:
+    return replace(assignment, plan=replace(assignment.plan, reason=""))
+
+
+def canonical(state: JobState, passed_s: float) -> JobState:
+    """Return the canonical form of a state at time `NOW + passed_s`."""
+
+    def shift(at: float) -> float:
+        if not at:
+            return 0.0
+        return _rounded(round(at - passed_s - NOW, 3))
+
+    if state.phase in OVER:
+        return _ended(state)
+    waiting, launched = state.phase is JobPhase.WAITING, state.phase is JobPhase.LAUNCHED
+    members = {name: _member(state.members[name], shift) for name in sorted(state.members)}
+    plan = replace(state.plan, reason="") if state.plan is not None else None
+    assignment = _plain_assignment(state.assignment) if state.assignment is not None else None
+    missing = state.missing
+    watch = state.watch
+    retry_at = shift(watch.retry_at)
+    watch = replace(
+        watch,
+        since=shift(watch.since),
+        signs={
+            name: replace(watch.signs[name], at=shift(watch.signs[name].at))
+            for name in sorted(watch.signs)
+        },
+        retry_at=retry_at if retry_at > NOW else 0.0,
+        cause="",
+        asked=dict(sorted(watch.asked.items())),
+        blamed=dict(sorted(watch.blamed.items())),
+        failures=dict(sorted(watch.failures.items())),
+    )
+    return state.of(
+        members=members,
+        plan=plan,
+        assignment=assignment,
+        change=_change(state.change, shift),
+        step_finished_at=0.0,
+        recovered_at=0.0,
+        enough_since=shift(state.enough_since) if waiting else 0.0,
+        launched_at=shift(state.launched_at) if launched else 0.0,
+        start_s=0.0 if waiting or launched else START_S,
+        considered=tuple(sorted(state.considered)),
+        joining_since=shift(state.joining_since) if state.joining else 0.0,
+        updated_at=NOW,
+        late_s=0.0,
+        suspected_since=shift(state.suspected_since),
+        paces={},
+        gauges={},
+        backup_checked_at=0.0,
+        losses=0,
+        node_seconds=0.0,
+        counted_at=0.0,
+        pauses=(DEFAULT_PAUSE_S,) if state.trained else (),
+        reconsider_at=0.0,
+        health={name: _health(state.health[name], shift) for name in sorted(state.health)},
+        durations=(),
+        seen=replace(state.seen, pause_s=0.0),
+        doubt_since=shift(state.doubt_since),
+        minority_since=shift(state.minority_since),
+        yielded_at=shift(state.yielded_at),
+        absent=tuple((node, NOW) for node, _ in state.absent),
+        missing=replace(missing, since=shift(missing.since)) if missing is not None else None,
+        watch=watch,
+    )
+
+
+def _rounded(ahead_s: float) -> float:
+    """Return the canonical form of a time `ahead_s` from now. Ages are rounded down."""
+    if ahead_s >= 0:
+        return NOW + min(ahead_s, OLDEST_S)
+    return NOW - max(s for s in (0.0, *STEPS_S, OLDEST_S) if s <= -ahead_s)
+
+
+def _ended(state: JobState) -> JobState:
+    """Return what an ended job still needs: whom to tell the end."""
+    members = {
+        name: job.Member(
+            m.NodeReport(state.members[name].report.info, NodePhase.EMPTY, epoch=0), NOW
+        )
+        for name in sorted(state.members)
+    }
+    return JobState(
+        policy=state.policy,
+        phase=state.phase,
+        epoch=state.epoch,
+        members=members,
+        ending=state.ending,
+        updated_at=NOW,
+        timeouts=state.timeouts,
+    )
+
+
+def _member(member: job.Member, shift: Any) -> job.Member:
+    closed_at = 0.0 if member.connected else shift(member.closed_at)
+    report = member.report
+    return replace(member, seen=shift(member.seen), closed_at=closed_at, report=report)
+
+
+def _change(change: job.EpochChange | None, shift: Any) -> job.EpochChange | None:
+    if change is None:
+        return None
+    until = change.wait_until
+    if until > 0:
+        until = max(shift(until), NOW)
+    old = replace(change.old_plan, reason="") if change.old_plan is not None else None
+    return replace(
+        change,
+        causes=tuple(replace(cause, text="") for cause in change.causes),
+        began=0.0,
+        old_plan=old,
+        detect_s=0.0,
+        paused=0.0,
+        halted=0.0,
+        decided=0.0,
+        network_bytes=0,
+        state_source="",
+        wait_until=until,
+        reason="",
+    )
+
+
+def _health(record: NodeHealth, shift: Any) -> NodeHealth:
+    findings = tuple(
+        Finding(one.kind, one.action, "") for one in sorted(record.findings, key=lambda f: f.kind)
+    )
+    return replace(
+        record,
+        crashes=(NOW,) * len(record.crashes),
+        departures=(NOW,) * len(record.departures),
+        until=shift(record.until) if record.quarantined else 0.0,
+        quarantine_changed_at=NOW if record.quarantine_changed_at else 0.0,
+        findings=findings,
+    )
+
+
+def freeze(value: Any) -> Any:
+    """Return a hashable form of a canonical state."""
+    if isinstance(value, dict):
+        return tuple((key, freeze(inner)) for key, inner in value.items())
+    if isinstance(value, JobState | job.ProgressWatch | NodeHealth):
+        return tuple(freeze(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, Finding):
+        return value.kind, value.action
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return tuple(map(freeze, value))
+    if isinstance(value, job.Member):
+        return tuple(_number(getattr(value, name)) for name in _MEMBER)
+    return _number(value)
+
+
+_MEMBER = tuple(field.name for field in fields(job.Member))
+_numbers: dict[Any, int] = {}
+_by_identity: dict[int, tuple[Any, int]] = {}
+"""Number of each large value by its identity, with the value, which keeps the identity valid."""
+
+
+def _number(value: Any) -> Any:
+    """Return a small stand-in for a large value, because its hash is slow to compute."""
+    if not is_dataclass(value):
+        return value
+    known = _by_identity.get(id(value))
+    if known is None:
+        known = value, _numbers.setdefault(value, len(_numbers))
+        _by_identity[id(value)] = known
+    return known[1]

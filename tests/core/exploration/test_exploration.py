@@ -1,0 +1,62 @@
+"""Complete explorations that are small enough for every run of the tests.
+
+`make explore` runs the larger ones (docs/design/exploration.md).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.core.coordinator import event_handlers, transitions
+from elastic.core.policy import progress_watchdog
+from tests.core.exploration.cluster import Cluster
+from tests.core.exploration.explorer import Explorer, Result
+
+
+def explore(cluster: Cluster) -> Result:
+    return Explorer(cluster).run(cluster.running())
+
+
+def check(result: Result) -> None:
+    assert result.complete
+    assert not result.violations, result.violations
+    assert not result.stuck, result.stuck_trace
+
+
+def test_a_job_without_faults_always_ends() -> None:
+    """From the first node that joins until all agents have ended, in the smallest steps."""
+    cluster = Cluster(2, 0)
+    result = Explorer(cluster).run(cluster.start)
+    check(result)
+    assert result.states > 500 and not result.interventions
+
+
+@pytest.mark.parametrize("kind", ["drop", "duplicate", "takeover"])
+def test_the_start_survives_one_fault(kind: str) -> None:
+    cluster = Cluster(2, 1, kinds=frozenset({kind}), coarse=True, until_end=True)
+    result = Explorer(cluster).run(cluster.start)
+    check(result)
+    assert result.faults[kind] > 10 and not result.interventions
+
+
+@pytest.mark.parametrize("kind", ["drop", "takeover", "node crash"])
+def test_two_nodes_and_a_spare_survive_one_fault(kind: str) -> None:
+    result = explore(Cluster(3, 1, kinds=frozenset({kind}), coarse=True, until_end=True))
+    check(result)
+    assert result.faults[kind] > 10 and not result.interventions
+
+
+def test_a_second_assignment_for_an_epoch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rule against a store that lost its last writes, an epoch has two plans."""
+    monkeypatch.setattr(transitions, "_regain_epoch", lambda state, now: None)
+    cluster = Cluster(2, 1, kinds=frozenset({"lost save"}), coarse=True, until_end=True)
+    result = Explorer(cluster).run(cluster.start)
+    assert result.violations or result.stuck
+
+
+def test_a_stuck_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without repeated orders and without the watchdog, a lost order is waited for for ever."""
+    monkeypatch.setattr(event_handlers, "_missed_orders", lambda state, node: ())
+    monkeypatch.setattr(progress_watchdog, "check_progress", lambda state, now: None)
+    cluster = Cluster(2, 1, kinds=frozenset({"drop"}), coarse=True, until_end=True)
+    assert Explorer(cluster).run(cluster.start).stuck

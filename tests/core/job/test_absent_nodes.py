@@ -1,0 +1,207 @@
+"""A job that lacks copies waits for nodes that may have them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic.core.coordinator.transitions import transition
+from elastic.core.job import absent_nodes
+from elastic.core.job import state as job
+from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.messages import NodePhase
+from elastic.domain.errors import EXIT_UNRECOVERABLE, Unrecoverable
+from tests.core.state_access import assignment_of, change_of, plan_of
+from tests.core.world.world import World
+
+Told = tuple[job.JobAction, ...]
+
+
+@functools.cache
+def world() -> World:
+    """Three nodes train one pipeline; each layer is on one of them and its peer."""
+    found = World(5, 3, steps=400, shape="1", backup="stream+snapshot")
+    found.run(limit=4.0)
+    return found
+
+
+def running() -> JobState:
+    state = world().coordinator.state
+    assert state.phase is JobPhase.RUNNING and len(plan_of(state).pipelines) == 1
+    assert state.trimmed == state.epoch == 1 and len(plan_of(state).nodes()) == 3
+    return state.of(start_s=3600.0)
+
+
+def lose(state: JobState, *nodes: str, proven: bool) -> tuple[JobState, Told]:
+    """The nodes are silent until they are lost, or their agents end."""
+    told: Told = ()
+    if proven:
+        for node in nodes:
+            incarnation = state.members[node].report.info.incarnation
+            for event in (job.ConnectionClosed, job.PortRefused):
+                state, actions, _ = transition(state, event(node, incarnation), state.updated_at)
+                told += actions
+        return state, told
+    while set(nodes) & state.members.keys():
+        here = [mb for node, mb in state.members.items() if node not in nodes]
+        beats = tuple(
+            job.Heartbeat(mb.node, mb.report.info.incarnation, mb.report.step, 0) for mb in here
+        )
+        state, actions, _ = transition(state, job.Heartbeats(beats), state.updated_at + 0.4)
+        told += actions
+    return state, told
+
+
+def halted(state: JobState, node: str) -> tuple[JobState, Told]:
+    report = replace(
+        state.members[node].report,
+        phase=NodePhase.HALTED,
+        epoch=state.epoch,
+        inventory=world().agents[node].inventory(),
+        halted=(m.Halted(state.epoch, -1),),
+    )
+    state, actions, _ = transition(state, report, state.updated_at + 0.01)
+    return state, actions
+
+
+def returning(state: JobState, node: str) -> m.NodeReport:
+    """First report of a node that was fenced and kept its vault."""
+    former = running().members[node].report.info
+    info = replace(former, incarnation=f"{former.incarnation}-again")
+    return m.NodeReport(info, NodePhase.EMPTY, 0, inventory=world().agents[node].inventory())
+
+
+def entries(actions: Told, kind: str) -> list[dict[str, Any]]:
+    return [a.data for a in actions if isinstance(a, LogEntry) and a.kind == kind]
+
+
+def waiting() -> JobState:
+    """node1 and node2 are lost without proof, and node0 alone lacks layers."""
+    state, told = lose(running(), "node1", "node2", proven=False)
+    assert entries(told, "doubt"), "the coordinator suspected itself first"
+    assert {node for node, _ in state.absent} == {"node1", "node2"}
+    state, actions = halted(state, "node0")
+    assert state.phase is JobPhase.PAUSED and state.missing is not None
+    (paused,) = entries(actions, "paused")
+    assert "no copy of state" in paused["why"] and "waiting for node1 node2" in paused["why"]
+    return state
+
+
+def test_a_job_waits_for_a_majority_without_a_limit_and_without_new_epochs() -> None:
+    state = waiting()
+    epoch = state.epoch
+    for _ in range(100):
+        beat = job.Heartbeat("node0", state.members["node0"].report.info.incarnation, 0, 0)
+        for event in (beat, job.Tick()):
+            state, actions, _ = transition(state, event, state.updated_at + 0.4)
+            assert not actions
+    state = state.of(updated_at=state.updated_at + 1e5)
+    state, actions, _ = transition(state, job.Tick(), state.updated_at)
+    assert state.phase is JobPhase.PAUSED and state.epoch == epoch
+
+
+def test_the_copies_of_a_node_that_returns_are_used() -> None:
+    """With node1, every layer is in a vault again. Nothing is lost but the step that ran."""
+    state = waiting()
+    before = max(copy.step for copy in world().agents["node1"].inventory())
+    state, actions, _ = transition(state, returning(state, "node1"), state.updated_at + 0.1)
+    assert state.phase is JobPhase.HALTING and "node1" not in dict(state.absent)
+    halts = [a.node for a in actions if isinstance(a, Send) and isinstance(a.message, m.Halt)]
+    assert sorted(halts) == ["node0", "node1"]
+    report = replace(returning(state, "node1"), epoch=state.epoch, phase=NodePhase.STARTING)
+    state, _, _ = transition(state, report, state.updated_at + 0.01)
+    state, _ = halted(state, "node0")
+    assert state.phase is JobPhase.INSTALLING and state.missing is None
+    assert before - 1 <= assignment_of(state).step <= before
+    used = {copy.node for _, r in assignment_of(state).recipes for copy in r.states}
+    assert "node1" in used, "its vault is a source"
+
+
+def test_the_copies_of_absent_nodes_do_not_matter_once_the_rest_is_protected() -> None:
+    state = running().of(absent=(("node7", 1.0),), trimmed=0)
+    state, actions, _ = transition(state, job.Tick(), state.updated_at + 0.05)
+    assert entries(actions, "protected") and state.absent == ()
+
+
+def test_a_job_whose_nodes_have_ended_fails_at_once() -> None:
+    """Their ports refused connections: nobody will bring the copies back."""
+    state, _ = lose(running(), "node1", "node2", proven=True)
+    assert state.absent == ()
+    state, actions = halted(state, "node0")
+    assert state.phase is JobPhase.FAILED
+    (finish,) = [a for a in actions if isinstance(a, job.JobFinished)]
+    assert finish.code == EXIT_UNRECOVERABLE and "no copy of state" in finish.reason
+
+
+@pytest.mark.parametrize(("absent", "members"), [(1, 3), (1, 1), (2, 3)])
+def test_a_job_waits_for_a_minority_for_a_while(absent: int, members: int) -> None:
+    names = tuple(f"lost{number}" for number in range(absent))
+    state = running()
+    present = dict(list(state.members.items())[:members])
+    state = state.of(
+        members=present,
+        absent=tuple((name, 4.0) for name in names),
+        change=change_of(waiting()),
+    )
+    error = Unrecoverable("no copy of state 3 is left")
+    now = state.updated_at
+    state, actions, _ = absent_nodes.wait_or_fail(state, change_of(state), error, now)
+    assert state.phase is JobPhase.PAUSED and entries(actions, "paused")
+    assert absent_nodes.end_if_hopeless(state, now + state.limits.return_s - 1) is None
+    ended = absent_nodes.end_if_hopeless(state, now + state.limits.return_s + 1)
+    assert ended is not None and ended[0].phase is JobPhase.FAILED
+    (finish,) = [a for a in ended[1] if isinstance(a, job.JobFinished)]
+    assert finish.code == EXIT_UNRECOVERABLE and "no node returned within 60" in finish.reason
+
+
+def test_a_second_wait_continues_the_first() -> None:
+    state = waiting()
+    assert state.missing is not None
+    since, error = state.missing.since, Unrecoverable("still")
+    again, _, _ = absent_nodes.wait_or_fail(state, change_of(state), error, since + 50.0)
+    assert again.missing is not None and again.missing.since == since
+
+
+def test_a_majority_that_returns_one_by_one_is_waited_for() -> None:
+    """The wait for a majority has no limit; that for the rest begins when the first one is back."""
+    state = waiting()
+    assert state.missing is not None and state.missing.count == 3
+    later = state.updated_at + 2 * state.limits.return_s
+    error = Unrecoverable("no copy of state 3 is left")
+    back = replace(state.members["node0"], rank=7)
+    state = absent_nodes.with_returned(state, "node1")
+    state = state.of(members={**state.members, "node1": back})
+    state, actions, _ = absent_nodes.wait_or_fail(state, change_of(state), error, later)
+    assert state.phase is JobPhase.PAUSED and entries(actions, "paused")
+    assert absent_nodes.end_if_hopeless(state, later + state.limits.return_s - 1) is None
+    assert absent_nodes.end_if_hopeless(state, later + state.limits.return_s + 1) is not None
+
+
+def test_a_new_node_does_not_shorten_the_wait_for_a_majority() -> None:
+    state = waiting()
+    joined = {f"new{n}": replace(state.members["node0"], rank=n) for n in range(4)}
+    state = state.of(members={**state.members, **joined})
+    assert absent_nodes.end_if_hopeless(state, state.updated_at + 1e6) is None
+
+
+def test_a_member_that_joins_a_protected_job_drops_its_old_copies() -> None:
+    state, _ = lose(running(), "node1", proven=False)
+    state = running().of(members={n: mb for n, mb in running().members.items() if n != "node1"})
+    state = state.of(plan=replace(plan_of(state)), phase=JobPhase.RUNNING)
+    _, actions, _ = transition(state, returning(state, "node1"), state.updated_at + 0.01)
+    trims = [a for a in actions if isinstance(a, Send) and isinstance(a.message, m.Trim)]
+    assert [(send.node, send.message.epoch) for send in trims] == [("node1", state.epoch)]
+
+
+def test_few_absent_nodes_are_kept() -> None:
+    state = running()
+    for number in range(2 * absent_nodes.KEPT_ABSENT):
+        state = absent_nodes.with_absent(state, f"n{number}", float(number))
+    assert len(state.absent) == absent_nodes.KEPT_ABSENT
+    state = absent_nodes.with_absent(state, "n300", 999.0)
+    assert state.absent[-1] == ("n300", 999.0) and len({n for n, _ in state.absent}) == 256
+    assert "n300" not in dict(absent_nodes.with_returned(state, "n300").absent)

@@ -1,0 +1,669 @@
+"""Parts, commits and failures of durable checkpoints, as the coordinator keeps them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic.core.coordinator.transitions import transition
+from elastic.core.job import checkpoints
+from elastic.core.job import state as job
+from elastic.core.job.state import JobPhase, JobState
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.messages import NodePhase
+from elastic.domain.codec import dumps, loads
+from elastic.domain.types import (
+    PARAMETERS,
+    STATE,
+    Copy,
+    Divergence,
+    JobSpec,
+    LayerSpec,
+    Plan,
+    SavedModel,
+    StepRecord,
+)
+from tests.core.coordinator.test_transitions import entries, halt, running, samples, send_report
+from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
+from tests.core.world.world import World
+
+HALVES = (((0, 0), (1, 0)), ((2, 0), (3, 0)))
+ALL = (*HALVES[0], *HALVES[1])
+
+
+def apply(state: JobState, event: Any) -> tuple[JobState, tuple[job.JobAction, ...], str]:
+    return transition(state, event, state.updated_at + 0.01)
+
+
+def part(step: int, slots: tuple[Any, ...] = ALL, epoch: int = 1, **more: Any) -> m.CheckpointPart:
+    return m.CheckpointPart(step, slots, epoch, **more)
+
+
+def saving(every: int = 100) -> JobState:
+    """A running job of 400 steps with checkpoints."""
+    state = running()
+    return state.of(spec=replace(spec_of(state), checkpoint_every=every))
+
+
+def finished(state: JobState) -> tuple[JobState, tuple[job.JobAction, ...], str]:
+    """Rank 0 reports that all steps are done."""
+    return send_report(state, "node0", phase=NodePhase.FINISHED, finished=m.Finished(400, "sha"))
+
+
+# ---- parts and commits ----
+
+
+def test_several_checkpoints_are_written_at_the_same_time() -> None:
+    """One node is two checkpoints ahead of the other."""
+    state = saving()
+    actions: tuple[job.JobAction, ...] = ()
+    for step in (2, 4, 6):
+        state, actions, _ = apply(state, part(step, HALVES[0]))
+        assert not actions
+    for step in (2, 4, 6):
+        state, actions, _ = apply(state, part(step, HALVES[1]))
+        assert actions == (job.CommitCheckpoint(step),)
+    for step in (4, 2, 6):  # the commits may end in any order
+        state, actions, _ = apply(state, job.CheckpointCommitted(f"/c/{step}", step))
+        assert [entry["step"] for entry in entries(actions, "checkpoint")] == [step]
+    assert state.checkpoint == ("/c/6", 6) and state.checkpoint_parts == ()
+    assert state.older_checkpoints == (("/c/4", 4), ("/c/2", 2))
+    state, actions, _ = apply(state, part(4, HALVES[0]))
+    assert state.checkpoint_parts == () and not actions, "said again after a reconnect"
+
+
+def test_parts_of_undone_steps_do_not_count() -> None:
+    """Two nodes have written their states of step 6; a loss leads back to an earlier step."""
+    state = saving()
+    late = state.newest_step + 5
+    state, _, _ = apply(state, part(late, HALVES[0]))
+    state = _after_a_loss(state)
+    assert state.checkpoint_parts == () and assignment_of(state).step < late
+    state, _, _ = apply(state, part(late, HALVES[0], epoch=1))
+    state, actions, _ = apply(state, part(late, HALVES[1], epoch=2))
+    assert not actions, "the late part belongs to the epoch before"
+    _, actions, _ = apply(state, part(late, HALVES[0], epoch=2))
+    assert actions == (job.CommitCheckpoint(late),)
+
+
+def test_parts_that_an_epoch_before_the_last_has_undone_do_not_count() -> None:
+    """A slow disk writes a state of epoch 3 late. Epoch 4 began before it, epoch 5 after it."""
+    state = saving().of(epoch=5, starts=((1, 0), (4, 6), (5, 9)))
+    after, actions, _ = apply(state, part(8, epoch=3))
+    assert after.checkpoint_parts == () and not actions
+    _, actions, _ = apply(state, part(8, epoch=4))
+    assert actions == (job.CommitCheckpoint(8),)
+    assert checkpoints.starts_with(state, 9) == ((1, 0), (4, 6), (5, 9)), "agents do the same"
+
+
+def test_parts_of_finished_steps_count_in_later_epochs() -> None:
+    state, _, _ = apply(saving(), part(1, HALVES[0]))
+    state = _after_a_loss(state)
+    assert assignment_of(state).step >= 1 and assignment_of(state).checkpointed == -1
+    state, actions, _ = apply(state, part(1, HALVES[1], epoch=1))
+    assert actions == (job.CommitCheckpoint(1),)
+
+
+def test_a_whole_checkpoint_is_not_ordered_again() -> None:
+    state, _, _ = apply(saving(), part(1))
+    assert assignment_of(_after_a_loss(state)).checkpointed == 1
+
+
+def _after_a_loss(state: JobState) -> JobState:
+    """The workers of node2 crashed, and the next epoch is being installed."""
+    state, *_ = send_report(state, "node2", phase=NodePhase.STARTING, cause="oops")
+    state = halt(halt(halt(state, "node2", NodePhase.STARTING), "node0"), "node1")
+    assert state.phase is JobPhase.INSTALLING and plan_of(state).epoch == 2
+    return state
+
+
+def test_a_checkpoint_that_fails_is_reported_and_its_files_are_removed() -> None:
+    state, _, _ = apply(saving(), part(2, HALVES[0]))
+    state, actions, reason = apply(state, part(2, (), node="node1", error="no space"))
+    assert reason == "no checkpoint of step 2" and state.checkpoint_parts == ()
+    assert entries(actions, "checkpoint-lost") == [{"step": 2, "node": "node1", "why": "no space"}]
+    assert job.DropCheckpoint(2) in actions
+    after, actions, _ = apply(state, part(2, HALVES[1]))
+    assert after.checkpoint_parts == () and not actions
+    state, _, _ = apply(state, part(4))
+    _, actions, _ = apply(state, job.CheckpointFailed(4, "no space"))
+    assert entries(actions, "checkpoint-lost") == [{"step": 4, "node": "", "why": "no space"}]
+
+
+def test_the_oldest_of_too_many_incomplete_checkpoints_is_given_up() -> None:
+    state = saving()
+    actions: tuple[job.JobAction, ...] = ()
+    for step in range(1, checkpoints.MAX_PENDING + 2):
+        assert not actions
+        state, actions, _ = apply(state, part(step, HALVES[0]))
+    assert [entry["step"] for entry in entries(actions, "checkpoint-lost")] == [1]
+    assert [step for step, _ in state.checkpoint_parts] == list(
+        range(2, checkpoints.MAX_PENDING + 2)
+    )
+
+
+# ---- the last step ----
+
+
+def test_the_job_ends_once_its_last_checkpoint_is_durable() -> None:
+    state, actions, _ = finished(saving())
+    assert state.phase is JobPhase.RUNNING and not actions
+    state, actions, _ = apply(state, part(400))
+    assert state.phase is JobPhase.RUNNING and actions == (job.CommitCheckpoint(400),)
+    state, _, reason = apply(state, job.CheckpointCommitted("/c/400", 400))
+    assert (state.phase, reason) == (
+        JobPhase.FINISHED,
+        "checkpoint of step 400; all 400 steps done",
+    )
+
+
+def test_a_loss_before_the_last_checkpoint_is_durable_is_recovered() -> None:
+    """The files of the lost node may be missing."""
+    state, _, _ = finished(saving())
+    incarnation = state.members["node1"].report.info.incarnation
+    state, _, _ = apply(state, job.ConnectionClosed("node1", incarnation))
+    state, _, reason = apply(state, job.PortRefused("node1", incarnation))
+    assert state.phase is JobPhase.HALTING and "node1 lost" in reason
+
+
+def test_other_nodes_write_the_last_checkpoint_if_one_cannot() -> None:
+    state, _, _ = apply(saving(), part(400, (), node="node1", error="[Errno 5] I/O error"))
+    state, actions, reason = finished(state)
+    assert state.phase is JobPhase.HALTING and state.health["node1"].quarantined
+    assert "node1: [Errno 5] I/O error" in reason
+    (found,) = entries(actions, "health")
+    assert found["class"] == "storage" and "[Errno 5] I/O error" in found["reason"]
+    for node in state.members:
+        state = halt(state, node)
+    assert state.checkpoint_errors == () and "node1" not in plan_of(state).nodes()
+
+
+def test_a_failure_of_an_earlier_epoch_does_not_count() -> None:
+    """The same states are written again in the present epoch."""
+    state = _after_a_loss(saving())
+    state, actions, _ = apply(state, part(400, (), epoch=1, node="node1", error="I/O error"))
+    assert state.checkpoint_errors == () and not actions
+    state, _, _ = apply(state, part(400, (), epoch=2, node="node1", error="I/O error"))
+    assert state.checkpoint_errors == (("node1", "I/O error"),)
+
+
+def test_without_the_last_checkpoint_the_job_fails_and_says_why() -> None:
+    state = saving()
+    for node in state.members:
+        state, _, _ = apply(state, part(400, (), node=node, error="[Errno 28] No space"))
+    state, actions, reason = finished(state)
+    (end,) = [action for action in actions if isinstance(action, job.JobFinished)]
+    assert (end.code, end.params_sha256) == (1, "sha")
+    assert "all 400 steps done, but the checkpoint of the last step" in end.reason
+    assert end.reason in reason
+    assert "node0: [Errno 28] No space" in end.reason
+
+
+def test_a_commit_that_fails_at_the_end_fails_the_job() -> None:
+    state, _, _ = apply(saving(), part(400))
+    state, _, _ = finished(state)
+    state, _, reason = apply(state, job.CheckpointFailed(400, "[Errno 30] Read-only"))
+    assert state.phase is JobPhase.FAILED and "[Errno 30] Read-only" in reason
+
+
+def test_checkpoints_that_are_incomplete_at_the_end_are_reported() -> None:
+    state, _, _ = apply(saving(), part(398, HALVES[0]))
+    state, _, _ = apply(state, part(400))
+    state, _, _ = apply(state, job.CheckpointCommitted("/c/400", 400))
+    state, actions, _ = finished(state)
+    assert state.phase is JobPhase.FINISHED
+    assert [entry["step"] for entry in entries(actions, "checkpoint-lost")] == [398]
+
+
+# ---- states of lost nodes ----
+
+
+def rescued(state: JobState, step: int, *without: str) -> tuple[Copy, ...]:
+    """Copies that are written in an epoch whose plan has the members except `without`."""
+    reported = (copy for mb in state.members.values() for copy in mb.report.inventory)
+    return checkpoints.copies_to_rescue(state, _plan(state, *without), step, reported)
+
+
+def _plan(state: JobState, *without: str) -> Plan:
+    """The present plan without the pipelines of lost nodes and of `without`."""
+    absent = {*plan_of(state).nodes(), *without} - {n for n in state.members if n not in without}
+    pipelines = tuple(
+        pipeline
+        for pipeline in plan_of(state).pipelines
+        if not absent & {stage.unit.node for stage in pipeline.stages}
+    )
+    return replace(plan_of(state), epoch=2, pipelines=pipelines)
+
+
+def _lost(state: JobState, due: int, slots: tuple[Any, ...]) -> JobState:
+    """The first holder of layer 3 is lost after a peer got its states of step `due`. `slots` are on
+    disk."""
+    lost = plan_of(state).holders(3)[0].node
+    keeper = next(node for node in state.members if node != lost)
+    if slots:
+        state, _, _ = apply(state, part(due, slots))
+    incarnation = state.members[lost].report.info.incarnation
+    state, _, _ = apply(state, job.ConnectionClosed(lost, incarnation))
+    state, _, _ = apply(state, job.PortRefused(lost, incarnation))
+    assert state.phase is JobPhase.HALTING and lost not in state.members
+    report = state.members[keeper].report
+    kept = tuple(
+        Copy(STATE, layer, 0, due, 1, lost, 10**9 + layer, 8, "x", node=keeper)
+        for layer in range(4)
+    )
+    members = dict(state.members)
+    members[keeper] = replace(members[keeper], report=replace(report, inventory=kept))
+    return state.of(members=members)
+
+
+def test_states_that_are_not_reported_to_be_on_disk_are_written() -> None:
+    state = saving(2)
+    begins = 2 * (state.newest_step // 2) + 3
+    due = begins - 1
+    for written in ((), ALL[:1], ALL[1:], ALL):
+        found = rescued(_lost(state, due, written), begins)
+        assert tuple(copy.slot for copy in found) == tuple(s for s in ALL if s not in written)
+    assert rescued(_lost(state, due, ()), due) == (), "it is written again"
+
+
+def copied(state: JobState, slots: tuple[Any, ...], *nodes: str, step: int = 8) -> JobState:
+    """`nodes` have copies of the states of `slots`."""
+    members = dict(state.members)
+    for number, node in enumerate(nodes):
+        copies = tuple(
+            Copy(STATE, slot[0], slot[1], step, 1, node, 10**9 + 100 * number + i, 8, "", node=node)
+            if len(slot) == 2
+            else Copy(STATE, slot[0], slot[1], step, 1, node, i, 8, "", node=node, portion=slot[2:])
+            for i, slot in enumerate(slots, 1)
+        )
+        report = replace(members[node].report, inventory=copies)
+        members[node] = replace(members[node], report=report)
+    return state.of(members=members)
+
+
+def replicated() -> JobState:
+    """Three pipelines of one node each. Training is at step 9; checkpoint 8 is being written."""
+    world = World(5, 3, steps=400, shape="3")
+    world.run(limit=4.0)
+    state = world.coordinator.state
+    assert [unit.node for unit in plan_of(state).holders(0)] == ["node0", "node1", "node2"]
+    return state.of(spec=replace(spec_of(state), checkpoint_every=4), checkpoint=("/c/4", 4))
+
+
+def _sources(copies: tuple[Copy, ...]) -> list[tuple[str, Any]]:
+    return [(copy.node, copy.slot) for copy in copies]
+
+
+def test_the_node_that_was_to_write_a_state_is_preferred() -> None:
+    state = copied(replicated(), ALL[:1], "node1", "node0", "node2")
+    assert _sources(rescued(state, 9)) == [("node0", (0, 0))], "it may have it in its queue"
+    assert _sources(rescued(state, 9, "node0")) == [("node1", (0, 0)), ("node2", (0, 0))]
+    assert _sources(rescued(state, 9, "node0", "node1")) == [
+        ("node2", (0, 0)),
+        ("node0", (0, 0)),
+    ], "nodes outside of the plan may drop their copies first"
+
+
+def test_a_restarted_agent_does_not_write_what_its_vault_has_lost() -> None:
+    """Its name is that of the node that was to write the states."""
+    state = copied(replicated(), ALL[:1], "node1", "node2")
+    assert _sources(rescued(state, 9)) == [("node1", (0, 0)), ("node2", (0, 0))]
+
+
+def test_states_are_rescued_again_after_a_second_loss() -> None:
+    """The new plan names another first holder, which was not to write the states."""
+    state = copied(replicated(), ALL[:1], "node2")
+    state = state.of(plan=_plan(state, "node0"))
+    assert _sources(rescued(state, 9, "node1")) == [("node2", (0, 0))]
+
+
+def test_portions_are_rescued() -> None:
+    halves = ((0, 0, 0, 2), (0, 0, 1, 2))
+    state = copied(replicated(), halves, "node1")
+    assert [copy.slot for copy in rescued(state, 9)] == list(halves)
+    state, _, _ = apply(state, part(8, halves[:1]))
+    assert [copy.slot for copy in rescued(state, 9)] == [halves[1]]
+    state = copied(state, halves[:1], "node1")
+    assert rescued(state, 9) == (), "the other half is lost"
+
+
+def test_a_checkpoint_is_given_up_only_if_nobody_writes_a_state() -> None:
+    state = copied(replicated(), ALL[:2], "node1", "node2")
+    epoch, present = state.epoch, assignment_of(state)
+    state = state.of(assignment=replace(present, rescued=rescued(state, 9, "node0")))
+    failed = [part(8, ALL[:1], epoch, node=node, error="gone") for node in ("node1", "node2")]
+    state, _, _ = apply(state, part(8, ALL[1:], epoch, node="node0"))
+    state, actions, _ = apply(state, failed[0])
+    assert not actions and 8 in dict(state.checkpoint_parts)
+    _, actions, _ = apply(state, part(8, ALL[:1], epoch, node="node2"))
+    assert actions == (job.CommitCheckpoint(8),)
+    state, actions, _ = apply(state, failed[1])
+    assert job.DropCheckpoint(8) in actions and 8 in state.lost_checkpoints
+
+
+# ---- divergence ----
+
+
+def _diverged(state: JobState, wrong: str) -> tuple[JobState, tuple[job.JobAction, ...]]:
+    """The commit of step 8 finds that the replica of node `wrong` differs."""
+    nodes = [unit.node for unit in plan_of(state).holders(0)]
+    values = tuple((node, "bad" if node == wrong else "good") for node in nodes)
+    found = (Divergence(0, 0, PARAMETERS, values),)
+    report = m.Diverged(1, 8, found, tuple((node, 0, 0, True) for node in nodes))
+    state, actions, _ = send_report(state, nodes[1], diverged=(report,))
+    more = list(actions)
+    state = copied(state, ALL, *nodes)
+    for node in nodes:
+        state, actions, _ = send_report(
+            state,
+            node,
+            phase=NodePhase.HALTED,
+            epoch=state.epoch,
+            halted=(m.Halted(state.epoch, 8, record=StepRecord(7, 1.0, 1.0, 1.0)),),
+            diverged=(report,),
+        )
+        more += actions
+    assert state.phase is JobPhase.INSTALLING and assignment_of(state).step == 8
+    return state, tuple(more)
+
+
+@pytest.mark.parametrize("progress", ["incomplete", "complete", "committed"])
+def test_a_checkpoint_with_a_diverged_state_is_written_again(progress: str) -> None:
+    state, _, _ = apply(replicated(), part(8, ALL[:1], node="node0"))
+    if progress != "incomplete":
+        state, _, _ = apply(state, part(8, ALL[1:], node="node1"))
+    if progress == "committed":
+        state, _, _ = apply(state, job.CheckpointCommitted("/c/8", 8))
+    state, actions = _diverged(state, "node0")
+    assert job.DropCheckpoint(8, before=2) in actions
+    assert state.checkpoint == ("/c/4", 4) and state.checkpoint_parts == ()
+    assert assignment_of(state).checkpointed == 4
+    assert assignment_of(state).starts == ((1, 0), (2, 8), (2, 7)), "agents forget their parts"
+    for late in (part(8, node="node0"), job.CheckpointCommitted("/c/8", 8)):
+        state, _, _ = apply(state, late)
+        assert state.checkpoint == ("/c/4", 4) and state.checkpoint_parts == ()
+    state, actions, _ = apply(state, part(8, epoch=2, node="node0"))
+    assert tuple(actions) == (job.CommitCheckpoint(8),)
+    state, _, _ = apply(state, job.CheckpointCommitted("/c/8", 8))
+    assert state.checkpoint == ("/c/8", 8)
+
+
+def test_a_checkpoint_of_other_nodes_outlives_a_divergence() -> None:
+    """Also the one that a job has resumed."""
+    state, _, _ = apply(replicated(), part(8, node="node1"))
+    state, _, _ = apply(state, job.CheckpointCommitted("/c/8", 8))
+    state, actions = _diverged(state, "node0")
+    assert state.checkpoint == ("/c/8", 8) and assignment_of(state).checkpointed == 8
+    assert not any(isinstance(action, job.DropCheckpoint) for action in actions)
+
+
+# ---- commits under way ----
+
+
+def test_a_commit_under_way_survives_a_return_to_an_earlier_step() -> None:
+    state = saving(4)
+    late = state.newest_step + 5
+    state, actions, _ = apply(state, part(late))
+    assert actions == (job.CommitCheckpoint(late),)
+    state = _after_a_loss(state)
+    assert assignment_of(state).step < late == assignment_of(state).checkpointed
+    assert checkpoints.commits_to_repeat(state) == (job.CommitCheckpoint(late),), "by a successor"
+    after, _, _ = apply(state, job.CheckpointCommitted("/c/late", late))
+    assert after.checkpoint == ("/c/late", late) and after.epoch == 2
+    state, actions, reason = apply(state, job.CheckpointFailed(late, "I/O error"))
+    assert state.phase is JobPhase.HALTING and "could not be committed" in reason
+    assert not entries(actions, "checkpoint-lost")
+    for node in ("node0", "node1", "node2"):
+        state = halt(state, node)
+    assert assignment_of(state).checkpointed == -1, "the agents write it"
+    state, _, _ = apply(state, part(late, epoch=3))
+    state, actions, _ = apply(state, job.CheckpointFailed(late, "I/O error"))
+    assert entries(actions, "checkpoint-lost") and state.epoch == 3, "no endless loop"
+
+
+# ---- the checkpoint that a job resumes ----
+
+SPEC = JobSpec((LayerSpec(1, 1, 1, 1.0, 1.0),) * 2, 4, 8, contents=("a", "b"), optimizer="AdamW")
+
+
+@pytest.mark.parametrize(
+    ("saved", "problem"),
+    [
+        (SavedModel("/c", 2, ("a", "b"), "AdamW"), ""),
+        (SavedModel("/c", 2), ""),
+        (SavedModel("/c", 2, (), "AdamW"), ""),
+        (SavedModel("/c", 3), "it has 3 layers, and this job has 2"),
+        (SavedModel("/c", 2, ("a", "c"), "AdamW"), "its layer 1 has c, and this job has b"),
+        (SavedModel("/c", 2, ("a", "b"), "SGD"), "its optimizer is SGD, and this job has AdamW"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_recognized(saved: SavedModel, problem: str) -> None:
+    found = checkpoints.mismatch(saved, SPEC)
+    assert found.endswith(problem) and bool(found) == bool(problem)
+    assert not found or "--resume: '/c' is not usable" in found
+    assert checkpoints.mismatch(saved, replace(SPEC, contents=(), optimizer="")) == (
+        found if saved.n_layers == 3 else ""
+    )
+
+
+def test_a_job_ends_at_once_if_it_resumes_another_model() -> None:
+    launched = next(state for state in samples()[JobPhase.LAUNCHED] if state.spec is None)
+    spec = spec_of(running())
+    for n_layers in (spec.n_layers, 9):
+        state = launched.of(resumed=SavedModel("/c", n_layers), checkpoint=("/c", 2))
+        state, actions, _ = send_report(state, "node0", elastic=True, spec=spec)
+        ends = [action for action in actions if isinstance(action, job.JobFinished)]
+        assert bool(ends) == (n_layers == 9)
+        if ends:
+            assert ends[0].code == 2 and "it has 9 layers" in ends[0].reason
+        else:
+            assert state.resumed is None and state.spec == spec
+
+
+def _unreadable(*older: tuple[str, int], **more: Any) -> tuple[JobState, Any, str]:
+    """The newest checkpoint is damaged, as a worker finds while it installs the plan."""
+    state = _after_a_loss(saving()).of(checkpoint=("/c/6", 6), older_checkpoints=older, **more)
+    report = m.CheckpointUnreadable(state.epoch, "/c/6", "layer-0002 is corrupt")
+    return send_report(state, "node0", phase=NodePhase.INSTALLING, epoch=2, unreadable=report)
+
+
+def test_an_older_checkpoint_replaces_a_damaged_one() -> None:
+    state, actions, reason = _unreadable(("/c/4", 4), ("/c/2", 2))
+    assert state.checkpoint == ("/c/4", 4) and state.older_checkpoints == (("/c/2", 2),)
+    assert state.phase is JobPhase.HALTING
+    assert "layer-0002 is corrupt; continuing from the checkpoint of step 4" in reason
+    (entry,) = entries(actions, "checkpoint-unusable")
+    assert entry == {"path": "/c/6", "step": 6, "why": "layer-0002 is corrupt"}
+    again, _, _ = send_report(state, "node1", unreadable=state.members["node0"].report.unreadable)
+    assert again.checkpoint == ("/c/4", 4), "two nodes found the same"
+
+
+@pytest.mark.parametrize(("trained", "code"), [(False, 2), (True, 3)])
+def test_without_an_older_checkpoint_the_job_ends(trained: bool, code: int) -> None:
+    state, actions, _ = _unreadable(trained=trained)
+    (end,) = [action for action in actions if isinstance(action, job.JobFinished)]
+    assert (state.phase, end.code) == (JobPhase.FAILED, code)
+    assert end.reason == "layer-0002 is corrupt; there is no older checkpoint"
+
+
+# ---- keepers ----
+
+
+def test_a_vault_that_stores_nothing_is_no_peer_of_the_next_plan() -> None:
+    state = running()
+    owner, keeper = plan_of(state).peers[0]
+    note = m.BackupNote(m.KEEPER_FAILED, owner, keeper, "cannot create a slot (/dev/shm: ...)")
+    state, actions, reason = apply(state, note)
+    assert entries(actions, "keeper-failed")[0]["detail"] == note.detail
+    (finding,) = entries(actions, "health")
+    assert finding["class"] == "storage" and note.detail in finding["reason"]
+    assert note.detail in reason and change_of(state).boundary, "at the end of the step"
+    for node in state.members:
+        state = halt(state, node)
+    assert keeper not in [peer for _, peer in plan_of(state).peers]
+    assert {node for node, _ in plan_of(state).peers} == {"node0", "node1", "node2"}
+    after, actions, _ = apply(state, note)
+    assert after.rebalance == "" and not entries(actions, "health"), "no second change of plan"
+
+
+# ---- the end with an error ----
+
+ERROR = m.Failed("step 3: the gradient norm is nan", 7)
+
+
+@functools.cache
+def pipeline() -> JobState:
+    """A running job of one pipeline: each of three nodes writes a part of each checkpoint."""
+    world = World(5, 3, steps=400, shape="1", backup="stream+snapshot")
+    world.run(limit=4.0)
+    state = world.coordinator.state
+    assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch == 1
+    assert all(slots_of(state, node) for node in state.members)
+    return state.of(start_s=3600.0)
+
+
+def due() -> tuple[JobState, int]:
+    """A running job, and the step of the checkpoint that is due after its newest step."""
+    state = pipeline()
+    step = state.newest_step + 1
+    assert step > 1
+    return state.of(spec=replace(spec_of(state), checkpoint_every=step)), step
+
+
+def fail(
+    state: JobState, node: str = "node1", failed: m.Failed = ERROR
+) -> tuple[JobState, tuple[job.JobAction, ...], str]:
+    return send_report(state, node, failed=failed)
+
+
+def pass_time(state: JobState, seconds: float) -> tuple[JobState, tuple[job.JobAction, ...]]:
+    """Let the time pass, up to the end of the job, in ticks without a delay. No node is heard."""
+    taken: tuple[job.JobAction, ...] = ()
+    until = state.updated_at + seconds
+    while state.updated_at < until and state.ending is None:
+        state, actions, _ = transition(state, job.Tick(), state.updated_at + 0.4)
+        taken += actions
+    return state, taken
+
+
+def check_end(
+    state: JobState, actions: tuple[job.JobAction, ...], lost: tuple[int, ...] = ()
+) -> None:
+    """The job ended with the first error, and reports the lost checkpoints."""
+    (end,) = [action for action in actions if isinstance(action, job.JobFinished)]
+    assert (end.code, end.reason) == (7, "node1: step 3: the gradient norm is nan")
+    assert state.phase is JobPhase.FAILED and state.ending == end
+    assert {a.node for a in actions if isinstance(a, job.Send)} >= set(state.members)
+    assert tuple(entry["step"] for entry in entries(actions, "checkpoint-lost")) == lost
+
+
+def lose(state: JobState, node: str) -> tuple[JobState, tuple[job.JobAction, ...]]:
+    """The node's agent ends."""
+    incarnation = state.members[node].report.info.incarnation
+    state, _, _ = apply(state, job.ConnectionClosed(node, incarnation))
+    state, actions, _ = apply(state, job.PortRefused(node, incarnation))
+    return state, actions
+
+
+def slots_of(state: JobState, node: str) -> tuple[Any, ...]:
+    """The files of a checkpoint that the node writes."""
+    return tuple(slot for slot in ALL if plan_of(state).holders(slot[0])[0].node == node)
+
+
+def commit(state: JobState, step: int) -> tuple[JobState, tuple[job.JobAction, ...]]:
+    state, actions, _ = apply(state, job.CheckpointCommitted(f"/c/{step}", step))
+    return state, actions
+
+
+def test_a_job_with_an_error_waits_for_the_checkpoint_that_is_due() -> None:
+    """Nothing else counts: later errors, crashed workers, lost contact, silence, a new node."""
+    state, step = due()
+    state, actions, reason = fail(state)
+    assert reason.endswith(f"the gradient norm is nan; waiting for the checkpoint of step {step}")
+    state, more, _ = fail(state, "node0", m.Failed("another text", 3))
+    state, crash, _ = send_report(
+        state, "node2", phase=NodePhase.FAILED, crash_count=9, cause="oops", suspects=("node1",)
+    )
+    info = replace(state.members["node1"].report.info, node="node9", incarnation="n9")
+    state, joined, _ = apply(state, m.NodeReport(info, NodePhase.EMPTY, 0))
+    state, late = pass_time(state, state.limits.save_s / 2)
+    before = (*actions, *more, *crash, *joined, *late)
+    assert not [action for action in before if isinstance(action, job.Send | job.JobFinished)]
+    assert (state.phase, state.epoch) == (JobPhase.RUNNING, 1)
+    state, actions, _ = apply(state, part(step, HALVES[0]))
+    assert not actions
+    state, actions, _ = apply(state, part(step, HALVES[1]))
+    assert actions == (job.CommitCheckpoint(step),)
+    check_end(*commit(state, step))
+
+
+def test_the_wait_for_the_checkpoint_has_a_limit() -> None:
+    for written in ((), HALVES[0]):
+        state, step = due()
+        state, _, _ = fail(state)
+        if written:
+            state, _, _ = apply(state, part(step, written))
+        state, actions = pass_time(state, state.limits.save_s - 1.0)
+        assert state.ending is None and not actions
+        check_end(*pass_time(state, 2.0), lost=(step,))
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_wait() -> None:
+    state, step = due()
+    state, _, _ = fail(state)
+    state, actions, _ = apply(state, part(step, (), node="node0", error="no space"))
+    check_end(state, actions, lost=(step,))
+    state, step = due()
+    state, _, _ = apply(state, part(step, (), node="node0", error="no space"))
+    state, actions, _ = fail(state)
+    check_end(state, actions)
+
+
+def test_the_next_coordinator_waits_for_the_checkpoint_too() -> None:
+    """The node that failed does not return; another node has an error."""
+    state, step = due()
+    state, _, _ = apply(state, part(step, slots_of(state, "node1")))
+    state, _, _ = fail(state)
+    state, _ = pass_time(state, 1.0)
+    state, later = loads(JobState, dumps(state)), 2 * state.limits.save_s
+    state, _, _ = transition(state, job.CoordinatorFailover(), state.updated_at + later)
+    state, actions, _ = fail(state, "node0", m.Failed("another text", 3))
+    assert state.ending is None and not actions, "the time without a coordinator does not count"
+    state, _, _ = apply(state, part(step, slots_of(state, "node0")))
+    state, actions, _ = apply(state, part(step, slots_of(state, "node2")))
+    assert actions == (job.CommitCheckpoint(step),)
+    check_end(*commit(state, step))
+
+
+def test_the_error_stays_if_its_node_is_lost() -> None:
+    state, step = due()
+    state, _, _ = fail(state)
+    check_end(*lose(state, "node1"), lost=(step,))
+    state, _, _ = fail(due()[0])
+    state, _, _ = apply(state, part(step, slots_of(state, "node1")))
+    state, actions = lose(state, "node1")
+    assert state.ending is None and not actions, "the others write the rest"
+    state, _, _ = apply(state, part(step, ALL))
+    check_end(*commit(state, step))
+
+
+def test_a_job_with_an_error_ends_at_once_if_no_checkpoint_is_due() -> None:
+    state, step = due()
+    never, later = (
+        state.of(spec=replace(spec_of(state), checkpoint_every=n)) for n in (0, step + 1)
+    )
+    unsaved = state.of(plan=replace(plan_of(state), state="none"))
+    for ready in (
+        never,
+        later,
+        unsaved,
+        commit(state, step)[0],
+        state.of(assignment=None, plan=None),
+    ):
+        check_end(*fail(ready)[:2])
+    check_end(*fail(state, failed=replace(ERROR, version=step - 1))[:2])
+    state, actions, _ = fail(later, failed=replace(ERROR, version=step + 1))
+    assert state.ending is None and not actions, "the report of the step is late"

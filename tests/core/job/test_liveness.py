@@ -1,0 +1,362 @@
+"""Losses of members, and a coordinator that doubts its own network."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core.coordinator.transitions import transition
+from elastic.core.job import state as job
+from elastic.core.job.state import Heartbeat, Heartbeats, JobPhase, JobState, LogEntry, Policy, Send
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.messages import NodePhase, NodeReport
+from elastic.core.protocol.timeouts import budget
+from elastic.domain.types import NodeInfo
+
+START, TICK_S, BEAT_S = 100.0, 0.1, 0.2
+
+
+def waiting(nodes: int, **policy: Any) -> JobState:
+    """A job that waits for one more node."""
+    state = JobState(policy=Policy(**{"min_nodes": nodes + 1, "max_nodes": nodes + 1, **policy}))
+    for number in range(nodes):
+        state, _, _ = transition(state, first_report(f"n{number}"), START)
+    assert len(state.members) == nodes
+    return state
+
+
+def first_report(node: str, incarnation: str = "") -> NodeReport:
+    return NodeReport(NodeInfo(node, incarnation or f"{node}-1", "h:1"), NodePhase.EMPTY, 0)
+
+
+class Story:
+    """A job whose members send heartbeats, as far as the test lets them through."""
+
+    def __init__(self, state: JobState) -> None:
+        self.state, self.actions = state, list[job.JobAction]()
+        self.names = tuple(state.members)
+        self._beat_at = 0.0
+
+    def event(self, event: Any, later_s: float = 0.0) -> None:
+        now = self.state.updated_at + later_s
+        self.state, actions, _ = transition(self.state, event, now)
+        self.actions += actions
+
+    def live(self, seconds: float, heard: Iterable[str] = (), rtt_s: float = 0.0) -> None:
+        """Let time pass while only `heard` reach the coordinator, each every BEAT_S."""
+        heard, end = tuple(heard), self.state.updated_at + seconds
+        while self.state.updated_at < end - 1e-6:
+            self.event(job.Tick(), TICK_S)
+            if heard and self.state.updated_at >= self._beat_at:
+                self._beat_at = self.state.updated_at + BEAT_S
+                beats = tuple(Heartbeat(n, f"{n}-1", 0, 0, rtt_s=rtt_s) for n in heard)
+                self.event(Heartbeats(beats))
+
+    def close(self, *nodes: str) -> None:
+        for node in nodes:
+            self.event(job.ConnectionClosed(node, f"{node}-1"))
+
+    def back(self, *nodes: str) -> None:
+        """The agents reconnect and report."""
+        for node in nodes:
+            if node in self.state.members:
+                self.event(self.state.members[node].report)
+
+    def logged(self, kind: str) -> list[dict[str, Any]]:
+        return [a.data for a in self.actions if isinstance(a, LogEntry) and a.kind == kind]
+
+    @property
+    def lost(self) -> list[tuple[str, str]]:
+        return [(data["node"], data["loss"]) for data in self.logged("lost")]
+
+    @property
+    def fenced(self) -> list[str]:
+        found = (a for a in self.actions if isinstance(a, Send))
+        return [a.node for a in found if isinstance(a.message, m.Fenced)]
+
+
+# ---- closed connections ----
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 7])
+@pytest.mark.parametrize("gap_s", [0.2, 0.5, 1.5, 2.5])
+def test_a_reset_of_all_connections_loses_nobody(nodes: int, gap_s: float) -> None:
+    story = Story(waiting(nodes))
+    story.live(2.0, story.names)
+    story.close(*story.names)
+    story.live(gap_s)
+    story.back(*story.names)
+    story.live(5.0, story.names)
+    assert not story.lost and not story.logged("doubt")
+    assert all(mb.connected for mb in story.state.members.values())
+
+
+def test_a_single_reset_connection_is_no_loss_before_the_lease() -> None:
+    story = Story(waiting(3))
+    story.close("n1")
+    story.live(2.8, ("n0", "n2"))
+    assert not story.lost
+    story.live(0.5, ("n0", "n2"))
+    assert story.lost == [("n1", "silent")], "it did not return"
+
+
+def test_the_silence_of_the_user_decides_about_closed_connections() -> None:
+    for silence_s in (1.0, 3.0, 8.0):
+        story = Story(waiting(3, lease_s=silence_s))
+        story.live(1.0, story.names)
+        story.close("n1")
+        story.live(silence_s - 0.6, ("n0", "n2"))
+        assert not story.lost
+        story.live(1.2, ("n0", "n2"))
+        assert story.lost == [("n1", "silent")]
+
+
+def test_a_refused_port_proves_the_end_of_an_agent() -> None:
+    story = Story(waiting(3))
+    story.close("n1")
+    story.event(job.PortRefused("n1", "former"))
+    story.event(job.PortRefused("nobody", "x"))
+    story.event(job.PortRefused("n2", "n2-1"))
+    assert not story.lost, "another life, no member, and connected"
+    story.event(job.PortRefused("n1", "n1-1"), 0.01)
+    assert story.lost == [("n1", "closed")] and story.fenced == ["n1"]
+    assert story.state.absent == ()
+
+
+def test_a_node_that_is_back_is_not_lost_by_an_old_refusal() -> None:
+    story = Story(waiting(3))
+    story.close("n1")
+    member = replace(story.state.members["n1"], refused=True)
+    story.state = story.state.of(members={**story.state.members, "n1": member})
+    story.back("n1")
+    story.live(2.0, story.names)
+    assert not story.lost and not story.state.members["n1"].refused
+
+
+def test_agents_that_ended_are_lost_during_a_doubt_as_well() -> None:
+    story = Story(waiting(4))
+    story.live(3.5, ("n0",))
+    assert story.logged("doubt") and not story.lost
+    story.close("n3")
+    story.event(job.PortRefused("n3", "n3-1"))
+    assert story.lost == [("n3", "closed")]
+
+
+def accuse(story: Story, accuser: str, accused: str) -> None:
+    report = replace(story.state.members[accuser].report, suspects=(accused,))
+    story.event(report)
+
+
+def test_a_closed_and_accused_node_has_a_short_time_to_return() -> None:
+    story = Story(waiting(4))
+    story.close("n1")
+    accuse(story, "n0", "n1")
+    assert not story.lost
+    story.live(0.3, ("n0", "n2", "n3"))
+    assert story.lost == [("n1", "closed")]
+    assert story.state.absent[0][0] == "n1", "it may live, so its copies are remembered"
+
+
+# ---- doubt ----
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("away_s", [1.0, 2.9, 3.5, 4.5, 7.0, 12.0, 20.0, 300.0])
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_coordinator_that_hears_nobody_blames_nobody(
+    nodes: int, away_s: float, closes: bool
+) -> None:
+    """Its cable is pulled, with or without closed connections. The nodes return one by one."""
+    story = Story(waiting(nodes))
+    story.live(2.0, story.names)
+    epoch = story.state.epoch
+    story.live(min(away_s, 10.0))
+    if closes:
+        story.close(*story.names)
+    story.live(max(0.0, away_s - 10.0))
+    for number, node in enumerate(story.names):
+        story.back(node)
+        story.live((1.2 if away_s < 3.2 else 4.0) / nodes, story.names[: number + 1])
+    story.live(10.0, story.names)
+    assert not story.lost and not story.fenced and story.state.epoch == epoch
+    assert len(story.logged("doubt")) == len(story.logged("doubt-over")) <= 1
+    assert story.logged("doubt") or away_s < 3.2
+    assert not story.state.doubt_since
+
+
+@given(
+    st.integers(3, 9),
+    st.data(),
+    st.floats(0.1, 25.0),
+)
+def test_a_majority_is_never_lost_before_the_doubt_is_over(
+    nodes: int, data: st.DataObject, seconds: float
+) -> None:
+    """Whichever minority the coordinator still hears, such as the node on its own machine."""
+    story = Story(waiting(nodes))
+    heard = data.draw(st.sets(st.sampled_from(story.names), max_size=(nodes - 1) // 2))
+    story.live(1.0, story.names)
+    story.live(seconds, heard)
+    assert not story.lost
+    story.back(*story.names)
+    story.live(5.0, story.names)
+    assert not story.lost and not story.state.doubt_since
+
+
+@pytest.mark.parametrize(("nodes", "silent"), [(2, 1), (3, 1), (4, 2), (9, 4)])
+def test_a_silent_minority_is_lost_after_the_lease(nodes: int, silent: int) -> None:
+    story = Story(waiting(nodes))
+    story.live(3.8, story.names[silent:])
+    assert sorted(node for node, _ in story.lost) == sorted(story.names[:silent])
+    assert not story.logged("doubt")
+
+
+def test_a_doubt_that_hears_somebody_ends() -> None:
+    """A majority of the machines lost power."""
+    story = Story(waiting(4))
+    limit = story.state.limits.doubt_s
+    story.live(limit, ("n0",))
+    assert not story.lost
+    story.live(2.5, ("n0",))
+    assert sorted(story.lost) == [(node, "silent") for node in ("n1", "n2", "n3")]
+    assert not story.state.doubt_since and {n for n, _ in story.state.absent} == {"n1", "n2", "n3"}
+
+
+def test_a_minority_that_comes_and_goes_does_not_prolong_a_doubt() -> None:
+    story = Story(waiting(4))
+    limit, began = story.state.limits.doubt_s, story.state.updated_at
+    while not story.lost:
+        story.live(2.0, heard=["n0"])
+        story.live(3.0)
+        assert story.state.updated_at < began + 2 * limit
+    assert story.state.updated_at > began + limit
+    assert {node for node, _ in story.lost} == {"n1", "n2", "n3"}
+
+
+def test_a_doubt_without_anybody_has_no_limit() -> None:
+    story = Story(waiting(3))
+    story.live(20 * story.state.limits.doubt_s)
+    assert not story.lost and len(story.logged("doubt")) == 1, "it is reported once"
+
+
+def test_the_time_of_a_short_doubt_is_no_silence() -> None:
+    """A cut that is shorter than the lease; one node's packets take longer to come through."""
+    story = Story(waiting(3))
+    story.live(2.9)
+    story.back("n0", "n1")
+    story.live(1.0, ("n0", "n1"))
+    story.back("n2")
+    story.live(5.0, story.names)
+    assert not story.lost and not story.logged("doubt"), "it is not reported"
+
+
+def test_a_silent_node_is_lost_soon_although_others_reconnect() -> None:
+    """The connections of two others are reset, one after another, while it is silent."""
+    story = Story(waiting(4))
+    story.live(1.0, story.names)
+    story.live(0.8, ("n0", "n1", "n2"))
+    story.close("n0", "n1")
+    story.live(0.3, ("n2",))
+    story.back("n0", "n1")
+    story.live(3.0, ("n0", "n1", "n2"))
+    assert story.lost == [("n3", "silent")]
+
+
+def test_after_a_doubt_late_nodes_have_time_to_return() -> None:
+    story = Story(waiting(5))
+    story.live(8.0)
+    story.back("n0", "n1", "n2")
+    story.live(5.0, ("n0", "n1", "n2"))
+    story.back("n3")
+    story.live(4.0, ("n0", "n1", "n2", "n3"))
+    assert story.lost == [("n4", "silent")], "the one that never came back"
+
+
+def test_a_machine_that_restarts_during_a_doubt_gets_its_name_back() -> None:
+    story = Story(waiting(1))
+    story.live(30.0)
+    assert story.state.doubt_since and not story.lost
+    story.event(first_report("n0", "n0-2"))
+    assert story.lost == [("n0", "replaced")]
+    assert story.state.members["n0"].report.info.incarnation == "n0-2"
+    story.live(1.0)
+    assert not story.state.doubt_since
+
+
+def test_a_new_coordinator_that_hears_nobody_doubts_itself() -> None:
+    story = Story(waiting(3))
+    story.event(job.CoordinatorFailover(), 5.0)
+    story.live(60.0)
+    assert not story.lost and len(story.logged("doubt")) == 1
+    story.back(*story.names)
+    story.live(5.0, story.names)
+    assert not story.lost
+
+
+def test_a_new_coordinator_loses_a_node_that_ended_meanwhile() -> None:
+    story = Story(waiting(3))
+    story.event(job.CoordinatorFailover(), 5.0)
+    story.back("n0", "n2")
+    story.event(job.PortRefused("n1", "n1-1"), 0.05)
+    assert story.lost == [("n1", "closed")]
+
+
+# ---- giving up the lead ----
+
+
+def orders_to_yield(story: Story) -> int:
+    return sum(isinstance(action, job.YieldLead) for action in story.actions)
+
+
+def test_the_lead_is_given_up_if_another_coordinator_may_take_it() -> None:
+    story = Story(waiting(3, standbys=True))
+    story.live(3.2)
+    assert story.state.doubt_since and not orders_to_yield(story)
+    story.live(1.6)
+    assert orders_to_yield(story) == 1 and story.logged("yield")
+    story.live(2.0)
+    assert orders_to_yield(story) == 1, "not again at once"
+
+
+@pytest.mark.parametrize(("standbys", "heard"), [(False, ()), (True, ("n0",))])
+def test_the_lead_is_kept(standbys: bool, heard: Collection[str]) -> None:
+    """No other coordinator can lead, or this one hears a node, and another might hear none."""
+    story = Story(waiting(3, standbys=standbys))
+    story.live(25.0, heard)
+    assert story.state.doubt_since and not orders_to_yield(story)
+
+
+# ---- round-trip times ----
+
+
+@pytest.mark.parametrize("rtt_s", [0.0, 0.001, 0.009, 0.08, 0.2, 1.5, 40.0])
+def test_limits_grow_with_the_round_trip_time(rtt_s: float) -> None:
+    story = Story(waiting(3))
+    story.live(1.0, story.names, rtt_s)
+    before, limits = budget(3.0), story.state.limits
+    if rtt_s < 0.01:
+        assert limits == before and story.state.seen.rtt_s == 0.0
+        return
+    for name in ("lease_s", "closed_s", "contact_s", "adopt_s", "doubt_s"):
+        assert getattr(limits, name) >= getattr(before, name) + 10 * min(rtt_s, 2.0)
+    assert limits.lease_s <= 3.0 + 10 * 2.0, "a wrong figure has a bound"
+    assert story.logged("timeouts")[-1]["measured"]["rtt_s"] == story.state.seen.rtt_s
+
+
+@pytest.mark.parametrize("rtt_s", [0.08, 0.2])
+def test_a_slow_reconnect_of_all_nodes_costs_nothing(rtt_s: float) -> None:
+    """Each of ten round trips takes its time; one of the nodes needs them all."""
+    story = Story(waiting(3, lease_s=1.0))
+    story.live(1.0, story.names, rtt_s)
+    story.close(*story.names)
+    story.live(4 * rtt_s)
+    story.back("n0", "n1")
+    story.live(6 * rtt_s + 0.5, ("n0", "n1"))
+    story.back("n2")
+    story.live(3.0, story.names)
+    assert not story.lost and story.state.phase is JobPhase.WAITING

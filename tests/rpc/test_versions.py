@@ -1,0 +1,108 @@
+"""Sessions between versions: the next and the former one are served, others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import grpc
+import pytest
+
+from elastic.core.protocol.messages import AgentFailed, Halt, Heartbeat, Trim
+from elastic.core.protocol.version import PROTOCOL, ProtocolVersion
+from elastic.rpc.control.client import CoordinatorSession, CoordinatorStub
+from elastic.rpc.control.envelope import KINDS, SESSION_VERSION
+from elastic.rpc.control.server import Server
+from elastic.rpc.security.rejections import REJECTIONS, Reason
+from tests.rpc.conftest import KEEPALIVE_S, Recorder
+
+
+@contextmanager
+def serving(version: ProtocolVersion) -> Iterator[tuple[Recorder, Server]]:
+    told = Recorder()
+    server = Server(
+        "127.0.0.1:0",
+        on_open=told.callback("open"),
+        on_message=told.callback("message"),
+        on_close=told.callback("close"),
+        on_call=lambda kind, body: body,
+        term=lambda: 1,
+        keepalive_s=KEEPALIVE_S,
+        version=version,
+    )
+    with closing(server):
+        yield told, server
+
+
+@contextmanager
+def connected(
+    server: Server, version: ProtocolVersion
+) -> Iterator[tuple[Recorder, CoordinatorSession]]:
+    told = Recorder()
+    session = CoordinatorSession(
+        server.address,
+        on_message=told.callback("message"),
+        on_up=told.callback("up"),
+        on_down=told.callback("down"),
+        on_refused=told.callback("refused"),
+        sender="node3",
+        keepalive_s=KEEPALIVE_S,
+        version=version,
+    )
+    with closing(session):
+        yield told, session
+
+
+def numbered(number: int) -> ProtocolVersion:
+    return ProtocolVersion(number, f"0.{number}", tuple(KINDS))
+
+
+@pytest.mark.parametrize("step", [-1, 0, 1])
+def test_a_neighbour_is_served(step: int) -> None:
+    other = numbered(PROTOCOL + step)
+    with (
+        serving(SESSION_VERSION) as (heard, server),
+        connected(server, other) as (told, session),
+    ):
+        told.expect("up")
+        assert heard.expect("open")[0].version == other
+        assert session.send(Heartbeat("node3", "i", 1, 2), 3)
+        assert heard.expect("message")[1] == Heartbeat("node3", "i", 1, 2)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["other node", "other coordinator"])
+@pytest.mark.parametrize("number", [PROTOCOL - 2, PROTOCOL + 2], ids=["older", "newer"])
+def test_another_version_is_refused_on_both_sides(number: int, swapped: bool) -> None:
+    """No session opens, and both sides name both versions and the remedy, once."""
+    mine, theirs = SESSION_VERSION, numbered(number)
+    mine, theirs = (theirs, mine) if swapped else (mine, theirs)
+    before = REJECTIONS.counts().get(("coordinator", Reason.VERSION), 0)
+    with serving(mine) as (heard, server), connected(server, theirs) as (told, session):
+        (why,) = told.expect("refused")
+        assert mine.text in why and theirs.text in why and "install the same version" in why
+        assert "node3" in why and server.address in why
+        assert not session.up and told.empty() and heard.empty()
+        assert REJECTIONS.counts()[("coordinator", Reason.VERSION)] > before
+
+
+def test_a_node_without_a_version_is_refused() -> None:
+    with (
+        serving(SESSION_VERSION) as (heard, server),
+        grpc.insecure_channel(server.address) as channel,
+        pytest.raises(grpc.RpcError, match="announces no protocol") as caught,
+    ):
+        list(CoordinatorStub(channel).session(iter(()), metadata=[("sender", "node1")]))
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert heard.empty()
+
+
+def test_messages_that_the_other_side_cannot_read_are_not_sent() -> None:
+    few = ProtocolVersion(PROTOCOL - 1, "", ("Heartbeat", "Trim"))
+    with serving(few) as (heard, server), connected(server, few) as (told, session):
+        told.expect("up")
+        theirs = heard.expect("open")[0]
+        assert not session.send(AgentFailed("node3", "i", "OSError"), 0)
+        assert session.send(Heartbeat("node3", "i", 1, 2), 0)
+        assert isinstance(heard.expect("message")[1], Heartbeat)
+        assert not theirs.send(Halt(4), 4) and theirs.send(Trim(4), 4)
+        assert told.expect("message")[0] == Trim(4)

@@ -1,0 +1,63 @@
+"""A job of three small layers whose data or parameters go wrong at a given step.
+
+    small_job.py [--flip NODE STEP] [--nan STEP MICROBATCH] [--steps N]
+
+`--flip` changes one bit of a weight on NODE, once, while it runs the first micro-batch of STEP.
+`--nan` puts a NaN into the data of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from elastic import ListStack, Microbatch, OptimizerSpec, Trainer
+
+flags = argparse.ArgumentParser()
+flags.add_argument("--flip", nargs=2, default=("", "-1"))
+flags.add_argument("--nan", nargs=2, type=int, default=(-1, -1))
+flags.add_argument("--steps", type=int, default=6)
+arguments = flags.parse_args()
+
+
+class Layer(nn.Linear):
+    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
+        if self.in_features == self.out_features:
+            flip(self.weight, microbatch.step)
+        x = super().forward(microbatch.fields["x"] if hidden is None else hidden)
+        last = self.out_features == 1
+        return nn.functional.mse_loss(x, microbatch.fields["y"]) if last else x.relu()
+
+
+def flip(weight: Tensor, step: int) -> None:
+    """Flip a bit of `weight` if this is the node and the step, and it was not done before."""
+    node, when = arguments.flip
+    done = Path(os.environ["ELASTIC_RUN_DIR"], "flipped")
+    if os.environ["ELASTIC_NODE"] == node and step == int(when) and not done.exists():
+        done.touch()
+        weight.detach().view(torch.int32)[3, 5] ^= 1 << 20
+
+
+def data(step: int, index: int) -> Microbatch:
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(100 * step + index))
+    y = x.sum(1, keepdim=True)
+    if (step, index) == tuple(arguments.nan):
+        x[0, 0] = math.nan
+    return Microbatch(step, index, {"x": x, "y": y})
+
+
+stack = ListStack([lambda: Layer(8, 32), lambda: Layer(32, 32), lambda: Layer(32, 1)], seed=0)
+adam = OptimizerSpec(factory=torch.optim.Adam, lr=lambda step: 1e-2 / (1 + step))
+Trainer(
+    stack=stack,
+    optimizer=adam,
+    data=data,
+    steps=arguments.steps,
+    microbatches=4,
+    checkpoint_every=3,
+).run()

@@ -1,0 +1,133 @@
+"""A small form of `make simulate`, and tests that the simulation itself can be trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+import time
+
+import pytest
+
+from elastic.store import checkpoint_directory
+from tests.simulation.kept import kept
+from tests.simulation.model import ModelReplica
+from tests.simulation.network import Endpoint, Network, connect
+from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.world import Fault, Outcome, Scenario, run, scenario_of
+
+FRESH_S = 8.0
+"""Time for fresh seeds."""
+QUIET = dataclasses.replace(
+    scenario_of(1), steps=4, checkpoint_every=2, backup="stream+snapshot", faults=(), nodes=3
+)
+
+
+def check(outcome: Outcome) -> None:
+    seed = outcome.scenario.seed
+    again = f"repeat it with: python -m tests.simulation --seed {seed} --trail"
+    assert not outcome.problems, f"{outcome.text()}\n{again}"
+
+
+@pytest.mark.parametrize("scenario", [one for _, one in kept()], ids=[why for why, _ in kept()])
+def test_failures_of_the_past(scenario: Scenario) -> None:
+    check(run(scenario))
+
+
+def test_fresh_seeds() -> None:
+    end = time.monotonic() + FRESH_S
+    while time.monotonic() < end:
+        check(run(scenario_of(secrets.randbits(32))))
+
+
+def test_a_seed_decides_everything() -> None:
+    faults = (Fault("cut-path", 4.0, 0, 1, 6.0), Fault("kill", 4.5, 1, 0, 0.0))
+    scenario = dataclasses.replace(QUIET, faults=faults)
+    first, second = run(scenario), run(scenario)
+    assert _plain(first) == _plain(second) and first.switches == second.switches
+    other = run(dataclasses.replace(scenario, seed=scenario.seed + 1))
+    assert _plain(other) != _plain(first)
+
+
+def _plain(outcome: Outcome) -> list[str]:
+    """The trail without the name of the temporary directory."""
+    return [re.sub(r"elastic-simulation-\w+", "", line) for line in outcome.trail]
+
+
+# ---- the oracles find what they should ----
+
+
+def test_a_micro_batch_that_counts_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = ModelReplica.collect
+
+    def twice(self: ModelReplica, index: int) -> None:
+        collect(self, index)
+        if (self.version, self.index, index) == (1, 2, 0):
+            self.gradient[index] *= 2
+
+    monkeypatch.setattr(ModelReplica, "collect", twice)
+    assert "exactly once" in run(QUIET).problems[0]
+
+
+def test_a_missing_checkpoint_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = checkpoint_directory.write_part
+    commit = checkpoint_directory.commit
+
+    def forgetful(directory: object, step: int, *rest: object) -> object:
+        path = commit(directory, step, *rest)  # type: ignore[arg-type]
+        if step == 2:
+            (path / checkpoint_directory.MANIFEST).unlink()
+        return path
+
+    monkeypatch.setattr(checkpoint_directory, "commit", forgetful)
+    assert write is checkpoint_directory.write_part
+    assert "checkpoint of step 2" in run(QUIET).problems[0]
+
+
+def test_a_wrong_final_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = ModelReplica.update
+
+    def wrong(self: ModelReplica, reduced: object, clip: float, lr: float) -> None:
+        update(self, reduced, clip, lr)  # type: ignore[arg-type]
+        if (self.version, self.index) == (2, 0):
+            self.value = bytes(len(self.value))
+
+    monkeypatch.setattr(ModelReplica, "update", wrong)
+    assert "final state" in run(QUIET).problems[0]
+
+
+# ---- the network ----
+
+
+def _pair(latency_s: float, rate: float) -> tuple[Scheduler, Network, list[Process]]:
+    scheduler = Scheduler(1)
+    network = Network(scheduler, latency_s, rate)
+    hosts = [network.add_host(name, name) for name in ("a", "b")]
+    return scheduler, network, [Process(scheduler, host.name, host) for host in hosts]
+
+
+def test_a_lost_direction_delays_a_stream_and_size_takes_time() -> None:
+    scheduler, network, (a, b) = _pair(0.01, 1000.0)
+    one, other = Endpoint(a.host, a), Endpoint(b.host, b)
+    one.other, other.other = other, one
+    network.cut(a.host, b.host, 3.0)
+    one.transmit(b"late", 4)
+    other.transmit(b"long", 2000)
+    times: dict[str, float] = {}
+    one.on_arrival = lambda: times.setdefault("a", scheduler.now)
+    other.on_arrival = lambda: times.setdefault("b", scheduler.now)
+    scheduler.run(20.0)
+    assert list(other.inbox) == [b"late"] and times["b"] > 3.0
+    assert list(one.inbox) == [b"long"] and 2.0 < times["a"] < 3.0
+
+
+def test_a_closed_port_refuses_and_a_dead_host_says_nothing() -> None:
+    scheduler, network, (a, b) = _pair(0.01, 1e6)
+    found: list[object] = []
+    connect(a.host, a, "b", 1, found.append)
+    scheduler.run(5.0)
+    assert isinstance(found.pop(), ConnectionRefusedError)
+    b.host.power_off()
+    connect(a.host, a, "b", 1, found.append)
+    scheduler.run(60.0)
+    assert not found and network.losses == 0

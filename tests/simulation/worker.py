@@ -1,0 +1,319 @@
+"""A worker process: the real `EpochSession` over a model of the training and of the transport.
+
+Real are the connection to the agent, the session of each epoch, loading by recipes, the backups
+(`Protection`, `Publisher`, `ActivationLog`) and the final hash. `ModelLinks` and `ModelSteps` stand
+in for `Links` and `StepRunner`: they compute as a delay, do not wait for the micro-batches of other
+stages, and meet the other workers at the reduction and the commit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.timeouts import budget
+from elastic.domain.errors import LedgerError
+from elastic.domain.types import ACTIVATION, COTANGENT, WHOLE, Accumulate, Portion, StepRecord, Unit
+from elastic.rpc.frames import version_in
+from elastic.worker.backup.activation_log import LoggedMessage
+from elastic.worker.backup.publisher import Publisher
+from elastic.worker.control.agent_client import AgentClient, WorkerSettings
+from elastic.worker.engine.step import StepResult
+from elastic.worker.epoch_session import EpochSession
+from elastic.worker.model.layers import TensorParallel
+from elastic.worker.transport.cancellation import AbandonSignal, LinkFailed
+from elastic.worker.transport.device_fault import crash_on_node_fault
+from tests.simulation.model import ModelReplica, whole_gradient
+from tests.simulation.network import Endpoint
+from tests.simulation.scheduler import Process
+
+
+def main(world: Any, process: Process, env: dict[str, str]) -> int:
+    """Run a worker until the job is over; return its exit code."""
+    if world.mute_starts:
+        world.mute_starts -= 1
+        process.local["mute"] = True
+        world.scheduler.pause(None)
+    world.scheduler.sleep(world.scheduler.uniform(0.2, 1.0))
+    settings = WorkerSettings(
+        agent=env["ELASTIC_AGENT"],
+        node=env["ELASTIC_NODE"],
+        local_rank=int(env["ELASTIC_LOCAL_RANK"]),
+        local_world_size=int(env["LOCAL_WORLD_SIZE"]),
+        run_dir=env["ELASTIC_RUN_DIR"],
+        memory_dir=env["ELASTIC_MEMORY_DIR"],
+        tp_store=env["ELASTIC_TP_STORE"],
+        accumulate="exact",
+        faults=(),
+        host=env["ELASTIC_HOST"],
+        timeouts=budget(float(env["ELASTIC_SILENCE"])),
+        agent_version=version_in(env["ELASTIC_PROTOCOL"]),
+    )
+    agent = AgentClient(settings)
+    context = Context(world, settings, agent)
+    process.local["agent"] = agent
+    store = f"{settings.host}:29500"
+    agent.send(m.Attach(settings.local_rank, process.pid, world.spec, store))
+    agent.start(context.on_acked)
+    left_epoch = 0
+    while True:
+        order = agent.next_order()
+        if isinstance(order, m.Stop):
+            agent.close()
+            context.publisher.close()
+            return order.code
+        if order.epoch > left_epoch:
+            with crash_on_node_fault(agent.send, settings.local_rank):
+                EpochSession(context, order).run()  # type: ignore[arg-type]
+            left_epoch = order.epoch
+
+
+class Context:
+    """Interface of `elastic.worker.context.WorkerContext`."""
+
+    def __init__(self, world: Any, settings: WorkerSettings, agent: AgentClient) -> None:
+        self.world, self.settings, self.agent = world, settings, agent
+        self.unit = Unit(settings.node, 0)
+        self.device, self.tp = torch.device("cpu"), TensorParallel()
+        memory = Path(settings.memory_dir) / settings.node
+        self.publisher = Publisher(agent.send, memory, settings.node)
+        self.replicas: dict[int, Any] = {}
+        self.protection: Any = None
+        self.injector = SimpleNamespace(recoveries=0, reach=lambda *_: None)
+        optimizer = SimpleNamespace(check=lambda **_: None, lr=lambda step: 0.1, clip_norm=None)
+        self.job = SimpleNamespace(
+            stack=SimpleNamespace(tied=()),
+            optimizer=optimizer,
+            spec=world.spec,
+            accumulate=Accumulate.EXACT,
+            data=lambda step, index: None,
+        )
+
+    def on_acked(self, acked: m.BundleAcknowledged) -> None:
+        self.publisher.on_acked(acked.bundle, acked.kept)
+        if self.protection is not None:
+            self.protection.on_acked(acked.bundle, acked.kept)
+
+    def build_replica(self, layer: int, empty: bool, portion: Portion = WHOLE) -> ModelReplica:
+        return ModelReplica(self.world.spec, layer, self.settings.node)
+
+
+class ModelLinks:
+    """Connections of a worker to all others of an epoch, over simulated connections."""
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self, world: Any, process: Process, epoch: int, rank: int, size: int, abandon: AbandonSignal
+    ) -> None:
+        self.world, self.process, self.epoch = world, process, epoch
+        self.rank, self.size, self.abandon = rank, size, abandon
+        self.max_unreceived = 0
+        self.ends: dict[int, Endpoint] = {}
+        self.closed = False
+        self._task = world.scheduler.current
+
+    @classmethod
+    def open(cls, world: Any, **given: Any) -> ModelLinks:
+        """Meet all workers of the epoch, then connect to them."""
+        scheduler = world.scheduler
+        process = scheduler.current.process
+        links = cls(
+            world, process, given["epoch"], given["rank"], given["world_size"], given["abandon"]
+        )
+        abandon: AbandonSignal = given["abandon"]
+        abandon.subscribe(links.wake)
+        present = world.meetings.setdefault(links.epoch, {})
+        present[links.rank] = links
+        for other in list(present.values()):
+            other.wake()
+        links._wait(lambda: len(present) == links.size)
+        links._connect(present, given["open_s"])
+        return links
+
+    def _connect(self, present: dict[int, ModelLinks], open_s: float) -> None:
+        """The lower rank of two connects."""
+        scheduler, network = self.world.scheduler, self.world.network
+        end = scheduler.now + open_s
+        while len(self.ends) < self.size - 1:
+            self.abandon.check()
+            if scheduler.now > end:
+                missing = tuple(r for r in range(self.size) if r not in (*self.ends, self.rank))
+                raise LinkFailed(missing, f"no connection within {open_s:g} s")
+            for rank in range(self.rank + 1, self.size):
+                other = present[rank]
+                a, b = self.process.host, other.process.host
+                well = a.up and b.up and not (network.lost(a, b) or network.lost(b, a))
+                if rank not in self.ends and well and other.process.alive and not other.closed:
+                    mine, theirs = Endpoint(a, self.process), Endpoint(b, other.process)
+                    mine.other, theirs.other = theirs, mine
+                    mine.on_arrival, theirs.on_arrival = self.wake, other.wake
+                    self.ends[rank], other.ends[self.rank] = mine, theirs
+                    other.wake()
+            if len(self.ends) < self.size - 1:
+                scheduler.pause(0.1)
+
+    def wake(self) -> None:
+        if self._task is not None:
+            self.world.scheduler.wake(self._task)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.abandon.check()
+            self.world.scheduler.pause(None)
+
+    def all_gather(self, tag: tuple[str, int], value: Any, nbytes: int) -> dict[int, Any]:
+        """Return the value of each rank. Raises LinkFailed and EpochAbandoned."""
+        for end in self.ends.values():
+            end.transmit((tag, value), nbytes)
+        found = {self.rank: value}
+        for rank, end in sorted(self.ends.items()):
+            self._wait(lambda end=end: bool(end.inbox or end.ended))  # type: ignore[misc]
+            self.abandon.check()
+            if not end.inbox:
+                raise LinkFailed((rank,), f"rank {rank} closed the connection")
+            theirs, found[rank] = end.inbox.popleft()
+            assert theirs == tag, f"rank {rank} is at {theirs}, this rank at {tag}"
+        return found
+
+    def close(self) -> None:
+        self.closed = True
+        self.abandon.unsubscribe(self.wake)
+        for end in self.ends.values():
+            end.on_arrival = None
+            end.close()
+
+
+class ModelSteps:
+    """Interface of `elastic.worker.engine.step.StepRunner`."""
+
+    def __init__(self, world: Any, **parts: Any) -> None:
+        self._world, self._p = world, SimpleNamespace(**parts)
+        self._links: ModelLinks = self._p.links
+        self._member = self._p.roster.members[self._links.rank]
+        self._position = self._p.agent.position
+        self.step = -1
+        self.record: StepRecord | None = None
+        self.runner = SimpleNamespace(
+            started=set(), sent=set(), step=-1, agreement=SimpleNamespace(check=lambda: None)
+        )
+        self.timer = SimpleNamespace(take=lambda *_: None)
+
+    def run(
+        self, step: int, todo: Sequence[tuple[int, ...]], covered: Mapping[int, frozenset[int]]
+    ) -> StepResult:
+        began = self._world.scheduler.now
+        self.step = self.runner.step = step
+        self.runner.started, self.runner.sent = set(), set()
+        if self._p.partial.step == step:
+            self._run_in_part(covered)
+        mine = todo[self._member.pipeline]
+        if not mine:
+            self._p.protection.enter()
+        for index in mine:
+            self._microbatch(index, 0, self._world.spec.n_layers, covered)
+        reduced, halt_epoch = self._reduce_and_commit()
+        spec = self._world.spec
+        record = StepRecord(step, 1.0, 1.0, float(step), ledgers=spec.n_layers * spec.tp)
+        self.record = record
+        self._update(reduced)
+        self._world.step_done(self.step, self._links)
+        seconds = self._world.scheduler.now - began
+        return StepResult(record, halt_epoch, 0.1, seconds)
+
+    def verify(self, step: int) -> None:
+        self._links.all_gather(("verify", step), None, 100)
+
+    def _run_in_part(self, covered: Mapping[int, frozenset[int]]) -> None:
+        partial = self._p.partial
+        for (first, last), runs in partial._groups:
+            for run in runs:
+                for copies, layer in ((run.inputs, run.first), (run.gradients, run.last)):
+                    for copy in copies:
+                        message = partial._messages.pop(copy.key, None)
+                        if message is not None:
+                            wanted = [layer, self.step, run.microbatch]
+                            assert message.tolist() == wanted, f"{copy.key} has {message.tolist()}"
+                if any(first <= r.index < last for r in self._p.replicas):
+                    self._microbatch(run.microbatch, first, last, covered)
+
+    def _microbatch(
+        self, index: int, first: int, last: int, covered: Mapping[int, frozenset[int]]
+    ) -> None:
+        p, world = self._p, self._world
+        self._position.update("compute", self.step, index)
+        self.runner.started.add(index)
+        world.scheduler.sleep(world.microbatch_s * world.scheduler.uniform(0.5, 1.5))
+        while self._links.process.local.get("spins"):
+            world.scheduler.sleep(0.2)
+        layers = self._member.layers
+        above, below = max(layers) + 1, min(layers)
+        if first < above < min(last, world.spec.n_layers):
+            self.runner.sent.add(index)
+            self._keep(ACTIVATION, above, index)
+        if max(first, 0) < below < last:
+            self._keep(COTANGENT, below, index)
+        for replica in p.replicas:
+            if first <= replica.index < last and index not in covered.get(replica.index, ()):
+                replica.collect(index)
+        self._position.update("wait")
+        p.on_microbatch()
+        p.protection.after_microbatch(self.step)
+
+    def _keep(self, kind: str, layer: int, index: int) -> None:
+        log = self._p.protection.log
+        if log is not None:
+            message = torch.tensor([layer, self.step, index])
+            log.keep(LoggedMessage(kind, layer, self.step, index, message))
+
+    def _reduce_and_commit(self) -> tuple[dict[int, Tensor], int]:
+        p, step = self._p, self.step
+        self._position.update("wait", step)
+        p.protection.after_microbatches()
+        sums = {r.index: (r.gradient.clone(), frozenset(r.ledger)) for r in p.replicas}
+        nbytes = sum(r.gradient_nbytes for r in p.replicas) * 4
+        gathered = self._links.all_gather(("reduce", step), sums, nbytes)
+        reduced = {}
+        for replica in p.replicas:
+            parts = [them[replica.index][0] for them in gathered.values() if replica.index in them]
+            reduced[replica.index] = torch.stack(parts).sum(0)
+        p.protection.before_commit(step, reduced)
+        halt = p.agent.boundary_requested() or -1
+        answers = self._links.all_gather(("commit", step), halt, 200)
+        self._check(gathered, reduced)
+        return reduced, max(answers.values())
+
+    def _check(self, gathered: dict[int, Any], reduced: dict[int, Tensor]) -> None:
+        """Each micro-batch is in each layer's gradient exactly once."""
+        world, step = self._world, self.step
+        for layer in range(world.spec.n_layers):
+            ledgers = [them[layer][1] for them in gathered.values() if layer in them]
+            found = Counter(index for ledger in ledgers for index in ledger)
+            wanted = Counter(range(world.spec.n_microbatches))
+            right = layer not in reduced or torch.equal(
+                reduced[layer], whole_gradient(world.spec, step, layer)
+            )
+            if found != wanted or not right:
+                text = f"step {step}, layer {layer}: {dict(found)} are in the gradient"
+                world.violation(f"exactly once: {text}")
+                doubled = sum((found - wanted).values())
+                raise LedgerError(text, doubled=doubled, missing=sum((wanted - found).values()))
+
+    def _update(self, reduced: dict[int, Tensor]) -> None:
+        p = self._p
+        self._position.update("compute", self.step)
+        p.protection.before_update(reduced, 1.0)
+        for replica in p.replicas:
+            self._world.scheduler.sleep(0.001)
+            replica.update(reduced[replica.index], 1.0, 0.1)
+            self._position.update("compute", self.step)
+            p.protection.retire(replica)
+        p.protection.after_update()
+        self._position.update("wait", self.step)

@@ -1,0 +1,574 @@
+"""A simulated cluster that runs one job with the real shells, under faults, and judges the run.
+
+`run(seed)` makes every choice from the seed: size and schemes of the job, the network, the faults
+and the order of all threads. `Outcome` has what was wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from elastic.agent import service as agent_service
+from elastic.config import JobConfig, WorkerCommand
+from elastic.coordinator import service as coordinator_service
+from elastic.core.node.node import ProcessSample
+from elastic.core.protocol.store_spec import StoreSpec
+from elastic.domain.errors import ElasticError, FieldError
+from elastic.domain.types import Accumulate, JobSpec, LayerSpec
+from elastic.store import checkpoint_directory
+from elastic.telemetry import read_events
+from tests.simulation import worker
+from tests.simulation.machine import installed
+from tests.simulation.model import expected_sha256
+from tests.simulation.network import Host, Network
+from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.store import SimStore, StoreMachine
+
+PORT = 7000
+WATCH_S = 1.0
+PROGRESS_S = 150.0
+"""After the last fault, a step or the end of the job comes within this time."""
+LEAVE_S = 90.0
+"""All processes end within this time after the job."""
+SCHEMES = (
+    "auto", "stream+snapshot", "stream+replica", "stream:2+replay:2", "recompute+replay:3",
+    "log+snapshot", "log+replica", "recompute+snapshot",
+)  # fmt: skip
+VAULT_LOST = ("power", "kill", "back")
+WORKER_KINDS = ("worker-kill", "worker-stop", "worker-spin", "worker-mute")
+MEMORY = ("memory-full", "no-slots")
+DISK = ("disk-full", "disk-error")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a node, or of a coordinator, at a time.
+
+    power: the host is gone, silently. kill: its agent and workers die. back: the same, and the
+    agent starts again after `seconds`. pause: no process of the host runs. worker-kill,
+    worker-stop, worker-spin, worker-mute: one worker; the last is killed, and the next one of its
+    node hangs before it attaches. cut-out, cut-in: packets from (to) the host are lost. cut-path,
+    cut-pair: those to one other host, one way or both. slow-path: one path has little bandwidth.
+    memory-full, no-slots, disk-full, disk-error, disk-slow: of the host. join, drain: planned
+    changes. lead-kill, lead-pause, lead-cut, lead-disk: the same for the host of the coordinator.
+    lead-amnesia: killed, and the store loses its last writes. store-away: the store is out of
+    reach.
+    """
+
+    kind: str
+    at: float
+    node: int
+    other: int
+    seconds: float
+
+
+NODE_KINDS = (
+    *VAULT_LOST, *WORKER_KINDS, "pause", "cut-out", "cut-in", "cut-path", "cut-path", "cut-pair",
+    "slow-path", *MEMORY, *DISK, "disk-slow", "join", "drain",
+)  # fmt: skip
+LEAD_KINDS = ("lead-kill", "lead-pause", "lead-cut", "lead-disk", "lead-amnesia", "store-away")
+PERMANENT = (*VAULT_LOST, *WORKER_KINDS, "join", "drain")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """All choices of a run besides the order of threads."""
+
+    seed: int
+    nodes: int
+    coordinators: int
+    steps: int
+    microbatches: int
+    checkpoint_every: int
+    backup: str
+    latency_s: float
+    rate: float
+    microbatch_s: float
+    faults: tuple[Fault, ...]
+    memory_rate: float = 64e6
+    """Bytes per second of an allocation of memory."""
+    disk_s: float = 0.001
+    """Time of an operation that waits for a disk."""
+    ask_bytes: int = 4 << 20
+    """Bundles of this size ask for room before they are sent."""
+    preemption: float = 0.02
+    """Share of the calls of a primitive at which another thread may run first."""
+
+
+def scenario_of(seed: int) -> Scenario:
+    rng = random.Random(f"scenario {seed}")
+    steps, microbatches = rng.choice((4, 6, 8)), rng.choice((3, 4, 6))
+    microbatch_s = rng.choice((0.05, 0.2, 0.4))
+    last_s = 4.0 + 0.6 * steps * microbatches * microbatch_s
+    first_s, together = rng.uniform(1.0, last_s), rng.random() < 0.5
+    faults: list[Fault] = []
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
+        kinds = rng.choices((VAULT_LOST, NODE_KINDS, LEAD_KINDS), (2, 5, 2))[0]
+        kind = rng.choice(kinds)
+        lost = any(fault.kind in VAULT_LOST for fault in faults)
+        if kind in VAULT_LOST and lost and rng.random() < 0.7:
+            kind = "cut-path"
+        seconds = rng.choice((0.3, 1.0, 2.5, 6.0, 15.0))
+        at = first_s + rng.uniform(0.0, 2.0) if together else rng.uniform(1.0, last_s)
+        faults.append(Fault(kind, round(at, 3), rng.randrange(8), rng.randrange(8), seconds))
+    return Scenario(
+        seed=seed,
+        nodes=rng.choice((2, 3, 3, 4, 5)),
+        coordinators=rng.choice((1, 1, 2)),
+        steps=steps,
+        microbatches=microbatches,
+        checkpoint_every=rng.choice((0, 1, 2, 3)),
+        backup=rng.choice(SCHEMES),
+        latency_s=rng.choice((0.0002, 0.0002, 0.005, 0.04, 0.1)),
+        rate=rng.choice((3e4, 1e6, 5e6, 1e8)),
+        microbatch_s=microbatch_s,
+        faults=tuple(sorted(faults, key=lambda f: f.at)),
+        memory_rate=rng.choice((64e6, 64e6, 1e5)),
+        disk_s=rng.choice((0.001, 0.001, 0.05)),
+        ask_bytes=rng.choice((4096, 4 << 20)),
+        preemption=rng.choice((0.01, 0.05, 0.3)),
+    )
+
+
+@dataclass
+class Outcome:
+    scenario: Scenario
+    problems: list[str]
+    trail: list[str]
+    code: int | None
+    simulated_s: float
+    real_s: float
+    switches: int
+    injected: Counter[str] = field(default_factory=Counter)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def text(self) -> str:
+        return "\n".join([f"seed {self.scenario.seed}: {self.scenario}", *self.problems])
+
+
+class World:
+    def __init__(self, scenario: Scenario, directory: Path) -> None:
+        self.scenario, self.directory = scenario, directory
+        self.scheduler = Scheduler(scenario.seed, scenario.preemption)
+        self.network = Network(self.scheduler, scenario.latency_s, scenario.rate)
+        self.network.memory_rate, self.network.disk_s = scenario.memory_rate, scenario.disk_s
+        self.store = StoreMachine(self.scheduler)
+        self.microbatch_s = scenario.microbatch_s
+        layers = tuple(LayerSpec(3000, 6000, 50, 1.0 + i % 2, 2.0) for i in range(4))
+        self.spec = JobSpec(
+            layers=layers,
+            n_microbatches=scenario.microbatches,
+            n_steps=scenario.steps,
+            checkpoint_every=scenario.checkpoint_every,
+        )
+        self.meetings: dict[int, dict[int, worker.ModelLinks]] = {}
+        self.problems: list[str] = []
+        self.injected: Counter[str] = Counter()
+        self.vaults_lost, self.memory_faults, self.disk_faults = 0, 0, 0
+        self.mute_starts = 0
+        """Number of the next workers that hang before they attach."""
+        self.well_at = 0.0
+        """Time at which all faults so far are over."""
+        self.moved_at = 0.0
+        """Time of the newest step."""
+        self.ended_at: float | None = None
+        self.lead_code: int | None = None
+        self.agents: dict[str, Process] = {}
+        self.workers: dict[int, Process] = {}
+        self.leads: dict[int, Process] = {}
+        self._cpu: Counter[int] = Counter()
+        run_dir = directory / "run"
+        (run_dir / "logs").mkdir(parents=True)
+        (run_dir / "checkpoints").mkdir()
+        count = scenario.coordinators
+        self.config = JobConfig(
+            job_id="sim",
+            run_dir=str(run_dir),
+            memory_dir=str(directory / "memory"),
+            checkpoint_dir=str(run_dir / "checkpoints"),
+            command=WorkerCommand(script="train.py"),
+            min_nodes=scenario.nodes,
+            max_nodes=9,
+            max_restarts=3,
+            local_nodes=scenario.nodes,
+            standalone=True,
+            coordinators=count,
+            store=StoreSpec(url="etcd://store:2379") if count > 1 else StoreSpec(),
+            backup=scenario.backup,
+            accumulate=Accumulate.EXACT,
+            verify_every=0,
+        )
+        self.lead_hosts = [self.network.add_host(f"lead{i}", f"10.0.1.{i}") for i in range(count)]
+        self.addresses = ",".join(f"{host.address}:{PORT}" for host in self.lead_hosts)
+        for slot in range(count):
+            self._start_lead(slot)
+        for _ in range(scenario.nodes):
+            self._join()
+        for fault in scenario.faults:
+            self.scheduler.at(fault.at, lambda fault=fault: self._inject(fault))  # type: ignore[misc]
+        self.scheduler.at(WATCH_S, self._watch)
+
+    # ---- what the stand-ins need ----
+
+    def open_store(self, config: JobConfig) -> SimStore:
+        return SimStore(self.store)
+
+    @property
+    def links(self) -> _Links:
+        return _Links(self)
+
+    def steps(self, **parts: Any) -> worker.ModelSteps:
+        return worker.ModelSteps(self, **parts)
+
+    def start_worker(self, parent: Process, env: dict[str, str]) -> Process:
+        process = self._process(f"worker-of-{env['ELASTIC_NODE']}", parent.host)
+        self.workers[process.pid] = process
+        process.may_fail = (ElasticError, OSError)
+        parent.at_exit.append(lambda: self._orphan(process))
+        return process.start(lambda: worker.main(self, process, env))
+
+    def _orphan(self, process: Process) -> None:
+        """A worker notices the end of its agent (`elastic.lifeline`)."""
+        self.scheduler.at(self.scheduler.uniform(0.001, 0.05), lambda: process.end(-9))
+
+    def sample(self, rank: int, pid: int) -> ProcessSample | None:
+        process = self.workers[pid]
+        if not process.alive:
+            return None
+        agent, mute = process.local.get("agent"), "mute" in process.local
+        busy = agent is None or agent.position.activity == "compute"
+        if busy and not process.stopped and not mute:
+            self._cpu[pid] += 1
+        return ProcessSample(rank, process.stopped, self._cpu[pid] / 10)
+
+    def step_done(self, step: int, links: worker.ModelLinks) -> None:
+        self.moved_at = self.scheduler.now
+        self.scheduler.log(f"step {step} is done on {links.process.name} (epoch {links.epoch})")
+
+    def violation(self, text: str) -> None:
+        self.problems.append(f"{self.scheduler.now:.3f}: {text}")
+
+    # ---- processes ----
+
+    def _process(self, name: str, host: Host) -> Process:
+        process = Process(self.scheduler, name, host)
+        process.at_exit.append(lambda: host.process_ended(process))
+        return process
+
+    def _start_lead(self, slot: int) -> None:
+        if self.ended_at is not None:
+            return
+        host = self.lead_hosts[slot]
+        process = self.leads[slot] = self._process(f"lead{slot}", host)
+
+        def main() -> int:
+            code = coordinator_service.lead(self.config, f"{host.address}:{PORT}", slot, -1)
+            self.lead_code = code
+            return code
+
+        process.start(main)
+        process.at_exit.append(lambda: self._lead_ended(slot, process))
+
+    def _lead_ended(self, slot: int, process: Process) -> None:
+        """The launcher starts a coordinator that crashed again."""
+        if process.code == 1 and not self._exit_written():
+            self.scheduler.at(0.5, lambda: self._start_lead(slot))
+
+    def _join(self) -> None:
+        number = len(self.agents)
+        host = self.network.add_host(f"node{number}", f"10.0.0.{number}")
+        self.scheduler.at(self.scheduler.uniform(0.0, 0.3), lambda: self._start_agent(host))
+        self.agents[host.name] = self._process(host.name, host)
+
+    def _start_agent(self, host: Host) -> None:
+        process = self.agents[host.name]
+        if self.ended_at is not None or self._exit_written():
+            process.end(-9)  # its launcher starts no agent after the job
+            return
+        args = SimpleNamespace(
+            node=host.name, domain="", host=host.address, device="", lifetime=0.0, memory=0
+        )
+        info = agent_service._node_info(args, self.config)
+
+        def main() -> int:
+            agent = agent_service.NodeAgent(self.config, self.addresses, info)
+            process.local["service"] = agent
+            return agent.run()
+
+        process.start(main)
+
+    # ---- faults ----
+
+    def _inject(self, fault: Fault) -> None:
+        if self.ended_at is not None:
+            return
+        kind, seconds = fault.kind, fault.seconds
+        living = [one for one in self.agents.values() if one.alive]
+        if not living:
+            return
+        self.injected[kind] += 1
+        self.scheduler.log(f"FAULT {fault}")
+        over = self.scheduler.now + (0.0 if kind in PERMANENT else seconds)
+        self.well_at = max(self.well_at, over + (seconds if kind == "back" else 0.0))
+        if kind.startswith("lead") or kind == "store-away":
+            self._hurt_lead(kind, fault)
+            return
+        process = living[fault.node % len(living)]
+        host: Host = process.host
+        others: list[Host] = [one.host for one in living if one is not process] or [host]
+        other = others[fault.other % len(others)]
+        own = [one for one in self.workers.values() if one.alive and one.host is host]
+        if kind.startswith("cut") or kind == "slow-path":
+            self._hurt_links(fault, host, other)
+        elif kind in (*MEMORY, *DISK, "disk-slow"):
+            self._hurt_storage(fault, host)
+        elif kind in VAULT_LOST:
+            self._lose(process, silent=kind == "power", back_s=seconds if kind == "back" else 0)
+        elif kind == "pause":
+            self._pause([process, *own], seconds)
+        elif kind == "join":
+            self._join()
+        elif kind == "drain" and "service" in process.local:
+            process.local["service"].leave()
+        elif kind in WORKER_KINDS and own:
+            self._hurt_worker(kind, own[0])
+
+    def _hurt_worker(self, kind: str, process: Process) -> None:
+        match kind:
+            case "worker-kill":
+                process.end(-9)
+            case "worker-stop":
+                process.stop()
+            case "worker-spin":
+                # The CPU time of a first step counts as progress, for ten minutes.
+                process.local["spins"] = bool(self.moved_at)
+            case "worker-mute":
+                self.mute_starts += 1
+                process.end(-9)
+
+    def _hurt_links(self, fault: Fault, host: Host, other: Host) -> None:
+        network, seconds = self.network, fault.seconds
+        everybody = [*self.lead_hosts, *(one.host for one in self.agents.values())]
+        match fault.kind:
+            case "cut-out":
+                for far in everybody:
+                    network.cut(host, far, seconds)
+            case "cut-in":
+                for far in everybody:
+                    network.cut(far, host, seconds)
+            case "cut-path":
+                network.cut(host, other, seconds)
+            case "cut-pair":
+                network.cut(host, other, seconds)
+                network.cut(other, host, seconds)
+            case "slow-path":
+                link = network.link(host, other)
+                self._for_a_while(link, "rate", link.rate / 100, seconds)
+
+    def _hurt_storage(self, fault: Fault, host: Host) -> None:
+        kind, seconds = fault.kind, fault.seconds
+        if kind == "disk-slow":
+            self._for_a_while(host, "disk_s", 0.5, seconds)
+        elif kind in MEMORY:
+            self.memory_faults += 1
+            number = errno.ENOSPC if kind == "memory-full" else errno.EMFILE
+            self._for_a_while(host, "memory_error", number, seconds)
+        else:
+            self.disk_faults += 1
+            number = errno.ENOSPC if kind == "disk-full" else errno.EIO
+            self._for_a_while(host, "disk_error", number, seconds)
+
+    def _hurt_lead(self, kind: str, fault: Fault) -> None:
+        slot = fault.node % len(self.lead_hosts)
+        host, process, seconds = self.lead_hosts[slot], self.leads[slot], fault.seconds
+        match kind:
+            case "lead-kill" | "lead-amnesia":
+                if process.alive:
+                    process.code = -9
+                    process.end(-9)
+                    if kind == "lead-amnesia":
+                        lost = self.store.forget(self.scheduler.uniform(0.1, 0.5))
+                        self.scheduler.log(f"the store has lost {lost} writes")
+                    self.scheduler.at(seconds, lambda: self._start_lead(slot))
+            case "lead-pause":
+                self._pause([process], seconds)
+            case "lead-cut":
+                for one in self.agents.values():
+                    self.network.cut(host, one.host, seconds)
+                    self.network.cut(one.host, host, seconds)
+            case "lead-disk":
+                self.disk_faults += 1
+                self._for_a_while(host, "disk_error", errno.ENOSPC, seconds)
+            case "store-away":
+                self.store.away_until = max(self.store.away_until, self.scheduler.now + seconds)
+
+    def _lose(self, process: Process, silent: bool, back_s: float) -> None:
+        self.vaults_lost += 1
+        host: Host = process.host
+        if silent:
+            host.power_off()
+        process.end(-9)
+        if silent:
+            for one in [w for w in self.workers.values() if w.host is host]:
+                one.end(-9)
+        if back_s:
+            self.agents[host.name] = self._process(host.name, host)
+            self.scheduler.at(back_s, lambda: self._start_agent(host))
+
+    def _pause(self, processes: list[Process], seconds: float) -> None:
+        for one in processes:
+            one.stop()
+            self.scheduler.at(seconds, one.resume)
+
+    def _for_a_while(self, target: Any, name: str, value: Any, seconds: float) -> None:
+        before = getattr(target, name)
+        if before == value:
+            return
+        setattr(target, name, value)
+        self.scheduler.at(seconds, lambda: setattr(target, name, before))
+
+    # ---- oracles ----
+
+    def _exit_written(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads((Path(self.config.run_dir) / "exit.json").read_text()))
+        return {}
+
+    def _watch(self) -> None:
+        """Look for the end of the job, or for a job that makes no progress."""
+        now = self.scheduler.now
+        if self.ended_at is None and self._exit_written():
+            self.ended_at = now
+        if self.ended_at is not None:
+            left = self._left()
+            if not left:
+                self.scheduler.over = True
+                return
+            if now > max(self.ended_at, self.well_at) + LEAVE_S:
+                self.violation(f"still there {LEAVE_S:g} s after the end: {left}")
+                self.scheduler.over = True
+                return
+        elif now > max(self.moved_at, self.well_at) + PROGRESS_S:
+            self._no_progress()
+            self.scheduler.over = True
+            return
+        self.scheduler.at(WATCH_S, self._watch)
+
+    def _left(self) -> list[str]:
+        everything = [*self.agents.values(), *self.workers.values(), *self.leads.values()]
+        return [one.name for one in everything if one.alive and not self._waits(one)]
+
+    def _waits(self, process: Process) -> bool:
+        """Whether it is an agent that never reached a coordinator, and so waits for one."""
+        agent = process.local.get("service")
+        return agent is not None and not agent._connected
+
+    def _no_progress(self) -> None:
+        agents = [name for name, one in self.agents.items() if one.alive]
+        too_few = not self.moved_at and len(agents) < self.config.min_nodes
+        if self.excused or not agents or too_few:
+            return
+        self.violation(f"no step for {PROGRESS_S:g} s although {agents} are well")
+
+    @property
+    def excused(self) -> bool:
+        """Redundancy was exceeded: copies of a lost node may have been lost as well."""
+        return self.vaults_lost > 1 or bool(self.vaults_lost and self.memory_faults)
+
+    def judge(self) -> None:
+        end = self._exit_written()
+        if not end:
+            return
+        code = end["code"]
+        if code:
+            unwritten = bool(self.disk_faults) and "checkpoint" in end["reason"]
+            if not (self.excused and code == 3) and not unwritten:
+                self.violation(f"the job ended with {code}: {end['reason']}")
+            return
+        events = read_events(Path(self.config.run_dir) / "events.jsonl")
+        last = [event for event in events if event["kind"] == "end"]
+        if not last:
+            if not self.disk_faults:
+                self.violation("there is no event of the end")
+        elif last[-1]["params_sha256"] != expected_sha256(self.spec):
+            self.violation("the final state is not that of a run without failures")
+        self._judge_checkpoints(events)
+        left = [p.name for p in Path(self.config.memory_dir).glob("*") if self._clean(p.name)]
+        if left:
+            self.violation(f"memory is left: {left}")
+
+    def _clean(self, node: str) -> bool:
+        """Whether the agent of `node` ended by itself, so that it had to clean up."""
+        process = self.agents.get(node)
+        return process is not None and process.code == 0
+
+    def _judge_checkpoints(self, events: list[dict[str, Any]]) -> None:
+        """Every due checkpoint is there. One that is not the last may be reported as lost, if a
+        node that wrote a part of it was lost."""
+        every, steps = self.spec.checkpoint_every, self.spec.n_steps
+        if not every or self.disk_faults:
+            return
+        lost = {event["step"] for event in events if event["kind"] == "checkpoint-lost"}
+        excused = lost - {steps} if self.vaults_lost else set()
+        for step in sorted({*range(every, steps + 1, every), steps} - excused):
+            path = Path(self.config.checkpoint_dir) / f"step-{step:08d}"
+            try:
+                checkpoint_directory.read_manifest(path)
+            except (FieldError, ElasticError) as error:
+                self.violation(f"checkpoint of step {step}: {error}")
+
+
+class _Links:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def open(self, **given: Any) -> worker.ModelLinks:
+        return worker.ModelLinks.open(self._world, **given)
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[Path]:
+    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    path = Path(tempfile.mkdtemp(prefix="elastic-simulation-", dir=base))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def run(scenario: Scenario, observe: Callable[[World], object] = lambda world: None) -> Outcome:
+    """Run a job to its end; return what was wrong."""
+    began = time.perf_counter()
+    with _directory() as directory:
+        world = World(scenario, directory)
+        observe(world)
+        with installed(world) as trail:
+            world.scheduler.run(until_s=2000.0)
+            simulated_s = world.scheduler.now
+            if not world.scheduler.over:
+                world.violation("nothing can happen any more")
+            world.judge()
+            world.scheduler.close()
+    problems = [*world.problems, *world.scheduler.crashes, *trail.errors]
+    return Outcome(
+        scenario=scenario,
+        problems=problems,
+        trail=world.scheduler.trail,
+        code=world.lead_code,
+        simulated_s=simulated_s,
+        real_s=time.perf_counter() - began,
+        switches=world.scheduler.switches,
+        injected=world.injected,
+    )
