@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,9 +21,11 @@ from elastic.agent.workers.processes import WorkerGroup
 from elastic.config import JobConfig
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
+from elastic.domain.types import Plan
 from elastic.rpc.bulk.transfer import VaultClient
-from elastic.store.shared_memory import DATA_OFFSET, slot_capacity
+from elastic.store.shared_memory import DATA_OFFSET, private_copy, slot_capacity
 from tests.agent.agents import RunningAgent, Slow, running_agent
+from tests.agent.vault.checkpoints import N_LAYERS, layer_run
 from tests.agent.vault.copies import LocalWriter, content, make, put
 from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
@@ -169,6 +172,25 @@ def test_a_checkpoint_is_written_slowly(node: RunningAgent) -> None:
     slow.go()
     writer._thread.join(LONG_S)
     assert not writer._thread.is_alive()
+
+
+def test_a_copy_for_a_checkpoint_is_made_slowly(
+    node: RunningAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states of a lost node are copied in pieces, which keep the interpreter's lock shortly."""
+    vault, writer, data = node.agent._vault, node.agent._checkpoints, layer_run(0, 2)
+    copy = put(vault, make(data, layer=0, step=2, epoch=9), data)
+    slow = Slow(private_copy)
+    monkeypatch.setattr("elastic.agent.vault.checkpoints.private_copy", slow)
+    writer._rescue(Plan(1, N_LAYERS, 1, 1, ()), copy)
+    assert slow.begun.wait(LONG_S)
+    node.coordinator.heartbeats()
+    assert [c.key for c in node.obeys(1).inventory] == [copy.key]
+    slow.go()
+    written = threading.Event()
+    writer.then(written.set)
+    assert written.wait(LONG_S)
+    assert list(Path(node.agent._config.checkpoint_dir).rglob("*.s*"))
 
 
 def test_a_copy_is_verified_slowly(node: RunningAgent, monkeypatch: pytest.MonkeyPatch) -> None:

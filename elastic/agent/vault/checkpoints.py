@@ -4,6 +4,9 @@ When a worker publishes the state of a checkpoint's step, the state is copied at
 writes it to disk. One node writes each layer: its holder in the first pipeline. If holders share
 the state of a layer, each writes its portion.
 
+A disk that is slow or hangs must not fill the memory with copies: while `MAX_BEHIND` checkpoints
+wait for it, the next one is given up.
+
 The state after the last step is always a checkpoint. Workers wait for this checkpoint only: its
 bundles are acknowledged when the files are on disk, so that the job does not end before.
 
@@ -25,17 +28,21 @@ from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import CheckpointPart, Published
 from elastic.core.recovery import lineage
 from elastic.domain.checksum import checksum_problem
-from elastic.domain.errors import ElasticError, VaultError
+from elastic.domain.errors import ElasticError, VaultError, describe
 from elastic.domain.types import STATE, WHOLE, Assignment, Copy, Plan, Slot
 from elastic.rpc.control.event_loop import run_callback
 from elastic.store import checkpoint_directory
-from elastic.store.shared_memory import checksum
+from elastic.store.shared_memory import checksum, private_copy
 
 log = logging.getLogger(__name__)
 KEPT_STEPS = 8
 """Number of steps of which the written parts are remembered."""
 CLOSE_S = 30.0
 """Upper limit of the wait for the disk at the end of the job."""
+MAX_BEHIND = 2
+"""Number of earlier checkpoints that may be in the queue when the next one is copied."""
+SMALL_BYTES = 64 << 20
+"""Copies in the queue that have fewer bytes altogether do not count."""
 
 
 class CheckpointWriter:
@@ -66,6 +73,9 @@ class CheckpointWriter:
         """`Assignment.checkpointed` of the present epoch."""
         self._written: dict[tuple[int, Slot], Copy] = {}
         """State by (step, slot) of each part of the newest steps that is queued or written."""
+        self._queued: list[tuple[int, int, int]] = []
+        """(step, epoch, bytes) of each bundle whose private copies are in memory until the disk has
+        them."""
         self._lock = threading.Lock()
         """Guards the fields above: `enter` and `offer` are called on different threads."""
         self._closed = threading.Event()
@@ -98,8 +108,12 @@ class CheckpointWriter:
             return
 
         def write() -> None:
-            with lease:
-                data = memoryview(bytes(view))
+            try:
+                with lease:
+                    data = private_copy(view)
+            except (MemoryError, OSError) as error:
+                self._give_up([copy], error, _problem(error))
+                return
             if not checksum_problem(copy, checksum(data)):
                 self._write(plan, [(copy, data)])
             else:
@@ -123,17 +137,49 @@ class CheckpointWriter:
             due = [copy for copy in copies if self._is_due(copy)]
             if plan is None or not due:
                 return
-            self._written |= {(step, copy.slot): copy for copy in due}
-            newest = sorted({step for step, _ in self._written})[-KEPT_STEPS:]
-            for part in [part for part in self._written if part[0] not in newest]:
-                del self._written[part]
-            self.final = self.final or step == self.steps
+            bundle = step, plan.epoch, sum(copy.nbytes for copy in due)
+            behind = 0 if step == self.steps else self._behind(bundle)
+            if behind < MAX_BEHIND:
+                self._queued.append(bundle)
+                self._enlist(due, step)
+        if behind >= MAX_BEHIND:
+            late = VaultError(f"the disk is {behind} checkpoints behind")
+            self._give_up(due, late, str(late))
+            return
         try:
             parts = [(copy, self._vault.read(copy.key)) for copy in due]
-        except VaultError as error:
-            self._give_up(due, error, str(error))
+        except (VaultError, MemoryError, OSError) as error:
+            self._leave_queue(bundle)
+            self._give_up(due, error, _problem(error))
             return
-        self._queue.put(partial(self._write, plan, parts))
+
+        def write() -> None:
+            try:
+                self._write(plan, parts)
+            finally:
+                parts.clear()
+                self._leave_queue(bundle)
+
+        self._queue.put(write)
+
+    def _behind(self, bundle: tuple[int, int, int]) -> int:
+        """Return the number of other checkpoints with large copies in memory. The caller holds the
+        lock."""
+        if sum(nbytes for _, _, nbytes in self._queued) < SMALL_BYTES:
+            return 0
+        return len({queued[:2] for queued in self._queued} - {bundle[:2]})
+
+    def _leave_queue(self, bundle: tuple[int, int, int]) -> None:
+        with self._lock:
+            self._queued.remove(bundle)
+
+    def _enlist(self, due: list[Copy], step: int) -> None:
+        """Remember that the copies are written now. The caller holds the lock."""
+        self._written |= {(step, copy.slot): copy for copy in due}
+        newest = sorted({step for step, _ in self._written})[-KEPT_STEPS:]
+        for part in [part for part in self._written if part[0] not in newest]:
+            del self._written[part]
+        self.final = self.final or step == self.steps
 
     def _is_due(self, copy: Copy) -> bool:
         """Return whether this node must write the copy now. The caller holds the lock."""
@@ -211,3 +257,8 @@ class CheckpointWriter:
         if not undone:  # the present epoch may have relied on these copies
             slots = tuple(copy.slot for copy in copies)
             self._emit(CheckpointPart(step, slots, epoch, self._vault.node, why))
+
+
+def _problem(error: Exception) -> str:
+    """Return why a private copy could not be made."""
+    return str(error) if isinstance(error, VaultError) else f"no memory: {describe(error)}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from elastic.agent.vault import checkpoints
 from elastic.agent.vault.checkpoints import CheckpointWriter
 from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.vault import Vault
@@ -397,6 +398,69 @@ def test_a_rescued_copy_of_a_living_worker_outlives_the_trim(node: Node) -> None
         node.workers.slots[0].view(len(run))[:] = bytes(len(run))
     slow.set()
     assert node.written() == [(2, ((2, 0),))]
+
+
+def test_a_slow_disk_costs_checkpoints_and_not_the_memory(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two checkpoints wait for the disk. The next one is given up, but never the last one."""
+    monkeypatch.setattr(checkpoints, "SMALL_BYTES", 0)
+    told: list[str] = []
+    node.writer._failed = told.append
+    node.writer.every, node.writer.steps = 1, 6
+    slow = threading.Event()
+    node.writer.then(lambda: wait_for(slow))
+    for step in (1, 2):
+        node.announce(step, 0)
+        node.announce(step, 1)
+    assert node.parts.empty() and not told
+    node.announce(3, 0, 1)
+    given_up = node.parts.get_nowait()
+    assert (given_up.step, given_up.layers) == (3, ((0, 0), (1, 0)))
+    assert told == [given_up.error] == ["the disk is 2 checkpoints behind"]
+    node.announce(6, 0, 1)
+    slow.set()
+    whole = [(1, ((0, 0),)), (1, ((1, 0),)), (2, ((0, 0),)), (2, ((1, 0),))]
+    assert node.written() == [*whole, (6, ((0, 0), (1, 0)))]
+    node.announce(3, 0, 1)
+    assert node.written() == [(3, ((0, 0), (1, 0)))], "the disk has caught up"
+    assert node.writer._queued == []
+
+
+def test_small_copies_may_wait_for_the_disk(node: Node) -> None:
+    node.writer.every = 1
+    slow = threading.Event()
+    node.writer.then(lambda: wait_for(slow))
+    for step in (1, 2, 3, 4):
+        node.announce(step, 0)
+    slow.set()
+    assert [step for step, _ in node.written()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
+def test_a_copy_for_which_there_is_no_memory_is_reported_and_tried_again(
+    node: Node, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(data: memoryview) -> memoryview:
+        raise error
+
+    told: list[str] = []
+    node.writer._failed = told.append
+    run = layer_run(1, 2)
+    copy = put(node.vault, make(run, layer=1, step=2, owner="b", epoch=1), run)
+    rescue = Assignment(replace(plan(), epoch=2), 3, rescued=(copy,))
+    with monkeypatch.context() as patch:
+        patch.setattr("elastic.agent.vault.vault.private_copy", fail)
+        patch.setattr("elastic.agent.vault.checkpoints.private_copy", fail)
+        node.announce(5, 0)
+        assert node.writer.final
+        node.writer.enter(rescue)
+        assert [node.parts.get(timeout=LONG_S).step for _ in range(2)] == [5, 2]
+        assert len(told) == 2 and all(why.startswith("no memory: ") for why in told)
+    node.writer.enter(rescue)
+    node.announce(5, 0, epoch=2)
+    assert node.written() == [(2, ((1, 0),)), (5, ((0, 0),))]
+    assert node.writer._queued == []
 
 
 LIMITED = """
