@@ -38,6 +38,8 @@ MAX_PAYLOAD_BYTES = 1 << 40
 LEAST_CHUNK_BYTES, CHUNK_BYTES = 256 << 10, 2 << 20
 """Bounds of one read, which is a quarter of the data: a checksum of the chunk is then computed from
 the CPU's cache while the rest arrives."""
+TLS_BYTES = 256 << 10
+"""Bytes sent at a time with TLS. A link that moves fewer bytes within the time limit has failed."""
 PIECE_BYTES = 64 << 10
 """Bytes sent at a time on a shaped link."""
 SIOCOUTQNSD = 0x894B
@@ -219,11 +221,16 @@ class FrameStream:
         return left_s if self.timeout_s is None else min(left_s, self.timeout_s)
 
     def _write(self, data: memoryview, flags: int = 0) -> None:
-        """Send `data` in chunks, so that the time limit applies to a chunk and not to all."""
+        """Send `data`. The time limit applies to each piece; `sendall` would apply it to all data,
+        also if they move."""
+        # A call sends what has room, but with TLS all that it gets.
+        position, most = 0, TLS_BYTES if isinstance(self._sock, ssl.SSLSocket) else len(data)
         with _closing_errors():
             self._sock.settimeout(self._patience())
-            for start in range(0, len(data), 8 * CHUNK_BYTES):
-                self._sock.sendall(data[start : start + 8 * CHUNK_BYTES], flags)
+            while position < len(data):
+                if self.until is not None:
+                    self._sock.settimeout(self._patience())
+                position += self._sock.send(data[position : position + most], flags)
 
 
 class Channel:

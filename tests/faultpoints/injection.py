@@ -10,9 +10,9 @@ The module needs the standard library alone, because `sitecustomize` loads it in
 a real job.
 
     kind      calls                                    faults
-    send      sendall of requests and payloads         kill, stop, EIO
-    publish   sendall of an announcement               kill, stop, EIO
-    ack       sendall of a reply or acknowledgement    kill, kill-after, stop, EIO
+    send      sending of requests and payloads         kill, stop, EIO
+    publish   sending of an announcement               kill, stop, EIO
+    ack       sending of a reply or acknowledgement    kill, kill-after, stop, EIO
     socket    creation of a socket, accept             kill, stop, EMFILE
     allocate  posix_fallocate of a slot                kill, stop, EIO, ENOSPC, ENOSPC+
     open      open of a slot or checkpoint file        kill, stop, EMFILE
@@ -208,7 +208,7 @@ def install_store(injector: Injector, store: type[Any], unavailable: type[Except
 
 def _wrap_sockets(injector: Injector) -> None:
     kept = threading.local()
-    make, accept, sendall = socket.socket.__init__, socket.socket.accept, socket.socket.sendall
+    make, accept, send = socket.socket.__init__, socket.socket.accept, socket.socket.send
 
     def made(self: socket.socket, family: int = -1, *args: Any, **kwargs: Any) -> None:
         given = kwargs.get("fileno", args[2] if len(args) > 2 else None) is not None
@@ -228,14 +228,16 @@ def _wrap_sockets(injector: Injector) -> None:
             pass
         return accept(self)
 
-    def sent(self: socket.socket, data: Any, flags: int = 0) -> None:
+    def sent(self: socket.socket, data: Any, flags: int = 0) -> int:
+        if bytes(memoryview(data)[4:5]) != b"{" and not hasattr(kept, "detail"):
+            return send(self, data, flags)  # not a thread that sends frames
         kind, detail = _frame(data, kept)
         with injector.reach(kind, detail):
-            sendall(self, data, flags)
+            return send(self, data, flags)
 
     socket.socket.__init__ = made  # type: ignore[method-assign]
     socket.socket.accept = accepted  # type: ignore[method-assign]
-    socket.socket.sendall = sent  # type: ignore[method-assign,assignment]
+    socket.socket.send = sent  # type: ignore[method-assign,assignment]
 
 
 def _frame(data: Any, kept: threading.local) -> tuple[str, str]:
@@ -243,7 +245,7 @@ def _frame(data: Any, kept: threading.local) -> tuple[str, str]:
     (`elastic.rpc.frames`); other bytes are the payload of the thread's last frame."""
     start = bytes(memoryview(data)[:5])
     if start[4:] != b"{":
-        return "send", f"payload of {getattr(kept, 'detail', 'nothing')}"
+        return "send", f"payload of {kept.detail}"
     text = bytes(memoryview(data)[4:])
     length = int.from_bytes(start[:4], "little")
     frame = json.loads(text[:length])

@@ -121,6 +121,8 @@ CONSTANTS = {
     "metrics.py STEP_S": "decision",
     "rpc/bulk/compression.py OVERHEAD_S": "decision",
     "rpc/bulk/handshake.py HANDSHAKE_S": "evidence",
+    "rpc/bulk/transfer.py KEEPALIVE_IDLE_S": "evidence",
+    "rpc/bulk/transfer.py KEEPALIVE_INTERVAL_S": "evidence",
     "rpc/control/channel_options.py CONNECT_TIMEOUT_S": "interval",
     "rpc/control/channel_options.py IDLE_S": "evidence",
     "rpc/control/channel_options.py REFUSED_RETRY_MAX_S": "interval",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Iterator
@@ -85,6 +86,48 @@ def test_timeout_without_progress(pair: tuple[socket.socket, socket.socket]) -> 
         FrameStream(pair[1], timeout_s=0.05).receive()
     with pytest.raises(TimeoutError):
         FrameStream(pair[0], timeout_s=0.05).send({}, (memoryview(bytes(64 << 20)),))
+
+
+class SlowLink(socket.socket):
+    """A link at a fixed rate. As sockets do, `send` sends what has room, and `sendall` applies the
+    time limit to all data."""
+
+    room = 100_000
+
+    def __init__(self, bytes_per_s: int) -> None:
+        socket.socket.__init__(self)
+        self._rate, self._limit_s = bytes_per_s, 0.0
+        self.sent = bytearray()
+
+    def settimeout(self, value: float | None) -> None:
+        self._limit_s = value or 0.0
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        part = data[: self.room]
+        self.sendall(part)
+        return len(part)
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        if len(data) > self._limit_s * self._rate:
+            raise TimeoutError("timed out")
+        self.sent += data
+
+
+class SlowTlsLink(SlowLink, ssl.SSLSocket):
+    """With TLS, `send` sends all data, too."""
+
+    room = 1 << 30
+
+
+@pytest.mark.parametrize("kind", [SlowLink, SlowTlsLink])
+def test_a_link_that_is_slow_makes_progress(kind: type[SlowLink]) -> None:
+    """The time limit is for a lack of progress, not for all the data of a call."""
+    data = bytes(range(256)) * 20000
+    with kind(50_000) as link:
+        FrameStream(link, timeout_s=10.0).send({}, (memoryview(data),))
+        assert link.sent.endswith(data)
+    with kind(1) as link, pytest.raises(TimeoutError):
+        FrameStream(link, timeout_s=10.0).send({}, (memoryview(data),))
 
 
 def test_close_wakes_a_blocked_reader(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -381,7 +381,8 @@ class SimSocket:
 
     # ---- data ----
 
-    def sendall(self, data: Any, flags: int = 0) -> None:
+    def send(self, data: Any, flags: int = 0) -> int:
+        """Send all of `data`."""
         view = memoryview(data).cast("B")
         end = None if self._timeout is None else self._scheduler.now + self._timeout
         self._scheduler.may_yield()
@@ -395,6 +396,7 @@ class SimSocket:
                     break
                 connection.wait(end)
             connection.transmit(piece, len(piece))
+        return len(view)
 
     def recv_into(self, out: Any) -> int:
         data = self._receive(len(out))

@@ -54,6 +54,9 @@ from elastic.rpc.security.expiry import with_expiry
 
 BUFFER_BYTES = 1 << 20
 """Size of socket buffers: a large copy then needs fewer switches between both sides."""
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
+"""The kernel probes an idle connection after the first time, at these intervals, and closes it if
+so many probes get no answer. Otherwise the connection of a vanished machine would stay for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,10 @@ def tune(sock: socket.socket) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
     return sock
 
 

@@ -86,15 +86,15 @@ def test_a_worker_ends_if_an_acknowledgement_cannot_be_sent(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would wait for ever for the acknowledgement."""
-    worker, send = workers.attach(0), socket.socket.sendall
+    worker, send = workers.attach(0), socket.socket.send
     failures = [OSError(errno.ENOBUFS, "no buffer space")]
 
-    def fail_once(self: socket.socket, data: Any, flags: int = 0) -> None:
+    def fail_once(self: socket.socket, data: Any, flags: int = 0) -> int:
         if failures:
             raise failures.pop()
-        send(self, data, flags)
+        return send(self, data, flags)
 
-    monkeypatch.setattr(socket.socket, "sendall", fail_once)
+    monkeypatch.setattr(socket.socket, "send", fail_once)
     workers.channels.send(m.BundleAcknowledged(1), 0)
     with pytest.raises(ChannelClosed):
         worker.receive()
