@@ -18,6 +18,7 @@ import queue
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -118,12 +119,17 @@ class Disk:
 
 
 class Locks:
-    """Stands in for the module `fcntl`: a lock of a file that does not block the real thread."""
+    """Stands in for the module `fcntl`: a lock of a file that does not block the real thread, and
+    the length of the send queue of a socket."""
 
     LOCK_EX, LOCK_UN, LOCK_SH = fcntl.LOCK_EX, fcntl.LOCK_UN, fcntl.LOCK_SH
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, sockets: Sockets) -> None:
+        self._scheduler, self._sockets = scheduler, sockets
+
+    def ioctl(self, descriptor: int, request: int, _: bytes) -> bytes:
+        queued = self._sockets.unacked(descriptor) if request == termios.TIOCOUTQ else 0
+        return queued.to_bytes(4, sys.byteorder)
 
     def flock(self, descriptor: int, how: int) -> None:
         while True:
@@ -263,7 +269,7 @@ def _disk_of(scheduler: Scheduler, role: str, path: Any) -> DiskSpace:
 def _replacements(world: Any) -> dict[Any, Any]:
     scheduler: Scheduler = world.scheduler
     clock, threads, disk = Time(scheduler), Threading(scheduler), Disk(scheduler)
-    SimFuture.default = scheduler
+    SimFuture.default, sockets = scheduler, Sockets(scheduler)
     Popen = partial(WorkerProcess, world)
 
     def sample(rank: int, pid: int) -> ProcessSample | None:
@@ -280,9 +286,9 @@ def _replacements(world: Any) -> dict[Any, Any]:
         threading: threads,
         queue: Queues(scheduler),
         time: clock,
-        socket: Sockets(scheduler),
+        socket: sockets,
         os: disk,
-        fcntl: Locks(scheduler),
+        fcntl: Locks(scheduler, sockets),
         uuid: Uuids(scheduler),
         psutil: NoProcesses(),
         subprocess: SimpleNamespace(Popen=Popen, DEVNULL=None),

@@ -13,10 +13,12 @@ port on which nobody listens is refused; one to a host without power, or over a 
 
 from __future__ import annotations
 
+import itertools
 import socket as real_socket
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tests.simulation.primitives import process_of
 from tests.simulation.scheduler import Process, Scheduler, Task
@@ -24,6 +26,8 @@ from tests.simulation.scheduler import Process, Scheduler, Task
 WINDOW_BYTES = 64 << 10
 """Bytes of a stream that are not acknowledged yet; a sender waits for room."""
 RETRANSMIT_S = 0.2
+FIRST_DESCRIPTOR = 1 << 20
+"""Descriptors of sockets are above those of real files."""
 FIN, RESET = "fin", "reset"
 
 
@@ -157,7 +161,7 @@ class Endpoint:
             return
         if not self.host.up:
             return
-        if self.network.lost(self.host, other.host):
+        if self.network.lost(self.host, other.host) or not other.host.up:
             self.network.losses += 1
             self.flying = True
             later = min(2 * pause_s, 2.0)
@@ -299,6 +303,7 @@ class SimSocket:
         self._peeked = b""
         self._waiting: Task | None = None
         self._where: Any = None
+        self._number = sockets.numbered(self)
 
     @property
     def _host(self) -> Host:
@@ -311,7 +316,18 @@ class SimSocket:
         pass
 
     def fileno(self) -> int:
-        return -1 if self._closed else 99
+        return -1 if self._closed else self._number
+
+    def getpeername(self) -> Any:
+        connection = self._open()
+        if connection.ended == RESET:
+            raise OSError(107, "Transport endpoint is not connected")
+        return self._where
+
+    @property
+    def unacked(self) -> int:
+        """Number of bytes that the other host has not acknowledged."""
+        return self._open().unacked
 
     def getsockname(self) -> Any:
         return self._where
@@ -461,6 +477,18 @@ class Sockets:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        self._numbers = itertools.count(FIRST_DESCRIPTOR)
+        self._sockets: WeakValueDictionary[int, SimSocket] = WeakValueDictionary()
+
+    def numbered(self, sock: SimSocket) -> int:
+        """Return a file descriptor for the socket."""
+        number = next(self._numbers)
+        self._sockets[number] = sock
+        return number
+
+    def unacked(self, descriptor: int) -> int:
+        """Return the number of sent bytes that are not acknowledged."""
+        return self._sockets[descriptor].unacked
 
     def socket(self, *_: Any) -> SimSocket:
         return SimSocket(self)
