@@ -77,8 +77,9 @@ class HealthLimits:
     """After this many crashes of one node without a finished step between them, the job ends if
     the node cannot be quarantined."""
     fatal_nodes: int = 3
-    """If this many nodes have `crashes` crashes each without a finished step between them, the job
-    ends, because the nodes are not the cause."""
+    fatal_share: float = 0.25
+    """If this many nodes, and this fraction of all nodes, have `crashes` crashes each without a
+    finished step between them, the job ends, because the nodes are not the cause."""
     departures: int = 3
     """After this many losses within `window_s`, a node is quarantined."""
     window_s: float = 600.0

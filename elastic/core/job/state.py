@@ -255,6 +255,22 @@ class ProgressSign:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartOrders:
+    """Orders to restart workers that one incarnation of a node was sent since its workers were last
+    attached."""
+
+    incarnation: str
+    crash_count: int
+    """`NodeReport.crash_count` at the newest order. While it stays, the order is not obeyed."""
+    at: float
+    """Time of the newest order."""
+    unanswered: int = 1
+    """Number of orders with this crash count, with their repetitions."""
+    sent: int = 1
+    """Number of orders, without repetitions of orders that may be lost."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProgressWatch:
     """Progress of the job, for `elastic.core.policy.progress_watchdog`. Times are in seconds."""
 
@@ -270,10 +286,8 @@ class ProgressWatch:
     """Number of stalls since the last progress. Each one doubles the bound."""
     reminded: bool = False
     """Whether missed orders were repeated in this stall."""
-    asked: dict[str, str] = field(default_factory=dict)
-    """`incarnation/crash count` of each node that was ordered to restart its workers."""
-    orders: dict[str, int] = field(default_factory=dict)
-    """Number of times that each node in `asked` was sent this order."""
+    orders: dict[str, RestartOrders] = field(default_factory=dict)
+    """Orders to restart workers, per node."""
     attempts: int = 0
     """Number of epochs that failed since the last progress."""
     retry_at: float = 0.0

@@ -41,8 +41,9 @@ MAX_CRASHES = 3
 MAX_FAILURES = 4
 """Number of errors of an epoch that a report has."""
 FIRST_STEP_S = 600.0
-"""Limit on the CPU time that counts as progress before the first step of a process or epoch ends,
-where kernels may be compiled; after the first measurement `FIRST_STEP_FACTOR` times the longest."""
+"""Time for which CPU time counts as progress of a worker that starts, or computes the first step
+of its epoch, where kernels may be compiled. For an attached worker it is `FIRST_STEP_FACTOR` times
+the longest measured first step, once one is measured."""
 FIRST_STEP_FACTOR = 3.0
 
 
@@ -126,8 +127,7 @@ class NodeState:
     installed: int = 0
     """Epoch whose assignment the workers have."""
     first_step_s: float = 0.0
-    """Longest measured time from the start of a worker, or from an installation, to the end of the
-    first step; 0: unknown."""
+    """Longest measured time from an installation to the end of the first step; 0: unknown."""
     waiting: bool = False
     """Whether `epoch` has no assignment yet, so that workers that attach now can take part."""
     seen: LongestDurations = NO_DURATIONS
@@ -315,7 +315,7 @@ def _with_cpu_signs(state: NodeState, worker: WorkerState, now: float) -> Worker
     """Count CPU time (`WorkerState.active_at`) as progress of the first step, for some time."""
     if not worker.first_since:
         return replace(_moved(worker, now), first_since=now)
-    known_s = state.first_step_s
+    known_s = state.first_step_s if worker.attach is not None else 0.0
     limit_s = max(state.limits.stuck_s, known_s * FIRST_STEP_FACTOR) if known_s else FIRST_STEP_S
     counts = worker.in_first_step and now - worker.first_since < limit_s
     return _moved(worker, now) if counts and worker.active_at == now else worker

@@ -17,14 +17,16 @@ when a node reconnects, missed orders are repeated. At the bound, the evidence d
     all wait for each other                           after `stuck_s` a new epoch; in the next
                                                         stall it leaves out the node that others
                                                         accuse, or that stopped first
-    a worker has not attached, and uses no CPU time   its workers are restarted, in every phase
+    a worker has not attached, and uses no CPU time   its workers are restarted, in every phase;
+                                                        the pauses grow until they attach
 
 A node that is not heard is no evidence: its lease decides about it. While the coordinator doubts
 its own network (`elastic.core.job.liveness`), nothing counts as a stall, and the bound begins anew
 afterwards.
 
 Long phases report progress themselves: agents count CPU time as progress until the first step of a
-process or epoch is done, and workers count the layers that they load.
+process or epoch is done, and workers count the layers that they load. A restart that was ordered is
+no crash (`elastic.core.policy.remediation`).
 
 **Failed epochs** (`epoch_began`, `retry`). An epoch that ends by a fault without a finished step
 has failed. `PAUSES_S` are the pauses before the next attempts: at most five epochs per minute. A
@@ -61,6 +63,7 @@ from elastic.core.job.state import (
     Member,
     ProgressSign,
     ProgressWatch,
+    RestartOrders,
     Send,
 )
 from elastic.core.policy.remediation import node_lost
@@ -88,6 +91,8 @@ CONTACT = "LinkFailed"
 """Beginning of an error of contact, which never ends the job: the network may come back."""
 MAX_DOUBLINGS = 6
 """The bound on a stall grows to at most 2 to this power times the first bound."""
+START_FACTOR = 2.0
+"""A worker that restarts may be quiet for this multiple of the first start's time."""
 DISOBEYED = 2
 """A node that was sent the order to restart its workers this often, and did not, is dropped."""
 REPEATED = "the job makes no progress, and the order to restart may be lost"
@@ -126,7 +131,6 @@ def member_joined(state: JobState, node: str, now: float, *, known: bool) -> Job
     watch = replace(
         watch,
         signs={**here, node: ProgressSign(now)},
-        asked=_without(watch.asked, node),
         orders=_without(watch.orders, node),
         blamed=_without(watch.blamed, node),
         failures=_without(watch.failures, node),
@@ -148,8 +152,7 @@ def _progressed(state: JobState, watch: ProgressWatch) -> ProgressWatch:
         since=watch.since,
         step=watch.step,
         signs=watch.signs,
-        asked={node: key for node, key in watch.asked.items() if node in starting},
-        orders={node: times for node, times in watch.orders.items() if node in starting},
+        orders={node: orders for node, orders in watch.orders.items() if node in starting},
     )
 
 
@@ -168,15 +171,19 @@ def heartbeats_seen(state: JobState, beats: Iterable[m.Heartbeat], now: float) -
 def report_seen(
     state: JobState, before: m.NodeReport, report: m.NodeReport, now: float
 ) -> JobState:
-    """Record a change in a node's report, which is a sign of progress."""
+    """Record a change in a node's report, which is a sign of progress. Orders to restart workers
+    are forgotten once new workers are attached."""
 
     def progress_of(one: m.NodeReport) -> tuple[Any, ...]:
         workers = one.restart, one.crash_count, len(one.ready)
         return one.phase, one.epoch, one.protected, one.prefetched, workers
 
+    node = report.info.node
+    known = state.watch.orders.get(node)
+    if known is not None and report.able and report.crash_count > known.crash_count:
+        state = state.of(watch=replace(state.watch, orders=_without(state.watch.orders, node)))
     if progress_of(before) == progress_of(report):
         return state
-    node = report.info.node
     sign = state.watch.signs.get(node, ProgressSign(now))
     return state.of(watch=_with_signs(state, {**state.watch.signs, node: replace(sign, at=now)}))
 
@@ -290,8 +297,10 @@ def _remind(state: JobState, awaited: tuple[str, ...], now: float) -> JobTransit
     for node in awaited:
         member = state.members[node]
         report = member.report
-        if is_heard(state, member, now) and _times_ordered(state, member):
-            state, sends = _restart(state, member, REPEATED, sends)
+        known = _orders(state, member)
+        due = known is not None and now - known.at >= _bound_s(state) / 2
+        if due and is_heard(state, member, now) and _unanswered(state, member):
+            state, sends = _restart(state, member, REPEATED, now, sends)
         if state.phase is JobPhase.HALTING and change is not None:
             sends = (*sends, Send(node, m.Halt(state.epoch, change.boundary)))
         elif report.phase is NodePhase.HALTED and state.assignment is not None:
@@ -375,12 +384,12 @@ def _blame(state: JobState, found: dict[str, str], quiet_s: float, now: float) -
     for node, why in found.items():
         member = state.members[node]
         text = f"no progress of the job for {quiet_s:.1f} s: {why}"
-        if _times_ordered(state, member) >= DISOBEYED:
+        if _unanswered(state, member) >= DISOBEYED:
             state, more = _drop(state, node, text, now)
             verb = "drop"
         else:
             state, more = _leave_out(state, node, text, now)
-            state, more = _restart(state, member, text, more)
+            state, more = _restart(state, member, text, now, more)
             verb = "restart"
         actions += [_entry(state, {node: why}, verb, quiet_s), *more]
         reasons.append(f"{node}: {text}")
@@ -392,30 +401,40 @@ def _blame(state: JobState, found: dict[str, str], quiet_s: float, now: float) -
     return state, (*actions, *orders), reason
 
 
-def _restart_key(member: Member) -> str:
-    return f"{member.report.info.incarnation}/{member.report.crash_count}"
-
-
 def _restart(
-    state: JobState, member: Member, why: str, actions: tuple[JobAction, ...]
+    state: JobState,
+    member: Member,
+    why: str,
+    now: float,
+    actions: tuple[JobAction, ...] = (),
 ) -> tuple[JobState, tuple[JobAction, ...]]:
-    node, watch = member.node, state.watch
-    asked = {**watch.asked, node: _restart_key(member)}
-    orders = {**watch.orders, node: _times_ordered(state, member) + 1}
-    order = Send(node, m.RestartWorkers(why, member.report.crash_count))
-    return state.of(watch=replace(watch, asked=asked, orders=orders)), (*actions, order)
+    """Order the node to restart its workers, after `actions`. `why`: REPEATED repeats an order."""
+    node, count = member.node, member.report.crash_count
+    known, unanswered = _orders(state, member), _unanswered(state, member)
+    sent = (known.sent if known is not None else 0) + (why != REPEATED)
+    incarnation = member.report.info.incarnation
+    orders = RestartOrders(incarnation, count, now, unanswered + 1, sent)
+    watch = replace(state.watch, orders={**state.watch.orders, node: orders})
+    return state.of(watch=watch), (*actions, Send(node, m.RestartWorkers(why, count)))
 
 
-def _times_ordered(state: JobState, member: Member) -> int:
+def _orders(state: JobState, member: Member) -> RestartOrders | None:
+    """Return the orders to restart that this incarnation of the node was sent, or None."""
+    known = state.watch.orders.get(member.node)
+    same = known is not None and known.incarnation == member.report.info.incarnation
+    return known if same else None
+
+
+def _unanswered(state: JobState, member: Member) -> int:
     """Return how often the present workers of the node were ordered to restart."""
-    watch = state.watch
-    known = watch.asked.get(member.node) == _restart_key(member)
-    return watch.orders.get(member.node, 1) if known else 0
+    known = _orders(state, member)
+    same = known is not None and known.crash_count == member.report.crash_count
+    return known.unanswered if known is not None and same else 0
 
 
 def missed_restart(state: JobState, member: Member) -> tuple[JobAction, ...]:
     """Return the order to restart, for a node that reconnects and has not obeyed it."""
-    if not _times_ordered(state, member):
+    if not _unanswered(state, member):
         return ()
     return (Send(member.node, m.RestartWorkers(REPEATED, member.report.crash_count)),)
 
@@ -460,18 +479,21 @@ def _new_epoch(state: JobState, node: str, why: str, quiet_s: float, now: float)
 
 def _silent_starter(state: JobState, now: float) -> JobTransition | None:
     """Restart workers that have not attached and use no CPU time. The order is repeated after
-    growing pauses, because it may be lost."""
+    growing pauses, because it may be lost, or the new workers may need more time."""
     limits = state.limits
-    bound_s = limits.silent_s if state.start_s else limits.stuck_s
+    bound_s = max(limits.silent_s, START_FACTOR * state.start_s)
+    if not state.start_s:
+        bound_s = limits.stuck_s
     for node, member in state.members.items():
         sign = state.watch.signs.get(node)
         if member.report.phase is not NodePhase.STARTING or sign is None or not sign.count:
             continue
-        quiet_s, times = now - sign.at, _times_ordered(state, member)
-        if not is_heard(state, member, now) or quiet_s < bound_s * 2.0 ** min(times, MAX_DOUBLINGS):
+        quiet_s, known = now - sign.at, _orders(state, member)
+        doublings = min(known.sent, MAX_DOUBLINGS) if known is not None else 0
+        if not is_heard(state, member, now) or quiet_s < bound_s * 2.0**doublings:
             continue
         why = f"its worker did not attach, and showed no activity for {quiet_s:.1f} s"
-        state, actions = _restart(state, member, why, ())
+        state, actions = _restart(state, member, why, now)
         return state, (_entry(state, {node: why}, "restart", quiet_s), *actions), f"{node}: {why}"
     return None
 

@@ -56,12 +56,12 @@ KEPT_MORE = 64
 
 def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: float) -> Findings:
     """Record crashed or hung workers, which their agent restarts; quarantine a node if its workers
-    crash repeatedly; end the job if neither helps."""
+    crash repeatedly; end the job if neither helps. A restart that was ordered is no crash."""
     over = state.ending is not None or state.failure is not None
     if report.crash_count <= was.crash_count or state.spec is None or over:
         return state, ()
     node, limits = report.info.node, state.policy.health
-    crashes = report.crash_count - was.crash_count
+    crashes = report.crash_count - was.crash_count - _ordered_restarts(state, was, report)
     before, step = record_of(state, node), state.newest_step
     record = diagnosis.record_crash(before, now, limits, crashes, step)
     state = with_record(state, node, record)
@@ -94,6 +94,14 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     return add_finding(state, node, Finding(kind, _away(state, node), why, evidence, now))
 
 
+def _ordered_restarts(state: JobState, was: NodeReport, report: NodeReport) -> int:
+    """Return 1 if one of the crashes since the report `was` is an ordered restart, else 0."""
+    orders = state.watch.orders.get(report.info.node)
+    if orders is None or orders.incarnation != report.info.incarnation:
+        return 0
+    return int(was.crash_count <= orders.crash_count < report.crash_count)
+
+
 def _crashed_twice(record: NodeHealth) -> bool:
     return len(record.crashes) >= 2
 
@@ -105,7 +113,7 @@ def _hopeless(state: JobState, node: str) -> str:
         n: one.stuck for n, one in state.health.items() if one.stuck and one.stuck_at >= newest
     }
     looping = sorted(name for name, times in stuck.items() if times >= limits.crashes)
-    if len(looping) >= limits.fatal_nodes:
+    if len(looping) >= max(limits.fatal_nodes, limits.fatal_share * len(state.members)):
         return f"workers crash on {' '.join(looping)}, and no step is finished between"
     times = stuck.get(node, 0)
     excuse = _excuse(state, node, _crashed_twice) if times >= limits.hopeless else ""

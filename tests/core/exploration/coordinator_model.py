@@ -184,7 +184,10 @@ def canonical(state: JobState, passed_s: float) -> JobState:
         },
         retry_at=retry_at if retry_at > NOW else 0.0,
         cause="",
-        asked=dict(sorted(watch.asked.items())),
+        orders={
+            name: replace(watch.orders[name], at=shift(watch.orders[name].at))
+            for name in sorted(watch.orders)
+        },
         blamed=dict(sorted(watch.blamed.items())),
         failures=dict(sorted(watch.failures.items())),
     )

@@ -214,6 +214,18 @@ def test_crashes_of_one_node_after_another_end_the_job(nodes: int) -> None:
     assert ECC in state.ending.reason and "no step" in state.ending.reason
 
 
+def test_crashes_of_few_of_many_nodes_do_not_end_the_job() -> None:
+    """One broken switch is no reason to end a large job."""
+    state = running(16)
+    for node in ("node0", "node1", "node2"):
+        for _ in range(LIMITS.crashes):
+            state, _ = crash_workers(state, node, ECC)
+    assert state.ending is None
+    for _ in range(LIMITS.crashes):
+        state, _ = crash_workers(state, "node3", ECC)
+    assert state.ending is not None and "node0 node1 node2 node3" in state.ending.reason
+
+
 def test_a_fall_back_to_an_older_step_does_not_reset_the_count() -> None:
     record = NodeHealth()
     for step in (5, 5, 3, 4, 5):

@@ -582,6 +582,17 @@ def test_the_first_step_may_not_take_for_ever() -> None:
     assert len(set(signs[:limit])) == limit and len(set(signs[limit + 1 :])) == 1
 
 
+def test_a_worker_that_starts_again_has_as_much_time_as_the_first() -> None:
+    """The measured first step begins with the installation, so it has no imports in it."""
+    state = replace(play(LAUNCH), first_step_s=3.0)
+    signs = list[int]()
+    for second in range(10, 590, 10):
+        state = replace(state, polled_at=float(second))
+        state = at(state, (float(second), poll(float(second), float(second))))
+        signs.append(node_core.heartbeat(state).signs)
+    assert len(set(signs)) == len(signs)
+
+
 def test_a_heartbeat_names_the_worker_that_others_wait_for() -> None:
     state = at(play(*RUN), (10.1, poll(1.0, 1.0)))
     state = at(

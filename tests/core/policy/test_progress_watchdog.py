@@ -446,10 +446,59 @@ def test_an_order_that_was_sent_once_is_no_disobedience() -> None:
     bench = halting()
     bench.wait(8.0)
     watch = bench.state.watch
-    assert watch.orders == {"node1": 1}
+    assert watch.orders["node1"].unanswered == 1
     bench.state = bench.state.of(watch=replace(watch, reminded=True))
     bench.wait(15.0)
-    assert "node1" in bench.state.members and bench.state.watch.orders == {"node1": 2}
+    assert "node1" in bench.state.members
+    assert bench.state.watch.orders["node1"].unanswered == 2
+
+
+def starting(start_s: float, *nodes: str) -> Bench:
+    """The workers of these nodes start again, and show no activity."""
+    state = trained(start_s=start_s)
+    members = dict(state.members)
+    for node in nodes:
+        report = replace(members[node].report, phase=NodePhase.STARTING, able=False, epoch=2)
+        members[node] = replace(members[node], report=report)
+    bench = Bench(state.of(members=members))
+    for node in nodes:
+        bench.activity[node] = "start"
+    return bench
+
+
+def test_restarted_workers_may_be_quiet_for_twice_the_first_start() -> None:
+    bench = starting(40.0, "node2")
+    assert not restarts(bench.wait(79.0, "node0", "node1"))
+    assert restarts(bench.wait(2.0, "node0", "node1")) == ["node2"]
+
+
+def test_the_pause_grows_with_each_order_that_is_obeyed() -> None:
+    """The workers may need longer than the first start did."""
+    bench, orders = starting(2.0, "node2"), list[float]()
+    while bench.now < bench.begin + 300.0:
+        if restarts(bench.wait(STEP_S, "node0", "node1")):
+            orders.append(bench.now - bench.begin)
+            bench.obey("node2")
+            bench.move("node2")
+    assert [round((b - a) / 15.0) for a, b in pairwise([0.0, *orders])] == [1, 2, 4, 8]
+    bench.report("node2", phase=NodePhase.HALTED, able=True)
+    assert not bench.state.watch.orders, "workers that attach begin anew"
+
+
+def test_ordered_restarts_are_no_crashes() -> None:
+    """All nodes start slowly after a fault, for example from a busy file system."""
+    bench = starting(2.0, *NODES)
+    while bench.now < bench.begin + 300.0:
+        for node in restarts(bench.wait(STEP_S)):
+            bench.obey(node)
+            bench.move(node)
+    assert bench.state.ending is None
+    assert all(bench.state.members[node].report.crash_count == 4 for node in NODES)
+    for node in NODES:
+        record = quarantine.record_of(bench.state, node)
+        assert (record.stuck, record.crashes, record.quarantined) == (0, (), False)
+    bench.report("node2", crash_count=5, cause="worker 0 ended with signal 7", hung=False)
+    assert quarantine.record_of(bench.state, "node2").stuck == 1, "this one is a crash"
 
 
 def test_a_starting_worker_that_uses_the_cpu_is_not_restarted() -> None:
@@ -632,6 +681,8 @@ def test_a_node_that_joins_again_clears_only_its_own_blame() -> None:
     fail(bench, "node0", suspects=("node1",), failures=(FULL,))
     watch = replace(bench.state.watch, blamed={"node1": 2, "node2": 1}, retry_at=bench.now + 50.0)
     before = bench.state.of(watch=watch)
+    former = before.members["node2"].report.info.incarnation
+    before, _, _ = record_event(before, job.ConnectionClosed("node2", former), bench.now)
     again = m.NodeReport(NodeInfo("node2", "n2", "node2:2"), NodePhase.EMPTY, 0)
     joined, _, _ = record_event(before, again, bench.now)
     assert joined.members["node2"].report.info.incarnation == "n2"
@@ -655,7 +706,7 @@ def test_a_lost_node_is_no_failed_epoch() -> None:
 def test_the_watch_is_saved_with_the_state() -> None:
     bench = halting()
     bench.wait(9.0)
-    assert bench.state.watch.asked
+    assert bench.state.watch.orders
     assert codec.loads(JobState, codec.dumps(bench.state)) == bench.state
 
 
