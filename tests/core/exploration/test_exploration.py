@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.core.coordinator import event_handlers, transitions
+from elastic.core.coordinator import event_handlers
 from elastic.core.policy import progress_watchdog
 from tests.core.exploration.cluster import Cluster
 from tests.core.exploration.explorer import Explorer, Result
@@ -44,14 +44,6 @@ def test_two_nodes_and_a_spare_survive_one_fault(kind: str) -> None:
     result = explore(Cluster(3, 1, kinds=frozenset({kind}), coarse=True, until_end=True))
     check(result)
     assert result.faults[kind] > 10 and not result.interventions
-
-
-def test_a_second_assignment_for_an_epoch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the rule against a store that lost its last writes, an epoch has two plans."""
-    monkeypatch.setattr(transitions, "_regain_epoch", lambda state, now: None)
-    cluster = Cluster(2, 1, kinds=frozenset({"lost save"}), coarse=True, until_end=True)
-    result = Explorer(cluster).run(cluster.start)
-    assert result.violations or result.stuck
 
 
 def test_a_stuck_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,8 @@ def test_a_lost_node_costs_its_phases_and_no_step() -> None:
     (found,) = outcome.recoveries
     assert (found["nodes_before"], found["nodes_after"], found["planned"]) == (4, 3, False)
     near = physics.message_s + physics.local_s
-    assert found["detect_s"] == pytest.approx(0.1 + near, abs=1e-3)
+    # The port of a dead agent refuses connections, so no other node is asked.
+    assert found["detect_s"] == pytest.approx(0.1, abs=1e-3)
     assert found["decide_s"] == pytest.approx(0.2 + 2 * near, abs=1e-2)
     assert 0.4 <= found["transfer_s"] < 1.0
     assert found["rebuild_s"] >= 0.5
