@@ -297,7 +297,8 @@ class ProgressWatch:
     blamed: dict[str, int] = field(default_factory=dict)
     """Number of epochs since the last progress for whose failure each node was blamed."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Newest error of each node since the last progress, if it accuses no other node."""
+    """Error of each node in the newest failed epoch that it took part in, if it accused no other
+    node."""
 
 
 @dataclass(frozen=True, slots=True)

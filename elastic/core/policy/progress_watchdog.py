@@ -100,8 +100,15 @@ SPIN_SHARE = 0.1
 """A worker spins if its main thread used this share of the time without progress."""
 LAST_STEP_FACTOR = 10
 """Factor on the bound when all steps are done, and the last checkpoint is written."""
-NO_FAILURE = (CauseKind.START, CauseKind.LOST, CauseKind.DRAIN, CauseKind.NOTICE, CauseKind.JOIN)
-"""Causes that end an epoch without a failure."""
+NO_FAILURE = (
+    CauseKind.START,
+    CauseKind.LOST,
+    CauseKind.DRAIN,
+    CauseKind.NOTICE,
+    CauseKind.JOIN,
+    CauseKind.RESUME,
+)
+"""Causes that end an epoch, or a pause of the job, without a failure."""
 UNWATCHED = (JobPhase.WAITING, JobPhase.FINISHED, JobPhase.FAILED)
 READY = (NodePhase.RUNNING, NodePhase.FINISHED)
 
@@ -508,22 +515,22 @@ def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction,
         return state, ()
     cause, watch = change.causes[-1], state.watch
     if cause.kind in NO_FAILURE:  # another cluster may succeed at once
-        return state.of(watch=replace(watch, retry_at=now)), ()
+        return state.of(watch=replace(watch, retry_at=0.0)), ()
     attempts = watch.attempts + 1
     pause_s = PAUSES_S[min(attempts, len(PAUSES_S)) - 1]
-    blamed, failures = dict(watch.blamed), dict(watch.failures)
+    blamed = dict(watch.blamed)
     for node in _blamed(state):
         blamed[node] = blamed.get(node, 0) + 1
-    for node, member in state.members.items():
-        if member.report.failures and not _named(member.report):
-            failures[node] = member.report.failures[0]
+    # Only nodes that took part in the epoch could repeat their former error.
+    took_part = state.plan.nodes() if state.plan is not None else ()
+    former = {node: text for node, text in watch.failures.items() if node not in took_part}
     watch = replace(
         watch,
         attempts=attempts,
         retry_at=now + pause_s,
         cause=cause.text,
         blamed=blamed,
-        failures=failures,
+        failures={**former, **_failures(state)},
     )
     data = {
         "epoch": state.epoch,
@@ -536,6 +543,12 @@ def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction,
     return state.of(watch=watch), entries
 
 
+def _failures(state: JobState) -> dict[str, str]:
+    """Return the error of each node that accuses no other node."""
+    reports = [mb.report for mb in state.members.values()]
+    return {r.info.node: r.failures[0] for r in reports if r.failures and not _named(r)}
+
+
 def _named(report: m.NodeReport) -> tuple[str, ...]:
     """Return the nodes that a report accuses."""
     return tuple(node for node in report.suspects if node != report.info.node)
@@ -544,10 +557,10 @@ def _named(report: m.NodeReport) -> tuple[str, ...]:
 def _blamed(state: JobState) -> tuple[str, ...]:
     """Return the nodes that failed without accusing others; if there are none, the node that most
     others accuse, or all of these."""
-    reports = [mb.report for mb in state.members.values()]
-    alone = tuple(r.info.node for r in reports if r.failures and not _named(r))
+    alone = tuple(_failures(state))
     if alone:
         return alone
+    reports = [mb.report for mb in state.members.values()]
     accused = [node for report in reports for node in _named(report) if node in state.members]
     most = max((accused.count(node) for node in accused), default=0)
     return tuple(sorted({node for node in accused if accused.count(node) == most}))
@@ -608,10 +621,10 @@ def _tied(state: JobState) -> tuple[str, ...]:
 
 
 def _common_failure(state: JobState) -> str:
-    """Return the error that all nodes report, apart from numbers in it; "": there is none, or it is
-    one of contact."""
-    able = [node for node, member in state.members.items() if member.report.able]
-    texts = [state.watch.failures.get(node, "") for node in able]
+    """Return the error that all nodes reported, each in its newest epoch, apart from numbers in it;
+    "": there is none, or it is one of contact. Nodes whose workers crash for ever do not count."""
+    failed = {node for node, mb in state.members.items() if mb.report.phase is NodePhase.FAILED}
+    texts = [state.watch.failures.get(node, "") for node in state.members if node not in failed]
     same = {re.sub(r"\d+", "#", text) for text in texts}
     contact = any(text.startswith(CONTACT) for text in texts)
     return texts[0] if len(same) == 1 and texts[0] and not contact else ""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from elastic.core.coordinator.transitions import record_event, transition
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
+from elastic.core.job.epoch_change import begin_change
 from elastic.core.job.state import CauseKind, JobPhase, JobState
 from elastic.core.policy import progress_watchdog as watchdog
 from elastic.core.protocol import messages as m
@@ -617,6 +618,59 @@ def test_an_error_of_one_node_does_not_end_the_job() -> None:
             break
     assert bench.state.ending is None
     assert set(plan_of(bench.state).nodes()) == {"node1", "node2"}
+
+
+def test_an_error_that_did_not_come_again_is_no_error_of_all_nodes() -> None:
+    """node0 had no room once. Later the network fails, and the workers of all others crash."""
+    bench = Bench(trained())
+    fail(bench, failures=(FULL,))
+    assert bench.state.watch.failures == {"node0": FULL}
+    for _ in range(2):
+        fail(bench, suspects=("node1",), failures=("LinkFailed: reset by peer",))
+        assert not bench.state.watch.failures
+    crash(bench, "node1", "node2")
+    assert bench.state.watch.attempts == 4 and bench.state.ending is None
+
+
+def test_an_error_of_one_node_is_not_common_while_the_others_start() -> None:
+    bench = Bench(trained())
+    for _ in range(3):
+        fail(bench, suspects=("node1",), failures=("LinkFailed: reset by peer",))
+    member = bench.state.members["node0"]
+    member = replace(member, report=replace(member.report, failures=(FULL,)))
+    bench.state = bench.state.of(members={**bench.state.members, "node0": member})
+    crash(bench, "node1", "node2")
+    assert bench.state.watch.attempts == 4 and bench.state.watch.failures == {"node0": FULL}
+    assert bench.state.ending is None
+
+
+def crash(bench: Bench, *nodes: str) -> None:
+    """The workers of these nodes crash, and start again. All nodes halt."""
+    for node in nodes:
+        report = bench.state.members[node].report
+        bench.report(
+            node,
+            phase=NodePhase.STARTING,
+            able=False,
+            crash_count=report.crash_count + 1,
+            cause="worker 0 ended with signal 9",
+        )
+    for node in NODES:
+        phase = NodePhase.STARTING if node in nodes else NodePhase.HALTED
+        bench.state = halt(bench.state, node, phase)
+    bench.wait(1.0)
+
+
+def test_nodes_that_come_to_a_paused_job_are_no_failure() -> None:
+    bench = Bench(trained())
+    fail(bench, suspects=("node1",))
+    before, now = bench.state.watch, bench.now
+    resume = job.Cause(CauseKind.RESUME, "nodes came")
+    state, _, _ = begin_change(bench.state, resume, now)
+    after, entries_of_log = watchdog.epoch_began(state, now)
+    assert not entries_of_log and not watchdog.is_paused(after, now)
+    assert (after.watch.attempts, after.watch.cause) == (before.attempts, before.cause)
+    assert after.watch.retry_at == 0.0, "the clock of the next coordinator may be behind"
 
 
 def test_failed_epochs_are_at_most_five_per_minute() -> None:
