@@ -14,6 +14,7 @@ from elastic.rpc.control.client import CoordinatorSession, CoordinatorStub
 from elastic.rpc.control.envelope import KINDS, SESSION_VERSION
 from elastic.rpc.control.server import Server
 from elastic.rpc.security.rejections import REJECTIONS, Reason
+from tests.launcher.helpers import wait_until
 from tests.rpc.conftest import KEEPALIVE_S, Recorder
 
 
@@ -82,7 +83,9 @@ def test_another_version_is_refused_on_both_sides(number: int, swapped: bool) ->
         assert mine.text in why and theirs.text in why and "install the same version" in why
         assert "node3" in why and server.address in why
         assert not session.up and told.empty() and heard.empty()
-        assert REJECTIONS.counts()[("coordinator", Reason.VERSION)] > before
+        assert wait_until(
+            lambda: REJECTIONS.counts().get(("coordinator", Reason.VERSION), 0) > before
+        )
 
 
 def test_a_node_without_a_version_is_refused() -> None:
