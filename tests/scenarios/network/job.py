@@ -15,8 +15,9 @@ from typing import Any
 
 from tests.kubernetes.network import Network, ip
 from tests.patience import LONG_S
+from tests.scenarios import checkpoints
 from tests.scenarios.harness import ROOT
-from tests.scenarios.paced import paced
+from tests.scenarios.paced import TRAIN, paced
 
 PORT = 29400
 COORDINATOR = "coordinator"
@@ -30,6 +31,7 @@ class NetworkJob:
     def __init__(self, folder: Path, nodes: int, *flags: str) -> None:
         self.names = [f"node{i}" for i in range(nodes)]
         self._folder, self._flags, self._hurry = folder, flags, folder / "hurry"
+        self._checkpoints = folder / "checkpoints"
         self._network = Network()
         self._spaces: dict[str, str] = {}
         self._addresses: dict[str, str] = {}
@@ -60,6 +62,7 @@ class NetworkJob:
     def _start(self, name: str, command: Sequence[str]) -> None:
         nodes = str(len(self.names))
         common = ["--nnodes", nodes, "--accumulate", "exact", "--insecure", "--pipelines", "1"]
+        common += ["--checkpoint-dir", str(self._checkpoints)]
         words = [sys.executable, "-m", "elastic", *command, "--run-dir", str(self._folder / name)]
         words += [*common, *self._flags, *paced(self._hurry)]
         with (self._folder / f"{name}.log").open("wb") as log:
@@ -131,13 +134,18 @@ class NetworkJob:
         return value
 
     def finish(self) -> dict[str, Any]:
-        """Let the training run to its end at full speed; return its summary."""
+        """Let the training run to its end at full speed; return its summary. Every due checkpoint
+        must be whole."""
         self._hurry.touch()
         running = self._processes.values()
         self.wait_for("the end", lambda: all(one.poll() is not None for one in running))
         codes = {name: process.returncode for name, process in self._processes.items()}
         assert not any(codes.values()), f"{codes}\n{self.output()}"
-        return dict(json.loads((self._folder / COORDINATOR / "summary.json").read_text()))
+        summary = dict(json.loads((self._folder / COORDINATOR / "summary.json").read_text()))
+        checkpoints.assert_written(
+            self._checkpoints, checkpoints.due(TRAIN), summary["params_sha256"], self.output()
+        )
+        return summary
 
     def output(self) -> str:
         """The last output of each process."""

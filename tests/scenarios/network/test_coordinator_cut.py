@@ -33,6 +33,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     token.write_text("of all machines of this job\n")
     common = ["--nnodes", str(NODES), "--rdzv-id", "cut", "--join-token-file", str(token), *LEASE]
     common += ["--accumulate", "exact", "--pipelines", "1", "--backup", "stream+snapshot"]
+    common += ["--checkpoint-dir", str(tmp_path / "checkpoints")]
 
     def start(name: str, *words: str, inside: str = "") -> Job:
         prefix = ("ip", "netns", "exec", inside) if inside else ()
