@@ -74,7 +74,7 @@ def with_stopped_worker(node: str) -> Callable[[NetworkJob, Case, Callable[[], N
     def at(job: NetworkJob, case: Case, cut: Callable[[], None]) -> None:
         name = node.format(first=case.others[0])
         job.wait_for("the stop of a worker", lambda: job.fault_reached(name, 0))
-        if name == FIRST:
+        if node == FIRST:
             plan = parse_plan(job.events("plan")[-1]["text"])
             assert plan.pipelines[0].stages[0].unit.node == name, "the others are still computing"
         (worker,) = job.agent(name).children()
@@ -97,6 +97,7 @@ def while_halting(job: NetworkJob, case: Case, cut: Callable[[], None]) -> None:
 
 
 def while_joining(job: NetworkJob, case: Case, cut: Callable[[], None]) -> None:
+    """The coordinator knows the last node, whose worker then starts."""
     job.start(NAMES[-1])
     job.wait_for("the join", lambda: len(job.events("joined")) == NODES)
     cut()
