@@ -118,6 +118,8 @@ def _excuse_delay(state: JobState, now: float) -> JobState:
         state = progress_watchdog.excused(state.of(members=members), late)
         if state.failure is not None:
             state = state.of(failure=replace(state.failure, at=state.failure.at + late))
+        if state.missing is not None:
+            state = state.of(missing=replace(state.missing, since=state.missing.since + late))
     return clock.set_clock(state, now)
 
 
@@ -515,7 +517,7 @@ def _join(state: JobState, now: float) -> JobTransition | None:
 
 
 def _paused(state: JobState, now: float) -> JobTransition | None:
-    if state.missing is not None and not absent_nodes.returned_nodes(state):
+    if not absent_nodes.is_worth_a_retry(state):
         return absent_nodes.end_if_hopeless(state, now)
     return quarantine.release_expired(state, now) or resume_if_feasible(state, now)
 

@@ -41,6 +41,7 @@ TIMES: dict[type, tuple[str, ...]] = {
         "paths",
         "doubt_since",
         "minority_since",
+        "adopted_until",
         "yielded_at",
         "absent",
         "missing",
