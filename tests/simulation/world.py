@@ -525,7 +525,7 @@ class World:
     def _leave_s(self, name: str) -> float:
         """Return how long the process may be there after the end. An agent that could not hear of
         it waits for a coordinator."""
-        agent = self.agents.get(name)
+        agent = self.agents.get(name.removeprefix("worker-of-"))
         service = agent.local.get("service") if agent is not None else None
         cut_off = service is not None and bool(service._away_since)
         return ORPHAN_S if cut_off and not self.scenario.shared else LEAVE_S

@@ -67,7 +67,8 @@ def survey(state: JobState, now: float) -> Survey:
         if is_heard(state, member, now):
             heard += 1
             continue
-        closed_s = -1.0 if member.connected else now - member.closed_at
+        back = member.connected or member.seen > member.closed_at  # its report may still come
+        closed_s = -1.0 if back else now - member.closed_at
         if not member.connected and member.refused:
             why = "connection closed and its port refuses connections"
             found.append(Loss(node, LossKind.CLOSED, why, proven=True))
