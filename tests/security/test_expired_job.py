@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
 from elastic.launcher.flags.certs import make_certificates
+from tests.scenarios.harness import ROOT
 from tests.scenarios.jobs import Job
 from tests.scenarios.paced import paced, paced_reference
 from tests.scenarios.shared import exact
+
+EXPIRED = "this side's tls.crt (CN=localhost) expired"
 
 
 def test_a_loss_after_the_certificates_have_ended(tmp_path: Path) -> None:
@@ -25,8 +31,16 @@ def test_a_loss_after_the_certificates_have_ended(tmp_path: Path) -> None:
         job.wait("warning", lambda: job.of("certificate"))
         job.agent("node1").kill()
         cause = job.wait("cause", lambda: failed_handshakes(job))[0]
-        assert "vault of node" in cause and "this side's tls.crt (CN=localhost) expired" in cause
+        assert "vault of node" in cause and EXPIRED in cause
+        job.wait("pause", lambda: [e for e in job.of("retry") if e["pause_s"] > 0])
+        began = [e["at"] for e in job.of("halt") if e["at"] >= job.of("lost")[0]["at"]]
+        print(began, job.of("retry"))
+        print(job.output)
+        told = elastic_status(job)
+        print(told)
         make_certificates(root, [["localhost"]])
+        told = elastic_status(job)
+        print(told)
         job.await_steps(1)
         hurry.touch()
         run = job.finish()
@@ -34,6 +48,14 @@ def test_a_loss_after_the_certificates_have_ended(tmp_path: Path) -> None:
     assert run.summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
     assert any("expired" in recovery["cause"] for recovery in run.summary["recoveries"])
     assert "warning: tls.crt of node" in run.output and "begins: node" in run.output
+
+
+def elastic_status(job: Job) -> str:
+    """Output of `elastic status`."""
+    words = [sys.executable, "-m", "elastic", "status", "--run-dir", str(job.run_dir)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
 
 
 def failed_handshakes(job: Job) -> list[str]:
