@@ -544,4 +544,7 @@ def resume_if_feasible(state: JobState, now: float) -> JobTransition | None:
         make_plan(plan_request(state, state.epoch + 1))
     except InfeasiblePlan as error:
         return quarantine.release_all(state, now, f"no plan without it: {error}")
-    return begin_change(state, Cause(CauseKind.RESUME, "nodes came"), now)
+    missing = state.missing
+    came = missing is None or bool(absent_nodes.returned_nodes(state))
+    text = "nodes came" if came else f"the checkpoint of step {checkpoints.newest_step(state)} came"
+    return begin_change(state, Cause(CauseKind.RESUME, text), now)
