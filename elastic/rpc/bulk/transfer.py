@@ -42,6 +42,7 @@ from elastic.domain.errors import (
     Unanswered,
     VaultError,
     VaultFull,
+    VaultUnreachable,
     describe,
 )
 from elastic.domain.types import Copy
@@ -195,7 +196,8 @@ class VaultClient:
         """Fetch and verify `copy`. Return its bytes in `out`, which has its size (None: a new
         buffer). `on_chunk` gets them piece by piece.
 
-        Raises VaultError if the copy is gone or corrupt.
+        Raises VaultUnreachable or Unanswered if the vault is not reached or does not answer, and
+        VaultError if the copy is gone or corrupt.
         """
         data = memoryview(bytearray(copy.nbytes)) if out is None else out
         with self._connected() as stream:
@@ -315,15 +317,17 @@ class VaultClient:
             except _Refused as refusal:
                 raise refusal.error from None
             except TimeoutError as error:
-                stream, kind = self._stream, VaultError
-                if stream is not None and stream.delivered:
-                    kind = Unanswered
+                delivered = self._stream is not None and self._stream.delivered
+                kind = Unanswered if delivered else VaultUnreachable
                 self._drop()
                 text = f"{self._name} made no progress for {self._timeout_s:g} s"
                 raise kind(text) from error
-            except (ChannelClosed, FieldError, OSError) as error:
+            except FieldError as error:
                 self._drop()
                 raise VaultError(f"{self._name}: {self._explain(error)}") from error
+            except (ChannelClosed, OSError) as error:
+                self._drop()
+                raise VaultUnreachable(f"{self._name}: {self._explain(error)}") from error
             except BaseException:
                 self._drop()
                 raise
