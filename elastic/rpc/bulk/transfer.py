@@ -262,10 +262,16 @@ class VaultClient:
         try:
             _reply(stream)
         except TimeoutError as error:
-            text = f"made no progress for {limit_s:g} s while it allocated {nbytes} bytes"
-            raise VaultError(f"vault {self.address} {text}") from error
+            text = f"{limit_s:g} s while it allocated {nbytes} bytes"
+            raise self._silence(text) from error
         finally:
             stream.timeout_s = self._timeout_s
+
+    def _silence(self, duration: str) -> VaultError:
+        """Return the error of a call without progress for `duration`."""
+        stream = self._stream
+        kind = Unanswered if stream is not None and stream.delivered else VaultUnreachable
+        return kind(f"{self._name} made no progress for {duration}")
 
     def _explain(self, error: Exception) -> str:
         """Return the text of a failed connection; a failed TLS handshake is called one."""
@@ -317,11 +323,9 @@ class VaultClient:
             except _Refused as refusal:
                 raise refusal.error from None
             except TimeoutError as error:
-                delivered = self._stream is not None and self._stream.delivered
-                kind = Unanswered if delivered else VaultUnreachable
+                silence = self._silence(f"{self._timeout_s:g} s")
                 self._drop()
-                text = f"{self._name} made no progress for {self._timeout_s:g} s"
-                raise kind(text) from error
+                raise silence from error
             except FieldError as error:
                 self._drop()
                 raise VaultError(f"{self._name}: {self._explain(error)}") from error
