@@ -519,7 +519,11 @@ def _join(state: JobState, now: float) -> JobTransition | None:
 def _paused(state: JobState, now: float) -> JobTransition | None:
     if not absent_nodes.is_worth_a_retry(state):
         return absent_nodes.end_if_hopeless(state, now)
-    return quarantine.release_expired(state, now) or resume_if_feasible(state, now)
+    return (
+        quarantine.release_expired(state, now)
+        or quarantine.restart_failed_node(state, now)
+        or resume_if_feasible(state, now)
+    )
 
 
 def _fault(state: JobState, now: float) -> Cause | None:
