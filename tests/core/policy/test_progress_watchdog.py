@@ -302,7 +302,7 @@ def test_a_node_that_does_not_halt_is_reminded_then_restarted(activity: str) -> 
 def test_nobody_is_blamed_while_the_coordinator_hears_nobody() -> None:
     """Its own network has failed: orders reach no node, and no node can show progress."""
     bench = Bench(trained())
-    while bench.now < bench.begin + 300.0:
+    while bench.now < bench.begin + 300.0 and bench.state.ending is None:
         bench.apply(job.Tick(), STEP_S)
     assert bench.state.doubt_since and not bench.kinds("stalled")
     assert bench.state.phase is JobPhase.RUNNING and set(bench.state.members) == set(NODES)
@@ -477,7 +477,7 @@ def test_restarted_workers_may_be_quiet_for_twice_the_first_start() -> None:
 def test_the_pause_grows_with_each_order_that_is_obeyed() -> None:
     """The workers may need longer than the first start did."""
     bench, orders = starting(2.0, "node2"), list[float]()
-    while bench.now < bench.begin + 300.0:
+    while bench.now < bench.begin + 300.0 and bench.state.ending is None:
         if restarts(bench.wait(STEP_S, "node0", "node1")):
             orders.append(bench.now - bench.begin)
             bench.obey("node2")
@@ -490,7 +490,7 @@ def test_the_pause_grows_with_each_order_that_is_obeyed() -> None:
 def test_ordered_restarts_are_no_crashes() -> None:
     """All nodes start slowly after a fault, for example from a busy file system."""
     bench = starting(2.0, *NODES)
-    while bench.now < bench.begin + 300.0:
+    while bench.now < bench.begin + 300.0 and bench.state.ending is None:
         for node in restarts(bench.wait(STEP_S)):
             bench.obey(node)
             bench.move(node)
