@@ -325,7 +325,8 @@ class NodeAgent:
 
     def _note_refused(self, kind: str, peer: str, why: str) -> None:
         """Report that the vault of `peer` cannot keep this node's copies."""
-        self._send_reliably(m.BackupNote(kind, self._node, peer, why))
+        vault = self._replicator.vaults.get(peer, "")
+        self._send_reliably(m.BackupNote(kind, self._node, peer, why, vault))
 
     def _send_rejection(self, notice: RejectionNotice) -> None:
         self._send(m.RefusalNote(self._node, *astuple(notice)))

@@ -39,7 +39,9 @@ def test_a_loss_after_the_certificates_have_ended(tmp_path: Path) -> None:
 def failed_handshakes(job: Job) -> list[str]:
     """Causes of epochs in which a worker could not connect to a vault."""
     causes = [str(event["cause"]) for event in job.of("halt")]
-    return [cause for cause in causes if "VaultError" in cause and "TLS handshake failed" in cause]
+    return [
+        cause for cause in causes if "VaultUnreachable" in cause and "TLS handshake failed" in cause
+    ]
 
 
 class Ending:

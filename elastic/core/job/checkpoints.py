@@ -55,7 +55,7 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     if state.spec is None or lineage.is_undone(part, (*state.starts, *state.rewritten)):
         return state, (), ""
     pending = dict(state.checkpoint_parts)
-    known = part.step in pending or part.step > _newest_step(state)
+    known = part.step in pending or part.step > newest_step(state)
     if not known or part.step in state.lost_checkpoints:
         return state, (), ""  # it was committed or given up before
     if part.error:
@@ -90,7 +90,7 @@ def is_complete(state: JobState, slots: Collection[Slot]) -> bool:
 def newest_written(state: JobState) -> int:
     """Return the newest step whose checkpoint has all its files; -1: none."""
     whole = [step for step, slots in state.checkpoint_parts if is_complete(state, slots)]
-    return max([_newest_step(state), *whole])
+    return max([newest_step(state), *whole])
 
 
 def commits_to_repeat(state: JobState) -> tuple[CommitCheckpoint, ...]:
@@ -309,7 +309,7 @@ def _is_written_by_others(state: JobState, failed: m.CheckpointPart) -> bool:
 def is_final_missing(state: JobState) -> bool:
     """Return whether the checkpoint of the last step is due and not durable yet."""
     spec = state.spec
-    return spec is not None and spec.checkpoint_every > 0 and _newest_step(state) < spec.n_steps
+    return spec is not None and spec.checkpoint_every > 0 and newest_step(state) < spec.n_steps
 
 
 def due_at(state: JobState, version: int) -> int:
@@ -327,7 +327,7 @@ def due_at(state: JobState, version: int) -> int:
 def is_awaited(state: JobState, step: int) -> bool:
     """Return whether the checkpoint of `step` is due, not durable, and can still become so."""
     spec, plan = state.spec, state.plan
-    if not step or spec is None or plan is None or step <= _newest_step(state):
+    if not step or spec is None or plan is None or step <= newest_step(state):
         return False
     if step in state.lost_checkpoints or (step == spec.n_steps and state.checkpoint_errors):
         return False
@@ -359,7 +359,7 @@ def unfinished(state: JobState, due: int = 0) -> tuple[JobAction, ...]:
     return _give_up(state, sorted(steps), "", why)[1]
 
 
-def _newest_step(state: JobState) -> int:
+def newest_step(state: JobState) -> int:
     return state.checkpoint[1] if state.checkpoint is not None else -1
 
 

@@ -70,7 +70,7 @@ from elastic.core.policy.remediation import node_lost
 from elastic.core.policy.restart_policy import is_waiting
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
-from elastic.domain.errors import EXIT_FAILURE
+from elastic.domain.errors import EXIT_FAILURE, Unanswered, VaultUnreachable
 
 T = TypeVar("T")
 PAUSES_S = (0.0, 0.0, 0.0, 10.0, 50.0, 60.0)
@@ -87,8 +87,9 @@ LASTING = re.compile(
     "No space left|Cannot allocate|Read-only file system|Permission denied|VaultFull|SlotError"
 )
 """Errors that another attempt does not remove."""
-CONTACT = "LinkFailed"
-"""Beginning of an error of contact, which never ends the job: the network may come back."""
+CONTACT = ("LinkFailed", VaultUnreachable.__name__, Unanswered.__name__)
+"""Beginnings of errors of contact, which never end the job: the network may come back, and expired
+certificates may be renewed."""
 MAX_DOUBLINGS = 6
 """The bound on a stall grows to at most 2 to this power times the first bound."""
 START_FACTOR = 2.0

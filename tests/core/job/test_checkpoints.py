@@ -509,6 +509,18 @@ def test_a_vault_that_stores_nothing_is_no_peer_of_the_next_plan() -> None:
     assert after.rebalance == "" and not entries(actions, "health"), "no second change of plan"
 
 
+def test_a_note_about_a_former_vault_does_not_blame_the_new_one() -> None:
+    state = running()
+    owner, keeper = plan_of(state).peers[0]
+    vault = state.members[keeper].report.info.vault
+    note = m.BackupNote(m.KEEPER_FAILED, owner, keeper, "no slot", "former:1")
+    after, actions, _ = apply(state, note)
+    assert not after.poor_keepers and not after.rebalance and after.phase is JobPhase.RUNNING
+    assert entries(actions, "keeper-failed"), "people may want to know"
+    after, _, _ = apply(state, replace(note, vault=vault))
+    assert after.poor_keepers == (state.members[keeper].report.info.incarnation,)
+
+
 # ---- the end with an error ----
 
 ERROR = m.Failed("step 3: the gradient norm is nan", 7)
