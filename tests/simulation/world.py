@@ -30,6 +30,7 @@ from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import (
+    EXIT_DRAINED,
     EXIT_TERMINATED,
     EXIT_UNRECOVERABLE,
     ElasticError,
@@ -48,8 +49,9 @@ from tests.simulation.store import SimStore, StoreMachine
 
 PORT = 7000
 WATCH_S = 1.0
-PROGRESS_S = 150.0
-"""After the last fault, a step or the end of the job comes within this time."""
+PROGRESS_S, HANG_S = 30.0, 90.0
+"""After the last fault, a step or the end of the job comes within this time. The second limit
+holds after a worker hung: before its first step it may be silent for `Timeouts.stuck_s`."""
 LEAVE_S = 90.0
 """All processes end within this time after the job."""
 ORPHAN_S = DEFAULT_TIMEOUTS.orphan_s + 30.0
@@ -59,7 +61,8 @@ SCHEMES = (
     "log+snapshot", "log+replica", "recompute+snapshot",
 )  # fmt: skip
 VAULT_LOST = ("power", "kill", "back")
-WORKER_KINDS = ("worker-kill", "worker-stop", "worker-spin", "worker-mute")
+HANGS = ("worker-stop", "worker-spin", "worker-mute")
+WORKER_KINDS = ("worker-kill", *HANGS)
 MEMORY = ("memory-full", "no-slots")
 DISK = ("disk-full", "disk-error")
 
@@ -511,7 +514,7 @@ class World:
                 self.violation(f"still there {self.left_s:g} s after the end: {late}")
                 self.scheduler.over = True
                 return
-        elif now > max(self.moved_at, self.well_at) + PROGRESS_S:
+        elif now > max(self.moved_at, self.well_at) + self._progress_s():
             self.stalled = True
             self._no_progress()
             self.scheduler.over = True
@@ -536,10 +539,16 @@ class World:
         return agent is not None and not agent._connected
 
     def _no_progress(self) -> None:
-        agents = [name for name, one in self.agents.items() if one.alive]
+        leaving = {one.node for one in self.faults if one.kind == "drain"}
+        here = [name for name, one in self.agents.items() if one.alive]
+        agents = [name for name in here if name not in leaving]
         too_few = not self.moved_at and len(agents) < self.config.min_nodes
         if agents and not too_few and not layers_lost(self):
-            self.violation(f"no step for {PROGRESS_S:g} s although {agents} are well")
+            self.violation(f"no step for {self._progress_s():g} s although {agents} are well")
+
+    def _progress_s(self) -> float:
+        hung = any(one.kind in HANGS for one in self.faults)
+        return HANG_S if hung else PROGRESS_S
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -560,8 +569,9 @@ class World:
         for text in oracles.too_many_epochs(events):
             self.violation(text)
         if not end:
-            if not self.stalled:
-                self.violation("the job has no exit code")
+            alone = sorted(name for name, one in self.agents.items() if self._ended_alone(one))
+            if alone or not self.stalled:
+                self.violation(f"the job has no exit code; agents that ended by themselves: {alone}")
             return
         if end["code"]:
             self._judge_error(end["code"], end["reason"])
@@ -591,6 +601,11 @@ class World:
         left = [p.name for p in Path(self.config.memory_dir).glob("*") if self._clean(p.name)]
         if left:
             self.violation(f"memory is left: {left}")
+
+    @staticmethod
+    def _ended_alone(agent: Process) -> bool:
+        """Whether the agent ended, and no fault has ended it."""
+        return not agent.alive and agent.code not in (-9, EXIT_DRAINED, EXIT_TERMINATED)
 
     def _readable(self, step: int) -> bool:
         try:
