@@ -49,14 +49,17 @@ def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -
     for event in of(events, "lost"):
         node, at = str(event["node"]), float(event["at"])
         own = [fault for fault in faults if fault.node == node and fault.at <= at]
-        if not _destroyed(own, at) and not _silenced(own, at):
+        joins = (one["at"] for one in of(events, "joined") if one["node"] == node)
+        joined = max((join for join in joins if join <= at), default=0.0)
+        if not _destroyed(own, joined, at) and not _silenced(own, at):
             wrong.append(f"{node} was lost at {at:.3f} although it was well: {event['why']}")
     return wrong
 
 
-def _destroyed(faults: Sequence[Injected], at: float) -> bool:
-    """Whether the agent was dead, or had just returned."""
-    return any(f.kind in DESTROYS and at <= f.until + LATE_S for f in faults)
+def _destroyed(faults: Sequence[Injected], joined: float, at: float) -> bool:
+    """Whether the agent was dead, had just returned, or has not joined again since then."""
+    own = (fault for fault in faults if fault.kind in DESTROYS)
+    return any(at <= fault.until + LATE_S or joined <= fault.at for fault in own)
 
 
 def _silenced(faults: Sequence[Injected], at: float) -> bool:

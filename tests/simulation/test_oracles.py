@@ -14,8 +14,10 @@ from tests.simulation.oracles import (
 )
 
 
-def lost(at: float) -> list[dict[str, Any]]:
-    return [{"kind": "lost", "at": at, "node": "node1", "why": "silent"}]
+def lost(at: float, joined: float = -1.0) -> list[dict[str, Any]]:
+    """A loss of node1; `joined`: a join before it."""
+    found = [{"kind": "joined", "at": joined, "node": "node1"}] if joined >= 0 else []
+    return [*found, {"kind": "lost", "at": at, "node": "node1", "why": "silent"}]
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,7 @@ def lost(at: float) -> list[dict[str, Any]]:
         (Injected("power", 5.0, 1e9, "node1"), 4.0, False),
         (Injected("power", 5.0, 1e9, "node0"), 8.0, False),
         (Injected("back", 5.0, 6.0, "node1"), 8.0, True),
-        (Injected("back", 5.0, 6.0, "node1"), 30.0, False),
+        (Injected("back", 5.0, 6.0, "node1"), 30.0, True),
         (Injected("cut-out", 5.0, 11.0, "node1"), 8.5, True),
         (Injected("cut-out", 5.0, 6.0, "node1"), 8.5, False),
         (Injected("pause", 5.0, 11.0, "node1"), 30.0, False),
@@ -39,6 +41,13 @@ def lost(at: float) -> list[dict[str, Any]]:
 def test_only_silence_and_death_explain_a_loss(fault: Injected, at: float, right: bool) -> None:
     assert healthy_lost(lost(at), [fault]) == [] or not right
     assert bool(healthy_lost(lost(at), [fault])) is not right
+
+
+def test_a_former_incarnation_is_lost_late() -> None:
+    """The coordinator hears nobody until the killed node has returned."""
+    back = [Injected("back", 5.0, 6.0, "node1")]
+    assert not healthy_lost(lost(30.0, joined=1.0), back)
+    assert healthy_lost(lost(30.0, joined=7.0), back)
 
 
 def test_two_cuts_with_a_short_gap_are_one_silence() -> None:

@@ -192,6 +192,20 @@ def test_a_wrong_final_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "final state" in run(QUIET).problems[0]
 
 
+def test_holders_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flipped bit in one replica: the real comparison finds it, and the state is repaired."""
+    update = ModelReplica.update
+
+    def wrong(self: ModelReplica, reduced: object, clip: float, lr: float) -> None:
+        update(self, reduced, clip, lr)  # type: ignore[arg-type]
+        if (self.version, self.index, self.owner) == (2, 0, "node0"):
+            self.value = bytes(len(self.value))
+
+    monkeypatch.setattr(ModelReplica, "update", wrong)
+    problems = run(dataclasses.replace(QUIET, nodes=4, verify_every=1)).problems
+    assert len(problems) == 1 and "no bit was wrong: layer 0" in problems[0]
+
+
 # ---- the network ----
 
 

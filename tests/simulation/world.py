@@ -122,6 +122,8 @@ class Scenario:
     """Time of an operation that waits for a disk."""
     ask_bytes: int = 4 << 20
     """Bundles of this size ask for room before they are sent."""
+    verify_every: int = 0
+    """Holders of a layer compare their states after every so many steps; 0: never."""
     shared: bool = True
     """Whether all hosts see the files of the run: without it, an agent that is cut off when the
     job ends cannot know it."""
@@ -160,6 +162,7 @@ def scenario_of(seed: int) -> Scenario:
         memory_rate=rng.choice((64e6, 64e6, 1e5)),
         disk_s=rng.choice((0.001, 0.001, 0.05)),
         ask_bytes=rng.choice((4096, 4 << 20)),
+        verify_every=rng.choice((0, 1, 3)),
         shared=rng.random() < 0.5,
         preemption=rng.choice((0.01, 0.05, 0.3)),
     )
@@ -241,7 +244,7 @@ class World:
             store=StoreSpec(url="etcd://store:2379") if count > 1 else StoreSpec(),
             backup=scenario.backup,
             accumulate=Accumulate.EXACT,
-            verify_every=0,
+            verify_every=scenario.verify_every,
         )
         self.lead_hosts = [self.network.add_host(f"lead{i}", f"10.0.1.{i}") for i in range(count)]
         self.addresses = ",".join(f"{host.address}:{PORT}" for host in self.lead_hosts)
@@ -568,6 +571,8 @@ class World:
             self.violation(text)
         for text in oracles.too_many_epochs(events):
             self.violation(text)
+        for event in oracles.of(events, "divergence"):
+            self.violation(f"no bit was wrong: {event['reason']}")
         if not end:
             alone = sorted(name for name, one in self.agents.items() if self._ended_alone(one))
             if alone or not self.stalled:
