@@ -114,7 +114,9 @@ def checkpoints_missing(
             wrong.append(f"the checkpoint of the last step, {step}, is missing: {named.get(step)}")
         elif step not in named and not _hit(events, faults, step, ("lead-disk",)):
             wrong.append(f"the checkpoint of step {step} is missing, and no event names it")
-        elif not _hit(events, faults, step, (*DESTROYS, "disk-full", "disk-error", "disk-slow", "lead-disk")):
+        elif not _hit(
+            events, faults, step, (*DESTROYS, "disk-full", "disk-error", "disk-slow", "lead-disk")
+        ):
             wrong.append(f"the checkpoint of step {step} was given up: {named[step]}")
     return wrong
 

@@ -27,8 +27,8 @@ from elastic.agent import service as agent_service
 from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator import service as coordinator_service
 from elastic.core.node.node import ProcessSample
-from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.core.protocol.store_spec import StoreSpec
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from elastic.domain.errors import (
     EXIT_DRAINED,
     EXIT_TERMINATED,
@@ -49,9 +49,11 @@ from tests.simulation.store import SimStore, StoreMachine
 
 PORT = 7000
 WATCH_S = 1.0
-PROGRESS_S, HANG_S = 30.0, 90.0
+PROGRESS_S, LONG_S = 25.0, 75.0
 """After the last fault, a step or the end of the job comes within this time. The second limit
-holds after a worker hung: before its first step it may be silent for `Timeouts.stuck_s`."""
+holds after a worker hung, because it may be silent for `Timeouts.stuck_s` before its first step,
+and after two hosts lost power, because the coordinator blames itself for `Timeouts.doubt_s` if it
+hears a minority."""
 LEAVE_S = 90.0
 """All processes end within this time after the job."""
 ORPHAN_S = DEFAULT_TIMEOUTS.orphan_s + 30.0
@@ -465,7 +467,7 @@ class World:
             case "lead-reset":
                 self.network.reset(host)
             case "lead-disk":
-                    self._for_a_while(host, "disk_error", errno.ENOSPC, seconds)
+                self._for_a_while(host, "disk_error", errno.ENOSPC, seconds)
             case "store-away":
                 self.store.away_until = max(self.store.away_until, self.scheduler.now + seconds)
 
@@ -551,7 +553,8 @@ class World:
 
     def _progress_s(self) -> float:
         hung = any(one.kind in HANGS for one in self.faults)
-        return HANG_S if hung else PROGRESS_S
+        silent = sum(one.kind == "power" for one in self.faults)
+        return LONG_S if hung or silent > 1 else PROGRESS_S
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -576,7 +579,9 @@ class World:
         if not end:
             alone = sorted(name for name, one in self.agents.items() if self._ended_alone(one))
             if alone or not self.stalled:
-                self.violation(f"the job has no exit code; agents that ended by themselves: {alone}")
+                self.violation(
+                    f"the job has no exit code; agents that ended by themselves: {alone}"
+                )
             return
         if end["code"]:
             self._judge_error(end["code"], end["reason"])
@@ -584,11 +589,18 @@ class World:
             self._judge_success(events)
 
     def _judge_error(self, code: int, reason: str) -> None:
-        """Copies were lost, or the disk of the last checkpoint failed."""
+        """Copies were lost, the disk of the last checkpoint failed, or the only node that was left
+        had no memory for its own copies, until its restarts were used up."""
         last_s = self.moved_at - oracles.WRITING_S
-        bad_disk = any(one.kind in (*DISK, "lead-disk") and one.until > last_s for one in self.faults)
+        bad_disk = any(
+            one.kind in (*DISK, "lead-disk") and one.until > last_s for one in self.faults
+        )
         unwritten = bad_disk and "checkpoint" in reason
-        if not (code == EXIT_UNRECOVERABLE and layers_lost(self)) and not unwritten:
+        now = self.ended_at or 0.0
+        full = any(one.kind in MEMORY and one.at < now < one.until + WATCH_S for one in self.faults)
+        alone = full and "no plan fits without it" in reason and "SlotError" in reason
+        lost = code == EXIT_UNRECOVERABLE and layers_lost(self)
+        if not (lost or unwritten or alone):
             self.violation(f"the job ended with {code}: {reason}")
 
     def _judge_success(self, events: list[dict[str, Any]]) -> None:

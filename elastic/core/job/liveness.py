@@ -4,7 +4,8 @@ A closed connection alone is no loss: networks reset connections of healthy node
 reconnect. A member is lost if its connection is closed and
 
 - the port of its vault refuses connections, which proves that its agent has ended; or
-- its neighbours lost contact with it, too, and it does not return within `Timeouts.closed_s`.
+- its neighbours lost contact with it, too, and it sends nothing within `Timeouts.closed_s`. After a
+  reconnect a heartbeat is its first message, because the report takes longer.
 
 It is also lost if it is silent for `Timeouts.lease_s`, whatever its connection does. The last two
 kinds of evidence are no proof: the network between the coordinator and the node may have failed.
