@@ -49,9 +49,10 @@ from tests.simulation.store import SimStore, StoreMachine
 
 PORT = 7000
 WATCH_S = 1.0
-PROGRESS_S, LONG_S = 25.0, 75.0
+PROGRESS_S, LONG_S = 25.0, 100.0
 """After the last fault, a step or the end of the job comes within this time. The second limit
-holds after a worker hung, because it may be silent for `Timeouts.stuck_s` before its first step,
+holds after a worker hung, because it may be silent for `Timeouts.stuck_s` before its first step
+(and spin for `Timeouts.progress_s`, five times a step, afterwards),
 and after two hosts lost power, because the coordinator blames itself for `Timeouts.doubt_s` if it
 hears a minority."""
 LEAVE_S = 90.0

@@ -260,7 +260,7 @@ def copies_to_rescue(
     if spec is None or not spec.checkpoint_every:
         return ()
     due = (step - 1) // spec.checkpoint_every * spec.checkpoint_every
-    if due <= newest_written(state) or due in state.lost_checkpoints:
+    if due <= max(0, newest_written(state)) or due in state.lost_checkpoints:
         return ()
     starts, nodes = starts_with(state, step), plan.nodes()
     copies: dict[Slot, dict[str, Copy]] = {}

@@ -312,6 +312,13 @@ def _sources(copies: tuple[Copy, ...]) -> list[tuple[str, Any]]:
     return [(copy.node, copy.slot) for copy in copies]
 
 
+def test_the_initial_state_is_no_checkpoint() -> None:
+    state = saving()
+    node = plan_of(state).nodes()[0]
+    copy = Copy(STATE, 0, 0, 0, state.epoch, node, 1, 8, "", node=node)
+    assert checkpoints.copies_to_rescue(state, plan_of(state), 1, [copy]) == ()
+
+
 def test_the_node_that_was_to_write_a_state_is_preferred() -> None:
     state = copied(replicated(), ALL[:1], "node1", "node0", "node2")
     assert _sources(rescued(state, 9)) == [("node0", (0, 0))], "it may have it in its queue"
