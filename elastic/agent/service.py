@@ -303,6 +303,8 @@ class NodeAgent:
         self._connected = True
         if self._session.up:
             self._away_since = 0.0
+        if self._state.epoch > 0:  # a short sign of life, before messages of any size
+            self._heartbeat()
         for message in self._outbox:  # first, because the report may end the job
             self._send(message)
         self._report()

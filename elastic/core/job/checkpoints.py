@@ -55,8 +55,7 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     if state.spec is None or lineage.is_undone(part, (*state.starts, *state.rewritten)):
         return state, (), ""
     pending = dict(state.checkpoint_parts)
-    known = part.step in pending or part.step > newest_step(state)
-    if not known or part.step in state.lost_checkpoints:
+    if part.step not in pending and _is_settled(state, part.step):
         return state, (), ""  # it was committed or given up before
     if part.error:
         if present is not None and part.epoch < present.plan.epoch:
@@ -79,6 +78,27 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     begun = is_complete(state, slots) and not is_complete(state, before)
     state, dropped = _without_stragglers(state)
     return state, (*((CommitCheckpoint(part.step),) if begun else ()), *dropped), ""
+
+
+def _is_settled(state: JobState, step: int) -> bool:
+    """Return whether the checkpoint of `step` is durable, was given up, or is older than all that
+    are remembered. A newer checkpoint may become durable first."""
+    older = state.older_checkpoints
+    durable = [one[1] for one in (*((state.checkpoint,) if state.checkpoint else ()), *older)]
+    forgotten = len(older) >= MAX_OLDER and step < min(durable)
+    return step in durable or step in state.lost_checkpoints or forgotten
+
+
+def due_steps(state: JobState) -> tuple[int, ...]:
+    """Return the steps of all checkpoints that were due in a job that has finished."""
+    spec = state.spec
+    if spec is None or not spec.checkpoint_every:
+        return ()
+    first = max(0, state.starts[0][1]) if state.starts else 0
+    every, last = spec.checkpoint_every, spec.n_steps
+    published = state.plan is not None and state_of(state.plan.state).name != NONE
+    between = range(first // every * every + every, last, every) if published else ()
+    return (*between, last)
 
 
 def is_complete(state: JobState, slots: Collection[Slot]) -> bool:
@@ -240,7 +260,7 @@ def copies_to_rescue(
     if spec is None or not spec.checkpoint_every:
         return ()
     due = (step - 1) // spec.checkpoint_every * spec.checkpoint_every
-    if due <= newest_written(state) or due in state.lost_checkpoints:
+    if due <= max(0, newest_written(state)) or due in state.lost_checkpoints:
         return ()
     starts, nodes = starts_with(state, step), plan.nodes()
     copies: dict[Slot, dict[str, Copy]] = {}

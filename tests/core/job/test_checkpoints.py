@@ -75,6 +75,21 @@ def test_several_checkpoints_are_written_at_the_same_time() -> None:
     assert state.checkpoint_parts == () and not actions, "said again after a reconnect"
 
 
+def test_an_older_checkpoint_may_become_durable_after_a_newer_one() -> None:
+    """The only writer of an older checkpoint has a slow disk, and reports its first part late."""
+    state, _, _ = apply(saving(), job.CheckpointCommitted("/c/6", 6))
+    state, actions, _ = apply(state, part(4))
+    assert actions == (job.CommitCheckpoint(4),)
+    state, actions, _ = apply(state, job.CheckpointCommitted("/c/4", 4))
+    assert [entry["step"] for entry in entries(actions, "checkpoint")] == [4]
+    assert state.checkpoint == ("/c/6", 6)
+
+
+def test_all_due_checkpoints_of_a_finished_job_are_known() -> None:
+    state = saving()
+    assert checkpoints.due_steps(state) == (100, 200, 300, 400)
+
+
 def test_parts_of_undone_steps_do_not_count() -> None:
     """Two nodes have written their states of step 6; a loss leads back to an earlier step."""
     state = saving()
@@ -295,6 +310,13 @@ def replicated() -> JobState:
 
 def _sources(copies: tuple[Copy, ...]) -> list[tuple[str, Any]]:
     return [(copy.node, copy.slot) for copy in copies]
+
+
+def test_the_initial_state_is_no_checkpoint() -> None:
+    state = saving()
+    node = plan_of(state).nodes()[0]
+    copy = Copy(STATE, 0, 0, 0, state.epoch, node, 1, 8, "", node=node)
+    assert checkpoints.copies_to_rescue(state, plan_of(state), 1, [copy]) == ()
 
 
 def test_the_node_that_was_to_write_a_state_is_preferred() -> None:
