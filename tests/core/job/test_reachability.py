@@ -10,7 +10,7 @@ import pytest
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
-from elastic.core.health.path_fault import PathFault
+from elastic.core.health.path_fault import PathFault, pair_of
 from elastic.core.job import quarantine, reachability
 from elastic.core.job import state as job
 from elastic.core.job.epoch_change import candidates, resume_if_feasible
@@ -243,3 +243,23 @@ def test_a_paused_job_tries_every_choice_of_nodes_to_leave_out() -> None:
     assert resumed is not None and resumed[0].phase is JobPhase.HALTING
     small = {n: mb for n, mb in members.items() if n != "node2"}
     assert resume_if_feasible(state.of(members=small), state.updated_at) is None
+
+
+@pytest.mark.parametrize(
+    ("phase", "ends"), [(JobPhase.INSTALLING, True), (JobPhase.RUNNING, False)]
+)
+def test_an_installation_that_reads_over_a_bad_path_ends(phase: JobPhase, ends: bool) -> None:
+    """The copy is in the vault of a node without layers. A running plan has read it already."""
+    state = running()
+    reader, other = plan_of(state).nodes()[:2]
+    copy = Copy(
+        kind=STATE, layer=0, shard=0, step=1, epoch=1, owner=other, sequence=1, nbytes=8,
+        checksum="", node="node9",
+    )  # fmt: skip
+    recipe = Recipe(layer=0, shard=0, version=1, state=copy)
+    assignment = replace(assignment_of(state), recipes=((reader, recipe),))
+    fault = PathFault(pair_of(reader, "node9"), (), "no answer", state.updated_at)
+    found = reachability.path_cause(state.of(phase=phase, assignment=assignment, paths=(fault,)))
+    assert (found is not None) is ends
+    if found is not None:
+        assert "cannot reach each other" in found.text and set(found.nodes) == {reader, "node9"}

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.coordinator.transitions import record_event, transition
+from elastic.core.health.path_fault import PathFault
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.epoch_change import begin_change
@@ -703,7 +704,9 @@ def test_failed_epochs_are_at_most_five_per_minute() -> None:
     assert told["attempts"] == 14 and "contact lost" in told["cause"]
 
 
-@given(st.lists(st.sampled_from(["contact", "step", "join", "lost"]), min_size=1, max_size=40))
+@given(
+    st.lists(st.sampled_from(["contact", "path", "step", "join", "lost"]), min_size=1, max_size=40)
+)
 def test_five_failed_epochs_per_minute_in_any_order(events: list[str]) -> None:
     """Each failure comes at once after the installation. Progress may lie between."""
     state, now, failed = trained(), 100.0, list[float]()
@@ -715,16 +718,38 @@ def test_five_failed_epochs_per_minute_in_any_order(events: list[str]) -> None:
             case "join":
                 state, failed = watchdog.member_joined(state, "node9", now, known=False), []
             case _:
-                kind = CauseKind.CONTACT if event == "contact" else CauseKind.LOST
-                change = job.EpochChange(
-                    epoch=2, causes=(job.Cause(kind, "x"),), boundary=False, lost=(),
-                    nodes_before=3, began=now, old_plan=None, step=0, microbatch=0,
-                )  # fmt: skip
-                state, _ = watchdog.epoch_began(state.of(change=change), now)
-                failed += [now] if event == "contact" else []
+                kind = CauseKind.LOST if event == "lost" else CauseKind.CONTACT
+                paths = (PathFault(("node0", "node1"), (), "", now),) if event == "path" else ()
+                state = with_failed_epoch(state.of(paths=paths), kind, now)
+                failed += [] if event == "lost" else [now]
                 while watchdog.is_paused(state, now):
                     now += 0.5
         assert all(sum(at <= other < at + 60.0 for other in failed) <= 5 for at in failed)
+
+
+@pytest.mark.parametrize(
+    ("found_at", "well_since", "pause_s"), [(20.0, 0.0, 0.0), (5.0, 0.0, 10.0), (20.0, 21.0, 10.0)]
+)
+def test_a_bad_path_that_was_just_found_leaves_the_first_pause_out(
+    found_at: float, well_since: float, pause_s: float
+) -> None:
+    """A path that was known before the last attempt, or is well again, explains nothing."""
+    fault = PathFault(("node0", "node1"), (), "", found_at, well_since)
+    state = with_failed_epoch(trained(), CauseKind.CONTACT, 1.0)
+    for now in (2.0, 10.0):
+        state, _ = watchdog.epoch_began(state, now)
+    state, (note,) = watchdog.epoch_began(state.of(paths=(fault,)), 22.0)
+    assert isinstance(note, job.LogEntry) and note.data["attempt"] == watchdog.EXPLAINED_ATTEMPT
+    assert note.data["pause_s"] == pause_s
+
+
+def with_failed_epoch(state: JobState, kind: CauseKind, now: float) -> JobState:
+    """Return the state after an epoch that failed by a cause of this kind."""
+    change = job.EpochChange(
+        epoch=2, causes=(job.Cause(kind, "x"),), boundary=False, lost=(),
+        nodes_before=3, began=now, old_plan=None, step=0, microbatch=0,
+    )  # fmt: skip
+    return watchdog.epoch_began(state.of(change=change), now)[0]
 
 
 def test_progress_ends_the_back_off() -> None:
