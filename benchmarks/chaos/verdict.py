@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.chaos.case import Case
 from benchmarks.chaos.injector import Injection
@@ -136,30 +136,47 @@ def healthy_lost(run: Finished) -> list[str]:
 # ---- copies ----
 
 
-def layers_lost(run: Finished) -> str:
-    """Return which layers lost all their copies at some time, by the faults; "": none."""
-    plans: list[Plan] = []
+class History(Protocol):
+    """What happened to the copies of a job."""
+
+    @property
+    def events(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def destroyed(self) -> list[tuple[float, str]]: ...
+
+
+def layers_lost(run: History) -> str:
+    """Return which layers lost all their copies at some time, by the faults; "": none.
+
+    A destroyed node that joins again has none of its former copies, but can have those of later
+    plans.
+    """
+    plans: list[tuple[Plan, set[str]]] = []
     gone: set[str] = set()
     whole = True
     for _, kind, value in sorted(_history(run), key=lambda item: item[0]):
         if kind == "plan":
-            plans.append(parse_plan(str(value["text"])))
+            plans.append((parse_plan(str(value["text"])), set(gone)))
         elif kind == "protected":
-            plans = [plan for plan in plans if plan.epoch >= int(value["epoch"])]
+            plans = [one for one in plans if one[0].epoch >= int(value["epoch"])]
         elif kind == "refused":
             whole = False
+        elif kind == "joined":
+            gone.discard(str(value["node"]))
         elif kind == "destroyed":
             gone.add(str(value["node"]))
-            for plan in plans:
-                layers = _without_copies(plan, gone, whole and plan is plans[0])
+            for number, (plan, lost) in enumerate(plans):
+                lost.add(str(value["node"]))
+                layers = _without_copies(plan, lost, whole and not number)
                 if layers:
-                    return f"layers {layers} of epoch {plan.epoch} were on {sorted(gone)} only"
+                    return f"layers {layers} of epoch {plan.epoch} were on {sorted(lost)} only"
     return ""
 
 
-def _history(run: Finished) -> Iterable[tuple[float, str, dict[str, Any]]]:
+def _history(run: History) -> Iterable[tuple[float, str, dict[str, Any]]]:
     for event in run.events:
-        if event["kind"] in ("plan", "protected"):
+        if event["kind"] in ("plan", "protected", "joined"):
             yield event["at"], event["kind"], event
         elif event["kind"] in ("backup-short", "copy-corrupt"):
             yield event["at"], "refused", event

@@ -39,16 +39,15 @@ class Outbox:
         return tuple(part for part in self._others if isinstance(part, m.CheckpointPart))
 
     def enter(self, install: m.Install) -> None:
-        """Drop the steps and checkpoints that a return to an older step has undone, and failures of
-        earlier epochs."""
+        """Drop the steps and checkpoints that a return to an older step has undone, and notes about
+        backups and failures of earlier epochs."""
         step, starts = install.assignment.step, lineage.starts_of(install.assignment)
         steps = [d for d in self._steps if d.record.step < step or d.epoch >= install.epoch]
         others = [
             o
             for o in self._others
-            if not (
-                isinstance(o, m.CheckpointPart)
-                and (lineage.is_undone(o, starts) or (o.error and o.epoch < install.epoch))
-            )
+            if isinstance(o, m.CheckpointPart)
+            and not lineage.is_undone(o, starts)
+            and not (o.error and o.epoch < install.epoch)
         ]
         self._steps, self._others = deque(steps, MAX_STEPS), deque(others, MAX_OTHERS)

@@ -303,6 +303,8 @@ class NodeAgent:
         self._connected = True
         if self._session.up:
             self._away_since = 0.0
+        if self._state.epoch > 0:  # a short sign of life, before messages of any size
+            self._heartbeat()
         for message in self._outbox:  # first, because the report may end the job
             self._send(message)
         self._report()
@@ -325,7 +327,8 @@ class NodeAgent:
 
     def _note_refused(self, kind: str, peer: str, why: str) -> None:
         """Report that the vault of `peer` cannot keep this node's copies."""
-        self._send_reliably(m.BackupNote(kind, self._node, peer, why))
+        vault = self._replicator.vaults.get(peer, "")
+        self._send_reliably(m.BackupNote(kind, self._node, peer, why, vault))
 
     def _send_rejection(self, notice: RejectionNotice) -> None:
         self._send(m.RefusalNote(self._node, *astuple(notice)))

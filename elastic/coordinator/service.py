@@ -53,6 +53,7 @@ from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.records.state_saver import StateSaver
 from elastic.coordinator.session_filter import SessionFilter
 from elastic.core.coordinator.transitions import apply_rules, record_event
+from elastic.core.job import checkpoints
 from elastic.core.job import state as job
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
@@ -387,7 +388,8 @@ class Coordinator:
     def _finish(self, action: job.JobFinished) -> None:
         for future in self._commits.pending():
             self._committed(future)
-        for failed in self._commits.left_over():
+        due = () if action.code else checkpoints.due_steps(self._state)
+        for failed in self._commits.left_over(due):
             if failed.step not in self._state.lost_checkpoints:
                 self._apply(failed)
         self._decide()

@@ -12,6 +12,7 @@ ElasticError
  +-- VaultError            a copy is missing, torn or corrupt
  |    +-- VaultFull        there is no room for another copy
  |    +-- SlotError        the node's memory and disk refuse new copies
+ |    +-- VaultUnreachable no connection to a vault, or it broke
  |    +-- Unanswered       a vault that can be reached has not answered in time
  +-- LedgerError           a micro-batch would be doubled or is missing
  +-- DivergenceError       holders of a layer disagree about it
@@ -127,6 +128,11 @@ class VaultFull(VaultError):
 
 class SlotError(VaultError):
     """A node can create no room for copies, for another reason than a lack of room."""
+
+
+class VaultUnreachable(VaultError):
+    """A vault could not be reached, or contact with it was lost: by a refused or broken connection,
+    a failed TLS handshake or a time limit. The copies may be whole."""
 
 
 class Unanswered(VaultError):

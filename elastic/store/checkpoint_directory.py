@@ -389,6 +389,12 @@ def staged_steps(directory: Path | str) -> tuple[int, ...]:
     return tuple(sorted(int(name[len("step-") :]) for name in names if _FINAL.match(name)))
 
 
+def committed_steps(directory: Path | str) -> tuple[int, ...]:
+    """Return the steps of the committed checkpoints, in order."""
+    names = (path.name for path in Path(directory).glob("step-*") if _FINAL.match(path.name))
+    return tuple(sorted(int(name[len("step-") :]) for name in names))
+
+
 def discard_incomplete(directory: Path | str) -> None:
     """Remove the files of checkpoints that were not committed. Call this before any node writes."""
     directory = Path(directory)

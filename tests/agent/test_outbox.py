@@ -34,6 +34,15 @@ def test_undone_steps_are_not_resent() -> None:
     outbox.enter(m.Install(2, Assignment(PLAN, 2)))
     outbox.add(finished(2, 2))
     outbox.enter(m.Install(2, Assignment(PLAN, 2)))
-    kept = [finished(0, 1), finished(1, 1), finished(2, 2), m.CheckpointPart(2, ((0, 0),), 1), note]
+    kept = [finished(0, 1), finished(1, 1), finished(2, 2), m.CheckpointPart(2, ((0, 0),), 1)]
     assert outbox.parts == (m.CheckpointPart(2, ((0, 0),), 1),)
     assert list(outbox) == kept, "the same order again removes nothing"
+
+
+def test_a_note_about_backups_is_resent_in_its_epoch_only() -> None:
+    """Later its keeper may be another incarnation, which is well."""
+    outbox, note = Outbox(), m.BackupNote("keeper-failed", "a", "b", "no slot", "b:1")
+    outbox.add(note)
+    assert list(outbox) == [note]
+    outbox.enter(m.Install(2, Assignment(PLAN, 2)))
+    assert not list(outbox)

@@ -164,6 +164,17 @@ def test_copies_are_lost_with_their_last_holder() -> None:
     assert "layers [2]" in lost((3.0, "node1"), more=refused)
 
 
+def test_a_node_that_joins_again_keeps_the_copies_of_later_plans() -> None:
+    joined = {"at": 3.2, "kind": "joined", "node": "node1"}
+    later = [plan(PLAN.replace("epoch=1", "epoch=2"), 3.5)]
+    later += [{"at": 3.8, "kind": "protected", "epoch": 2}]
+    run = finished(
+        events=[*finished().events, joined, *later],
+        destroyed=[(3.0, "node1"), (4.0, "node2")],
+    )
+    assert not layers_lost(run)
+
+
 def test_a_newer_plan_whose_copies_are_not_whole_keeps_the_older_ones() -> None:
     events = [*finished().events, plan(NEXT, 3.5)]
     run = finished(events=events, destroyed=[(3.0, "node1"), (4.0, "node0")])

@@ -114,6 +114,8 @@ CONSTANTS = {
     "launcher/ray/remote_agent.py NEW_LOCK_S": "program",
     "launcher/ray/supervisor.py CLUSTER_POLL_S": "interval",
     "launcher/ray/supervisor.py FIRST_NOTICE_S": "person",
+    "launcher/run/processes.py MAX_RETRY_S": "interval",
+    "launcher/run/processes.py RETRY_S": "interval",
     "launcher/run/supervisor.py FAULT_POLL_S": "interval",
     "metrics.py FAST_S": "decision",
     "metrics.py RECOVERY_S": "decision",

@@ -14,6 +14,7 @@ import yaml
 from elastic.launcher import cli
 from tests.kubernetes.cluster import Cluster, Object, wait_for
 from tests.kubernetes.pods import Pod
+from tests.scenarios import checkpoints
 from tests.scenarios.shared import made_once
 
 STEPS = 100
@@ -122,12 +123,18 @@ class JobRun:
         wait_for("a plan with everybody", planned, self.cluster)
 
     def finish(self) -> dict[str, Any]:
-        """Let the training run to its end at full speed; return its summary."""
+        """Let the training run to its end at full speed; return its summary. Every due checkpoint
+        must be whole."""
         (self.cluster.claim("demo-checkpoints") / "hurry").touch()
         ended = lambda: [pod for pod in self.coordinators if not pod.running]  # noqa: E731
         pod = wait_for("the end", ended, self.cluster)[0]
         assert pod.process is not None and pod.process.returncode == 0, self.cluster.logs()
-        return dict(json.loads((_run_dir(pod) / "summary.json").read_text()))
+        summary = dict(json.loads((_run_dir(pod) / "summary.json").read_text()))
+        directory = self.cluster.claim("demo-checkpoints")
+        checkpoints.assert_written(
+            directory, checkpoints.due(TRAIN), summary["params_sha256"], self.cluster.logs()
+        )
+        return summary
 
     def _progress(self) -> Iterator[dict[str, Any]]:
         for pod in self.coordinators:

@@ -49,6 +49,9 @@ def main() -> None:
     parser.add_argument(
         "--hurry", default="", help="file; from when it exists on layers take no time"
     )
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=20, help="steps between two checkpoints"
+    )
     args = parser.parse_args()
     Layer.pace_s, Layer.doubling, Layer.hurry = args.pace, args.doubling, Path(args.hurry)
     layers = [lambda: Layer(WIDTH, WIDTH)] * (LAYERS - 1)
@@ -58,6 +61,7 @@ def main() -> None:
         data=data,
         steps=args.steps,
         microbatches=6,
+        checkpoint_every=args.checkpoint_every,
     ).run()
 
 

@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.store import checkpoint_directory
-from elastic.worker.replica.export import checkpoint_runs, params_sha256
+from tests.scenarios import checkpoints
 from tests.scenarios.catalogue import BASE, MODELS, Scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 LEASE_S = "30"
 """Seconds of silence after which a node is lost."""
 DEADLINE_S = 560.0
-EXAMPLE, EVERY = "examples.train_gpt", "--checkpoint-every"
-"""The script whose runs write checkpoints, and its flag for the steps between two of them."""
 ELASTIC_FLAGS = ("--nproc-per-node", "--backup")
 """Flags of a scenario that belong to `elastic run`, each with a value; the script gets the
 others."""
@@ -44,6 +41,11 @@ class Run:
             json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()
         ]
 
+    @property
+    def final_sha256(self) -> str:
+        """Hash of the final parameters, in the last event."""
+        return str([e for e in self.events if e["kind"] == "end"][-1]["params_sha256"])
+
 
 def proved(summary: dict[str, Any]) -> dict[str, int]:
     """The ledger of a summary if the commit of each step proved the ledgers of all layers."""
@@ -64,7 +66,7 @@ def elastic_run(
     `--checkpoint-every`. If the run succeeds, every due checkpoint must be whole. `environment`:
     variables that are added.
     """
-    script = with_checkpoints(script)
+    script = checkpoints.with_checkpoints(script)
     silent = "--lease" in flags or any("partition" in flag for flag in flags)
     command = [
         sys.executable,
@@ -94,48 +96,18 @@ def elastic_run(
     return run
 
 
-def with_checkpoints(script: Sequence[str]) -> Sequence[str]:
-    """Add checkpoints to the words of the example script, about three in the whole run."""
-    if EXAMPLE not in script or EVERY in script or "--steps" not in script:
-        return script
-    return [*script, EVERY, str(max(2, _last(script, "--steps") // 3))]
-
-
 def assert_checkpoints(run: Run, flags: Sequence[str], script: Sequence[str]) -> None:
-    """Assert that the run has every due checkpoint, whole, and that the last one has the final
-    parameters."""
-    every = _last(script, EVERY) if EXAMPLE in script and EVERY in script else 0
-    if not every:
+    """Assert that a run which succeeded has every due checkpoint."""
+    due = checkpoints.due(script, checkpoints.resumed_step(flags))
+    if not due:
         return
-    first, steps = _resumed_step(flags), _last(script, "--steps")
-    due = [step for step in range(first + 1, steps + 1) if step % every == 0 or step == steps]
-    directory = run.run_dir / "checkpoints"
-    if "--checkpoint-dir" in flags:
-        directory = Path(flags[list(flags).index("--checkpoint-dir") + 1])
-    paths = {step: directory / f"step-{step:08d}" for step in due}
-    missing = [step for step, path in paths.items() if not path.is_dir()]
     lost = [event for event in run.events if event["kind"] == "checkpoint-lost"]
-    assert not missing, f"checkpoints {missing} of {due} are missing; {lost}\n{run.output}"
-    for step, path in paths.items():
-        assert checkpoint_directory.read_manifest(path).step == step
-    if due:
-        found = params_sha256(checkpoint_runs(paths[steps]))
-        assert found == run.summary["params_sha256"], "the last checkpoint has other parameters"
-
-
-def _resumed_step(flags: Sequence[str]) -> int:
-    """Return the step of the checkpoint that `--resume` names; 0: none."""
-    if "--resume" not in flags:
-        return 0
-    path = checkpoint_directory.latest(flags[list(flags).index("--resume") + 1])
-    assert path is not None
-    return checkpoint_directory.read_manifest(path).step
-
-
-def _last(words: Sequence[str], flag: str) -> int:
-    """Return the number after the last occurrence of `flag`."""
-    at = max(place for place, word in enumerate(words) if word == flag)
-    return int(words[at + 1])
+    checkpoints.assert_written(
+        checkpoints.directory_of(run.run_dir, flags),
+        due,
+        run.final_sha256,
+        f"{lost}\n{run.output}",
+    )
 
 
 def words_of(scenario: Scenario) -> tuple[list[str], list[str]]:

@@ -17,7 +17,8 @@ import psutil
 from elastic.rpc.control.client import call
 from elastic.rpc.security.tls import load
 from tests.patience import LONG_S
-from tests.scenarios.harness import DEADLINE_S, LEASE_S, ROOT, Run
+from tests.scenarios.checkpoints import with_checkpoints
+from tests.scenarios.harness import DEADLINE_S, LEASE_S, ROOT, Run, assert_checkpoints
 
 WAIT_S = LONG_S
 
@@ -34,6 +35,8 @@ class Job:
     ) -> None:
         """`prefix`: command that runs the command, such as `ip netns exec NAME`."""
         self.run_dir, self._log = run_dir, run_dir.with_suffix(".out")
+        self._words, script = list(words), with_checkpoints(script)
+        self._script = script
         command = [*prefix, sys.executable, "-m", "elastic", *words, "--run-dir", str(run_dir)]
         command += [*(() if "--lease" in words else ("--lease", LEASE_S)), *script]
         run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +104,11 @@ class Job:
         raise AssertionError(f"no agent of {node}")
 
     def finish(self, timeout_s: float = DEADLINE_S) -> Run:
-        return Run(self.process.wait(timeout_s), self.output, self.run_dir)
+        """Wait for the end. If the job succeeded, every due checkpoint must be whole."""
+        run = Run(self.process.wait(timeout_s), self.output, self.run_dir)
+        if run.code == 0 and self._words[0] != "agent":
+            assert_checkpoints(run, self._words, self._script)
+        return run
 
     def kill(self) -> None:
         """Kill the launcher and all its children, including stopped ones."""

@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from elastic.agent.metrics import GAUGES, AgentMetrics
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
-from elastic.domain.errors import UsageError, VaultError
+from elastic.domain.errors import UsageError, VaultUnreachable
 from elastic.launcher.flags.certs import make_certificates
 from elastic.metrics import new_registry
 from elastic.rpc.bulk.transfer import VaultClient
@@ -79,7 +79,7 @@ def test_a_certificate_ends_between_two_connections(vault: Vault, tmp_path: Path
     while time.time() <= ends_at:
         threading.Event().wait(0.1)
     assert open_one.inventory() == ()
-    with pytest.raises(VaultError) as caught:
+    with pytest.raises(VaultUnreachable) as caught:
         connect(server, certs).inventory()
     text = str(caught.value)
     assert text.startswith(f"vault of node7 at {server.address}: TLS handshake failed: ")
@@ -95,7 +95,7 @@ def test_a_client_with_an_expired_certificate_knows_why(
     """TLS 1.3 tells it only an alert, or nothing but a closed connection."""
     mine = tmp_path / "mine"
     shutil.copytree(authority.expired, mine)
-    with refused(Reason.EXPIRED, "vault"), pytest.raises(VaultError) as caught:
+    with refused(Reason.EXPIRED, "vault"), pytest.raises(VaultUnreachable) as caught:
         connect(tls, mine).inventory()
     assert "vault of node7" in str(caught.value)
     assert "this side's tls.crt (CN=expired) expired at" in str(caught.value)

@@ -329,7 +329,7 @@ class SimCoordinatorSession:
             if tried["over"]:
                 return
             tried["over"] = True
-            lived = self._scheduler.now - began > RETRY_MAX_S + CONNECT_TIMEOUT_S
+            lived = self._scheduler.now - began > RETRY_MAX_S
             wait_s = RETRY_MIN_S if lived else min(2 * delay_s, RETRY_MAX_S)
             self._loop.call_later(
                 self._scheduler.uniform(wait_s / 2, wait_s), self._attempt, address, wait_s

@@ -152,6 +152,9 @@ class ModelReplica(ModelSum):
 
     # ---- the state ----
 
+    def digest(self) -> int:
+        return int.from_bytes(self.value[:8], "little")
+
     def state_run(self) -> Tensor:
         data = np.frombuffer(run_of(self.version, self.value), dtype=np.uint8)
         return torch.from_numpy(data.copy())

@@ -97,6 +97,14 @@ class Network:
             link = self.link(a, b)
             link.lost_until = max(link.lost_until, self.scheduler.now + seconds)
 
+    def reset(self, host: Host) -> None:
+        """Reset all connections of `host` to other hosts."""
+        for end in list(host.ends):
+            other = end.other
+            if other is not None and other.host is not host:
+                end.broken()
+                other.broken()
+
     def lost(self, a: Host, b: Host) -> bool:
         return self.link(a, b).lost_until > self.scheduler.now
 
@@ -144,7 +152,7 @@ class Endpoint:
 
     def transmit(self, item: Any, nbytes: int) -> None:
         """Send bytes or an object, in order; never blocks."""
-        if self.other is None or self.closed:
+        if self.other is None or self.closed or self.ended == RESET:
             return
         self.unacked += nbytes
         link = self.network.link(self.host, self.other.host)
@@ -192,6 +200,12 @@ class Endpoint:
         else:
             self.inbox.append(item)
         self.changed()
+
+    def broken(self) -> None:
+        """The network resets the connection. What has not arrived is lost."""
+        self.stuck.clear()
+        self.flying = False
+        self.receive(RESET)
 
     def _refuse(self) -> None:
         other = self.other

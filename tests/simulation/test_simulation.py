@@ -9,17 +9,35 @@ import time
 
 import pytest
 
+from elastic.agent.service import NodeAgent
+from elastic.coordinator.records.run_records import RunRecords
+from elastic.core.job import epoch_change, liveness
+from elastic.core.job.state import JobState, LossKind
+from elastic.core.policy import progress_watchdog
+from elastic.domain.errors import Unrecoverable, VaultError
 from elastic.store import checkpoint_directory
+from elastic.worker.transport.cancellation import LinkFailed
 from tests.simulation.kept import kept
 from tests.simulation.model import ModelReplica
 from tests.simulation.network import Endpoint, Network, connect
 from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.worker import ModelLinks, ModelSteps
 from tests.simulation.world import Fault, Outcome, Scenario, run, scenario_of
 
 FRESH_S = 8.0
 """Time for fresh seeds."""
-QUIET = dataclasses.replace(
-    scenario_of(1), steps=4, checkpoint_every=2, backup="stream+snapshot", faults=(), nodes=3
+QUIET = Scenario(
+    seed=1,
+    nodes=3,
+    coordinators=1,
+    steps=4,
+    microbatches=4,
+    checkpoint_every=2,
+    backup="stream+snapshot",
+    latency_s=0.0002,
+    rate=1e6,
+    microbatch_s=0.2,
+    faults=(),
 )
 
 
@@ -81,7 +99,85 @@ def test_a_missing_checkpoint_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(checkpoint_directory, "commit", forgetful)
     assert write is checkpoint_directory.write_part
-    assert "checkpoint of step 2" in run(QUIET).problems[0]
+    assert "checkpoint of step 2 is missing" in run(QUIET).problems[0]
+
+
+def test_a_checkpoint_that_is_given_up_without_a_fault_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = checkpoint_directory.write_part
+
+    def broken(directory: object, step: int, *rest: object) -> object:
+        if step == 2:
+            raise VaultError("broken")
+        return write(directory, step, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint_directory, "write_part", broken)
+    assert any("checkpoint of step 2 was given up" in text for text in run(QUIET).problems)
+
+
+def test_the_loss_of_a_healthy_node_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    survey = liveness.survey
+
+    def blind(state: JobState, now: float) -> liveness.Survey:
+        found = survey(state, now)
+        if state.newest_step != 1 or state.epoch > 1 or "node1" not in state.members:
+            return found
+        loss = liveness.Loss("node1", LossKind.SILENT, "blind", proven=False)
+        return dataclasses.replace(found, losses=(loss,))
+
+    monkeypatch.setattr(liveness, "survey", blind)
+    assert "node1 was lost" in run(QUIET).problems[0]
+
+
+def test_epochs_without_a_pause_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = ModelLinks.all_gather
+
+    def broken(self: ModelLinks, tag: tuple[str, int], *rest: object) -> object:
+        if self.epoch < 12 and tag[1] > 0:
+            raise LinkFailed((), "broken")
+        return gather(self, tag, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ModelLinks, "all_gather", broken)
+    assert not any("without a step" in text for text in run(QUIET).problems), "it pauses"
+    monkeypatch.setattr(progress_watchdog, "PAUSES_S", (0.0,))
+    assert any("epochs in 60 s without a step" in text for text in run(QUIET).problems)
+
+
+def test_a_wrong_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job ends with code 3 after a worker was lost, whose copies all exist."""
+    choose = epoch_change._choose
+
+    def broken(state: JobState, now: float) -> object:
+        if state.epoch > 1:
+            raise Unrecoverable("broken")
+        return choose(state, now)
+
+    monkeypatch.setattr(epoch_change, "_choose", broken)
+    crash = dataclasses.replace(QUIET, faults=(Fault("worker-kill", 3.0, 0, 0, 0.0),))
+    assert "the job ended with 3" in run(crash).problems[0]
+
+
+def test_a_job_without_an_exit_code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunRecords, "_write_exit", lambda *_: None)
+    assert any("the job has no exit code" in text for text in run(QUIET).problems)
+
+
+def test_a_job_that_waits_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(self: ModelSteps, *_: object) -> None:
+        self._world.scheduler.pause(None)
+
+    monkeypatch.setattr(ModelSteps, "run", hang)
+    assert any("no step for" in text for text in run(QUIET).problems)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_agent_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    """Its network is cut until the job and the coordinator have ended."""
+    cut = dataclasses.replace(QUIET, shared=shared, faults=(Fault("cut-out", 3.0, 0, 0, 15.0),))
+    assert not run(cut).problems
+    monkeypatch.setattr(NodeAgent, "_consider_the_end", lambda self: None)
+    assert any("still there" in text for text in run(cut).problems)
 
 
 def test_a_wrong_final_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +190,20 @@ def test_a_wrong_final_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ModelReplica, "update", wrong)
     assert "final state" in run(QUIET).problems[0]
+
+
+def test_holders_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flipped bit in one replica: the real comparison finds it, and the state is repaired."""
+    update = ModelReplica.update
+
+    def wrong(self: ModelReplica, reduced: object, clip: float, lr: float) -> None:
+        update(self, reduced, clip, lr)  # type: ignore[arg-type]
+        if (self.version, self.index, self.owner) == (2, 0, "node0"):
+            self.value = bytes(len(self.value))
+
+    monkeypatch.setattr(ModelReplica, "update", wrong)
+    problems = run(dataclasses.replace(QUIET, nodes=4, verify_every=1)).problems
+    assert len(problems) == 1 and "no bit was wrong: layer 0" in problems[0]
 
 
 # ---- the network ----
@@ -119,6 +229,16 @@ def test_a_lost_direction_delays_a_stream_and_size_takes_time() -> None:
     scheduler.run(20.0)
     assert list(other.inbox) == [b"late"] and times["b"] > 3.0
     assert list(one.inbox) == [b"long"] and 2.0 < times["a"] < 3.0
+
+
+def test_a_reset_ends_both_sides_and_loses_what_is_on_the_way() -> None:
+    scheduler, network, (a, b) = _pair(0.01, 1e6)
+    one, other = Endpoint(a.host, a), Endpoint(b.host, b)
+    one.other, other.other = other, one
+    one.transmit(b"lost", 4)
+    scheduler.at(0.001, lambda: network.reset(b.host))
+    scheduler.run(5.0)
+    assert (one.ended, other.ended) == ("reset", "reset") and not other.inbox
 
 
 def test_a_closed_port_refuses_and_a_dead_host_says_nothing() -> None:

@@ -25,6 +25,7 @@ from elastic.rpc.frames import version_in
 from elastic.worker.backup.activation_log import LoggedMessage
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import AgentClient, WorkerSettings
+from elastic.worker.engine.commit import Contribution, LayerContribution, compare
 from elastic.worker.engine.step import StepResult
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.layers import TensorParallel
@@ -54,6 +55,7 @@ def main(world: Any, process: Process, env: dict[str, str]) -> int:
         faults=(),
         host=env["ELASTIC_HOST"],
         timeouts=budget(float(env["ELASTIC_SILENCE"])),
+        verify_every=int(env["ELASTIC_VERIFY_EVERY"]),
         agent_version=version_in(env["ELASTIC_PROTOCOL"]),
     )
     agent = AgentClient(settings)
@@ -229,7 +231,9 @@ class ModelSteps:
         return StepResult(record, halt_epoch, 0.1, seconds)
 
     def verify(self, step: int) -> None:
-        self._links.all_gather(("verify", step), None, 100)
+        mine = self._contribution(step, -1, self._p.checks.verify_every > 0)
+        answers = self._links.all_gather(("verify", step), mine, 100)
+        compare([answers[rank] for rank in sorted(answers)], self._p.roster)
 
     def _run_in_part(self, covered: Mapping[int, frozenset[int]]) -> None:
         partial = self._p.partial
@@ -286,9 +290,20 @@ class ModelSteps:
             reduced[replica.index] = torch.stack(parts).sum(0)
         p.protection.before_commit(step, reduced)
         halt = p.agent.boundary_requested() or -1
-        answers = self._links.all_gather(("commit", step), halt, 200)
+        mine = self._contribution(step, halt, p.checks.verifies(step))
+        answers = self._links.all_gather(("commit", step), mine, 200)
+        compare([answers[rank] for rank in sorted(answers)], p.roster)
         self._check(gathered, reduced)
-        return reduced, max(answers.values())
+        return reduced, max(one.halt_epoch for one in answers.values())
+
+    def _contribution(self, step: int, halt: int, verifies: bool) -> Contribution:
+        """Return what the commit compares: only the parameters, because a wrong gradient is found
+        by `_check`."""
+        layers = tuple(
+            LayerContribution(frozenset(), 0.0, replica.digest() if verifies else 0)
+            for replica in self._p.replicas
+        )
+        return Contribution(step, self._links.epoch, halt, layers, {})
 
     def _check(self, gathered: dict[int, Any], reduced: dict[int, Tensor]) -> None:
         """Each micro-batch is in each layer's gradient exactly once."""

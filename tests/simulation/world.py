@@ -7,8 +7,10 @@ and the order of all threads. `Outcome` has what was wrong.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
+import math
 import random
 import shutil
 import tempfile
@@ -20,34 +22,50 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.chaos.verdict import layers_lost
 from elastic.agent import service as agent_service
 from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator import service as coordinator_service
 from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.store_spec import StoreSpec
-from elastic.domain.errors import ElasticError, FieldError
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
+from elastic.domain.errors import (
+    EXIT_DRAINED,
+    EXIT_TERMINATED,
+    EXIT_UNRECOVERABLE,
+    ElasticError,
+    FieldError,
+)
 from elastic.domain.types import Accumulate, JobSpec, LayerSpec
 from elastic.store import checkpoint_directory
 from elastic.telemetry import read_events
-from tests.simulation import worker
+from tests.simulation import oracles, worker
 from tests.simulation.machine import installed
 from tests.simulation.model import expected_sha256
 from tests.simulation.network import Host, Network
+from tests.simulation.primitives import WALL_S
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.store import SimStore, StoreMachine
 
 PORT = 7000
 WATCH_S = 1.0
-PROGRESS_S = 150.0
-"""After the last fault, a step or the end of the job comes within this time."""
+PROGRESS_S, LONG_S = 25.0, 100.0
+"""After the last fault, a step or the end of the job comes within this time. The second limit
+holds after a worker hung, because it may be silent for `Timeouts.stuck_s` before its first step
+(and spin for `Timeouts.progress_s`, five times a step, afterwards),
+and after two hosts lost power, because the coordinator blames itself for `Timeouts.doubt_s` if it
+hears a minority."""
 LEAVE_S = 90.0
 """All processes end within this time after the job."""
+ORPHAN_S = DEFAULT_TIMEOUTS.orphan_s + 30.0
+"""The same for an agent that is cut off, and cannot read that the job is over."""
 SCHEMES = (
     "auto", "stream+snapshot", "stream+replica", "stream:2+replay:2", "recompute+replay:3",
     "log+snapshot", "log+replica", "recompute+snapshot",
 )  # fmt: skip
 VAULT_LOST = ("power", "kill", "back")
-WORKER_KINDS = ("worker-kill", "worker-stop", "worker-spin", "worker-mute")
+HANGS = ("worker-stop", "worker-spin", "worker-mute")
+WORKER_KINDS = ("worker-kill", *HANGS)
 MEMORY = ("memory-full", "no-slots")
 DISK = ("disk-full", "disk-error")
 
@@ -61,8 +79,10 @@ class Fault:
     worker-stop, worker-spin, worker-mute: one worker; the last is killed, and the next one of its
     node hangs before it attaches. cut-out, cut-in: packets from (to) the host are lost. cut-path,
     cut-pair: those to one other host, one way or both. slow-path: one path has little bandwidth.
+    reset: all connections of the host to others are reset, although the network is well.
     memory-full, no-slots, disk-full, disk-error, disk-slow: of the host. join, drain: planned
-    changes. lead-kill, lead-pause, lead-cut, lead-disk: the same for the host of the coordinator.
+    changes. lead-kill, lead-pause, lead-cut, lead-reset, lead-disk: the same for the host of the
+    coordinator.
     lead-amnesia: killed, and the store loses its last writes. store-away: the store is out of
     reach.
     """
@@ -76,10 +96,12 @@ class Fault:
 
 NODE_KINDS = (
     *VAULT_LOST, *WORKER_KINDS, "pause", "cut-out", "cut-in", "cut-path", "cut-path", "cut-pair",
-    "slow-path", *MEMORY, *DISK, "disk-slow", "join", "drain",
+    "slow-path", "reset", "reset", *MEMORY, *DISK, "disk-slow", "join", "drain",
 )  # fmt: skip
-LEAD_KINDS = ("lead-kill", "lead-pause", "lead-cut", "lead-disk", "lead-amnesia", "store-away")
-PERMANENT = (*VAULT_LOST, *WORKER_KINDS, "join", "drain")
+LEAD_KINDS = (
+    "lead-kill", "lead-pause", "lead-cut", "lead-reset", "lead-disk", "lead-amnesia", "store-away",
+)  # fmt: skip
+PERMANENT = (*VAULT_LOST, *WORKER_KINDS, "join", "drain", "reset", "lead-reset")
 
 
 @dataclass(frozen=True)
@@ -103,15 +125,20 @@ class Scenario:
     """Time of an operation that waits for a disk."""
     ask_bytes: int = 4 << 20
     """Bundles of this size ask for room before they are sent."""
+    verify_every: int = 0
+    """Holders of a layer compare their states after every so many steps; 0: never."""
+    shared: bool = True
+    """Whether all hosts see the files of the run: without it, an agent that is cut off when the
+    job ends cannot know it."""
     preemption: float = 0.02
     """Share of the calls of a primitive at which another thread may run first."""
 
 
 def scenario_of(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
-    steps, microbatches = rng.choice((4, 6, 8)), rng.choice((3, 4, 6))
+    steps, microbatches = rng.choice((4, 6, 8, 12)), rng.choice((3, 4, 6))
     microbatch_s = rng.choice((0.05, 0.2, 0.4))
-    last_s = 4.0 + 0.6 * steps * microbatches * microbatch_s
+    last_s = 3.5 + 0.4 * steps * microbatches * microbatch_s
     first_s, together = rng.uniform(1.0, last_s), rng.random() < 0.5
     faults: list[Fault] = []
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
@@ -138,6 +165,8 @@ def scenario_of(seed: int) -> Scenario:
         memory_rate=rng.choice((64e6, 64e6, 1e5)),
         disk_s=rng.choice((0.001, 0.001, 0.05)),
         ask_bytes=rng.choice((4096, 4 << 20)),
+        verify_every=rng.choice((0, 1, 3)),
+        shared=rng.random() < 0.5,
         preemption=rng.choice((0.01, 0.05, 0.3)),
     )
 
@@ -152,7 +181,10 @@ class Outcome:
     real_s: float
     switches: int
     injected: Counter[str] = field(default_factory=Counter)
-    events: list[dict[str, Any]] = field(default_factory=list)
+    slowest_s: float = 0.0
+    """Longest time without a step, after the last fault."""
+    left_s: float = 0.0
+    """Time from the end of the job to that of the last process."""
 
     def text(self) -> str:
         return "\n".join([f"seed {self.scenario.seed}: {self.scenario}", *self.problems])
@@ -176,7 +208,12 @@ class World:
         self.meetings: dict[int, dict[int, worker.ModelLinks]] = {}
         self.problems: list[str] = []
         self.injected: Counter[str] = Counter()
-        self.vaults_lost, self.memory_faults, self.disk_faults = 0, 0, 0
+        self.faults: list[oracles.Injected] = []
+        """What was carried out."""
+        self.left_s = 0.0
+        """Time from the end of the job to that of the last process."""
+        self.slowest_s = 0.0
+        """Longest time without a step, after the last fault."""
         self.mute_starts = 0
         """Number of the next workers that hang before they attach."""
         self.well_at = 0.0
@@ -184,6 +221,8 @@ class World:
         self.moved_at = 0.0
         """Time of the newest step."""
         self.ended_at: float | None = None
+        self.stalled = False
+        """Whether the run was ended because no step came."""
         self.lead_code: int | None = None
         self.agents: dict[str, Process] = {}
         self.workers: dict[int, Process] = {}
@@ -208,7 +247,7 @@ class World:
             store=StoreSpec(url="etcd://store:2379") if count > 1 else StoreSpec(),
             backup=scenario.backup,
             accumulate=Accumulate.EXACT,
-            verify_every=0,
+            verify_every=scenario.verify_every,
         )
         self.lead_hosts = [self.network.add_host(f"lead{i}", f"10.0.1.{i}") for i in range(count)]
         self.addresses = ",".join(f"{host.address}:{PORT}" for host in self.lead_hosts)
@@ -289,11 +328,13 @@ class World:
     def _join(self) -> None:
         number = len(self.agents)
         host = self.network.add_host(f"node{number}", f"10.0.0.{number}")
-        self.scheduler.at(self.scheduler.uniform(0.0, 0.3), lambda: self._start_agent(host))
-        self.agents[host.name] = self._process(host.name, host)
+        process = self.agents[host.name] = self._process(host.name, host)
+        self.scheduler.at(self.scheduler.uniform(0.0, 0.3), lambda: self._start_agent(process))
 
-    def _start_agent(self, host: Host) -> None:
-        process = self.agents[host.name]
+    def _start_agent(self, process: Process) -> None:
+        host: Host = process.host
+        if not process.alive:
+            return  # a fault came first
         if self.ended_at is not None or self._exit_written():
             process.end(-9)  # its launcher starts no agent after the job
             return
@@ -302,12 +343,24 @@ class World:
         )
         info = agent_service._node_info(args, self.config)
 
+        config = self.config
+        if not self.scenario.shared:
+            config = dataclasses.replace(config, run_dir=str(self.directory / host.name))
+            Path(config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
+
         def main() -> int:
-            agent = agent_service.NodeAgent(self.config, self.addresses, info)
+            agent = agent_service.NodeAgent(config, self.addresses, info)
             process.local["service"] = agent
             return agent.run()
 
         process.start(main)
+        process.at_exit.append(lambda: self._agent_ended(process))
+
+    def _agent_ended(self, process: Process) -> None:
+        """An agent that must leave before its workers have attached ends at once."""
+        if process.code == EXIT_TERMINATED:
+            left = oracles.Injected("left", self.scheduler.now, math.inf, process.host.name)
+            self.faults.append(left)
 
     # ---- faults ----
 
@@ -320,9 +373,11 @@ class World:
             return
         self.injected[kind] += 1
         self.scheduler.log(f"FAULT {fault}")
-        over = self.scheduler.now + (0.0 if kind in PERMANENT else seconds)
-        self.well_at = max(self.well_at, over + (seconds if kind == "back" else 0.0))
+        now = self.scheduler.now
+        over = now + (0.0 if kind in PERMANENT and kind != "back" else seconds)
+        self.well_at = max(self.well_at, over)
         if kind.startswith("lead") or kind == "store-away":
+            self.faults.append(oracles.Injected(kind, now, over, ""))
             self._hurt_lead(kind, fault)
             return
         process = living[fault.node % len(living)]
@@ -330,8 +385,12 @@ class World:
         others: list[Host] = [one.host for one in living if one is not process] or [host]
         other = others[fault.other % len(others)]
         own = [one for one in self.workers.values() if one.alive and one.host is host]
+        gone = kind in ("power", "kill")
+        self.faults.append(oracles.Injected(kind, now, math.inf if gone else over, host.name))
         if kind.startswith("cut") or kind == "slow-path":
             self._hurt_links(fault, host, other)
+        elif kind == "reset":
+            self.network.reset(host)
         elif kind in (*MEMORY, *DISK, "disk-slow"):
             self._hurt_storage(fault, host)
         elif kind in VAULT_LOST:
@@ -382,11 +441,9 @@ class World:
         if kind == "disk-slow":
             self._for_a_while(host, "disk_s", 0.5, seconds)
         elif kind in MEMORY:
-            self.memory_faults += 1
             number = errno.ENOSPC if kind == "memory-full" else errno.EMFILE
             self._for_a_while(host, "memory_error", number, seconds)
         else:
-            self.disk_faults += 1
             number = errno.ENOSPC if kind == "disk-full" else errno.EIO
             self._for_a_while(host, "disk_error", number, seconds)
 
@@ -408,14 +465,14 @@ class World:
                 for one in self.agents.values():
                     self.network.cut(host, one.host, seconds)
                     self.network.cut(one.host, host, seconds)
+            case "lead-reset":
+                self.network.reset(host)
             case "lead-disk":
-                self.disk_faults += 1
                 self._for_a_while(host, "disk_error", errno.ENOSPC, seconds)
             case "store-away":
                 self.store.away_until = max(self.store.away_until, self.scheduler.now + seconds)
 
     def _lose(self, process: Process, silent: bool, back_s: float) -> None:
-        self.vaults_lost += 1
         host: Host = process.host
         if silent:
             host.power_off()
@@ -424,8 +481,8 @@ class World:
             for one in [w for w in self.workers.values() if w.host is host]:
                 one.end(-9)
         if back_s:
-            self.agents[host.name] = self._process(host.name, host)
-            self.scheduler.at(back_s, lambda: self._start_agent(host))
+            returned = self.agents[host.name] = self._process(host.name, host)
+            self.scheduler.at(back_s, lambda: self._start_agent(returned))
 
     def _pause(self, processes: list[Process], seconds: float) -> None:
         for one in processes:
@@ -449,18 +506,22 @@ class World:
     def _watch(self) -> None:
         """Look for the end of the job, or for a job that makes no progress."""
         now = self.scheduler.now
-        if self.ended_at is None and self._exit_written():
-            self.ended_at = now
+        if self.ended_at is None:
+            self.slowest_s = max(self.slowest_s, now - max(self.moved_at, self.well_at))
+            self.ended_at = now if self._exit_written() else None
         if self.ended_at is not None:
             left = self._left()
             if not left:
                 self.scheduler.over = True
                 return
-            if now > max(self.ended_at, self.well_at) + LEAVE_S:
-                self.violation(f"still there {LEAVE_S:g} s after the end: {left}")
+            self.left_s = now - max(self.ended_at, self.well_at)
+            late = [name for name in left if self.left_s > self._leave_s(name)]
+            if late:
+                self.violation(f"still there {self.left_s:g} s after the end: {late}")
                 self.scheduler.over = True
                 return
-        elif now > max(self.moved_at, self.well_at) + PROGRESS_S:
+        elif now > max(self.moved_at, self.well_at) + self._progress_s():
+            self.stalled = True
             self._no_progress()
             self.scheduler.over = True
             return
@@ -470,64 +531,113 @@ class World:
         everything = [*self.agents.values(), *self.workers.values(), *self.leads.values()]
         return [one.name for one in everything if one.alive and not self._waits(one)]
 
+    def _leave_s(self, name: str) -> float:
+        """Return how long the process may be there after the end. An agent that could not hear of
+        it waits for a coordinator."""
+        agent = self.agents.get(name.removeprefix("worker-of-"))
+        service = agent.local.get("service") if agent is not None else None
+        cut_off = service is not None and bool(service._away_since)
+        return ORPHAN_S if cut_off and not self.scenario.shared else LEAVE_S
+
     def _waits(self, process: Process) -> bool:
         """Whether it is an agent that never reached a coordinator, and so waits for one."""
         agent = process.local.get("service")
         return agent is not None and not agent._connected
 
     def _no_progress(self) -> None:
-        agents = [name for name, one in self.agents.items() if one.alive]
+        leaving = {one.node for one in self.faults if one.kind == "drain"}
+        here = [name for name, one in self.agents.items() if one.alive]
+        agents = [name for name in here if name not in leaving]
         too_few = not self.moved_at and len(agents) < self.config.min_nodes
-        if self.excused or not agents or too_few:
-            return
-        self.violation(f"no step for {PROGRESS_S:g} s although {agents} are well")
+        if agents and not too_few and not layers_lost(self):
+            self.violation(f"no step for {self._progress_s():g} s although {agents} are well")
+
+    def _progress_s(self) -> float:
+        hung = any(one.kind in HANGS for one in self.faults)
+        silent = sum(one.kind == "power" for one in self.faults)
+        return LONG_S if hung or silent > 1 else PROGRESS_S
 
     @property
-    def excused(self) -> bool:
-        """Redundancy was exceeded: copies of a lost node may have been lost as well."""
-        return self.vaults_lost > 1 or bool(self.vaults_lost and self.memory_faults)
+    def events(self) -> list[dict[str, Any]]:
+        """The event log, in simulated time."""
+        path = Path(self.config.run_dir) / "events.jsonl"
+        found = read_events(path) if path.exists() else []
+        return [{**event, "at": event["at"] - WALL_S} for event in found]
+
+    @property
+    def destroyed(self) -> list[tuple[float, str]]:
+        """(time, node) of each loss of a node's memory."""
+        return [(one.at, one.node) for one in self.faults if one.kind in oracles.DESTROYS]
 
     def judge(self) -> None:
-        end = self._exit_written()
+        end, events = self._exit_written(), self.events
+        for text in oracles.healthy_lost(events, self.faults):
+            self.violation(text)
+        for text in oracles.too_many_epochs(events):
+            self.violation(text)
+        for event in oracles.of(events, "divergence"):
+            self.violation(f"no bit was wrong: {event['reason']}")
         if not end:
+            alone = sorted(name for name, one in self.agents.items() if self._ended_alone(one))
+            if alone or not self.stalled:
+                self.violation(
+                    f"the job has no exit code; agents that ended by themselves: {alone}"
+                )
             return
-        code = end["code"]
-        if code:
-            unwritten = bool(self.disk_faults) and "checkpoint" in end["reason"]
-            if not (self.excused and code == 3) and not unwritten:
-                self.violation(f"the job ended with {code}: {end['reason']}")
-            return
-        events = read_events(Path(self.config.run_dir) / "events.jsonl")
-        last = [event for event in events if event["kind"] == "end"]
+        if end["code"]:
+            self._judge_error(end["code"], end["reason"])
+        else:
+            self._judge_success(events)
+
+    def _judge_error(self, code: int, reason: str) -> None:
+        """Copies were lost, the disk of the last checkpoint failed, or the only node that was left
+        had no memory for its own copies, until its restarts were used up."""
+        last_s = self.moved_at - oracles.WRITING_S
+        bad_disk = any(
+            one.kind in (*DISK, "lead-disk") and one.until > last_s for one in self.faults
+        )
+        unwritten = bad_disk and "checkpoint" in reason
+        now = self.ended_at or 0.0
+        full = any(one.kind in MEMORY and one.at < now < one.until + WATCH_S for one in self.faults)
+        alone = full and "no plan fits without it" in reason and "SlotError" in reason
+        lost = code == EXIT_UNRECOVERABLE and layers_lost(self)
+        if not (lost or unwritten or alone):
+            self.violation(f"the job ended with {code}: {reason}")
+
+    def _judge_success(self, events: list[dict[str, Any]]) -> None:
+        last = oracles.of(events, "end")
         if not last:
-            if not self.disk_faults:
+            if not any(one.kind == "lead-disk" for one in self.faults):
                 self.violation("there is no event of the end")
         elif last[-1]["params_sha256"] != expected_sha256(self.spec):
             self.violation("the final state is not that of a run without failures")
-        self._judge_checkpoints(events)
+        every, steps = self.spec.checkpoint_every, self.spec.n_steps
+        due = sorted({*range(every, steps + 1, every), steps}) if every else []
+        complete = frozenset(step for step in due if self._readable(step))
+        for text in oracles.checkpoints_missing(events, self.faults, due, complete):
+            self.violation(text)
         left = [p.name for p in Path(self.config.memory_dir).glob("*") if self._clean(p.name)]
         if left:
             self.violation(f"memory is left: {left}")
+
+    @staticmethod
+    def _ended_alone(agent: Process) -> bool:
+        """Whether the agent ended, and no fault has ended it."""
+        return not agent.alive and agent.code not in (-9, EXIT_DRAINED, EXIT_TERMINATED)
+
+    def _readable(self, step: int) -> bool:
+        try:
+            path = Path(self.config.checkpoint_dir) / f"step-{step:08d}"
+            checkpoint_directory.read_manifest(path)
+        except (FieldError, ElasticError) as error:
+            self.scheduler.log(f"checkpoint of step {step}: {error}")
+            return False
+        return True
 
     def _clean(self, node: str) -> bool:
         """Whether the agent of `node` ended by itself, so that it had to clean up."""
         process = self.agents.get(node)
         return process is not None and process.code == 0
-
-    def _judge_checkpoints(self, events: list[dict[str, Any]]) -> None:
-        """Every due checkpoint is there. One that is not the last may be reported as lost, if a
-        node that wrote a part of it was lost."""
-        every, steps = self.spec.checkpoint_every, self.spec.n_steps
-        if not every or self.disk_faults:
-            return
-        lost = {event["step"] for event in events if event["kind"] == "checkpoint-lost"}
-        excused = lost - {steps} if self.vaults_lost else set()
-        for step in sorted({*range(every, steps + 1, every), steps} - excused):
-            path = Path(self.config.checkpoint_dir) / f"step-{step:08d}"
-            try:
-                checkpoint_directory.read_manifest(path)
-            except (FieldError, ElasticError) as error:
-                self.violation(f"checkpoint of step {step}: {error}")
 
 
 class _Links:
@@ -571,4 +681,6 @@ def run(scenario: Scenario, observe: Callable[[World], object] = lambda world: N
         real_s=time.perf_counter() - began,
         switches=world.scheduler.switches,
         injected=world.injected,
+        slowest_s=world.slowest_s,
+        left_s=world.left_s,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -65,11 +65,15 @@ class CheckpointCommits:
             self._pending = {commit: s for commit, s in self._pending.items() if s != step}
         self._disk.post(partial(checkpoint_directory.discard_step, self._directory, step, before))
 
-    def left_over(self) -> tuple[job.CheckpointFailed, ...]:
-        """Return an event for each checkpoint that has files but was not committed. Call this at
-        the end of the job, when no commit is pending."""
-        why = "some nodes were lost before they reported their files"
-        steps = checkpoint_directory.staged_steps(self._directory)
+    def left_over(self, due: Iterable[int]) -> tuple[job.CheckpointFailed, ...]:
+        """Return an event for each checkpoint that is `due`, or has files, but was not committed.
+        Call this at the end of the job, when no commit is pending."""
+        why = "some of its files were not reported before the job ended"
+        staged = checkpoint_directory.staged_steps(self._directory)
+        committed = checkpoint_directory.committed_steps(self._directory)
+        for step in {*staged} & {*committed}:
+            self.drop(step)
+        steps = sorted({*staged, *due} - {*committed})
         return tuple(job.CheckpointFailed(step, why) for step in steps)
 
     def pending(self) -> tuple[Commit, ...]:

@@ -198,7 +198,8 @@ def _check_report(state: JobState, sender: str, report: m.NodeReport) -> Rejecti
     if member is not None and member.report.info.incarnation == incarnation:
         return None
     new = report.phase is NodePhase.EMPTY and report.epoch <= 0 and report.restart < 0
-    if new and (sender, incarnation) not in state.retired:
+    # The transition refuses an unknown node with state, and remembers that it may have copies.
+    if (new or member is None) and (sender, incarnation) not in state.retired:
         return None
     return Rejection(STALE, f"{sender} ({incarnation}) is not a member (any more)", fence=True)
 

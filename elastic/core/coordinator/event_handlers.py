@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.job import checkpoints
-from elastic.core.job.absent_nodes import with_returned
+from elastic.core.job.absent_nodes import with_returned, with_unknown
 from elastic.core.job.epoch_change import repeat_halt
 from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import count_node_seconds, with_expected_end
@@ -98,6 +98,7 @@ def _new_incarnation(state: JobState, report: m.NodeReport, now: float) -> JobTr
     node = report.info.node
     if report.epoch > 0 or report.restart >= 0 or report.phase is not NodePhase.EMPTY:
         fenced = m.Fenced(f"{node} ({report.info.incarnation}) is not a member (any more)")
+        state = with_unknown(state, node, now)
         return state, (Send(node, fenced),), f"{node}: a former member is refused"
     conflict = name_conflict(state, report, now)
     if conflict is not None:
@@ -266,7 +267,8 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
     if state.ending is not None:
         actions.append(state.ending)
     actions += checkpoints.commits_to_repeat(state)
-    state = progress_watchdog.restarted(without_doubt(state.of(members=members)), late)
+    state = state.of(members=members, adopted_until=late + state.limits.lease_s)
+    state = progress_watchdog.restarted(without_doubt(state), late)
     if state.phase is not JobPhase.HALTING:
         return state, tuple(actions), "took the job over"
     # The store may have lost the write of an assignment of this epoch that some node has.

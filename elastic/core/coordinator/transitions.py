@@ -22,7 +22,7 @@ from typing import Any
 
 from elastic.core.coordinator.event_handlers import EVENT_HANDLERS
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
-from elastic.core.job import absent_nodes, checkpoints, liveness, quarantine
+from elastic.core.job import absent_nodes, checkpoints, clock, liveness, quarantine
 from elastic.core.job.epoch_change import (
     begin_change,
     candidates,
@@ -108,7 +108,7 @@ def record_event(state: JobState, event: Any, now: float) -> JobTransition:
 
 
 def _excuse_delay(state: JobState, now: float) -> JobState:
-    """Add the time for which the coordinator itself did not run to the members' deadlines."""
+    """Add the time for which the coordinator itself did not run to the deadlines of others."""
     late = now - state.updated_at - state.limits.starved_s if state.updated_at else 0.0
     if late > 0:
         members = {
@@ -118,7 +118,9 @@ def _excuse_delay(state: JobState, now: float) -> JobState:
         state = progress_watchdog.excused(state.of(members=members), late)
         if state.failure is not None:
             state = state.of(failure=replace(state.failure, at=state.failure.at + late))
-    return state.of(updated_at=now)
+        if state.missing is not None:
+            state = state.of(missing=replace(state.missing, since=state.missing.since + late))
+    return clock.set_clock(state, now)
 
 
 def apply_rules(state: JobState, now: float) -> JobTransition:
@@ -515,9 +517,13 @@ def _join(state: JobState, now: float) -> JobTransition | None:
 
 
 def _paused(state: JobState, now: float) -> JobTransition | None:
-    if state.missing is not None and not absent_nodes.returned_nodes(state):
+    if not absent_nodes.is_worth_a_retry(state):
         return absent_nodes.end_if_hopeless(state, now)
-    return quarantine.release_expired(state, now) or resume_if_feasible(state, now)
+    return (
+        quarantine.release_expired(state, now)
+        or quarantine.restart_failed_node(state, now)
+        or resume_if_feasible(state, now)
+    )
 
 
 def _fault(state: JobState, now: float) -> Cause | None:

@@ -55,8 +55,7 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     if state.spec is None or lineage.is_undone(part, (*state.starts, *state.rewritten)):
         return state, (), ""
     pending = dict(state.checkpoint_parts)
-    known = part.step in pending or part.step > _newest_step(state)
-    if not known or part.step in state.lost_checkpoints:
+    if part.step not in pending and _is_settled(state, part.step):
         return state, (), ""  # it was committed or given up before
     if part.error:
         if present is not None and part.epoch < present.plan.epoch:
@@ -81,6 +80,27 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     return state, (*((CommitCheckpoint(part.step),) if begun else ()), *dropped), ""
 
 
+def _is_settled(state: JobState, step: int) -> bool:
+    """Return whether the checkpoint of `step` is durable, was given up, or is older than all that
+    are remembered. A newer checkpoint may become durable first."""
+    older = state.older_checkpoints
+    durable = [one[1] for one in (*((state.checkpoint,) if state.checkpoint else ()), *older)]
+    forgotten = len(older) >= MAX_OLDER and step < min(durable)
+    return step in durable or step in state.lost_checkpoints or forgotten
+
+
+def due_steps(state: JobState) -> tuple[int, ...]:
+    """Return the steps of all checkpoints that were due in a job that has finished."""
+    spec = state.spec
+    if spec is None or not spec.checkpoint_every:
+        return ()
+    first = max(0, state.starts[0][1]) if state.starts else 0
+    every, last = spec.checkpoint_every, spec.n_steps
+    published = state.plan is not None and state_of(state.plan.state).name != NONE
+    between = range(first // every * every + every, last, every) if published else ()
+    return (*between, last)
+
+
 def is_complete(state: JobState, slots: Collection[Slot]) -> bool:
     """Return whether `slots` cover every (layer, TP rank) of the model."""
     spec = state.spec
@@ -90,7 +110,7 @@ def is_complete(state: JobState, slots: Collection[Slot]) -> bool:
 def newest_written(state: JobState) -> int:
     """Return the newest step whose checkpoint has all its files; -1: none."""
     whole = [step for step, slots in state.checkpoint_parts if is_complete(state, slots)]
-    return max([_newest_step(state), *whole])
+    return max([newest_step(state), *whole])
 
 
 def commits_to_repeat(state: JobState) -> tuple[CommitCheckpoint, ...]:
@@ -240,7 +260,7 @@ def copies_to_rescue(
     if spec is None or not spec.checkpoint_every:
         return ()
     due = (step - 1) // spec.checkpoint_every * spec.checkpoint_every
-    if due <= newest_written(state) or due in state.lost_checkpoints:
+    if due <= max(0, newest_written(state)) or due in state.lost_checkpoints:
         return ()
     starts, nodes = starts_with(state, step), plan.nodes()
     copies: dict[Slot, dict[str, Copy]] = {}
@@ -309,7 +329,7 @@ def _is_written_by_others(state: JobState, failed: m.CheckpointPart) -> bool:
 def is_final_missing(state: JobState) -> bool:
     """Return whether the checkpoint of the last step is due and not durable yet."""
     spec = state.spec
-    return spec is not None and spec.checkpoint_every > 0 and _newest_step(state) < spec.n_steps
+    return spec is not None and spec.checkpoint_every > 0 and newest_step(state) < spec.n_steps
 
 
 def due_at(state: JobState, version: int) -> int:
@@ -327,7 +347,7 @@ def due_at(state: JobState, version: int) -> int:
 def is_awaited(state: JobState, step: int) -> bool:
     """Return whether the checkpoint of `step` is due, not durable, and can still become so."""
     spec, plan = state.spec, state.plan
-    if not step or spec is None or plan is None or step <= _newest_step(state):
+    if not step or spec is None or plan is None or step <= newest_step(state):
         return False
     if step in state.lost_checkpoints or (step == spec.n_steps and state.checkpoint_errors):
         return False
@@ -359,7 +379,7 @@ def unfinished(state: JobState, due: int = 0) -> tuple[JobAction, ...]:
     return _give_up(state, sorted(steps), "", why)[1]
 
 
-def _newest_step(state: JobState) -> int:
+def newest_step(state: JobState) -> int:
     return state.checkpoint[1] if state.checkpoint is not None else -1
 
 

@@ -534,14 +534,24 @@ def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
 
 
 def resume_if_feasible(state: JobState, now: float) -> JobTransition | None:
-    """Begin a change if a plan fits the nodes that are not quarantined; else end all quarantines,
-    so that the next call can use these nodes. Nothing is tried twice in the same situation."""
+    """Begin a change if a plan fits the nodes that are not quarantined, with any choice of nodes
+    that bad paths leave out; else end all quarantines, so that the next call can use these nodes.
+    Nothing is tried twice in the same situation."""
     if state.blocked and state.blocked == _situation(state):
         return None
     if not candidates(state):
         return quarantine.release_all(state, now, "nobody else is left")
-    try:
-        make_plan(plan_request(state, state.epoch + 1))
-    except InfeasiblePlan as error:
+    able, error = [mb.node for mb in candidates(state.of(paths=()))], None
+    for out in reachability.covers(state, able):
+        trial = state.of(left_out=tuple(sorted(out)))
+        try:
+            make_plan(plan_request(trial, state.epoch + 1))
+            break
+        except InfeasiblePlan as problem:
+            error = error or problem
+    else:
         return quarantine.release_all(state, now, f"no plan without it: {error}")
-    return begin_change(state, Cause(CauseKind.RESUME, "nodes came"), now)
+    missing = state.missing
+    came = missing is None or bool(absent_nodes.returned_nodes(state))
+    text = "nodes came" if came else f"the checkpoint of step {checkpoints.newest_step(state)} came"
+    return begin_change(state, Cause(CauseKind.RESUME, text), now)

@@ -4,7 +4,8 @@ A closed connection alone is no loss: networks reset connections of healthy node
 reconnect. A member is lost if its connection is closed and
 
 - the port of its vault refuses connections, which proves that its agent has ended; or
-- its neighbours lost contact with it, too, and it does not return within `Timeouts.closed_s`.
+- its neighbours lost contact with it, too, and it sends nothing within `Timeouts.closed_s`. After a
+  reconnect a heartbeat is its first message, because the report takes longer.
 
 It is also lost if it is silent for `Timeouts.lease_s`, whatever its connection does. The last two
 kinds of evidence are no proof: the network between the coordinator and the node may have failed.
@@ -67,7 +68,8 @@ def survey(state: JobState, now: float) -> Survey:
         if is_heard(state, member, now):
             heard += 1
             continue
-        closed_s = -1.0 if member.connected else now - member.closed_at
+        back = member.connected or member.seen > member.closed_at  # its report may still come
+        closed_s = -1.0 if back else now - member.closed_at
         if not member.connected and member.refused:
             why = "connection closed and its port refuses connections"
             found.append(Loss(node, LossKind.CLOSED, why, proven=True))

@@ -6,6 +6,7 @@ new state and entries of the event log.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from elastic.core.health import diagnosis
@@ -16,6 +17,7 @@ from elastic.core.health.diagnosis import (
     HealthAction,
     NodeHealth,
 )
+from elastic.core.job.absent_nodes import with_absent
 from elastic.core.job.join_policy import without_member
 from elastic.core.job.state import JobAction, JobState, JobTransition, LogEntry, Send
 from elastic.core.protocol import messages as m
@@ -126,22 +128,17 @@ def _release(state: JobState, node: str, now: float, why: str) -> JobTransition:
     return state, (entry,), reason
 
 
-def restart_failed_node(state: JobState, now: float) -> JobTransition | None:
-    """Let a node whose workers crashed too often join anew after its quarantine.
-
-    The node loses its vault, so the plan must not use the node, and all copies of the present epoch
-    must be protected.
-    """
-    plan = state.plan
-    if plan is None or state.trimmed < state.epoch or state.change is not None:
-        return None
-    needed = {*plan.nodes(), *(peer for _, peer in plan.peers)}
+def restart_failed_node(
+    state: JobState, now: float, needed: Collection[str] = ()
+) -> JobTransition | None:
+    """Let a node whose workers crashed too often join anew after its quarantine, unless the present
+    plan needs the node. The node keeps its vault, and is absent until it is back."""
     for node, member in state.members.items():
         gone = member.report.phase is NodePhase.FAILED and node not in needed
         if gone and node in state.health and not is_quarantined(state, node):
             why = "its workers crashed too often: it begins anew"
             cause = {"cause": member.report.cause}
             entry = _entry(node, Finding(FaultClass.PROCESS, HealthAction.RESTART, why, cause, now))
-            state = without_member(state, node, now)
+            state = with_absent(without_member(state, node, now), node, now)
             return state, (entry, Send(node, m.Fenced(why))), f"{node}: {why}"
     return None

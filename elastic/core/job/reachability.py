@@ -17,13 +17,14 @@ from elastic.core.job.state import (
     Cause,
     CauseKind,
     JobAction,
+    JobPhase,
     JobState,
     JobTransition,
     LogEntry,
 )
 from elastic.core.protocol.health_report import HealthReport, UnreachablePeer
 from elastic.core.recovery.solver import copies_of
-from elastic.domain.types import Assignment
+from elastic.domain.types import Assignment, Copy
 from elastic.planning.backup.peer_assignment import natural
 
 CopyPlace = tuple[str, str]
@@ -182,13 +183,18 @@ def bad_paths(state: JobState, nodes: Collection[str]) -> tuple[PathFault, ...]:
 def path_cause(state: JobState) -> Cause | None:
     """Return the cause to end the epoch if its plan needs a bad path, else None.
 
-    A plan needs the paths between all nodes with layers, and those to their backup peers.
+    A plan needs the paths between all nodes with layers, and those to their backup peers. Its
+    installation needs the paths to the vaults from which it reads, also of nodes without layers.
     """
     assert state.plan is not None
+    if not state.paths:
+        return None
     held = set(state.plan.nodes())
-    backups = {pair_of(*pair) for pair in state.plan.peers}
+    needed = {pair_of(*pair) for pair in state.plan.peers}
+    if state.phase is JobPhase.INSTALLING and state.assignment is not None:
+        needed |= {pair_of(node, copy.node) for node, copy in _reads(state.assignment)}
     faults = (fault for fault in state.paths if not fault.usable)
-    bad = [fault for fault in faults if held.issuperset(fault.nodes) or fault.nodes in backups]
+    bad = [fault for fault in faults if held.issuperset(fault.nodes) or fault.nodes in needed]
     if not bad:
         return None
     nodes = dict.fromkeys(node for fault in bad for node in fault.nodes)
@@ -225,11 +231,18 @@ def forbidden_fetches(state: JobState, assignment: Assignment) -> frozenset[Copy
     bad = {fault.nodes for fault in state.paths if not fault.usable}
     if not bad:
         return frozenset()
+    return frozenset(
+        (copy.node, copy.key)
+        for node, copy in _reads(assignment)
+        if pair_of(node, copy.node) in bad
+    )
+
+
+def _reads(assignment: Assignment) -> list[tuple[str, Copy]]:
+    """Return (node that reads, copy) for each copy that `assignment` uses."""
     reads = [(node, copy) for node, recipe in assignment.recipes for copy in copies_of(recipe)]
     for run in assignment.partial:
         stages = assignment.plan.pipelines[run.pipeline].stages
         readers = {s.unit.node for s in stages if s.first < run.last and s.last > run.first}
         reads += [(node, copy) for node in readers for copy in (*run.inputs, *run.gradients)]
-    return frozenset(
-        (copy.node, copy.key) for node, copy in reads if pair_of(node, copy.node) in bad
-    )
+    return reads

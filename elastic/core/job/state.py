@@ -228,7 +228,8 @@ class EpochChange:
 
 @dataclass(frozen=True, slots=True)
 class MissingCopies:
-    """Copies without which the job cannot continue, and which absent nodes may still have."""
+    """Copies without which the job cannot continue, and which absent nodes may still have, or
+    which a checkpoint replaces once it is committed."""
 
     error: str
     """Layers and the copies that they lack."""
@@ -240,6 +241,8 @@ class MissingCopies:
     """Beginning of the wait, or the newest return of one of `nodes`."""
     count: int = 0
     """Number of members and absent nodes at that time."""
+    checkpoint: int = -1
+    """Step of the newest durable checkpoint when the copies were last looked for; -1: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,13 +444,17 @@ class JobState:
     """Seconds before `minority_since` for which a minority was heard during the doubt."""
     doubt_reported: bool = False
     """Whether the doubt lasts so long that it is reported."""
+    adopted_until: float = 0.0
+    """Time until which nodes report to a new coordinator, also those that joined before the store
+    lost its last writes; 0: there was no failover."""
     yielded_at: float = 0.0
     """Time of the newest decision to give up the lead."""
     starts: tuple[tuple[int, int], ...] = ()
     """(epoch, first step) of the newest epochs, by which old copies are judged
     (`elastic.core.recovery.lineage`)."""
     absent: tuple[tuple[str, float], ...] = ()
-    """(node, time of its loss) of lost nodes that may live and have copies of the present state."""
+    """(node, time of its loss) of lost or unknown nodes that may live and have copies of the
+    present state."""
     missing: MissingCopies | None = None
     """Reason why a paused job waits for absent nodes; None: it does not."""
     watch: ProgressWatch = field(default_factory=ProgressWatch)

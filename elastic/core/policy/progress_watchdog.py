@@ -29,12 +29,13 @@ process or epoch is done, and workers count the layers that they load. A restart
 no crash (`elastic.core.policy.remediation`).
 
 **Failed epochs** (`epoch_began`, `retry`). An epoch that ends by a fault without a finished step
-has failed. `PAUSES_S` are the pauses before the next attempts: at most five epochs per minute. A
-node that is blamed alone for two failed epochs is left out; of several that are blamed equally
-often, one in turn. If all nodes report the same error, the job ends with its text: after
-`MAX_ATTEMPTS` attempts if the error lasts, after `PATIENT_ATTEMPTS` if it may not. A lost
-or leaving node is no failure: a node that is lost again and again is quarantined. A node that joins
-clears only its own blame; one with a new name also ends the pause.
+has failed. `PAUSES_S` are the pauses before the next attempts: at most five epochs per minute. The
+first pause is left out if a bad path explains the failures (`EXPLAINED_ATTEMPT`). A node that is
+blamed alone for two failed epochs is left out; of several that are blamed equally often, one in
+turn. If all nodes report the same error, the job ends with its text: after `MAX_ATTEMPTS` attempts
+if the error lasts, after `PATIENT_ATTEMPTS` if it may not. A lost or leaving node is no failure: a
+node that is lost again and again is quarantined. A node that joins clears only its own blame; one
+with a new name also ends the pause.
 """
 
 from __future__ import annotations
@@ -70,11 +71,14 @@ from elastic.core.policy.remediation import node_lost
 from elastic.core.policy.restart_policy import is_waiting
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
-from elastic.domain.errors import EXIT_FAILURE
+from elastic.domain.errors import EXIT_FAILURE, Unanswered, VaultUnreachable
 
 T = TypeVar("T")
-PAUSES_S = (0.0, 0.0, 0.0, 10.0, 50.0, 60.0)
+PAUSES_S = (0.0, 0.0, 0.0, 10.0, 60.0)
 """Pause before the next attempt, by the number of failed epochs; the last one repeats."""
+EXPLAINED_ATTEMPT = 4
+"""This attempt is made without its pause if a bad path was found in the attempt before: the next
+plan is another one. The pause after it is so long that there still are five epochs per minute."""
 BLAMED_EPOCHS = 2
 """A node that is blamed for this many failed epochs, more than any other node, is left out."""
 TIED_EPOCHS = 4
@@ -87,8 +91,9 @@ LASTING = re.compile(
     "No space left|Cannot allocate|Read-only file system|Permission denied|VaultFull|SlotError"
 )
 """Errors that another attempt does not remove."""
-CONTACT = "LinkFailed"
-"""Beginning of an error of contact, which never ends the job: the network may come back."""
+CONTACT = ("LinkFailed", VaultUnreachable.__name__, Unanswered.__name__)
+"""Beginnings of errors of contact, which never end the job: the network may come back, and expired
+certificates may be renewed."""
 MAX_DOUBLINGS = 6
 """The bound on a stall grows to at most 2 to this power times the first bound."""
 START_FACTOR = 2.0
@@ -518,6 +523,8 @@ def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction,
         return state.of(watch=replace(watch, retry_at=0.0)), ()
     attempts = watch.attempts + 1
     pause_s = PAUSES_S[min(attempts, len(PAUSES_S)) - 1]
+    if attempts == EXPLAINED_ATTEMPT and _found_bad_path(state):
+        pause_s = 0.0
     blamed = dict(watch.blamed)
     for node in _blamed(state):
         blamed[node] = blamed.get(node, 0) + 1
@@ -547,6 +554,12 @@ def _failures(state: JobState) -> dict[str, str]:
     """Return the error of each node that accuses no other node."""
     reports = [mb.report for mb in state.members.values()]
     return {r.info.node: r.failures[0] for r in reports if r.failures and not _named(r)}
+
+
+def _found_bad_path(state: JobState) -> bool:
+    """Return whether a path became bad since the last attempt began."""
+    bad = (fault for fault in state.paths if not fault.well_since)
+    return any(fault.since >= state.watch.retry_at for fault in bad)
 
 
 def _named(report: m.NodeReport) -> tuple[str, ...]:

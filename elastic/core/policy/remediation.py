@@ -270,9 +270,11 @@ def checkpoint_written(state: JobState, now: float) -> Findings:
 
 def keeper_failed(state: JobState, note: BackupNote, now: float) -> Findings:
     """Record that a vault can store no copies. At the end of the step the plan is changed, and
-    another node keeps the copies, if there is one."""
+    another node keeps the copies, if there is one. A note about a former vault has no effect."""
     member = state.members.get(note.keeper)
     if member is None or member.report.info.incarnation in state.poor_keepers:
+        return state, ()
+    if note.vault and note.vault != member.report.info.vault:
         return state, ()
     present = {mb.report.info.incarnation for mb in state.members.values()}
     known = tuple(one for one in state.poor_keepers if one in present)
@@ -383,5 +385,5 @@ def apply_remedies(state: JobState, now: float) -> JobTransition | None:
     elif state.rebalance:
         cause = Cause(CauseKind.OTHER, state.rebalance)
     else:
-        return quarantine.restart_failed_node(state, now)
+        return quarantine.restart_failed_node(state, now, used)
     return begin_change(state.of(rebalance=""), cause, now, boundary=True)

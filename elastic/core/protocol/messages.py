@@ -405,6 +405,8 @@ class BackupNote:
     keeper: str
     """Node of the vault."""
     detail: str
+    vault: str = ""
+    """Address of the vault, which a new incarnation of the keeper does not have; "": unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,11 @@
-"""Console of `elastic run`: a progress bar on a terminal, plain lines elsewhere."""
+"""Console of `elastic run`: a progress bar on a terminal, plain lines elsewhere.
+
+The job continues if the console fails: output that cannot be written is lost.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -55,10 +59,8 @@ class ProgressLines:
         self._phase = phase or self._phase
 
     def note(self, text: str) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the reader has gone, or the disk is full
             print(f"elastic: {text}", file=self._file, flush=True)
-        except BrokenPipeError:  # the reader has gone; the job continues
-            self._file = open(os.devnull, "w")  # noqa: SIM115
 
     def close(self) -> None:
         """Do nothing."""
@@ -79,29 +81,29 @@ class ProgressBar:
         self._relay.start()
 
     def update(self, entry: Entry) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             self._shown |= {key: value for key, value in entry.items() if value not in (None, "")}
             if self._shown.get("steps"):
                 self._bar.total = self._shown["steps"]
             self._bar.n = self._shown.get("step", 0)
             self._bar.set_description_str(str(self._shown.get("phase", "")), refresh=False)
             self._bar.set_postfix_str(describe(self._shown), refresh=False)
-            self._bar.refresh()
+            self._bar.refresh(nolock=True)  # an error would leave the lock of tqdm held
 
     def note(self, text: str) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             self._bar.write(f"elastic: {text}", file=sys.stderr)
 
     def close(self) -> None:
         os.close(self.output)
         self._relay.join(1.0)
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             self._bar.close()
 
     def _pass_on(self) -> None:
         with open(self._console, errors="replace", newline="\n") as lines:
             for line in lines:
-                with self._lock:
+                with self._lock, contextlib.suppress(OSError):
                     self._bar.write(line.rstrip("\n"), file=sys.stdout)
 
 

@@ -14,12 +14,15 @@ class Follower:
         self._path, self._offset, self._rest = path, 0, b""
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the objects of lines that ended since the last call. Other lines are skipped."""
+        """Return the objects of lines that ended since the last call. Other lines are skipped.
+
+        A file that cannot be read now is read on by a later call.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:
             return []
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from elastic.config import JobConfig
-from elastic.domain.errors import EXIT_INCOMPATIBLE
+from elastic.domain.errors import EXIT_INCOMPATIBLE, describe
 from elastic.launcher.run.event_tail import read_object
 from elastic.launcher.run.metrics_endpoint import metrics_flag
 from elastic.telemetry import read_last_words
@@ -21,6 +21,9 @@ from elastic.telemetry import read_last_words
 MAX_FAILED_STARTS = 3
 """Failed starts of a coordinator in a row after which the job fails. In a failed start it dies
 before it leads or stands by."""
+RETRY_S, MAX_RETRY_S = 0.5, 30.0
+"""Pause after a coordinator could not be started because the machine refused it, and the longest
+pause; each is twice the one before."""
 
 
 class Child:
@@ -97,7 +100,11 @@ class Child:
 
 
 class Coordinators:
-    """The coordinators of this machine, a child for each address; those that die are restarted."""
+    """The coordinators of this machine, a child for each address; those that die are restarted.
+
+    Training continues meanwhile. So a restart that the machine refuses, for a lack of descriptors
+    or memory, is tried again.
+    """
 
     def __init__(
         self,
@@ -113,6 +120,8 @@ class Coordinators:
         self._lifeline, self._note = lifeline, note
         self._children: dict[int, Child] = {}
         self._restart_at: dict[int, float] = {}
+        self._pauses_s: dict[int, float] = {}
+        """Newest pause per coordinator that the machine refused to start."""
         self._failed = dict.fromkeys(range(len(addresses)), 0)
 
     @property
@@ -120,6 +129,7 @@ class Coordinators:
         return list(self._children.values())
 
     def start(self) -> None:
+        """Start all coordinators. Raises OSError."""
         for slot in range(len(self.addresses)):
             self._start(slot)
 
@@ -131,7 +141,7 @@ class Coordinators:
         for slot, at in tuple(self._restart_at.items()):
             if time.monotonic() >= at:
                 del self._restart_at[slot]
-                self._start(slot)
+                self._start_again(slot)
         for slot, child in tuple(self._children.items()):
             if slot not in self._restart_at and child.ended():
                 if lost_address():
@@ -159,15 +169,24 @@ class Coordinators:
         args = ["--run-dir", str(self._path), "--address", self.addresses[slot]]
         args += ["--slot", str(slot)] if slot else []
         args += metrics_flag(self._config, slot)
-        name = f"coordinator-{slot}" if slot else "coordinator"
+        name = _name(slot)
         with (self._path / "logs" / f"{name}.out").open("ab") as out:
             self._children[slot] = Child(name, self._module, args, self._lifeline, out)
 
+    def _start_again(self, slot: int) -> None:
+        try:
+            self._start(slot)
+        except OSError as error:
+            pause_s = min(2 * self._pauses_s.get(slot, RETRY_S / 2), MAX_RETRY_S)
+            self._pauses_s[slot], self._restart_at[slot] = pause_s, time.monotonic() + pause_s
+            why = f"{_name(slot)} cannot be started ({describe(error)})"
+            self._note(f"warning: the {why}; next try in {pause_s:g} s")
+        else:
+            self._pauses_s.pop(slot, None)
+
     def _died(self, slot: int, child: Child) -> str:
-        standby = self._path / f"coordinator-{slot}.pid"
-        started = self.leader() is child or (
-            standby.exists() and standby.read_text() == f"{child.pid}\n"
-        )
+        standby = _text(self._path / f"coordinator-{slot}.pid")
+        started = self.leader() is child or standby == f"{child.pid}\n"
         self._failed[slot] = 0 if started else self._failed[slot] + 1
         error = read_last_words(self._path, child.name) if (child.returncode or 0) > 0 else ""
         if child.returncode == EXIT_INCOMPATIBLE:
@@ -176,7 +195,19 @@ class Coordinators:
         self._note(f"the {child.name} ended ({how}) and is restarted")
         if self._failed[slot] >= MAX_FAILED_STARTS:
             log = self._path / "logs" / f"{child.name}.out"
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+            tail = "\n".join(_text(log).splitlines()[-12:])
             return f"the {child.name} cannot run; the end of {log}:\n{tail}"
         self._restart_at[slot] = time.monotonic() + 0.2 * self._failed[slot]
+        return ""
+
+
+def _name(slot: int) -> str:
+    return f"coordinator-{slot}" if slot else "coordinator"
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file; "": it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
         return ""

@@ -42,6 +42,7 @@ from elastic.domain.errors import (
     Unanswered,
     VaultError,
     VaultFull,
+    VaultUnreachable,
     describe,
 )
 from elastic.domain.types import Copy
@@ -202,7 +203,8 @@ class VaultClient:
         """Fetch and verify `copy`. Return its bytes in `out`, which has its size (None: a new
         buffer). `on_chunk` gets them piece by piece.
 
-        Raises VaultError if the copy is gone or corrupt.
+        Raises VaultUnreachable or Unanswered if the vault is not reached or does not answer, and
+        VaultError if the copy is gone or corrupt.
         """
         data = memoryview(bytearray(copy.nbytes)) if out is None else out
         with self._connected() as stream:
@@ -267,10 +269,16 @@ class VaultClient:
         try:
             _reply(stream)
         except TimeoutError as error:
-            text = f"made no progress for {limit_s:g} s while it allocated {nbytes} bytes"
-            raise VaultError(f"vault {self.address} {text}") from error
+            text = f"{limit_s:g} s while it allocated {nbytes} bytes"
+            raise self._silence(text) from error
         finally:
             stream.timeout_s = self._timeout_s
+
+    def _silence(self, duration: str) -> VaultError:
+        """Return the error of a call without progress for `duration`."""
+        stream = self._stream
+        kind = Unanswered if stream is not None and stream.delivered else VaultUnreachable
+        return kind(f"{self._name} made no progress for {duration}")
 
     def _explain(self, error: Exception) -> str:
         """Return the text of a failed connection; a failed TLS handshake is called one."""
@@ -322,15 +330,15 @@ class VaultClient:
             except _Refused as refusal:
                 raise refusal.error from None
             except TimeoutError as error:
-                stream, kind = self._stream, VaultError
-                if stream is not None and stream.delivered:
-                    kind = Unanswered
+                silence = self._silence(f"{self._timeout_s:g} s")
                 self._drop()
-                text = f"{self._name} made no progress for {self._timeout_s:g} s"
-                raise kind(text) from error
-            except (ChannelClosed, FieldError, OSError) as error:
+                raise silence from error
+            except FieldError as error:
                 self._drop()
                 raise VaultError(f"{self._name}: {self._explain(error)}") from error
+            except (ChannelClosed, OSError) as error:
+                self._drop()
+                raise VaultUnreachable(f"{self._name}: {self._explain(error)}") from error
             except BaseException:
                 self._drop()
                 raise

@@ -272,9 +272,9 @@ def decide(contributions: Sequence[Contribution], roster: Roster, *, exact: bool
             where = f"layer {layer} (TP rank {shard})"
             _check(where, [share.ledger for share in held], common == {True}, roster.n_microbatches)
             ledgers += 1
-            norm_sq += held[0].norm_sq
-            if not math.isfinite(held[0].norm_sq):
-                nonfinite.append(layer)
+            bad = [share.norm_sq for share in held if not math.isfinite(share.norm_sq)]
+            norm_sq += bad[0] if bad else held[0].norm_sq
+            nonfinite += [layer] if bad else []
     if exact:
         compare(contributions, roster)
     losses: dict[int, float] = {}

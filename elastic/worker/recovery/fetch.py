@@ -44,7 +44,7 @@ class Fetcher:
 
         `on_progress` is called, in any thread, for each chunk that was read.
         """
-        self._on_progress = on_progress
+        self._on_progress, self._closed = on_progress, False
         self._node, self._abandon = node, abandon or AbandonSignal()
         self._clients = {
             name: VaultClient(address, node=node, timeout_s=timeout_s, peer=name)
@@ -75,6 +75,7 @@ class Fetcher:
 
     def close(self) -> None:
         """End transfers in progress and close all connections."""
+        self._closed = True
         self._abandon.unsubscribe(self._close_clients)
         self._close_clients()
 
@@ -93,6 +94,9 @@ class Fetcher:
                 np.copyto(part, source[start : start + CHUNK_BYTES])
                 hasher.update(part.data)
                 self._on_progress()
+                self._abandon.check()
+                if self._closed:
+                    raise VaultError(f"{copy.key}: the transfer was ended")
             problem = checksum_problem(copy, hasher.hexdigest())
             if not problem:
                 return

@@ -76,8 +76,25 @@ class StateLoader:
         """Return the stage's replicas at the assignment's version and ledger.
 
         `live` is the result of `usable`; incomplete replicas in it are loaded anew. Raises
-        VaultError if a source is gone.
+        VaultError if a source is gone, without waiting for other transfers.
         """
+        pool = ThreadPoolExecutor(4, "elastic-fetch")
+        try:
+            loaded = self._load_stage(pool, assignment, member, live)
+        except BaseException:
+            self._fetcher.close()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        pool.shutdown()
+        return loaded
+
+    def _load_stage(
+        self,
+        pool: ThreadPoolExecutor,
+        assignment: Assignment,
+        member: RankMember,
+        live: dict[int, LayerReplica],
+    ) -> LoadedStage:
         recipes = {
             recipe.layer: recipe
             for node, recipe in assignment.recipes
@@ -88,26 +105,24 @@ class StateLoader:
         portions = _portions(assignment, member)
         complete = {layer: replica for layer, replica in live.items() if replica.complete}
         loaded = LoadedStage()
-        with ThreadPoolExecutor(4, "elastic-fetch") as pool:
-            copies = {c.key: c for c in _copies_to_fetch(recipes.values(), complete)}
-            self._fetches = {key: pool.submit(self._fetcher.fetch, c) for key, c in copies.items()}
-            messages = {
-                c.key: pool.submit(self._fetcher.fetch, c)
-                for c in needed_messages(assignment, member)
-            }
-            for layer in member.layers:
-                recipe, portion = recipes.get(layer), portions[layer]
-                if recipe is None:
-                    replica, source = self._build(layer, False, portion), "initial"
-                else:
-                    old = live.get(layer)
-                    replica, source = self._load(recipe, portion, old, assignment.record)
-                    kept = replica is complete.get(layer)
-                    self._load_gradients(recipe, replica, kept=kept)
-                loaded.replicas.append(replica)
-                loaded.sources.append(source)
-                self._after_layer()
-            loaded.messages = {key: fetch.result().data for key, fetch in messages.items()}
+        copies = {c.key: c for c in _copies_to_fetch(recipes.values(), complete)}
+        self._fetches = {key: pool.submit(self._fetcher.fetch, c) for key, c in copies.items()}
+        messages = {
+            c.key: pool.submit(self._fetcher.fetch, c) for c in needed_messages(assignment, member)
+        }
+        for layer in member.layers:
+            recipe, portion = recipes.get(layer), portions[layer]
+            if recipe is None:
+                replica, source = self._build(layer, False, portion), "initial"
+            else:
+                old = live.get(layer)
+                replica, source = self._load(recipe, portion, old, assignment.record)
+                kept = replica is complete.get(layer)
+                self._load_gradients(recipe, replica, kept=kept)
+            loaded.replicas.append(replica)
+            loaded.sources.append(source)
+            self._after_layer()
+        loaded.messages = {key: fetch.result().data for key, fetch in messages.items()}
         return loaded
 
     def _load(

@@ -56,6 +56,7 @@ def drain_self(run_dir: Path) -> subprocess.CompletedProcess[str]:
 def test_hosts_leave_by_every_door(tmp_path: Path) -> None:
     notice, address = tmp_path / "notice", f"127.0.0.1:{free_port()}"
     common = exact("--nnodes", f"1:{len(HOSTS)}", "--pipelines", "1", "--lease", "30")
+    common += ["--checkpoint-dir", str(tmp_path / "checkpoints")]
     script = paced(tmp_path / "hurry")
     own = {
         "file": ["--notice", f"file:{notice}"],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic.core.coordinator.authorization import check_message
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import absent_nodes
 from elastic.core.job import state as job
@@ -15,7 +16,7 @@ from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import EXIT_UNRECOVERABLE, Unrecoverable
-from tests.core.state_access import assignment_of, change_of, plan_of
+from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
 from tests.core.world.world import World
 
 Told = tuple[job.JobAction, ...]
@@ -197,11 +198,158 @@ def test_a_member_that_joins_a_protected_job_drops_its_old_copies() -> None:
     assert [(send.node, send.message.epoch) for send in trims] == [("node1", state.epoch)]
 
 
-def test_few_absent_nodes_are_kept() -> None:
-    state = running()
-    for number in range(2 * absent_nodes.KEPT_ABSENT):
-        state = absent_nodes.with_absent(state, f"n{number}", float(number))
-    assert len(state.absent) == absent_nodes.KEPT_ABSENT
-    state = absent_nodes.with_absent(state, "n300", 999.0)
-    assert state.absent[-1] == ("n300", 999.0) and len({n for n, _ in state.absent}) == 256
-    assert "n300" not in dict(absent_nodes.with_returned(state, "n300").absent)
+def test_a_healthy_majority_of_a_large_job_is_waited_for() -> None:
+    """600 of 1000 nodes are cut off."""
+    state = waiting()
+    members = {f"here{n}": replace(state.members["node0"], rank=n) for n in range(400)}
+    state = state.of(members=members, absent=(), missing=None)
+    for number in range(600):
+        state = absent_nodes.with_absent(state, f"lost{number}", state.updated_at)
+    error, now = Unrecoverable("no copy of state 3 is left"), state.updated_at
+    state, actions, _ = absent_nodes.wait_or_fail(state, change_of(state), error, now)
+    assert absent_nodes.end_if_hopeless(state, now + 1e6) is None
+    back = {**members, "lost0": state.members["here0"]}
+    assert absent_nodes.returned_nodes(state.of(members=back)) == ("lost0",)
+    (paused,) = entries(actions, "paused")
+    assert "lost15 and 584 more" in paused["why"]
+
+
+def lacking() -> JobState:
+    """Of five nodes, two are lost without proof; the others lack copies."""
+    world = five()
+    state = world.coordinator.state.of(start_s=3600.0)
+    first = plan_of(state).nodes()[1]
+    gone = (first, dict(plan_of(state).peers)[first])
+    state, _ = lose(state, *gone, proven=False)
+    state = halt_all(state)
+    assert state.phase is JobPhase.PAUSED and state.missing is not None
+    assert len(state.members) == 3 and len(state.missing.nodes) == 2
+    return state
+
+
+@functools.cache
+def five() -> World:
+    found = World(5, 5, steps=400, shape="1", backup="stream+snapshot")
+    found.run(limit=5.0)
+    assert found.coordinator.state.phase is JobPhase.RUNNING
+    return found
+
+
+def halt_all(state: JobState) -> JobState:
+    for node in tuple(state.members):
+        report = replace(
+            state.members[node].report,
+            phase=NodePhase.HALTED,
+            epoch=state.epoch,
+            inventory=five().agents[node].inventory(),
+            halted=(m.Halted(state.epoch, -1),),
+        )
+        state, _, _ = transition(state, report, state.updated_at + 0.01)
+    return state
+
+
+def beating(state: JobState, seconds: float) -> JobState:
+    """Time passes with heartbeats."""
+    until = state.updated_at + seconds
+    while state.updated_at < until and state.ending is None:
+        beats = tuple(
+            job.Heartbeat(node, mb.report.info.incarnation, mb.report.step, 0)
+            for node, mb in state.members.items()
+        )
+        state, _, _ = transition(state, job.Heartbeats(beats), state.updated_at + 0.4)
+    return state
+
+
+def test_time_without_a_coordinator_is_no_time_to_return() -> None:
+    """The coordinator is suspended, or another one takes over much later."""
+    state = lacking()
+    for event in (job.Tick(), job.CoordinatorFailover()):
+        later, _, _ = transition(state, event, state.updated_at + 900.0)
+        assert later.phase is JobPhase.PAUSED
+    later = beating(transition(state, job.Tick(), state.updated_at + 900.0)[0], 590.0)
+    assert later.phase is JobPhase.PAUSED
+    assert beating(later, 20.0).phase is JobPhase.FAILED
+
+
+def test_after_a_failover_the_wait_does_not_end_before_nodes_can_report() -> None:
+    state = beating(lacking(), 598.0)
+    state, _, _ = transition(state, job.CoordinatorFailover(), state.updated_at + 0.1)
+    for node in tuple(state.members):
+        state, _, _ = transition(state, state.members[node].report, state.updated_at + 0.01)
+    assert beating(state, state.limits.adopt_s + 1.5).phase is JobPhase.PAUSED
+    assert beating(state, 10.0).phase is JobPhase.FAILED
+
+
+def test_a_checkpoint_that_is_committed_ends_the_wait() -> None:
+    state = lacking()
+    event = job.CheckpointCommitted("/run/step-2", 2)
+    state, actions, _ = transition(state, event, state.updated_at + 0.1)
+    assert state.phase is JobPhase.HALTING
+    (halt,) = entries(actions, "halt")
+    assert halt["cause"] == "the checkpoint of step 2 came" and halt["cause_kind"] == "resume"
+    state = halt_all(state)
+    assert state.phase is JobPhase.INSTALLING
+    assert all(recipe.checkpoint == "/run/step-2" for _, recipe in assignment_of(state).recipes)
+
+
+def committing() -> JobState:
+    """All files of a checkpoint are written, and then the only copies of a layer are lost."""
+    state = five().coordinator.state.of(start_s=3600.0)
+    slots = tuple((layer, 0) for layer in range(spec_of(state).n_layers))
+    part = m.CheckpointPart(4, slots, state.epoch, "node0")
+    state, actions, _ = transition(state, part, state.updated_at + 0.01)
+    assert actions == (job.CommitCheckpoint(4),)
+    first = plan_of(state).nodes()[1]
+    state, _ = lose(state, first, dict(plan_of(state).peers)[first], proven=True)
+    return halt_all(state)
+
+
+def test_a_job_waits_for_a_checkpoint_that_is_being_committed() -> None:
+    state = committing()
+    assert state.phase is JobPhase.PAUSED and state.absent == ()
+    state = beating(state, 5.0)
+    event = job.CheckpointCommitted("/run/step-4", 4)
+    state, _, _ = transition(state, event, state.updated_at + 0.1)
+    assert halt_all(state).phase is JobPhase.INSTALLING
+
+
+def test_a_job_does_not_wait_for_ever_for_a_commit() -> None:
+    state = beating(committing(), 58.0)
+    assert state.phase is JobPhase.PAUSED
+    state = beating(state, 4.0)
+    assert state.ending is not None and state.ending.code == EXIT_UNRECOVERABLE
+
+
+def test_a_commit_that_fails_ends_the_wait() -> None:
+    state = committing()
+    event = job.CheckpointFailed(4, "OSError: no room")
+    state, _, _ = transition(state, event, state.updated_at + 0.1)
+    assert state.ending is not None and state.ending.code == EXIT_UNRECOVERABLE
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the others", "after the others"])
+def test_nodes_that_the_saved_state_does_not_know_are_waited_for(first: bool) -> None:
+    """The store lost the writes with which they joined. They are fenced and bring copies."""
+    full = five().coordinator.state.of(start_s=3600.0)
+    one = plan_of(full).nodes()[1]
+    unknown = (one, dict(plan_of(full).peers)[one])
+    members = {node: mb for node, mb in full.members.items() if node not in unknown}
+    saved = full.of(members=members, epoch=full.epoch - 1, trimmed=full.epoch - 1)
+    state, _, _ = transition(saved, job.CoordinatorFailover(), saved.updated_at + 0.5)
+    order = (*unknown, *members) if first else (*members, *unknown)
+    for node in order:
+        assert check_message(state, node, full.members[node].report) is None
+        state, actions, _ = transition(state, full.members[node].report, state.updated_at + 0.01)
+        fenced = [a for a in actions if isinstance(a, Send) and isinstance(a.message, m.Fenced)]
+        assert len(fenced) == (node in unknown)
+        if node == order[len(members) - 1] and not first:
+            state = halt_all(state)
+            assert state.phase is JobPhase.PAUSED and not state.absent
+    state = halt_all(state) if first else state
+    assert state.phase is JobPhase.PAUSED and [node for node, _ in state.absent] == [*unknown]
+    for node in unknown:
+        info = replace(full.members[node].report.info, incarnation=f"{node}-again")
+        copies = five().agents[node].inventory()
+        report = m.NodeReport(info, NodePhase.EMPTY, 0, inventory=copies)
+        state, _, _ = transition(state, report, state.updated_at + 0.01)
+        assert state.phase is JobPhase.HALTING and node in state.members

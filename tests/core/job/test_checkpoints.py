@@ -75,6 +75,21 @@ def test_several_checkpoints_are_written_at_the_same_time() -> None:
     assert state.checkpoint_parts == () and not actions, "said again after a reconnect"
 
 
+def test_an_older_checkpoint_may_become_durable_after_a_newer_one() -> None:
+    """The only writer of an older checkpoint has a slow disk, and reports its first part late."""
+    state, _, _ = apply(saving(), job.CheckpointCommitted("/c/6", 6))
+    state, actions, _ = apply(state, part(4))
+    assert actions == (job.CommitCheckpoint(4),)
+    state, actions, _ = apply(state, job.CheckpointCommitted("/c/4", 4))
+    assert [entry["step"] for entry in entries(actions, "checkpoint")] == [4]
+    assert state.checkpoint == ("/c/6", 6)
+
+
+def test_all_due_checkpoints_of_a_finished_job_are_known() -> None:
+    state = saving()
+    assert checkpoints.due_steps(state) == (100, 200, 300, 400)
+
+
 def test_parts_of_undone_steps_do_not_count() -> None:
     """Two nodes have written their states of step 6; a loss leads back to an earlier step."""
     state = saving()
@@ -297,6 +312,13 @@ def _sources(copies: tuple[Copy, ...]) -> list[tuple[str, Any]]:
     return [(copy.node, copy.slot) for copy in copies]
 
 
+def test_the_initial_state_is_no_checkpoint() -> None:
+    state = saving()
+    node = plan_of(state).nodes()[0]
+    copy = Copy(STATE, 0, 0, 0, state.epoch, node, 1, 8, "", node=node)
+    assert checkpoints.copies_to_rescue(state, plan_of(state), 1, [copy]) == ()
+
+
 def test_the_node_that_was_to_write_a_state_is_preferred() -> None:
     state = copied(replicated(), ALL[:1], "node1", "node0", "node2")
     assert _sources(rescued(state, 9)) == [("node0", (0, 0))], "it may have it in its queue"
@@ -507,6 +529,18 @@ def test_a_vault_that_stores_nothing_is_no_peer_of_the_next_plan() -> None:
     assert {node for node, _ in plan_of(state).peers} == {"node0", "node1", "node2"}
     after, actions, _ = apply(state, note)
     assert after.rebalance == "" and not entries(actions, "health"), "no second change of plan"
+
+
+def test_a_note_about_a_former_vault_does_not_blame_the_new_one() -> None:
+    state = running()
+    owner, keeper = plan_of(state).peers[0]
+    vault = state.members[keeper].report.info.vault
+    note = m.BackupNote(m.KEEPER_FAILED, owner, keeper, "no slot", "former:1")
+    after, actions, _ = apply(state, note)
+    assert not after.poor_keepers and not after.rebalance and after.phase is JobPhase.RUNNING
+    assert entries(actions, "keeper-failed"), "people may want to know"
+    after, _, _ = apply(state, replace(note, vault=vault))
+    assert after.poor_keepers == (state.members[keeper].report.info.incarnation,)
 
 
 # ---- the end with an error ----

@@ -105,6 +105,21 @@ def test_a_single_reset_connection_is_no_loss_before_the_lease() -> None:
     assert story.lost == [("n1", "silent")], "it did not return"
 
 
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_sign_of_life_after_a_reset_is_enough(returns: bool) -> None:
+    """All connections of a node are reset, so its neighbours accuse it. Its report is large, and
+    arrives late over a slow link."""
+    story = Story(waiting(3))
+    story.live(1.0, story.names)
+    story.close("n1")
+    accusation = replace(story.state.members["n0"].report, suspects=("n1",))
+    story.event(accusation, 0.01)
+    if returns:
+        story.event(Heartbeat("n1", "n1-1", 0, 0), 0.1)
+    story.live(1.0, ("n0", "n2"))
+    assert story.lost == ([] if returns else [("n1", "closed")])
+
+
 def test_the_silence_of_the_user_decides_about_closed_connections() -> None:
     for silence_s in (1.0, 3.0, 8.0):
         story = Story(waiting(3, lease_s=silence_s))

@@ -13,11 +13,13 @@ from elastic.core.health import diagnosis as health
 from elastic.core.health.diagnosis import NodeHealth
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
-from elastic.core.job.state import JobPhase, JobState
+from elastic.core.job.state import JobPhase, JobState, Send
 from elastic.core.policy import remediation
+from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
 from tests.core.health.test_diagnosis import LIMITS, crash_workers, health_notes, running
+from tests.core.state_access import change_of
 
 
 def test_quarantines_double_up_to_the_limit_and_are_forgiven() -> None:
@@ -91,6 +93,32 @@ def test_a_quarantine_ends_if_no_other_node_is_left() -> None:
     assert any(
         "no plan" in note["reason"] or "nobody" in note["reason"] for note in health_notes(actions)
     )
+
+
+def test_a_failed_node_begins_anew_in_a_paused_job() -> None:
+    """No plan fits without it. Its quarantine is over, and it keeps its vault."""
+    state = settled(running(2), "")
+    report = replace(state.members["node1"].report, phase=NodePhase.FAILED, able=False)
+    report = replace(report, crash_count=LIMITS.crashes + 1, cause="signal 11")
+    state, _, _ = transition(state, report, state.updated_at + 0.01)
+    record = quarantine.record_of(state, "node1")
+    assert record.quarantined
+    change = change_of(state)
+    state = state.of(phase=JobPhase.PAUSED, change=change, blocked=(), members={
+        "node1": state.members["node1"], "node0": draining(state.members["node0"])
+    })  # fmt: skip
+    state, actions, _ = transition(state, job.Tick(), record.until - 0.1)
+    assert "node1" in state.members and not actions
+    state, actions, reason = transition(state, job.Tick(), record.until + 0.1)
+    assert "it begins anew" in reason and "node1" not in state.members
+    fenced = [a for a in actions if isinstance(a, Send) and isinstance(a.message, m.Fenced)]
+    assert [send.node for send in fenced] == ["node1"]
+    assert [node for node, _ in state.absent] == ["node1"], "it will be back with its copies"
+
+
+def draining(member: job.Member) -> job.Member:
+    """The node can take no stage."""
+    return replace(member, draining=True, drain_deadline=1e9)
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -10,9 +10,10 @@ import pytest
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
+from elastic.core.health.path_fault import PathFault, pair_of
 from elastic.core.job import quarantine, reachability
 from elastic.core.job import state as job
-from elastic.core.job.epoch_change import candidates
+from elastic.core.job.epoch_change import candidates, resume_if_feasible
 from elastic.core.job.reachability import covers, forbidden_fetches
 from elastic.core.job.state import CauseKind, JobPhase, JobState, LogEntry
 from elastic.core.protocol.health_report import HealthReport, UnreachablePeer
@@ -223,3 +224,42 @@ def test_fetches_over_a_bad_path_are_seen() -> None:
     ):
         assert forbidden_fetches(bad, changed) == hidden
         assert forbidden_fetches(state, changed) == frozenset()
+
+
+def test_a_paused_job_tries_every_choice_of_nodes_to_leave_out() -> None:
+    """The first choice keeps two small nodes, which have no room for the model."""
+    world = World(5, 3, steps=400, shape="auto", backup="stream+snapshot", min_nodes=2)
+    world.run(limit=5.0)
+    state = world.coordinator.state
+    memory = {"node0": 40, "node1": 40, "node2": 104}
+    members = {}
+    for node, member in state.members.items():
+        info = replace(member.report.info, memory_bytes=memory[node])
+        members[node] = replace(member, report=replace(member.report, info=info))
+    fault = PathFault(("node0", "node2"), (("node0", "node2"),), "no answer", state.updated_at)
+    state = state.of(members=members, paths=(fault,), plan=None, phase=JobPhase.PAUSED)
+    assert covers(state, list(members)) == (frozenset({"node2"}), frozenset({"node0"}))
+    resumed = resume_if_feasible(state, state.updated_at)
+    assert resumed is not None and resumed[0].phase is JobPhase.HALTING
+    small = {n: mb for n, mb in members.items() if n != "node2"}
+    assert resume_if_feasible(state.of(members=small), state.updated_at) is None
+
+
+@pytest.mark.parametrize(
+    ("phase", "ends"), [(JobPhase.INSTALLING, True), (JobPhase.RUNNING, False)]
+)
+def test_an_installation_that_reads_over_a_bad_path_ends(phase: JobPhase, ends: bool) -> None:
+    """The copy is in the vault of a node without layers. A running plan has read it already."""
+    state = running()
+    reader, other = plan_of(state).nodes()[:2]
+    copy = Copy(
+        kind=STATE, layer=0, shard=0, step=1, epoch=1, owner=other, sequence=1, nbytes=8,
+        checksum="", node="node9",
+    )  # fmt: skip
+    recipe = Recipe(layer=0, shard=0, version=1, state=copy)
+    assignment = replace(assignment_of(state), recipes=((reader, recipe),))
+    fault = PathFault(pair_of(reader, "node9"), (), "no answer", state.updated_at)
+    found = reachability.path_cause(state.of(phase=phase, assignment=assignment, paths=(fault,)))
+    assert (found is not None) is ends
+    if found is not None:
+        assert "cannot reach each other" in found.text and set(found.nodes) == {reader, "node9"}

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.coordinator.transitions import record_event, transition
+from elastic.core.health.path_fault import PathFault
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.epoch_change import begin_change
@@ -20,6 +21,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.protocol.timeouts import NO_DURATIONS
 from elastic.domain import codec
+from elastic.domain.errors import Unanswered, VaultUnreachable, describe
 from elastic.domain.types import NodeInfo, Plan, StepRecord, Unit
 from tests.core.coordinator.test_transitions import entries, halt, running, sent
 from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
@@ -301,7 +303,7 @@ def test_a_node_that_does_not_halt_is_reminded_then_restarted(activity: str) -> 
 def test_nobody_is_blamed_while_the_coordinator_hears_nobody() -> None:
     """Its own network has failed: orders reach no node, and no node can show progress."""
     bench = Bench(trained())
-    while bench.now < bench.begin + 300.0:
+    while bench.now < bench.begin + 300.0 and bench.state.ending is None:
         bench.apply(job.Tick(), STEP_S)
     assert bench.state.doubt_since and not bench.kinds("stalled")
     assert bench.state.phase is JobPhase.RUNNING and set(bench.state.members) == set(NODES)
@@ -476,7 +478,7 @@ def test_restarted_workers_may_be_quiet_for_twice_the_first_start() -> None:
 def test_the_pause_grows_with_each_order_that_is_obeyed() -> None:
     """The workers may need longer than the first start did."""
     bench, orders = starting(2.0, "node2"), list[float]()
-    while bench.now < bench.begin + 300.0:
+    while bench.now < bench.begin + 300.0 and bench.state.ending is None:
         if restarts(bench.wait(STEP_S, "node0", "node1")):
             orders.append(bench.now - bench.begin)
             bench.obey("node2")
@@ -489,7 +491,7 @@ def test_the_pause_grows_with_each_order_that_is_obeyed() -> None:
 def test_ordered_restarts_are_no_crashes() -> None:
     """All nodes start slowly after a fault, for example from a busy file system."""
     bench = starting(2.0, *NODES)
-    while bench.now < bench.begin + 300.0:
+    while bench.now < bench.begin + 300.0 and bench.state.ending is None:
         for node in restarts(bench.wait(STEP_S)):
             bench.obey(node)
             bench.move(node)
@@ -595,19 +597,29 @@ def test_of_nodes_that_are_blamed_equally_often_one_is_left_out_in_turn() -> Non
     assert quarantine.is_quarantined(bench.state, "node1") and bench.state.ending is None
 
 
-def test_an_error_of_contact_on_all_nodes_never_ends_the_job() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        "LinkFailed: epoch 7 could not be opened: timed out",
+        describe(VaultUnreachable("vault of node1 at h:1: ConnectionRefusedError: refused")),
+        describe(VaultUnreachable("vault of node1 at h:1: TLS handshake failed: expired")),
+        describe(Unanswered("vault of node1 at h:1 made no progress for 10 s")),
+    ],
+)
+def test_an_error_of_contact_on_all_nodes_never_ends_the_job(error: str) -> None:
+    """The network comes back, or expired certificates are renewed."""
     bench = Bench(trained())
-    for attempt in range(12):
-        fail_together(bench, NODES, f"LinkFailed: epoch {attempt} could not be opened: timed out")
+    for _ in range(12):
+        fail_together(bench, NODES, error)
     assert bench.state.ending is None and bench.state.watch.attempts == 12
 
 
 def test_an_error_that_may_pass_ends_the_job_only_after_real_pauses() -> None:
-    bench, text = Bench(trained()), "VaultError: vault 10.0.0.1:5000: connection refused"
+    bench, text = Bench(trained()), "VaultError: layer 3: no record of step 7"
     while bench.state.ending is None:
         fail_together(bench, NODES, text)
     assert 120.0 < bench.now - bench.begin < 300.0
-    assert "connection refused (on every node, in 8 attempts)" in bench.state.ending.reason
+    assert "no record of step 7 (on every node, in 8 attempts)" in bench.state.ending.reason
 
 
 def test_an_error_of_one_node_does_not_end_the_job() -> None:
@@ -692,7 +704,9 @@ def test_failed_epochs_are_at_most_five_per_minute() -> None:
     assert told["attempts"] == 14 and "contact lost" in told["cause"]
 
 
-@given(st.lists(st.sampled_from(["contact", "step", "join", "lost"]), min_size=1, max_size=40))
+@given(
+    st.lists(st.sampled_from(["contact", "path", "step", "join", "lost"]), min_size=1, max_size=40)
+)
 def test_five_failed_epochs_per_minute_in_any_order(events: list[str]) -> None:
     """Each failure comes at once after the installation. Progress may lie between."""
     state, now, failed = trained(), 100.0, list[float]()
@@ -704,16 +718,38 @@ def test_five_failed_epochs_per_minute_in_any_order(events: list[str]) -> None:
             case "join":
                 state, failed = watchdog.member_joined(state, "node9", now, known=False), []
             case _:
-                kind = CauseKind.CONTACT if event == "contact" else CauseKind.LOST
-                change = job.EpochChange(
-                    epoch=2, causes=(job.Cause(kind, "x"),), boundary=False, lost=(),
-                    nodes_before=3, began=now, old_plan=None, step=0, microbatch=0,
-                )  # fmt: skip
-                state, _ = watchdog.epoch_began(state.of(change=change), now)
-                failed += [now] if event == "contact" else []
+                kind = CauseKind.LOST if event == "lost" else CauseKind.CONTACT
+                paths = (PathFault(("node0", "node1"), (), "", now),) if event == "path" else ()
+                state = with_failed_epoch(state.of(paths=paths), kind, now)
+                failed += [] if event == "lost" else [now]
                 while watchdog.is_paused(state, now):
                     now += 0.5
         assert all(sum(at <= other < at + 60.0 for other in failed) <= 5 for at in failed)
+
+
+@pytest.mark.parametrize(
+    ("found_at", "well_since", "pause_s"), [(20.0, 0.0, 0.0), (5.0, 0.0, 10.0), (20.0, 21.0, 10.0)]
+)
+def test_a_bad_path_that_was_just_found_leaves_the_first_pause_out(
+    found_at: float, well_since: float, pause_s: float
+) -> None:
+    """A path that was known before the last attempt, or is well again, explains nothing."""
+    fault = PathFault(("node0", "node1"), (), "", found_at, well_since)
+    state = with_failed_epoch(trained(), CauseKind.CONTACT, 1.0)
+    for now in (2.0, 10.0):
+        state, _ = watchdog.epoch_began(state, now)
+    state, (note,) = watchdog.epoch_began(state.of(paths=(fault,)), 22.0)
+    assert isinstance(note, job.LogEntry) and note.data["attempt"] == watchdog.EXPLAINED_ATTEMPT
+    assert note.data["pause_s"] == pause_s
+
+
+def with_failed_epoch(state: JobState, kind: CauseKind, now: float) -> JobState:
+    """Return the state after an epoch that failed by a cause of this kind."""
+    change = job.EpochChange(
+        epoch=2, causes=(job.Cause(kind, "x"),), boundary=False, lost=(),
+        nodes_before=3, began=now, old_plan=None, step=0, microbatch=0,
+    )  # fmt: skip
+    return watchdog.epoch_began(state.of(change=change), now)[0]
 
 
 def test_progress_ends_the_back_off() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,13 @@ import pytest
 from elastic.config import JobConfig, claim_fault
 from elastic.core.protocol.fault_spec import parse_fault
 from elastic.launcher.commands.queries import as_text
-from elastic.launcher.run.console import EVENT_LINES, ProgressLines, event_line, recovery_line
+from elastic.launcher.run.console import (
+    EVENT_LINES,
+    ProgressBar,
+    ProgressLines,
+    event_line,
+    recovery_line,
+)
 from elastic.launcher.run.event_tail import Follower, read_object
 from elastic.launcher.run.injected import LauncherFaults
 
@@ -48,6 +57,64 @@ def test_lines() -> None:
         "elastic: halting at step 2: 3 nodes, plan 2+1",
         "elastic: step 1/9: loss 2.4000, 3 nodes, plan 2+1",
     ]
+
+
+class Failing(io.StringIO):
+    """A stream that cannot be written while it has an `error`."""
+
+    error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        if self.error is not None:
+            raise self.error
+        return super().write(text)
+
+
+ERRORS = [OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EIO, errno.EPIPE)]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_lines_that_cannot_be_written_are_lost(error: OSError) -> None:
+    text = Failing()
+    view = ProgressLines(text)
+    text.error = error
+    view.update(entry(1, loss=2.5, epoch=1))
+    text.error = None
+    view.update(entry(2, loss=2.25, epoch=1))
+    assert text.getvalue() == "elastic: step 2/9: loss 2.2500, 3 nodes, plan 2+1\n"
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_a_bar_on_a_terminal_that_fails(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agents' output is read on. Otherwise they would wait for room in the pipe."""
+    out, terminal = Failing(), Failing()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    view = ProgressBar()
+    out.error = terminal.error = error
+    view.update(entry(1, loss=2.5, epoch=1))
+    view.note("lost")
+    for _ in range(4):  # more than a pipe holds
+        os.write(view.output, b"a line of a worker\n" * 3000)
+    out.error = terminal.error = None
+    view.note("all is well")
+    os.write(view.output, b"the last line\n")
+    view.close()
+    assert out.getvalue().endswith("the last line\n")
+
+
+def test_follower_reads_on_after_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"a": 1}\n{"a"')
+    follower = Follower(path)
+    assert follower.read() == [{"a": 1}]
+    content = path.read_text() + ": 2}\n"
+    path.unlink()
+    path.mkdir()
+    assert follower.read() == []
+    path.rmdir()
+    path.write_text(content)
+    assert follower.read() == [{"a": 2}]
 
 
 def test_follower_waits_for_whole_lines(tmp_path: Path) -> None:

@@ -140,6 +140,23 @@ def test_coordinator_is_started_again_at_its_address(start: Start, tmp_path: Pat
     assert first == second
 
 
+def test_a_restart_that_the_machine_refuses_is_tried_again(start: Start, tmp_path: Path) -> None:
+    """Here the file for its output cannot be opened; training continues meanwhile."""
+    launcher, run = start("finish=0 after=2"), tmp_path / "runs" / "a"
+    assert wait_until(lambda: up(run))
+    log = run / "logs" / "coordinator.out"
+    log.rename(run / "kept")
+    log.mkdir()
+    os.kill(pids(run)[0], signal.SIGKILL)
+    assert launcher.stderr is not None
+    line = next(line for line in launcher.stderr if "cannot be started" in line)
+    assert "the coordinator cannot be started (IsADirectoryError" in line
+    assert line.endswith("next try in 0.5 s\n") and launcher.poll() is None
+    log.rmdir()
+    _, err = launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 0, err
+
+
 def test_coordinator_that_cannot_start_is_given_up(start: Start, tmp_path: Path) -> None:
     launcher = start("fail")
     _, err = launcher.communicate(timeout=LONG_S)

@@ -192,6 +192,7 @@ def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
             "exact",
         ]
         common += ["--join-token-file", str(token)]
+        common += ["--checkpoint-dir", str(tmp_path / "checkpoints")]
 
         def begin(name: str, certs: str, *words: str) -> Job:
             return start(name, *words, *common, "--certs", str(tmp_path / "certs" / certs))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.agent.notices.providers import FakeAws, FakeAzure, FakeGcp
-from tests.scenarios.harness import ROOT, Run, proved
+from tests.scenarios.harness import ROOT, Run, assert_checkpoints, proved
 from tests.scenarios.paced import paced, paced_reference
 from tests.scenarios.shared import exact
 
@@ -28,7 +28,7 @@ class Job:
     def __init__(
         self, run_dir: Path, command: list[str], environ: dict[str, str], output: Path
     ) -> None:
-        self.run_dir, self._output = run_dir, output
+        self.run_dir, self._output, self._command = run_dir, output, command
         with output.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "elastic", *command],
@@ -55,8 +55,12 @@ class Job:
             time.sleep(0.05)
 
     def wait(self) -> Run:
+        """Wait for the end. If the job succeeded, every due checkpoint must be whole."""
         code = self.process.wait(DEADLINE_S)
-        return Run(code, self._output.read_text(errors="replace"), self.run_dir)
+        run = Run(code, self._output.read_text(errors="replace"), self.run_dir)
+        if code == 0:
+            assert_checkpoints(run, self._command, self._command)
+        return run
 
 
 @contextmanager

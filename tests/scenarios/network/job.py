@@ -13,10 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.kubernetes.network import Network, ip
 from tests.patience import LONG_S
+from tests.scenarios import checkpoints
 from tests.scenarios.harness import ROOT
-from tests.scenarios.paced import paced
+from tests.scenarios.paced import TRAIN, paced
 
 PORT = 29400
 COORDINATOR = "coordinator"
@@ -27,9 +30,15 @@ NOWHERE = "02:00:00:00:00:01"
 class NetworkJob:
     """A job of `nodes` agents, node0 and so on, which ends with the `with` block."""
 
-    def __init__(self, folder: Path, nodes: int, *flags: str) -> None:
+    def __init__(
+        self, folder: Path, nodes: int, *flags: str, fewest: int = 0, late: Sequence[str] = ()
+    ) -> None:
+        """`fewest`: number of nodes with which the training begins (0: all); `late`: nodes that
+        `start` starts."""
+        self._fewest, self._late = fewest or nodes, late
         self.names = [f"node{i}" for i in range(nodes)]
         self._folder, self._flags, self._hurry = folder, flags, folder / "hurry"
+        self._checkpoints = folder / "checkpoints"
         self._network = Network()
         self._spaces: dict[str, str] = {}
         self._addresses: dict[str, str] = {}
@@ -42,7 +51,8 @@ class NetworkJob:
         try:
             self._start(COORDINATOR, ["coordinator", "--address", place])
             for name in self.names:
-                self._start(name, ["agent", "--coordinator", place, "--node", name])
+                if name not in self._late:
+                    self.start(name)
         except BaseException:
             self.__exit__()
             raise
@@ -57,9 +67,15 @@ class NetworkJob:
             process.wait()
         self._network.close()
 
+    def start(self, name: str) -> None:
+        """Start the agent of a node."""
+        place = f"{self._addresses[COORDINATOR]}:{PORT}"
+        self._start(name, ["agent", "--coordinator", place, "--node", name])
+
     def _start(self, name: str, command: Sequence[str]) -> None:
-        nodes = str(len(self.names))
+        nodes = f"{self._fewest}:{len(self.names)}"
         common = ["--nnodes", nodes, "--accumulate", "exact", "--insecure", "--pipelines", "1"]
+        common += ["--checkpoint-dir", str(self._checkpoints)]
         words = [sys.executable, "-m", "elastic", *command, "--run-dir", str(self._folder / name)]
         words += [*common, *self._flags, *paced(self._hurry)]
         with (self._folder / f"{name}.log").open("wb") as log:
@@ -71,6 +87,19 @@ class NetworkJob:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    # ---- processes ----
+
+    def agent(self, name: str) -> psutil.Process:
+        """The agent of a node; its children are the workers."""
+        service = "elastic.agent.service"
+        processes = psutil.Process(self._processes[name].pid).children(recursive=True)
+        return next(one for one in processes if service in one.cmdline())
+
+    def fault_reached(self, name: str, number: int) -> bool:
+        """Return whether a worker of this node has carried out an injected fault."""
+        folder = self._folder / name / "faults"
+        return (folder / f"{number}.fired").exists()
 
     # ---- the network ----
 
@@ -98,6 +127,12 @@ class NetworkJob:
     def step(self) -> int:
         """Number of finished steps."""
         return max((int(event["step"]) + 1 for event in self.events("step")), default=0)
+
+    @property
+    def phase(self) -> str:
+        """Newest phase of the job."""
+        found = self.events("phase")
+        return str(found[-1]["phase"]) if found else ""
 
     def path_events(self, pair: Sequence[str]) -> list[dict[str, Any]]:
         """Events about the path between two nodes."""
@@ -131,13 +166,18 @@ class NetworkJob:
         return value
 
     def finish(self) -> dict[str, Any]:
-        """Let the training run to its end at full speed; return its summary."""
+        """Let the training run to its end at full speed; return its summary. Every due checkpoint
+        must be whole."""
         self._hurry.touch()
         running = self._processes.values()
         self.wait_for("the end", lambda: all(one.poll() is not None for one in running))
         codes = {name: process.returncode for name, process in self._processes.items()}
         assert not any(codes.values()), f"{codes}\n{self.output()}"
-        return dict(json.loads((self._folder / COORDINATOR / "summary.json").read_text()))
+        summary = dict(json.loads((self._folder / COORDINATOR / "summary.json").read_text()))
+        checkpoints.assert_written(
+            self._checkpoints, checkpoints.due(TRAIN), summary["params_sha256"], self.output()
+        )
+        return summary
 
     def output(self) -> str:
         """The last output of each process."""

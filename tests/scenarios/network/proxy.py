@@ -1,4 +1,4 @@
-"""A TCP proxy that delays, resets and stalls the connections through it, on a thread of its own.
+"""A TCP proxy that delays and resets the connections through it, on a thread of its own.
 
 The kernel of a test machine may have no delay of its own (netem). The proxy needs no privileges.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import socket
 import struct
 import threading
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 CHUNK_BYTES = 64 << 10
+CLONE_NEWNET = 0x40000000
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER of zero seconds: the kernel closes the connection with a reset."""
 
@@ -22,14 +25,17 @@ RESET = struct.pack("ii", 1, 0)
 class Proxy:
     """Passes connections to `address` on to `target`, each way `rtt_s` / 2 later."""
 
-    def __init__(self, target: str, rtt_s: float = 0.0) -> None:
-        self._target, self.rtt_s = target, rtt_s
+    def __init__(
+        self, target: str, rtt_s: float = 0.0, *, place: str = "127.0.0.1:0", space: str = ""
+    ) -> None:
+        """`place`: address to listen at; `space`: network namespace of both sides ("": that of
+        this process)."""
+        self._target, self.rtt_s, self._place, self._space = target, rtt_s, place, space
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        self._flows = self._run(_event())
         self.address = self._run(self._start())
         self.accepted = 0
 
@@ -37,28 +43,26 @@ class Proxy:
         """Reset all connections on both sides."""
         self._run(self._reset())
 
-    def stall(self) -> None:
-        """Pass nothing on any more; connections stay open, and new ones get no answer."""
-        self._loop.call_soon_threadsafe(self._flows.clear)
-
-    def resume(self) -> None:
-        self._loop.call_soon_threadsafe(self._flows.set)
-
     def close(self) -> None:
         self._run(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
+    def _serve(self) -> None:
+        if self._space:
+            enter(self._space)
+        self._loop.run_forever()
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _start(self) -> str:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        host, _, port = self._place.rpartition(":")
+        self._server = await asyncio.start_server(self._accept, host, int(port))
+        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
-        await self._flows.wait()
         host, _, port = self._target.rpartition(":")
         await asyncio.sleep(self.rtt_s)  # the handshake of TCP
         try:
@@ -80,7 +84,6 @@ class Proxy:
             while True:
                 due, data = await queue.get()
                 await asyncio.sleep(max(0.0, due - self._loop.time()))
-                await self._flows.wait()
                 if not data:
                     return
                 sink.write(data)
@@ -108,13 +111,13 @@ class Proxy:
 
     async def _stop(self) -> None:
         self._server.close()
-        self._flows.set()
         await self._reset()
         for task in tuple(self._tasks):
             task.cancel()
 
 
-async def _event() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
+def enter(space: str) -> None:
+    """Move this thread into a network namespace of ip(8)."""
+    with Path("/run/netns", space).open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"namespace {space}")

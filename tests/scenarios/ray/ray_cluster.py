@@ -16,7 +16,8 @@ import psutil
 
 from elastic.launcher.run.event_tail import Follower
 from tests.patience import LONG_S
-from tests.scenarios.harness import LEASE_S, ROOT
+from tests.scenarios.checkpoints import with_checkpoints
+from tests.scenarios.harness import LEASE_S, ROOT, Run, assert_checkpoints
 
 FAST = {
     "health_check_period_ms": 500,
@@ -63,7 +64,8 @@ class Job:
     """A running `elastic run --backend ray`."""
 
     def __init__(self, run_dir: Path, flags: Sequence[str], script: Sequence[str]) -> None:
-        self.run_dir = run_dir
+        script = with_checkpoints(script)
+        self.run_dir, self._flags, self._script = run_dir, flags, script
         command = [
             sys.executable,
             "-m",
@@ -110,10 +112,15 @@ class Job:
         raise AssertionError(f"not reached; last: {self.last}\n{self.output}")
 
     def wait(self, deadline_s: float = 3 * LONG_S) -> int:
+        """Wait for the end; return the exit code. If the job succeeded, every due checkpoint must
+        be whole."""
         try:
-            return self.process.wait(deadline_s)
+            code = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it does not end; last: {self.last}\n{self.output}") from None
+        if code == 0:
+            assert_checkpoints(Run(code, self.output, self.run_dir), self._flags, self._script)
+        return code
 
     def processes(self) -> list[psutil.Process]:
         """All processes of this job: coordinator, agents and workers."""

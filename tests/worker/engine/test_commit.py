@@ -159,6 +159,19 @@ def test_norms_that_are_not_finite_alike_are_no_divergence() -> None:
     assert math.isnan(agreed.norm) and agreed.nonfinite == (1,)
 
 
+@pytest.mark.parametrize("rank", ROSTER.holders(2, 0))
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_at_one_holder_counts(rank: int, bad: float) -> None:
+    """Its memory may be faulty. With exact accumulation this is a divergence first."""
+    rows = altered(rank, 2, norm_sq=bad)
+    agreed = decide(rows, ROSTER)
+    assert repr(agreed.norm) == repr(bad) and agreed.nonfinite == (2,)
+    with pytest.raises(DivergenceError):
+        decide(rows, ROSTER, exact=True)
+    other = decide(altered(rank, 2, device=5, norm_sq=bad), ROSTER, exact=True)
+    assert other.nonfinite == (2,), "holders on other devices are not compared"
+
+
 @given(
     ledger=st.frozensets(st.integers(0, 129)),
     norm=st.floats(allow_nan=False),

@@ -13,6 +13,7 @@ import pytest
 
 from elastic.domain.errors import VaultError
 from elastic.domain.types import Copy
+from elastic.rpc.frames import CHUNK_BYTES
 from elastic.worker.recovery.fetch import FetchedCopy, Fetcher
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.agent.vault.copies import LocalWriter, content, gradient, make, put
@@ -99,6 +100,26 @@ def test_abandoned_transfers_end_at_once(tmp_path: Path, when: str) -> None:
         fetcher.close()
     finally:
         peer.close()
+
+
+@pytest.mark.parametrize("end", ["abandoned", "closed"])
+def test_a_read_of_shared_memory_ends_after_a_chunk(
+    pair: list[MiniNode], tmp_path: Path, end: str
+) -> None:
+    a, _ = pair
+    data, chunks, abandon = content(1, 2 * CHUNK_BYTES + 1), list[int](), AbandonSignal()
+    a.vault.publish(LocalWriter(tmp_path / "w").write(0, make(data, owner="a"), data))
+    (copy,) = a.vault.inventory()
+
+    def progress() -> None:
+        chunks.append(1)
+        abandon.set("epoch 2") if end == "abandoned" else fetcher.close()
+
+    fetcher = Fetcher("a", addresses(pair), abandon, on_progress=progress)
+    with pytest.raises(EpochAbandoned if end == "abandoned" else VaultError):
+        fetcher.fetch(copy)
+    fetcher.close()
+    assert len(chunks) == 1
 
 
 @pytest.mark.parametrize(

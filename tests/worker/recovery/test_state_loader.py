@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from elastic.domain.checksum import copy_checksum
+from elastic.domain.errors import VaultError
 from elastic.domain.types import (
     GRADIENT,
     STATE,
@@ -29,6 +31,7 @@ from elastic.worker.model.optimizer import adamw
 from elastic.worker.recovery.fetch import FetchedCopy, Fetcher
 from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
 from elastic.worker.replica.replica import SKIPPED, LayerReplica
+from tests.patience import LONG_S
 from tests.worker.model.toy_model import replicas, run, same, state_of, values
 
 SPEC = adamw(0.01)
@@ -122,6 +125,36 @@ def test_a_skipped_update_is_skipped_again() -> None:
         (replica,) = [r for r in install(fetcher, recipe, record).replicas if r.index == 1]
         assert replica.version == 1 and not replica.ledger
         assert bytes(state_of(replica).numpy()) == bytes(state_of(lost).numpy())
+
+
+class StallingFetcher(FakeFetcher):
+    """A fetcher whose first copy is gone, and whose other fetches last until it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy, self.closed = threading.Barrier(4), threading.Event()
+
+    def fetch(self, copy: Copy) -> FetchedCopy:
+        self.read.append(copy.key)
+        if copy.kind == STATE:
+            self.busy.wait(LONG_S)
+            raise VaultError("the copy is gone")
+        if len(self.read) <= 4:
+            self.busy.wait(LONG_S)
+        assert self.closed.wait(LONG_S)
+        return super().fetch(copy)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_a_failure_is_reported_before_other_fetches_end(trained: list[LayerReplica]) -> None:
+    fetcher, layer = StallingFetcher(), trained[0]
+    state = fetcher.put(STATE, layer, state_of(layer))
+    later = [fetcher.put(GRADIENT, layer, state_of(layer), sequence=n + 2) for n in range(20)]
+    with pytest.raises(VaultError, match="the copy is gone"):
+        install(fetcher, Recipe(0, 0, 1, state, gradients=tuple(later)))
+    assert fetcher.closed.is_set() and len(fetcher.read) < 10, "the rest was cancelled"
 
 
 def test_a_live_layer_that_diverged_is_not_kept() -> None:

@@ -1,0 +1,76 @@
+"""Every run that succeeds must have written all checkpoints that were due, whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from elastic.domain.state_layout import read_header
+from elastic.store import checkpoint_directory
+from elastic.worker.replica.export import checkpoint_runs, params_sha256
+
+EXAMPLE, SMALL_JOB = "examples.train_gpt", "small_job.py"
+EVERY, STEPS = "--checkpoint-every", "--steps"
+USUAL = {"tests.kubernetes.train": (20, 0), SMALL_JOB: (3, 6)}
+"""Script -> (steps between two checkpoints, number of steps) that it has without flags; 0: the
+script needs the flag."""
+
+
+def with_checkpoints(script: Sequence[str]) -> list[str]:
+    """Add checkpoints to the words of the example script, about three in the whole run."""
+    if EXAMPLE not in script or EVERY in script or STEPS not in script:
+        return list(script)
+    return [*script, EVERY, str(max(2, _last(script, STEPS, 0) // 3))]
+
+
+def due(script: Sequence[str], first: int = 0) -> list[int]:
+    """Return the steps after `first` at whose end this script must have written a checkpoint."""
+    name = next((Path(word).name for word in script if Path(word).name in (EXAMPLE, *USUAL)), "")
+    every, steps = USUAL.get(name, (0, 0))
+    every, steps = _last(script, EVERY, every), _last(script, STEPS, steps)
+    if not name or not every:
+        return []
+    return [step for step in range(first + 1, steps + 1) if step % every == 0 or step == steps]
+
+
+def directory_of(run_dir: Path, flags: Sequence[str]) -> Path:
+    """Return the directory of the checkpoints of `elastic run FLAGS`."""
+    if "--checkpoint-dir" in flags:
+        return Path(flags[list(flags).index("--checkpoint-dir") + 1])
+    return run_dir / "checkpoints"
+
+
+def resumed_step(flags: Sequence[str]) -> int:
+    """Return the step of the checkpoint that `--resume` names; 0: none."""
+    if "--resume" not in flags:
+        return 0
+    path = checkpoint_directory.latest(flags[list(flags).index("--resume") + 1])
+    assert path is not None
+    return checkpoint_directory.read_manifest(path).step
+
+
+def assert_written(
+    directory: Path, steps: Sequence[int], final_sha256: str, explanation: object = ""
+) -> None:
+    """Assert that `directory` has the checkpoints of `steps`, whole, and that the last of them has
+    the final parameters. All files are read, and their checksums are compared."""
+    paths = {step: directory / f"step-{step:08d}" for step in steps}
+    missing = [step for step, path in paths.items() if not path.is_dir()]
+    assert not missing, f"checkpoints {missing} of {list(steps)} are missing; {explanation}"
+    found = {step: params_sha256(_verified_runs(path, step)) for step, path in paths.items()}
+    if found:
+        assert found[max(found)] == final_sha256, "the last checkpoint has other parameters"
+
+
+def _verified_runs(path: Path, step: int) -> Iterator[list[memoryview]]:
+    """Yield the states of each layer. Reading them compares the checksums of the files."""
+    assert checkpoint_directory.read_manifest(path).step == step
+    for runs in checkpoint_runs(path):
+        assert {read_header(run).version for run in runs} == {step}, path
+        yield runs
+
+
+def _last(words: Sequence[str], flag: str, default: int) -> int:
+    """Return the number after the last occurrence of `flag`."""
+    places = [place for place, word in enumerate(words) if word == flag]
+    return int(words[places[-1] + 1]) if places else default

@@ -1,0 +1,133 @@
+"""Judges a finished run by its event log and by the faults that were carried out.
+
+Each function returns what was wrong. An excuse needs a fault that explains it: the right kind, on
+the right node, at the right time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LEASE_S = 3.0
+"""A node that is silent this long may be lost."""
+HEARTBEAT_S = 0.5
+LONGEST_PAUSE_S = 2.0
+"""Longest pause before the network sends a lost packet again."""
+LATE_S = 6.0
+"""A loss by silence is noticed at most this long after its cause is over."""
+WINDOW_S, EPOCHS = 60.0, 5
+"""In each window of this length there are at most this many epochs without a finished step."""
+WRITING_S = 15.0
+"""A node or a disk that fails this long after a checkpoint became due may prevent it."""
+DESTROYS = ("power", "kill", "back", "left")
+SILENCES = ("pause", "cut-out", "cut-in")
+NO_FAILURE = ("lost", "drain", "notice", "join", "start")
+
+
+@dataclass(frozen=True)
+class Injected:
+    """A fault that was carried out; `until`: its end. Times are simulated.
+
+    The kind `left`: an agent has ended by itself, because it was told to.
+    """
+
+    kind: str
+    at: float
+    until: float
+    node: str
+
+
+def of(events: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["kind"] == kind]
+
+
+def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -> list[str]:
+    """No healthy node is lost."""
+    wrong = []
+    for event in of(events, "lost"):
+        node, at = str(event["node"]), float(event["at"])
+        own = [fault for fault in faults if fault.node == node and fault.at <= at]
+        joins = (one["at"] for one in of(events, "joined") if one["node"] == node)
+        joined = max((join for join in joins if join <= at), default=0.0)
+        if not _destroyed(own, joined, at) and not _silenced(own, at):
+            wrong.append(f"{node} was lost at {at:.3f} although it was well: {event['why']}")
+    return wrong
+
+
+def _destroyed(faults: Sequence[Injected], joined: float, at: float) -> bool:
+    """Whether the agent was dead, had just returned, or has not joined again since then."""
+    own = (fault for fault in faults if fault.kind in DESTROYS)
+    return any(at <= fault.until + LATE_S or joined <= fault.at for fault in own)
+
+
+def _silenced(faults: Sequence[Injected], at: float) -> bool:
+    """Whether the node was silent for a lease, with the pause before its packets are sent again."""
+    began = ended = -1.0
+    for fault in sorted((f for f in faults if f.kind in SILENCES), key=lambda f: f.at):
+        if fault.at > ended + LONGEST_PAUSE_S + HEARTBEAT_S:
+            began = fault.at
+        ended = max(ended, fault.until)
+        length_s = ended - began
+        silence_s = length_s + min(length_s, LONGEST_PAUSE_S) + HEARTBEAT_S
+        if silence_s >= LEASE_S and began <= at <= ended + LATE_S:
+            return True
+    return False
+
+
+def too_many_epochs(events: Sequence[dict[str, Any]]) -> list[str]:
+    """There are never more than `EPOCHS` per minute without a finished step. An epoch because of a
+    lost or leaving node, or of one that joins, does not count."""
+    causes = {event["epoch"]: event for event in of(events, "halt")}
+    recent: list[dict[str, Any]] = []
+    for event in events:
+        if event["kind"] == "step":
+            recent = []
+        if event["kind"] != "plan":
+            continue
+        halt = causes.get(event["epoch"], {"cause_kind": "other", "cause": "unknown"})
+        if halt["cause_kind"] in NO_FAILURE:
+            continue
+        recent = [one for one in recent if one["at"] > event["at"] - WINDOW_S]
+        recent.append({"at": event["at"], "cause": halt["cause"]})
+        if len(recent) > EPOCHS:
+            text = "; ".join(f"{one['at']:.1f}: {one['cause']}" for one in recent)
+            return [f"{len(recent)} epochs in {WINDOW_S:g} s without a step: {text}"]
+    return []
+
+
+def checkpoints_missing(
+    events: Sequence[dict[str, Any]],
+    faults: Sequence[Injected],
+    due: Sequence[int],
+    complete: frozenset[int],
+) -> list[str]:
+    """Every due checkpoint is there. One that is not the last may be reported as lost, if a fault
+    of a disk, or the loss of a node, hit the time in which it was written."""
+    named = {event["step"]: event["why"] for event in of(events, "checkpoint-lost")}
+    wrong = []
+    for step in due:
+        if step in complete:
+            continue
+        if step == due[-1]:
+            wrong.append(f"the checkpoint of the last step, {step}, is missing: {named.get(step)}")
+        elif step not in named and not _hit(events, faults, step, ("lead-disk",)):
+            wrong.append(f"the checkpoint of step {step} is missing, and no event names it")
+        elif not _hit(
+            events, faults, step, (*DESTROYS, "disk-full", "disk-error", "disk-slow", "lead-disk")
+        ):
+            wrong.append(f"the checkpoint of step {step} was given up: {named[step]}")
+    return wrong
+
+
+def _hit(
+    events: Sequence[dict[str, Any]],
+    faults: Sequence[Injected],
+    step: int,
+    kinds: Sequence[str],
+) -> bool:
+    """Whether such a fault was there when the checkpoint was due, or soon afterwards."""
+    finished = [event["at"] for event in of(events, "step") if event["step"] == step - 1]
+    first, last = min(finished, default=0.0), max(finished, default=float("inf"))
+    return any(f.kind in kinds and f.until >= first and f.at <= last + WRITING_S for f in faults)

@@ -1,0 +1,94 @@
+"""The excuses of `tests.simulation.oracles` are narrow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.simulation.oracles import (
+    Injected,
+    checkpoints_missing,
+    healthy_lost,
+    too_many_epochs,
+)
+
+
+def lost(at: float, joined: float = -1.0) -> list[dict[str, Any]]:
+    """A loss of node1; `joined`: a join before it."""
+    found = [{"kind": "joined", "at": joined, "node": "node1"}] if joined >= 0 else []
+    return [*found, {"kind": "lost", "at": at, "node": "node1", "why": "silent"}]
+
+
+@pytest.mark.parametrize(
+    ("fault", "at", "right"),
+    [
+        (Injected("power", 5.0, 1e9, "node1"), 60.0, True),
+        (Injected("power", 5.0, 1e9, "node1"), 4.0, False),
+        (Injected("power", 5.0, 1e9, "node0"), 8.0, False),
+        (Injected("back", 5.0, 6.0, "node1"), 8.0, True),
+        (Injected("back", 5.0, 6.0, "node1"), 30.0, True),
+        (Injected("cut-out", 5.0, 11.0, "node1"), 8.5, True),
+        (Injected("cut-out", 5.0, 6.0, "node1"), 8.5, False),
+        (Injected("pause", 5.0, 11.0, "node1"), 30.0, False),
+        (Injected("cut-pair", 5.0, 20.0, "node1"), 10.0, False),
+        (Injected("reset", 5.0, 5.0, "node1"), 5.5, False),
+        (Injected("disk-full", 5.0, 20.0, "node1"), 10.0, False),
+        (Injected("lead-cut", 5.0, 20.0, ""), 10.0, False),
+        (Injected("lead-pause", 5.0, 20.0, ""), 10.0, False),
+    ],
+)
+def test_only_silence_and_death_explain_a_loss(fault: Injected, at: float, right: bool) -> None:
+    assert healthy_lost(lost(at), [fault]) == [] or not right
+    assert bool(healthy_lost(lost(at), [fault])) is not right
+
+
+def test_a_former_incarnation_is_lost_late() -> None:
+    """The coordinator hears nobody until the killed node has returned."""
+    back = [Injected("back", 5.0, 6.0, "node1")]
+    assert not healthy_lost(lost(30.0, joined=1.0), back)
+    assert healthy_lost(lost(30.0, joined=7.0), back)
+
+
+def test_two_cuts_with_a_short_gap_are_one_silence() -> None:
+    cuts = [Injected("cut-in", 5.0, 6.0, "node1"), Injected("cut-out", 7.0, 8.0, "node1")]
+    assert not healthy_lost(lost(9.0), cuts)
+    assert healthy_lost(lost(9.0), cuts[:1]) and healthy_lost(lost(9.0), cuts[1:])
+
+
+def epochs(kinds: list[str], pause_s: float, steps: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """An epoch after every pause, and a finished step after those in `steps`."""
+    found: list[dict[str, Any]] = []
+    for number, kind in enumerate(kinds):
+        common = {"at": number * pause_s, "epoch": number}
+        found.append({"kind": "halt", "cause_kind": kind, "cause": kind, **common})
+        found.append({"kind": "plan", **common})
+        found += [{"kind": "step", **common}] if number in steps else []
+    return found
+
+
+def test_five_epochs_per_minute_are_the_limit() -> None:
+    assert not too_many_epochs(epochs(["contact"] * 5, 1.0))
+    assert too_many_epochs(epochs(["contact"] * 6, 1.0))
+    assert not too_many_epochs(epochs(["contact"] * 6, 13.0))
+    assert not too_many_epochs(epochs(["contact"] * 6, 1.0, steps=(2,)))
+    assert not too_many_epochs(epochs(["contact", "lost", "join"] * 3, 1.0))
+
+
+STEPS = [{"kind": "step", "at": 10.0 * step, "step": step - 1} for step in (2, 4, 6)]
+NAMED = [*STEPS, {"kind": "checkpoint-lost", "step": 4, "why": "no space"}]
+
+
+def missing(events: list[dict[str, Any]], *faults: Injected, complete: set[int]) -> list[str]:
+    return checkpoints_missing(events, faults, (2, 4, 6), frozenset(complete))
+
+
+def test_a_disk_fault_excuses_only_the_checkpoint_of_its_time() -> None:
+    full = Injected("disk-full", 39.0, 41.0, "node1")
+    assert not missing(NAMED, full, complete={2, 6})
+    assert missing(NAMED, full, complete={6})
+    assert missing(STEPS, full, complete={2, 6}), "no event names it"
+    assert missing(NAMED, Injected("disk-full", 1.0, 3.0, "node1"), complete={2, 6})
+    assert missing(NAMED, complete={2, 6})
+    late = Injected("disk-full", 59.0, 80.0, "node1")
+    assert missing(NAMED, full, late, complete={2, 4}), "the last one is never excused"
