@@ -128,6 +128,8 @@ class Vault:
         """Number of readers per path of a slot, also of copies that were dropped meanwhile."""
         self._gone: set[tuple[Path, str]] = set()
         self._fence = self._trimmed = 0
+        self._published = -1
+        """Newest step of a state that a local worker has published."""
         self._running = -1
         """Step whose logged messages survive the trim of their epoch; -1: none survive."""
 
@@ -150,8 +152,10 @@ class Vault:
                 self._running = -1
                 self._drop_old(LOGS)
             self._insert(_VaultEntry(replace(local.copy, node=self.node), local.path, reader))
-        if over:
-            self._background(self._remove_slots_of_the_dead)
+            newer = state and local.copy.step > self._published
+            self._published = local.copy.step if newer else self._published
+        if over or newer:
+            self._background(self._free_slots)
 
     def store(self, copy: Copy, *, trusted: bool = False) -> Incoming:
         """Reserve room for an arriving copy. `trusted`: this node fetches the copy itself, and its
@@ -274,7 +278,7 @@ class Vault:
             over = any(c.kind == STATE and c.epoch >= epoch and c.step != step for c in copies)
             self._trimmed, self._running = epoch, -1 if over else step
             self._drop_old()
-        self._background(self._remove_slots_of_the_dead)
+        self._background(self._free_slots)
 
     def _drop_old(self, kinds: Collection[str] = ()) -> None:
         """Drop copies of trimmed epochs (`kinds`: only of these kinds) except logged messages that
@@ -295,10 +299,14 @@ class Vault:
             if reader and past and path not in self._keys_by_path and not self._leases[path]:
                 reader.release()
 
-    def _remove_slots_of_the_dead(self) -> None:
-        """Remove those slots of dead workers that hold no copy."""
+    def _free_slots(self) -> None:
+        """Remove those slots of dead workers that hold no copy, and let go of slots that their
+        workers have removed: a mapping keeps the memory of a removed file."""
         with self._lock:
             gone, known = tuple(self._gone), tuple(self._readers)
+        for path in known:
+            if not Path(path).exists():
+                self._forget(path)
         for directory, prefix in gone:
             announced = [path for path in known if Path(path).name.startswith(prefix)]
             for path in {*announced, *map(str, directory.glob(f"{prefix}*"))}:
@@ -308,6 +316,13 @@ class Vault:
                     reader = self._readers.pop(path, None)
                 Path(path).unlink(missing_ok=True)
                 del reader  # the memory is freed with the last mapping
+
+    def _forget(self, path: str) -> None:
+        """Unmap a slot, outside the lock, unless it holds a copy or somebody reads it."""
+        with self._lock:
+            used = path in self._keys_by_path or self._leases[path]
+            reader = None if used else self._readers.pop(path, None)
+        del reader
 
     def worker_gone(self, pid: int, directory: Path) -> None:
         """Record that process `pid`, a worker with slots in `directory`, has ended. Its copies

@@ -94,8 +94,9 @@ class Timeouts:
     """A job waits this long for lost nodes that may have the only copies of its state."""
     progress_s: float = 7.5
     """A job without any sign of progress for this long is stalled (the progress watchdog)."""
-    orphan_s: float = 300.0
-    """An agent ends if it reaches no coordinator, and nothing runs there, for this long."""
+    orphan_s: float = 1200.0
+    """An agent ends if it reaches no coordinator, and nothing runs there, for this long. Its vault
+    ends with it, so this is twice as long as the job waits for copies."""
     path_s: float = 4.0
     """Two nodes cannot reach each other if one has had no answer from the other for this long."""
     open_s: float = 10.0
@@ -120,6 +121,7 @@ def budget(
     `heartbeat_s`: the user's value; 0: computed from the silence and the number of `nodes`.
     """
     silence, reconnect_s = silence_s, RECONNECT_TRIPS * seen.rtt_s
+    return_s = max(600.0, silence * 100)
     return Timeouts(
         silence_s=silence,
         heartbeat_s=heartbeat_s
@@ -145,9 +147,9 @@ def budget(
         overdue_s=max(30.0, silence * 10),
         alone_s=silence * 2,
         doubt_s=max(30.0, silence * 10) + reconnect_s,
-        return_s=max(600.0, silence * 100),
+        return_s=return_s,
         progress_s=max(silence * 2.5 + reconnect_s, seen.microbatch_s * 20, seen.step_s * 5),
-        orphan_s=max(60.0, silence * 100),
+        orphan_s=2 * return_s,
         save_s=max(60.0, silence * 20),
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from elastic.domain.types import Pipeline
-from elastic.planning.schedule.schedule import Action, Kind, computing, units_of
+from elastic.planning.schedule.schedule import Action, Kind, computing, lists, units_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,10 @@ def simulate(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
     starts, ends = _run(program, n_units, times)
     actions = computing(schedule, n_units, len(times), indices)
     spans, busy = [], [0.0] * n_units
-    for unit, start, end in zip(program.unit, starts, ends, strict=False):
+    wait = len(times) * len(_COMPUTE)
+    for unit, slot, start, end in zip(program.unit, program.slot, starts, ends, strict=False):
+        if slot == wait:
+            continue
         action = next(actions[unit])
         stage = unit if action.stage < 0 else action.stage
         spans.append(Span(stage, action, start, end))
@@ -100,11 +103,16 @@ _COMPUTE = (Kind.F, Kind.B, Kind.INPUT, Kind.WEIGHT)
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """Compute actions of a pipeline in topological order of their dependencies."""
+    """Compute actions and early receives, in topological order of their dependencies.
+
+    A receive is early if another action of the unit stands between it and the action that needs the
+    message: two units exchange messages in a fixed order. It may delay the action between.
+    """
 
     unit: array[int]
     slot: array[int]
-    """Index of the action's duration: stage * number of compute kinds + index of the kind."""
+    """Index of the action's duration: stage * number of compute kinds + index of the kind. An
+    early receive has the index after the last one, and takes no time."""
     before: array[int]
     """Index of the action whose message must arrive first; one past the last action: none."""
     hop: array[int]
@@ -113,12 +121,13 @@ class _Program:
 
 @lru_cache(maxsize=512)
 def _program(schedule: str, n_units: int, n_stages: int, microbatches: int) -> _Program:
-    """Return the compute actions, each after those that it waits for.
-
-    Messages are left out, because receiving a message early costs no time.
-    """
-    lists = [list(row) for row in computing(schedule, n_units, n_stages, range(microbatches))]
-    total = sum(map(len, lists))
+    """Return the compute actions and early receives, each after those that it waits for."""
+    indices = tuple(range(microbatches))
+    if n_stages > n_units:
+        rows = [_without_messages(row) for row in lists(schedule, n_units, n_stages, indices)]
+    else:  # a unit with one stage receives each message just before it needs it
+        rows = [list(row) for row in computing(schedule, n_units, n_stages, indices)]
+    total = sum(map(len, rows))
     program = _Program(array("i"), array("i"), array("i"), array("i"))
     done: dict[tuple[int, bool, int], int] = {}
     position = [0] * n_units
@@ -126,27 +135,51 @@ def _program(schedule: str, n_units: int, n_stages: int, microbatches: int) -> _
     while ready:
         unit = ready.popleft()
         notified = set[int]()
-        while position[unit] < len(lists[unit]):
-            action = lists[unit][position[unit]]
+        while position[unit] < len(rows[unit]):
+            action = rows[unit][position[unit]]
             stage = unit if action.stage < 0 else action.stage
-            forward = action.kind is Kind.F
+            forward = action.kind in (Kind.F, Kind.RECV_F)
             source = stage - 1 if forward else stage + 1
             waits = action.kind is not Kind.WEIGHT and 0 <= source < n_stages
             before = done.get((source, forward, action.microbatch), -1) if waits else total
             if before < 0:
                 break
-            if action.kind is not Kind.WEIGHT:
+            if action.kind.computes and action.kind is not Kind.WEIGHT:
                 done[stage, forward, action.microbatch] = len(program.unit)
                 notified.add((stage + 1 if forward else stage - 1) % n_units)
             program.unit.append(unit)
-            program.slot.append(stage * len(_COMPUTE) + _COMPUTE.index(action.kind))
+            program.slot.append(_slot(action.kind, stage, n_stages))
             program.before.append(before)
             program.hop.append(min(stage, source) if waits else n_stages)
             position[unit] += 1
         ready.extend(
-            other for other in notified if other != unit and position[other] < len(lists[other])
+            other for other in notified if other != unit and position[other] < len(rows[other])
         )
     return program
+
+
+def _slot(kind: Kind, stage: int, n_stages: int) -> int:
+    """Return the index of an action's duration."""
+    if kind.receives:
+        return n_stages * len(_COMPUTE)
+    return stage * len(_COMPUTE) + _COMPUTE.index(kind)
+
+
+def _without_messages(row: Sequence[Action]) -> list[Action]:
+    """Return the compute actions and early receives of a unit."""
+    row = [action for action in row if action.kind.computes or action.kind.receives]
+    return [
+        action
+        for action, after in zip(row, row[1:] + row[:1], strict=True)
+        if action.kind.computes or not _needs(after, action)
+    ]
+
+
+def _needs(action: Action, receive: Action) -> bool:
+    """Return whether a compute action needs the message of a receive."""
+    forward = (action.kind is Kind.F) == (receive.kind is Kind.RECV_F)
+    same = (action.stage, action.microbatch) == (receive.stage, receive.microbatch)
+    return action.kind.computes and action.kind is not Kind.WEIGHT and forward and same
 
 
 def _run(
@@ -154,7 +187,7 @@ def _run(
 ) -> tuple[list[float], list[float]]:
     """Return (starts, ends) of all actions; `ends` has a 0 after them, which means no message."""
     hops = [stage.hop_s for stage in times] + [0.0]
-    seconds = [stage.of(kind) for stage in times for kind in _COMPUTE]
+    seconds = [stage.of(kind) for stage in times for kind in _COMPUTE] + [0.0]
     clock, starts, ends = [0.0] * n_units, [], [0.0] * (len(program.unit) + 1)
     for i, (unit, slot, before, hop) in enumerate(
         zip(program.unit, program.slot, program.before, program.hop, strict=True)

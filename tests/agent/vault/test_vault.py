@@ -375,3 +375,24 @@ def test_room_that_is_being_allocated_counts(
     vault.store(make(content(2), layer=1)).abort()
     vault.close()
     assert vault.allocated_bytes == 0 and list(vault.directory.iterdir()) == []
+
+
+def test_a_slot_that_its_worker_removed_is_not_kept_in_memory(tmp_path: Path) -> None:
+    """The slots of the first state are too small for the next ones, which have optimizer state."""
+    vault, writer = Vault("a", tmp_path / "a"), LocalWriter(tmp_path / "w")
+    small, large = content(1), content(2, 3000)
+    for slot in (0, 1):
+        vault.publish(writer.write(slot, make(small, layer=slot, step=0), small))
+    for slot in (0, 1):
+        vault.publish(writer.write(slot + 2, make(large, layer=slot, step=1), large))
+    removed = writer.slots.pop(0).path
+    removed.unlink()
+    assert str(removed) in _mapped()
+    vault.publish(writer.write(4, make(large, layer=0, step=2), large))
+    vault.publish(writer.write(5, make(large, layer=0, step=3), large))
+    assert str(removed) not in _mapped()
+    assert str(writer.slots[3].path) in _mapped()
+
+
+def _mapped() -> str:
+    return Path("/proc/self/maps").read_text()

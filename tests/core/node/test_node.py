@@ -664,7 +664,7 @@ def test_an_agent_that_is_cut_off_ends(
     away = node_core.CoordinatorAway(limit_s + 1)
     _, actions, reason = transition(state, away, 10.0 + limit_s + 1)
     assert (node_core.EndAgent(1) in actions) is ends, what
-    assert not ends or "no coordinator was reached for 301 s" in reason
+    assert not ends or f"no coordinator was reached for {limit_s + 1:.0f} s" in reason
 
 
 def test_an_agent_whose_workers_train_needs_no_coordinator() -> None:
@@ -673,4 +673,4 @@ def test_an_agent_whose_workers_train_needs_no_coordinator() -> None:
         now = 60.0 * minute
         state = at(state, (now, WorkerMessage(0, m.Progress(minute, "compute", minute, 0))))
         assert transition(state, node_core.CoordinatorAway(now), now + 1.0)[1] == ()
-    assert transition(state, node_core.CoordinatorAway(4000.0), now + 310.0)[1] != ()
+    assert transition(state, node_core.CoordinatorAway(4000.0), now + 1300.0)[1] != ()

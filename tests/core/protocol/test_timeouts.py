@@ -65,6 +65,7 @@ def test_limits_have_the_right_order(silence_s: float, seen: LongestDurations) -
     assert t.lease_s < t.progress_s, "a silent node is lost before the job counts as stalled"
     assert t.progress_s >= max(20 * seen.microbatch_s, 5 * seen.step_s)
     assert t.orphan_s > 2 * t.adopt_s, "a coordinator that restarts finds its agents"
+    assert t.orphan_s > t.return_s + t.doubt_s, "no agent destroys copies that a job waits for"
     assert t.save_s > t.adopt_s, "the agents report their parts to a new coordinator in time"
     assert all(getattr(t, field.name) > 0 for field in fields(Timeouts))
 

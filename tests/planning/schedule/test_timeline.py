@@ -140,3 +140,19 @@ def test_messages_take_their_time() -> None:
 
 def test_nothing_takes_no_time() -> None:
     assert simulate(pipeline_of("1f1b", 2, 0), [times(1, 1, 1)] * 2).makespan_s == 0.0
+
+
+def test_an_early_receive_delays_what_stands_before_its_use() -> None:
+    """Two units exchange messages in one order, so unit 1 receives the gradient of micro-batch 0
+    before the activations of micro-batch 3."""
+    stages = [times(0, 0, 0), times(0, 0, 0, hop=1.0), times(1, 0, 0), times(0, 0, 0)]
+    assert makespan("interleaved", 2, stages, 5) == 9.0
+    stages = [times(1, 1, 0), times(1, 1, 0), times(1, 1, 0), times(5, 5, 0)]
+    timeline_of = simulate(interleaved(4, 5), stages)
+    assert len(timeline_of.spans) == 5 * 4 * 2 and sum(timeline_of.busy_s) == 5 * (3 * 2 + 10)
+
+
+def interleaved(n_stages: int, n: int) -> Pipeline:
+    """Two units, with every second stage each."""
+    stages = tuple(Stage(Unit(f"n{s % 2}"), s, s + 1) for s in range(n_stages))
+    return Pipeline(stages, tuple(range(n)), "interleaved")
