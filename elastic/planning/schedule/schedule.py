@@ -193,8 +193,8 @@ def _connect(compute: Sequence[Iterable[Action]], n_stages: int) -> Lists:
     """Return the actions with sends after the producers, and receives before the consumers.
 
     A unit receives messages in the order in which the other unit sends them. If it needs a later
-    one first, it also receives the earlier ones then. This takes no time, for they have arrived
-    already.
+    one first, it also receives the earlier ones then. They have arrived already, unless their
+    transfer takes longer.
     """
     sent = [tuple(_with_sends(u, actions, n_stages)) for u, actions in enumerate(compute)]
     n_units, queues = len(sent), defaultdict[tuple[int, int], deque[Action]](deque)

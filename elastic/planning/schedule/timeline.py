@@ -75,7 +75,7 @@ def simulate(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
     The result is exact for the rules above. It takes time linear in the number of actions.
     """
     schedule, n_units, indices = pipeline.schedule, len(units_of(pipeline)), pipeline.microbatches
-    program = _program(schedule, n_units, len(times), len(indices))
+    program = _program(schedule, n_units, len(times), len(indices), _overtakes(n_units, times))
     starts, ends = _run(program, n_units, times)
     actions = computing(schedule, n_units, len(times), indices)
     spans, busy = [], [0.0] * n_units
@@ -94,7 +94,7 @@ def simulate(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
 
 def makespan(schedule: str, n_units: int, microbatches: int, times: Sequence[StageTimes]) -> float:
     """Return the makespan of a schedule in seconds. `times` has one entry per stage."""
-    program = _program(schedule, n_units, len(times), microbatches)
+    program = _program(schedule, n_units, len(times), microbatches, _overtakes(n_units, times))
     return max(_run(program, n_units, times)[1])
 
 
@@ -106,7 +106,8 @@ class _Program:
     """Compute actions and early receives, in topological order of their dependencies.
 
     A receive is early if another action of the unit stands between it and the action that needs the
-    message: two units exchange messages in a fixed order. It may delay the action between.
+    message, because two units exchange messages in a fixed order. It delays the action between, if
+    its message takes longer than the later one that this action needs.
     """
 
     unit: array[int]
@@ -119,13 +120,26 @@ class _Program:
     """Stage whose `hop_s` the message takes; one past the last stage: no message."""
 
 
+def _overtakes(n_units: int, times: Sequence[StageTimes]) -> bool:
+    """Return whether two units exchange messages of different duration, so that a message could
+    arrive before one that was sent earlier."""
+    if len(times) <= n_units:
+        return False
+    links = n_units if n_units > 2 else 1
+    hops = [stage.hop_s for stage in times[:-1]]
+    return any(hop_s != hops[s % links] for s, hop_s in enumerate(hops))
+
+
 @lru_cache(maxsize=512)
-def _program(schedule: str, n_units: int, n_stages: int, microbatches: int) -> _Program:
-    """Return the compute actions and early receives, each after those that it waits for."""
+def _program(
+    schedule: str, n_units: int, n_stages: int, microbatches: int, early: bool
+) -> _Program:
+    """Return the compute actions, each after those that it waits for. `early`: with early receives,
+    which only matter if `_overtakes`."""
     indices = tuple(range(microbatches))
-    if n_stages > n_units:
+    if early:
         rows = [_without_messages(row) for row in lists(schedule, n_units, n_stages, indices)]
-    else:  # a unit with one stage receives each message just before it needs it
+    else:
         rows = [list(row) for row in computing(schedule, n_units, n_stages, indices)]
     total = sum(map(len, rows))
     program = _Program(array("i"), array("i"), array("i"), array("i"))
