@@ -35,6 +35,10 @@ def closed(state: JobState, node: str) -> job.ConnectionClosed:
     return job.ConnectionClosed(node, state.members[node].report.info.incarnation)
 
 
+def heartbeat(state: JobState, node: str) -> job.Heartbeat:
+    return job.Heartbeat(node, state.members[node].report.info.incarnation, 0, 0)
+
+
 def of_kind(kind: type, actions: tuple[job.JobAction, ...]) -> list[Any]:
     return [action for action in actions if isinstance(action, kind)]
 
@@ -271,3 +275,20 @@ def test_a_recovery_knows_the_time_of_the_one_before() -> None:
     )
     (recovered,) = [a for a in actions if isinstance(a, job.ChangeCompleted)]
     assert recovered.since == first
+
+
+def test_messages_that_came_during_a_stall_have_time_to_be_read() -> None:
+    """The messages of another member are read first."""
+    state = running()
+    seen = state.updated_at - state.limits.lease_s + 0.01
+    members = {n: replace(mb, seen=state.updated_at) for n, mb in state.members.items()}
+    members["node2"] = replace(members["node2"], seen=seen)
+    state = state.of(members=members)
+    awake = state.updated_at + 20.0
+    state, _, _ = transition(state, heartbeat(state, "node0"), awake)
+    assert "node2" in state.members, "its messages wait behind those of node0"
+    back, _, _ = transition(state, heartbeat(state, "node2"), awake + 0.1)
+    assert "node2" in back.members
+    for number in range(1, 20):
+        state, _, _ = transition(state, heartbeat(state, "node0"), awake + number / 10)
+    assert "node2" not in state.members, "it was really lost"
