@@ -19,9 +19,11 @@ LATE_S = 6.0
 """A loss by silence is noticed at most this long after its cause is over."""
 WINDOW_S, EPOCHS = 60.0, 5
 """In each window of this length there are at most this many epochs without a finished step."""
+HELD_S = 3.0
+"""Events that were held back while the store was away are written at most this long afterwards."""
 WRITING_S = 15.0
 """A node or a disk that fails this long after a checkpoint became due may prevent it."""
-DESTROYS = ("power", "kill", "back", "left")
+DESTROYS = ("power", "kill", "back")
 SILENCES = ("pause", "cut-out", "cut-in")
 NO_FAILURE = ("lost", "drain", "notice", "join", "start")
 
@@ -30,7 +32,7 @@ NO_FAILURE = ("lost", "drain", "notice", "join", "start")
 class Injected:
     """A fault that was carried out; `until`: its end. Times are simulated.
 
-    The kind `left`: an agent has ended by itself, because it was told to.
+    The kind `left`: a node had no time to write a checkpoint before it left.
     """
 
     kind: str
@@ -51,19 +53,29 @@ def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -
         own = [fault for fault in faults if fault.node == node and fault.at <= at]
         joins = (one["at"] for one in of(events, "joined") if one["node"] == node)
         joined = max((join for join in joins if join <= at), default=0.0)
-        if not _destroyed(own, joined, at) and not _silenced(own, at):
+        decided = _decided_from(faults, at)
+        if not _destroyed(own, joined, decided, at) and not _silenced(own, decided, at):
             wrong.append(f"{node} was lost at {at:.3f} although it was well: {event['why']}")
     return wrong
 
 
-def _destroyed(faults: Sequence[Injected], joined: float, at: float) -> bool:
-    """Whether the agent was dead, had just returned, or has not joined again since then."""
-    own = (fault for fault in faults if fault.kind in DESTROYS)
-    return any(at <= fault.until + LATE_S or joined <= fault.at for fault in own)
+def _decided_from(faults: Sequence[Injected], at: float) -> float:
+    """Return the earliest time of the decision behind an event. The coordinator writes its events
+    when the store has its state."""
+    away = (fault for fault in faults if fault.kind == "store-away")
+    return min((f.at for f in away if f.at <= at <= f.until + HELD_S), default=at)
 
 
-def _silenced(faults: Sequence[Injected], at: float) -> bool:
-    """Whether the node was silent for a lease, with the pause before its packets are sent again."""
+def _destroyed(faults: Sequence[Injected], joined: float, decided: float, at: float) -> bool:
+    """Whether the agent was dead, had just returned, or has not joined again since then. The
+    decision was between `decided` and `at`."""
+    own = (fault for fault in faults if fault.kind in DESTROYS and fault.at <= at)
+    return any(decided <= fault.until + LATE_S or joined <= fault.at for fault in own)
+
+
+def _silenced(faults: Sequence[Injected], decided: float, at: float) -> bool:
+    """Whether the node was silent for a lease, with the pause before its packets are sent again.
+    The decision was between `decided` and `at`."""
     began = ended = -1.0
     for fault in sorted((f for f in faults if f.kind in SILENCES), key=lambda f: f.at):
         if fault.at > ended + LONGEST_PAUSE_S + HEARTBEAT_S:
@@ -71,7 +83,7 @@ def _silenced(faults: Sequence[Injected], at: float) -> bool:
         ended = max(ended, fault.until)
         length_s = ended - began
         silence_s = length_s + min(length_s, LONGEST_PAUSE_S) + HEARTBEAT_S
-        if silence_s >= LEASE_S and began <= at <= ended + LATE_S:
+        if silence_s >= LEASE_S and began <= at and decided <= ended + LATE_S:
             return True
     return False
 
@@ -115,7 +127,10 @@ def checkpoints_missing(
         elif step not in named and not _hit(events, faults, step, ("lead-disk",)):
             wrong.append(f"the checkpoint of step {step} is missing, and no event names it")
         elif not _hit(
-            events, faults, step, (*DESTROYS, "disk-full", "disk-error", "disk-slow", "lead-disk")
+            events,
+            faults,
+            step,
+            (*DESTROYS, "left", "disk-full", "disk-error", "disk-slow", "lead-disk"),
         ):
             wrong.append(f"the checkpoint of step {step} was given up: {named[step]}")
     return wrong

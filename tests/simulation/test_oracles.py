@@ -43,6 +43,13 @@ def test_only_silence_and_death_explain_a_loss(fault: Injected, at: float, right
     assert bool(healthy_lost(lost(at), [fault])) is not right
 
 
+def test_a_loss_is_written_when_the_store_is_back() -> None:
+    cut, away = Injected("cut-out", 7.0, 13.0, "node1"), Injected("store-away", 5.0, 21.0, "")
+    assert not healthy_lost(lost(22.0), [cut, away])
+    assert healthy_lost(lost(22.0), [cut]) and healthy_lost(lost(22.0), [away])
+    assert healthy_lost(lost(30.0), [cut, away])
+
+
 def test_a_former_incarnation_is_lost_late() -> None:
     """The coordinator hears nobody until the killed node has returned."""
     back = [Injected("back", 5.0, 6.0, "node1")]

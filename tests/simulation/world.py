@@ -132,6 +132,8 @@ class Scenario:
     job ends cannot know it."""
     preemption: float = 0.02
     """Share of the calls of a primitive at which another thread may run first."""
+    grace_s: float = 0.0
+    """Time that a node has to leave after a signal; with several coordinators it has none."""
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -168,6 +170,7 @@ def scenario_of(seed: int) -> Scenario:
         verify_every=rng.choice((0, 1, 3)),
         shared=rng.random() < 0.5,
         preemption=rng.choice((0.01, 0.05, 0.3)),
+        grace_s=rng.choice((0.0, 5.0, 30.0)),
     )
 
 
@@ -232,6 +235,7 @@ class World:
         (run_dir / "logs").mkdir(parents=True)
         (run_dir / "checkpoints").mkdir()
         count = scenario.coordinators
+        grace_s = scenario.grace_s if count == 1 else 0.0
         self.config = JobConfig(
             job_id="sim",
             run_dir=str(run_dir),
@@ -242,12 +246,13 @@ class World:
             max_nodes=9,
             max_restarts=3,
             local_nodes=scenario.nodes,
-            standalone=True,
+            standalone=not grace_s,
             coordinators=count,
             store=StoreSpec(url="etcd://store:2379") if count > 1 else StoreSpec(),
             backup=scenario.backup,
             accumulate=Accumulate.EXACT,
             verify_every=scenario.verify_every,
+            grace_s=grace_s,
         )
         self.lead_hosts = [self.network.add_host(f"lead{i}", f"10.0.1.{i}") for i in range(count)]
         self.addresses = ",".join(f"{host.address}:{PORT}" for host in self.lead_hosts)
@@ -401,6 +406,8 @@ class World:
             self._join()
         elif kind == "drain" and "service" in process.local:
             process.local["service"].leave()
+            if not self.config.grace_s:
+                self.faults.append(oracles.Injected("left", now, math.inf, host.name))
         elif kind in WORKER_KINDS and own:
             self._hurt_worker(kind, own[0])
 

@@ -383,7 +383,7 @@ def _halting(state: JobState, now: float) -> JobTransition | None:
 def _notice_ends(state: JobState, now: float) -> Cause | None:
     """Return the cause to halt at once if a draining node's deadline is too near, else None."""
     for member in state.members.values():
-        if member.draining and now > member.drain_deadline - state.limits.leave_s:
+        if member.draining and _must_leave(state, member, now):
             return Cause(CauseKind.NOTICE, f"notice of {member.node} runs out", (member.node,))
     return None
 
@@ -491,18 +491,25 @@ def _complete_change(state: JobState) -> JobTransition | None:
     return state.of(change=None, recovered_at=min(resumed)), (action,), "training goes on"
 
 
+def _must_leave(state: JobState, member: Member, now: float) -> bool:
+    """Return whether the deadline of a draining node is near."""
+    return now >= member.drain_deadline - state.limits.leave_s
+
+
 def _drain(state: JobState, now: float) -> JobTransition | None:
-    """Move layers and backups away from draining nodes, then release these nodes."""
+    """Move layers and backups away from draining nodes. Then release these nodes, after the
+    checkpoints that they may be writing."""
     assert state.plan is not None
     used = {*state.plan.nodes(), *(peer for _, peer in state.plan.peers)}
     for node, member in state.members.items():
         if not member.draining:
             continue
         if node in used:
-            in_time = now < member.drain_deadline - state.limits.leave_s
+            in_time = not _must_leave(state, member, now)
             return begin_change(state, drain.drain_cause(state), now, boundary=in_time)
+        writes = checkpoints.may_be_writing(state) and not _must_leave(state, member, now)
         # A disconnected node would miss the order and join again.
-        if state.trimmed >= state.epoch and member.connected:
+        if state.trimmed >= state.epoch and member.connected and not writes:
             actions = (drain.release_order(member), LogEntry("drained", {"node": node}))
             reason = f"{node} holds nothing any more and may leave"
             return without_member(state, node, now, left=1), actions, reason

@@ -101,6 +101,17 @@ def due_steps(state: JobState) -> tuple[int, ...]:
     return (*between, last)
 
 
+def may_be_writing(state: JobState) -> bool:
+    """Return whether a node that had layers until the present epoch began may be still writing its
+    part of a checkpoint."""
+    present = state.assignment
+    if present is None:
+        return False
+    due = due_at(state, present.step)
+    waiting = {step for step, _ in state.checkpoint_parts if step <= present.step}
+    return bool(waiting) or due > 0 and not _is_settled(state, due)
+
+
 def is_complete(state: JobState, slots: Collection[Slot]) -> bool:
     """Return whether `slots` cover every (layer, TP rank) of the model."""
     spec = state.spec

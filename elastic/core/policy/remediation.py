@@ -9,6 +9,7 @@ without the node, or if half of the other nodes have the same problem.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -40,7 +41,7 @@ from elastic.core.job.state import (
 from elastic.core.job.stragglers import speed_of
 from elastic.core.policy.certificate_warnings import warn
 from elastic.core.policy.slow_link import LinkDecision, choose_link_remedy
-from elastic.core.protocol.device_errors import is_device_error
+from elastic.core.protocol.device_errors import is_device_error, is_link_error
 from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import BackupNote, NodePhase, NodeReport
 from elastic.domain.errors import EXIT_FAILURE
@@ -65,7 +66,7 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     before, step = record_of(state, node), state.newest_step
     record = diagnosis.record_crash(before, now, limits, crashes, step)
     state = with_record(state, node, record)
-    hopeless = _hopeless(state, node)
+    hopeless = _hopeless(state, node) or _same_everywhere(state, node, report.cause)
     if hopeless:
         reason = f"{hopeless}; {node}: {report.cause}"
         return end_job(state, JobPhase.FAILED, EXIT_FAILURE, reason)
@@ -119,6 +120,32 @@ def _hopeless(state: JobState, node: str) -> str:
     excuse = _excuse(state, node, _crashed_twice) if times >= limits.hopeless else ""
     text = f"workers crashed {times} times, and no step was finished between; {excuse}"
     return text if excuse else ""
+
+
+def _same_everywhere(state: JobState, node: str, cause: str) -> str:
+    """Return the reason to end the job if the script is at fault: the workers of several nodes
+    crashed with the same device error since the newest step, and one of them crashed twice; "": it
+    is not. All nodes are needed, or the number that `HealthLimits` calls fatal."""
+    if not is_device_error(cause) or is_link_error(cause):
+        return ""
+    limits, text = state.policy.health, _without_numbers(cause)
+    crashes = {node: record_of(state, node).stuck}
+    for other in state.members:
+        record = record_of(state, other)
+        seen = [record.finding(kind) for kind in (FaultClass.DEVICE, FaultClass.PROCESS)]
+        texts = [_without_numbers(one.evidence.get("cause", "")) for one in seen if one is not None]
+        if other != node and record.stuck and record.stuck_at >= state.newest_step:
+            crashes |= {other: record.stuck} if text in texts else {}
+    fatal = max(limits.fatal_nodes, limits.fatal_share * len(state.members))
+    needed = max(2, min(len(state.members), fatal))
+    if len(crashes) < needed or sum(crashes.values()) <= len(crashes):
+        return ""
+    names = " ".join(sorted(crashes))
+    return f"the same device error occurs on {names}, and no step is finished between"
+
+
+def _without_numbers(text: object) -> str:
+    return re.sub(r"\d+", "#", str(text))
 
 
 def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:

@@ -214,6 +214,22 @@ def test_crashes_of_one_node_after_another_end_the_job(nodes: int) -> None:
     assert ECC in state.ending.reason and "no step" in state.ending.reason
 
 
+def test_the_same_device_error_on_both_nodes_ends_the_job() -> None:
+    """One of the two has it twice. Numbers in the text do not count, other errors do."""
+    state = running(2)
+    for node, text in (("node0", f"{ECC} at 0x17"), ("node1", f"{ECC} at 0x18")):
+        state, actions = crash_workers(state, node, text)
+        assert not finish_reasons(actions)
+    other, actions = crash_workers(state, "node1", "CUDA error: an illegal memory access")
+    assert not finish_reasons(actions) and other.ending is None
+    moved, actions = crash_workers(finish_step(state), "node1", f"{ECC} at 0x18")
+    assert not finish_reasons(actions) and moved.ending is None
+    state, actions = crash_workers(state, "node1", f"{ECC} at 0x19")
+    (why,) = finish_reasons(actions)
+    assert "same device error occurs on node0 node1" in why and ECC in why
+    assert "no step is finished between" in why
+
+
 def test_crashes_of_few_of_many_nodes_do_not_end_the_job() -> None:
     """One broken switch is no reason to end a large job."""
     state = running(16)
