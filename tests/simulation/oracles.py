@@ -23,7 +23,7 @@ HELD_S = 3.0
 """Events that were held back while the store was away are written at most this long afterwards."""
 WRITING_S = 15.0
 """A node or a disk that fails this long after a checkpoint became due may prevent it."""
-DESTROYS = ("power", "kill", "back")
+DESTROYS = ("power", "kill", "back", "left")
 SILENCES = ("pause", "cut-out", "cut-in")
 NO_FAILURE = ("lost", "drain", "notice", "join", "start")
 
@@ -32,7 +32,8 @@ NO_FAILURE = ("lost", "drain", "notice", "join", "start")
 class Injected:
     """A fault that was carried out; `until`: its end. Times are simulated.
 
-    The kind `left`: a node had no time to write a checkpoint before it left.
+    The kinds `left` and `unwritten`: an agent ended at once because it was told to, or had no time
+    to write a checkpoint before it left.
     """
 
     kind: str
@@ -130,7 +131,7 @@ def checkpoints_missing(
             events,
             faults,
             step,
-            (*DESTROYS, "left", "disk-full", "disk-error", "disk-slow", "lead-disk"),
+            (*DESTROYS, "unwritten", "disk-full", "disk-error", "disk-slow", "lead-disk"),
         ):
             wrong.append(f"the checkpoint of step {step} was given up: {named[step]}")
     return wrong

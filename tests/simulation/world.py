@@ -299,6 +299,7 @@ class World:
 
     def step_done(self, step: int, links: worker.ModelLinks) -> None:
         self.moved_at = self.scheduler.now
+        links.process.local["steps"] = step + 1
         self.scheduler.log(f"step {step} is done on {links.process.name} (epoch {links.epoch})")
 
     def violation(self, text: str) -> None:
@@ -384,7 +385,11 @@ class World:
         if kind.startswith("lead") or kind == "store-away":
             self.faults.append(oracles.Injected(kind, now, over, ""))
             self._hurt_lead(kind, fault)
-            return
+        else:
+            self._hurt_node(fault, living, over)
+
+    def _hurt_node(self, fault: Fault, living: list[Process], over: float) -> None:
+        kind, seconds, now = fault.kind, fault.seconds, self.scheduler.now
         process = living[fault.node % len(living)]
         host: Host = process.host
         others: list[Host] = [one.host for one in living if one is not process] or [host]
@@ -405,9 +410,11 @@ class World:
         elif kind == "join":
             self._join()
         elif kind == "drain" and "service" in process.local:
-            process.local["service"].leave()
-            if not self.config.grace_s:
-                self.faults.append(oracles.Injected("left", now, math.inf, host.name))
+            service = process.local["service"]
+            at_once = "left" if not service._state.elastic else "unwritten"
+            if at_once == "left" or not self.config.grace_s:
+                self.faults.append(oracles.Injected(at_once, now, math.inf, host.name))
+            service.leave()
         elif kind in WORKER_KINDS and own:
             self._hurt_worker(kind, own[0])
 
@@ -419,7 +426,7 @@ class World:
                 process.stop()
             case "worker-spin":
                 # The CPU time of a first step counts as progress, for ten minutes.
-                process.local["spins"] = bool(self.moved_at)
+                process.local["spins"] = "steps" in process.local
             case "worker-mute":
                 self.mute_starts += 1
                 process.end(-9)
@@ -514,7 +521,7 @@ class World:
         """Look for the end of the job, or for a job that makes no progress."""
         now = self.scheduler.now
         if self.ended_at is None:
-            self.slowest_s = max(self.slowest_s, now - max(self.moved_at, self.well_at))
+            self.slowest_s = max(self.slowest_s, self._waits_s(now))
             self.ended_at = now if self._exit_written() else None
         if self.ended_at is not None:
             left = self._left()
@@ -527,7 +534,7 @@ class World:
                 self.violation(f"still there {self.left_s:g} s after the end: {late}")
                 self.scheduler.over = True
                 return
-        elif now > max(self.moved_at, self.well_at) + self._progress_s():
+        elif self._waits_s(now) > PROGRESS_S and self._waits_s(now) > self._progress_s():
             self.stalled = True
             self._no_progress()
             self.scheduler.over = True
@@ -559,10 +566,16 @@ class World:
         if agents and not too_few and not layers_lost(self):
             self.violation(f"no step for {self._progress_s():g} s although {agents} are well")
 
+    def _waits_s(self, now: float) -> float:
+        return now - max(self.moved_at, self.well_at)
+
     def _progress_s(self) -> float:
+        """Return the longest wait for a step. The job may pause before another attempt."""
         hung = any(one.kind in HANGS for one in self.faults)
         silent = sum(one.kind == "power" for one in self.faults)
-        return LONG_S if hung or silent > 1 else PROGRESS_S
+        bound_s = LONG_S if hung or silent > 1 else PROGRESS_S
+        pauses = [0.0, *(e["pause_s"] for e in self.events if e["kind"] == "retry")]
+        return bound_s + float(pauses[-1])
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -606,7 +619,8 @@ class World:
         unwritten = bad_disk and "checkpoint" in reason
         now = self.ended_at or 0.0
         full = any(one.kind in MEMORY and one.at < now < one.until + WATCH_S for one in self.faults)
-        alone = full and "no plan fits without it" in reason and "SlotError" in reason
+        no_room = "SlotError" in reason or "VaultFull" in reason
+        alone = full and "no plan fits without it" in reason and no_room
         lost = code == EXIT_UNRECOVERABLE and layers_lost(self)
         if not (lost or unwritten or alone):
             self.violation(f"the job ended with {code}: {reason}")

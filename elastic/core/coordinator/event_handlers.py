@@ -278,7 +278,9 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
 
 def _ticked(state: JobState, tick: Tick, now: float) -> JobTransition:
     state = state.of(late_s=tick.late_s)
-    return progress_watchdog.orders_held(state, now) if tick.held else state, (), ""
+    late = tick.late_s > state.limits.starved_s
+    state, actions = (state, ()) if late else checkpoints.without_stragglers(state)
+    return progress_watchdog.orders_held(state, now) if tick.held else state, actions, ""
 
 
 EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {

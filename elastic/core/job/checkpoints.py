@@ -76,8 +76,7 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     )
     # Nodes report a part again after a reconnect. The commit must begin only once.
     begun = is_complete(state, slots) and not is_complete(state, before)
-    state, dropped = _without_stragglers(state)
-    return state, (*((CommitCheckpoint(part.step),) if begun else ()), *dropped), ""
+    return state, (CommitCheckpoint(part.step),) if begun else (), ""
 
 
 def _is_settled(state: JobState, step: int) -> bool:
@@ -109,7 +108,7 @@ def may_be_writing(state: JobState) -> bool:
         return False
     due = due_at(state, present.step)
     waiting = {step for step, _ in state.checkpoint_parts if step <= present.step}
-    return bool(waiting) or due > 0 and not _is_settled(state, due)
+    return bool(waiting) or (due > 0 and not _is_settled(state, due))
 
 
 def is_complete(state: JobState, slots: Collection[Slot]) -> bool:
@@ -404,8 +403,9 @@ def _part_failed(state: JobState, part: m.CheckpointPart) -> JobTransition:
     return state, actions, f"no checkpoint of step {part.step}"
 
 
-def _without_stragglers(state: JobState) -> tuple[JobState, tuple[JobAction, ...]]:
-    """Give up the oldest incomplete checkpoints if there are too many."""
+def without_stragglers(state: JobState) -> tuple[JobState, tuple[JobAction, ...]]:
+    """Give up the oldest incomplete checkpoints if there are too many. Call it when all messages
+    that have come are recorded: after a delay, those of one node come before those of another."""
     waiting = [step for step, slots in state.checkpoint_parts if not is_complete(state, slots)]
     old = waiting[: max(0, len(waiting) - MAX_PENDING)]
     return _give_up(state, old, "", f"{MAX_PENDING} newer checkpoints are being written")
