@@ -184,6 +184,8 @@ class Outcome:
     real_s: float
     switches: int
     injected: Counter[str] = field(default_factory=Counter)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """The job's event log, in simulated time."""
     slowest_s: float = 0.0
     """Longest time without a step, after the last fault."""
     left_s: float = 0.0
@@ -410,11 +412,9 @@ class World:
         elif kind == "join":
             self._join()
         elif kind == "drain" and "service" in process.local:
-            service = process.local["service"]
-            at_once = "left" if not service._state.elastic else "unwritten"
-            if at_once == "left" or not self.config.grace_s:
-                self.faults.append(oracles.Injected(at_once, now, math.inf, host.name))
-            service.leave()
+            process.local["service"].leave()
+            if not self.config.grace_s:
+                self.faults.append(oracles.Injected("unwritten", now, math.inf, host.name))
         elif kind in WORKER_KINDS and own:
             self._hurt_worker(kind, own[0])
 
@@ -692,6 +692,7 @@ def run(scenario: Scenario, observe: Callable[[World], object] = lambda world: N
                 world.violation("nothing can happen any more")
             world.judge()
             world.scheduler.close()
+        events = world.events
     problems = [*world.problems, *world.scheduler.crashes, *trail.errors]
     return Outcome(
         scenario=scenario,
@@ -702,6 +703,7 @@ def run(scenario: Scenario, observe: Callable[[World], object] = lambda world: N
         real_s=time.perf_counter() - began,
         switches=world.scheduler.switches,
         injected=world.injected,
+        events=events,
         slowest_s=world.slowest_s,
         left_s=world.left_s,
     )

@@ -3,6 +3,9 @@
 One heap of (time, order) events. One seeded generator gives every delay, so a run is a function of
 its seed and its faults. `tests.core.world.node` has the agents, `tests.core.world.worker` the
 workers.
+
+Tests of the pure core use it to bring a job into a state. Whole jobs under faults are judged in
+`tests.simulation`, with the real shells.
 """
 
 from __future__ import annotations

@@ -1,0 +1,172 @@
+"""Jobs with faults of one kind only: here more is known about what must happen, or must not.
+
+Each test runs fresh seeds for a short time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import secrets
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from elastic.core.protocol.messages import NodePhase
+from tests.simulation.oracles import of
+from tests.simulation.test_simulation import QUIET, check
+from tests.simulation.world import Fault, Outcome, Scenario, World, run, scenario_of
+
+EACH_S = 3.0
+"""Time for the fresh seeds of a test."""
+HARMLESS = ("lead-kill", "lead-pause", "lead-reset", "store-away", "disk-slow")
+"""Faults that halt nothing: training needs neither the coordinator nor a certain speed."""
+
+
+def scenarios(
+    kinds: tuple[str, ...],
+    most: int,
+    lengths: tuple[float, ...],
+    nodes: tuple[int, ...] = (2, 3, 4),
+) -> Iterator[Scenario]:
+    """Yield jobs with fresh seeds and one to `most` faults of these kinds, after the start."""
+    end = time.monotonic() + EACH_S
+    while time.monotonic() < end:
+        seed = secrets.randbits(32)
+        rng = random.Random(seed)
+        faults = [
+            Fault(
+                rng.choice(kinds),
+                round(rng.uniform(3.5, 8.0), 3),
+                rng.randrange(8),
+                rng.randrange(8),
+                rng.choice(lengths),
+            )
+            for _ in range(rng.randint(1, most))
+        ]
+        yield dataclasses.replace(
+            scenario_of(seed),
+            nodes=rng.choice(nodes),
+            steps=12,
+            faults=tuple(sorted(faults, key=lambda fault: fault.at)),
+            grace_s=30.0,
+        )
+
+
+def test_harmless_faults_halt_nothing() -> None:
+    """A coordinator that dies while it saves the first epoch is followed by one that repeats it."""
+    for scenario in scenarios(HARMLESS, 3, (0.3, 1.0, 2.5)):
+        outcome = run(scenario)
+        check(outcome)
+        causes = {one["cause_kind"] for one in of(outcome.events, "halt")}
+        assert causes == {"start"}, (causes, outcome.text())
+        assert not of(outcome.events, "lost"), outcome.text()
+
+
+def test_planned_changes_lose_nothing() -> None:
+    """Nodes join and leave at the end of a step, and no micro-batch is computed twice."""
+    for scenario in scenarios(("join", "join", "drain"), 3, (1.0,)):
+        outcome = run(scenario)
+        check(outcome)
+        assert not of(outcome.events, "lost"), outcome.text()
+        for one in of(outcome.events, "recovered"):
+            assert not one["replayed"] and not one["rerun"], (one, outcome.text())
+
+
+def test_dead_workers_never_end_a_job() -> None:
+    for scenario in scenarios(("worker-kill", "worker-stop", *HARMLESS), 2, (0.3, 1.0)):
+        outcome = run(scenario)
+        check(outcome)
+        assert outcome.code == 0 and not of(outcome.events, "lost"), outcome.text()
+
+
+def test_a_job_survives_one_lost_node() -> None:
+    """Also while the coordinator is away."""
+    for scenario in scenarios(HARMLESS, 2, (0.3, 1.0, 2.5), nodes=(3, 4)):
+        lost = Fault(random.Random(scenario.seed).choice(("kill", "power", "back")), 5.0, 1, 0, 2.5)
+        faults = sorted((*scenario.faults, lost), key=lambda fault: fault.at)
+        outcome = run(dataclasses.replace(scenario, faults=tuple(faults)))
+        check(outcome)
+        assert outcome.code == 0, outcome.text()
+
+
+def test_healthy_nodes_never_end_a_job() -> None:
+    """Nodes that are cut off, all of them if need be, bring their copies back."""
+    cuts = ("cut-out", "cut-in", "cut-pair", "cut-path", "lead-cut", "pause")
+    for scenario in scenarios((*cuts, *HARMLESS), 5, (0.3, 2.5, 6.0, 15.0)):
+        outcome = run(scenario)
+        check(outcome)
+        assert outcome.code == 0, outcome.text()
+
+
+# ---- one bad path, in each phase of the job ----
+
+PAIRS = tuple(itertools.combinations(range(4), 2))
+AWAY_S, BOUND_S = 15.0, 10.0
+"""Length of a cut, and the time after which training must continue."""
+CRASH = Fault("worker-kill", 4.0, 0, 0, 0.0)
+BACK = Fault("back", 4.0, 3, 0, 1.0)
+MOMENTS: dict[str, tuple[NodePhase, int, Fault | None]] = {
+    "starting": (NodePhase.STARTING, 0, None),
+    "training": (NodePhase.RUNNING, 1, None),
+    "halting": (NodePhase.HALTING, 2, CRASH),
+    "installing": (NodePhase.INSTALLING, 2, CRASH),
+    "joining": (NodePhase.STARTING, 0, BACK),
+}
+"""Per phase of the job: (phase of a node, its least epoch, a fault that leads to the phase)."""
+
+
+def cut(pair: tuple[int, int], ways: str, moment: str) -> Outcome:
+    """Run a job of four nodes. Cut one path at the moment at which a node enters the phase."""
+    phase, epoch, fault = MOMENTS[moment]
+    one, other = pair if ways != "back" else pair[::-1]
+    kind = "cut-pair" if ways == "both" else "cut-path"
+    cut_at: list[float] = []
+
+    def watch(world: World) -> None:
+        def look() -> None:
+            living = [agent for agent in world.agents.values() if agent.alive]
+            services = [agent.local.get("service") for agent in living]
+            states = [service._state for service in services if service is not None]
+            if any(state.phase is phase and state.epoch >= epoch for state in states):
+                cut_at.append(world.scheduler.now)
+                far = other if other < one else other - 1
+                world._inject(Fault(kind, world.scheduler.now, one, far, AWAY_S))
+            else:
+                world.scheduler.at(0.005, look)
+
+        world.scheduler.at(fault.at if fault is not None else 1.0, look)
+
+    scenario = dataclasses.replace(
+        QUIET,
+        seed=secrets.randbits(32),
+        nodes=4,
+        steps=40,
+        microbatches=8,
+        faults=(fault,) if fault is not None else (),
+    )
+    outcome = run(scenario, watch)
+    check(outcome)
+    assert cut_at, "the phase did not come"
+    steps = [event["at"] for event in of(outcome.events, "step")]
+    began, ended = cut_at[0], cut_at[0] + AWAY_S
+    during = [at for at in steps if began + BOUND_S <= at <= ended]
+    assert during or steps[-1] < ended, f"no training while the path is bad\n{outcome.text()}"
+    lost = {event["node"] for event in of(outcome.events, "lost")}
+    assert lost <= ({"node3"} if fault is BACK else set()), outcome.text()
+    return outcome
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_training_continues_without_one_path(moment: str) -> None:
+    cut(random.choice(PAIRS), random.choice(("there", "back", "both")), moment)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("ways", ["there", "back", "both"])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_training_continues_without_any_path(pair: tuple[int, int], moment: str, ways: str) -> None:
+    cut(pair, ways, moment)
