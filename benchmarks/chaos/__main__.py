@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import fcntl
+import functools
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from benchmarks.chaos import verdict
 from benchmarks.chaos.case import Case, random_case
 from benchmarks.chaos.injector import Injector, unsupported
 from benchmarks.chaos.job import COORDINATOR, ROOT, Job, begin, events_of
-from benchmarks.chaos.verdict import FAILED, REFUSED, RIGHT, Finished, judge
+from benchmarks.chaos.verdict import FAILED, IDLE, REFUSED, RIGHT, Finished, judge
 from benchmarks.results import DIRECTORY, Row, write
 from benchmarks.results import show as print_rows
 from tests.kubernetes.network import missing
@@ -45,6 +46,7 @@ class Result:
     """A run in the result file."""
 
     seed: int
+    commit: str
     command: str
     outcome: str
     why: str
@@ -108,6 +110,7 @@ def carry_out(case: Case, folder: Path) -> Finished:
         summary=summary,
         events=events_of(job.run_dir),
         destroyed=verdict.destroyed_nodes(case, run_dirs, injector.done),
+        corrupted=verdict.corruptions(case, run_dirs),
         injections=injector.done,
         checkpoints=verdict.complete_checkpoints(job.checkpoints),
         processes=processes,
@@ -138,9 +141,20 @@ def run(seed: int, base: Path, cache: Path) -> Result:
     return result(case, done, found, time.monotonic() - begun)
 
 
+@functools.cache
+def commit() -> str:
+    """Return the commit of the working tree; with "+" if other files than results differ."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True)
+    code = [*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results"]
+    dirty = subprocess.run(code, check=False).returncode
+    return head.stdout.strip() + ("+" if dirty else "")
+
+
 def result(case: Case, done: Finished | None, found: verdict.Verdict, seconds: float) -> Result:
     return Result(
         seed=case.seed,
+        commit=commit(),
         command=f"python -m benchmarks.chaos --runs 1 --seed {case.seed}",
         outcome=found.outcome,
         why=found.why,
@@ -160,13 +174,14 @@ def rows(results: list[dict[str, Any]]) -> list[Row]:
     """Return the figures of all runs."""
     outcomes = collections.Counter(one["outcome"] for one in results)
     kinds = collections.Counter(text.split()[0] for one in results for text in one["fired"])
-    ran = [one for one in results if one["outcome"] != SKIPPED]
+    ran = [one for one in results if one["outcome"] not in (SKIPPED, IDLE)]
     lost = sum(len(one["healthy_lost"]) for one in ran)
     return [
         Row("runs", len(ran), "", RUNS, "higher"),
         Row("runs that failed", outcomes[FAILED], "", 0, "lower"),
         Row("runs with the right result", outcomes[RIGHT], "", None, "higher"),
         Row("runs with a right refusal", outcomes[REFUSED], "", None, "lower"),
+        Row("runs that ended before a fault was due", outcomes[IDLE], "", None, "lower"),
         Row("runs that this machine cannot do", outcomes[SKIPPED], "", None, "lower"),
         Row("recoveries", sum(one["recoveries"] for one in ran), "", None, "higher"),
         Row("nodes lost that no fault had hit", lost, "", 0, "lower"),

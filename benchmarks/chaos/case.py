@@ -192,7 +192,15 @@ def _backup(rng: random.Random, several: bool) -> str:
 def _faults(rng: random.Random, place: str, nodes: int) -> tuple[list[str], int]:
     """Return one to four faults, and the number of nodes that join. At least one node is left."""
     kinds = ["kill"] * 4 + ["kill-worker", "stop", "slow", "drain", "join"]
-    kinds += ["kill-coordinator", "pause-coordinator", "partition", "oom", "full", "full"]
+    kinds += [
+        "corrupt",
+        "kill-coordinator",
+        "pause-coordinator",
+        "partition",
+        "oom",
+        "full",
+        "full",
+    ]
     kinds += ["slow-link"] if place == "machine" else ["cut"] * 4 + ["partition"]
     left, joins, faults = list(range(nodes)), 0, list[str]()
     step = rng.randint(1, LAST_FAULT_STEP - 6)
@@ -216,7 +224,7 @@ def _point(rng: random.Random, kind: str, step: int, number: int, place: str) ->
     """Return the fields that address a fault in time."""
     if number and rng.random() < 0.25:
         return f"step={step} phase=recovery"
-    outside = kind in (*OWN_KINDS, "join", "drain", "kill-coordinator") or (
+    outside = kind in (*OWN_KINDS, "join", "drain", "kill-coordinator", "corrupt") or (
         place == "network" and kind in NETWORK_KINDS
     )
     choice = rng.randrange(2 if outside else 5)

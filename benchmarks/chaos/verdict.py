@@ -15,11 +15,12 @@ from typing import Any, Protocol
 
 from benchmarks.chaos.case import Case
 from benchmarks.chaos.injector import Injection
-from elastic.core.protocol.fault_spec import FaultKind
+from elastic.core.protocol.fault_spec import FaultKind, FaultSpec
 from elastic.domain.types import Plan
 from elastic.planning.plan.plan import parse_plan
 
-RIGHT, REFUSED, FAILED = "right", "refused", "failed"
+RIGHT, REFUSED, FAILED, IDLE = "right", "refused", "failed", "idle"
+"""Idle: the job ended before any fault was due, so the run shows nothing."""
 UNRECOVERABLE = 3
 RETURN_S = 10.0
 """Time that a node needs to return after a partition."""
@@ -37,6 +38,8 @@ class Finished:
     events: list[dict[str, Any]]
     destroyed: list[tuple[float, str]]
     """Time and name of each node whose memory was lost, by a fault that was carried out."""
+    corrupted: list[float] = field(default_factory=list)
+    """Times at which all copies in a vault got a wrong byte."""
     injections: list[Injection] = field(default_factory=list)
     checkpoints: frozenset[int] = frozenset()
     """Steps of the complete checkpoints on disk."""
@@ -72,7 +75,9 @@ def judge(run: Finished, reference_sha256: str) -> Verdict:
     if run.code != 0:
         return Verdict(FAILED, f"exit code {run.code}: {reason}")
     wrong = _wrong(run, reference_sha256, lost)
-    return Verdict(FAILED, wrong) if wrong else Verdict(RIGHT, _returned(run))
+    if wrong:
+        return Verdict(FAILED, wrong)
+    return Verdict(RIGHT, _returned(run)) if run.fired else Verdict(IDLE, "no fault was due")
 
 
 def _wrong(run: Finished, reference_sha256: str, lost: str) -> str:
@@ -95,6 +100,8 @@ def _wrong(run: Finished, reference_sha256: str, lost: str) -> str:
     for event in _of(run.events, "lost-steps"):
         if not lost:
             return f"a return to a checkpoint without need: {event.get('why')}"
+    if unhurt := healthy_lost(run):
+        return f"lost although no fault had hit them: {' '.join(unhurt)}"
     if run.files:
         return f"files are left: {', '.join(run.files[:5])}"
     bad = [name for name, code in run.agent_codes.items() if code is None]
@@ -125,9 +132,7 @@ def _excused(run: Finished) -> bool:
 
 
 def healthy_lost(run: Finished) -> list[str]:
-    """Return the nodes that were lost although no fault had hit them or the coordinator."""
-    if any(f.split()[0] in ("pause-coordinator", "partition", "full") for f in run.fired):
-        return []
+    """Return the nodes that were lost although no fault had hit them."""
     hit = {name for fault in run.case.injected for name in (fault.node, fault.peer)}
     hit |= {name for fault in run.case.own for name in (fault.node, fault.peer)}
     return sorted({str(event["node"]) for event in _of(run.events, "lost")} - hit)
@@ -144,6 +149,9 @@ class History(Protocol):
 
     @property
     def destroyed(self) -> list[tuple[float, str]]: ...
+
+    @property
+    def corrupted(self) -> list[float]: ...
 
 
 def layers_lost(run: History) -> str:
@@ -182,6 +190,8 @@ def _history(run: History) -> Iterable[tuple[float, str, dict[str, Any]]]:
             yield event["at"], "refused", event
         elif event["kind"] == "drained":
             yield event["at"], "destroyed", event
+    for at in run.corrupted:
+        yield at, "refused", {}
     for at, node in run.destroyed:
         yield at, "destroyed", {"node": node}
 
@@ -219,13 +229,22 @@ def destroyed_nodes(
         for one in injections
         if one.fault.kind == "oom" and one.fault.target == "agent" and not one.note
     ]
+    killed = ((at, spec.node) for at, spec in _marks(case, run_dirs) if spec.kind is FaultKind.KILL)
+    return sorted([*found, *killed])
+
+
+def corruptions(case: Case, run_dirs: Sequence[Path]) -> list[float]:
+    """Return when all copies of a vault got a wrong byte."""
+    return [at for at, spec in _marks(case, run_dirs) if spec.kind is FaultKind.CORRUPT]
+
+
+def _marks(case: Case, run_dirs: Sequence[Path]) -> Iterable[tuple[float, FaultSpec]]:
+    """Yield (time, fault) for each fault that the product has carried out."""
     for number, spec in enumerate(case.injected):
-        if spec.kind is FaultKind.KILL:
-            for run_dir in run_dirs:
-                mark = run_dir / "faults" / f"{number}.fired"
-                if mark.exists():
-                    found.append((mark.stat().st_mtime, spec.node))
-    return sorted(found)
+        for run_dir in run_dirs:
+            mark = run_dir / "faults" / f"{number}.fired"
+            if mark.exists():
+                yield mark.stat().st_mtime, spec
 
 
 def fired(case: Case, run_dirs: Sequence[Path], injections: Sequence[Injection]) -> list[str]:

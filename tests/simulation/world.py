@@ -589,6 +589,10 @@ class World:
         """(time, node) of each loss of a node's memory."""
         return [(one.at, one.node) for one in self.faults if one.kind in oracles.DESTROYS]
 
+    @property
+    def corrupted(self) -> list[float]:
+        return []
+
     def judge(self) -> None:
         end, events = self._exit_written(), self.events
         for text in oracles.healthy_lost(events, self.faults):
