@@ -55,6 +55,7 @@ from elastic.coordinator.session_filter import SessionFilter
 from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job import checkpoints
 from elastic.core.job import state as job
+from elastic.core.job.membership import is_for_former_member
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
 from elastic.domain import codec
@@ -349,7 +350,8 @@ class Coordinator:
         """Carry out an action. `state`: the state after the transition that returned it."""
         match action:
             case job.Send(node, message):
-                self._send(node, message, state.epoch)
+                if not is_for_former_member(node, state, self._state):
+                    self._send(node, message, state.epoch)
             case job.LogEntry("plan", data):
                 if state.plan is not None:
                     self._records.plan(state.plan, data)

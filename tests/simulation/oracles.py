@@ -25,6 +25,8 @@ WRITING_S = 15.0
 """A node or a disk that fails this long after a checkpoint became due may prevent it."""
 DESTROYS = ("power", "kill", "back", "left")
 SILENCES = ("pause", "cut-out", "cut-in")
+DELAYS = ("store-away", "lead-pause", "lead-cut", "lead-kill", "lead-amnesia")
+"""Faults after which the coordinator hears late of a finished step."""
 NO_FAILURE = ("lost", "drain", "notice", "join", "start")
 
 
@@ -60,10 +62,12 @@ def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -
     return wrong
 
 
-def _decided_from(faults: Sequence[Injected], at: float) -> float:
-    """Return the earliest time of the decision behind an event. The coordinator writes its events
-    when the store has its state."""
-    away = (fault for fault in faults if fault.kind == "store-away")
+def _decided_from(
+    faults: Sequence[Injected], at: float, kinds: Sequence[str] = ("store-away",)
+) -> float:
+    """Return the earliest time of what an event reports. The coordinator writes its events when the
+    store has its state."""
+    away = (fault for fault in faults if fault.kind in kinds)
     return min((f.at for f in away if f.at <= at <= f.until + HELD_S), default=at)
 
 
@@ -146,4 +150,5 @@ def _hit(
     """Whether such a fault was there when the checkpoint was due, or soon afterwards."""
     finished = [event["at"] for event in of(events, "step") if event["step"] == step - 1]
     first, last = min(finished, default=0.0), max(finished, default=float("inf"))
+    first = _decided_from(faults, first, DELAYS)
     return any(f.kind in kinds and f.until >= first and f.at <= last + WRITING_S for f in faults)

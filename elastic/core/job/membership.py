@@ -12,6 +12,15 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 5.0
 """First and longest time until an agent asks again for a name in use; doubles per refusal."""
 
 
+def is_for_former_member(node: str, decided: JobState, present: JobState) -> bool:
+    """Return whether an order to `node` must not be sent any more: it was decided in the state
+    `decided`, and since then another incarnation has joined."""
+    there, here = decided.members.get(node), present.members.get(node)
+    if here is None:
+        return False
+    return there is None or there.report.info.incarnation != here.report.info.incarnation
+
+
 def name_conflict(
     state: JobState, report: m.NodeReport, now: float, refusals: int = 0
 ) -> JoinRefused | None:

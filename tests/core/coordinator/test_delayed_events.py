@@ -9,6 +9,7 @@ import pytest
 
 from elastic.core.coordinator.transitions import apply_rules, record_event, transition
 from elastic.core.job import state as job
+from elastic.core.job.membership import is_for_former_member
 from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
@@ -292,3 +293,18 @@ def test_messages_that_came_during_a_stall_have_time_to_be_read() -> None:
     for number in range(1, 20):
         state, _, _ = transition(state, heartbeat(state, "node0"), awake + number / 10)
     assert "node2" not in state.members, "it was really lost"
+
+
+def test_an_order_is_not_for_the_next_incarnation_of_a_node() -> None:
+    """While the store is away, orders are held back. A lost node may have joined again by then."""
+    state = running()
+    without = state.of(members={n: mb for n, mb in state.members.items() if n != "node2"})
+    report = reported(state, "node2")
+    info = replace(report.info, incarnation="node2.2")
+    member = replace(state.members["node2"], report=replace(report, info=info))
+    again = state.of(members={**state.members, "node2": member})
+    assert is_for_former_member("node2", without, again), "it fences the former one"
+    assert is_for_former_member("node2", state, again)
+    assert not is_for_former_member("node2", state, state)
+    assert not is_for_former_member("node2", state, without), "it must still hear of it"
+    assert not is_for_former_member("node2", without, without)
