@@ -349,9 +349,8 @@ class Coordinator:
     def _act(self, action: job.JobAction, state: job.JobState) -> None:
         """Carry out an action. `state`: the state after the transition that returned it."""
         match action:
-            case job.Send(node, message):
-                if not is_for_former_member(node, state, self._state):
-                    self._send(node, message, state.epoch)
+            case job.Send(node, message) if not is_for_former_member(node, state, self._state):
+                self._send(node, message, state.epoch)
             case job.LogEntry("plan", data):
                 if state.plan is not None:
                     self._records.plan(state.plan, data)

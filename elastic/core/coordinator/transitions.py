@@ -110,22 +110,17 @@ def record_event(state: JobState, event: Any, now: float) -> JobTransition:
 def _excuse_delay(state: JobState, now: float) -> JobState:
     """Add the time for which the coordinator itself did not run to the deadlines of others.
 
-    Messages that came in the meantime may not be read yet, one member's after the other's. So each
-    member also gets `starved_s` from now on.
+    Messages that came in the meantime are read one member's after the other's. So the time also
+    counts as `late_s` until the next tick that is on time.
     """
-    late, limits = now - state.updated_at if state.updated_at else 0.0, state.limits
-    if late > limits.starved_s:
-        seen = now - limits.lease_s + limits.starved_s
-        closed_at = now - limits.closed_s + limits.starved_s
+    late = now - state.updated_at - state.limits.starved_s if state.updated_at else 0.0
+    if late > 0:
         members = {
-            node: replace(
-                member,
-                seen=max(member.seen + late, seen),
-                closed_at=max(member.closed_at + late, closed_at),
-            )
+            node: replace(member, seen=member.seen + late, closed_at=member.closed_at + late)
             for node, member in state.members.items()
         }
-        state = progress_watchdog.excused(state.of(members=members), late)
+        state = state.of(members=members, late_s=max(state.late_s, late))
+        state = progress_watchdog.excused(state, late)
         if state.failure is not None:
             state = state.of(failure=replace(state.failure, at=state.failure.at + late))
         if state.missing is not None:
