@@ -331,7 +331,8 @@ class World:
     def _lead_ended(self, slot: int, process: Process) -> None:
         """The launcher starts a coordinator that crashed again."""
         if process.code == 1 and not self._exit_written():
-            self.scheduler.at(0.5, lambda: self._start_lead(slot))
+            pause_s = self.scheduler.uniform(0.5, 5.0)
+            self.scheduler.at(pause_s, lambda: self._start_lead(slot))
 
     def _join(self) -> None:
         number = len(self.agents)

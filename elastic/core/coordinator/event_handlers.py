@@ -278,8 +278,9 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
 
 def _ticked(state: JobState, tick: Tick, now: float) -> JobTransition:
     state = state.of(late_s=tick.late_s)
-    late = tick.late_s > state.limits.starved_s
-    state, actions = (state, ()) if late else checkpoints.without_stragglers(state)
+    late = tick.late_s > state.limits.starved_s or now < state.adopted_until
+    waits = late or not all(member.connected for member in state.members.values())
+    state, actions = (state, ()) if waits else checkpoints.without_stragglers(state)
     return progress_watchdog.orders_held(state, now) if tick.held else state, actions, ""
 
 

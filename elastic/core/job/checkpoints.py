@@ -404,8 +404,8 @@ def _part_failed(state: JobState, part: m.CheckpointPart) -> JobTransition:
 
 
 def without_stragglers(state: JobState) -> tuple[JobState, tuple[JobAction, ...]]:
-    """Give up the oldest incomplete checkpoints if there are too many. Call it when all messages
-    that have come are recorded: after a delay, those of one node come before those of another."""
+    """Give up the oldest incomplete checkpoints if there are too many. Call it when the reports of
+    all nodes are recorded: after a delay, those of one node come before those of another."""
     waiting = [step for step, slots in state.checkpoint_parts if not is_complete(state, slots)]
     old = waiting[: max(0, len(waiting) - MAX_PENDING)]
     return _give_up(state, old, "", f"{MAX_PENDING} newer checkpoints are being written")

@@ -149,12 +149,17 @@ def test_a_checkpoint_that_fails_is_reported_and_its_files_are_removed() -> None
 
 
 def test_the_oldest_of_too_many_incomplete_checkpoints_is_given_up() -> None:
-    """After a delay of the coordinator, the other parts may not be read yet."""
+    """After a delay of the coordinator, or of a connection, the other parts may not be read yet."""
     state = saving()
     for step in range(1, checkpoints.MAX_PENDING + 2):
         state, actions, _ = apply(state, part(step, HALVES[0]))
         assert not actions
-    state, actions, _ = apply(state, job.Tick(late_s=10.0))
+    _, actions, _ = apply(state, job.Tick(late_s=10.0))
+    assert not entries(actions, "checkpoint-lost")
+    _, actions, _ = apply(state.of(adopted_until=state.updated_at + 1.0), job.Tick())
+    assert not entries(actions, "checkpoint-lost"), "other nodes may not have reported yet"
+    member = replace(state.members["node1"], connected=False)
+    _, actions, _ = apply(state.of(members={**state.members, "node1": member}), job.Tick())
     assert not entries(actions, "checkpoint-lost")
     state, actions, _ = apply(state, job.Tick())
     assert [entry["step"] for entry in entries(actions, "checkpoint-lost")] == [1]
