@@ -7,6 +7,7 @@ an update does not depend on earlier steps except through the state.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -238,6 +239,17 @@ def cosine(peak: float, *, warmup: int, steps: int, floor: float = 0.1) -> Learn
     return schedule
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW without the wrappers that import torch's compiler when they are first called.
+
+    The import takes as long as that of torch itself, in every worker. The wrappers keep the
+    compiler out of an optimizer's step; nothing is compiled here.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
 def adamw(
     lr: float | LearningRate,
     *,
@@ -250,7 +262,7 @@ def adamw(
     """Return the spec of torch's fused AdamW, with weight decay on matrices only."""
 
     def factory(groups: ParameterGroups) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+        return AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
     return OptimizerSpec(
         factory=factory,

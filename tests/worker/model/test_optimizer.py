@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -62,6 +64,29 @@ def test_same_as_torch_alone(name: str) -> None:
         plain.step()
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ours, theirs, strict=True))
     assert all(parameter.grad is None for _, parameter in ours)
+
+
+def test_adamw_is_torchs_bit_for_bit() -> None:
+    ours, theirs = parameters(), parameters()
+    options: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.1, "betas": (0.9, 0.95), "fused": True}
+    plain = OptimizerSpec(factory=lambda g: torch.optim.AdamW(g, **options), lr=constant(0.1))
+    given = OptimizerSpec(factory=adamw(0.1, weight_decay=0.1).factory, lr=constant(0.1))
+    for named, chosen in ((ours, given), (theirs, plain)):
+        for group in (optimizer := LayerOptimizer(named, chosen)).optimizer.param_groups:
+            group["weight_decay"] = 0.1
+        steps(optimizer, 0, 3)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ours, theirs, strict=True))
+
+
+def test_adamw_does_not_load_torchs_compiler() -> None:
+    code = (
+        "import sys, torch\n"
+        "from elastic.worker.model.optimizer import LayerOptimizer, adamw\n"
+        "weight = torch.nn.Parameter(torch.ones(2, 2))\n"
+        "LayerOptimizer([('weight', weight)], adamw(0.1)).step([torch.ones(2, 2)], 0.1)\n"
+        "sys.exit('torch._dynamo' in sys.modules or bool(torch.equal(weight, torch.ones(2, 2))))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @EACH
