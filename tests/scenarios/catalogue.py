@@ -56,7 +56,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         for when, microbatch in _MICROBATCHES.items()
     ),
     Scenario(name="kill-in-a-microbatch", faults=("kill node=1 step=2 microbatch=3",), nodes="3",
-        nodes_after=2, small=True),
+        nodes_after=2),
     Scenario(name="kill-in-reduction", faults=("kill node=1 step=2 phase=reduce",), pipelines="2"),
     Scenario(name="kill-in-reduction-one-pipeline", faults=("kill node=2 step=2 phase=reduce",)),
     Scenario(name="kill-in-optimizer", faults=("kill node=1 step=2 phase=optimizer",)),
