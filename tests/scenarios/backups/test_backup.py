@@ -73,7 +73,7 @@ def test_same_parameters_under_every_pair(
     backup: str, pipelines: str, fault: str, tmp_path: Path
 ) -> None:
     longer = (
-        ["--steps", "60"] if fault == "drain" else []
+        ["--steps", "200"] if fault == "drain" else []
     )  # it comes from outside, and takes its time
     expected = reference(tmp_path, *longer).summary
     run = run_with(tmp_path, backup, pipelines, *faults(FAULTS[fault]), more=longer)
