@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.worker.model.layers import ListStack, Microbatch
-from elastic.worker.model.optimizer import OptimizerSpec, adamw
+from elastic.worker.model.optimizer import OptimizerSpec, adamw, without_compiler
 from elastic.worker.trainer import Trainer
 
 
@@ -49,9 +49,8 @@ def main() -> None:
         help="AdamW: two moments a parameter are kept and backed up",
     )
     args = parser.parse_args()
-    plain = OptimizerSpec(
-        factory=lambda groups: torch.optim.SGD(groups, lr=0.0), lr=lambda step: 0.01
-    )
+    sgd = without_compiler(torch.optim.SGD)
+    plain = OptimizerSpec(factory=lambda groups: sgd(groups, lr=0.0), lr=lambda step: 0.01)
     Trainer(
         stack=ListStack([Scale] * (args.layers - 1) + [Loss], seed=0),
         optimizer=adamw(0.01) if args.moments else plain,

@@ -16,6 +16,9 @@ from hypothesis import settings
 from elastic.config import JobConfig, WorkerCommand
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where this is set, each of the many processes of the suite compiles all modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Grants use of the tests' Ray clusters. Ray reads it on import, which any test may do first.
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

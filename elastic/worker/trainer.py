@@ -10,6 +10,7 @@ device and its layers outlive the epoch (`WorkerContext`).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from elastic.core.protocol import messages as m
@@ -98,6 +99,7 @@ class Trainer:
         if self._settings.measure:
             measure_job(self._settings, self._job)
             return
+        gc.freeze()  # no collection looks at the modules again, neither in a step nor at the end
         context = self._attach()
         left_epoch = 0
         while True:

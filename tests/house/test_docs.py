@@ -41,7 +41,12 @@ def _python(page: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", DOCS / "guide" / "custom-model.md"], ids=lambda p: p.name
+    "page",
+    [
+        # test_extras runs it, too
+        pytest.param(ROOT / "README.md", id="README.md", marks=pytest.mark.chaos),
+        pytest.param(DOCS / "guide" / "custom-model.md", id="custom-model.md"),
+    ],
 )
 def test_the_example_trains(page: Path, tmp_path: Path) -> None:
     script, run_dir = tmp_path / "mine.py", tmp_path / "run"

@@ -209,7 +209,7 @@ def wait_for(
         assert time.monotonic() < end, (
             f"{what} did not happen within {timeout_s:g} s\n{cluster.logs()}"
         )
-        time.sleep(0.02)
+        time.sleep(0.1)
     return value
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from elastic import ListStack, Microbatch, OptimizerSpec, Trainer
+from elastic import ListStack, Microbatch, Trainer
+from elastic.worker.model.optimizer import adamw
 
 LAYERS, WIDTH = 8, 16
 
@@ -57,7 +58,7 @@ def main() -> None:
     layers = [lambda: Layer(WIDTH, WIDTH)] * (LAYERS - 1)
     Trainer(
         stack=ListStack([*layers, lambda: Layer(WIDTH, 1)], seed=0),
-        optimizer=OptimizerSpec(factory=torch.optim.Adam, lr=lambda step: 1e-2),
+        optimizer=adamw(1e-2),
         data=data,
         steps=args.steps,
         microbatches=6,

@@ -56,7 +56,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         for when, microbatch in _MICROBATCHES.items()
     ),
     Scenario(name="kill-in-a-microbatch", faults=("kill node=1 step=2 microbatch=3",), nodes="3",
-        nodes_after=2, small=True),
+        nodes_after=2),
     Scenario(name="kill-in-reduction", faults=("kill node=1 step=2 phase=reduce",), pipelines="2"),
     Scenario(name="kill-in-reduction-one-pipeline", faults=("kill node=2 step=2 phase=reduce",)),
     Scenario(name="kill-in-optimizer", faults=("kill node=1 step=2 phase=optimizer",)),
@@ -104,7 +104,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="partition", faults=("partition node=1 step=2 microbatch=2 duration=6",),
         flags=("--steps", "8")),
     Scenario(name="drain", faults=("drain node=1 step=2 deadline=60",), nothing_lost=True,
-        nodes_after=3),
+        nodes_after=3, flags=("--steps", "200")),
     Scenario(
         name="join", faults=("join step=1",), nodes="3:4", nothing_lost=True, nodes_after=4,
         flags=("--steps", "400")

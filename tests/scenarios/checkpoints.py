@@ -9,7 +9,7 @@ from elastic.domain.state_layout import read_header
 from elastic.store import checkpoint_directory
 from elastic.worker.replica.export import checkpoint_runs, params_sha256
 
-EXAMPLE, SMALL_JOB = "examples.train_gpt", "small_job.py"
+EXAMPLES, SMALL_JOB = ("examples.train_gpt", "tests.scenarios.train"), "small_job.py"
 EVERY, STEPS = "--checkpoint-every", "--steps"
 USUAL = {"tests.kubernetes.train": (20, 0), SMALL_JOB: (3, 6)}
 """Script -> (steps between two checkpoints, number of steps) that it has without flags; 0: the
@@ -17,15 +17,15 @@ script needs the flag."""
 
 
 def with_checkpoints(script: Sequence[str]) -> list[str]:
-    """Add checkpoints to the words of the example script, about three in the whole run."""
-    if EXAMPLE not in script or EVERY in script or STEPS not in script:
+    """Add checkpoints to the words of an example script, about three in the whole run."""
+    if not set(EXAMPLES) & set(script) or EVERY in script or STEPS not in script:
         return list(script)
     return [*script, EVERY, str(max(2, _last(script, STEPS, 0) // 3))]
 
 
 def due(script: Sequence[str], first: int = 0) -> list[int]:
     """Return the steps after `first` at whose end this script must have written a checkpoint."""
-    name = next((Path(word).name for word in script if Path(word).name in (EXAMPLE, *USUAL)), "")
+    name = next((Path(word).name for word in script if Path(word).name in (*EXAMPLES, *USUAL)), "")
     every, steps = USUAL.get(name, (0, 0))
     every, steps = _last(script, EVERY, every), _last(script, STEPS, steps)
     if not name or not every:

@@ -12,15 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.scenarios import checkpoints
-from tests.scenarios.catalogue import BASE, MODELS, Scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 LEASE_S = "30"
 """Seconds of silence after which a node is lost."""
 DEADLINE_S = 560.0
-ELASTIC_FLAGS = ("--nproc-per-node", "--backup")
-"""Flags of a scenario that belong to `elastic run`, each with a value; the script gets the
-others."""
 
 
 @dataclass(frozen=True)
@@ -108,23 +104,3 @@ def assert_checkpoints(run: Run, flags: Sequence[str], script: Sequence[str]) ->
         run.final_sha256,
         f"{lost}\n{run.output}",
     )
-
-
-def words_of(scenario: Scenario) -> tuple[list[str], list[str]]:
-    """Return the flags of `elastic run` that a scenario and its reference share, and the script."""
-    mine = list(scenario.flags)
-    ours: list[str] = []
-    for name in ELASTIC_FLAGS:
-        if name in mine:
-            at = mine.index(name)
-            ours += mine[at : at + 2]
-            del mine[at : at + 2]
-    script = ["-m", "examples.train_gpt", *BASE, *MODELS[scenario.model], *mine]
-    return ["--accumulate", "exact", *ours], script
-
-
-def run_scenario(run_dir: Path, scenario: Scenario) -> Run:
-    common, script = words_of(scenario)
-    shape = ["--nnodes", scenario.nodes, "--pipelines", scenario.pipelines]
-    faults = [word for fault in scenario.faults for word in ("--fault", fault)]
-    return elastic_run(run_dir, [*shape, *common, *faults], script)

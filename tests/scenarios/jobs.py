@@ -68,7 +68,7 @@ class Job:
                 return found
             assert self.process.poll() is None, f"the job ended before {what}\n{self.output}"
             assert time.monotonic() < end, f"no {what} within {timeout_s:g} s\n{self.output}"
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def steps(self, after: int = -1) -> list[int]:
         """Steps of the event log that are later than `after`, in the order of the log."""

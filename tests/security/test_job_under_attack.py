@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from msgspec.structs import replace
 
 from elastic.core.protocol.messages import Fenced, Heartbeat, Stop
@@ -145,6 +146,7 @@ def test_attacked_on_all_ports_it_trains_on(tmp_path: Path, authority: Authority
     assert not [e for e in run.events if e["kind"] in ("lost", "drain")]
 
 
+@pytest.mark.chaos  # test_expired_job loses a node in a job with certificates, too
 def test_a_kill_with_certificates_and_commands(tmp_path: Path, authority: Authority) -> None:
     flags = exact("--nnodes", "3", "--pipelines", "1", "--certs", str(authority.good))
     run = elastic_run(tmp_path / "run", [*flags, *faults("kill node=1 step=2 microbatch=3")], TRAIN)

@@ -7,6 +7,7 @@ an update does not depend on earlier steps except through the state.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -238,6 +239,21 @@ def cosine(peak: float, *, warmup: int, steps: int, floor: float = 0.1) -> Learn
     return schedule
 
 
+def without_compiler(
+    kind: type[torch.optim.Optimizer],
+) -> Callable[..., torch.optim.Optimizer]:
+    """Return `kind` without the wrappers that import torch's compiler when they are first called.
+
+    The import takes as long as that of torch itself, in every worker. The wrappers keep the
+    compiler out of an optimizer's step; nothing is compiled here.
+    """
+    methods = {
+        "add_param_group": inspect.unwrap(kind.add_param_group),
+        "step": torch.no_grad()(inspect.unwrap(kind.step)),
+    }
+    return type(kind.__name__, (kind,), methods)
+
+
 def adamw(
     lr: float | LearningRate,
     *,
@@ -248,9 +264,10 @@ def adamw(
     master_weights: bool = False,
 ) -> OptimizerSpec:
     """Return the spec of torch's fused AdamW, with weight decay on matrices only."""
+    kind = without_compiler(torch.optim.AdamW)
 
     def factory(groups: ParameterGroups) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+        return kind(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
     return OptimizerSpec(
         factory=factory,

@@ -28,7 +28,8 @@ from elastic.planning.cost.profile import (
 SCRIPT = """
 import sys, torch
 from torch import nn
-from elastic import ListStack, Microbatch, OptimizerSpec, Trainer
+from elastic import ListStack, Microbatch, Trainer
+from elastic.worker.model.optimizer import adamw
 
 class First(nn.Module):
     def __init__(self):
@@ -55,9 +56,7 @@ layers = [First, lambda: Middle(64), lambda: Middle(64), lambda: Middle(int(sys.
 print("said by the script")
 Trainer(
     stack=ListStack(layers, seed=1),
-    optimizer=OptimizerSpec(
-        factory=lambda groups: torch.optim.Adam(groups, lr=0.1), lr=lambda step: 0.1
-    ),
+    optimizer=adamw(0.1),
     data=lambda step, index: Microbatch(step, index, {"x": torch.ones(16, 8)}),
     steps=3, microbatches=2, tokens_per_microbatch=16,
 ).run()

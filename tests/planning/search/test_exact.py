@@ -33,7 +33,7 @@ def check(case: Case, schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "chunk", [*range(4), *(pytest.param(i, marks=pytest.mark.chaos) for i in range(4, 16))]
+    "chunk", [*range(2), *(pytest.param(i, marks=pytest.mark.chaos) for i in range(2, 16))]
 )
 def test_as_fast_as_brute_force(chunk: int) -> None:
     """Up to 7 nodes of 2 device types, 9 layers, 8 micro-batches; memory is tight in half."""
@@ -42,7 +42,7 @@ def test_as_fast_as_brute_force(chunk: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "chunk", [*range(2), *(pytest.param(i, marks=pytest.mark.chaos) for i in range(2, 8))]
+    "chunk", [0, *(pytest.param(i, marks=pytest.mark.chaos) for i in range(1, 8))]
 )
 def test_as_fast_as_brute_force_with_zero_bubbles(chunk: int) -> None:
     for seed in range(10_000 + chunk * CHUNK, 10_000 + (chunk + 1) * CHUNK):
@@ -50,7 +50,7 @@ def test_as_fast_as_brute_force_with_zero_bubbles(chunk: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "chunk", [*range(2), *(pytest.param(i, marks=pytest.mark.chaos) for i in range(2, 8))]
+    "chunk", [0, *(pytest.param(i, marks=pytest.mark.chaos) for i in range(1, 8))]
 )
 def test_as_fast_as_brute_force_with_several_devices_a_node(chunk: int) -> None:
     for seed in range(20_000 + chunk * CHUNK, 20_000 + (chunk + 1) * CHUNK):

@@ -120,7 +120,7 @@ def check_memory(request: PlanRequest, plan: Plan) -> None:
 
 
 @given(requests(units=2))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_plans_are_valid_and_within_memory(request: PlanRequest) -> None:
     for schedule in ("auto", "1f1b", "zero-bubble", "interleaved"):
         try:
@@ -142,7 +142,7 @@ def test_plans_are_valid_and_within_memory(request: PlanRequest) -> None:
 
 
 @given(requests(), st.randoms(use_true_random=False))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_equal_requests_have_equal_plans(request: PlanRequest, random: object) -> None:
     try:
         plan = make_plan(request)
@@ -154,7 +154,7 @@ def test_equal_requests_have_equal_plans(request: PlanRequest, random: object) -
 
 
 @given(requests(least=1, most=5), st.sampled_from(TYPES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_one_more_node_is_never_slower(request: PlanRequest, name: str) -> None:
     alike = next((info for info in request.nodes if info.device == name), None)
     more = replace(alike or NodeInfo("", "", "", device=name), node="extra")
@@ -163,7 +163,7 @@ def test_one_more_node_is_never_slower(request: PlanRequest, name: str) -> None:
 
 
 @given(requests(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_faster_node_is_never_slower(request: PlanRequest, data: st.DataObject) -> None:
     """The node changes to the next faster type and keeps its memory."""
     number = data.draw(st.integers(0, len(request.nodes) - 1))
@@ -175,7 +175,7 @@ def test_a_faster_node_is_never_slower(request: PlanRequest, data: st.DataObject
 
 
 @given(requests(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_node_that_turned_slow_never_makes_it_faster(
     request: PlanRequest, data: st.DataObject
 ) -> None:
@@ -187,7 +187,7 @@ def test_a_node_that_turned_slow_never_makes_it_faster(
 
 
 @given(requests(schedule="auto"))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_decisions_carry_predictions_and_alternatives(request: PlanRequest) -> None:
     try:
         decision = decide(request)

@@ -14,7 +14,7 @@ import pytest
 
 from elastic.planning.plan.plan import parse_plan
 from tests.scenarios.harness import Run, elastic_run, proved
-from tests.scenarios.shared import SCRIPT, exact, faults, reference
+from tests.scenarios.shared import SCRIPT, exact, faults, reference, script
 
 PAIRS = (
     ("stream+snapshot", "1"),
@@ -48,14 +48,14 @@ FAULTS = {
     "hang": "stop node=2 step=2 microbatch=2",
     "drain": "drain node=1 step=2 deadline=60",
 }
-SMALL = {("stream+snapshot", "kill-in-update")}
+SMALL = {("recompute+snapshot", "kill-in-microbatch")}
 
 
 def run_with(
-    directory: Path, backup: str, pipelines: str, *flags: str, script: Sequence[str] = ()
+    directory: Path, backup: str, pipelines: str, *flags: str, more: Sequence[str] = ()
 ) -> Run:
     shape = ["--nnodes", "4", "--pipelines", pipelines, "--backup", backup]
-    return elastic_run(directory / "run", exact(*shape, *flags), [*SCRIPT, *script])
+    return elastic_run(directory / "run", exact(*shape, *flags), script(*more))
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_same_parameters_under_every_pair(
     backup: str, pipelines: str, fault: str, tmp_path: Path
 ) -> None:
     longer = (
-        ["--steps", "60"] if fault == "drain" else []
+        ["--steps", "200"] if fault == "drain" else []
     )  # it comes from outside, and takes its time
     expected = reference(tmp_path, *longer).summary
-    run = run_with(tmp_path, backup, pipelines, *faults(FAULTS[fault]), script=longer)
+    run = run_with(tmp_path, backup, pipelines, *faults(FAULTS[fault]), more=longer)
     assert run.code == 0, run.output
     summary = run.summary
     assert summary["params_sha256"] == expected["params_sha256"], run.output
@@ -131,7 +131,7 @@ def test_a_shared_optimizer_state_survives_one_loss(
         "stream+snapshot/sharded",
         "4",
         *faults(*kills),
-        script=["--checkpoint-every", "1"],
+        more=["--checkpoint-every", "1"],
     )
     assert run.code == 0, run.output
     assert run.summary["params_sha256"] == reference(tmp_path).summary["params_sha256"], run.output
@@ -198,7 +198,7 @@ def test_what_was_summed_over_the_holders_is_not_run_again(tmp_path: Path) -> No
     """
     more = ["--num-microbatches", "12"]
     run = run_with(
-        tmp_path, "reduce+replica", "2", *faults("kill node=3 step=2 microbatch=11"), script=more
+        tmp_path, "reduce+replica", "2", *faults("kill node=3 step=2 microbatch=11"), more=more
     )
     assert run.code == 0, run.output
     assert run.summary["params_sha256"] == reference(tmp_path, *more).summary["params_sha256"], (
@@ -341,7 +341,7 @@ def test_with_logged_messages_only_the_lost_stage_computes_again(
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(
-    ("pipelines", "injected", "script"),
+    ("pipelines", "injected", "flags"),
     [
         pytest.param(
             "1",
@@ -378,17 +378,17 @@ def test_with_logged_messages_only_the_lost_stage_computes_again(
     ],
 )
 def test_logged_messages_under_several_faults(
-    pipelines: str, injected: tuple[str, ...], script: tuple[str, ...], tmp_path: Path
+    pipelines: str, injected: tuple[str, ...], flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Several nodes are lost, one after the other or together.
 
     In the case in-part, node 0 runs micro-batches from 3 on only when it replaces node 3. Where a
     state and both its copies are lost, the checkpoint of the last step is used.
     """
-    more = ["--checkpoint-every", "1", *script]
-    run = run_with(tmp_path, "log+snapshot", pipelines, *faults(*injected), script=more)
+    more = ["--checkpoint-every", "1", *flags]
+    run = run_with(tmp_path, "log+snapshot", pipelines, *faults(*injected), more=more)
     assert run.code == 0, run.output
-    assert run.summary["params_sha256"] == reference(tmp_path, *script).summary["params_sha256"], (
+    assert run.summary["params_sha256"] == reference(tmp_path, *flags).summary["params_sha256"], (
         run.output
     )
     assert run.summary["ledger"] == proved(run.summary)
@@ -405,11 +405,11 @@ def test_logged_messages_with_tensor_parallelism_and_other_schedules(
 ) -> None:
     tp = flags[0] == "--tp"
     mine = ["--nproc-per-node", "2"] if tp else list(flags)
-    script = list(flags) if tp else []
+    more = list(flags) if tp else []
     injected = faults("kill node=1 step=2 microbatch=4")
-    run = run_with(tmp_path, "log+snapshot", "1", *mine, *injected, script=script)
+    run = run_with(tmp_path, "log+snapshot", "1", *mine, *injected, more=more)
     assert run.code == 0, run.output
-    expected = run_with(tmp_path / "expected", "log+snapshot", "1", *mine, script=script)
+    expected = run_with(tmp_path / "expected", "log+snapshot", "1", *mine, more=more)
     assert run.summary["params_sha256"] == expected.summary["params_sha256"], run.output
     assert run.summary["recoveries"][0]["microbatches_partial"] >= 3
 
@@ -427,7 +427,7 @@ def test_crashed_workers_get_their_layers_from_shared_memory(tmp_path: Path) -> 
         "--backup",
         "stream+snapshot",
         "--node-memory",
-        "3300KiB",
+        "2100KiB",
     )
     run = elastic_run(
         tmp_path / "run", [*flags, *faults("kill-worker node=1 step=2 microbatch=2")], [*SCRIPT]

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from elastic import ListStack, Microbatch, OptimizerSpec, Trainer
+from elastic import ListStack, Microbatch, Trainer
+from elastic.worker.model.optimizer import adamw
 
 flags = argparse.ArgumentParser()
 flags.add_argument("--flip", nargs=2, default=("", "-1"))
@@ -52,7 +53,7 @@ def data(step: int, index: int) -> Microbatch:
 
 
 stack = ListStack([lambda: Layer(8, 32), lambda: Layer(32, 32), lambda: Layer(32, 1)], seed=0)
-adam = OptimizerSpec(factory=torch.optim.Adam, lr=lambda step: 1e-2 / (1 + step))
+adam = adamw(lambda step: 1e-2 / (1 + step))
 Trainer(
     stack=stack,
     optimizer=adam,

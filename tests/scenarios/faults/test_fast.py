@@ -9,7 +9,7 @@ from tests.scenarios.shared import SCRIPT, faults, reference
 
 
 def test_final_loss_is_that_of_the_failure_free_run(tmp_path: Path) -> None:
-    expected = reference(tmp_path, accumulate="fast").summary
+    expected = reference(tmp_path).summary
     flags = ["--nnodes", "3", "--pipelines", "1", "--accumulate", "fast"]
     run = elastic_run(
         tmp_path / "run", [*flags, *faults("kill node=1 step=2 microbatch=3")], SCRIPT

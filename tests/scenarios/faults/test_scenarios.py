@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.catalogue import SCENARIOS, Scenario
-from tests.scenarios.harness import Run, proved, run_scenario, words_of
-from tests.scenarios.shared import made_once
+from tests.scenarios.catalogue import MODELS, SCENARIOS, Scenario
+from tests.scenarios.harness import Run, elastic_run, proved
+from tests.scenarios.shared import exact, faults, made_once, script
+
+ELASTIC_FLAGS = ("--nproc-per-node", "--backup")
+"""Flags of a scenario that belong to `elastic run`, each with a value; the job gets the others."""
 
 
 def _parameters() -> list[object]:
@@ -17,10 +20,28 @@ def _parameters() -> list[object]:
     ]
 
 
+def words_of(scenario: Scenario) -> tuple[list[str], list[str]]:
+    """Return the flags of `elastic run` that a scenario and its reference share, and the job."""
+    mine = list(scenario.flags)
+    ours: list[str] = []
+    for name in ELASTIC_FLAGS:
+        if name in mine:
+            at = mine.index(name)
+            ours += mine[at : at + 2]
+            del mine[at : at + 2]
+    return exact(*ours), script(*MODELS[scenario.model], *mine)
+
+
+def run_scenario(run_dir: Path, scenario: Scenario) -> Run:
+    common, job = words_of(scenario)
+    shape = ["--nnodes", scenario.nodes, "--pipelines", scenario.pipelines]
+    return elastic_run(run_dir, [*shape, *common, *faults(*scenario.faults)], job)
+
+
 def reference(scenario: Scenario, directory: Path) -> Run:
     """The failure-free run on one node."""
-    common, script = words_of(scenario)
-    return made_once(directory, ["--nnodes", "1", *common], script)
+    common, job = words_of(scenario)
+    return made_once(directory, ["--nnodes", "1", *common], job)
 
 
 @pytest.mark.parametrize("scenario", _parameters())

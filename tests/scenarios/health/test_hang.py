@@ -16,7 +16,7 @@ import pytest
 from tests.patience import LONG_S
 from tests.scenarios.harness import ROOT, Run, elastic_run
 from tests.scenarios.health.broken_device import LOOP
-from tests.scenarios.shared import SCRIPT, exact, faults, reference
+from tests.scenarios.shared import SCRIPT, exact, faults, made_once, reference
 
 BURN = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10000))"
 """Ends with whoever started it, also when that is killed."""
@@ -61,7 +61,7 @@ def test_a_worker_in_an_endless_loop_is_restarted(tmp_path: Path) -> None:
     flags = exact("--nnodes", "3", "--pipelines", "1", "--lease", "3")
     run = elastic_run(tmp_path / "run", flags, [*script, "--node", "node1", "--text", LOOP])
     assert run.code == 0, run.output
-    whole = elastic_run(tmp_path / "whole", exact("--nnodes", "1"), script)
+    whole = made_once(tmp_path, exact("--nnodes", "1"), script)
     assert run.summary["params_sha256"] == whole.summary["params_sha256"]
     stalled = [e for e in run.events if e["kind"] == "stalled"]
     assert [(e["suspects"], e["action"]) for e in stalled] == [(["node1"], "restart")], stalled

@@ -19,6 +19,7 @@ from elastic.telemetry import read_events
 from tests.launcher.helpers import wait_until
 from tests.scenarios.harness import LEASE_S, ROOT, Run
 from tests.scenarios.health.test_hang import agent_log, loaded_machine
+from tests.scenarios.shared import SCRIPT
 
 SOAK_S = float(os.environ.get("ELASTIC_SOAK_S", "1800"))
 HELD_S = 2.0
@@ -40,22 +41,10 @@ def hold_up_an_agent(pid: int) -> None:
 
 def soak(folder: Path, seconds: float, a_core: int, every_s: float) -> None:
     """Train beside `a_core` busy processes per core, and pause one agent at intervals."""
-    script = [
-        "-m",
-        "examples.train_gpt",
-        "--layers",
-        "4",
-        "--hidden",
-        "64",
-        "--heads",
-        "4",
-        "--seq-len",
-        "64",
-    ]
-    script += ["--steps", "1000000", "--checkpoint-every", "50"]
+    script = [*SCRIPT, "--steps", "1000000", "--checkpoint-every", "50"]
     flags = ["--nnodes", "3", "--lease", LEASE_S, "--run-dir", str(folder / "run")]
     command = [sys.executable, "-m", "elastic", "run", "--standalone", *flags, *script]
-    with loaded_machine(a_core), (folder / "output").open("wb") as output:
+    with (folder / "output").open("wb") as output:
         run = subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output
         )
@@ -63,12 +52,13 @@ def soak(folder: Path, seconds: float, a_core: int, every_s: float) -> None:
             assert wait_until(lambda: steps(folder / "run") > 5, 240.0), (
                 folder / "output"
             ).read_text()
-            end = time.time() + seconds
-            while time.time() < end:
-                with pytest.raises(subprocess.TimeoutExpired):
-                    run.wait(max(0.1, min(every_s, end - time.time())))
-                hold_up_an_agent(run.pid)
-            ended = time.time()
+            with loaded_machine(a_core):
+                end = time.time() + seconds
+                while time.time() < end:
+                    with pytest.raises(subprocess.TimeoutExpired):
+                        run.wait(max(0.1, min(every_s, end - time.time())))
+                    hold_up_an_agent(run.pid)
+                ended = time.time()
             run.send_signal(signal.SIGINT)
             run.wait(120)
         finally:

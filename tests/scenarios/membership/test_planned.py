@@ -10,7 +10,7 @@ import pytest
 from tests.scenarios.harness import DEADLINE_S, Run, elastic_run, proved
 from tests.scenarios.jobs import Job
 from tests.scenarios.paced import paced, paced_reference
-from tests.scenarios.shared import SCRIPT, exact, faults, median
+from tests.scenarios.shared import GPT, exact, faults, median
 
 STEPS = ("--steps", "120", "--hidden", "128", "--seq-len", "128")
 SLACK_S = 0.2
@@ -66,7 +66,7 @@ def test_drain_and_join_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.chaos
 def test_drain_and_join_hardly_pause(tmp_path: Path) -> None:
     """Measures a pause, so it needs a machine without other work."""
-    run = elastic_run(tmp_path / "run", FLAGS, [*SCRIPT, *STEPS])
+    run = elastic_run(tmp_path / "run", FLAGS, [*GPT, *STEPS])
     assert run.code == 0, run.output
     for recovery in run.summary["recoveries"]:
         assert recovery["pause_s"] < microbatch_s(run, recovery) + SLACK_S, recovery

@@ -78,13 +78,6 @@ def heal(job: NetworkJob, case: Case) -> None:
         job.heal(node, peer, silently=case.silently)
 
 
-def test_a_random_case(tmp_path: Path) -> None:
-    """One case of `make chaos`, another one in each run."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    check_case(random.Random(seed).choice(CASES), tmp_path)
-
-
 @pytest.mark.chaos
 @pytest.mark.parametrize("number", range(EACH))
 @pytest.mark.parametrize("phase", PHASES)

@@ -8,7 +8,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from tests.scenarios.harness import Run, elastic_run, proved
-from tests.scenarios.shared import SCRIPT, exact, faults, reference
+from tests.scenarios.shared import GPT, exact, faults, reference
 
 DROPOUT = ("--dropout", "0.1")
 TIED = ("--tie-embeddings", "--dropout", "0.1")
@@ -72,7 +72,7 @@ def _expected(directory: Path, model: tuple[str, ...]) -> Run:
     flags = exact(
         "--nnodes", "2", "--pipelines", "1", "--nproc-per-node", "2", "--schedule", "1f1b"
     )
-    return elastic_run(directory / "reference", flags, [*SCRIPT, *model])
+    return elastic_run(directory / "reference", flags, [*GPT, *model])
 
 
 @pytest.mark.parametrize(("schedule", "words", "model"), CASES)
@@ -80,7 +80,7 @@ def test_parameters_do_not_depend_on_the_schedule(
     schedule: str, words: tuple[str, ...], model: tuple[str, ...], tmp_path: Path
 ) -> None:
     expected = _expected(tmp_path, model)
-    run = elastic_run(tmp_path / "run", exact("--schedule", schedule, *words), [*SCRIPT, *model])
+    run = elastic_run(tmp_path / "run", exact("--schedule", schedule, *words), [*GPT, *model])
     _check(run, expected, words)
     assert (f"schedule={schedule}:" in run.summary["plan"]) == (schedule != "1f1b")
 
@@ -97,6 +97,6 @@ def test_nor_on_recomputation(schedule: str, fault: str, tmp_path: Path) -> None
     """Memory is short before and after the loss, so activations are recomputed."""
     words = ("--nnodes", "3", "--pipelines", "1", *(faults(fault) if fault else ()))
     flags = exact("--schedule", schedule, "--node-memory", "4MiB", *words)
-    run = elastic_run(tmp_path / "run", flags, [*SCRIPT, *DROPOUT])
+    run = elastic_run(tmp_path / "run", flags, [*GPT, *DROPOUT])
     _check(run, reference(tmp_path, *DROPOUT), words)
     assert "+recompute" in run.summary["plan"]

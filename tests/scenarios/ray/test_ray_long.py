@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests.launcher.helpers import wait_until
-from tests.scenarios.harness import ROOT
+from tests.scenarios.harness import ROOT, Run
 from tests.scenarios.ray.ray_cluster import SERVICES, Job, has_agent, ray_cluster, raylet, words
-from tests.scenarios.shared import SCRIPT, exact, reference
+from tests.scenarios.shared import GPT, exact, made_once
 
 pytestmark = [
     pytest.mark.chaos,
@@ -28,10 +28,15 @@ STEPS = ("--num-microbatches", "48", "--steps", "100")
 FEW = ("--steps", "12")
 
 
+def reference(directory: Path, *flags: str) -> Run:
+    """The failure-free run on one node."""
+    return made_once(directory, exact("--nnodes", "1"), [*GPT, *flags])
+
+
 def test_two_raylets_then_an_actor_are_killed(tmp_path: Path) -> None:
     with ray_cluster(4) as cluster:
         flags = ["--address", cluster.address, *exact("--pipelines", "1", "--nnodes", "2:4")]
-        job = Job(tmp_path / "run", flags, [*SCRIPT, *STEPS])
+        job = Job(tmp_path / "run", flags, [*GPT, *STEPS])
         try:
             job.until(lambda entry: entry.get("phase") == "running" and entry.get("nodes") == 4)
             for node in [node for node in cluster.worker_nodes if has_agent(node)][:2]:
@@ -72,7 +77,7 @@ def test_as_a_ray_job(tmp_path: Path) -> None:
             "2",
             "--run-dir",
             str(run_dir),
-            *exact(*SCRIPT, *FEW),
+            *exact(*GPT, *FEW),
         ]
         submit = [str(Path(sys.executable).with_name("ray")), "job", "submit"]
         done = subprocess.run(
@@ -205,7 +210,7 @@ def test_the_autoscaler_brings_the_nodes(outside: bool, tmp_path: Path) -> None:
         ), scaling.log.read_text()
         address = scaling.client if outside else scaling.address
         flags = ["--address", address, *exact("--nnodes", "1:2", "--pipelines", "1")]
-        job = Job(tmp_path / "run", flags, [*SCRIPT, "--steps", "2000"])
+        job = Job(tmp_path / "run", flags, [*GPT, "--steps", "2000"])
         try:
             job.until(lambda entry: entry.get("phase") == "running" and entry.get("nodes") == 2)
             assert "no node is missing any more" in job.output

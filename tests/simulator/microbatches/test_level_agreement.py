@@ -81,7 +81,6 @@ PAIRS = ("log+replica", "stream:4+snapshot")
 SMALL = {
     ("losses and joins", "log+replica"),
     ("notice", "stream:4+snapshot"),
-    ("every node lost", "stream:4+snapshot"),
 }
 
 

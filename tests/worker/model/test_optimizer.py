@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from elastic.worker.model.optimizer import (
     constant,
     cosine,
     decay_matrices,
+    without_compiler,
 )
 
 FACTORIES: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
@@ -62,6 +65,28 @@ def test_same_as_torch_alone(name: str) -> None:
         plain.step()
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ours, theirs, strict=True))
     assert all(parameter.grad is None for _, parameter in ours)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam])
+def test_without_the_compiler_the_bits_are_the_same(kind: type[torch.optim.Optimizer]) -> None:
+    ours, theirs = parameters(), parameters()
+    makers: list[Callable[..., torch.optim.Optimizer]] = [without_compiler(kind), kind]
+    for named, maker in zip((ours, theirs), makers, strict=True):
+        factory = partial(maker, lr=0.0, weight_decay=0.1)
+        steps(LayerOptimizer(named, OptimizerSpec(factory=factory, lr=constant(0.1))), 0, 3)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(ours, theirs, strict=True))
+    assert not torch.equal(ours[0][1], parameters()[0][1])
+
+
+def test_adamw_does_not_load_torchs_compiler() -> None:
+    code = (
+        "import sys, torch\n"
+        "from elastic.worker.model.optimizer import LayerOptimizer, adamw\n"
+        "weight = torch.nn.Parameter(torch.ones(2, 2))\n"
+        "LayerOptimizer([('weight', weight)], adamw(0.1)).step([torch.ones(2, 2)], 0.1)\n"
+        "sys.exit('torch._dynamo' in sys.modules or torch.equal(weight, torch.ones(2, 2)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @EACH
