@@ -272,7 +272,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     remedy = "a complete checkpoint (a directory step-NNNNNNNN with manifest.json) is needed"
     try:
-        manifest = codec.loads(Manifest, (path / MANIFEST).read_bytes())
+        manifest = codec.loads(Manifest, (path / MANIFEST).read_bytes(), newer=True)
         problem = _damage(path, manifest)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingCheckpoint("checkpoint", str(path), f"{remedy}: {error}") from error
@@ -375,7 +375,7 @@ def discard_step(directory: Path | str, step: int, before: int = 0) -> None:
 
 def _remove_before(path: Path, epoch: int) -> bool:
     """Remove the files of epochs before `epoch`; return whether there were any."""
-    records = [codec.loads(CheckpointFile, f.read_bytes()) for f in path.glob("layer-*.json")]
+    records = [_record_in(file) for file in path.glob("layer-*.json")]
     old = [record for record in records if record.epoch < epoch]
     for record in old:
         (path / _record_name(record.name)).unlink(missing_ok=True)
@@ -439,6 +439,12 @@ def _shape(entry: TensorEntry, portion: Portion) -> tuple[int, ...]:
     return entry.shape if portion == WHOLE or not entry.shape else (last - first,)
 
 
+def _record_in(file: Path) -> CheckpointFile:
+    """Return the entry in a file beside a state, which an agent of another version may have
+    written."""
+    return codec.loads(CheckpointFile, file.read_bytes(), newer=True)
+
+
 def _metadata(header: StateHeader) -> dict[str, str]:
     metadata = {
         "version": str(header.version),
@@ -451,10 +457,7 @@ def _metadata(header: StateHeader) -> dict[str, str]:
 
 
 def _collect(staging: Path, step: int, shape: tuple[int, int] | None) -> Manifest:
-    parts = [
-        codec.loads(CheckpointFile, file.read_bytes())
-        for file in sorted(staging.glob("layer-*.json"))
-    ]
+    parts = [_record_in(file) for file in sorted(staging.glob("layer-*.json"))]
     parts = [part for part in parts if shape in (None, (part.n_layers, part.tp))]
     shapes = {(part.n_layers, part.tp) for part in parts}
     if len(shapes) != 1:
