@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -112,21 +113,34 @@ class Manifest:
 
 RETRY_S = (0.1, 0.3, 0.9)
 """Pauses in seconds before a failed write of a checkpoint is tried again."""
+PATIENT_RETRY_S = 1.0
+"""Pause in seconds between later tries of a write that is worth a longer wait."""
 
 
-def retry(action: Callable[[], T], wait: Callable[[float], object]) -> T:
-    """Return the result of `action`; try again after each pause of RETRY_S if the disk failed.
+def retry(
+    action: Callable[[], T],
+    wait: Callable[[float], object],
+    *,
+    patience_s: float = 0.0,
+    held: Callable[[Exception], object] = lambda error: None,
+) -> T:
+    """Return the result of `action`; try again after pauses if the disk failed.
 
-    `wait(seconds)` makes the pause. An error that no OSError caused is raised at once, any other
-    after the last try.
+    The pauses are RETRY_S, and then others until their sum is `patience_s`. `held(error)` is called
+    once, before the others. `wait(seconds)` makes a pause; if it returns True, the next try is the
+    last one. An error that no OSError caused is raised at once, any other after the last try.
     """
-    for pause_s in RETRY_S:
+    later = max(0, math.ceil((patience_s - sum(RETRY_S)) / PATIENT_RETRY_S))
+    for number, pause_s in enumerate([*RETRY_S, *[PATIENT_RETRY_S] * later]):
         try:
             return action()
         except (ElasticError, OSError) as error:
             if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
                 raise
-        wait(pause_s)
+            if number == len(RETRY_S):
+                held(error)
+        if wait(pause_s) is True:
+            break
     return action()
 
 
