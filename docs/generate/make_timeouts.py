@@ -47,6 +47,7 @@ SECTIONS = {
         "return_s": "Without copies, the job waits this long for a minority of nodes.",
         "orphan_s": "An idle agent ends if it reaches no coordinator for this long.",
         "save_s": "A job that failed waits this long for a checkpoint that is due.",
+        "disk_s": "Writes of the last checkpoint are repeated for this long.",
     },
     "Workers": {
         "contact_s": "If workers lost contact, a new epoch begins after this time.",

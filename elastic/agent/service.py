@@ -212,6 +212,7 @@ class NodeAgent:
             self._vault,
             self._later(self._send_part),
             self._monitor.checkpoint_failed,
+            limits.disk_s,
         )
         self._replicator = Replicator(
             self._vault,

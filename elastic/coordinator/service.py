@@ -115,7 +115,9 @@ class Coordinator:
         self._sessions: dict[str, ClientSession] = {}
         self._unaware: set[str] = set()
         """Members that could not be told the end of the job; they may still reconnect."""
-        self._commits = CheckpointCommits(Path(config.checkpoint_dir), self._events.put)
+        self._commits = CheckpointCommits(
+            Path(config.checkpoint_dir), self._events.put, self._events.put
+        )
         self._rules_due = self._to_save = self._adopted = self._yields = False
         self._passed_over: tuple[dict[str, Any], ...] = ()
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
@@ -234,6 +236,8 @@ class Coordinator:
             self._answer(item)
         elif isinstance(item, Future):
             self._committed(item)
+        elif isinstance(item, job.LogEntry):
+            self._log_event(item.kind, item.data)
         elif isinstance(item, RejectionNotice):
             self._rejected(m.RefusalNote("coordinator", *astuple(item)))
         elif isinstance(item, tuple):
@@ -363,7 +367,7 @@ class Coordinator:
                     self._metrics.recovered(action, self._records.recovered(action))
                 self._records.progress(state)
             case job.CommitCheckpoint(step):
-                self._commits.begin(step, self._state.spec)
+                self._commits.begin(step, self._state.spec, self._state.limits.disk_s)
             case job.DropCheckpoint(step, before):
                 self._commits.drop(step, before)
             case job.JobFinished():

@@ -69,13 +69,13 @@ def dumps(value: Any) -> str:
     return json.dumps(encode(value), separators=(",", ":"), allow_nan=True)
 
 
-def loads(kind: type[T], text: str | bytes) -> T:
-    """Convert a JSON text to type `kind`. Raises FieldError."""
+def loads(kind: type[T], text: str | bytes, *, newer: bool = False) -> T:
+    """Convert a JSON text to type `kind`, as `decode` does. Raises FieldError."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FieldError(kind.__name__, text[:80], f"not JSON: {error}") from error
-    return decode(kind, data)
+    return decode(kind, data, newer=newer)
 
 
 def _is_dataclass(kind: Any) -> bool:

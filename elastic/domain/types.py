@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar
 
@@ -218,13 +218,28 @@ class JobSpec:
     contents: tuple[str, ...] = ()
     """Per layer, its parameters as a short text; (): unknown. Checkpoints are compared by it."""
     optimizer: str = ""
-    """Optimizer and its state as a short text; "": unknown."""
+    """Optimizer and its state as a short text; "": unknown. The former version has neither this
+    field nor `contents`."""
     everywhere_the_same: ClassVar[bool] = True
     """All nodes send an equal value, so that one check of it is enough."""
 
     @property
     def n_layers(self) -> int:
         return len(self.layers)
+
+    def joined(self, other: JobSpec) -> JobSpec | None:
+        """Return what both descriptions tell about one job, or None if they are of two jobs. What
+        one of them does not tell is taken from the other."""
+        if self == other:
+            return self
+        mine, theirs = _completed(self, other), _completed(other, self)
+        return mine if mine == theirs else None
+
+
+def _completed(spec: JobSpec, other: JobSpec) -> JobSpec:
+    """Return `spec` with the fields that it does not tell from `other`."""
+    contents, optimizer = spec.contents or other.contents, spec.optimizer or other.optimizer
+    return replace(spec, contents=contents, optimizer=optimizer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
@@ -112,21 +113,34 @@ class Manifest:
 
 RETRY_S = (0.1, 0.3, 0.9)
 """Pauses in seconds before a failed write of a checkpoint is tried again."""
+PATIENT_RETRY_S = 1.0
+"""Pause in seconds between later tries of a write that is worth a longer wait."""
 
 
-def retry(action: Callable[[], T], wait: Callable[[float], object]) -> T:
-    """Return the result of `action`; try again after each pause of RETRY_S if the disk failed.
+def retry(
+    action: Callable[[], T],
+    wait: Callable[[float], object],
+    *,
+    patience_s: float = 0.0,
+    held: Callable[[Exception], object] = lambda error: None,
+) -> T:
+    """Return the result of `action`; try again after pauses if the disk failed.
 
-    `wait(seconds)` makes the pause. An error that no OSError caused is raised at once, any other
-    after the last try.
+    The pauses are RETRY_S, and then others until their sum is `patience_s`. `held(error)` is called
+    once, before the others. `wait(seconds)` makes a pause; if it returns True, the next try is the
+    last one. An error that no OSError caused is raised at once, any other after the last try.
     """
-    for pause_s in RETRY_S:
+    later = max(0, math.ceil((patience_s - sum(RETRY_S)) / PATIENT_RETRY_S))
+    for number, pause_s in enumerate([*RETRY_S, *[PATIENT_RETRY_S] * later]):
         try:
             return action()
         except (ElasticError, OSError) as error:
             if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
                 raise
-        wait(pause_s)
+            if number == len(RETRY_S):
+                held(error)
+        if wait(pause_s) is True:
+            break
     return action()
 
 
@@ -272,7 +286,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     remedy = "a complete checkpoint (a directory step-NNNNNNNN with manifest.json) is needed"
     try:
-        manifest = codec.loads(Manifest, (path / MANIFEST).read_bytes())
+        manifest = codec.loads(Manifest, (path / MANIFEST).read_bytes(), newer=True)
         problem = _damage(path, manifest)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingCheckpoint("checkpoint", str(path), f"{remedy}: {error}") from error
@@ -375,7 +389,7 @@ def discard_step(directory: Path | str, step: int, before: int = 0) -> None:
 
 def _remove_before(path: Path, epoch: int) -> bool:
     """Remove the files of epochs before `epoch`; return whether there were any."""
-    records = [codec.loads(CheckpointFile, f.read_bytes()) for f in path.glob("layer-*.json")]
+    records = [_record_in(file) for file in path.glob("layer-*.json")]
     old = [record for record in records if record.epoch < epoch]
     for record in old:
         (path / _record_name(record.name)).unlink(missing_ok=True)
@@ -439,6 +453,12 @@ def _shape(entry: TensorEntry, portion: Portion) -> tuple[int, ...]:
     return entry.shape if portion == WHOLE or not entry.shape else (last - first,)
 
 
+def _record_in(file: Path) -> CheckpointFile:
+    """Return the entry in a file beside a state, which an agent of another version may have
+    written."""
+    return codec.loads(CheckpointFile, file.read_bytes(), newer=True)
+
+
 def _metadata(header: StateHeader) -> dict[str, str]:
     metadata = {
         "version": str(header.version),
@@ -451,10 +471,7 @@ def _metadata(header: StateHeader) -> dict[str, str]:
 
 
 def _collect(staging: Path, step: int, shape: tuple[int, int] | None) -> Manifest:
-    parts = [
-        codec.loads(CheckpointFile, file.read_bytes())
-        for file in sorted(staging.glob("layer-*.json"))
-    ]
+    parts = [_record_in(file) for file in sorted(staging.glob("layer-*.json"))]
     parts = [part for part in parts if shape in (None, (part.n_layers, part.tp))]
     shapes = {(part.n_layers, part.tp) for part in parts}
     if len(shapes) != 1:

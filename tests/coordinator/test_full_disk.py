@@ -16,7 +16,13 @@ from elastic.coordinator.records import run_records as records
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits
 from elastic.coordinator.records.run_directory import announce, read_json, write_pid
 from elastic.coordinator.records.run_records import RetryingEventLog, RunRecords
-from elastic.core.job.state import CheckpointFailed, JobState, Policy
+from elastic.core.job.state import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    JobState,
+    LogEntry,
+    Policy,
+)
 from elastic.store import checkpoint_directory
 from elastic.telemetry import read_events
 from tests.disks import fill, small_disk
@@ -144,3 +150,32 @@ def test_a_commit_fails_if_the_disk_fails(
 
 def no_locks(descriptor: int, how: int) -> None:
     raise OSError(37, "No locks available")
+
+
+def test_a_commit_is_repeated_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told of once, and the checkpoint is complete when there is room."""
+    monkeypatch.setattr(checkpoint_directory, "RETRY_S", (0.001,))
+    monkeypatch.setattr(checkpoint_directory, "PATIENT_RETRY_S", 0.001)
+    room, done, late = threading.Event(), threading.Event(), list[LogEntry]()
+
+    def commit(directory: Path, step: int, spec: Any) -> Path:
+        if not room.is_set():
+            raise OSError(28, "No space left on device")
+        return directory
+
+    def told(entry: LogEntry) -> None:
+        late.append(entry)
+        room.set()
+
+    monkeypatch.setattr(checkpoint_directory, "commit", commit)
+    commits = CheckpointCommits(tmp_path, lambda future: done.set(), told)
+    commits.begin(4, None, patience_s=10.0)
+    assert done.wait(LONG_S)
+    (future,) = commits.pending()
+    assert commits.take(future) == CheckpointCommitted(str(tmp_path), 4)
+    (entry,) = late
+    assert entry.kind == "checkpoint-late" and entry.data["step"] == 4
+    assert "No space left on device" in entry.data["why"]
+    commits.close()

@@ -50,7 +50,7 @@ class CheckpointWriter:
 
     `emit(part)` is called on any thread when the node's files of a step are on disk, or could not
     be written after several tries. `failed(why)` is also called in the second case. Training goes
-    on.
+    on. The files of the last step are tried for `patience_s`, and `failed` is called meanwhile.
     """
 
     def __init__(
@@ -59,8 +59,10 @@ class CheckpointWriter:
         vault: Vault,
         emit: Callable[[CheckpointPart], None],
         failed: Callable[[str], None] = lambda why: None,
+        patience_s: float = 0.0,
     ) -> None:
         self._directory, self._vault, self._emit, self._failed = directory, vault, emit, failed
+        self._patience_s = patience_s
         self.every = 0
         """Steps between checkpoints; 0: no checkpoints."""
         self.steps = 0
@@ -220,7 +222,10 @@ class CheckpointWriter:
                 if self.is_undone(copy):
                     return
                 checkpoint_directory.retry(
-                    partial(self._write_part, plan, copy, data), self._closed.wait
+                    partial(self._write_part, plan, copy, data),
+                    partial(self._pause, copy),
+                    patience_s=self._patience_s if copy.step == self.steps else 0.0,
+                    held=lambda error: self._failed(str(error.__cause__ or error)),
                 )
         except (ElasticError, OSError) as error:
             self._give_up(copies, error, str(error.__cause__ or error))
@@ -231,6 +236,10 @@ class CheckpointWriter:
             return
         slots = tuple(copy.slot for copy in copies)
         self._emit(CheckpointPart(copies[0].step, slots, copies[0].epoch, self._vault.node))
+
+    def _pause(self, copy: Copy, seconds: float) -> bool:
+        """Wait until the next try to write a copy; return whether no more tries are needed."""
+        return self._closed.wait(seconds) or self.is_undone(copy)
 
     def _write_part(self, plan: Plan, copy: Copy, data: memoryview) -> None:
         checkpoint_directory.write_part(

@@ -22,26 +22,41 @@ Commit = Future[job.CheckpointCommitted | job.CheckpointFailed]
 
 class CheckpointCommits:
     """Completes checkpoints in the background. `done(commit)` is called on another thread when a
-    commit ends; pass the commit to `take`."""
+    commit ends; pass the commit to `take`. `late(entry)` is called there if the disk fails for
+    longer than a moment."""
 
-    def __init__(self, directory: Path, done: Callable[[Any], object]) -> None:
-        self._directory, self._done = directory, done
+    def __init__(
+        self,
+        directory: Path,
+        done: Callable[[Any], object],
+        late: Callable[[job.LogEntry], object] = lambda entry: None,
+    ) -> None:
+        self._directory, self._done, self._late = directory, done, late
         self._disk = Dispatcher("checkpoint")
         self._closed = threading.Event()
         self._pending: dict[Commit, int] = {}
 
-    def begin(self, step: int, spec: JobSpec | None) -> None:
+    def begin(self, step: int, spec: JobSpec | None, patience_s: float = 0.0) -> None:
         """Start to complete the checkpoint of `step`, unless this is under way. A disk that
-        fails is tried several times."""
+        fails is tried several times, for `patience_s` in all."""
         if step in self._pending.values():
             return
         future: Commit = Future()
+
+        def held(error: Exception) -> None:
+            why = str(error.__cause__ or error)
+            text = "checkpoint of step %d cannot be completed yet; it is tried for %g s: %s"
+            log.warning(text, step, patience_s, why)
+            data = {"step": step, "why": why, "patience_s": patience_s}
+            self._late(job.LogEntry("checkpoint-late", data))
 
         def commit() -> job.CheckpointCommitted | job.CheckpointFailed:
             try:
                 path = checkpoint_directory.retry(
                     lambda: checkpoint_directory.commit(self._directory, step, spec),
                     self._closed.wait,
+                    patience_s=patience_s,
+                    held=held,
                 )
             except (ElasticError, OSError) as error:  # a network disk may fail at any time
                 log.error("checkpoint of step %d is incomplete: %s", step, error)

@@ -69,7 +69,9 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
             return state, actions, problem
         state = state.of(resumed=None)
     if state.spec is not None and report.spec is not None:
-        if report.spec != state.spec:
+        joined = state.spec.joined(report.spec)
+        state = state.of(spec=joined or state.spec)
+        if joined is None:
             text = f"{node} runs another model or configuration than the rest of the job"
             report = replace(report, failed=m.Failed(text, 2))
         else:  # the state keeps the spec once, because it is the largest part of a report

@@ -103,6 +103,9 @@ class Timeouts:
     """Workers that have all loaded their layers must connect to each other within this time."""
     save_s: float = 60.0
     """A job that failed waits this long for a checkpoint that is due."""
+    disk_s: float = 30.0
+    """A write without which a job lacks its last checkpoint is repeated for this long if the disk
+    fails."""
     preflight_s: float = 10.0
     """The pre-flight waits this long for an answer of the coordinator, or of a peer's vault."""
     trial_cpu_s: float = 300.0

@@ -8,6 +8,9 @@ N-1 understand each other, under these rules for changes:
 - A new kind of message is sent only to receivers that announce the kind as a capability, so the
   receiver must be able to do without it.
 - A new value of an enumeration is written one version after it can be read.
+- What nodes compare must not differ because one of them does not know a field (`JobSpec.joined`).
+
+`tests/rpc/frozen` has samples of both versions.
 
 Both sides announce their `ProtocolVersion` when a session opens: agent and coordinator, worker and
 agent. The saved state holds the number of the coordinator that wrote it. A side that does not fit

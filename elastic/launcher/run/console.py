@@ -151,6 +151,11 @@ def _checkpoint_lost_line(event: Entry) -> str:
     return f"warning: no checkpoint of step {_field(event, 'step')}{where}: {event.get('why', '')}"
 
 
+def _checkpoint_late_line(event: Entry) -> str:
+    text = f"warning: the checkpoint of step {_field(event, 'step')} cannot be completed yet"
+    return f"{text}: {event.get('why', '')}; it is tried for {_field(event, 'patience_s')} s"
+
+
 def _corrupt_line(event: Entry) -> str:
     where = f"copy of {_field(event, 'owner')} on {_field(event, 'keeper')} is corrupt"
     return f"warning: {where}: {event.get('detail', '')}"
@@ -246,6 +251,7 @@ EVENT_LINES: dict[str, Callable[[Entry], str]] = {
     "keeper-failed": _keeper_failed_line,
     "checkpoint-unusable": _checkpoint_unusable_line,
     "checkpoint-lost": _checkpoint_lost_line,
+    "checkpoint-late": _checkpoint_late_line,
     "health": _health_line,
     "preflight": _preflight_line,
     "doubt": _doubt_line,

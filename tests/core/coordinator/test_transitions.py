@@ -431,6 +431,19 @@ def test_another_model_ends_the_job() -> None:
     assert {a.code for a in sent(actions, m.Stop)} == {2}
 
 
+def test_a_node_of_the_former_version_may_not_describe_the_layers() -> None:
+    """It does not know the fields. What the others tell completes the description."""
+    state = running()
+    told = replace(spec_of(state), contents=("a", "b"), optimizer="Adam")
+    plain = replace(told, contents=(), optimizer="")
+    for first, second in ((told, plain), (plain, told)):
+        after, *_ = send_report(state.of(spec=first), "node1", spec=second)
+        assert after.phase is JobPhase.RUNNING and after.spec == told
+    other = replace(told, optimizer="SGD")
+    after, _, reason = send_report(state.of(spec=told), "node1", spec=other)
+    assert after.phase is JobPhase.FAILED and "another model or configuration" in reason
+
+
 def test_missed_orders_are_sent_again() -> None:
     """Halt, Install and Launch follow any report that shows them missing."""
     state, *_ = send_report(running(), "node2", phase=NodePhase.STARTING)

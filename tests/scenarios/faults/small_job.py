@@ -1,9 +1,10 @@
 """A job of three small layers whose data or parameters go wrong at a given step.
 
-    small_job.py [--flip NODE STEP] [--nan STEP MICROBATCH] [--steps N]
+    small_job.py [--flip NODE STEP [--late]] [--nan STEP MICROBATCH] [--inf STEP MICROBATCH]
 
-`--flip` changes one bit of a weight on NODE, once, while it runs the first micro-batch of STEP.
-`--nan` puts a NaN into the data of one micro-batch.
+`--flip` changes one bit of a weight on NODE, once, while it runs the first micro-batch of STEP, or
+`--late` before its update, when the commit has compared all replicas. `--nan` puts a NaN into the
+data of one micro-batch; `--inf` makes its gradient infinite.
 """
 
 from __future__ import annotations
@@ -21,18 +22,30 @@ from elastic.worker.model.optimizer import adamw
 
 flags = argparse.ArgumentParser()
 flags.add_argument("--flip", nargs=2, default=("", "-1"))
+flags.add_argument("--late", action="store_true")
+flags.add_argument("--inf", nargs=2, type=int, default=(-1, -1))
 flags.add_argument("--nan", nargs=2, type=int, default=(-1, -1))
 flags.add_argument("--steps", type=int, default=6)
 arguments = flags.parse_args()
 
 
+MIDDLE: list[Tensor] = []
+"""Weight of the middle layer on this node, as it was last used."""
+
+
 class Layer(nn.Linear):
     def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
         if self.in_features == self.out_features:
-            flip(self.weight, microbatch.step)
+            MIDDLE.append(self.weight)
+            if not arguments.late:
+                flip(self.weight, microbatch.step)
         x = super().forward(microbatch.fields["x"] if hidden is None else hidden)
         last = self.out_features == 1
-        return nn.functional.mse_loss(x, microbatch.fields["y"]) if last else x.relu()
+        if not last:
+            return x.relu()
+        loss = nn.functional.mse_loss(x, microbatch.fields["y"])
+        infinite = (microbatch.step, microbatch.index) == tuple(arguments.inf)
+        return 4 * loss if infinite else loss
 
 
 def flip(weight: Tensor, step: int) -> None:
@@ -44,16 +57,25 @@ def flip(weight: Tensor, step: int) -> None:
         weight.detach().view(torch.int32)[3, 5] ^= 1 << 20
 
 
+def lr(step: int) -> float:
+    """The learning rate, which is asked for when the update begins."""
+    if arguments.late and MIDDLE:
+        flip(MIDDLE[-1], step)
+    return 1e-2 / (1 + step)
+
+
 def data(step: int, index: int) -> Microbatch:
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(100 * step + index))
     y = x.sum(1, keepdim=True)
     if (step, index) == tuple(arguments.nan):
         x[0, 0] = math.nan
+    if (step, index) == tuple(arguments.inf):
+        y = y - 3e38  # the gradient of each output is finite, and their sum is not
     return Microbatch(step, index, {"x": x, "y": y})
 
 
 stack = ListStack([lambda: Layer(8, 32), lambda: Layer(32, 32), lambda: Layer(32, 1)], seed=0)
-adam = adamw(lambda step: 1e-2 / (1 + step))
+adam = adamw(lr)
 Trainer(
     stack=stack,
     optimizer=adam,

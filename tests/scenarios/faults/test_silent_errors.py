@@ -12,7 +12,11 @@ from tests.scenarios.shared import exact, faults, made_once
 
 JOB = str(Path(__file__).with_name("small_job.py"))
 SKIP = ("--on-nonfinite", "skip")
-NAN = ("--nan", "3", "2")
+NAN, INF = ("--nan", "3", "2"), ("--inf", "3", "2")
+LAST = 5
+"""The last step."""
+NEVER, SELDOM = ("--verify-every", "0"), ("--verify-every", "4")
+CHAOS = pytest.mark.chaos
 
 
 def reference(directory: Path, *flags: str, arguments: tuple[str, ...] = ()) -> Run:
@@ -39,6 +43,114 @@ def test_a_flipped_bit_of_one_replica_is_repaired(tmp_path: Path) -> None:
     assert "warning: step 2: layer 1" in run.output
     (recovery,) = run.summary["recoveries"]
     assert recovery["cause_kinds"] == ["divergence"] and recovery["nodes_after"] == 2
+
+
+def test_a_flipped_bit_and_then_a_lost_node(tmp_path: Path) -> None:
+    """The parameters are those of the run without both."""
+    kill = faults("kill node=0 step=3 microbatch=2")
+    flags = exact("--nnodes", "3", "--pipelines", "3", *kill)
+    run = elastic_run(tmp_path / "run", flags, [JOB, "--flip", "node1", "1"])
+    check_same(run, reference(tmp_path))
+    (found,) = run.summary["divergences"]
+    assert (found["step"], found["wrong"]) == (1, [["node1", 1, 0]])
+    assert run.summary["recoveries"][-1]["nodes_after"] == 2
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("step", [2, LAST])
+@pytest.mark.parametrize("where", ["microbatch=3", "phase=reduce"])
+def test_a_flipped_bit_and_a_lost_node_in_one_step(tmp_path: Path, step: int, where: str) -> None:
+    """A sound holder is lost before the comparison. The two others may have no evidence left, and
+    the job ends; it never ends well with other parameters."""
+    kill = faults(f"kill node=0 step={step} {where}")
+    flags = exact("--nnodes", "3", "--pipelines", "3", *kill)
+    run = elastic_run(tmp_path / "run", flags, [JOB, "--flip", "node1", str(step)])
+    (found,) = run.summary["divergences"]
+    if found["fatal"]:
+        assert run.code == 3 and "layer 1 (TP rank 0): parameters differ" in found["reason"]
+    else:
+        check_same(run, reference(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "late", [pytest.param((), id="before-the-commit"), pytest.param(("--late",), id="after-it")]
+)
+@pytest.mark.chaos
+def test_a_bit_flips_in_the_last_step(tmp_path: Path, late: tuple[str, ...]) -> None:
+    """The comparison after the last step finds a flip that the commit cannot see. Of three
+    holders, the minority is loaded anew."""
+    flags = exact("--nnodes", "3", "--pipelines", "3")
+    run = elastic_run(tmp_path / "run", flags, [JOB, "--flip", "node1", str(LAST), *late])
+    check_same(run, reference(tmp_path))
+    (found,) = run.summary["divergences"]
+    assert found["step"] == LAST + len(late)
+    assert (found["wrong"], found["fatal"]) == ([["node1", 1, 0]], False)
+
+
+def test_a_seldom_comparison_finds_a_flip_at_the_end(tmp_path: Path) -> None:
+    """Steps 0 and 4 are compared, and the end. By then both nodes have updated, so none is proven
+    wrong, and the job ends with the values as evidence."""
+    flags = exact("--nnodes", "2", "--pipelines", "2", *SELDOM)
+    run = elastic_run(tmp_path / "run", flags, [JOB, "--flip", "node1", str(LAST)])
+    assert run.code == 3, run.output
+    (found,) = run.summary["divergences"]
+    assert (found["step"], found["fatal"]) == (LAST + 1, True)
+    text = "layer 1 (TP rank 0): parameters differ: node0 has "
+    assert text in found["reason"] and text in run.output.splitlines()[-1]
+
+
+@pytest.mark.chaos
+def test_a_seldom_comparison_without_a_flip(tmp_path: Path) -> None:
+    flags = exact("--nnodes", "2", "--pipelines", "2", *SELDOM)
+    check_same(elastic_run(tmp_path / "run", flags, [JOB]), reference(tmp_path))
+
+
+@pytest.mark.chaos
+def test_a_seldom_comparison_of_three_holders_names_the_wrong_one(tmp_path: Path) -> None:
+    """The flip is in step 1, the comparison in step 4. The minority is loaded anew; steps 1 to 3
+    keep the gradients that it made."""
+    flags = exact("--nnodes", "3", "--pipelines", "3", *SELDOM)
+    run = elastic_run(tmp_path / "run", flags, [JOB, "--flip", "node1", "1"])
+    assert run.code == 0, run.output
+    (found,) = run.summary["divergences"]
+    assert (found["step"], found["wrong"]) == (4, [["node1", 1, 0]])
+
+
+@pytest.mark.chaos
+def test_without_comparisons_a_flip_is_not_found(tmp_path: Path) -> None:
+    flags = exact("--nnodes", "2", "--pipelines", "2", *NEVER)
+    run = elastic_run(tmp_path / "run", flags, [JOB, "--flip", "node1", "2"])
+    assert run.code == 0 and not run.summary["divergences"], run.output
+    expected = reference(tmp_path).summary
+    assert run.summary["params_sha256"] != expected["params_sha256"]
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "skip",
+        pytest.param("stop", marks=pytest.mark.chaos),
+        pytest.param("continue", marks=pytest.mark.chaos),
+    ],
+)
+def test_an_infinite_gradient(tmp_path: Path, action: str) -> None:
+    flags = ["--accumulate", "fast", "--nnodes", "2", "--pipelines", "1", "--on-nonfinite", action]
+    run = elastic_run(tmp_path / "run", flags, [JOB, *INF])
+    summary = run.summary
+    first = summary["nonfinite"][0]
+    assert (first["step"], first["action"]) == (3, action), run.output
+    assert "the gradient norm of step 3 is inf" in run.output or action == "stop"
+    if action == "stop":
+        assert run.code == 1 and summary["steps"] == 3, run.output
+        assert "step 3: the gradient norm is inf" in summary["reason"]
+        return
+    assert run.code == 0 and len(summary["loss"]) == 6, run.output
+    assert math.isinf(summary["grad_norm"][3])
+    finite = [math.isfinite(value) for value in summary["loss"][4:]]
+    if action == "skip":
+        assert all(finite) and len(summary["nonfinite"]) == 1, "the parameters are well"
+    else:
+        assert not any(finite), "the update was made"
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ def test_a_broken_device_is_a_crash_of_its_worker_and_the_job_goes_on(tmp_path: 
 def test_a_transient_io_error_is_a_fault_of_its_node(tmp_path: Path) -> None:
     run = broken(tmp_path / "run", "--node", "node1", "--text", IO_ERROR)
     assert run.code == 0 and run.summary["steps"] == 6, run.output
+    assert run.summary["params_sha256"] == whole_run(tmp_path).summary["params_sha256"]
+    assert run.summary["ledger"] == proved(run.summary)
     (found,) = health(run)
     assert (found["node"], found["action"]) == ("node1", "restart")
     assert IO_ERROR in found["evidence"]["cause"]

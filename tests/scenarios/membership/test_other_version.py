@@ -1,4 +1,4 @@
-"""An agent of another version is refused before it joins; the job does not notice."""
+"""Agents of other versions are refused before they join; the job does not notice."""
 
 from __future__ import annotations
 
@@ -13,43 +13,60 @@ from tests.scenarios.harness import ROOT
 from tests.scenarios.jobs import Job
 from tests.scenarios.paced import paced
 
-TWO_VERSIONS_LATER = """
+OTHER_AGENT = """
 import sys
 from elastic.core.protocol import version
-version.PROTOCOL += 2
+version.PROTOCOL += int(sys.argv.pop(1))
 from elastic.agent.service import main
 sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_an_agent_two_versions_ahead_is_refused_with_both_versions(tmp_path: Path) -> None:
+AHEAD, BEHIND = "node9", "node8"
+
+
+def agent(job: Job, node: str, later: int) -> subprocess.Popen[str]:
+    """Start the agent of a node that is `later` versions ahead."""
+    words = [str(later), "--run-dir", str(job.run_dir), "--node", node]
+    words += ["--coordinator", job.leader()["address"]]
+    return subprocess.Popen(
+        [sys.executable, "-c", OTHER_AGENT, *words],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_agents_two_versions_away_are_refused_with_both_versions(tmp_path: Path) -> None:
     hurry = tmp_path / "hurry"
     flags = ["run", "--standalone", "--nnodes", "2:3"]
     job = Job(tmp_path / "run", flags, paced(hurry))
+    numbers = {AHEAD: PROTOCOL + 2, BEHIND: PROTOCOL - 2}
     try:
         job.await_steps(1)
-        words = ["--run-dir", str(job.run_dir), "--node", "node9"]
-        words += ["--coordinator", job.leader()["address"]]
-        done = subprocess.run(
-            [sys.executable, "-c", TWO_VERSIONS_LATER, *words],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LONG_S,
-            check=False,
-        )
-        refused = job.wait("refusal", lambda: job.of("refused"))
+        agents = {node: agent(job, node, number - PROTOCOL) for node, number in numbers.items()}
+        told = {node: one.communicate(timeout=LONG_S)[1] for node, one in agents.items()}
+        job.wait("a refusal, of which few are logged", lambda: refusals(job))
+        job.await_steps(1)
         hurry.touch()
         run = job.finish()
     finally:
         job.kill()
-    assert done.returncode == EXIT_INCOMPATIBLE, done.stderr
-    for text in (done.stderr, refused[0]["detail"]):
-        assert "node9" in text and "install the same version of elastic" in text
-        assert f"with protocol {PROTOCOL}" in text and f"with protocol {PROTOCOL + 2}" in text
-    assert refused[0]["reason"] == "version"
+    for node, number in numbers.items():
+        assert agents[node].returncode == EXIT_INCOMPATIBLE, told[node]
+        theirs = f"with protocol {number}" if number else "that announces no protocol"
+        for text in (told[node], *filter(None, [refusals(job).get(node)])):
+            assert node in text and "install the same version of elastic" in text
+            assert f"with protocol {PROTOCOL}" in text and theirs in text
     assert run.code == 0, run.output
     assert "warning: coordinator refused" in run.output
-    assert "node9" not in {event.get("node") for event in run.events if event["kind"] == "joined"}
+    joined = {event.get("node") for event in run.events if event["kind"] == "joined"}
+    assert not joined & numbers.keys()
     assert run.summary["recoveries"] == []
+
+
+def refusals(job: Job) -> dict[str, str]:
+    """Detail of the coordinator's refusals because of the version, by node."""
+    found = [event["detail"] for event in job.of("refused") if event["reason"] == "version"]
+    return {node: text for node in (AHEAD, BEHIND) for text in found if node in text}
