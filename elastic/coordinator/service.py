@@ -367,7 +367,9 @@ class Coordinator:
                     self._metrics.recovered(action, self._records.recovered(action))
                 self._records.progress(state)
             case job.CommitCheckpoint(step):
-                self._commits.begin(step, self._state.spec, self._state.limits.disk_s)
+                starts = (*self._state.starts, *self._state.rewritten)
+                limits = self._state.limits
+                self._commits.begin(step, self._state.spec, limits.disk_s, starts)
             case job.DropCheckpoint(step, before):
                 self._commits.drop(step, before)
             case job.JobFinished():

@@ -190,12 +190,18 @@ def write_part(
     return part
 
 
-def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Path:
+def commit(
+    directory: Path | str,
+    step: int,
+    spec: JobSpec | None = None,
+    counts: Callable[[int], bool] = lambda epoch: True,
+) -> Path:
     """Turn the files of `step` into a checkpoint and return its path. Idempotent, also if a node
     has written a file once more since the first commit.
 
-    With `spec`, the function ignores files that a job of another shape left behind. Raises
-    FieldError, which names the missing files, if the checkpoint is not complete.
+    With `spec`, the function ignores files that a job of another shape left behind; `counts(epoch)`
+    tells whether files of that epoch belong to the history of training. Raises FieldError, which
+    names the missing files, if the checkpoint is not complete.
     """
     directory = Path(directory)
     staging = staging_path(directory, step)
@@ -208,7 +214,7 @@ def commit(directory: Path | str, step: int, spec: JobSpec | None = None) -> Pat
             raise FieldError("checkpoint", str(staging), text)
         try:
             shape = (spec.n_layers, spec.tp) if spec is not None else None
-            manifest = _collect(staging, step, shape)
+            manifest = _collect(staging, step, shape, counts)
         except FieldError:
             if not _is_checkpoint_of(final, spec):
                 raise
@@ -470,9 +476,15 @@ def _metadata(header: StateHeader) -> dict[str, str]:
     return metadata
 
 
-def _collect(staging: Path, step: int, shape: tuple[int, int] | None) -> Manifest:
+def _collect(
+    staging: Path,
+    step: int,
+    shape: tuple[int, int] | None,
+    counts: Callable[[int], bool] = lambda epoch: True,
+) -> Manifest:
     parts = [_record_in(file) for file in sorted(staging.glob("layer-*.json"))]
     parts = [part for part in parts if shape in (None, (part.n_layers, part.tp))]
+    parts = [part for part in parts if counts(part.epoch)]
     shapes = {(part.n_layers, part.tp) for part in parts}
     if len(shapes) != 1:
         text = f"files of one job are needed, not of {len(shapes)}"

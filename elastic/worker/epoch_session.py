@@ -26,7 +26,7 @@ from elastic.domain.errors import (
     VaultError,
     describe,
 )
-from elastic.domain.types import Accumulate
+from elastic.domain.types import Accumulate, Plan
 from elastic.planning.plan.rank_map import Roster, roster
 from elastic.planning.plan.schemes import state_of
 from elastic.rpc.link_shaping import shaper_of
@@ -42,6 +42,14 @@ from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
 from elastic.worker.transport.device_fault import is_local_device_fault, is_node_fault
 from elastic.worker.transport.links import Links
+
+
+def _witness(plan: Plan) -> int:
+    """Return the rank that reports finished steps besides rank 0: the first one of another node, if
+    there is one. The coordinator may not have read the last reports of a node that is lost."""
+    members = roster(plan).members
+    first = members[0].unit.node
+    return next((rank for rank, one in enumerate(members) if one.unit.node != first), 0)
 
 
 class EpochSession:
@@ -302,7 +310,7 @@ class EpochSession:
 
     def _report_step(self, result: StepResult) -> None:
         self._report_resumed()
-        if self._rank == 0:
+        if self._rank in (0, _witness(self._plan)):
             spec = self._context.job.spec
             tokens = spec.n_microbatches * spec.tokens_per_microbatch
             epoch = self._order.epoch

@@ -160,7 +160,7 @@ def test_a_commit_is_repeated_while_the_disk_is_full(
     monkeypatch.setattr(checkpoint_directory, "PATIENT_RETRY_S", 0.001)
     room, done, late = threading.Event(), threading.Event(), list[LogEntry]()
 
-    def commit(directory: Path, step: int, spec: Any) -> Path:
+    def commit(directory: Path, *_: Any) -> Path:
         if not room.is_set():
             raise OSError(28, "No space left on device")
         return directory

@@ -89,3 +89,13 @@ def test_steps_that_are_not_finite_are_in_the_summary_once(norm: float) -> None:
 def test_divergences_are_in_the_summary() -> None:
     entry = {"kind": "divergence", "at": 1.0, "step": 3, "reason": "because"}
     assert summarize([JOB, entry])["divergences"] == [{"step": 3, "reason": "because"}]
+
+
+def test_a_step_is_recorded_once_although_two_workers_report_it(tmp_path: Path) -> None:
+    """A step that is repeated in a later epoch is recorded again."""
+    records, state = RunRecords(tmp_path), JobState(policy=Policy())
+    for epoch, number in ((1, 0), (1, 0), (1, 1), (1, 0), (2, 1)):
+        records.step(StepDone(epoch, StepRecord(number, 1.0, 1.0, 2.0), 0.5, 0.1), state)
+    records.close()
+    steps = [e["step"] for e in read_events(tmp_path / "events.jsonl") if e["kind"] == "step"]
+    assert steps == [0, 1, 1]

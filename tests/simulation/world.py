@@ -637,6 +637,10 @@ class World:
                 self.violation("there is no event of the end")
         elif last[-1]["params_sha256"] != expected_sha256(self.spec):
             self.violation("the final state is not that of a run without failures")
+        reported = {event["step"] for event in oracles.of(events, "step")}
+        unknown = sorted(set(range(self.spec.n_steps)) - reported)
+        if unknown:
+            self.violation(f"steps {unknown} were not reported")
         every, steps = self.spec.checkpoint_every, self.spec.n_steps
         due = sorted({*range(every, steps + 1, every), steps}) if every else []
         complete = frozenset(step for step in due if self._readable(step))

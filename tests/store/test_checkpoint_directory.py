@@ -376,3 +376,11 @@ def test_uncommitted_steps_are_listed(tmp_path: Path) -> None:
     (tmp_path / "step-x.tmp").mkdir()
     assert checkpoint_directory.staged_steps(tmp_path) == (6, 12)
     assert checkpoint_directory.staged_steps(tmp_path / "absent") == ()
+
+
+def test_files_of_an_undone_epoch_do_not_count(tmp_path: Path) -> None:
+    """Training computes their states again, with other last bits."""
+    write_all(tmp_path, 5)
+    with pytest.raises(FieldError, match="files of one job are needed, not of 0"):
+        checkpoint_directory.commit(tmp_path, 5, counts=lambda epoch: epoch > 0)
+    assert checkpoint_directory.commit(tmp_path, 5, counts=lambda epoch: epoch == 0).is_dir()

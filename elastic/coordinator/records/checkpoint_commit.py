@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic.core.job import state as job
+from elastic.core.protocol.messages import CheckpointPart
+from elastic.core.recovery import lineage
 from elastic.domain.errors import ElasticError
 from elastic.domain.types import JobSpec
 from elastic.rpc.control.event_loop import Dispatcher
@@ -36,9 +38,16 @@ class CheckpointCommits:
         self._closed = threading.Event()
         self._pending: dict[Commit, int] = {}
 
-    def begin(self, step: int, spec: JobSpec | None, patience_s: float = 0.0) -> None:
+    def begin(
+        self,
+        step: int,
+        spec: JobSpec | None,
+        patience_s: float = 0.0,
+        starts: lineage.Starts = (),
+    ) -> None:
         """Start to complete the checkpoint of `step`, unless this is under way. A disk that
-        fails is tried several times, for `patience_s` in all."""
+        fails is tried several times, for `patience_s` in all. Files that a later one of `starts`
+        has undone do not count."""
         if step in self._pending.values():
             return
         future: Commit = Future()
@@ -50,10 +59,13 @@ class CheckpointCommits:
             data = {"step": step, "why": why, "patience_s": patience_s}
             self._late(job.LogEntry("checkpoint-late", data))
 
+        def counts(epoch: int) -> bool:
+            return not lineage.is_undone(CheckpointPart(step, (), epoch), starts)
+
         def commit() -> job.CheckpointCommitted | job.CheckpointFailed:
             try:
                 path = checkpoint_directory.retry(
-                    lambda: checkpoint_directory.commit(self._directory, step, spec),
+                    lambda: checkpoint_directory.commit(self._directory, step, spec, counts),
                     self._closed.wait,
                     patience_s=patience_s,
                     held=held,

@@ -29,6 +29,8 @@ PLAN_FIELDS = ("step", "reason", "todo", "partial")
 """Fields of a `plan` log entry that events.jsonl keeps."""
 KEPT_BYTES = 16 << 20
 """Maximum bytes of unwritten events; if there are more, the oldest are dropped."""
+RECORDED = 4096
+"""Number of finished steps that are remembered, so that each is recorded once."""
 DRAFT_BYTES = 4096
 """Disk space reserved at the start for exit.json."""
 
@@ -110,6 +112,8 @@ class RunRecords:
         self._events = RetryingEventLog(run_dir / "events.jsonl")
         self._progress = RetryingEventLog(run_dir / "progress.jsonl")
         self._last_position = (0, 0)
+        self._steps: deque[tuple[int, int]] = deque(maxlen=RECORDED)
+        """(epoch, step) of the newest steps that were recorded."""
         self._draft = run_dir / "exit.draft"
         try_write(self._draft, lambda: replace_file(self._draft, " " * DRAFT_BYTES))
 
@@ -131,6 +135,11 @@ class RunRecords:
         )
 
     def step(self, done: m.StepDone, state: JobState) -> None:
+        """Record a finished step, which two workers report."""
+        step = done.epoch, done.record.step
+        if step in self._steps:
+            return
+        self._steps.append(step)
         self.event("step", step_entry(done))
         self.progress(state, done)
 

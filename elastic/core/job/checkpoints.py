@@ -379,14 +379,14 @@ def _has_writer(state: JobState, plan: Plan, layer: int) -> bool:
     return any(member is not None and not member.refused for member in members)
 
 
-def unfinished(state: JobState, due: int = 0) -> tuple[JobAction, ...]:
-    """Return the entries and orders about the checkpoints that are incomplete at the end. `due`:
-    step of a checkpoint that must be there, also if no part of it was reported; 0: none."""
+def unfinished(state: JobState, due: int = 0) -> tuple[CommitCheckpoint, ...]:
+    """Return a last try for each checkpoint that lacks reports at the end of the job. A node may
+    have been lost after it wrote its files, but before its report was read. `due`: step of a
+    checkpoint that must be there, also if no part of it was reported; 0: none."""
     steps = {step for step, slots in state.checkpoint_parts if not is_complete(state, slots)}
     if due and due > newest_written(state) and due not in state.lost_checkpoints:
         steps.add(due)
-    why = "the job ended before all its files were written"
-    return _give_up(state, sorted(steps), "", why)[1]
+    return tuple(CommitCheckpoint(step) for step in sorted(steps))
 
 
 def newest_step(state: JobState) -> int:

@@ -232,12 +232,15 @@ def test_a_commit_that_fails_at_the_end_fails_the_job() -> None:
     assert state.phase is JobPhase.FAILED and "[Errno 30] Read-only" in reason
 
 
-def test_checkpoints_that_are_incomplete_at_the_end_are_reported() -> None:
+def test_checkpoints_that_lack_reports_at_the_end_are_tried() -> None:
+    """A node may have been lost after it wrote its files. If not, the failure is reported."""
     state, _, _ = apply(saving(), part(398, HALVES[0]))
     state, _, _ = apply(state, part(400))
     state, _, _ = apply(state, job.CheckpointCommitted("/c/400", 400))
     state, actions, _ = finished(state)
     assert state.phase is JobPhase.FINISHED
+    assert job.CommitCheckpoint(398) in actions and not entries(actions, "checkpoint-lost")
+    _, actions, _ = apply(state, job.CheckpointFailed(398, "layer 2 is missing"))
     assert [entry["step"] for entry in entries(actions, "checkpoint-lost")] == [398]
 
 
@@ -592,14 +595,19 @@ def pass_time(state: JobState, seconds: float) -> tuple[JobState, tuple[job.JobA
 
 
 def check_end(
-    state: JobState, actions: tuple[job.JobAction, ...], lost: tuple[int, ...] = ()
+    state: JobState,
+    actions: tuple[job.JobAction, ...],
+    lost: tuple[int, ...] = (),
+    tried: tuple[int, ...] = (),
 ) -> None:
-    """The job ended with the first error, and reports the lost checkpoints."""
+    """The job ended with the first error. It reports the lost checkpoints, and tries to complete
+    those without reports."""
     (end,) = [action for action in actions if isinstance(action, job.JobFinished)]
     assert (end.code, end.reason) == (7, "node1: step 3: the gradient norm is nan")
     assert state.phase is JobPhase.FAILED and state.ending == end
     assert {a.node for a in actions if isinstance(a, job.Send)} >= set(state.members)
     assert tuple(entry["step"] for entry in entries(actions, "checkpoint-lost")) == lost
+    assert tuple(a.step for a in actions if isinstance(a, job.CommitCheckpoint)) == tried
 
 
 def lose(state: JobState, node: str) -> tuple[JobState, tuple[job.JobAction, ...]]:
@@ -650,7 +658,7 @@ def test_the_wait_for_the_checkpoint_has_a_limit() -> None:
             state, _, _ = apply(state, part(step, written))
         state, actions = pass_time(state, state.limits.save_s - 1.0)
         assert state.ending is None and not actions
-        check_end(*pass_time(state, 2.0), lost=(step,))
+        check_end(*pass_time(state, 2.0), tried=(step,))
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_wait() -> None:
@@ -683,7 +691,7 @@ def test_the_next_coordinator_waits_for_the_checkpoint_too() -> None:
 def test_the_error_stays_if_its_node_is_lost() -> None:
     state, step = due()
     state, _, _ = fail(state)
-    check_end(*lose(state, "node1"), lost=(step,))
+    check_end(*lose(state, "node1"), tried=(step,))
     state, _, _ = fail(due()[0])
     state, _, _ = apply(state, part(step, slots_of(state, "node1")))
     state, actions = lose(state, "node1")
