@@ -32,8 +32,10 @@ class Job:
         words: Sequence[str],
         script: Sequence[str],
         prefix: Sequence[str] = (),
+        path: Sequence[Path] = (ROOT,),
     ) -> None:
-        """`prefix`: command that runs the command, such as `ip netns exec NAME`."""
+        """`prefix`: command that runs the command, such as `ip netns exec NAME`; `path`: folders of
+        PYTHONPATH."""
         self.run_dir, self._log = run_dir, run_dir.with_suffix(".out")
         self._words, script = list(words), with_checkpoints(script)
         self._script = script
@@ -41,7 +43,7 @@ class Job:
         command += [*(() if "--lease" in words else ("--lease", LEASE_S)), *script]
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as out:
-            env = {**os.environ, "PYTHONPATH": str(ROOT)}
+            env = {**os.environ, "PYTHONPATH": ":".join(map(str, path))}
             self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
 
     @property
@@ -88,11 +90,11 @@ class Job:
         """Address, process ID and term of the leading coordinator."""
         return dict(json.loads((self.run_dir / "coordinator.json").read_text()))
 
-    def ask(self, kind: str) -> dict[str, Any]:
+    def ask(self, kind: str, **body: Any) -> dict[str, Any]:
         """Send a request to the leader with the credentials of the run directory; return its
         answer."""
         return call(
-            self.leader()["address"], kind, {}, timeout_s=LONG_S, secure=load(self.run_dir, "")
+            self.leader()["address"], kind, body, timeout_s=LONG_S, secure=load(self.run_dir, "")
         )
 
     def agent(self, node: str) -> psutil.Process:

@@ -49,7 +49,8 @@ def test_a_keeper_that_can_create_no_files(tmp_path: Path) -> None:
     assert {(event["owner"], event["keeper"]) for event in notes} == {("node0", "node1")}
     assert "Operation not permitted" in notes[0]["detail"]
     assert "node1" in run.output and "Operation not permitted" in run.output
-    assert len(run.summary["recoveries"]) == 1
+    causes = [recovery["cause"] for recovery in run.summary["recoveries"]]
+    assert any("signal 9" in cause for cause in causes), "a change of keepers may come first"
 
 
 def test_memory_and_disk_are_full_when_a_node_is_lost(tmp_path: Path) -> None:
