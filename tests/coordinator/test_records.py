@@ -12,6 +12,7 @@ import pytest
 from elastic.coordinator.records.run_records import RunRecords
 from elastic.coordinator.records.run_summary import summarize
 from elastic.core.job.goodput import nonfinite_entries, step_entry
+from elastic.core.job.state import JobState, Policy
 from elastic.core.protocol.messages import StepDone
 from elastic.domain.types import JobSpec, LayerSpec, StepRecord
 from elastic.telemetry import read_events
