@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.core.coordinator import event_handlers
+from elastic.core.coordinator import event_handlers, transitions
 from elastic.core.policy import progress_watchdog
 from tests.core.exploration.cluster import Cluster
 from tests.core.exploration.explorer import Explorer, Result
@@ -44,6 +44,15 @@ def test_two_nodes_and_a_spare_survive_one_fault(kind: str) -> None:
     result = explore(Cluster(3, 1, kinds=frozenset({kind}), coarse=True, until_end=True))
     check(result)
     assert result.faults[kind] > 10 and not result.interventions
+
+
+def test_an_epoch_that_the_coordinator_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rule against a store that lost its last writes, nodes are ahead for long."""
+    monkeypatch.setattr(transitions, "_regain_epoch", lambda state, now: None)
+    sequences = frozenset({("worker crash", "lost save")})
+    cluster = Cluster(2, 2, sequences=sequences, coarse=True, until_end=True)
+    result = Explorer(cluster, 2_000).run(cluster.running())
+    assert any("halted in epoch 2, the coordinator is running" in x for x in result.violations)
 
 
 def test_a_stuck_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
