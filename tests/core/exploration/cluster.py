@@ -231,6 +231,11 @@ class Cluster:
         self.pair_faults = cache(self._pair_faults)
         self.next_kinds = cache(self._next_kinds)
 
+    def keep_no_outcomes(self) -> None:
+        """Compute outcomes anew each time, because the caller keeps them."""
+        for name in ("heard", "event", "solo", "team", "link_event", "pair_faults"):
+            setattr(self, name, getattr(self, f"_{name}"))
+
     @property
     def start(self) -> State:
         cs = self._state(coordinator.initial(self.policy))

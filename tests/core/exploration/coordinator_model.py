@@ -197,8 +197,10 @@ def canonical(state: JobState, passed_s: float) -> JobState:
         return _ended(state)
     waiting, launched = state.phase is JobPhase.WAITING, state.phase is JobPhase.LAUNCHED
     members = {name: _member(state, state.members[name], shift) for name in sorted(state.members)}
-    plan = _with(state.plan, reason="") if state.plan is not None else None
-    assignment = _plain_assignment(state.assignment) if state.assignment is not None else None
+    plan = _shared(_with(state.plan, reason="")) if state.plan is not None else None
+    assignment = state.assignment
+    if assignment is not None:
+        assignment = _shared(_plain_assignment(assignment))
     missing = state.missing
     watch = state.watch
     retry_at = shift(watch.retry_at)
@@ -243,7 +245,7 @@ def canonical(state: JobState, passed_s: float) -> JobState:
         reconsider_at=0.0,
         health={name: _health(state.health[name], shift) for name in sorted(state.health)},
         durations=(),
-        seen=_with(state.seen, pause_s=0.0),
+        seen=_shared(_with(state.seen, pause_s=0.0)),
         doubt_since=shift(state.doubt_since),
         minority_since=shift(state.minority_since),
         adopted_until=max(shift(state.adopted_until), NOW) if state.adopted_until else 0.0,
@@ -285,7 +287,7 @@ def _member(state: JobState, member: job.Member, shift: Any) -> job.Member:
     report = member.report
     if report.inventory and not _may_use_copies(state, report):
         report = _without_copies(report)
-    return _with(member, seen=shift(member.seen), closed_at=closed_at, report=report)
+    return _with(member, seen=shift(member.seen), closed_at=closed_at, report=_shared(report))
 
 
 def _may_use_copies(state: JobState, report: m.NodeReport) -> bool:
@@ -302,7 +304,7 @@ def _may_use_copies(state: JobState, report: m.NodeReport) -> bool:
 
 @cache
 def _without_copies(report: m.NodeReport) -> m.NodeReport:
-    return _with(report, inventory=())
+    return replace(report, inventory=())
 
 
 def _change(change: job.EpochChange | None, shift: Any) -> job.EpochChange | None:
@@ -312,7 +314,7 @@ def _change(change: job.EpochChange | None, shift: Any) -> job.EpochChange | Non
     if until > 0:
         until = max(shift(until), NOW)
     old = _with(change.old_plan, reason="") if change.old_plan is not None else None
-    return _with(
+    plain = _with(
         change,
         causes=tuple(_with(cause, text="") for cause in change.causes),
         began=0.0,
@@ -326,6 +328,7 @@ def _change(change: job.EpochChange | None, shift: Any) -> job.EpochChange | Non
         wait_until=until,
         reason="",
     )
+    return _shared(plain)
 
 
 def _health(record: NodeHealth, shift: Any) -> NodeHealth:
@@ -364,17 +367,27 @@ _PARTS: dict[type, tuple[str, ...]] = {
     kind: tuple(field.name for field in fields(kind))
     for kind in (JobState, job.ProgressWatch, NodeHealth, job.Member)
 }
-_numbers: dict[Any, int] = {}
+_numbers: dict[Any, tuple[Any, int]] = {}
+"""For each large value: the first equal one, and its number."""
 _by_identity: dict[int, tuple[Any, int]] = {}
-"""Number of each large value by its identity, with the value, which keeps the identity valid."""
+"""The same by the identity of the first one, because its hash is slow to compute."""
+
+
+def _shared(value: T) -> T:
+    """Return the first value that is equal. The others need no memory."""
+    return _entry(value)[0]  # type: ignore[no-any-return]
 
 
 def _number(value: Any) -> Any:
-    """Return a small stand-in for a large value, because its hash is slow to compute."""
-    if not is_dataclass(value):
-        return value
+    """Return a small stand-in for a large value."""
+    return _entry(value)[1] if is_dataclass(value) else value
+
+
+def _entry(value: Any) -> tuple[Any, int]:
     known = _by_identity.get(id(value))
-    if known is None:
-        known = value, _numbers.setdefault(value, len(_numbers))
-        _by_identity[id(value)] = known
-    return known[1]
+    if known is not None and known[0] is value:
+        return known
+    entry = _numbers.setdefault(value, (value, len(_numbers)))
+    if entry[0] is value:
+        _by_identity[id(value)] = entry
+    return entry

@@ -279,6 +279,7 @@ class NativeExplorer:
     def run(self, start: State | None = None, report_s: float = 0.0) -> Result:
         """Explore everything from `start`. Progress is shown every `report_s`; 0: never."""
         result, began, shown = Result(), time.process_time(), time.monotonic()
+        self.cluster.keep_no_outcomes()
         self.pairs.number((0, 0))  # stands for all pairs of a job that is over
         if self._library.add(self._search, self._number_of(start or self.cluster.start), NONE) < 0:
             self._fail()
