@@ -63,10 +63,12 @@ fault-soak: setup ## an hour of training under load with a fault every 20 s: not
 chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos
 
-explore: setup ## every interleaving of a small job with two faults, for hours
-	$(BIN)/python -m tests.core.exploration --faults 1 --nodes 2 --from-start
-	$(BIN)/python -m tests.core.exploration --faults 1
-	$(BIN)/python -m tests.core.exploration --faults 2
+EXPLORE := $(BIN)/python -m tests.core.exploration --results benchmarks/results/exploration.jsonl
+explore: setup ## every interleaving of a small job with two faults, for hours; continues where it ended
+	$(EXPLORE) --faults 1 --nodes 2 --from-start
+	$(EXPLORE) --faults 1
+	$(EXPLORE) --faults 1 --kinds "lost save" --lost-writes 2
+	$(EXPLORE) --faults 2 --jobs 2
 
 fault-points: setup ## fail, kill or stop at each call that a backup depends on; continues where it ended
 	mkdir -p $(FAULT_POINTS)

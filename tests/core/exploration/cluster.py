@@ -4,7 +4,14 @@ A joint state is a tuple of small numbers. Each number stands for an immutable v
 state of the coordinator, a node, or a connection. Steps of one part are computed once for each of
 its states (`functools.cache` on the numbers), which makes the exploration fast.
 
-    (budget, crashes, coordinator, saved, saved before, promises, node, link, node, link, ...)
+    (faults, crashes, coordinator, store, promises, node, link, node, link, ...)
+
+The first five numbers are the **head**, and a node with its link is a **pair**. A step changes one
+pair; or two nodes (copies go to a peer); or the coordinator takes an event, which changes the head
+and adds messages to links (`Outcome`). A search in C (`native`) does the same with the same tables.
+
+**What no step reads any more** is set to a constant: saved states if no fault is left that reads
+them, promises for epochs that no coordinator can reach again, and everything after the end.
 
 **Connections** keep the order of messages both ways. **Saving** is atomic with a decision, and its
 messages are sent afterwards. A crash of the coordinator between the two equals a crash after the
@@ -21,6 +28,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from enum import IntEnum
 from functools import cache
+from itertools import product
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from elastic.core.job import state as job
@@ -42,7 +50,7 @@ from tests.core.recovery.job_model import make_spec
 
 State = tuple[int, ...]
 T = TypeVar("T")
-HEAD = 6
+HEAD = 5
 """Number of entries of a state before those of the first node."""
 SLOW_S = 5.0
 """Most time that passes while a worker starts."""
@@ -87,6 +95,20 @@ class Link(NamedTuple):
     up: tuple[int, ...] = ()
     """Messages to the coordinator, oldest first."""
     down: tuple[int, ...] = ()
+
+
+Op = tuple[str, int]
+"""Change of a link: (name, number of a message or 0); see `Cluster.changed`."""
+
+
+class Outcome(NamedTuple):
+    """What an event at the coordinator changes."""
+
+    head: State
+    ops: tuple[tuple[int, Op], ...] = ()
+    """(index of a node, change of its link), in this order."""
+    step: int = -1
+    """First step of a new assignment: no member may have a newer version; -1: nothing to check."""
 
 
 class Successor(NamedTuple):
@@ -146,14 +168,27 @@ class Cluster:
         faults: int,
         *,
         kinds: frozenset[str] | None = None,
+        sequences: frozenset[tuple[str, ...]] | None = None,
         steps: int = 1,
         max_nodes: int = 2,
         until_end: bool = False,
         coarse: bool = False,
+        lost_writes: int = 1,
     ) -> None:
+        """`sequences`: kinds of the faults in their order; without, all sequences of `kinds`.
+
+        `lost_writes`: most last writes that the store loses at a time.
+        """
+        self.lost_writes = lost_writes
         self.coarse = coarse
         self.until_end = until_end
-        self.faults, self.kinds = faults, kinds
+        if sequences is None:
+            sequences = frozenset(product(sorted(kinds or KINDS), repeat=faults))
+        self.kinds = frozenset(kind for sequence in sequences for kind in sequence)
+        self.sequences: Table[frozenset[tuple[str, ...]]] = Table()
+        """Sequences of faults that may still happen. Number 0: none."""
+        self.sequences.number(frozenset({()}))
+        self.faults = self.sequences.number(sequences)
         self.names = tuple(f"node{i}" for i in range(nodes))
         self.index = {name: i for i, name in enumerate(self.names)}
         self.spec = make_spec(2, 1, steps)
@@ -163,6 +198,9 @@ class Cluster:
         self.nodes: Table[Node] = Table()
         self.links: Table[Link] = Table()
         self.messages: Table[Any] = Table()
+        self.stores: Table[tuple[int, ...]] = Table()
+        """Saved states, newest first: those with which another coordinator may begin."""
+        self.stores.number(())
         self.promises: Table[tuple[tuple[int, int], ...]] = Table()
         """(epoch, number of its assignment) of the assignments that may still be sent again."""
         self.interventions: set[str] = set()
@@ -181,9 +219,22 @@ class Cluster:
         """(whether the node lives, its worker)."""
         self.workers: dict[int, int] = Workers(self)
         """Number of the worker of each node."""
-        self.pushed = cache(self._pushed)
         self.popped = cache(self._popped)
+        self.changed = cache(self._changed)
         self.effects = cache(self._effects)
+        self.heard = cache(self._heard)
+        self.event = cache(self._event)
+        self.left = cache(self._left)
+        self.solo = cache(self._solo)
+        self.team = cache(self._team)
+        self.link_event = cache(self._link_event)
+        self.pair_faults = cache(self._pair_faults)
+        self.next_kinds = cache(self._next_kinds)
+
+    def keep_no_outcomes(self) -> None:
+        """Compute outcomes anew each time, because the caller keeps them."""
+        for name in ("heard", "event", "solo", "team", "link_event", "pair_faults"):
+            setattr(self, name, getattr(self, f"_{name}"))
 
     @property
     def start(self) -> State:
@@ -192,7 +243,8 @@ class Cluster:
         for name in self.names:
             node = self.nodes.number(self.model.new_node(name))
             parts += [node, self.links.number(Link())]
-        return (self.faults, 0, cs, cs, cs, self.promises.number(()), *parts)
+        head = (self.faults, 0, cs, self.stores.number((cs,)), self.promises.number(()))
+        return (*self._living(head), *parts)
 
     def running(self) -> State:
         """Return a state in which the job runs, all copies are protected and nothing waits."""
@@ -303,13 +355,33 @@ class Cluster:
         nodes = [self.nodes.values[number] for number in numbers]
         return {node.name: node for node in nodes if node.alive}
 
-    def _pushed(self, link: int, up: tuple[int, ...], down: tuple[int, ...]) -> int:
-        """Add messages to a connection; they are lost if it is not open."""
+    def _changed(self, link: int, op: Op) -> int:
+        """Return the link after a change by the coordinator or the network."""
+        value = self.links.values[link]
+        name, message = op
+        passes = value.phase in (LinkPhase.OPEN, LinkPhase.CUT)
+        match name:
+            case "send":  # lost if the connection is not open
+                down = (*value.down, message) if passes and value.known else value.down
+                value = value._replace(down=down)
+            case "answer":
+                value = value._replace(down=(*value.down, message))
+            case "known" | "unknown":
+                value = value._replace(known=name == "known")
+            case "cut" if value.phase is LinkPhase.OPEN:
+                value = value._replace(phase=LinkPhase.CUT)
+            case "takeover" if passes or value.phase is LinkPhase.STALE:
+                down = value.down if value.phase is not LinkPhase.CUT else ()
+                value = Link(LinkPhase.STALE, False, (), down)
+            case "takeover" | "takeover of a dead node":
+                value = Link(LinkPhase.CLOSED)
+        return self.links.number(value)
+
+    def _reported(self, link: int, sent: tuple[int, ...]) -> int:
+        """Add messages of the node; they are lost if the connection is not open."""
         value = self.links.values[link]
         if value.phase in (LinkPhase.OPEN, LinkPhase.CUT):
-            value = value._replace(up=value.up + up)
-            if value.known:
-                value = value._replace(down=value.down + down)
+            value = value._replace(up=value.up + sent)
         return self.links.number(value)
 
     def _popped(self, link: int, upward: bool, twice: bool) -> int:
@@ -327,7 +399,7 @@ class Cluster:
 
     def successors(self, state: State) -> list[Successor]:
         """Return all next states. Raises Violation if a step breaks a promise."""
-        if self.until_end and self.states.values[state[2]].phase in OVER:
+        if self.until_end and self.is_over(state[2]):
             return []
         found = list(self._fast(state))
         slow = list(self._slow(state))
@@ -338,29 +410,39 @@ class Cluster:
             found += self._faults(state)
         return found
 
-    def _fast(self, state: State) -> Iterator[Successor]:
-        for i in range(len(self.names)):
-            link = self.links.values[state[HEAD + 2 * i + 1]]
-            node = self.nodes.values[state[HEAD + 2 * i]]
-            yield from self._messages(state, i, link, node)
-            if node.alive:
-                yield from self._work(state, i, node)
+    def is_over(self, cs: int) -> bool:
+        return self.states.values[cs].phase in OVER
 
-    def _messages(self, state: State, i: int, link: Link, node: Node) -> Iterator[Successor]:
-        name = self.names[i]
-        if link.phase is LinkPhase.OPEN and link.up:
-            yield Successor((name, ">", link.up[0]), self.heard(state, i))
-        if link.phase in (LinkPhase.OPEN, LinkPhase.STALE) and link.down and node.alive:
-            yield Successor((name, "<", link.down[0]), self.obeyed(state, i))
-        if link.phase is LinkPhase.BROKEN:
-            yield Successor(f"{name}: its closed connection is noticed", self._closed(state, i))
-        broken = (LinkPhase.BROKEN, LinkPhase.CLOSED, LinkPhase.STALE)
-        if node.alive and link.phase in broken:
-            yield Successor(f"{name}: connects", self._connected(state, i))
-        if not node.alive and link.phase is LinkPhase.CLOSED:
-            gone = self._with(state, i, link=self.relink(state[HEAD + 2 * i + 1], phase=5))
-            event = job.PortRefused(name, node.agent.info.incarnation)
-            yield Successor(f"{name}: its port refuses", self._event(gone, event))
+    def _fast(self, state: State) -> Iterator[Successor]:
+        for i, name in enumerate(self.names):
+            number, link = state[HEAD + 2 * i : HEAD + 2 * i + 2]
+            event, popped = self.link_event(number, link)
+            if event is not None:
+                after = self._with(state, i, link=popped)
+                label = (name, ">", event) if isinstance(event, int) else f"{name}: {event}"
+                yield Successor(label, self._done(after, self.outcome(state[:HEAD], i, event)))
+            for label, slow, node, new in self.solo(number, link):
+                if not slow:
+                    yield Successor(label, self._with(state, i, node, new))
+        yield from self._together(state)
+
+    def _link_event(self, node: int, link: int) -> tuple[int | str | None, int]:
+        """Return what the coordinator gets next from a link, and the link after it; None: nothing.
+
+        It is the number of a message, or an event of the connection.
+        """
+        value, alive = self.links.values[link], self.nodes.values[node].alive
+        if value.phase is LinkPhase.OPEN and value.up:
+            return value.up[0], self.popped(link, True, False)
+        if value.phase is LinkPhase.BROKEN:
+            return "its closed connection is noticed", self.relink(link, phase=LinkPhase.CLOSED)
+        if not alive and value.phase is LinkPhase.CLOSED:
+            event = job.PortRefused(self.nodes.values[node].name, self.incarnation(node))
+            return self.messages.number(event), self.relink(link, phase=LinkPhase.GONE)
+        return None, link
+
+    def incarnation(self, node: int) -> str:
+        return self.nodes.values[node].agent.info.incarnation
 
     def text(self, label: str | tuple[str, str, int]) -> str:
         """Return the text of a label."""
@@ -369,37 +451,66 @@ class Cluster:
         name, way, number = label
         message = self.messages.values[number]
         text = type(message).__name__
+        if isinstance(message, job.PortRefused):
+            return f"{name}: its port refuses"
         if isinstance(message, m.NodeReport):
             text += f"({message.phase.value}, epoch {message.epoch})"
         elif isinstance(message, m.Halt | m.Install | m.Trim):
             text += f"({message.epoch})"
         return f"{name} {way} {text}"
 
-    def _work(self, state: State, i: int, node: Node) -> Iterator[Successor]:
-        """Fast steps of a node's worker and agent."""
-        number, name = state[HEAD + 2 * i], self.names[i]
-        for label, slow, after, sent in self.local(number):
-            if not slow:
-                yield Successor(f"{name}: {label}", self._sent(state, i, after, sent))
-        worker = node.worker
-        if node.prefetch is not None:
-            effects = self.model.prefetched(node, self._vaults(self._numbers(state)))
-            yield Successor(f"{name}: has fetched", self._acted(state, i, effects))
-        if worker.phase is WorkerPhase.LOADING:
-            after, sent = self.load(number, *self._numbers(state))
-            yield Successor(f"{name}: worker loads", self._sent(state, i, after, sent))
-        elif worker.phase in TRAINS:
-            numbers = self._numbers(state)
-            others = tuple(self.workers[n] for n in numbers)
-            keeper = self.index.get(self.model.keeper(node) or "", -1)
-            reads = WorkerPhase.LOADED <= worker.phase <= WorkerPhase.COMPUTED
-            kept = numbers[keeper] if reads and keeper >= 0 else -1
-            for label, after, sent, peer in self.train(number, i, others, keeper, kept):
-                before = state if peer < 0 else self._with(state, keeper, node=peer)
-                yield Successor(f"{name}: worker {label}", self._sent(before, i, after, sent))
+    def _solo(self, number: int, link: int) -> list[tuple[Any, bool, int, int]]:
+        """Steps of one pair alone: (label, whether it is slow, node, link)."""
+        node, value = self.nodes.values[number], self.links.values[link]
+        name, found = node.name, list[tuple[Any, bool, int, int]]()
+        if value.phase in (LinkPhase.OPEN, LinkPhase.STALE) and value.down and node.alive:
+            found.append(((name, "<", value.down[0]), False, *self._obeyed(number, link)))
+        if node.alive and value.phase in (LinkPhase.BROKEN, LinkPhase.CLOSED, LinkPhase.STALE):
+            opened = self.links.number(Link(LinkPhase.OPEN))
+            after = self.sent(opened, *self.effects(self.model.connected(node)))
+            found.append((f"{name}: connects", False, *after))
+        for label, slow, after_number, sent in self.local(number):
+            found.append((f"{name}: {label}", slow, *self.sent(link, after_number, sent)))
+        if value.phase is LinkPhase.CUT:
+            healed = self.relink(link, phase=LinkPhase.OPEN)
+            found.append((f"{name}: network heals", True, number, healed))
+            found.append((f"{name}: network resets", True, number, self._broken(link)))
+        return found
 
-    def _numbers(self, state: State) -> tuple[int, ...]:
-        return state[HEAD::2]
+    def _broken(self, link: int) -> int:
+        return self.relink(link, phase=LinkPhase.BROKEN, known=False, up=(), down=())
+
+    def _together(self, state: State) -> Iterator[Successor]:
+        """Steps of a node that depend on other nodes."""
+        numbers = state[HEAD::2]
+        for label, i, number, sent, keeper, kept in self.team(numbers):
+            before = state if kept < 0 else self._with(state, keeper, node=kept)
+            after = self.sent(state[HEAD + 2 * i + 1], number, sent)
+            yield Successor(label, self._with(before, i, *after))
+
+    def _team(
+        self, numbers: tuple[int, ...]
+    ) -> list[tuple[str, int, int, tuple[int, ...], int, int]]:
+        """Return (label, index, node, messages, index of a peer or -1, its number after it)."""
+        found = []
+        for i, number in enumerate(numbers):
+            node, name = self.nodes.values[number], self.names[i]
+            if not node.alive:
+                continue
+            if node.prefetch is not None:
+                effects = self.model.prefetched(node, self._vaults(numbers))
+                found.append((f"{name}: has fetched", i, *self.effects(effects), -1, -1))
+            worker = node.worker
+            if worker.phase is WorkerPhase.LOADING:
+                found.append((f"{name}: worker loads", i, *self.load(number, *numbers), -1, -1))
+            elif worker.phase in TRAINS:
+                others = tuple(self.workers[n] for n in numbers)
+                keeper = self.index.get(self.model.keeper(node) or "", -1)
+                reads = WorkerPhase.LOADED <= worker.phase <= WorkerPhase.COMPUTED
+                kept = numbers[keeper] if reads and keeper >= 0 else -1
+                for label, after, sent, peer in self.train(number, i, others, keeper, kept):
+                    found.append((f"{name}: worker {label}", i, after, sent, keeper, peer))
+        return found
 
     def _train(
         self, number: int, i: int, others: tuple[int, ...], keeper: int, kept: int
@@ -504,112 +615,149 @@ class Cluster:
     def _slow(self, state: State) -> Iterator[Successor]:
         """Steps that may take longer than a limit of the coordinator."""
         for i, name in enumerate(self.names):
-            number, link_number = state[HEAD + 2 * i : HEAD + 2 * i + 2]
-            for label, slow, after, sent in self.local(number):
+            number, link = state[HEAD + 2 * i : HEAD + 2 * i + 2]
+            for label, slow, node, new in self.solo(number, link):
                 if slow:
-                    yield Successor(f"{name}: {label}", self._sent(state, i, after, sent))
-            link, node = self.links.values[link_number], self.nodes.values[number]
-            if link.phase is LinkPhase.CUT:
-                healed = self.relink(link_number, phase=LinkPhase.OPEN)
-                reset = self.relink(
-                    link_number, phase=LinkPhase.BROKEN, known=False, up=(), down=()
-                )
-                yield Successor(f"{name}: network heals", self._with(state, i, link=healed))
-                yield Successor(f"{name}: network resets", self._with(state, i, link=reset))
-            elif link.phase is LinkPhase.OPEN and node.alive and not link.up:
-                beaten = self._beat(state, i, node)
-                if beaten is not None:
-                    yield Successor(f"{name}: heartbeat of a former member", beaten)
+                    yield Successor(label, self._with(state, i, node, new))
+            if self.may_beat(number, link):
+                order = self.beat_answer(state[2], i, number)
+                if order >= 0 and order not in self.links.values[link].down:
+                    after = self._with(state, i, link=self.changed(link, ("answer", order)))
+                    yield Successor(f"{name}: heartbeat of a former member", after)
 
-    def _beat(self, state: State, i: int, node: Node) -> State | None:
-        """The heartbeat of a node that is not a member is answered."""
-        members = self.states.values[state[2]].members
-        member = members.get(node.name)
-        info = node.agent.info
-        if member is not None and member.report.info.incarnation == info.incarnation:
-            return None
-        beat = self.messages.number(m.Heartbeat(info.node, info.incarnation, 0, 0))
-        answer = self.answer(state[2], i, beat)
-        link = self.links.values[state[HEAD + 2 * i + 1]]
-        order = self.messages.number(answer)
-        if order in link.down:
-            return None
-        new = self.links.number(link._replace(down=(*link.down, order)))
-        return self._with(state, i, link=new)
+    def may_beat(self, node: int, link: int) -> bool:
+        value = self.links.values[link]
+        return self.nodes.values[node].alive and value.phase is LinkPhase.OPEN and not value.up
+
+    def beat_answer(self, cs: int, i: int, node: int) -> int:
+        """Return the answer to the heartbeat of a node that is not a member; -1: none."""
+        if self.incarnation(node) == self.member_incarnation(cs, i):
+            return -1
+        beat = self.messages.number(m.Heartbeat(self.names[i], self.incarnation(node), 0, 0))
+        return self.messages.number(self.answer(cs, i, beat))
+
+    def member_incarnation(self, cs: int, i: int) -> str:
+        """Return the incarnation of the member with this index; "": it is no member."""
+        member = self.states.values[cs].members.get(self.names[i])
+        return member.report.info.incarnation if member is not None else ""
 
     def _time(self, state: State) -> Iterator[Successor]:
         """Time passes until the coordinator decides something."""
         heard, most_s = 0, LONG_S
-        links = list(state[HEAD + 1 :: 2])
-        members = self.states.values[state[2]].members
-        for i, number in enumerate(self._numbers(state)):
-            node, link = self.nodes.values[number], self.links.values[links[i]]
+        for i, number in enumerate(state[HEAD::2]):
+            node, link = self.nodes.values[number], self.links.values[state[HEAD + 2 * i + 1]]
             if link.phase is LinkPhase.CUT:
                 most_s = min(most_s, CUT_S)
             if node.worker.phase is WorkerPhase.STARTING:
-                most_s = SLOW_S
-            member = members.get(node.name)
-            same = member and member.report.info.incarnation == node.agent.info.incarnation
+                most_s = min(most_s, SLOW_S)
+            same = self.incarnation(number) == self.member_incarnation(state[2], i)
             if node.alive and link.phase is LinkPhase.OPEN and same:
                 heard |= 1 << i
-                links[i] = self.relink(links[i], known=True)
-        passed = self.wait(state[2], heard, most_s)
+        passed = self.passed(state[:HEAD], heard, most_s)
+        if passed is not None:
+            seconds, outcome = passed
+            yield Successor(f"{seconds:g} s pass", self._done(state, outcome))
+
+    def passed(self, head: State, heard: int, most_s: float) -> tuple[float, Outcome] | None:
+        """Return the time that passes and what the coordinator decides then; None: nothing."""
+        passed = self.wait(head[2], heard, most_s)
         if passed is None:
-            return
+            return None
         seconds, cs, actions, saved = passed
-        after = list(state)
-        after[HEAD + 1 :: 2] = links
-        after[3], after[4] = self.aged(state[3], seconds), self.aged(state[4], seconds)
-        yield Successor(f"{seconds:g} s pass", self._after(tuple(after), cs, actions, saved))
+        stored = tuple(self.aged(number, seconds) for number in self.stores.values[head[3]])
+        head = (*head[:3], self.stores.number(stored), head[4])
+        known = tuple((i, ("known", 0)) for i in range(len(self.names)) if heard >> i & 1)
+        outcome = self._decision(head, cs, actions, saved)
+        return seconds, outcome._replace(ops=(*known, *outcome.ops))
 
     # ---- faults ----
 
     def _faults(self, state: State) -> Iterator[Successor]:
-        if self.states.values[state[2]].phase in OVER:
+        if self.is_over(state[2]):
             return
-        for fault, label, after in self._possible(state):
-            if self.kinds is None or fault in self.kinds:
-                after = self._spent(after)
-                yield Successor(f"FAULT {fault} {label}", after, fault)
+        kinds = self.next_kinds(state[0])
+        for kind, label, after in self._possible(state, kinds):
+            head = self.spent(after[:HEAD], kind)
+            yield Successor(f"FAULT {kind} {label}", (*head, *after[HEAD:]), kind)
 
-    def _spent(self, state: State) -> State:
-        budget = state[0] - 1
-        if budget:
-            return (budget, *state[1:])
-        # Nothing reads the store any more.
-        return (0, state[1], state[2], 0, 0, *state[5:])
+    def _next_kinds(self, faults: int) -> frozenset[str]:
+        return frozenset(found[0] for found in self.sequences.values[faults] if found)
 
-    def _possible(self, state: State) -> Iterator[tuple[str, str, State]]:
+    def _left(self, faults: int, kind: str) -> int:
+        """Return the faults that may follow one of this kind."""
+        all_left = self.sequences.values[faults]
+        return self.sequences.number(frozenset(x[1:] for x in all_left if x[:1] == (kind,)))
+
+    def spent(self, head: State, kind: str) -> State:
+        """Return the head after a fault of this kind."""
+        if self.until_end and self.is_over(head[2]):
+            return head
+        return self._living((self.left(head[0], kind), *head[1:]))
+
+    def _living(self, head: State) -> State:
+        """Set everything to a constant that nothing reads any more."""
+        faults, crashes, cs, store, promises = head
+        kinds = {kind for sequence in self.sequences.values[faults] for kind in sequence}
+        saved = self.stores.values[store]
+        if "lost save" not in kinds:
+            saved = saved[:1] if "takeover" in kinds else ()
+        first = min(self.states.values[number].epoch for number in (cs, *saved))
+        kept = tuple(one for one in self.promises.values[promises] if one[0] >= first)
+        return (faults, min(crashes, 2), cs, self.stores.number(saved), self.promises.number(kept))
+
+    def _possible(self, state: State, kinds: frozenset[str]) -> Iterator[tuple[str, str, State]]:
+        head = state[:HEAD]
         for i, name in enumerate(self.names):
-            number, link_number = state[HEAD + 2 * i : HEAD + 2 * i + 2]
-            node, link = self.nodes.values[number], self.links.values[link_number]
-            if link.phase is LinkPhase.OPEN:
-                broken = self.relink(
-                    link_number, phase=LinkPhase.BROKEN, known=False, up=(), down=()
-                )
-                yield "drop", name, self._with(state, i, link=broken)
-                cut = self.relink(link_number, phase=LinkPhase.CUT)
-                yield "cut", name, self._with(state, i, link=cut)
-                if link.up:
-                    yield "duplicate", f"{name} >", self.heard(state, i, twice=True)
-                if link.down:
-                    yield "duplicate", f"{name} <", self.obeyed(state, i, twice=True)
-            if node.alive:
-                yield "node crash", name, self._killed(state, i)
-                if node.worker.phase >= WorkerPhase.IDLE:
-                    effects = self.model.crash(node)
-                    yield "worker crash", name, self._acted(state, i, effects)
-            elif link.phase in (LinkPhase.CLOSED, LinkPhase.GONE) and not node.ended:
-                yield "return", name, self._returned(state, i, node)
-        yield "coordinator cut", "", self._all_cut(state)
-        unsaved = () if state[2] == state[3] else (("latest", state[2]),)
-        for which, start in (("saved", state[3]), *unsaved):
-            yield "takeover", which, self._taken_over(state, start)
-        if state[4] != state[3]:
-            yield "lost save", "", self._taken_over(state, state[4])
+            number, link = state[HEAD + 2 * i : HEAD + 2 * i + 2]
+            for kind, label, node, new, crashes in self.pair_faults(number, link, kinds):
+                after = self._with(state, i, node, new)
+                yield kind, label, (state[0], state[1] + crashes, *after[2:])
+            value = self.links.values[link]
+            if "duplicate" in kinds and value.phase is LinkPhase.OPEN and value.up:
+                outcome = self.outcome(head, i, value.up[0])
+                yield "duplicate", f"{name} >", self._done(state, outcome)
+        if "coordinator cut" in kinds:
+            yield "coordinator cut", "", self._on_all(state, "cut")
+        for kind, start in self.takeovers(head, kinds):
+            after = self._on_all(state, "takeover")
+            before = self.states.values[start]
+            label = f"{before.phase.value}, epoch {before.epoch}"
+            yield kind, label, self._done(after, self.takeover(head, start))
 
-    def _killed(self, state: State, i: int) -> State:
-        number = state[HEAD + 2 * i]
+    def _pair_faults(
+        self, number: int, link: int, kinds: frozenset[str]
+    ) -> list[tuple[str, str, int, int, int]]:
+        """Faults of one pair alone: (kind, label, node, link, number of crashed nodes)."""
+        node, value = self.nodes.values[number], self.links.values[link]
+        name, found = node.name, list[tuple[str, str, int, int, int]]()
+        if value.phase is LinkPhase.OPEN:
+            found.append(("drop", name, number, self._broken(link), 0))
+            found.append(("cut", name, number, self.changed(link, ("cut", 0)), 0))
+            if value.down:
+                twice = self._obeyed(number, link, twice=True)
+                found.append(("duplicate", f"{name} <", *twice, 0))
+        if node.alive:
+            found.append(("node crash", name, *self._killed(number, link), 1))
+            if node.worker.phase >= WorkerPhase.IDLE:
+                sent = self.sent(link, *self.effects(self.model.crash(node)))
+                found.append(("worker crash", name, *sent, 0))
+        elif value.phase in (LinkPhase.CLOSED, LinkPhase.GONE) and not node.ended:
+            fresh = self.nodes.number(self.model.new_node(name, node.incarnation + 1))
+            found.append(("return", name, fresh, self.links.number(Link()), 0))
+        return [one for one in found if one[0] in kinds]
+
+    def takeovers(self, head: State, kinds: frozenset[str]) -> list[tuple[str, int]]:
+        """Return (kind, state with which the next coordinator begins)."""
+        cs, saved = head[2], self.stores.values[head[3]]
+        found = [("takeover", start) for start in dict.fromkeys((*saved[:1], cs))]
+        found += [("lost save", start) for start in dict.fromkeys(saved[1:]) if start != saved[0]]
+        return [one for one in found if one[0] in kinds]
+
+    def takeover(self, head: State, start: int) -> Outcome:
+        head = (*head[:2], start, self.stores.number((start,)), head[4])
+        return self.event(head, job.CoordinatorFailover())
+
+    def _killed(self, number: int, link: int) -> tuple[int, int]:
         node = self.nodes.values[number]
         worker = node.worker
         ghost = worker if worker.arrived >= 0 else Worker()
@@ -620,39 +768,20 @@ class Cluster:
             alive=False,
             incarnation=node.incarnation,
         )
-        link = self.links.values[state[HEAD + 2 * i + 1]]
-        noticed = link.phase in (LinkPhase.CLOSED, LinkPhase.STALE)
+        noticed = self.links.values[link].phase in (LinkPhase.CLOSED, LinkPhase.STALE)
         phase = LinkPhase.CLOSED if noticed else LinkPhase.BROKEN
-        gone = self.links.number(Link(phase))
-        state = self._with(state, i, node=self.nodes.number(dead), link=gone)
-        return (state[0], state[1] + 1, *state[2:])
+        return self.nodes.number(dead), self.links.number(Link(phase))
 
-    def _returned(self, state: State, i: int, node: Node) -> State:
-        fresh = self.model.new_node(node.name, node.incarnation + 1)
-        closed = self.links.number(Link())
-        return self._with(state, i, node=self.nodes.number(fresh), link=closed)
-
-    def _all_cut(self, state: State) -> State:
-        after = list(state)
-        for at in range(HEAD + 1, len(state), 2):
-            if self.links.values[state[at]].phase is LinkPhase.OPEN:
-                after[at] = self.relink(state[at], phase=LinkPhase.CUT)
-        return tuple(after)
-
-    def _taken_over(self, state: State, start: int) -> State:
-        """A new coordinator begins with the saved state `start`."""
+    def _on_all(self, state: State, name: str) -> State:
+        """Change all links: a cut, or a takeover."""
         after = list(state)
         for at in range(HEAD, len(state), 2):
-            node, link = self.nodes.values[state[at]], self.links.values[state[at + 1]]
-            if not node.alive:
-                after[at + 1] = self.links.number(Link(LinkPhase.CLOSED))
-            elif link.phase in (LinkPhase.OPEN, LinkPhase.CUT, LinkPhase.STALE):
-                down = link.down if link.phase is not LinkPhase.CUT else ()
-                after[at + 1] = self.links.number(Link(LinkPhase.STALE, False, (), down))
-            else:
-                after[at + 1] = self.links.number(Link(LinkPhase.CLOSED))
-        after[2] = after[3] = after[4] = start
-        return self._event(tuple(after), job.CoordinatorFailover())
+            after[at + 1] = self.changed(state[at + 1], (self.op_for(state[at], name), 0))
+        return tuple(after)
+
+    def op_for(self, node: int, name: str) -> str:
+        dead = name == "takeover" and not self.nodes.values[node].alive
+        return "takeover of a dead node" if dead else name
 
     # ---- composing ----
 
@@ -661,124 +790,126 @@ class Cluster:
         pair = (node if node >= 0 else state[at], link if link >= 0 else state[at + 1])
         return (*state[:at], *pair, *state[at + 2 :])
 
-    def _acted(self, state: State, i: int, effects: Effects) -> State:
-        return self._sent(state, i, *self.effects(effects))
-
-    def _sent(self, state: State, i: int, node: int, sent: tuple[int, ...]) -> State:
-        """Node i becomes `node` and sends messages."""
-        link = state[HEAD + 2 * i + 1]
+    def sent(self, link: int, node: int, sent: tuple[int, ...]) -> tuple[int, int]:
+        """The node of a link becomes `node` and sends messages. Returns (node, link)."""
         if sent:
-            link = self.pushed(link, sent, ())
+            link = self._reported(link, sent)
         if self.nodes.values[node].ended:
             phase = self.links.values[link].phase
             known = phase in (LinkPhase.CLOSED, LinkPhase.STALE)
             link = self.links.number(Link(LinkPhase.CLOSED if known else LinkPhase.BROKEN))
-        return self._with(state, i, node, link)
+        return node, link
 
-    def heard(self, state: State, i: int, twice: bool = False) -> State:
-        """The coordinator receives the oldest message of node i."""
-        at = HEAD + 2 * i + 1
-        event = self.links.values[state[at]].up[0]
+    def _obeyed(self, node: int, link: int, twice: bool = False) -> tuple[int, int]:
+        """The node receives the oldest message of the coordinator."""
+        order = self.links.values[link].down[0]
+        return self.sent(self.popped(link, False, twice), *self.order(node, order))
+
+    def outcome(self, head: State, i: int, event: int | str) -> Outcome:
+        """The coordinator gets a message of node i, or an event of its connection."""
+        if isinstance(event, int):
+            message = self.messages.values[event]
+            if isinstance(message, job.PortRefused):
+                return self.event(head, message)
+            return self.heard(head, i, event)
+        incarnation = self.member_incarnation(head[2], i)
+        if not incarnation:
+            return Outcome(head)
+        return self.event(head, job.ConnectionClosed(self.names[i], incarnation))
+
+    def _heard(self, head: State, i: int, event: int) -> Outcome:
         message = self.messages.values[event]
-        state = self._with(state, i, link=self.popped(state[at], True, twice))
-        answer = self.answer(state[2], i, event)
+        answer = self.answer(head[2], i, event)
         if answer is not None:
             if answer == ():
-                return state
-            link = self.links.values[state[at]]
+                return Outcome(head)
             number = self.messages.number(coordinator.plain_message(answer))
-            return self._with(state, i, link=self.relink(state[at], down=(*link.down, number)))
+            return Outcome(head, ((i, ("answer", number)),))
+        known: tuple[tuple[int, Op], ...] = ()
         if isinstance(message, m.NodeReport):
-            state = self._with(state, i, link=self.relink(state[at], known=True))
-        former = self.names[i] not in self.states.values[state[2]].members
+            known = ((i, ("known", 0)),)
+        former = self.names[i] not in self.states.values[head[2]].members
         if isinstance(message, m.StepDone) and former:
-            return state
-        return self._after(state, *self.take(state[2], event))
+            return Outcome(head)
+        cs, actions, saved = self.take(head[2], event)
+        outcome = self._decision(head, cs, actions, saved)
+        return outcome._replace(ops=(*known, *outcome.ops))
 
-    def obeyed(self, state: State, i: int, twice: bool = False) -> State:
-        """Node i receives the oldest message of the coordinator."""
-        at = HEAD + 2 * i + 1
-        order = self.links.values[state[at]].down[0]
-        state = self._with(state, i, link=self.popped(state[at], False, twice))
-        return self._sent(state, i, *self.order(state[at - 1], order))
+    def _event(self, head: State, event: Any) -> Outcome:
+        return self._decision(head, *self.take(head[2], self.messages.number(event)))
 
-    def _closed(self, state: State, i: int) -> State:
-        at = HEAD + 2 * i + 1
-        state = self._with(state, i, link=self.relink(state[at], phase=LinkPhase.CLOSED))
-        member = self.states.values[state[2]].members.get(self.names[i])
-        if member is None:
-            return state
-        incarnation = member.report.info.incarnation
-        return self._event(state, job.ConnectionClosed(self.names[i], incarnation))
-
-    def _connected(self, state: State, i: int) -> State:
-        link = self.links.number(Link(LinkPhase.OPEN))
-        state = self._with(state, i, link=link)
-        node = self.nodes.values[state[HEAD + 2 * i]]
-        return self._acted(state, i, self.model.connected(node))
-
-    def _event(self, state: State, event: Any) -> State:
-        return self._after(state, *self.take(state[2], self.messages.number(event)))
-
-    def _after(self, state: State, cs: int, actions: tuple[Any, ...], saved: bool) -> State:
+    def _decision(self, head: State, cs: int, actions: tuple[Any, ...], saved: bool) -> Outcome:
         """The coordinator's state becomes `cs`; it is saved, then the actions are carried out."""
-        after = list(state)
+        after = list(head)
         after[2] = cs
-        if saved and state[0] and cs != state[3]:
-            after[3], after[4] = cs, state[3]
+        states = self.stores.values[head[3]]
+        if saved and states and cs != states[0]:
+            after[3] = self.stores.number((cs, *states[: self.lost_writes]))
+        ops, step = list[tuple[int, Op]](), -1
         for action in actions:
             if isinstance(action, job.JobFinished):
-                self._check_end(state, action.code)
-                self._tell_others(after, action)
+                self._require(
+                    action.code == 0 or head[1] > 1, f"the job ends with code {action.code}"
+                )
+                ops += self._tell_others(cs, action)
             elif isinstance(action[0], str):
                 self.interventions.add(" ".join(action))
             else:
                 i, number = action
-                at = HEAD + 2 * i + 1
                 message = self.messages.values[number]
                 if isinstance(message, m.Install):
-                    self._promise(after, message.epoch, message.assignment)
-                after[at] = self.pushed(after[at], (), (number,))
+                    known = dict(self.promises.values[after[4]])
+                    if message.epoch not in known and head[1] <= 1:
+                        step = message.assignment.step
+                    after[4] = self._promised(known, message.epoch, message.assignment)
+                ops.append((i, ("send", number)))
                 if isinstance(message, m.Fenced):
-                    after[at] = self.relink(after[at], known=False)
-        return tuple(after)
+                    ops.append((i, ("unknown", 0)))
+        return Outcome(self._living(tuple(after)), tuple(ops), step)
 
-    def _tell_others(self, after: list[int], end: job.JobFinished) -> None:
+    def _tell_others(self, cs: int, end: job.JobFinished) -> Iterator[tuple[int, Op]]:
         """The end is told to connected nodes that are not members."""
-        members = self.states.values[after[2]].members
+        members = self.states.values[cs].members
         stop = self.messages.number(m.Stop(end.code, ""))
         for i, name in enumerate(self.names):
             if name not in members:
-                at = HEAD + 2 * i + 1
-                after[at] = self.pushed(after[at], (), (stop,))
+                yield i, ("send", stop)
+
+    def _done(self, state: State, outcome: Outcome) -> State:
+        """Return the state after an event at the coordinator."""
+        head = outcome.head
+        if self.until_end and self.is_over(head[2]):
+            return self.end(head[2])
+        after = [*head, *state[HEAD:]]
+        for i, op in outcome.ops:
+            at = HEAD + 2 * i + 1
+            after[at] = self.changed(after[at], op)
+        if outcome.step >= 0:
+            for i, number in enumerate(after[HEAD::2]):
+                version = self.version(number)
+                member = self.incarnation(number) == self.member_incarnation(head[2], i)
+                self._require(
+                    version <= outcome.step or not member,
+                    f"an epoch goes back to step {outcome.step} although version {version} exists",
+                )
+        return tuple(after)
+
+    def end(self, cs: int) -> State:
+        """Return the state of a job that is over."""
+        return (0, 0, cs, 0, 0, *(0 for _ in range(2 * len(self.names))))
 
     # ---- promises ----
 
-    def _promise(self, after: list[int], epoch: int, assignment: Assignment) -> None:
+    def version(self, number: int) -> int:
+        """Return the version of the state in a node's worker; -1: none."""
+        node = self.nodes.values[number]
+        return node.worker.version if node.alive else -1
+
+    def _promised(self, known: dict[int, int], epoch: int, assignment: Assignment) -> int:
         """Every assignment of an epoch is the same, whichever coordinator sends it."""
-        known = dict(self.promises.values[after[5]])
         number = self.model.number(assignment)
         self._require(known.get(epoch, number) == number, f"two assignments for epoch {epoch}")
-        if epoch in known:
-            return
-        known[epoch] = number
-        after[5] = self.promises.number(tuple(sorted(known.items())))
-        nodes = [self.nodes.values[n] for n in after[HEAD::2]]
-        members = self.states.values[after[2]].members
-        newest = max(
-            node.worker.version
-            for node in nodes
-            if node.alive
-            and node.name in members
-            and members[node.name].report.info.incarnation == node.agent.info.incarnation
-        )
-        self._require(
-            after[1] > 1 or assignment.step >= newest,
-            f"epoch {epoch} goes back to step {assignment.step} although version {newest} exists",
-        )
-
-    def _check_end(self, state: State, code: int) -> None:
-        self._require(code == 0 or state[1] > 1, f"the job ends with code {code}")
+        return self.promises.number(tuple(sorted({**known, epoch: number}.items())))
 
     def _require(self, holds: bool, text: str) -> None:
         if not holds:
@@ -787,9 +918,9 @@ class Cluster:
     def is_goal(self, state: State) -> bool:
         """Whether the job has ended and all agents with it, or no node can run it any more."""
         phase = self.states.values[state[2]].phase
-        living = sum(self.nodes.values[n].alive for n in self._numbers(state))
+        if self.until_end and phase in OVER:
+            return True
+        living = sum(self.nodes.values[n].alive for n in state[HEAD::2])
         if not living:  # the launcher ends a job without nodes
             return True
-        if phase in OVER:
-            return self.until_end
         return living < self.policy.min_nodes and phase is JobPhase.WAITING

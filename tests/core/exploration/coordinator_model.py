@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 from elastic.core.coordinator.authorization import check_message
-from elastic.core.coordinator.transitions import transition
+from elastic.core.coordinator.transitions import CHANGING, INSTALLED, transition
 from elastic.core.health.diagnosis import Finding, NodeHealth
 from elastic.core.job import state as job
 from elastic.core.job.membership import name_conflict
@@ -22,6 +23,7 @@ from elastic.domain.types import Assignment
 from elastic.planning.backup.amortization import DEFAULT_PAUSE_S
 from elastic.planning.plan.plan import validate_plan
 
+T = TypeVar("T")
 NOW = 1e6
 """Time of every event, in seconds."""
 OLDEST_S = 2000.0
@@ -112,6 +114,9 @@ def aged(state: JobState, seconds: float) -> JobState:
 def _check(before: JobState, after: JobState, actions: tuple[Any, ...]) -> None:
     """One transition keeps the promises that need no other node."""
     assert after.epoch >= before.epoch, "epochs only grow"
+    if after.phase in CHANGING and after.spec is not None and after.failure is None:
+        for member in after.members.values():
+            _check_epoch(after, member)
     for action in actions:
         if not isinstance(action, job.Send) or after.starts == before.starts:
             continue  # an order is repeated
@@ -123,7 +128,29 @@ def _check(before: JobState, after: JobState, actions: tuple[Any, ...]) -> None:
                 )
 
 
+def _check_epoch(state: JobState, member: job.Member) -> None:
+    """The coordinator leads all connected members in an epoch that it knows.
+
+    It refuses finished steps of later epochs, so it would not see that training goes on. And a
+    node with an assignment of the present epoch ignores the order to halt for it.
+    """
+    report = member.report
+    halts = state.phase is JobPhase.HALTING and report.able and report.phase in INSTALLED
+    later = report.epoch >= state.epoch if halts else report.epoch > state.epoch
+    assert not (member.connected and later), (
+        f"{member.node} is {report.phase} in epoch {report.epoch}, "
+        f"the coordinator is {state.phase} in epoch {state.epoch}"
+    )
+
+
 # ---- canonical form ----
+
+
+def _with(value: T, **changes: Any) -> T:
+    """Return `value` with other fields; the same object if they are equal, which saves memory."""
+    if all(getattr(value, name) == new for name, new in changes.items()):
+        return value
+    return replace(value, **changes)  # type: ignore[type-var]
 
 
 def _plain(actions: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -146,7 +173,7 @@ def plain_message(message: Any) -> Any:
         case m.Install(epoch, assignment):
             return m.Install(epoch, _plain_assignment(assignment))
         case m.Fenced() | m.Released():
-            return replace(message, reason="")
+            return _with(message, reason="")
         case m.Stop(code):
             return m.Stop(code, "")
         case m.RestartWorkers(_, count):
@@ -155,7 +182,7 @@ def plain_message(message: Any) -> Any:
 
 
 def _plain_assignment(assignment: Assignment) -> Assignment:
-    return replace(assignment, plan=replace(assignment.plan, reason=""))
+    return _with(assignment, plan=_with(assignment.plan, reason=""))
 
 
 def canonical(state: JobState, passed_s: float) -> JobState:
@@ -169,9 +196,11 @@ def canonical(state: JobState, passed_s: float) -> JobState:
     if state.phase in OVER:
         return _ended(state)
     waiting, launched = state.phase is JobPhase.WAITING, state.phase is JobPhase.LAUNCHED
-    members = {name: _member(state.members[name], shift) for name in sorted(state.members)}
-    plan = replace(state.plan, reason="") if state.plan is not None else None
-    assignment = _plain_assignment(state.assignment) if state.assignment is not None else None
+    members = {name: _member(state, state.members[name], shift) for name in sorted(state.members)}
+    plan = _shared(_with(state.plan, reason="")) if state.plan is not None else None
+    assignment = state.assignment
+    if assignment is not None:
+        assignment = _shared(_plain_assignment(assignment))
     missing = state.missing
     watch = state.watch
     retry_at = shift(watch.retry_at)
@@ -179,13 +208,13 @@ def canonical(state: JobState, passed_s: float) -> JobState:
         watch,
         since=shift(watch.since),
         signs={
-            name: replace(watch.signs[name], at=shift(watch.signs[name].at))
+            name: _with(watch.signs[name], at=shift(watch.signs[name].at))
             for name in sorted(watch.signs)
         },
         retry_at=retry_at if retry_at > NOW else 0.0,
         cause="",
         orders={
-            name: replace(watch.orders[name], at=shift(watch.orders[name].at))
+            name: _with(watch.orders[name], at=shift(watch.orders[name].at))
             for name in sorted(watch.orders)
         },
         blamed=dict(sorted(watch.blamed.items())),
@@ -216,13 +245,13 @@ def canonical(state: JobState, passed_s: float) -> JobState:
         reconsider_at=0.0,
         health={name: _health(state.health[name], shift) for name in sorted(state.health)},
         durations=(),
-        seen=replace(state.seen, pause_s=0.0),
+        seen=_shared(_with(state.seen, pause_s=0.0)),
         doubt_since=shift(state.doubt_since),
         minority_since=shift(state.minority_since),
         adopted_until=max(shift(state.adopted_until), NOW) if state.adopted_until else 0.0,
         yielded_at=shift(state.yielded_at),
         absent=tuple((node, NOW) for node, _ in state.absent),
-        missing=replace(missing, since=shift(missing.since)) if missing is not None else None,
+        missing=_with(missing, since=shift(missing.since)) if missing is not None else None,
         watch=watch,
     )
 
@@ -253,10 +282,29 @@ def _ended(state: JobState) -> JobState:
     )
 
 
-def _member(member: job.Member, shift: Any) -> job.Member:
+def _member(state: JobState, member: job.Member, shift: Any) -> job.Member:
     closed_at = 0.0 if member.connected else shift(member.closed_at)
     report = member.report
-    return replace(member, seen=shift(member.seen), closed_at=closed_at, report=report)
+    if report.inventory and not _may_use_copies(state, report):
+        report = _without_copies(report)
+    return _with(member, seen=shift(member.seen), closed_at=closed_at, report=_shared(report))
+
+
+def _may_use_copies(state: JobState, report: m.NodeReport) -> bool:
+    """Return whether a decision may still use the copies in a member's report.
+
+    A plan is decided after all members have reported in the new epoch, so copies in reports of
+    the present epoch are read only while it halts. Besides, a new epoch is above those of all
+    copies, which matters only for copies of a later epoch than the present one.
+    """
+    halting = state.phase is JobPhase.HALTING and report.epoch >= state.epoch
+    later = report.epoch > state.epoch
+    return halting or later or any(copy.epoch > state.epoch for copy in report.inventory)
+
+
+@cache
+def _without_copies(report: m.NodeReport) -> m.NodeReport:
+    return replace(report, inventory=())
 
 
 def _change(change: job.EpochChange | None, shift: Any) -> job.EpochChange | None:
@@ -265,10 +313,10 @@ def _change(change: job.EpochChange | None, shift: Any) -> job.EpochChange | Non
     until = change.wait_until
     if until > 0:
         until = max(shift(until), NOW)
-    old = replace(change.old_plan, reason="") if change.old_plan is not None else None
-    return replace(
+    old = _with(change.old_plan, reason="") if change.old_plan is not None else None
+    plain = _with(
         change,
-        causes=tuple(replace(cause, text="") for cause in change.causes),
+        causes=tuple(_with(cause, text="") for cause in change.causes),
         began=0.0,
         old_plan=old,
         detect_s=0.0,
@@ -280,13 +328,14 @@ def _change(change: job.EpochChange | None, shift: Any) -> job.EpochChange | Non
         wait_until=until,
         reason="",
     )
+    return _shared(plain)
 
 
 def _health(record: NodeHealth, shift: Any) -> NodeHealth:
     findings = tuple(
         Finding(one.kind, one.action, "") for one in sorted(record.findings, key=lambda f: f.kind)
     )
-    return replace(
+    return _with(
         record,
         crashes=(NOW,) * len(record.crashes),
         departures=(NOW,) * len(record.departures),
@@ -298,31 +347,47 @@ def _health(record: NodeHealth, shift: Any) -> NodeHealth:
 
 def freeze(value: Any) -> Any:
     """Return a hashable form of a canonical state."""
-    if isinstance(value, dict):
-        return tuple((key, freeze(inner)) for key, inner in value.items())
-    if isinstance(value, JobState | job.ProgressWatch | NodeHealth):
-        return tuple(freeze(getattr(value, field.name)) for field in fields(value))
-    if isinstance(value, Finding):
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    names = _PARTS.get(kind)
+    if names is not None:
+        return tuple([freeze(getattr(value, name)) for name in names])
+    if kind is dict:
+        return tuple([(key, freeze(inner)) for key, inner in value.items()])
+    if kind is Finding:
         return value.kind, value.action
-    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+    if kind is tuple and value and is_dataclass(value[0]):
         return tuple(map(freeze, value))
-    if isinstance(value, job.Member):
-        return tuple(_number(getattr(value, name)) for name in _MEMBER)
     return _number(value)
 
 
-_MEMBER = tuple(field.name for field in fields(job.Member))
-_numbers: dict[Any, int] = {}
+_PLAIN = frozenset({bool, int, float, str, type(None), JobPhase})
+_PARTS: dict[type, tuple[str, ...]] = {
+    kind: tuple(field.name for field in fields(kind))
+    for kind in (JobState, job.ProgressWatch, NodeHealth, job.Member)
+}
+_numbers: dict[Any, tuple[Any, int]] = {}
+"""For each large value: the first equal one, and its number."""
 _by_identity: dict[int, tuple[Any, int]] = {}
-"""Number of each large value by its identity, with the value, which keeps the identity valid."""
+"""The same by the identity of the first one, because its hash is slow to compute."""
+
+
+def _shared(value: T) -> T:
+    """Return the first value that is equal. The others need no memory."""
+    return _entry(value)[0]  # type: ignore[no-any-return]
 
 
 def _number(value: Any) -> Any:
-    """Return a small stand-in for a large value, because its hash is slow to compute."""
-    if not is_dataclass(value):
-        return value
+    """Return a small stand-in for a large value."""
+    return _entry(value)[1] if is_dataclass(value) else value
+
+
+def _entry(value: Any) -> tuple[Any, int]:
     known = _by_identity.get(id(value))
-    if known is None:
-        known = value, _numbers.setdefault(value, len(_numbers))
-        _by_identity[id(value)] = known
-    return known[1]
+    if known is not None and known[0] is value:
+        return known
+    entry = _numbers.setdefault(value, (value, len(_numbers)))
+    if entry[0] is value:
+        _by_identity[id(value)] = entry
+    return entry

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.core.coordinator import event_handlers
+from elastic.core.coordinator import event_handlers, transitions
 from elastic.core.policy import progress_watchdog
-from tests.core.exploration.cluster import Cluster
+from tests.core.exploration import coordinator_model
+from tests.core.exploration.cluster import HEAD, Cluster, State
 from tests.core.exploration.explorer import Explorer, Result
 
 
@@ -46,9 +47,47 @@ def test_two_nodes_and_a_spare_survive_one_fault(kind: str) -> None:
     assert result.faults[kind] > 10 and not result.interventions
 
 
+def test_an_epoch_that_the_coordinator_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rule against a store that lost its last writes, nodes are ahead for long."""
+    monkeypatch.setattr(transitions, "_regain_epoch", lambda state, now: None)
+    sequences = frozenset({("worker crash", "lost save")})
+    cluster = Cluster(2, 2, sequences=sequences, coarse=True, until_end=True)
+    result = Explorer(cluster, 2_000).run(cluster.running())
+    assert any("halted in epoch 2, the coordinator is running" in x for x in result.violations)
+
+
 def test_a_stuck_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without repeated orders and without the watchdog, a lost order is waited for for ever."""
     monkeypatch.setattr(event_handlers, "_missed_orders", lambda state, node: ())
     monkeypatch.setattr(progress_watchdog, "check_progress", lambda state, now: None)
     cluster = Cluster(2, 1, kinds=frozenset({"drop"}), coarse=True, until_end=True)
     assert Explorer(cluster).run(cluster.start).stuck
+
+
+def test_values_that_nothing_reads_change_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without the copies in old reports, the same phases are met."""
+    found = []
+    for keeps in (False, True):
+        if keeps:
+            monkeypatch.setattr(coordinator_model, "_may_use_copies", lambda state, report: True)
+        cluster = Cluster(3, 1, kinds=frozenset({"takeover"}), coarse=True, until_end=True)
+        explorer = Explorer(cluster)
+        result = explorer.run(cluster.running())
+        check(result)
+        found.append((result, {outline(cluster, state) for state in explorer.order}))
+    (few, outlines), (many, others) = found
+    assert few.states < many.states and few.interventions == many.interventions
+    assert outlines == others
+
+
+def outline(cluster: Cluster, state: State) -> tuple[object, ...]:
+    """Return the phases and epochs of all parts, and the kinds of messages under way."""
+    job = cluster.states.values[state[2]]
+    members = [(mb.report.phase, mb.report.epoch, mb.connected) for mb in job.members.values()]
+    parts: list[object] = [job.phase, job.epoch, *members]
+    for at in range(HEAD, len(state), 2):
+        node, link = cluster.nodes.values[state[at]], cluster.links.values[state[at + 1]]
+        ways = [[type(cluster.messages.values[x]) for x in way] for way in (link.up, link.down)]
+        parts += [node.alive, node.agent.phase, node.agent.epoch, node.worker.phase, link.phase]
+        parts += [node.worker.version, *map(tuple, ways)]
+    return tuple(parts)

@@ -1,0 +1,462 @@
+/* Breadth-first search over the joint states of a small job, for tests/core/exploration/native.py.
+
+A state is (head, pair of node 0, pair of node 1, ...), each a small number. What these numbers mean,
+and every step of one part, is known in Python (cluster.py). This file only combines them, and asks
+Python once for each combination that it has not seen (`ask`). Answers are read from `answer`.
+
+The states lie one after the other in the order of their discovery; a hash table holds their
+numbers. No state is represented by its hash alone, so the search is exact. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint32_t u32;
+typedef uint64_t u64;
+
+#define NONE 0xffffffffu
+#define MOST_WORDS 6
+#define ANSWER_WORDS 65536
+#define MOST_FOUND 1024
+#define KINDS 16
+
+/* What Python is asked for. The comments say what the answer has. */
+enum {
+    PAIR,    /* (pair): node, link, flags, incarnation, version + 1, event, pair after it,
+                n, n * (pair, slow), n, n * (kind, pair, crashes) */
+    HEAD,    /* (head): flags, mask of kinds, incarnation of each member,
+                n, n * (kind, start of a takeover) */
+    TEAM,    /* (node 0, ...): broken, n, n * (index, node, messages, peer or NONE, its node) */
+    EVENT,   /* (head, index, event): outcome */
+    BEAT,    /* (head, index, node): number of the answer or NONE */
+    WAIT,    /* (head, mask of heard nodes, limit): outcome */
+    TAKEOVER,/* (head, start): outcome */
+    SPENT,   /* (head, kind): head */
+    CRASHED, /* (head, number): head */
+    CHANGE,  /* (pair, change): pair */
+    ANSWERED,/* (pair, order): pair or NONE */
+    SENT,    /* (pair, node, messages): pair */
+    ON_ALL   /* (pair, 0 cut | 1 takeover): pair */
+};
+/* outcome: none | broken | ends | normal, head, step + 1, n, n * (index, change) */
+enum { O_NONE, O_BROKEN, O_ENDS, O_NORMAL };
+/* flags of a pair */
+enum { ALIVE = 1, HEARD = 2, CUT = 4, STARTING = 8, BEATS = 16, UP = 32 };
+/* flags of a head */
+enum { OVER = 1, WAITING = 2 };
+
+typedef int (*Ask)(int what, u32 a, u32 b, u32 c, u32 d);
+
+typedef struct { u32 key[5]; u32 value; } Slot;
+typedef struct { Slot *slots; u64 size, used; } Map;
+
+typedef struct {
+    Ask ask;
+    u32 answer[ANSWER_WORDS];
+    u32 nodes, words, least_nodes, duplicate, all_cut, worker_limit;
+    u32 *pool;
+    u64 pool_used, pool_size;
+    u32 *pair_at, *head_at;
+    u64 pairs, heads;
+    Map memo;
+    u32 *states, *parents, *table;
+    uint8_t *good;
+    u64 count, size, table_size;
+    u64 next; /* number of the next state to expand */
+    u64 transitions, faults[KINDS];
+    u64 broken; /* number of the state whose step broke a promise */
+    u32 found[MOST_FOUND][MOST_WORDS];
+    u32 kinds[MOST_FOUND];
+    u32 n_found;
+    u64 stuck, first_stuck, goals, rounds;
+} Search;
+
+static u64 mix(u64 x) {
+    x ^= x >> 31; x *= 0x7fb5d329728ea185ull;
+    x ^= x >> 27; x *= 0x81dadef4bc2dd44dull;
+    return x ^ (x >> 33);
+}
+
+static u64 hash_words(const u32 *w, u32 n) {
+    u64 h = 0x9e3779b97f4a7c15ull;
+    for (u32 i = 0; i < n; i++) h = mix(h ^ w[i]) + 0x9e3779b97f4a7c15ull * (i + 1);
+    return h;
+}
+
+/* ---- what Python answered before ---- */
+
+static Slot *slot_of(Map *map, const u32 *key) {
+    u64 at = hash_words(key, 5) & (map->size - 1);
+    while (map->slots[at].value != NONE && memcmp(map->slots[at].key, key, 20))
+        at = (at + 1) & (map->size - 1);
+    return &map->slots[at];
+}
+
+static void grow_map(Map *map) {
+    Map old = *map;
+    map->size = old.size ? old.size * 2 : 1 << 16;
+    map->slots = malloc(map->size * sizeof(Slot));
+    for (u64 i = 0; i < map->size; i++) map->slots[i].value = NONE;
+    for (u64 i = 0; i < old.size; i++)
+        if (old.slots[i].value != NONE) *slot_of(map, old.slots[i].key) = old.slots[i];
+    free(old.slots);
+}
+
+/* Keep the first n words of the answer. Returns their place. */
+static u32 keep(Search *s, u32 n) {
+    if (s->pool_used + n > s->pool_size) {
+        while (s->pool_used + n > s->pool_size) s->pool_size *= 2;
+        s->pool = realloc(s->pool, s->pool_size * 4);
+    }
+    memcpy(s->pool + s->pool_used, s->answer, n * 4ull);
+    s->pool_used += n;
+    return (u32)(s->pool_used - n);
+}
+
+/* Return the place of an answer in the pool; NONE: Python failed. */
+static u32 look(Search *s, u32 what, u32 a, u32 b, u32 c, u32 d) {
+    u32 key[5] = {what, a, b, c, d};
+    Slot *slot = slot_of(&s->memo, key);
+    if (slot->value != NONE) return slot->value;
+    int n = s->ask(what, a, b, c, d);
+    if (n < 0) return NONE;
+    u32 at = keep(s, n);
+    if (s->memo.used * 10 > s->memo.size * 6) grow_map(&s->memo);
+    slot = slot_of(&s->memo, key);
+    memcpy(slot->key, key, 20);
+    slot->value = at;
+    s->memo.used++;
+    return at;
+}
+
+static u32 described(Search *s, u32 **table, u64 *size, u32 what, u32 number) {
+    if (number >= *size) {
+        u64 more = *size * 2 > number + 1ull ? *size * 2 : number + 1024ull;
+        *table = realloc(*table, more * 4);
+        for (u64 i = *size; i < more; i++) (*table)[i] = NONE;
+        *size = more;
+    }
+    if ((*table)[number] == NONE) {
+        int n = s->ask(what, number, 0, 0, 0);
+        if (n < 0) return NONE;
+        (*table)[number] = keep(s, n);
+    }
+    return (*table)[number];
+}
+
+#define TRY(x) do { if ((x) == NONE) return -2; } while (0)
+
+/* ---- steps ---- */
+
+static u32 *emit(Search *s, const u32 *state, u32 kind) {
+    u32 *to = s->found[s->n_found];
+    if (s->n_found >= MOST_FOUND - 1) abort();
+    s->kinds[s->n_found++] = kind;
+    memcpy(to, state, s->words * 4);
+    return to;
+}
+
+/* Change `to` by an outcome. 0: done; -1: a promise is broken; -2: Python failed; 1: nothing. */
+static int apply(Search *s, u32 at, u32 *to) {
+    u32 *o = s->pool + at;
+    if (o[0] == O_NONE) return 1;
+    if (o[0] == O_BROKEN) return -1;
+    to[0] = o[1];
+    if (o[0] == O_ENDS) {
+        for (u32 i = 0; i < s->nodes; i++) to[1 + i] = 0;
+        return 0;
+    }
+    u32 step = o[2], n = o[3];
+    for (u32 k = 0; k < n; k++) {
+        u32 i = s->pool[at + 4 + 2 * k], op = s->pool[at + 5 + 2 * k];
+        u32 changed = look(s, CHANGE, to[1 + i], op, 0, 0);
+        TRY(changed);
+        to[1 + i] = s->pool[changed];
+    }
+    if (step) {
+        u32 head = described(s, &s->head_at, &s->heads, HEAD, to[0]);
+        TRY(head);
+        for (u32 i = 0; i < s->nodes; i++) {
+            u32 pair = described(s, &s->pair_at, &s->pairs, PAIR, to[1 + i]);
+            TRY(pair);
+            u32 *p = s->pool + pair;
+            if (p[3] == s->pool[head + 2 + i] && p[4] > step) return -1;
+        }
+    }
+    return 0;
+}
+
+/* Find all next states. Returns their number; -1: a promise is broken; -2: Python failed. */
+static int expand(Search *s, const u32 *state, int with_faults) {
+    u32 n = s->nodes, head = described(s, &s->head_at, &s->heads, HEAD, state[0]);
+    u32 pair[MOST_WORDS], mask = 0, fast = 0, flags = 0, limit;
+    int made;
+    s->n_found = 0;
+    TRY(head);
+    if (s->pool[head] & OVER) return 0;
+    for (u32 i = 0; i < n; i++) {
+        pair[i] = described(s, &s->pair_at, &s->pairs, PAIR, state[1 + i]);
+        TRY(pair[i]);
+    }
+    for (u32 i = 0; i < n; i++) {
+        u32 *p = s->pool + pair[i];
+        flags |= p[2];
+        if (p[5] != NONE) {
+            u32 *to = emit(s, state, NONE), after = p[6];
+            u32 at = look(s, EVENT, state[0], i, p[5], 0);
+            TRY(at);
+            to[1 + i] = after;
+            if ((made = apply(s, at, to)) < 0) return made;
+            fast++;
+        }
+        p = s->pool + pair[i];
+        for (u32 k = 0, m = p[7]; k < m; k++) {
+            emit(s, state, NONE)[1 + i] = p[8 + 2 * k];
+            fast += !p[9 + 2 * k];
+        }
+        if ((p[2] & BEATS) && p[3] != s->pool[head + 2 + i]) {
+            u32 at = look(s, BEAT, state[0], i, p[0], 0), after;
+            TRY(at);
+            if (s->pool[at] != NONE) {
+                after = look(s, ANSWERED, state[1 + i], s->pool[at], 0, 0);
+                TRY(after);
+                if (s->pool[after] != NONE) emit(s, state, NONE)[1 + i] = s->pool[after];
+            }
+        }
+        p = s->pool + pair[i];
+        if ((p[2] & HEARD) && p[3] == s->pool[head + 2 + i]) mask |= 1u << i;
+    }
+    {
+        u32 nodes[4] = {0, 0, 0, 0};
+        for (u32 i = 0; i < n; i++) nodes[i] = s->pool[pair[i]];
+        u32 team = look(s, TEAM, nodes[0], nodes[1], nodes[2], nodes[3]);
+        TRY(team);
+        if (s->pool[team]) return -1;
+        for (u32 k = 0, m = s->pool[team + 1]; k < m; k++) {
+            u32 t[5], after, *to = emit(s, state, NONE);
+            memcpy(t, s->pool + team + 2 + 5 * k, 20);
+            after = look(s, SENT, state[1 + t[0]], t[1], t[2], 0);
+            TRY(after);
+            to[1 + t[0]] = s->pool[after];
+            if (t[3] != NONE) {
+                after = look(s, SENT, state[1 + t[3]], t[4], 0, 0);
+                TRY(after);
+                to[1 + t[3]] = s->pool[after];
+            }
+            fast++;
+        }
+    }
+    if (!fast) {
+        u32 *to = emit(s, state, NONE), at;
+        limit = flags & STARTING ? 2 : flags & CUT ? 1 : 0;
+        at = look(s, WAIT, state[0], mask, limit, 0);
+        TRY(at);
+        if ((made = apply(s, at, to)) < 0) return made;
+        if (made) s->n_found--;
+    }
+    u32 kinds = s->pool[head + 1];
+    if (!with_faults || !kinds) return s->n_found;
+    for (u32 i = 0; i < n; i++) {
+        u32 *p = s->pool + pair[i], m = p[7], faults = 8 + 2 * m;
+        for (u32 k = 0, many = p[faults]; k < many; k++) {
+            u32 f[3], at, *to;
+            memcpy(f, s->pool + pair[i] + faults + 1 + 3 * k, 12);
+            if (!(kinds >> f[0] & 1)) continue;
+            to = emit(s, state, f[0]);
+            to[1 + i] = f[1];
+            if (f[2]) {
+                at = look(s, CRASHED, state[0], f[2], 0, 0);
+                TRY(at);
+                to[0] = s->pool[at];
+            }
+        }
+        p = s->pool + pair[i];
+        if ((kinds >> s->duplicate & 1) && (p[2] & UP)) {
+            u32 *to = emit(s, state, s->duplicate), at = look(s, EVENT, state[0], i, p[5], 0);
+            TRY(at);
+            if ((made = apply(s, at, to)) < 0) return made;
+        }
+    }
+    if (kinds >> s->all_cut & 1) {
+        u32 *to = emit(s, state, s->all_cut);
+        for (u32 i = 0; i < n; i++) {
+            u32 at = look(s, ON_ALL, state[1 + i], 0, 0, 0);
+            TRY(at);
+            to[1 + i] = s->pool[at];
+        }
+    }
+    for (u32 k = 0, m = s->pool[head + 2 + n]; k < m; k++) {
+        u32 kind = s->pool[head + 3 + n + 2 * k], which = s->pool[head + 4 + n + 2 * k];
+        u32 *to = emit(s, state, kind), at;
+        for (u32 i = 0; i < n; i++) {
+            at = look(s, ON_ALL, state[1 + i], 1, 0, 0);
+            TRY(at);
+            to[1 + i] = s->pool[at];
+        }
+        at = look(s, TAKEOVER, state[0], which, 0, 0);
+        TRY(at);
+        if ((made = apply(s, at, to)) < 0) return made;
+    }
+    for (u32 k = 0; k < s->n_found; k++)
+        if (s->kinds[k] != NONE) {
+            u32 at = look(s, SPENT, s->found[k][0], s->kinds[k], 0, 0);
+            TRY(at);
+            s->found[k][0] = s->pool[at];
+        }
+    return s->n_found;
+}
+
+/* ---- the search ---- */
+
+static u64 place(const Search *s, const u32 *state) {
+    u64 at = hash_words(state, s->words) & (s->table_size - 1);
+    while (s->table[at] != NONE && memcmp(s->states + (u64)s->table[at] * s->words, state, s->words * 4))
+        at = (at + 1) & (s->table_size - 1);
+    return at;
+}
+
+static void grow_table(Search *s) {
+    free(s->table);
+    s->table_size *= 2;
+    s->table = malloc(s->table_size * 4);
+    memset(s->table, 0xff, s->table_size * 4);
+    for (u64 i = 0; i < s->count; i++) s->table[place(s, s->states + i * s->words)] = (u32)i;
+}
+
+static int is_goal(Search *s, const u32 *state) {
+    u32 head = described(s, &s->head_at, &s->heads, HEAD, state[0]), living = 0;
+    if (head == NONE) return -2;
+    if (s->pool[head] & OVER) return 1;
+    for (u32 i = 0; i < s->nodes; i++) {
+        u32 pair = described(s, &s->pair_at, &s->pairs, PAIR, state[1 + i]);
+        if (pair == NONE) return -2;
+        living += s->pool[pair + 2] & ALIVE;
+    }
+    head = s->head_at[state[0]];
+    return !living || (living < s->least_nodes && (s->pool[head] & WAITING));
+}
+
+int add(Search *s, const u32 *state, u32 parent) {
+    u64 at = place(s, state);
+    if (s->table[at] != NONE) return 0;
+    if (s->count == s->size) {
+        s->size += s->size / 2;
+        s->states = realloc(s->states, s->size * s->words * 4);
+        s->parents = realloc(s->parents, s->size * 4);
+        s->good = realloc(s->good, s->size);
+    }
+    int goal = is_goal(s, state);
+    if (goal < 0) return goal;
+    memcpy(s->states + s->count * s->words, state, s->words * 4);
+    s->parents[s->count] = parent;
+    s->good[s->count] = (uint8_t)goal;
+    s->table[at] = (u32)s->count++;
+    if (s->count * 10 > s->table_size * 7) grow_table(s);
+    return 0;
+}
+
+Search *create(Ask ask, u32 nodes, u32 least_nodes, u32 duplicate, u32 all_cut) {
+    Search *s = calloc(1, sizeof(Search));
+    s->ask = ask; s->nodes = nodes; s->words = nodes + 1; s->least_nodes = least_nodes;
+    s->duplicate = duplicate; s->all_cut = all_cut;
+    s->pool_size = 1 << 20;
+    s->pool = malloc(s->pool_size * 4);
+    s->size = s->table_size = 1 << 16;
+    s->states = malloc(s->size * s->words * 4);
+    s->parents = malloc(s->size * 4);
+    s->good = malloc(s->size);
+    s->table = malloc(s->table_size * 4);
+    memset(s->table, 0xff, s->table_size * 4);
+    grow_map(&s->memo);
+    return s;
+}
+
+void destroy(Search *s) {
+    free(s->pool); free(s->pair_at); free(s->head_at); free(s->memo.slots);
+    free(s->states); free(s->parents); free(s->good); free(s->table); free(s);
+}
+
+/* Expand at most `most` states. 0: all are expanded; 1: more are left; -1: a promise is broken in
+state number `broken`, which was skipped; -2: Python failed. */
+int explore(Search *s, u64 most) {
+    u32 state[MOST_WORDS];
+    for (; most && s->next < s->count; most--, s->next++) {
+        memcpy(state, s->states + s->next * s->words, s->words * 4);
+        int n = expand(s, state, 1);
+        if (n == -2) return -2;
+        if (n == -1) {
+            s->good[s->next] = 1;
+            s->broken = s->next++;
+            return -1;
+        }
+        s->transitions += n;
+        for (int k = 0; k < n; k++) {
+            if (s->kinds[k] != NONE) s->faults[s->kinds[k]]++;
+            if (add(s, s->found[k], (u32)s->next) < 0) return -2;
+        }
+    }
+    return s->next < s->count;
+}
+
+/* Mark all states from which a goal can be reached without another fault, from the last to the
+first, until nothing changes. Returns 0, or -2: Python failed. */
+int find_stuck(Search *s) {
+    u32 state[MOST_WORDS], *left = NULL;
+    u64 open = 0, n_left = 0;
+    s->goals = 0;
+    for (u64 i = 0; i < s->count; i++) { s->goals += s->good[i]; open += !s->good[i]; }
+    int first = 1;
+    for (;;) {
+        u64 total = first ? s->count : n_left, kept = 0, marked = 0;
+        u32 *next = NULL;
+        if (!first) next = malloc((n_left + 1) * 4);
+        for (u64 j = total; j-- > 0;) {
+            u64 i = first ? j : left[total - 1 - j];
+            if (s->good[i]) continue;
+            memcpy(state, s->states + i * s->words, s->words * 4);
+            int n = expand(s, state, 0);
+            if (n == -2) return -2;
+            for (int k = 0; k < n && !s->good[i]; k++) {
+                u32 number = s->table[place(s, s->found[k])];
+                if (number == NONE || s->good[number]) s->good[i] = 1;
+            }
+            if (s->good[i]) marked++;
+            else if (!first) next[kept++] = (u32)i;
+        }
+        if (first) {
+            n_left = open - marked;
+            left = malloc((n_left + 1) * 4);
+            for (u64 i = s->count, k = 0; i-- > 0;) if (!s->good[i]) left[k++] = (u32)i;
+        } else {
+            free(left);
+            left = next;
+            n_left = kept;
+        }
+        s->rounds++;
+        first = 0;
+        if (!marked || !n_left) break;
+    }
+    s->stuck = n_left;
+    s->first_stuck = n_left ? left[n_left - 1] : 0;
+    free(left);
+    return 0;
+}
+
+u32 *answer_of(Search *s) { return s->answer; }
+u32 *state_of(Search *s, u64 i) { return s->states + i * s->words; }
+u32 parent_of(Search *s, u64 i) { return s->parents[i]; }
+u64 figure(Search *s, int which) {
+    switch (which) {
+    case 0: return s->count;
+    case 1: return s->transitions;
+    case 2: return s->next;
+    case 3: return s->broken;
+    case 4: return s->stuck;
+    case 5: return s->first_stuck;
+    case 6: return s->goals;
+    case 7: return s->rounds;
+    case 8: return s->memo.used;
+    case 9: return s->size * (s->words * 4ull + 5) + s->table_size * 4 + s->memo.size * sizeof(Slot) + s->pool_size * 4;
+    default: return s->faults[which - 16];
+    }
+}

@@ -1,0 +1,50 @@
+"""The search in C finds the same as the search in Python."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from elastic.core.coordinator import event_handlers
+from elastic.core.policy import progress_watchdog
+from tests.core.exploration.cluster import Cluster
+from tests.core.exploration.explorer import Explorer, Result
+from tests.core.exploration.native import NativeExplorer
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+def compare(nodes: int, *sequences: tuple[str, ...], from_start: bool = False) -> Result:
+    """Do both searches, and compare all their figures."""
+
+    def cluster() -> Cluster:
+        return Cluster(nodes, 0, sequences=frozenset(sequences), coarse=True, until_end=True)
+
+    one, two = cluster(), cluster()
+    found = Explorer(one).run(one.start if from_start else one.running())
+    native = NativeExplorer(two)
+    other = native.run(two.start if from_start else two.running())
+    native.close()
+    for name in ("states", "transitions", "complete", "faults", "goals", "stuck", "interventions"):
+        assert getattr(found, name) == getattr(other, name), name
+    assert {text: len(trace) for text, trace in found.violations.items()} == {
+        text: len(trace) for text, trace in other.violations.items()
+    }
+    assert len(found.stuck_trace) == len(other.stuck_trace)
+    return other
+
+
+@pytest.mark.parametrize("kind", ["drop", "duplicate", "takeover", "lost save"])
+def test_both_searches_find_the_same_after_one_fault(kind: str) -> None:
+    assert compare(3, (kind,)).faults[kind] > 10
+
+
+def test_both_searches_find_the_same_after_two_faults() -> None:
+    compare(2, ("takeover", "duplicate"), ("drop", "drop"))
+
+
+def test_both_searches_find_the_same_stuck_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_handlers, "_missed_orders", lambda state, node: ())
+    monkeypatch.setattr(progress_watchdog, "check_progress", lambda state, now: None)
+    assert compare(2, ("drop",), from_start=True).stuck
