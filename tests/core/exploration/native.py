@@ -50,9 +50,10 @@ def library() -> ctypes.CDLL:
     """Return the compiled search. It is compiled once for each version of its source."""
     source = Path(__file__).with_name("search.c")
     name = f"exploration-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}.so"
-    target = Path(tempfile.gettempdir()) / name
+    target = source.parent / "__pycache__" / name
     if not target.exists():
-        with tempfile.TemporaryDirectory() as folder:
+        target.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / name
             command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(made), str(source)]
             subprocess.run(command, check=True)
