@@ -60,7 +60,8 @@ class CheckpointCommits:
             self._late(job.LogEntry("checkpoint-late", data))
 
         def counts(epoch: int) -> bool:
-            return not lineage.is_undone(CheckpointPart(step, (), epoch), starts)
+            known = epoch or -1  # agents of the former version write no epoch
+            return not lineage.is_undone(CheckpointPart(step, (), known), starts)
 
         def commit() -> job.CheckpointCommitted | job.CheckpointFailed:
             try:
