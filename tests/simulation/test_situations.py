@@ -83,13 +83,13 @@ def test_dead_workers_never_end_a_job() -> None:
 
 
 def test_a_job_survives_one_lost_node() -> None:
-    """Also while the coordinator is away."""
+    """Also while the coordinator is away. A job that has not begun waits for its minimum."""
     for scenario in scenarios(HARMLESS, 2, (0.3, 1.0, 2.5), nodes=(3, 4)):
         lost = Fault(random.Random(scenario.seed).choice(("kill", "power", "back")), 5.0, 1, 0, 2.5)
         faults = sorted((*scenario.faults, lost), key=lambda fault: fault.at)
         outcome = run(dataclasses.replace(scenario, faults=tuple(faults)))
         check(outcome)
-        assert outcome.code == 0, outcome.text()
+        assert outcome.code == 0 or not of(outcome.events, "step"), outcome.text()
 
 
 def test_healthy_nodes_never_end_a_job() -> None:

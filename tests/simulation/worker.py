@@ -255,7 +255,9 @@ class ModelSteps:
         self._position.update("compute", self.step, index)
         self.runner.started.add(index)
         world.scheduler.sleep(world.microbatch_s * world.scheduler.uniform(0.5, 1.5))
-        while self._links.process.local.get("spins"):
+        local = self._links.process.local
+        # The CPU time of an epoch's first step counts as progress, for ten minutes.
+        while local.get("spins") and local.get("epoch") == self._links.epoch:
             world.scheduler.sleep(0.2)
         layers = self._member.layers
         above, below = max(layers) + 1, min(layers)

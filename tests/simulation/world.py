@@ -301,7 +301,7 @@ class World:
 
     def step_done(self, step: int, links: worker.ModelLinks) -> None:
         self.moved_at = self.scheduler.now
-        links.process.local["steps"] = step + 1
+        links.process.local["epoch"] = links.epoch
         self.scheduler.log(f"step {step} is done on {links.process.name} (epoch {links.epoch})")
 
     def violation(self, text: str) -> None:
@@ -426,8 +426,7 @@ class World:
             case "worker-stop":
                 process.stop()
             case "worker-spin":
-                # The CPU time of a first step counts as progress, for ten minutes.
-                process.local["spins"] = "steps" in process.local
+                process.local["spins"] = True
             case "worker-mute":
                 self.mute_starts += 1
                 process.end(-9)
