@@ -19,6 +19,7 @@ from tests.simulation.oracles import of
 from tests.simulation.test_simulation import QUIET, check
 from tests.simulation.world import Fault, Outcome, Scenario, World, run, scenario_of
 
+pytestmark = pytest.mark.chaos
 EACH_S = 3.0
 """Time for the fresh seeds of a test."""
 HARMLESS = ("lead-kill", "lead-pause", "lead-reset", "store-away", "disk-slow")
@@ -164,7 +165,6 @@ def test_training_continues_without_one_path(moment: str) -> None:
     cut(random.choice(PAIRS), random.choice(("there", "back", "both")), moment)
 
 
-@pytest.mark.chaos
 @pytest.mark.parametrize("ways", ["there", "back", "both"])
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("pair", PAIRS)
