@@ -32,6 +32,7 @@ COORDINATOR = "coordinator"
 CLEAN, WORKER_LOST, NODE_LOST = "clean", "worker lost", "node lost"
 SCENARIOS = (CLEAN, WORKER_LOST, NODE_LOST)
 LOSSES = ("kill", "kill-after", "stop")
+"""Faults that can take the last copies of a state."""
 TRIES = 3
 """Runs of a fault whose point was not reached, because threads came in another order."""
 
@@ -131,7 +132,6 @@ class Enumeration:
 
     def _judge(self, case: Case, result: Result) -> tuple[str, str]:
         lasting = case.fault.endswith("+")
-        # The second loss may take the last copies. A call that failed takes none.
         second = case.scenario != CLEAN and case.fault in LOSSES
         if result.refusal:
             named = lasting and "injected" in result.refusal

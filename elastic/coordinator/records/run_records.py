@@ -112,7 +112,7 @@ class RunRecords:
         self._events = RetryingEventLog(run_dir / "events.jsonl")
         self._progress = RetryingEventLog(run_dir / "progress.jsonl")
         self._last_position = (0, 0)
-        self._steps: deque[tuple[int, int]] = deque(maxlen=RECORDED)
+        self._steps: dict[tuple[int, int], None] = {}
         """(epoch, step) of the newest steps that were recorded."""
         self._draft = run_dir / "exit.draft"
         try_write(self._draft, lambda: replace_file(self._draft, " " * DRAFT_BYTES))
@@ -139,7 +139,9 @@ class RunRecords:
         step = done.epoch, done.record.step
         if step in self._steps:
             return
-        self._steps.append(step)
+        self._steps[step] = None
+        if len(self._steps) > RECORDED:
+            del self._steps[next(iter(self._steps))]
         self.event("step", step_entry(done))
         self.progress(state, done)
 

@@ -101,8 +101,8 @@ def due_steps(state: JobState) -> tuple[int, ...]:
 
 
 def may_be_writing(state: JobState) -> bool:
-    """Return whether a node that had layers until the present epoch began may be still writing its
-    part of a checkpoint."""
+    """Return whether a checkpoint from before the present epoch is unfinished. A node that holds no
+    layers any more may still be writing its part."""
     present = state.assignment
     if present is None:
         return False

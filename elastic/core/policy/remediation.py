@@ -123,9 +123,11 @@ def _hopeless(state: JobState, node: str) -> str:
 
 
 def _same_everywhere(state: JobState, node: str, cause: str) -> str:
-    """Return the reason to end the job if the script is at fault: the workers of several nodes
-    crashed with the same device error since the newest step, and one of them crashed twice; "": it
-    is not. All nodes are needed, or the number that `HealthLimits` calls fatal."""
+    """Return the reason to end the job if the script is at fault; "": it is not.
+
+    It is at fault if workers crashed with the same device error on all nodes, or on the number of
+    nodes that `HealthLimits` calls fatal, and one node had the error twice since the newest step.
+    """
     if not is_device_error(cause) or is_link_error(cause):
         return ""
     limits, text = state.policy.health, _without_numbers(cause)

@@ -89,16 +89,18 @@ class Machines:
         if everything:
             self.network.cut(space)
             return
-        for number in range(NODES):
-            ip("-n", space, "route", "add", "blackhole", self.places[f"node{number}"][1])
+        self._blackholes(space, "add")
 
     def heal(self, head: int, *, everything: bool) -> None:
         space = self.places[f"head{head}"][0]
         if everything:
             self.network.heal(space)
             return
+        self._blackholes(space, "del")
+
+    def _blackholes(self, space: str, verb: str) -> None:
         for number in range(NODES):
-            ip("-n", space, "route", "del", "blackhole", self.places[f"node{number}"][1])
+            ip("-n", space, "route", verb, "blackhole", self.places[f"node{number}"][1])
 
     def close(self) -> None:
         self._stack.close()
