@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, contextmanager
 
 import grpc
 import pytest
 
 from elastic.core.protocol.messages import AgentFailed, Halt, Heartbeat, Trim
 from elastic.core.protocol.version import PROTOCOL, ProtocolVersion
+from elastic.rpc.control.channel_options import PROTOCOL_KEY, TERM
 from elastic.rpc.control.client import CoordinatorSession, CoordinatorStub
-from elastic.rpc.control.envelope import KINDS, SESSION_VERSION
+from elastic.rpc.control.envelope import KINDS, SESSION, SESSION_VERSION
 from elastic.rpc.control.server import Server
+from elastic.rpc.frames import version_text
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from tests.launcher.helpers import wait_until
 from tests.rpc.conftest import KEEPALIVE_S, Recorder
@@ -35,13 +38,19 @@ def serving(version: ProtocolVersion) -> Iterator[tuple[Recorder, Server]]:
         yield told, server
 
 
-@contextmanager
 def connected(
     server: Server, version: ProtocolVersion
+) -> AbstractContextManager[tuple[Recorder, CoordinatorSession]]:
+    return session_to(server.address, version)
+
+
+@contextmanager
+def session_to(
+    address: str, version: ProtocolVersion
 ) -> Iterator[tuple[Recorder, CoordinatorSession]]:
     told = Recorder()
     session = CoordinatorSession(
-        server.address,
+        address,
         on_message=told.callback("message"),
         on_up=told.callback("up"),
         on_down=told.callback("down"),
@@ -109,3 +118,38 @@ def test_messages_that_the_other_side_cannot_read_are_not_sent() -> None:
         assert isinstance(heard.expect("message")[1], Heartbeat)
         assert not theirs.send(Halt(4), 4) and theirs.send(Trim(4), 4)
         assert told.expect("message")[0] == Trim(4)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named at the end", "not named"])
+def test_a_refusal_whose_opening_is_lost_opens_no_session(named: bool) -> None:
+    """gRPC may drop the metadata with which a stream was opened if an error follows at once."""
+    theirs = numbered(PROTOCOL + 2)
+    known = ((TERM, "1"), (PROTOCOL_KEY, version_text(theirs))) if named else ()
+    calls: list[object] = []
+
+    def refuse(requests: object, context: grpc.ServicerContext) -> None:
+        calls.append(requests)
+        context.set_trailing_metadata(known)
+        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another version")
+
+    with refusing(refuse) as address, session_to(address, SESSION_VERSION) as (told, session):
+        if named:
+            (why,) = told.expect("refused")
+            assert theirs.text in why and SESSION_VERSION.text in why
+        assert wait_until(lambda: len(calls) > 2)
+        assert not session.up and told.empty()
+
+
+@contextmanager
+def refusing(refuse: Callable[[object, grpc.ServicerContext], None]) -> Iterator[str]:
+    """Serve sessions that end with `refuse`; yield the address."""
+    _, service, method = SESSION.split("/")
+    server = grpc.server(ThreadPoolExecutor(1))
+    handlers = {method: grpc.stream_stream_rpc_method_handler(refuse)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None)

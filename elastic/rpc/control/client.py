@@ -220,7 +220,11 @@ class CoordinatorSession:
         reason = "closed"
         try:
             await call.wait_for_connection()
-            reason = self._consider(address, call, await call.initial_metadata())
+            opened = await call.initial_metadata()
+            if not _text_of(opened, TERM):
+                reason = await _why_refused(call)
+                return
+            reason = self._consider(address, call, opened)
             if reason:
                 return
             outbox: asyncio.Queue[Envelope] = asyncio.Queue()
@@ -262,8 +266,7 @@ class CoordinatorSession:
     def _consider(self, address: str, call: Any, metadata: Any) -> str:
         """Follow the coordinator that opened the stream `call`; return why not, or ""."""
         theirs = version_in(_text_of(metadata, PROTOCOL_KEY))
-        # A stream without a term was refused; reading it raises the reason.
-        if _text_of(metadata, TERM) and (refusal := self._refusal(address, theirs)):
+        if refusal := self._refusal(address, theirs):
             return refusal
         if not self._follow(call, _term_of(metadata)):
             return "another coordinator is followed"
@@ -272,9 +275,9 @@ class CoordinatorSession:
 
     def _failure(self, address: str, error: grpc.aio.AioRpcError) -> str:
         """Return why a stream failed; report a coordinator of another version or token."""
-        opened = error.initial_metadata()
-        if _text_of(opened, TERM):
-            self._refusal(address, version_in(_text_of(opened, PROTOCOL_KEY)))
+        for sent in (error.initial_metadata(), error.trailing_metadata()):
+            if _text_of(sent, TERM):
+                self._refusal(address, version_in(_text_of(sent, PROTOCOL_KEY)))
         reason = error.details() or str(error.code())
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             REJECTIONS.count("agent", Reason.TOKEN, address, reason)
@@ -408,6 +411,14 @@ def _term_of(metadata: Any) -> int:
 def _text_of(metadata: Any, key: str) -> str:
     """Return the value of a metadata key; "": not given."""
     return str(dict(metadata or ()).get(key, ""))
+
+
+async def _why_refused(call: Any) -> str:
+    """Wait for the end of a stream that was opened without a term, thus refused. Raises the
+    coordinator's reason; returns one if it gives none."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(call.read(), CONNECT_TIMEOUT_S)
+    return "the coordinator opened it without a term"
 
 
 async def _write(outbox: asyncio.Queue[Envelope], call: Any) -> None:

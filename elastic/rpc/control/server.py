@@ -206,9 +206,9 @@ class Server:
         session = ClientSession(sender, peer, self._term, self._encoder, theirs)
         await self._admit(context, "session", sender)
         # Before the writer starts: gRPC refuses two sends at a time.
-        mine = version_text(self._version)
-        await context.send_initial_metadata(((TERM, str(self._term())), (PROTOCOL_KEY, mine)))
-        await self._check_version(context, session)
+        mine = (TERM, str(self._term())), (PROTOCOL_KEY, version_text(self._version))
+        await context.send_initial_metadata(mine)
+        await self._check_version(context, session, mine)
         run_callback(partial(self._on_open, session))
         tasks: set[asyncio.Task[None]] = set()
         try:
@@ -226,13 +226,16 @@ class Server:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _check_version(self, context: Any, session: ClientSession) -> None:
-        """Abort the call of a node whose version does not fit."""
+    async def _check_version(
+        self, context: Any, session: ClientSession, mine: tuple[tuple[str, str], ...]
+    ) -> None:
+        """Abort the call of a node whose version does not fit. `mine`: metadata of this side; it is
+        sent at the end too, because gRPC may drop what was sent just before an error."""
         node = session.sender or "a node"
         problem = incompatibility(self._version, session.version, "the coordinator", node)
         if problem:
             REJECTIONS.count(PORT, Reason.VERSION, session, problem)
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem, mine)
 
     async def _read(self, session: ClientSession, requests: AsyncIterator[bytes]) -> None:
         """Pass every message to `on_message` until the stream ends."""

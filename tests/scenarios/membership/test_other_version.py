@@ -43,15 +43,18 @@ def test_agents_two_versions_away_are_refused_with_both_versions(tmp_path: Path)
     flags = ["run", "--standalone", "--nnodes", "2:3"]
     job = Job(tmp_path / "run", flags, paced(hurry))
     numbers = {AHEAD: PROTOCOL + 2, BEHIND: PROTOCOL - 2}
+    agents: dict[str, subprocess.Popen[str]] = {}
     try:
         job.await_steps(1)
-        agents = {node: agent(job, node, number - PROTOCOL) for node, number in numbers.items()}
+        agents |= {node: agent(job, node, number - PROTOCOL) for node, number in numbers.items()}
         told = {node: one.communicate(timeout=LONG_S)[1] for node, one in agents.items()}
         job.wait("a refusal, of which few are logged", lambda: refusals(job))
         job.await_steps(1)
         hurry.touch()
         run = job.finish()
     finally:
+        for one in agents.values():
+            one.kill()
         job.kill()
     for node, number in numbers.items():
         assert agents[node].returncode == EXIT_INCOMPATIBLE, told[node]
