@@ -508,6 +508,9 @@ class NodeAgent:
             if not self._gate.open:
                 return  # the result of the pre-flight causes another report
             report = replace(report, preflight=self._gate.result)
+        if report.finished is not None and self._checkpoints.busy:
+            report = replace(report, writing=True)
+            self._checkpoints.then(self._later(self._report))
         if report.phase not in REPORTING_NO_COPIES:
             report = replace(report, inventory=self._vault.inventory())
         self._send(report)

@@ -121,7 +121,9 @@ def checkpoints_missing(
     complete: frozenset[int],
 ) -> list[str]:
     """Every due checkpoint is there. One that is not the last may be reported as lost, if a fault
-    of a disk, or the loss of a node, hit the time in which it was written."""
+    of a disk, or the loss of a node, hit the time in which it was written. So does a node that is
+    well, but was cut off and was not back at the end."""
+    absent = _absent_since(events)
     named = {event["step"]: event["why"] for event in of(events, "checkpoint-lost")}
     wrong = []
     for step in due:
@@ -131,7 +133,7 @@ def checkpoints_missing(
             wrong.append(f"the checkpoint of the last step, {step}, is missing: {named.get(step)}")
         elif step not in named and not _hit(events, faults, step, ("lead-disk",)):
             wrong.append(f"the checkpoint of step {step} is missing, and no event names it")
-        elif not _hit(
+        elif absent < _finished(events, faults, step)[0] and not _hit(
             events,
             faults,
             step,
@@ -141,6 +143,27 @@ def checkpoints_missing(
     return wrong
 
 
+def _absent_since(events: Sequence[dict[str, Any]]) -> float:
+    """Return the time at which the last node was lost that was not back at the end; -1: none."""
+    absent: dict[str, float] = {}
+    for event in events:
+        if event["kind"] == "lost":
+            absent[event["node"]] = event["at"]
+        elif event["kind"] == "joined":
+            absent.pop(event["node"], None)
+    return max(absent.values(), default=-1.0)
+
+
+def _finished(
+    events: Sequence[dict[str, Any]], faults: Sequence[Injected], step: int
+) -> tuple[float, float]:
+    """Return the first and the last time at which the step before checkpoint `step` may have been
+    finished."""
+    finished = [event["at"] for event in of(events, "step") if event["step"] == step - 1]
+    first, last = min(finished, default=0.0), max(finished, default=float("inf"))
+    return _decided_from(faults, first, DELAYS), last
+
+
 def _hit(
     events: Sequence[dict[str, Any]],
     faults: Sequence[Injected],
@@ -148,7 +171,5 @@ def _hit(
     kinds: Sequence[str],
 ) -> bool:
     """Whether such a fault was there when the checkpoint was due, or soon afterwards."""
-    finished = [event["at"] for event in of(events, "step") if event["step"] == step - 1]
-    first, last = min(finished, default=0.0), max(finished, default=float("inf"))
-    first = _decided_from(faults, first, DELAYS)
+    first, last = _finished(events, faults, step)
     return any(f.kind in kinds and f.until >= first and f.at <= last + WRITING_S for f in faults)

@@ -99,3 +99,11 @@ def test_a_disk_fault_excuses_only_the_checkpoint_of_its_time() -> None:
     assert missing(NAMED, complete={2, 6})
     late = Injected("disk-full", 59.0, 80.0, "node1")
     assert missing(NAMED, full, late, complete={2, 4}), "the last one is never excused"
+
+
+def test_a_node_that_is_not_back_at_the_end_excuses_what_it_had_to_write() -> None:
+    gone = [*NAMED, {"kind": "lost", "at": 45.0, "node": "node1"}]
+    assert not missing(gone, complete={2, 6})
+    assert missing([*gone, {"kind": "joined", "at": 50.0, "node": "node1"}], complete={2, 6})
+    before = {"kind": "lost", "at": 35.0, "node": "node1"}
+    assert missing([*NAMED, before], complete={2, 6}), "it was lost before the step"

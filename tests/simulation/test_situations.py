@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -19,8 +20,7 @@ from tests.simulation.oracles import of
 from tests.simulation.test_simulation import QUIET, check
 from tests.simulation.world import Fault, Outcome, Scenario, World, run, scenario_of
 
-pytestmark = pytest.mark.chaos
-EACH_S = 3.0
+EACH_S = 2.0
 """Time for the fresh seeds of a test."""
 HARMLESS = ("lead-kill", "lead-pause", "lead-reset", "store-away", "disk-slow")
 """Faults that halt nothing: training needs neither the coordinator nor a certain speed."""
@@ -67,11 +67,18 @@ def test_harmless_faults_halt_nothing() -> None:
 
 
 def test_planned_changes_lose_nothing() -> None:
-    """Nodes join and leave at the end of a step, and no micro-batch is computed twice."""
+    """Nodes join and leave at the end of a step, and no micro-batch is computed twice.
+
+    A node that is told to leave before its workers have attached has nothing to move. It just ends.
+    """
     for scenario in scenarios(("join", "join", "drain"), 3, (1.0,)):
         outcome = run(scenario)
         check(outcome)
-        assert not of(outcome.events, "lost"), outcome.text()
+        trained: set[str] = set()
+        for event in outcome.events:
+            if event["kind"] == "plan":
+                trained |= set(re.findall(r"(\w+)\[", event["text"]))
+            assert event["kind"] != "lost" or event["node"] not in trained, (event, outcome.text())
         for one in of(outcome.events, "recovered"):
             assert not one["replayed"] and not one["rerun"], (one, outcome.text())
 
@@ -107,6 +114,8 @@ def test_healthy_nodes_never_end_a_job() -> None:
 PAIRS = tuple(itertools.combinations(range(4), 2))
 AWAY_S, BOUND_S = 15.0, 10.0
 """Length of a cut, and the time after which training must continue."""
+LOOK_S = 0.0001
+"""Pause between two looks at the phases; they last two latencies at least."""
 CRASH = Fault("worker-kill", 4.0, 0, 0, 0.0)
 BACK = Fault("back", 4.0, 3, 0, 1.0)
 MOMENTS: dict[str, tuple[NodePhase, int, Fault | None]] = {
@@ -136,7 +145,7 @@ def cut(pair: tuple[int, int], ways: str, moment: str) -> Outcome:
                 far = other if other < one else other - 1
                 world._inject(Fault(kind, world.scheduler.now, one, far, AWAY_S))
             else:
-                world.scheduler.at(0.005, look)
+                world.scheduler.at(LOOK_S, look)
 
         world.scheduler.at(fault.at if fault is not None else 1.0, look)
 
@@ -165,6 +174,7 @@ def test_training_continues_without_one_path(moment: str) -> None:
     cut(random.choice(PAIRS), random.choice(("there", "back", "both")), moment)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("ways", ["there", "back", "both"])
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("pair", PAIRS)

@@ -78,6 +78,8 @@ class CheckpointWriter:
         self._queued: list[tuple[int, int, int]] = []
         """(step, epoch, bytes) of each bundle whose private copies are in memory until the disk has
         them."""
+        self._unwritten = 0
+        """Number of writes that are queued or in progress."""
         self._lock = threading.Lock()
         """Guards the fields above: `enter` and `offer` are called on different threads."""
         self._closed = threading.Event()
@@ -122,7 +124,7 @@ class CheckpointWriter:
                 torn = VaultError(f"{copy.key} is torn or corrupt")
                 self._give_up([copy], torn, str(torn))
 
-        self._queue.put(write)
+        self._put(write)
 
     def offer(self, published: Published) -> None:
         """Copy the states that belong to a checkpoint from a bundle, and queue them. Call this
@@ -162,7 +164,7 @@ class CheckpointWriter:
                 parts.clear()
                 self._leave_queue(bundle)
 
-        self._queue.put(write)
+        self._put(write)
 
     def _behind(self, bundle: tuple[int, int, int]) -> int:
         """Return the number of other checkpoints with large copies in memory. The caller holds the
@@ -195,6 +197,25 @@ class CheckpointWriter:
     def is_undone(self, item: Copy | CheckpointPart) -> bool:
         """Return whether training has repeated the step of a state or part since then, or will."""
         return lineage.is_undone(item, self._starts)
+
+    @property
+    def busy(self) -> bool:
+        """Whether parts wait for the disk."""
+        return self._unwritten > 0
+
+    def _put(self, write: Callable[[], None]) -> None:
+        """Queue a write."""
+
+        def counted() -> None:
+            try:
+                write()
+            finally:
+                with self._lock:
+                    self._unwritten -= 1
+
+        with self._lock:
+            self._unwritten += 1
+        self._queue.put(counted)
 
     def then(self, action: Callable[[], None]) -> None:
         """Call `action` on the writer's thread, after the parts queued so far are on disk or have

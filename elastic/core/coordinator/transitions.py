@@ -271,9 +271,17 @@ def _evidence(failed: m.Failed) -> tuple[LogEntry, ...]:
 
 
 def _finished(state: JobState, finished: m.Finished, now: float) -> JobTransition | None:
-    """End the job once the checkpoint of its last step is durable, if one is due."""
+    """End the job once the checkpoint of its last step is durable, if one is due. Older ones are
+    awaited for `limits.disk_s` while nodes write them."""
     text, sha = f"all {finished.step} steps done", finished.params_sha256
     if not checkpoints.is_final_missing(state):
+        late = checkpoints.being_written(state)
+        if late and not state.finished_at:
+            limit_s = state.limits.disk_s
+            entries = tuple(checkpoints.late_entry(step, limit_s) for step in late)
+            return state.of(finished_at=now), entries, f"{text}; older checkpoints are written"
+        if late and now - state.finished_at < state.limits.disk_s:
+            return None
         return _end_job(state, JobPhase.FINISHED, EXIT_OK, text, sha)
     problem = final_checkpoint.problem(state)
     if problem:

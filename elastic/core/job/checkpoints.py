@@ -100,6 +100,31 @@ def due_steps(state: JobState) -> tuple[int, ...]:
     return (*between, last)
 
 
+def being_written(state: JobState) -> tuple[int, ...]:
+    """Return the steps of the newest due checkpoints that lack files, while a node still writes
+    after the last step. A node that has not finished may be writing too."""
+    if state.plan is None:
+        return ()
+    parts, nodes = dict(state.checkpoint_parts), state.plan.nodes()
+    late = [
+        step
+        for step in due_steps(state)[-MAX_PENDING - MAX_OLDER :]
+        if not _is_settled(state, step) and not is_complete(state, parts.get(step, ()))
+    ]
+    writing = any(
+        member.connected
+        and (member.report.writing or (node in nodes and member.report.finished is None))
+        for node, member in state.members.items()
+    )
+    return tuple(late) if writing else ()
+
+
+def late_entry(step: int, patience_s: float) -> LogEntry:
+    """Return the warning that the end of the job waits for the checkpoint of `step`."""
+    why = "a disk is behind"
+    return LogEntry("checkpoint-late", {"step": step, "why": why, "patience_s": patience_s})
+
+
 def may_be_writing(state: JobState) -> bool:
     """Return whether a checkpoint from before the present epoch is unfinished. A node that holds no
     layers any more may still be writing its part."""

@@ -28,6 +28,7 @@ TIMES: dict[type, tuple[str, ...]] = {
         "members",
         "change",
         "step_finished_at",
+        "finished_at",
         "enough_since",
         "launched_at",
         "joining_since",

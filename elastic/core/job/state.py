@@ -344,6 +344,8 @@ class JobState:
     record: StepRecord | None = None
     """Record of the newest step known to be finished."""
     step_finished_at: float = 0.0
+    finished_at: float = 0.0
+    """Time since which the end of the job waits for older checkpoints; 0: it does not."""
     logged_step: int = -1
     """Newest step in the event log."""
     recovered_at: float = 0.0

@@ -355,6 +355,8 @@ class NodeReport:
     unreadable: CheckpointUnreadable | None = None
     """Report that a checkpoint cannot be read in the present epoch."""
     finished: Finished | None = None
+    writing: bool = False
+    """Whether parts of checkpoints wait for the node's disk after the last step."""
     failed: Failed | None = None
     restart: int = -1
     """`Launch.restart` of the present workers; -1: not launched."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -48,9 +49,16 @@ def saving(every: int = 100) -> JobState:
     return state.of(spec=replace(spec_of(state), checkpoint_every=every))
 
 
-def finished(state: JobState) -> tuple[JobState, tuple[job.JobAction, ...], str]:
-    """Rank 0 reports that all steps are done."""
-    return send_report(state, "node0", phase=NodePhase.FINISHED, finished=m.Finished(400, "sha"))
+def finished(
+    state: JobState, writing: Collection[str] = ()
+) -> tuple[JobState, tuple[job.JobAction, ...], str]:
+    """All nodes report that all steps are done, rank 0 last."""
+    for node in sorted(state.members, reverse=True):
+        done = m.Finished(400, "sha" if node == "node0" else "")
+        state, actions, reason = send_report(
+            state, node, phase=NodePhase.FINISHED, finished=done, writing=node in writing
+        )
+    return state, actions, reason
 
 
 # ---- parts and commits ----
@@ -242,6 +250,21 @@ def test_checkpoints_that_lack_reports_at_the_end_are_tried() -> None:
     assert job.CommitCheckpoint(398) in actions and not entries(actions, "checkpoint-lost")
     _, actions, _ = apply(state, job.CheckpointFailed(398, "layer 2 is missing"))
     assert [entry["step"] for entry in entries(actions, "checkpoint-lost")] == [398]
+
+
+def test_the_end_waits_for_older_checkpoints_while_a_node_writes() -> None:
+    state, _, _ = apply(saving(), part(300, HALVES[0]))
+    state, _, _ = apply(state, part(400))
+    state, _, _ = apply(state, job.CheckpointCommitted("/c/400", 400))
+    state, actions, reason = finished(state, writing=["node1"])
+    assert state.phase is JobPhase.RUNNING and "older checkpoints are written" in reason
+    assert [entry["step"] for entry in entries(actions, "checkpoint-late")] == [100, 200, 300]
+    ended, _, _ = send_report(state, "node1", writing=False)
+    assert ended.phase is JobPhase.FINISHED
+    began, limit_s = state.finished_at, state.limits.disk_s
+    for waited_s, phase in ((limit_s - 1.0, JobPhase.RUNNING), (limit_s, JobPhase.FINISHED)):
+        later, _, _ = apply(state.of(finished_at=began - waited_s), job.Tick())
+        assert later.phase is phase
 
 
 # ---- states of lost nodes ----
