@@ -212,9 +212,16 @@ class Sampler:
     def __init__(self, job: SoakJob) -> None:
         self._job = job
         self._series: dict[tuple[str, int, str], Series] = {}
+        self._loads: list[float] = []
+
+    @property
+    def load(self) -> float:
+        """Median of the machine's load average."""
+        return statistics.median(self._loads)
 
     def sample(self) -> None:
         job = self._job
+        self._loads.append(os.getloadavg()[0])
         staying = [f"node{i}" for i in range(STAYING)]
         found: list[tuple[str, Callable[[], psutil.Process]]] = [("coordinator", job.coordinator)]
         found += [("launcher", lambda: psutil.Process(job.launchers["coordinator"].pid))]
@@ -350,6 +357,8 @@ class Soaked:
     events: dict[str, int]
     log_bytes: int
     left: list[str]
+    load: float
+    """Median of the machine's load average."""
 
 
 def soak(folder: Path, faults: int, every_s: float, load: int, silence_s: float = 3.0) -> Soaked:
@@ -383,7 +392,16 @@ def _soak(job: SoakJob, faults: int, every_s: float) -> Soaked:
             raise RuntimeError(f"no step after the last fault; files: {job.folder}")
     logs = sampler.log_bytes()
     left = job.end()
-    return Soaked(sampler.newest(), job.steps, job.longest_s, striker.done, job.kinds, logs, left)
+    return Soaked(
+        sampler.newest(),
+        job.steps,
+        job.longest_s,
+        striker.done,
+        job.kinds,
+        logs,
+        left,
+        sampler.load,
+    )
 
 
 def _watch(job: SoakJob, sampler: Sampler, striker: Faults, seconds: float) -> None:
@@ -401,7 +419,8 @@ def _watch(job: SoakJob, sampler: Sampler, striker: Faults, seconds: float) -> N
 def rows(done: Soaked, minutes: float, load: int) -> list[Row]:
     found = [
         Row("minutes", minutes, "min", None, "higher"),
-        Row("busy processes", load, "", None, "higher"),
+        Row("busy processes of the soak", load, "", None, "higher"),
+        Row("load average of the machine, median", done.load, "", None, "higher"),
         Row("faults", sum(done.faults.values()), "", None, "higher"),
         Row("steps", done.steps, "", None, "higher"),
         Row("longest time between two steps", done.longest_s, "s", None, "lower"),

@@ -23,7 +23,7 @@ def test_growth_is_found(figure: str) -> None:
 def test_the_verdict_names_what_grew_and_what_is_left() -> None:
     grown = Series("coordinator", "threads", [float(i) for i in range(100)])
     flat = Series("coordinator", "memory", [40.0] * 100)
-    done = Soaked([grown, flat], 10, 1.0, {"kill": 1}, {"recovery": 2}, 1000, ["a vault"])
+    done = Soaked([grown, flat], 10, 1.0, {"kill": 1}, {"recovery": 2}, 1000, ["a vault"], 8.0)
     assert verdict(done) == "coordinator: threads from 37 to 87; left: a vault"
     missed = [row.metric for row in rows(done, 1.0, 8) if row.met == "missed"]
     assert missed == ["processes and files left", "coordinator: threads, growth until the last"]
