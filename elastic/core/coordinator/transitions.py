@@ -63,8 +63,9 @@ from elastic.planning.backup.peer_assignment import natural
 
 SCRIPT_S = 30.0
 """If no worker has attached after this time, the script does not use elastic."""
-LATE_WORKERS_S = 90.0
-"""After this time the job starts without the nodes that are not ready, if the minimum is ready."""
+LATE_WORKERS_S = 10.0
+"""When the minimum of nodes is ready, the job waits for the others so long, and at least as long as
+the minimum needed. Then it starts without them; they join later."""
 DEPARTURES = 64
 """Number of lost members whose reasons are kept."""
 SHOWN_FAILURES = 3
@@ -320,7 +321,7 @@ def _waiting(state: JobState, now: float) -> JobTransition | None:
 def _launched(state: JobState, now: float) -> JobTransition | None:
     launched = [mb for mb in state.members.values() if mb.rank >= 0]
     if not launched:
-        state = state.of(phase=JobPhase.WAITING, next_rank=0)
+        state = state.of(phase=JobPhase.WAITING, next_rank=0, enough_since=0.0)
         return state, (), "every launched node is gone"
     if state.spec is None:
         if any(mb.report.elastic for mb in launched):
@@ -331,11 +332,24 @@ def _launched(state: JobState, now: float) -> JobTransition | None:
         state, actions = launch_nodes(state, late)
         return state, actions, "launch late nodes"
     settled = all(mb.report.able or mb.report.phase is NodePhase.FAILED for mb in launched)
-    enough = sum(mb.report.able for mb in launched) >= state.policy.min_nodes
-    since = now - state.launched_at
-    if not settled and not (enough and since > LATE_WORKERS_S):
+    able, since = sum(mb.report.able for mb in launched), now - state.launched_at
+    enough = able >= state.policy.min_nodes
+    if settled or (enough and _is_overdue(state, now)):
+        state = state.of(start_s=since, enough_since=0.0)
+        return begin_change(state, Cause(CauseKind.START, "start"), now)
+    start_s = since if able and not state.start_s else state.start_s
+    began = (state.enough_since or now) if enough else 0.0
+    if (start_s, began) == (state.start_s, state.enough_since):
         return None
-    return begin_change(state.of(start_s=since), Cause(CauseKind.START, "start"), now)
+    return state.of(start_s=start_s, enough_since=began), (), ""
+
+
+def _is_overdue(state: JobState, now: float) -> bool:
+    """Return whether the nodes that are not ready have had their time after the minimum was."""
+    if not state.enough_since:
+        return False
+    needed_s = state.enough_since - state.launched_at
+    return now - state.enough_since > max(LATE_WORKERS_S, needed_s)
 
 
 def _plain_script(state: JobState, launched: list[Member], now: float) -> JobTransition | None:

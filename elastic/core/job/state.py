@@ -377,10 +377,12 @@ class JobState:
     failed_writers: tuple[tuple[int, str], ...] = ()
     """(step, node) of each failure to write a part of a checkpoint in this epoch."""
     enough_since: float = 0.0
-    """Time since which at least the minimum of nodes is connected; 0: fewer are."""
+    """Time since which at least the minimum of nodes is connected, or after the launch ready; 0:
+    fewer are."""
     launched_at: float = 0.0
     start_s: float = 0.0
-    """Seconds that workers need to start: from the launch until all were ready."""
+    """Seconds that workers need to start: from the launch until all were ready, or until then, the
+    first."""
     waited: tuple[tuple[str, int], ...] = ()
     """(node, step) of the last wait for restarting workers."""
     retired: tuple[tuple[str, str], ...] = ()

@@ -97,7 +97,7 @@ certificates may be renewed."""
 MAX_DOUBLINGS = 6
 """The bound on a stall grows to at most 2 to this power times the first bound."""
 START_FACTOR = 2.0
-"""A worker that restarts may be quiet for this multiple of the first start's time."""
+"""A worker that starts may be quiet for this multiple of the time that the first one needed."""
 DISOBEYED = 2
 """A node that was sent the order to restart its workers this often, and did not, is dropped."""
 REPEATED = "the job makes no progress, and the order to restart may be lost"

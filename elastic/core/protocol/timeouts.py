@@ -135,7 +135,7 @@ def budget(
         starved_s=min(0.5, silence / 6),
         adopt_s=max(1.0, silence * 2 / 3) + reconnect_s,
         keepalive_s=max(1.0, silence * 5 / 3),
-        silent_s=max(15.0, silence * 5),
+        silent_s=max(10.0, silence * 3),
         stuck_s=max(60.0, silence * 20, seen.microbatch_s * 20),
         sibling_s=max(5.0, silence * 5 / 3),
         bulk_s=max(10.0, silence * 10 / 3),

@@ -352,7 +352,7 @@ def test_script_without_elastic() -> None:
         ("just stopped", True, 0.3, 0.3, "compute", ""),
         ("stopped", True, 0.5, 0.5, "compute", "stopped and silent for 0.5 s"),
         ("stopped while waiting", True, 0.5, 0.5, "wait", "stopped"),
-        ("late heartbeat", False, 14.0, 14.0, "compute", ""),
+        ("late heartbeat", False, 9.0, 9.0, "compute", ""),
         ("silent", False, 16.0, 16.0, "compute", "silent and without CPU time for 16 s"),
         (
             "silent while waiting: the heartbeat thread is stuck too",

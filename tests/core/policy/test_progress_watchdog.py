@@ -415,16 +415,16 @@ def test_a_worker_that_hangs_before_it_attaches_is_restarted() -> None:
     members = {**state.members, "node2": replace(state.members["node2"], report=report)}
     bench = Bench(state.of(members=members, start_s=2.0))
     bench.activity["node2"] = "start"
-    assert not restarts(bench.wait(14.0, "node0", "node1"))
+    assert not restarts(bench.wait(9.0, "node0", "node1"))
     assert restarts(bench.wait(2.0, "node0", "node1")) == ["node2"]
-    assert not restarts(bench.wait(13.0, "node0", "node1"))
+    assert not restarts(bench.wait(8.0, "node0", "node1"))
     assert restarts(bench.wait(2.0, "node0", "node1")) == ["node2"], "the order may be lost"
-    assert restarts(bench.wait(80.0, "node0", "node1")) == ["node2"], "with growing pauses"
+    assert restarts(bench.wait(52.0, "node0", "node1")) == ["node2"], "with growing pauses"
     record = StepRecord(bench.state.newest_step + 1, 1.0, 1.0, 1.0)
     assert not restarts(bench.apply(m.StepDone(1, record, 0.5, 0.1)))
     assert not restarts(bench.wait(5.0, "node0", "node1")), "a step changes nothing"
     bench.obey("node2")
-    assert not restarts(bench.wait(14.0, "node0", "node1"))
+    assert not restarts(bench.wait(9.0, "node0", "node1"))
 
 
 def test_a_node_that_reconnects_gets_the_order_to_restart_again() -> None:
@@ -483,7 +483,7 @@ def test_the_pause_grows_with_each_order_that_is_obeyed() -> None:
             orders.append(bench.now - bench.begin)
             bench.obey("node2")
             bench.move("node2")
-    assert [round((b - a) / 15.0) for a, b in pairwise([0.0, *orders])] == [1, 2, 4, 8]
+    assert [round((b - a) / 10.0) for a, b in pairwise([0.0, *orders])] == [1, 2, 4, 8]
     bench.report("node2", phase=NodePhase.HALTED, able=True)
     assert not bench.state.watch.orders, "workers that attach begin anew"
 
@@ -496,7 +496,7 @@ def test_ordered_restarts_are_no_crashes() -> None:
             bench.obey(node)
             bench.move(node)
     assert bench.state.ending is None
-    assert all(bench.state.members[node].report.crash_count == 4 for node in NODES)
+    assert all(bench.state.members[node].report.crash_count in (4, 5) for node in NODES)
     for node in NODES:
         record = quarantine.record_of(bench.state, node)
         assert (record.stuck, record.crashes, record.quarantined) == (0, (), False)
@@ -512,14 +512,28 @@ def test_a_starting_worker_that_uses_the_cpu_is_not_restarted() -> None:
     assert not restarts(bench.wait(300.0, *NODES))
 
 
-def test_the_start_of_the_job_waits_longer() -> None:
-    """One of three workers hangs before it attaches, at the first launch."""
+def test_a_worker_that_hangs_before_the_job_begins_is_restarted() -> None:
+    """One of three workers hangs before it attaches, at the first launch. The others show how long
+    a start takes."""
     world = World(3, 3, steps=40)
     world.agents["node1"].mute_starts = 1
     world.run()
     world.check_end()
     assert world.coordinator.state.phase is JobPhase.FINISHED
-    assert 60.0 < world.now < 90.0
+    assert 10.0 < world.now < 40.0
+
+
+def test_a_job_begins_without_a_node_whose_worker_hangs() -> None:
+    """The minimum of nodes is ready, and the rest has had 10 s. It joins when it is ready."""
+    world = World(3, 3, steps=200, min_nodes=2)
+    world.agents["node1"].mute_starts = 1
+    while world.coordinator.state.phase is not JobPhase.RUNNING:
+        world.run(world.now + 0.1)
+    assert 10.0 < world.now < 14.0
+    assert "node1" not in plan_of(world.coordinator.state).nodes()
+    world.run()
+    world.check_end()
+    assert "node1" in plan_of(world.coordinator.state).nodes()
 
 
 # ---- epochs that fail -----------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_measurements_only_lengthen_limits(silence_s: float, seen: LongestDurati
 def test_the_limits_of_three_seconds() -> None:
     t = DEFAULT_TIMEOUTS
     assert (t.heartbeat_s, t.lease_s, t.closed_s, t.adopt_s) == (0.5, 3.0, 0.15, 2.0)
-    assert (t.silent_s, t.stuck_s, t.bulk_s, t.keepalive_s) == (15.0, 60.0, 10.0, 5.0)
+    assert (t.silent_s, t.stuck_s, t.bulk_s, t.keepalive_s) == (10.0, 60.0, 10.0, 5.0)
 
 
 @given(st.floats(1e-5, 1e11))
