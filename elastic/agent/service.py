@@ -113,6 +113,8 @@ class NodeAgent:
         """Calls for the agent's thread. Signal handlers also put calls here."""
         self._directory = Path(config.memory_dir) / self._node
         self._outbox = Outbox()
+        self._entered_term = 0
+        """Term of the coordinator that ordered the newest epoch."""
         self._group: WorkerGroup | None = None
         self._starter = Dispatcher("starter")
         """Starts and kills workers. The kernel kills the workers that a thread started when it
@@ -479,8 +481,11 @@ class NodeAgent:
     def _enter(self, install: m.Install) -> None:
         epoch, assignment = install.epoch, install.assignment
         self._outbox.enter(install)
-        for part in self._outbox.parts:  # the coordinator may have dropped them in between
-            self._send(part)
+        # The coordinator may have dropped parts in between. One whose store lost its last writes
+        # has refused everything from epochs that it did not know.
+        known, self._entered_term = self._entered_term == self._session.term, self._session.term
+        for message in self._outbox.parts if known else self._outbox:
+            self._send(message)
         self._vault.enter(epoch, assignment.step)
         self._replicator.enter(epoch, assignment)
         self._checkpoints.enter(assignment)

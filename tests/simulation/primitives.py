@@ -187,9 +187,12 @@ class SimThread:
             left = None if end is None else end - self.scheduler.now
             if left is not None and left <= 0:
                 return
-            if self.scheduler.current is not None:
-                self.task.joiners.append(self.scheduler.current)
+            me, joiners = self.scheduler.current, self.task.joiners
+            if me is not None:
+                joiners.append(me)
             self.scheduler.pause(left)
+            if me in joiners:  # the time was over: its next wait is another one
+                joiners.remove(me)
 
     def is_alive(self) -> bool:
         return self.task is not None and not self.task.ended and not self.scheduler.ending

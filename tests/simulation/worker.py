@@ -121,6 +121,7 @@ class ModelLinks:
         self.ends: dict[int, Endpoint] = {}
         self.closed = False
         self._task = world.scheduler.current
+        self._pauses = False
 
     @classmethod
     def open(cls, world: Any, **given: Any) -> ModelLinks:
@@ -160,16 +161,22 @@ class ModelLinks:
                     self.ends[rank], other.ends[self.rank] = mine, theirs
                     other.wake()
             if len(self.ends) < self.size - 1:
-                scheduler.pause(0.1)
+                self._pause(0.1)
 
     def wake(self) -> None:
-        if self._task is not None:
+        if self._task is not None and self._pauses:
             self.world.scheduler.wake(self._task)
+
+    def _pause(self, seconds: float | None) -> None:
+        """Wait for `wake`, which leaves other waits of this thread alone."""
+        self._pauses = True
+        self.world.scheduler.pause(seconds)
+        self._pauses = False
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self.abandon.check()
-            self.world.scheduler.pause(None)
+            self._pause(None)
 
     def all_gather(self, tag: tuple[str, int], value: Any, nbytes: int) -> dict[int, Any]:
         """Return the value of each rank. Raises LinkFailed and EpochAbandoned."""
