@@ -230,7 +230,20 @@ class FrameStream:
             while position < len(data):
                 if self.until is not None:
                     self._sock.settimeout(self._patience())
-                position += self._sock.send(data[position : position + most], flags)
+                try:
+                    position += self._sock.send(data[position : position + most], flags)
+                except OSError:
+                    self._end_sending()
+                    raise
+
+    def _end_sending(self) -> None:
+        """Send nothing more, because the other side may be inside a frame. Its reason for that can
+        still be read."""
+        sock = self._sock
+        # `SSLSocket.shutdown` would end reading too.
+        plain = super(ssl.SSLSocket, sock) if isinstance(sock, ssl.SSLSocket) else sock
+        with contextlib.suppress(OSError, ValueError):
+            plain.shutdown(socket.SHUT_WR)
 
 
 class Channel:

@@ -538,6 +538,7 @@ class MiniJob:
                 if words[1]:
                     raise Failed(f"corrupt copies in the vault of {process.node}: {words[1]}")
                 return
+            self._handle(process, *words)  # a part may have been written meanwhile
         raise Failed(f"{process.role} does not end")
 
     def _kill_all(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 import struct
@@ -86,6 +87,36 @@ def test_timeout_without_progress(pair: tuple[socket.socket, socket.socket]) -> 
         FrameStream(pair[1], timeout_s=0.05).receive()
     with pytest.raises(TimeoutError):
         FrameStream(pair[0], timeout_s=0.05).send({}, (memoryview(bytes(64 << 20)),))
+
+
+class FailingOnce(socket.socket):
+    """A socket whose first `send` fails for a lack of memory, although the connection is well."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        socket.socket.__init__(self, fileno=sock.detach())
+        self._failed = False
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        if not self._failed:
+            self._failed = True
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+        return super().send(data, flags)
+
+
+def test_nothing_follows_a_frame_that_was_not_sent(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """The rest of a frame would be read as another one. The answer can still be read."""
+    mine, theirs = FrameStream(FailingOnce(pair[0])), FrameStream(pair[1])
+    with pytest.raises(ChannelClosed, match="No buffer space"):
+        mine.begin({"kind": "Put"}, 4)
+    with pytest.raises(ChannelClosed):
+        mine.write(memoryview(b"data"))
+    with pytest.raises(ChannelClosed, match="the other side closed"):
+        theirs.receive()
+    theirs.send({"kind": "Reply"})
+    assert mine.receive() == ({"kind": "Reply"}, 0)
+    mine.close()
 
 
 class SlowLink(socket.socket):
