@@ -4,8 +4,9 @@ A closed connection alone is no loss: networks reset connections of healthy node
 reconnect. A member is lost if its connection is closed and
 
 - the port of its vault refuses connections, which proves that its agent has ended; or
-- its neighbours lost contact with it, too, and it sends nothing within `Timeouts.closed_s`. After a
-  reconnect a heartbeat is its first message, because the report takes longer.
+- its neighbours lost contact with it, too, and it sends nothing within `Timeouts.closed_s`, but
+  another member does afterwards: the coordinator's own network works. After a reconnect a heartbeat
+  is a node's first message, because the report takes longer.
 
 It is also lost if it is silent for `Timeouts.lease_s`, whatever its connection does. The last two
 kinds of evidence are no proof: the network between the coordinator and the node may have failed.
@@ -73,13 +74,23 @@ def survey(state: JobState, now: float) -> Survey:
         if not member.connected and member.refused:
             why = "connection closed and its port refuses connections"
             found.append(Loss(node, LossKind.CLOSED, why, proven=True))
-        elif node in accused and closed_s >= state.limits.closed_s + late_s:
+        elif (
+            node in accused
+            and closed_s >= state.limits.closed_s + late_s
+            and _hears_others(state, node, member.closed_at + state.limits.closed_s)
+        ):
             why = "connection closed and neighbours lost contact"
             found.append(Loss(node, LossKind.CLOSED, why, proven=False))
         elif now - member.seen > state.limits.lease_s + late_s:
             why = f"silent for {now - member.seen:.1f} s"
             found.append(Loss(node, LossKind.SILENT, why, proven=False))
     return Survey(tuple(found), heard, 2 * heard < len(state.members))
+
+
+def _hears_others(state: JobState, node: str, since: float) -> bool:
+    """Return whether another member was heard at `since` or later: until then, at least, the
+    coordinator's own network worked."""
+    return any(mb.seen >= since for name, mb in state.members.items() if name != node)
 
 
 def is_heard(state: JobState, member: Member, now: float) -> bool:

@@ -297,7 +297,9 @@ def test_a_closed_and_accused_node_is_lost_soon() -> None:
     )
     state, _, reason = send_report(state, "node0", suspects=("node1",))
     assert "lost: " not in reason
-    _after, _, reason = transition(state, job.Tick(), state.updated_at + 0.2)
+    incarnation = state.members["node0"].report.info.incarnation
+    beat = job.Heartbeat("node0", incarnation, 3, 1)
+    _after, _, reason = transition(state, beat, state.updated_at + 0.2)
     assert "node1 lost: connection closed and neighbours lost contact" in reason
 
 
