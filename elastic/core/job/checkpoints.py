@@ -346,15 +346,22 @@ def _writer_of(state: JobState, slot: Slot, copies: Iterable[Copy]) -> str:
 
 
 def _is_written_by_others(state: JobState, failed: m.CheckpointPart) -> bool:
-    """Return whether each state that could not be written is on disk, or another node writes it."""
+    """Return whether each state that could not be written is on disk, or another node may write it.
+
+    A node that had rescued a copy may have dropped it meanwhile. The node that made the state may
+    have it in its queue, unless it was restarted (`copies_to_rescue`).
+    """
     written = dict(state.checkpoint_parts).get(failed.step, ())
     if is_complete(state, written):
         return True
-    rescued = state.assignment.rescued if state.assignment is not None else ()
+    present = state.assignment
+    rescued = present.rescued if present is not None else ()
+    here = present.plan.nodes() if present is not None else ()
     working = {
         copy.slot
         for copy in rescued
-        if copy.step == failed.step and (copy.step, copy.node) not in state.failed_writers
+        for node in {copy.node, *({copy.owner} & set(here))}
+        if copy.step == failed.step and (copy.step, node) not in state.failed_writers
     }
     on_disk = {*written, *whole_slots(written)}
     safe = working | on_disk

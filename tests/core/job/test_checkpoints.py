@@ -400,6 +400,26 @@ def test_a_checkpoint_is_given_up_only_if_nobody_writes_a_state() -> None:
     assert job.DropCheckpoint(8) in actions and 8 in state.lost_checkpoints
 
 
+def test_a_copy_that_was_dropped_before_its_rescue_gives_up_nothing() -> None:
+    """The vault of node1 had the only copy in the inventories; node0, which made the state, has it
+    in its queue."""
+    state = copied(replicated(), ALL[:1], "node1")
+    members, member = dict(state.members), state.members["node1"]
+    inventory = tuple(replace(copy, owner="node0") for copy in member.report.inventory)
+    members["node1"] = replace(member, report=replace(member.report, inventory=inventory))
+    state = state.of(members=members)
+    found = rescued(state, 9)
+    assert _sources(found) == [("node1", (0, 0))]
+    state = state.of(assignment=replace(assignment_of(state), rescued=found))
+    state, _, _ = apply(state, part(8, ALL[1:], state.epoch, node="node0"))
+    state, actions, _ = apply(state, part(8, ALL[:1], state.epoch, node="node1", error="gone"))
+    assert not actions and 8 in dict(state.checkpoint_parts)
+    _, actions, _ = apply(state, part(8, ALL[:1], state.epoch, node="node0"))
+    assert actions == (job.CommitCheckpoint(8),)
+    _, actions, _ = apply(state, part(8, ALL[:1], state.epoch, node="node0", error="full"))
+    assert job.DropCheckpoint(8) in actions, "nobody is left who may write it"
+
+
 # ---- divergence ----
 
 
