@@ -15,6 +15,8 @@ LEASE_S = 3.0
 HEARTBEAT_S = 0.5
 LONGEST_PAUSE_S = 2.0
 """Longest pause before the network sends a lost packet again."""
+FLIGHT_S = 1.0
+"""The last messages of a node that was destroyed arrive at most this long afterwards."""
 LATE_S = 6.0
 """A loss by silence is noticed at most this long after its cause is over."""
 WINDOW_S, EPOCHS = 60.0, 5
@@ -75,7 +77,10 @@ def _destroyed(faults: Sequence[Injected], joined: float, decided: float, at: fl
     """Whether the agent was dead, had just returned, or has not joined again since then. The
     decision was between `decided` and `at`."""
     own = (fault for fault in faults if fault.kind in DESTROYS and fault.at <= at)
-    return any(decided <= fault.until + LATE_S or joined <= fault.at for fault in own)
+    return any(
+        decided <= fault.until + LATE_S or joined <= max(fault.until, fault.at + FLIGHT_S)
+        for fault in own
+    )
 
 
 def _silenced(faults: Sequence[Injected], decided: float, at: float) -> bool:
