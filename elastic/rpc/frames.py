@@ -241,7 +241,7 @@ class FrameStream:
         still be read."""
         sock = self._sock
         # `SSLSocket.shutdown` would end reading too.
-        plain = super(ssl.SSLSocket, sock) if isinstance(sock, ssl.SSLSocket) else sock
+        plain: Any = super(ssl.SSLSocket, sock) if isinstance(sock, ssl.SSLSocket) else sock
         with contextlib.suppress(OSError, ValueError):
             plain.shutdown(socket.SHUT_WR)
 
