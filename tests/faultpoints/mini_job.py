@@ -139,7 +139,8 @@ class MiniJob:
         self._addresses: dict[str, str] = {}
         self._expected: set[int] = set()
         """Process ids of the workers that their agents accept."""
-        self._epoch = self._start = 0
+        self._epoch = self._begun = self._start = 0
+        """The newest epoch; the newest one that has begun, and the step at which it did."""
         self._plan = self._plan_for(NODES, 0)
         self._records: dict[int, StepRecord] = {}
         self._parts: dict[int, set[Slot]] = {}
@@ -216,7 +217,7 @@ class MiniJob:
         if self._due_epoch:
             return
         assignment = self._solve()
-        self._start = assignment.step
+        self._begun, self._start = self._epoch, assignment.step
         self._parts = {s: slots for s, slots in self._parts.items() if s <= self._start}
         for node in list(self._agents):
             self._order(self._agents, node, "enter", assignment)
@@ -411,7 +412,7 @@ class MiniJob:
         return len(whole_slots(slots)) == len(LAYERS)
 
     def _take_part(self, part: CheckpointPart) -> None:
-        if part.undone_by(self._epoch, self._start):
+        if part.undone_by(self._begun, self._start):
             return
         if part.error:
             self._lost[part.step] = part.error

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from elastic.domain.types import Accumulate
 from elastic.worker.model.layers import ListStack, Microbatch, TensorParallel
-from elastic.worker.model.optimizer import OptimizerSpec, constant
+from elastic.worker.model.optimizer import OptimizerSpec, constant, without_compiler
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 
@@ -57,8 +57,9 @@ def toy_stack(
 
 
 def sgd(lr: float = 0.1, momentum: float = 0.9) -> OptimizerSpec:
+    kind = without_compiler(torch.optim.SGD)
     return OptimizerSpec(
-        factory=lambda groups: torch.optim.SGD(groups, lr=lr, momentum=momentum), lr=constant(lr)
+        factory=lambda groups: kind(groups, lr=lr, momentum=momentum), lr=constant(lr)
     )
 
 
