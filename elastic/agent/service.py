@@ -83,6 +83,8 @@ RANKS = 1 << 16
 only the launch that published the bundle."""
 EXIT_GRACE_S = 10.0
 """Time that workers get to end by themselves when the job is over."""
+AT_WORK = (NodePhase.INSTALLING, NodePhase.RUNNING, NodePhase.HALTING)
+"""Phases in which the next report comes soon, and writing is normal."""
 REPORTING_NO_COPIES = (
     NodePhase.RUNNING,
     NodePhase.INSTALLING,
@@ -113,6 +115,10 @@ class NodeAgent:
         """Calls for the agent's thread. Signal handlers also put calls here."""
         self._directory = Path(config.memory_dir) / self._node
         self._outbox = Outbox()
+        self._former_writers: list[CheckpointWriter] = []
+        """Writers of former incarnations that are not done."""
+        self._told_of_writing = False
+        """Whether the newest report said that parts wait for the disk."""
         self._entered_term = 0
         """Term of the coordinator that ordered the newest epoch."""
         self._group: WorkerGroup | None = None
@@ -424,6 +430,8 @@ class NodeAgent:
     def _poll(self) -> None:
         self._cut.heal()
         self._notices.poll()
+        if self._told_of_writing and not self._is_writing():
+            self._report()
         if self._group is not None:
             self._apply(core.WorkersPolled(self._group.samples()))
 
@@ -431,6 +439,11 @@ class NodeAgent:
         """Called on the threads of the vault's server."""
         self._received_at = time.monotonic()
         self._metrics.received(copies)
+
+    def _is_writing(self) -> bool:
+        """Whether parts of checkpoints wait for the disk, also from before a rejoin."""
+        self._former_writers = [writer for writer in self._former_writers if writer.busy]
+        return self._checkpoints.busy or bool(self._former_writers)
 
     def _consider_the_end(self) -> None:
         """While no coordinator can be reached: end if the job is over, or if nothing runs here."""
@@ -513,9 +526,8 @@ class NodeAgent:
             if not self._gate.open:
                 return  # the result of the pre-flight causes another report
             report = replace(report, preflight=self._gate.result)
-        if report.finished is not None and self._checkpoints.busy:
-            report = replace(report, writing=True)
-            self._checkpoints.then(self._later(self._report))
+        self._told_of_writing = report.phase not in AT_WORK and self._is_writing()
+        report = replace(report, writing=self._told_of_writing)
         if report.phase not in REPORTING_NO_COPIES:
             report = replace(report, inventory=self._vault.inventory())
         self._send(report)
@@ -557,6 +569,7 @@ class NodeAgent:
         self._generation += 1
         self._group = None
         self._checkpoints.close(wait=False)
+        self._former_writers.append(self._checkpoints)
         self._memory.post(self._replicator.close)
         if not keep_vault:
             self._memory.post(self._server.close)

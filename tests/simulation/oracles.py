@@ -15,6 +15,9 @@ LEASE_S = 3.0
 HEARTBEAT_S = 0.5
 LONGEST_PAUSE_S = 2.0
 """Longest pause before the network sends a lost packet again."""
+CLOSED_S = 0.15
+"""A node whose connection is closed, and with which its neighbours lost contact, is lost after this
+time."""
 FLIGHT_S = 1.0
 """The last messages of a node that was destroyed arrive at most this long afterwards."""
 LATE_S = 6.0
@@ -59,7 +62,11 @@ def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -
         joins = (one["at"] for one in of(events, "joined") if one["node"] == node)
         joined = max((join for join in joins if join <= at), default=0.0)
         decided = _decided_from(faults, at)
-        if not _destroyed(own, joined, decided, at) and not _silenced(own, decided, at):
+        if not (
+            _destroyed(own, joined, decided, at)
+            or _silenced(own, decided, at)
+            or _reset_while_cut(own, at)
+        ):
             wrong.append(f"{node} was lost at {at:.3f} although it was well: {event['why']}")
     return wrong
 
@@ -96,6 +103,18 @@ def _silenced(faults: Sequence[Injected], decided: float, at: float) -> bool:
         if silence_s >= LEASE_S and began <= at and decided <= ended + LATE_S:
             return True
     return False
+
+
+def _reset_while_cut(faults: Sequence[Injected], at: float) -> bool:
+    """Whether the connections of the node were reset while its network was cut, so that it could
+    not return within the short time of a node with which its neighbours lost contact too."""
+    cuts = [fault for fault in faults if fault.kind in ("cut-out", "cut-in")]
+    return any(
+        cut.at <= reset.at and reset.at + CLOSED_S <= cut.until and at <= cut.until + LATE_S
+        for reset in faults
+        if reset.kind == "reset"
+        for cut in cuts
+    )
 
 
 def too_many_epochs(events: Sequence[dict[str, Any]]) -> list[str]:

@@ -57,6 +57,13 @@ def test_a_former_incarnation_is_lost_late() -> None:
     assert healthy_lost(lost(30.0, joined=7.0), back)
 
 
+def test_a_reset_while_the_node_is_cut_off_is_a_loss_soon() -> None:
+    cut, reset = Injected("cut-in", 5.0, 6.0, "node1"), Injected("reset", 5.1, 5.1, "node1")
+    assert not healthy_lost(lost(5.4), [cut, reset])
+    assert healthy_lost(lost(5.4), [cut]) and healthy_lost(lost(5.4), [reset])
+    assert healthy_lost(lost(5.4), [cut, Injected("reset", 5.9, 5.9, "node1")])
+
+
 def test_two_cuts_with_a_short_gap_are_one_silence() -> None:
     cuts = [Injected("cut-in", 5.0, 6.0, "node1"), Injected("cut-out", 7.0, 8.0, "node1")]
     assert not healthy_lost(lost(9.0), cuts)

@@ -219,6 +219,9 @@ class World:
         """Time from the end of the job to that of the last process."""
         self.slowest_s = 0.0
         """Longest time without a step, after the last fault."""
+        self._values: dict[tuple[int, str], list[tuple[object, Any]]] = {}
+        """(fault, value) of each attribute that faults have changed; the first is the value without
+        a fault."""
         self.mute_starts = 0
         """Number of the next workers that hang before they attach."""
         self.well_at = 0.0
@@ -504,11 +507,17 @@ class World:
             self.scheduler.at(seconds, one.resume)
 
     def _for_a_while(self, target: Any, name: str, value: Any, seconds: float) -> None:
-        before = getattr(target, name)
-        if before == value:
-            return
+        """Change an attribute. Of several faults at the same time the newest counts."""
+        values = self._values.setdefault((id(target), name), [(None, getattr(target, name))])
+        fault = object(), value
+        values.append(fault)
+
+        def end() -> None:
+            values.remove(fault)
+            setattr(target, name, values[-1][1])
+
         setattr(target, name, value)
-        self.scheduler.at(seconds, lambda: setattr(target, name, before))
+        self.scheduler.at(seconds, end)
 
     # ---- oracles ----
 

@@ -144,7 +144,7 @@ def apply_rules(state: JobState, now: float) -> JobTransition:
             RULES[state.phase][0],
             progress_watchdog.check_progress,
         )
-        if state.failure is not None:
+        if state.failure is not None or state.finished is not None:
             rules = (_end,)
         results = (rule(state, now) for rule in rules if rule is not None)
         result = next((found for found in results if found is not None), None)
@@ -218,6 +218,8 @@ def _end(state: JobState, now: float) -> JobTransition | None:
         return None
     if state.failure is not None:
         return _end_with_error(state, state.failure, now)
+    if state.finished is not None:
+        return _finished(state, state.finished, now)
     reports = [mb.report for mb in state.members.values()]
     crashing = [r for r in reports if r.elastic and r.phase is NodePhase.FAILED]
     if crashing and len(crashing) == len(reports):
@@ -280,7 +282,8 @@ def _finished(state: JobState, finished: m.Finished, now: float) -> JobTransitio
         if late and not state.finished_at:
             limit_s = state.limits.disk_s
             entries = tuple(checkpoints.late_entry(step, limit_s) for step in late)
-            return state.of(finished_at=now), entries, f"{text}; older checkpoints are written"
+            state = state.of(finished=finished, finished_at=now)
+            return state, entries, f"{text}; older checkpoints are written"
         if late and now - state.finished_at < state.limits.disk_s:
             return None
         return _end_job(state, JobPhase.FINISHED, EXIT_OK, text, sha)

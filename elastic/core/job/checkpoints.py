@@ -101,8 +101,8 @@ def due_steps(state: JobState) -> tuple[int, ...]:
 
 
 def being_written(state: JobState) -> tuple[int, ...]:
-    """Return the steps of the newest due checkpoints that lack files, while a node still writes
-    after the last step. A node that has not finished may be writing too."""
+    """Return the steps of the newest due checkpoints that lack files, while a node says that it
+    still writes, or has not finished the last step."""
     if state.plan is None:
         return ()
     parts, nodes = dict(state.checkpoint_parts), state.plan.nodes()

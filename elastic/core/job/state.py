@@ -15,7 +15,14 @@ from elastic.core.health.compute_speed import ComputeSpeed
 from elastic.core.health.diagnosis import HealthLimits, NodeHealth
 from elastic.core.health.path_fault import PathFault
 from elastic.core.protocol.health_report import CertificateEnd
-from elastic.core.protocol.messages import Failed, Launch, NodePhase, NodeReport, Notice
+from elastic.core.protocol.messages import (
+    Failed,
+    Finished,
+    Launch,
+    NodePhase,
+    NodeReport,
+    Notice,
+)
 from elastic.core.protocol.messages import Heartbeat as Heartbeat
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
 from elastic.core.protocol.version import FIRST
@@ -344,8 +351,10 @@ class JobState:
     record: StepRecord | None = None
     """Record of the newest step known to be finished."""
     step_finished_at: float = 0.0
+    finished: Finished | None = None
+    """Report of rank 0, while the end of the job waits for older checkpoints."""
     finished_at: float = 0.0
-    """Time since which the end of the job waits for older checkpoints; 0: it does not."""
+    """Time since which it waits; 0: it does not."""
     logged_step: int = -1
     """Newest step in the event log."""
     recovered_at: float = 0.0

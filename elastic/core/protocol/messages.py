@@ -356,7 +356,7 @@ class NodeReport:
     """Report that a checkpoint cannot be read in the present epoch."""
     finished: Finished | None = None
     writing: bool = False
-    """Whether parts of checkpoints wait for the node's disk after the last step."""
+    """Whether parts of checkpoints wait for the node's disk; False while it trains."""
     failed: Failed | None = None
     restart: int = -1
     """`Launch.restart` of the present workers; -1: not launched."""
