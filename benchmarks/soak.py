@@ -10,7 +10,8 @@ killed. After half of the time the coordinator is paused instead of killed, so t
 shows.
 
 Private memory, threads and file descriptors of coordinator, launcher and agents are sampled, and
-shared memory and disk of the whole job. Each figure is compared between the second and the last
+shared memory and disk of the whole job. The slots of the shared memory are no descriptors here,
+because their number follows the plan. Each figure is compared between the second and the last
 quarter of the life of the process. Event files and logs grow with steps and faults; they are
 counted apart. Old checkpoints are deleted, as operators do.
 """
@@ -243,7 +244,7 @@ class Sampler:
     def _sample_process(self, name: str, process: psutil.Process) -> None:
         self._add(name, process.pid, "memory", process.memory_full_info().uss / MIB)
         self._add(name, process.pid, "threads", process.num_threads())
-        self._add(name, process.pid, "descriptors", process.num_fds())
+        self._add(name, process.pid, "descriptors", descriptors(process.pid))
 
     def _add(self, name: str, pid: int, figure: str, value: float) -> None:
         series = self._series.setdefault((name, pid, figure), Series(name, figure))
@@ -325,6 +326,16 @@ def size(path: Path) -> int:
     if path.is_file():
         total += path.stat().st_size
     return total
+
+
+def descriptors(pid: int) -> int:
+    """Return the number of open files of a process, without the slots of its shared memory: their
+    number follows the plan, and their bytes are counted. Deleted slots count."""
+    found = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += not os.readlink(link).endswith(".slot")
+    return found
 
 
 def prune(checkpoints: Path, kept: int = 2) -> None:

@@ -34,6 +34,7 @@ from elastic.agent.health.monitor import Monitor
 from elastic.agent.health.paths import PathProber
 from elastic.agent.health.preflight import local_checks, network_checks, score_class
 from elastic.agent.health.preflight_gate import PreflightGate
+from elastic.agent.heap import limit_heaps
 from elastic.agent.metrics import AgentMetrics
 from elastic.agent.network_cut import NetworkCut
 from elastic.agent.notices.controller import NoticeController
@@ -672,6 +673,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read_flags(Command("elastic.agent.service", params=FLAGS), argv)
     early: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
+    limit_heaps()
     config = load_config(args.run_dir)
     configure_logging(Path(config.run_dir) / "logs" / f"{args.node}.log")
     write_last_words(config.run_dir, args.node, "")
