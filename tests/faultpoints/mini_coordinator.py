@@ -223,8 +223,9 @@ def _check(root: Path) -> list[str]:
         elif word == "act":
             acted = max(acted, int(rest))
     numbers = {int(line.split()[1]) for line in _acts(root) if line.startswith("act ")}
-    lost = set(range(1, N_DECISIONS + 1)) - numbers
-    if max(numbers, default=0) != N_DECISIONS or len(lost) > 1:
+    adopted = {int(line.split()[1]) for line in _acts(root) if line.startswith("adopt ")}
+    lost = set(range(1, N_DECISIONS + 1)) - numbers  # the successor of a lost one goes on from it
+    if max(numbers | adopted, default=0) != N_DECISIONS or len(lost) > 1:
         raise Failed(f"decisions {sorted(lost)} were never carried out")
     for step in CHECKPOINTS:
         path = root / "checkpoints" / f"step-{step:08d}"
