@@ -143,15 +143,15 @@ class MiniWorker:
         threading.Thread(target=self._hear_driver, daemon=True).start()
 
     def _hear_agent(self) -> None:
-        while True:
-            try:
+        try:
+            while True:
                 found = self._channel.receive()
-            except ChannelClosed:
-                os._exit(3)  # the agent is gone
-            if isinstance(found, m.BundleAcknowledged):
-                self._publisher.on_acked(found.bundle, found.kept)
-                if self._protection is not None:
-                    self._protection.on_acked(found.bundle, found.kept)
+                if isinstance(found, m.BundleAcknowledged):
+                    self._publisher.on_acked(found.bundle, found.kept)
+                    if self._protection is not None:
+                        self._protection.on_acked(found.bundle, found.kept)
+        except (ChannelClosed, OSError):
+            os._exit(3)  # the agent is gone, or cannot be reached; as in the product's worker
 
     def _hear_driver(self) -> None:
         while True:
