@@ -60,7 +60,7 @@ def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -
         node, at = str(event["node"]), float(event["at"])
         own = [fault for fault in faults if fault.node == node and fault.at <= at]
         joins = (one["at"] for one in of(events, "joined") if one["node"] == node)
-        joined = max((join for join in joins if join <= at), default=0.0)
+        joined = max((join for join in joins if join < at), default=0.0)  # of this incarnation
         decided = _decided_from(faults, at)
         if not (
             _destroyed(own, joined, decided, at)
