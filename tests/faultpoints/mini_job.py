@@ -28,7 +28,7 @@ from typing import Any
 
 from elastic.core.protocol.messages import CheckpointPart
 from elastic.core.recovery.recovery import solve
-from elastic.domain.errors import Unrecoverable
+from elastic.domain.errors import ElasticError, Unrecoverable
 from elastic.domain.types import (
     STATE,
     WHOLE,
@@ -425,7 +425,17 @@ class MiniJob:
             del self._parts[part.step]
             self._lost.pop(part.step, None)
 
+    def _try_unreported(self) -> None:
+        """Complete checkpoints of which a report is missing, as the coordinator does at the end: a
+        node may have been lost after it had written its files."""
+        directory = self._root / mini_agent.CHECKPOINTS
+        for step in DUE:
+            if step not in self._saved and step not in self._lost:
+                with contextlib.suppress(ElasticError, OSError):
+                    self._saved[step] = checkpoint_directory.commit(directory, step, SPEC)
+
     def _check_checkpoints(self) -> None:
+        self._try_unreported()
         missing = [step for step in DUE if step not in self._saved and step not in self._lost]
         if missing:
             raise Failed(f"checkpoints {missing} are missing, and nothing was reported")
