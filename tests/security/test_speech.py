@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from elastic.core.coordinator import authorization as speech
 from elastic.core.coordinator.authorization import FORGED, MALFORMED, STALE, check_message
+from elastic.core.coordinator.transitions import record_event
 from elastic.core.job.state import JobPhase, JobState, Member, Policy
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import (
@@ -274,3 +275,16 @@ def test_every_number_is_looked_at(message: Any) -> None:
         if f"{type(part).__name__}.{name}" not in speech.UNBOUNDED:
             assert speech.invalid_field(replace(part, **{name: math.nan})), name
             assert speech.invalid_field(replace(part, **{name: 1e308})), name
+
+
+def test_a_new_coordinator_records_steps_of_an_epoch_that_it_does_not_know() -> None:
+    """Its store has lost its last writes. The steps change nothing; later ones are refused."""
+    done = replace(DONE, epoch=6)
+    adopting = STATE.of(updated_at=10.0, adopted_until=12.0)
+    assert check_message(adopting, "node0", done) is None
+    after, _, _ = record_event(adopting, done, 10.1)
+    assert (after.record, after.logged_step) == (STATE.record, STATE.logged_step)
+    late = check_message(adopting.of(updated_at=12.0), "node0", done)
+    assert late is not None and late.reason == FORGED
+    other = check_message(adopting, "node7", done)
+    assert other is not None and other.reason == FORGED

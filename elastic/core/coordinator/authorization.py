@@ -205,9 +205,12 @@ def _check_report(state: JobState, sender: str, report: m.NodeReport) -> Rejecti
 
 
 def _check_step(state: JobState, sender: str, done: m.StepDone) -> Rejection | None:
-    """Check a finished step. A former member may report an old step, such as after a partition."""
+    """Check a finished step. A former member may report an old step, such as after a partition. A
+    new coordinator whose store has lost its last writes may not know the epoch of a step; it is
+    recorded, but changes nothing."""
     step = done.record.step
-    if done.epoch > state.epoch:
+    adopting = sender in state.members and state.updated_at < state.adopted_until
+    if done.epoch > state.epoch and not adopting:
         text = f"a step of epoch {done.epoch}, but the newest epoch is {state.epoch}"
         return Rejection(FORGED, text)
     if sender not in state.members and (step > state.newest_step or done.epoch >= state.epoch):

@@ -229,6 +229,8 @@ def _drain_requested(state: JobState, event: DrainRequested, now: float) -> JobT
 
 def _step_finished(state: JobState, event: m.StepDone, now: float) -> JobTransition:
     step, present = event.record.step, state.assignment
+    if event.epoch > state.epoch:
+        return state, (), ""
     undone = present and event.epoch < present.plan.epoch and step >= present.step
     if undone or step <= state.logged_step or step < state.newest_step:
         return state, (), ""
