@@ -145,7 +145,7 @@ def test_policy_and_configuration_agree() -> None:
 
 
 def test_limits_are_logged_at_the_start_and_on_changes() -> None:
-    state = JobState(policy=Policy(lease_s=3.0))
+    state = JobState(policy=Policy(lease_s=3.0)).of(epoch=1)
     state, actions, _ = transition(state, job.Tick(), 1.0)
     (note,) = [a for a in actions if isinstance(a, LogEntry) and a.kind == "timeouts"]
     assert note.data["silence_s"] == 3.0 and note.data["stuck_s"] == 60.0
