@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -50,7 +51,7 @@ from tests.faultpoints.mini_agent import SLOTS, SOCKET
 from tests.worker.model.toy_model import ALONE, CPU, sgd, toy_stack
 from tests.worker.model.toy_model import replicas as toy_replicas
 
-STACK, OPTIMIZER = toy_stack(), sgd()
+STACK, OPTIMIZER = toy_stack(), replace(sgd(), elementwise=True)
 
 
 def gradient(layer: int, step: int, microbatch: int, like: Tensor) -> Tensor:
