@@ -1,6 +1,6 @@
-"""Keeps the heap of a process small that runs for weeks.
+"""Keeps the memory of a long-running process small.
 
-glibc gives threads heaps of their own, up to eight per core, and returns little of them to the
+glibc gives each new thread a heap of its own, up to eight per core, and returns little of it to the
 system. An agent starts threads at each rejoin, so its memory would grow by about a megabyte each
 time, until all heaps are used.
 """

@@ -120,8 +120,6 @@ class NodeAgent:
         """Writers of former incarnations that are not done."""
         self._told_of_writing = False
         """Whether the newest report said that parts wait for the disk."""
-        self._entered_term = 0
-        """Term of the coordinator that ordered the newest epoch."""
         self._group: WorkerGroup | None = None
         self._starter = Dispatcher("starter")
         """Starts and kills workers. The kernel kills the workers that a thread started when it
@@ -495,11 +493,8 @@ class NodeAgent:
     def _enter(self, install: m.Install) -> None:
         epoch, assignment = install.epoch, install.assignment
         self._outbox.enter(install)
-        # The coordinator may have dropped parts in between. One whose store lost its last writes
-        # has refused everything from epochs that it did not know.
-        known, self._entered_term = self._entered_term == self._session.term, self._session.term
-        for message in self._outbox.parts if known else self._outbox:
-            self._send(message)
+        for part in self._outbox.parts:  # the coordinator may have dropped them in between
+            self._send(part)
         self._vault.enter(epoch, assignment.step)
         self._replicator.enter(epoch, assignment)
         self._checkpoints.enter(assignment)

@@ -237,8 +237,8 @@ class FrameStream:
                     raise
 
     def _end_sending(self) -> None:
-        """Send nothing more, because the other side may be inside a frame. Its reason for that can
-        still be read."""
+        """Send nothing more, because the other side may be inside a frame. Its answer can still be
+        read."""
         sock = self._sock
         # `SSLSocket.shutdown` would end reading too.
         plain: Any = super(ssl.SSLSocket, sock) if isinstance(sock, ssl.SSLSocket) else sock

@@ -204,7 +204,7 @@ class CheckpointWriter:
         return self._unwritten > 0
 
     def _put(self, write: Callable[[], None]) -> None:
-        """Queue a write."""
+        """Queue a write, unless the writer is closed."""
 
         def counted() -> None:
             try:
@@ -214,8 +214,9 @@ class CheckpointWriter:
                     self._unwritten -= 1
 
         with self._lock:
-            self._unwritten += 1
-        self._queue.put(counted)
+            if not self._closed.is_set():
+                self._unwritten += 1
+                self._queue.put(counted)
 
     def then(self, action: Callable[[], None]) -> None:
         """Call `action` on the writer's thread, after the parts queued so far are on disk or have
@@ -225,8 +226,9 @@ class CheckpointWriter:
     def close(self, wait: bool = True) -> None:
         """Write the queued parts and end. `wait`: return when they are written, or when the disk
         has not answered for `CLOSE_S`."""
-        self._closed.set()
-        self._queue.put(None)
+        with self._lock:
+            self._closed.set()
+            self._queue.put(None)
         if wait:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():

@@ -88,8 +88,8 @@ def survey(state: JobState, now: float) -> Survey:
 
 
 def _hears_others(state: JobState, node: str, since: float) -> bool:
-    """Return whether another member was heard at `since` or later: until then, at least, the
-    coordinator's own network worked."""
+    """Return whether another member was heard at `since` or later, so that the coordinator's own
+    network worked until then."""
     return any(mb.seen >= since for name, mb in state.members.items() if name != node)
 
 

@@ -386,12 +386,11 @@ class JobState:
     failed_writers: tuple[tuple[int, str], ...] = ()
     """(step, node) of each failure to write a part of a checkpoint in this epoch."""
     enough_since: float = 0.0
-    """Time since which at least the minimum of nodes is connected, or after the launch ready; 0:
-    fewer are."""
+    """Time since which the minimum of nodes is there; 0: it is not. Before the launch connected
+    nodes count, after it those whose workers are ready."""
     launched_at: float = 0.0
     start_s: float = 0.0
-    """Seconds that workers need to start: from the launch until all were ready, or until then, the
-    first."""
+    """Seconds from the launch until all nodes were ready. Before that: until the first one was."""
     waited: tuple[tuple[str, int], ...] = ()
     """(node, step) of the last wait for restarting workers."""
     retired: tuple[tuple[str, str], ...] = ()
