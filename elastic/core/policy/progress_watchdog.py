@@ -13,7 +13,8 @@ when a node reconnects, missed orders are repeated. At the bound, the evidence d
     has not acknowledged the order to halt            its workers are restarted, and plans leave
     its worker spins: CPU time without progress         the node out for a while (quarantine)
     its workers did not restart when ordered twice    the node is dropped
-    the same on more than half of the nodes           it is reported twice before anybody is blamed
+    the same on more than half of the nodes           it is reported twice; then their workers are
+                                                        restarted, and no node is left out
     all wait for each other                           after `stuck_s` a new epoch; in the next
                                                         stall it leaves out the node that others
                                                         accuse, or that stopped first
@@ -333,7 +334,7 @@ def _end_stall(
         common = len(found) > max(1, len(state.members) // 2)
         if common and state.watch.stalls < 2:
             return _report(state, found, "wait", quiet_s, now)
-        return _blame(state, {oldest: found[oldest]} if common else found, quiet_s, now)
+        return _blame(state, found, quiet_s, now, common=common)
     if quiet_s < _patient_s(state):
         return None
     node, why = _suspect(state, heard, oldest)
@@ -388,9 +389,11 @@ def _report(
     return _acted(state, now), (_entry(state, found, action, quiet_s),), reason
 
 
-def _blame(state: JobState, found: dict[str, str], quiet_s: float, now: float) -> JobTransition:
-    """Restart the workers of the suspects and leave the nodes out; drop those that disobey. Begin a
-    new epoch, unless all nodes halt already."""
+def _blame(
+    state: JobState, found: dict[str, str], quiet_s: float, now: float, *, common: bool = False
+) -> JobTransition:
+    """Restart the workers of the suspects; drop the nodes that disobey. Leave the nodes out, unless
+    what was found is `common`. Begin a new epoch, unless all nodes halt already."""
     actions: list[JobAction] = []
     reasons: list[str] = []
     for node, why in found.items():
@@ -400,7 +403,7 @@ def _blame(state: JobState, found: dict[str, str], quiet_s: float, now: float) -
             state, more = _drop(state, node, text, now)
             verb = "drop"
         else:
-            state, more = _leave_out(state, node, text, now)
+            state, more = (state, ()) if common else _leave_out(state, node, text, now)
             state, more = _restart(state, member, text, now, more)
             verb = "restart"
         actions += [_entry(state, {node: why}, verb, quiet_s), *more]

@@ -185,8 +185,9 @@ def test_a_worker_without_cpu_time_is_left_to_its_agent() -> None:
     assert not bench.wait(30.0)
 
 
-def test_what_most_nodes_do_is_reported_before_anybody_is_blamed() -> None:
-    """All nodes may compile, or read the same slow file system."""
+def test_what_most_nodes_do_is_reported_before_all_are_restarted() -> None:
+    """All nodes may compile, or read the same slow file system. So nobody is left out. If only one
+    were restarted, the others would have to show once more that they do not halt either."""
     bench = Bench(trained())
     for node in NODES:
         bench.spin(node)
@@ -194,7 +195,9 @@ def test_what_most_nodes_do_is_reported_before_anybody_is_blamed() -> None:
     assert [stall["action"] for stall in bench.kinds("stalled")] == ["wait"]
     assert not restarts(bench.wait(20.0))
     assert [stall["action"] for stall in bench.kinds("stalled")] == ["wait", "wait"]
-    assert len(restarts(bench.wait(40.0))) == 1, "only one of them"
+    assert sorted(restarts(bench.wait(12.0))) == sorted(NODES)
+    assert not any(quarantine.is_quarantined(bench.state, node) for node in NODES)
+    assert bench.state.phase is JobPhase.HALTING
 
 
 def test_the_only_node_is_restarted_but_not_left_out() -> None:
@@ -500,7 +503,8 @@ def test_ordered_restarts_are_no_crashes() -> None:
     for node in NODES:
         record = quarantine.record_of(bench.state, node)
         assert (record.stuck, record.crashes, record.quarantined) == (0, (), False)
-    bench.report("node2", crash_count=5, cause="worker 0 ended with signal 7", hung=False)
+    count = bench.state.members["node2"].report.crash_count + 1
+    bench.report("node2", crash_count=count, cause="worker 0 ended with signal 7", hung=False)
     assert quarantine.record_of(bench.state, "node2").stuck == 1, "this one is a crash"
 
 
