@@ -117,6 +117,8 @@ class Member:
     @property
     def halted(self) -> bool:
         """Whether no worker of the node computes, so that its reported inventory is final."""
+        if self.report.phase is NodePhase.FINISHED:
+            return not self.report.able  # its script ended without taking part
         return self.workers_gone or self.report.phase in (NodePhase.HALTED, NodePhase.IDLE)
 
 

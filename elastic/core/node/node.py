@@ -667,7 +667,8 @@ def _script_exited(state: NodeState, event: WorkerExited) -> NodeTransition:
     if event.code != 0:
         error = state.workers[event.rank].error or event.error
         ended = f"{_exit(event.code)}: {error}" if error else _exit(event.code)
-        state = replace(state, cause=f"worker {event.rank}: {ended}")
+        cause, crash_count = f"worker {event.rank}: {ended}", state.crash_count + 1
+        state = replace(state, cause=cause, crash_count=crash_count)
         actions = (KillWorkers("a worker failed"), SendReport())
         return _with_dead_workers(state), actions, f"worker ended with {_exit(event.code)}"
     if any(w.alive for w in state.workers):

@@ -89,7 +89,8 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
         return add_finding(state, node, finding)
     known = record.finding(FaultClass.DEVICE)
     device = device or (known is not None and known.action is not HealthAction.RESTART)
-    times = f"its workers crashed {len(record.crashes)} times"
+    number = len(record.crashes)
+    times = "its workers crashed" + (f" {number} times" if number > 1 else "")
     why = f"{times}: starting them again does not help; the last cause: {report.cause}"
     kind = FaultClass.DEVICE if device else FaultClass.HOST
     return add_finding(state, node, Finding(kind, _away(state, node), why, evidence, now))

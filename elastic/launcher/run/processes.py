@@ -18,12 +18,21 @@ from elastic.launcher.run.event_tail import read_object
 from elastic.launcher.run.metrics_endpoint import metrics_flag
 from elastic.telemetry import read_last_words
 
-MAX_FAILED_STARTS = 3
-"""Failed starts of a coordinator in a row after which the job fails. In a failed start it dies
-before it leads or stands by."""
+SETTLED_S = 10.0
+"""A coordinator that ends sooner than this after its start had a short life."""
+FIRST_FAILURES, MAX_FAILURES = 3, 8
+"""The job ends after this many short lives in a row that ended with an error: the first number if
+no coordinator has led here or lived for `SETTLED_S`, the second, about a minute later, if one
+has."""
+PAUSE_S = 0.2
+"""Pause after the first of several short lives; each pause is twice the one before, at most
+`MAX_RETRY_S`."""
 RETRY_S, MAX_RETRY_S = 0.5, 30.0
 """Pause after a coordinator could not be started because the machine refused it, and the longest
 pause; each is twice the one before."""
+KILL_S = 10.0
+"""Longest wait for the end of a killed process. It cannot end while a thread of it waits for a
+disk."""
 
 
 class Child:
@@ -89,10 +98,15 @@ class Child:
             self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to the group."""
+        """Send SIGKILL to the group, and wait at most `KILL_S` for the process."""
         if not self.ended():
             self._signal(signal.SIGKILL)
-            self.returncode = self._process.wait()
+            try:
+                self.returncode = self._process.wait(KILL_S)
+            except subprocess.TimeoutExpired:
+                self.returncode = -signal.SIGKILL
+                text = f"{self.name} was killed, but does not end: it may wait for a disk"
+                print(f"elastic: warning: {text}", file=sys.stderr)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -122,7 +136,13 @@ class Coordinators:
         self._restart_at: dict[int, float] = {}
         self._pauses_s: dict[int, float] = {}
         """Newest pause per coordinator that the machine refused to start."""
-        self._failed = dict.fromkeys(range(len(addresses)), 0)
+        self._started_at: dict[int, float] = {}
+        self._short_lives = dict.fromkeys(range(len(addresses)), 0)
+        """Short lives in a row, per coordinator."""
+        self._failures = dict.fromkeys(range(len(addresses)), 0)
+        """Those of them that ended with an error, and not by a signal."""
+        self._worked = False
+        """Whether a coordinator has led here, or lived for `SETTLED_S`."""
 
     @property
     def children(self) -> list[Child]:
@@ -172,6 +192,7 @@ class Coordinators:
         name = _name(slot)
         with (self._path / "logs" / f"{name}.out").open("ab") as out:
             self._children[slot] = Child(name, self._module, args, self._lifeline, out)
+        self._started_at[slot] = time.monotonic()
 
     def _start_again(self, slot: int) -> None:
         try:
@@ -185,19 +206,29 @@ class Coordinators:
             self._pauses_s.pop(slot, None)
 
     def _died(self, slot: int, child: Child) -> str:
-        standby = _text(self._path / f"coordinator-{slot}.pid")
-        started = self.leader() is child or standby == f"{child.pid}\n"
-        self._failed[slot] = 0 if started else self._failed[slot] + 1
+        """Plan the restart of a coordinator; return why the job cannot continue, or ""."""
+        now = time.monotonic()
+        settled = now - self._started_at[slot] >= SETTLED_S
+        self._worked = self._worked or settled or self.leader() is child
+        if settled:
+            self._short_lives[slot] = self._failures[slot] = 0
+        else:
+            self._short_lives[slot] += 1
+            self._failures[slot] += (child.returncode or 0) > 0
         error = read_last_words(self._path, child.name) if (child.returncode or 0) > 0 else ""
-        if child.returncode == EXIT_INCOMPATIBLE:
+        failed = self._failures[slot] >= (MAX_FAILURES if self._worked else FIRST_FAILURES)
+        if child.returncode == EXIT_INCOMPATIBLE or (failed and error):
             return f"the {child.name} cannot run: {error}"
-        how = f"{child.how}: {error}" if error else child.how
-        self._note(f"the {child.name} ended ({how}) and is restarted")
-        if self._failed[slot] >= MAX_FAILED_STARTS:
+        if failed:
             log = self._path / "logs" / f"{child.name}.out"
             tail = "\n".join(_text(log).splitlines()[-12:])
             return f"the {child.name} cannot run; the end of {log}:\n{tail}"
-        self._restart_at[slot] = time.monotonic() + 0.2 * self._failed[slot]
+        lives = self._short_lives[slot]
+        pause_s = min(PAUSE_S * 2.0 ** (lives - 1), MAX_RETRY_S) if lives else 0.0
+        how = f"{child.how}: {error}" if error else child.how
+        when = f"is restarted in {pause_s:.1f} s" if pause_s >= 1.0 else "is restarted"
+        self._note(f"the {child.name} ended ({how}) and {when}")
+        self._restart_at[slot] = now + pause_s
         return ""
 
 

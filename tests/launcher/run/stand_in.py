@@ -1,7 +1,8 @@
 """Stand-ins for coordinator and agent in tests of the supervisor.
 
 Arguments of the unused script control them: finish=CODE, serve, fail, leaves, outdated (the
-coordinator cannot read the saved state), broken (agents end with an error), and after=N, which
+coordinator cannot read the saved state), unable (the coordinator fails after it has written its
+process id), broken (agents end with an error), and after=N, which
 delays `finish` to the N-th start of the coordinator.
 """
 
@@ -30,6 +31,10 @@ def coordinator() -> None:
     start = _append(run_dir / "starts", args.address)
     if "fail" in words:
         raise SystemExit("the stand-in cannot start")
+    if "unable" in words:
+        (run_dir / "coordinator-0.pid").write_text(f"{os.getpid()}\n")
+        write_last_words(run_dir, "coordinator", "a free port is needed")
+        raise SystemExit(2)
     if "outdated" in words:
         write_last_words(run_dir, "coordinator", "protocol 9 wrote the state, protocol 2 is mine")
         raise SystemExit(EXIT_INCOMPATIBLE)

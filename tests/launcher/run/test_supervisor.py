@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from elastic.launcher.flags.addresses import AddressState, address_state
+from elastic.launcher.run import processes
 from elastic.launcher.run.rundir import free_port
 from tests.agent.vault.checkpoints import whole
 from tests.launcher.helpers import gone, wait_until
@@ -162,6 +163,16 @@ def test_coordinator_that_cannot_start_is_given_up(start: Start, tmp_path: Path)
     _, err = launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == 1
     assert "the coordinator cannot run" in err and "the stand-in cannot start" in err
+
+
+def test_a_coordinator_that_fails_in_each_start_is_given_up(start: Start, tmp_path: Path) -> None:
+    """It fails after it has written its process id. The last line has its error."""
+    launcher = start("unable")
+    _, err = launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 1
+    assert err.splitlines()[-1] == "elastic: the coordinator cannot run: a free port is needed"
+    starts = (tmp_path / "runs" / "a" / "starts").read_text().splitlines()
+    assert len(starts) == processes.FIRST_FAILURES
 
 
 def test_coordinator_of_another_version_is_not_restarted(start: Start, tmp_path: Path) -> None:

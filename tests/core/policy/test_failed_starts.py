@@ -1,0 +1,122 @@
+"""Nodes whose workers end before they attach, while the others train.
+
+The rules of the node and those of the coordinator run together; a message between them takes no
+time. The other nodes train, or have halted, and send heartbeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from elastic.core.coordinator.transitions import transition
+from elastic.core.job import quarantine
+from elastic.core.job import state as job
+from elastic.core.job.state import JobPhase, JobState
+from elastic.core.node import node as agent
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.health_report import Preflight
+from elastic.core.protocol.messages import NodePhase
+from tests.core.coordinator.test_transitions import halt, running
+
+NODE = "node9"
+STEP_S = 0.25
+
+
+class Newcomer:
+    """A node that joins a job of three nodes."""
+
+    def __init__(self) -> None:
+        state = running()
+        done = m.StepDone(1, replace(state.record, step=state.newest_step + 1), 0.5, 0.1)
+        self.state, _, _ = transition(state, done, state.updated_at)
+        self.others = tuple(state.members)
+        self.now, self.begin = state.updated_at, state.updated_at
+        self.info = replace(
+            state.members["node1"].report.info, node=NODE, incarnation="0", release=""
+        )
+        self.node, self.lives = agent.NodeState(self.info), 0
+        self.spawned: list[float] = []
+        self.orders: list[Any] = []
+        self._act((agent.SendReport(),))
+
+    def event(self, event: Any) -> None:
+        """The coordinator handles an event."""
+        self.state, actions, _ = transition(self.state, event, self.now)
+        self.orders += [a.message for a in actions if isinstance(a, job.Send) and a.node == NODE]
+
+    def apply(self, event: Any) -> None:
+        """The node handles an event."""
+        self.node, actions, _ = agent.transition(self.node, event, self.now)
+        self._act(actions)
+
+    def _act(self, actions: Sequence[agent.NodeAction]) -> None:
+        for action in actions:
+            match action:
+                case agent.SendReport():
+                    joins = self.node.phase is NodePhase.EMPTY
+                    checked = Preflight("on", 0.1, (), 1.0) if joins else None
+                    self.event(replace(agent.report(self.node), preflight=checked))
+                case agent.SpawnWorkers():
+                    self.spawned.append(self.now)
+                case agent.Rejoin():
+                    self.lives += 1
+                    self.node = agent.NodeState(replace(self.info, incarnation=str(self.lives)))
+                    self._act((agent.SendReport(),))
+
+    def pass_time(self, *others: str) -> None:
+        """Deliver the orders, then let `STEP_S` pass with heartbeats of the node and `others`."""
+        while self.orders:
+            self.apply(self.orders.pop(0))
+        self.now += STEP_S
+        beats = []
+        for name in others:
+            report = self.state.members[name].report
+            signs = int(self.now * 4)
+            incarnation = report.info.incarnation
+            beats.append(m.Heartbeat(name, incarnation, report.step, 0, signs=signs))
+        if NODE in self.state.members:
+            beats.append(agent.heartbeat(self.node))
+        self.event(job.Heartbeats(tuple(beats)))
+        self.event(job.Tick())
+
+
+def test_workers_that_fail_before_they_attach_are_started_after_growing_pauses() -> None:
+    bench = Newcomer()
+    while bench.now < bench.begin + 120.0:
+        bench.pass_time(*bench.others)
+        starts = bench.node.phase is NodePhase.STARTING
+        if starts and bench.now >= bench.spawned[-1] + 2.0:
+            bench.apply(agent.WorkerExited(0, 1, "ModuleNotFoundError: no module named 'foo'"))
+    assert bench.state.phase is JobPhase.RUNNING, "the others train on"
+    pauses = [b - a for a, b in pairwise(bench.spawned)]
+    assert 2 <= len(bench.spawned) <= 4 and pauses == sorted(pauses), pauses
+    finding, *_ = quarantine.record_of(bench.state, NODE).findings
+    assert "ModuleNotFoundError" in finding.reason
+
+
+def test_a_node_whose_script_ended_does_not_hold_up_a_recovery() -> None:
+    """The script of a node that joins ends with code 0 before it takes part."""
+    bench = Newcomer()
+    bench.pass_time(*bench.others)
+    bench.apply(agent.WorkerExited(0, 0))
+    assert bench.state.members[NODE].report.phase is NodePhase.FINISHED
+    incarnation = bench.state.members["node1"].report.info.incarnation
+    bench.event(job.ConnectionClosed("node1", incarnation))
+    bench.event(job.PortRefused("node1", incarnation))
+    assert bench.state.phase is JobPhase.HALTING
+    rest = [name for name in bench.others if name != "node1"]
+    for name in rest:
+        bench.state = halt(bench.state, name)
+    began = bench.now
+    while bench.state.phase is JobPhase.HALTING and bench.now < began + 60.0:
+        bench.pass_time(*rest)
+    assert bench.state.phase is JobPhase.INSTALLING and bench.now <= began + 1.0
+    assert NODE in bench.state.members and NODE not in _plan_of(bench.state)
+
+
+def _plan_of(state: JobState) -> tuple[str, ...]:
+    assert state.plan is not None
+    return (*state.plan.nodes(), *state.plan.spares)
