@@ -30,6 +30,7 @@ class Newcomer:
 
     def __init__(self) -> None:
         state = running()
+        assert state.record is not None
         done = m.StepDone(1, replace(state.record, step=state.newest_step + 1), 0.5, 0.1)
         self.state, _, _ = transition(state, done, state.updated_at)
         self.others = tuple(state.members)

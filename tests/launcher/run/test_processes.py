@@ -24,9 +24,13 @@ class Restarts:
         self.now = 0.0
         starts = self.starts = list[float]()
         self.notes: list[str] = []
-        clock = lambda: self.now  # noqa: E731
+
+        def clock() -> float:
+            return self.now
 
         class Process:
+            """As `Child`."""
+
             def __init__(self, name: str, *_: object) -> None:
                 self.name, self.pid, self.born = name, 100 + len(starts), clock()
                 self.returncode: int | None = None
