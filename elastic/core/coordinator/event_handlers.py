@@ -15,7 +15,7 @@ from elastic.core.job.absent_nodes import with_returned, with_unknown
 from elastic.core.job.epoch_change import repeat_halt
 from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import count_node_seconds, with_expected_end
-from elastic.core.job.liveness import without_doubt
+from elastic.core.job.liveness import excuse_common_silence, without_doubt
 from elastic.core.job.measured_conditions import observe_backup
 from elastic.core.job.membership import end_job, launch_nodes, name_conflict, with_member
 from elastic.core.job.state import (
@@ -76,7 +76,7 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
             report = replace(report, failed=m.Failed(text, 2))
         else:  # the state keeps the spec once, because it is the largest part of a report
             report = replace(report, spec=None)
-    member = replace(member, report=report, seen=now, connected=True, refused=False)
+    member = replace(member, report=report, seen=now, excused_s=0.0, connected=True, refused=False)
     if report.info.lifetime_s != was.info.lifetime_s:
         member = with_expected_end(member, now)
     state = progress_watchdog.report_seen(with_member(state, member), was, report, now)
@@ -163,6 +163,7 @@ def _missed_orders(state: JobState, node: str) -> tuple[JobAction, ...]:
 
 def _heartbeats(state: JobState, event: Heartbeats, now: float) -> JobTransition:
     """Record heartbeats together, so that the dict of members is copied only once."""
+    state = excuse_common_silence(state, now)
     members, accepted = dict(state.members), []
     fenced: list[JobAction] = []
     for beat in event.beats:
@@ -174,7 +175,7 @@ def _heartbeats(state: JobState, event: Heartbeats, now: float) -> JobTransition
         report = member.report
         if (report.step, report.microbatch) != (beat.step, beat.microbatch):
             report = replace(report, step=beat.step, microbatch=beat.microbatch)
-        members[beat.node] = replace(member, seen=now, report=report, refused=False)
+        members[beat.node] = replace(member, seen=now, excused_s=0.0, report=report, refused=False)
         accepted.append(beat)
     if accepted:
         state = progress_watchdog.heartbeats_seen(state.of(members=members), accepted, now)

@@ -17,6 +17,10 @@ count as silence of the others. Members that return end the doubt. If nobody is 
 no time limit, because there is no node to continue with. If a minority is heard for
 `Timeouts.doubt_s` in total, it ends. A doubt is reported once it lasts so long that a member would
 have been lost.
+
+**A short time in which nobody is heard** is no silence of a single node either, and the same time
+again is not, because TCP sends lost packets again after pauses that double (RFC 6298): the next
+attempt may come as late after the failure as the failure was long. At most one lease is excused.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ from elastic.core.job.state import (
     Member,
     YieldLead,
 )
+
+QUIET_BEATS = 2.0
+"""Nobody is heard if no message has come for this many intervals between heartbeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,20 @@ def _hears_others(state: JobState, node: str, since: float) -> bool:
 def is_heard(state: JobState, member: Member, now: float) -> bool:
     """Return whether the member is connected, and its newest message is recent."""
     return member.connected and now - member.seen <= _recent_s(state)
+
+
+def excuse_common_silence(state: JobState, now: float) -> JobState:
+    """Excuse the members if nobody was heard for some time. Call this when a message arrives."""
+    quiet_s = now - max((mb.seen for mb in state.members.values()), default=now)
+    if quiet_s < QUIET_BEATS * state.limits.heartbeat_s or state.doubt_since:
+        return state
+
+    def excused(member: Member) -> Member:
+        most_s = min(2 * quiet_s, state.limits.lease_s - member.excused_s, now - member.seen)
+        more_s = max(0.0, most_s)
+        return replace(member, seen=member.seen + more_s, excused_s=member.excused_s + more_s)
+
+    return state.of(members={node: excused(mb) for node, mb in state.members.items()})
 
 
 def _recent_s(state: JobState) -> float:

@@ -83,7 +83,9 @@ class Member:
 
     report: NodeReport
     seen: float
-    """Time of the node's newest message."""
+    """Time of the node's newest message. Time that is no silence of the node is added."""
+    excused_s: float = 0.0
+    """Time that was added to `seen` since that message because nobody was heard."""
     rank: int = -1
     """torchrun's group rank; -1: not launched."""
     launch: Launch | None = None

@@ -272,6 +272,32 @@ def test_the_time_of_a_short_doubt_is_no_silence() -> None:
     assert not story.lost and not story.logged("doubt"), "it is not reported"
 
 
+def test_a_node_whose_packets_come_late_after_two_short_cuts_is_not_lost() -> None:
+    """TCP repeats lost packets after pauses that double. Each cut is too short for a doubt."""
+    story = Story(waiting(5))
+    story.live(1.0, story.names)
+    story.live(0.4)
+    rest = ("n0", "n1", "n2", "n4")
+    story.live(0.3, rest)
+    story.live(1.2)
+    story.live(1.5, rest)
+    story.live(5.0, story.names)
+    assert not story.lost and not story.logged("doubt")
+
+
+@pytest.mark.parametrize("gap_s", [0.4, 1.2, 1.5])
+def test_a_silent_node_is_lost_although_the_others_are_often_late(gap_s: float) -> None:
+    """At most one lease of its silence is excused."""
+    story = Story(waiting(2))
+    story.live(1.0, story.names)
+    since = story.state.updated_at
+    while not story.lost and story.state.updated_at < since + 20.0:
+        story.live(gap_s)
+        story.live(0.1, ("n0",))
+    assert story.lost == [("n1", "silent")]
+    assert story.state.updated_at - since < 2 * story.state.limits.lease_s + 2 * gap_s
+
+
 def test_a_silent_node_is_lost_soon_although_others_reconnect() -> None:
     """The connections of two others are reset, one after another, while it is silent."""
     story = Story(waiting(4))
