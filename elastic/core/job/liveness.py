@@ -106,9 +106,11 @@ def is_heard(state: JobState, member: Member, now: float) -> bool:
 
 
 def excuse_common_silence(state: JobState, now: float) -> JobState:
-    """Excuse the members if nobody was heard for some time. Call this when a message arrives."""
-    quiet_s = now - max((mb.seen for mb in state.members.values()), default=now)
-    if quiet_s < QUIET_BEATS * state.limits.heartbeat_s or state.doubt_since:
+    """Excuse the members if nobody was heard for some time. Call this when a message arrives. The
+    time of a doubt is excused at its end."""
+    heard_at = max((mb.seen for mb in state.members.values()), default=now)
+    quiet_s = (state.doubt_since or now) - heard_at
+    if quiet_s < QUIET_BEATS * state.limits.heartbeat_s:
         return state
 
     def excused(member: Member) -> Member:

@@ -272,14 +272,16 @@ def test_the_time_of_a_short_doubt_is_no_silence() -> None:
     assert not story.lost and not story.logged("doubt"), "it is not reported"
 
 
-def test_a_node_whose_packets_come_late_after_two_short_cuts_is_not_lost() -> None:
-    """TCP repeats lost packets after pauses that double. Each cut is too short for a doubt."""
+@pytest.mark.parametrize("cut_s", [1.2, 1.7])
+def test_a_node_whose_packets_come_late_after_two_short_cuts_is_not_lost(cut_s: float) -> None:
+    """TCP repeats lost packets after pauses that double. Each cut is too short for a doubt, or just
+    long enough for one."""
     story = Story(waiting(5))
     story.live(1.0, story.names)
     story.live(0.4)
     rest = ("n0", "n1", "n2", "n4")
     story.live(0.3, rest)
-    story.live(1.2)
+    story.live(cut_s)
     story.live(1.5, rest)
     story.live(5.0, story.names)
     assert not story.lost and not story.logged("doubt")
