@@ -527,7 +527,8 @@ def _drain(state: JobState, now: float) -> JobTransition | None:
         if node in used:
             in_time = not _must_leave(state, member, now)
             return begin_change(state, drain.drain_cause(state), now, boundary=in_time)
-        writes = checkpoints.may_be_writing(state) and not _must_leave(state, member, now)
+        writing = member.report.writing or checkpoints.may_be_writing(state)
+        writes = writing and not _must_leave(state, member, now)
         # A disconnected node would miss the order and join again.
         if state.trimmed >= state.epoch and member.connected and not writes:
             actions = (drain.release_order(member), LogEntry("drained", {"node": node}))

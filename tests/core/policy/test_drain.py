@@ -12,6 +12,7 @@ from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NoticeKind
 from tests.core.coordinator.test_transitions import halt, running, send_report, sent
+from tests.core.state_access import plan_of
 
 LEAVE, HINT, NONE = NoticeKind.LEAVE, NoticeKind.HINT, NoticeKind.NONE
 
@@ -104,6 +105,20 @@ def test_a_drained_node_waits_or_ends(final: bool, word: type) -> None:
     assert "node2" not in after.members
     assert [type(a.message) for a in actions if isinstance(a, Send) and a.node == "node2"] == [word]
     assert entries(actions, "drained") == [{"node": "node2"}]
+
+
+def test_a_drained_node_whose_disk_is_behind_is_not_released() -> None:
+    """Parts of older checkpoints wait in its queue, and no part of them was reported yet."""
+    state, *_ = transition(running(), job.DrainRequested("node2", 60.0), 4.0)
+    for node in state.members:
+        state = halt(state, node)
+    state, *_ = send_report(state, "node2", writing=True, epoch=state.epoch)
+    ready = {"phase": NodePhase.RUNNING, "resumed_at": 9.0, "protected": state.epoch}
+    for node in plan_of(state).nodes():
+        state, actions, _ = send_report(state, node, **ready)
+    assert "node2" in state.members and not entries(actions, "drained")
+    state, actions, _ = send_report(state, "node2", writing=False)
+    assert "node2" not in state.members and entries(actions, "drained")
 
 
 def test_a_withdrawn_notice_ends_the_drain() -> None:
