@@ -73,7 +73,17 @@ def process_sample(rank: int, pid: int) -> ProcessSample | None:
         return None
     stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     main_cpu_s = (int(main[11]) + int(main[12])) / CLOCK_HZ
-    return ProcessSample(rank, stopped, main_cpu_s, on_disk=main[0] == "D")
+    return ProcessSample(rank, stopped, main_cpu_s, on_disk=main[0] == "D", queued_s=queued_s(pid))
+
+
+def queued_s(pid: int) -> float:
+    """Return the time for which the main thread of `pid` waited for a processor; 0: unknown. The
+    second number of schedstat is in nanoseconds (Documentation/scheduler/sched-stats of Linux)."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text()
+        return int(text.split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # it has ended, or the kernel does not count it
+        return 0.0
 
 
 def descendant_cpu_s(pid: int) -> float:

@@ -71,8 +71,10 @@ class WorkerState:
     of a process or epoch also CPU time, because kernels may be compiled then."""
     moved_at: float = 0.0
     """Time of the newest sign of progress."""
-    moved_cpu_s: float = 0.0
-    """`cpu_s` at that time."""
+    runnable_s: float = 0.0
+    """Time for which the main thread ran, or waited for a processor."""
+    moved_runnable_s: float = 0.0
+    """`runnable_s` at the newest sign of progress."""
     first_since: float = 0.0
     """Time since which this worker starts or computes its first step; 0: not polled yet."""
     first_step: int | None = None
@@ -172,6 +174,8 @@ class ProcessSample:
     """Whether the process waits for storage and cannot be interrupted (disk sleep)."""
     family_cpu_s: float = 0.0
     """CPU time of all its child processes, also those that have ended; 0: unknown."""
+    queued_s: float = 0.0
+    """Time for which the main thread waited for a processor; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +303,7 @@ def heartbeat(state: NodeState) -> m.Heartbeat:
     last = min(busy or alive, key=lambda w: w.moved_at, default=None)
     if last is None:
         return replace(beat, signs=signs)
-    spun_s = round(last.cpu_s - last.moved_cpu_s, 2)
+    spun_s = round(last.runnable_s - last.moved_runnable_s, 2)
     return replace(beat, signs=signs, activity=last.activity, spun_s=spun_s)
 
 
@@ -308,7 +312,7 @@ def heartbeat(state: NodeState) -> m.Heartbeat:
 
 def _moved(worker: WorkerState, now: float) -> WorkerState:
     """Record a sign of progress."""
-    return replace(worker, signs=worker.signs + 1, moved_at=now, moved_cpu_s=worker.cpu_s)
+    return replace(worker, signs=worker.signs + 1, moved_at=now, moved_runnable_s=worker.runnable_s)
 
 
 def _with_cpu_signs(state: NodeState, worker: WorkerState, now: float) -> WorkerState:
@@ -328,6 +332,9 @@ def with_activity(worker: WorkerState, sample: ProcessSample, now: float) -> Wor
     """
     if sample.cpu_s > worker.cpu_s:
         worker = replace(worker, cpu_s=sample.cpu_s, active_at=now)
+    runnable_s = sample.cpu_s + sample.queued_s
+    if runnable_s > worker.runnable_s:
+        worker = replace(worker, runnable_s=runnable_s)
     family_s, before_s = sample.family_cpu_s, worker.family_cpu_s
     if before_s and family_s - before_s >= FAMILY_CPU_S:
         worker = replace(worker, family_cpu_s=family_s, active_at=now)

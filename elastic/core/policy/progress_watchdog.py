@@ -103,7 +103,8 @@ DISOBEYED = 2
 """A node that was sent the order to restart its workers this often, and did not, is dropped."""
 REPEATED = "the job makes no progress, and the order to restart may be lost"
 SPIN_SHARE = 0.1
-"""A worker spins if its main thread used this share of the time without progress."""
+"""A worker spins if its main thread ran, or waited for a processor, for this share of the time
+without progress."""
 LAST_STEP_FACTOR = 10
 """Factor on the bound when all steps are done, and the last checkpoint is written."""
 NO_FAILURE = (

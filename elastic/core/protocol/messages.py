@@ -387,7 +387,8 @@ class Heartbeat:
     """Activity of the worker without a sign for the longest time: start | compute | wait | install
     | idle; one that waits for others is named only if all do."""
     spun_s: float = 0.0
-    """CPU time of this worker's main thread since its last sign of progress."""
+    """Time since its last sign of progress for which this worker's main thread ran, or waited for a
+    processor."""
 
 
 BACKUP_SHORT, COPY_CORRUPT, KEEPER_FAILED = "backup-short", "copy-corrupt", "keeper-failed"

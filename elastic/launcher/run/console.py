@@ -12,6 +12,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, TextIO
 
+CHUNK = 1 << 16
+"""Most bytes of the workers' output that are printed at once."""
+QUIET_S = 1.0
+"""At the end, the workers' output is printed until nothing comes for this long."""
 Entry = dict[str, Any]
 """A line of progress.jsonl or events.jsonl."""
 
@@ -77,6 +81,8 @@ class ProgressBar:
         self._lock = threading.Lock()
         self._console, self.output = os.pipe()
         """`output`: descriptor for the agents' standard output and error."""
+        self._passed = 0
+        """Number of chunks of output that were printed."""
         self._relay = threading.Thread(target=self._pass_on, name="console", daemon=True)
         self._relay.start()
 
@@ -95,16 +101,31 @@ class ProgressBar:
             self._bar.write(f"elastic: {text}", file=sys.stderr)
 
     def close(self) -> None:
+        """Print the rest of the output. A process that outlives the job may hold the pipe open, so
+        this ends when nothing comes for `QUIET_S`."""
         os.close(self.output)
-        self._relay.join(1.0)
+        passed = -1
+        while self._relay.is_alive() and passed != self._passed:
+            passed = self._passed
+            self._relay.join(QUIET_S)
         with self._lock, contextlib.suppress(OSError):
             self._bar.close()
 
     def _pass_on(self) -> None:
-        with open(self._console, errors="replace", newline="\n") as lines:
-            for line in lines:
-                with self._lock, contextlib.suppress(OSError):
-                    self._bar.write(line.rstrip("\n"), file=sys.stdout)
+        """Print what comes through the pipe, as many whole lines at a time as there are."""
+        rest = b""
+        with open(self._console, "rb", buffering=0) as pipe:
+            while chunk := pipe.read(CHUNK):
+                whole, newline, rest = (rest + chunk).rpartition(b"\n")
+                if newline:
+                    self._print(whole)
+                self._passed += 1
+        if rest:
+            self._print(rest)
+
+    def _print(self, lines: bytes) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._bar.write(lines.decode(errors="replace"), file=sys.stdout)
 
 
 def make_view() -> ProgressBar | ProgressLines:

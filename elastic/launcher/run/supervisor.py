@@ -140,6 +140,8 @@ class Supervisor:
         self._signals: deque[int] = deque()
         self._drain_deadline = 0.0
         self._code: int | None = None
+        self._reason = ""
+        """Why the job is over, as the coordinator wrote it."""
 
     def run(self) -> int:
         """Run until the job ends here; return the exit code."""
@@ -190,7 +192,7 @@ class Supervisor:
         if result is not None:
             code = int(result.get("code", EXIT_FAILURE))
             self._code = service_exit(code) if self._request.as_service else code
-            self._view.note(str(result.get("reason", "")) or "the job is over")
+            self._reason = str(result.get("reason", "")) or "the job is over"
             return
         if problem := self._coordinators.check(self._lost_address):
             self._view.note(problem)
@@ -291,6 +293,8 @@ class Supervisor:
         """
         finished = self._hosting and (self._path / "exit.json").exists()
         self._read_files()
+        if self._reason:  # below the progress that was written before it
+            self._view.note(self._reason)
         timeout_s = self._config.shutdown_timeout_s
         if not (finished and self._await(wake, self._agents, timeout_s)):
             for agent in self._agents:

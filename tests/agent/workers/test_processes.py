@@ -27,6 +27,7 @@ from elastic.agent.workers.processes import (
     WorkerGroup,
     descendant_cpu_s,
     process_sample,
+    queued_s,
     worker_environment,
 )
 from elastic.config import JobConfig, WorkerCommand
@@ -246,6 +247,25 @@ def test_stopped_process_is_seen_and_killed(make_config: MakeConfig) -> None:
     assert process_sample(0, pid) is None
     mine = process_sample(0, os.getpid())
     assert mine is not None and not mine.stopped and not mine.on_disk and mine.cpu_s > 0
+
+
+def _was_queued(pid: int) -> bool:
+    return queued_s(pid) > 0.1
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not count")
+def test_the_time_that_a_worker_waits_for_a_processor_is_known() -> None:
+    """Two processes share one processor."""
+    cpu = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
+    spinning = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    try:
+        for process in spinning:
+            assert wait_until(partial(_was_queued, process.pid))
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
 
 
 PARENT = """

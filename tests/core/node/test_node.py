@@ -546,6 +546,19 @@ def poll(*cpu_s: float) -> node_core.WorkersPolled:
     return node_core.WorkersPolled(tuple(samples))
 
 
+def test_a_busy_machine_does_not_hide_that_a_worker_spins() -> None:
+    """It gets one fifth of a processor, and waits for one the rest of the time."""
+    state = at(play(*RUN), (10.0, poll(1.0, 1.0)))
+    for number, now in ((5, 10.1), (6, 11.0)):
+        progress = [
+            WorkerMessage(rank, m.Progress(number, "compute", number - 5, 0)) for rank in (0, 1)
+        ]
+        state = at(state, *((now, one) for one in progress))
+    sample = node_core.ProcessSample(0, False, 1.2, queued_s=0.8)
+    state = at(state, (12.0, node_core.WorkersPolled((sample,))))
+    assert node_core.heartbeat(state).spun_s == pytest.approx(1.0)
+
+
 def at(state: NodeState, *events: tuple[float, Any]) -> NodeState:
     for now, event in events:
         state, _, _ = transition(state, event, now)
