@@ -478,7 +478,10 @@ def _running(state: JobState, now: float) -> JobTransition | None:
         step = state.assignment.step if state.assignment is not None else -1
         sends = [Send(node, m.Trim(state.epoch, step)) for node in state.members]
         entry = LogEntry("protected", {"epoch": state.epoch})
-        return state.of(trimmed=state.epoch, absent=()), (*sends, entry), "protected"
+        # The workers of this plan have no wrong replicas; those of other nodes keep theirs.
+        distrusted = tuple(one.repaired(state.plan.nodes()) for one in state.distrusted)
+        state = state.of(trimmed=state.epoch, absent=(), distrusted=distrusted)
+        return state, (*sends, entry), "protected"
     return (
         _drain(state, now)
         or drain.replace_hinted_nodes(state, now)

@@ -226,7 +226,9 @@ def _judge_divergence(state: JobState, now: float) -> tuple[JobState, tuple[JobA
     verdict = divergence.judge(reports, state.members.keys(), state.distrusted)
     step = verdict.distrust.step
     kept = [
-        entry for entry in state.distrusted if entry.epoch >= state.trimmed or entry.step >= step
+        entry
+        for entry in state.distrusted
+        if entry.epoch >= state.trimmed or entry.step >= step or entry.places
     ]
     state = state.of(distrusted=(*kept, verdict.distrust))
     state, findings = _blame_divergence(state, verdict, now)
@@ -355,9 +357,7 @@ def _solve(
         initial_allowed=state.record is None,
         live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
     )
-    # Once an epoch after a divergence is protected, no worker has a wrong replica any more.
-    recent = (entry for entry in state.distrusted if entry.epoch >= state.trimmed)
-    reload = tuple(dict.fromkeys(place for entry in recent for place in entry.places))
+    reload = tuple(dict.fromkeys(place for entry in state.distrusted for place in entry.places))
     return replace(
         assignment,
         store=state.members[plan.units()[0].node].report.store,

@@ -12,14 +12,16 @@ has spoiled those of its whole pipeline.
   lost meanwhile is wrong if the rest agrees.
 - Else the job ends. It never continues on a state without proof. A loss proves nothing.
 
-The copies of a wrong layer are not used as sources, and its live state is loaded anew.
+The copies of a wrong layer are not used as sources, and its live state is loaded anew. A node that
+the next plans do not use keeps the wrong state in its workers, so the entry stays until an epoch
+with the node is protected.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.core.protocol.messages import Diverged
 from elastic.domain.types import PARAMETERS, STATE, UPDATE, Copy, Divergence
@@ -39,7 +41,12 @@ class Distrust:
     step: int
     """Step that runs again. Its gradients are not used."""
     places: tuple[Place, ...] = ()
-    """Wrong replicas. Their states and updates are not used."""
+    """Wrong replicas that may still be in a worker's memory. Their states and updates are not
+    used."""
+
+    def repaired(self, nodes: Collection[str]) -> Distrust:
+        """Return this entry for recoveries after `nodes` have loaded all their layers anew."""
+        return replace(self, places=tuple(place for place in self.places if place[0] not in nodes))
 
     def allows(self, copy: Copy) -> bool:
         """Return whether a recovery may use `copy`."""

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from elastic.core.coordinator.transitions import transition
+from elastic.core.health.diagnosis import NodeHealth
 from elastic.core.job import state as job
 from elastic.core.job.state import CauseKind, JobPhase, JobState, ProgressWatch
 from elastic.core.protocol import messages as m
@@ -28,6 +29,17 @@ def running() -> JobState:
     state = world.coordinator.state
     assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch == 1
     assert len(nodes_of(state)) == 2
+    return state.of(start_s=3600.0)
+
+
+@functools.cache
+def running_with_spare() -> JobState:
+    """Two nodes with all layers, and a third one with none."""
+    world = World(5, 3, steps=400, shape="2")
+    world.run(limit=6.0)
+    state = world.coordinator.state
+    assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch == 1
+    assert len(nodes_of(state)) == 2 and len(state.members) == 3
     return state.of(start_s=3600.0)
 
 
@@ -71,6 +83,17 @@ def halted(
         **changes,
     )
     return state, actions
+
+
+def protected(state: JobState) -> JobState:
+    """The first copies of the installed epoch are whole at their peers."""
+    state = state.of(phase=JobPhase.RUNNING, change=None, trained=True, watch=ProgressWatch())
+    for node in plan_of(state).nodes():
+        state, _, _ = send_report(
+            state, node, phase=NodePhase.RUNNING, epoch=state.epoch, protected=state.epoch
+        )
+    assert state.trimmed == state.epoch
+    return state
 
 
 def diverged(
@@ -141,8 +164,37 @@ def test_old_evidence_is_not_judged_again() -> None:
         again, _ = halted(again, node, diverged=(evidence(running(), node, False),))
     assert again.distrusted == after.distrusted
     assert assignment_of(again).reload == ((wrong, 0, 0),), "its workers may not have loaded it"
-    protected = again.of(trimmed=again.epoch, watch=ProgressWatch())
-    later, _, _ = send_report(protected, right, phase=NodePhase.STARTING, cause="crash")
+    later, _, _ = send_report(protected(again), right, phase=NodePhase.STARTING, cause="crash")
     for node in (wrong, right):
         later, _ = halted(later, node)
     assert assignment_of(later).reload == ()
+
+
+def test_a_spare_loads_its_wrong_replica_anew_when_it_is_used_again() -> None:
+    """The workers of a spare keep their layers, also while an epoch without them is protected."""
+    before = running_with_spare()
+    wrong, right = nodes_of(before)
+    (spare,) = before.members.keys() - {wrong, right}
+    # The second divergence of this node: the next plan leaves it out.
+    before = before.of(health={**before.health, wrong: NodeHealth(divergences=1)})
+    reports = {
+        wrong: (evidence(before, wrong, False),),
+        right: (evidence(before, right, True),),
+        spare: (),
+    }
+    state, _, _ = send_report(before, wrong, diverged=reports[wrong])
+    for node, found in reports.items():
+        state, _ = halted(state, node, diverged=found)
+    without = assignment_of(state)
+    assert set(without.plan.nodes()) == {right, spare} and without.step == STEP
+
+    state = protected(state)
+    members = {node: member for node, member in state.members.items() if node != spare}
+    state, _, _ = transition(state.of(members=members), job.Tick(), state.updated_at + 0.01)
+    crashed = {"phase": NodePhase.STARTING, "able": False, "cause": "crash"}
+    kept = copies(state, right)
+    state, _, _ = send_report(state, right, epoch=state.epoch, inventory=kept, **crashed)
+    state, _ = halted(state, wrong)
+    again = assignment_of(state)
+    assert again.plan.nodes() == (wrong,) and again.step == STEP
+    assert again.reload == ((wrong, 0, 0),)
