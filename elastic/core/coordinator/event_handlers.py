@@ -46,6 +46,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.protocol.timeouts import LEAST_RTT_S, MAX_HEARTBEATS_PER_S, MOST_RTT_S
+from elastic.core.recovery import lineage
 from elastic.domain.errors import EXIT_USAGE
 
 RETIRED = 256
@@ -83,8 +84,9 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
     accuses = bool(report.suspects or report.failures)
     if accuses and not state.suspected_since and report.epoch == state.epoch:
         state = state.of(suspected_since=now)
-    records = [h.record for h in report.halted if h.record and state.phase is JobPhase.HALTING]
-    if records and records[-1].step > state.newest_step:
+    records = lineage.committed(report.halted, state.starts)
+    halting = state.phase is JobPhase.HALTING
+    if halting and records and records[-1].step > state.newest_step:
         state = state.of(record=records[-1])
     state, findings = remediation.workers_failed(state, was, report, now)
     reason = f"{node}: {report.phase}" if report.phase is not was.phase else ""

@@ -354,7 +354,7 @@ def _solve(
         records=_records(state),
         vaults=tuple((mb.node, mb.report.info.vault) for mb in state.members.values()),
         checkpoint=state.checkpoint,
-        initial_allowed=state.record is None,
+        initial_allowed=state.newest_step < 0,
         live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
     )
     reload = tuple(dict.fromkeys(place for entry in state.distrusted for place in entry.places))
@@ -411,9 +411,10 @@ def _install(
 
 
 def _record_before(state: JobState, assignment: recovery.Assignment) -> StepRecord | None:
-    """Return the record of the step before the assignment's first step, if it is known: records of
-    steps that run again are not right any more."""
-    return assignment.record or state.record
+    """Return the record of the newest known step before the assignment's first step; None: no such
+    record is known. The record of a step that runs again proves nothing about its next run."""
+    known = assignment.record or state.record
+    return known if known is not None and known.step < assignment.step else None
 
 
 def _with_figures(
@@ -475,8 +476,9 @@ def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ..
 
 
 def _records(state: JobState) -> tuple[StepRecord, ...]:
-    """Return all known step records, oldest first."""
-    halted = [h.record for mb in state.members.values() for h in mb.report.halted]
+    """Return the known records of committed steps, oldest first."""
+    reports = (halted for mb in state.members.values() for halted in mb.report.halted)
+    halted = lineage.committed(reports, state.starts)
     installed = state.assignment.record if state.assignment is not None else None
     known = {r.step: r for r in (installed, state.record, *halted) if r is not None}
     return tuple(known[step] for step in sorted(known))

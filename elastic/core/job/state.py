@@ -353,7 +353,8 @@ class JobState:
     assignment: Assignment | None = None
     change: EpochChange | None = None
     record: StepRecord | None = None
-    """Record of the newest step known to be finished."""
+    """Record of the newest finished step that is known; None: unknown. It is a step before the
+    assignment's first one, or a step that was committed under this assignment."""
     step_finished_at: float = 0.0
     finished: Finished | None = None
     """Report of rank 0, while the end of the job waits for older checkpoints."""
@@ -489,8 +490,10 @@ class JobState:
 
     @property
     def newest_step(self) -> int:
-        """Newest step known to be finished; -1: none."""
-        return self.record.step if self.record is not None else -1
+        """Newest step known to be finished: its record is known, or the assignment begins after it;
+        -1: none."""
+        recorded = self.record.step if self.record is not None else -1
+        return recorded if self.assignment is None else max(recorded, self.assignment.step - 1)
 
     @property
     def stable(self) -> bool:

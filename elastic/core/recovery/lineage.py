@@ -1,9 +1,10 @@
-"""Lineage: proves that a copy belongs to the history that training continues.
+"""Lineage: proves that a copy or a record belongs to the history that training continues.
 
 A node that was cut off keeps its copies. Meanwhile training may have gone back behind some of them
 and computed these versions again. So the coordinator keeps the first step of each epoch: a copy is
 of the present history if no later epoch began before it. Its checksum proves its bytes, and its
-ledger the micro-batches of a gradient.
+ledger the micro-batches of a gradient. In the same way the record of a step proves only the commit
+of the run that made it: if the step runs again, it is committed again.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from elastic.core.protocol.messages import CheckpointPart
-from elastic.domain.types import LOGS, Assignment, Copy
+from elastic.core.protocol.messages import CheckpointPart, Halted
+from elastic.domain.types import LOGS, Assignment, Copy, StepRecord
 
 Starts = tuple[tuple[int, int], ...]
 """(epoch, first step), both ascending. An epoch that began at the same step as a later one, or
@@ -38,6 +39,20 @@ def starts_of(assignment: Assignment) -> Starts:
 def is_undone(item: Copy | CheckpointPart, starts: Starts) -> bool:
     """Return whether an epoch after that of `item` began before it."""
     return any(item.undone_by(epoch, step) for epoch, step in starts)
+
+
+def committed(halted: Iterable[Halted], starts: Starts) -> tuple[StepRecord, ...]:
+    """Return the records in the reports of halted workers, except those of undone steps.
+
+    A worker that missed an installation repeats its older report. A record is older than the epoch
+    for which the worker halted.
+    """
+    return tuple(
+        one.record
+        for one in halted
+        if one.record is not None
+        and not any(epoch >= one.epoch and step <= one.record.step for epoch, step in starts)
+    )
 
 
 def proven(

@@ -81,7 +81,7 @@ def solve(
 
     Args:
         inventory: copies in all living vaults; `Copy.node` names the vault.
-        records: records of committed steps, one per step.
+        records: records of committed steps, one per step; not of a run that was undone.
         vaults: (node, address); copies on other nodes are ignored.
         checkpoint: (path, step) of the durable checkpoint; None: no checkpoint.
         initial_allowed: whether layers may be initialised, because no update was committed. Ignored
