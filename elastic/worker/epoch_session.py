@@ -229,7 +229,7 @@ class EpochSession:
         try:
             context.replicas = installer.usable(self._assignment, member, context.replicas)
             if context.protection is not None:
-                context.protection.release(context.replicas)
+                context.protection.release(context.replicas, self._order.epoch)
             installed = installer.install(self._assignment, member, context.replicas)
         finally:
             fetcher.close()

@@ -270,7 +270,7 @@ class MiniWorker:
         try:
             self._replicas = loader.usable(assignment, member, self._replicas)
             if self._protection is not None:
-                self._protection.release(self._replicas)
+                self._protection.release(self._replicas, assignment.plan.epoch)
             loaded = loader.install(assignment, member, self._replicas)
         finally:
             fetcher.close()

@@ -89,6 +89,10 @@ class Protection:
         leads back to the old state until each peer has the new state."""
         self._finals: dict[int, tuple[int, GradientSum]] = {}
         """Layer -> (step, its last gradients)."""
+        self._recovery = plan.epoch
+        """Newest epoch that changes the layers: this one, or a later one that recovers them."""
+        self._in_vault: set[tuple[int, int, frozenset[int]]] = set()
+        """(layer, version, ledger) of states (without ledger) and sums before that recovery."""
         self._entered = False
         self._lock = threading.Lock()
         self._acked, self._install_bundle, self._reported = 0, -1, False
@@ -207,10 +211,19 @@ class Protection:
         self._updates += 1
         self.on_acked(0)
 
-    def release(self, kept: Collection[int]) -> None:
-        """Forget layers that are not in `kept`. Call after `flush`."""
+    def release(self, kept: Collection[int], epoch: int) -> None:
+        """Let the recovery of `epoch` change the layers in `kept`; forget the others. Call after
+        `flush`.
+
+        If the recovery fails, `flush` publishes the changed layers as copies of `epoch`. So they
+        replace no copies of this epoch, which the next recovery may need.
+        """
         self._replicas = [replica for replica in self._replicas if replica.index in kept]
         self._finals.clear()
+        self._recovery = epoch
+        parts = [(r.index, r.version, part) for r in self._replicas for part in r.parts]
+        self._in_vault = {(r.index, r.version, frozenset()) for r in self._replicas}
+        self._in_vault |= {(layer, v, frozenset(part.ledger)) for layer, v, part in parts}
 
     def flush(self) -> None:
         """Called when the epoch ends: put the states and gradients not copied yet into the vault.
@@ -226,18 +239,20 @@ class Protection:
         self._publisher.settle()
 
     def _flush(self) -> None:
-        publish = self._publisher.publish_gradients
-        self._publisher.publish_states(self._replicas, self._epoch, "")
+        publish, epoch, old = self._publisher.publish_gradients, self._recovery, self._in_vault
+        states = [r for r in self._replicas if (r.index, r.version, frozenset()) not in old]
+        self._publisher.publish_states(states, epoch, "")
         for replica in self._replicas:
             replica.cancel_rounds()
             step, final = self._finals.get(replica.index, (-1, None))
             if final is not None and step == replica.version - 1:
-                publish([final], step, self._epoch, "")
+                publish([final], step, epoch, "")
         for version in sorted({r.version for r in self._replicas}):
             layers = [r for r in self._replicas if r.version == version]
             # Common sums go first: they may be overwritten first, since other holders have them.
-            publish([r.common for r in layers if r.common], version, self._epoch, "")
-            publish(layers, version, self._epoch, "")
+            for sums in ([r.common for r in layers if r.common], layers):
+                new = [s for s in sums if (s.index, version, frozenset(s.ledger)) not in old]
+                publish(new, version, epoch, "")
 
     def is_sound(self, replica: LayerReplica) -> bool | None:
         """Return whether the live state equals its newest copy; None: no copy of this version."""
