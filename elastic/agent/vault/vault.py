@@ -116,9 +116,9 @@ class Vault:
         its checksum does not match. `background(work)` runs work that takes long."""
         self._on_corrupt, self._background = on_corrupt, background
         self.node, self.directory = node, Path(directory)
-        self._lock, self._arriving = threading.RLock(), threading.Lock()
-        """Locks of the index, and of the reservation of room, which takes long. Only arriving
-        bundles wait for the second one."""
+        self._lock, self._crowded = threading.RLock(), threading.Lock()
+        """Locks of the index, and of the second attempt to reserve room, which may take long. Only
+        bundles that found no room wait for the second one."""
         self._pool = SlotPool(self.directory, "vault-", limit)
         self._entries: dict[str, _VaultEntry] = {}
         self._groups: dict[RetentionGroup, set[str]] = {}
@@ -177,18 +177,25 @@ class Vault:
     def store_all(self, copies: Sequence[Copy]) -> list[Incoming]:
         """Reserve room for all copies or for none. Raises as `store` does.
 
-        One bundle at a time reserves its room, so that two concurrent bundles cannot both fail
-        because of each other's partial reservations.
+        Concurrent bundles allocate at the same time, so that a small one does not wait for a large
+        one. A bundle that finds no room tries again, one bundle at a time. So two bundles cannot
+        both fail because of each other's partial reservations.
         """
+        try:
+            return self._reserve(copies)
+        except VaultFull:
+            with self._crowded:
+                return self._reserve(copies)
+
+    def _reserve(self, copies: Sequence[Copy]) -> list[Incoming]:
         made: list[Incoming] = []
-        with self._arriving:
-            try:
-                for copy in copies:
-                    made.append(self.store(copy))
-            except ElasticError:
-                for incoming in made:
-                    incoming.abort()
-                raise
+        try:
+            for copy in copies:
+                made.append(self.store(copy))
+        except ElasticError:
+            for incoming in made:
+                incoming.abort()
+            raise
         return made
 
     def fence(self, epoch: int) -> None:

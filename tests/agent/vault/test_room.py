@@ -1,4 +1,4 @@
-"""A sender asks for room before it sends a large bundle; no bundle waits for room."""
+"""A sender asks for room before it sends a large bundle; no bundle waits for the room of others."""
 
 from __future__ import annotations
 
@@ -158,3 +158,25 @@ def test_a_sender_waits_longer_for_the_allocation_of_a_large_bundle(
         sending.result(LONG_S)
     assert len(vault.inventory()) == 2
     client.close()
+
+
+def test_a_small_bundle_does_not_wait_for_the_memory_of_a_large_one(
+    vault: Vault, server: VaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender of the small one waits only for as long as its own bytes need."""
+    slow, data = Slow(os.posix_fallocate), content(1)
+    large, small = (VaultClient(server.address, timeout_s=LONG_S) for _ in range(2))
+    with ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", slow)
+            sending = pool.submit(large.put, halves(2))
+            assert slow.begun.wait(LONG_S)
+        try:
+            small.put([(make(data, layer=9), memoryview(data))])
+            assert [copy.layer for copy in vault.inventory()] == [9]
+        finally:
+            slow.go()
+        sending.result(LONG_S)
+    assert [copy.layer for copy in vault.inventory()] == [0, 1, 9]
+    large.close()
+    small.close()
