@@ -13,7 +13,6 @@ disk, another node, or an operation whose time grows with bytes: other threads d
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import queue
 import shutil
@@ -30,6 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elastic import lifeline
+from elastic.agent.exit_record import ExitRecord
 from elastic.agent.health.monitor import Monitor
 from elastic.agent.health.paths import PathProber
 from elastic.agent.health.preflight import local_checks, network_checks, score_class
@@ -129,7 +129,7 @@ class NodeAgent:
         self._killed_generation = -1
         """Newest launch whose workers were killed."""
         self._generation, self._partitioned_until = 0, 0.0
-        self._cut = NetworkCut(info.host)
+        self._cut, self._exit_record = NetworkCut(info.host), ExitRecord(config.run_dir)
         self._exit_code: int | None = None
         self._away_since = 0.0
         """Time (time.monotonic) at which the coordinator was lost; 0: it was not."""
@@ -446,11 +446,14 @@ class NodeAgent:
 
     def _consider_the_end(self) -> None:
         """While no coordinator can be reached: end if the job is over, or if nothing runs here."""
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            over = json.loads((Path(self._config.run_dir) / "exit.json").read_text())
-            self._apply(m.Stop(int(over["code"]), str(over["reason"])))
+        self._exit_record.look(self._later(partial(self._job_over, self._away_since)))
         since = max(self._away_since, self._received_at)  # peers that send copies still train
         self._apply(core.CoordinatorAway(time.monotonic() - since))
+
+    def _job_over(self, away_since: float, order: m.Stop) -> None:
+        """End, unless a coordinator was reached since the record of the job's end was sought."""
+        if away_since == self._away_since:
+            self._apply(order)
 
     def _heartbeat(self) -> None:
         self._metrics.heartbeats.inc()
