@@ -29,6 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elastic import lifeline
+from elastic.agent.absence import Absence
 from elastic.agent.exit_record import ExitRecord
 from elastic.agent.health.monitor import Monitor
 from elastic.agent.health.paths import PathProber
@@ -131,14 +132,15 @@ class NodeAgent:
         self._generation, self._partitioned_until = 0, 0.0
         self._cut, self._exit_record = NetworkCut(info.host), ExitRecord(config.run_dir)
         self._exit_code: int | None = None
-        self._away_since = 0.0
-        """Time (time.monotonic) at which the coordinator was lost; 0: it was not."""
+        self._absence = Absence(time.monotonic())
         self._received_at = 0.0
         """Time at which a peer last sent copies."""
         self._connected = False
         """Whether a coordinator has ever accepted this agent."""
         self._refused = ""
         """Newest reason for which the node may not join."""
+        self._last_words = ""
+        """Reason for which this agent ends, for the launcher."""
         self._coordinator, later = coordinator, self._later
         self._gate = PreflightGate(config.preflight, self._check_node, later(self._take_preflight))
         health = later(self._send_health)
@@ -256,6 +258,8 @@ class NodeAgent:
                 next_heartbeat = now + self._config.heartbeat_s
                 self._heartbeat()
         self._close()
+        if self._last_words:  # last, as the disk of the run directory may hang
+            write_last_words(self._config.run_dir, self._node, self._last_words)
         return self._exit_code
 
     def failed(self, error: Exception) -> None:
@@ -282,9 +286,9 @@ class NodeAgent:
                 self._prefetch(order)
             case JoinRefused(reason, retry_s):
                 log.error("refused; next try in %g s: %s", retry_s, reason)
-                if reason != self._refused and not self._config.standalone:
+                if reason != self._refused:
                     why = f"{self._node} may not join yet: {reason}"
-                    print(f"elastic agent: {why}; next try in {retry_s:g} s", file=sys.stderr)
+                    self._tell(f"{why}; next try in {retry_s:g} s")
                 self._refused = reason
                 self._gate.refused(retry_s)
             case _:
@@ -296,7 +300,7 @@ class NodeAgent:
 
     def _handle_disconnected(self, why: str) -> None:
         log.info("the coordinator cannot be reached: %s", why)
-        self._away_since = time.monotonic()
+        self._absence.begin(time.monotonic())
 
     def _handle_refused(self, why: str) -> None:
         """End this agent if a coordinator of another version refuses it from the start. A member
@@ -310,7 +314,9 @@ class NodeAgent:
     def _handle_connected(self) -> None:
         self._connected = True
         if self._session.up:
-            self._away_since = 0.0
+            away_s = time.monotonic() - self._absence.since
+            if self._absence.end():
+                self._tell(f"a coordinator answers {self._node} at last, after {away_s:.0f} s")
         if self._state.epoch > 0:  # a short sign of life, before messages of any size
             self._heartbeat()
         for message in self._outbox:  # first, because the report may end the job
@@ -446,23 +452,40 @@ class NodeAgent:
 
     def _consider_the_end(self) -> None:
         """While no coordinator can be reached: end if the job is over, or if nothing runs here."""
-        self._exit_record.look(self._later(partial(self._job_over, self._away_since)))
-        since = max(self._away_since, self._received_at)  # peers that send copies still train
-        self._apply(core.CoordinatorAway(time.monotonic() - since))
+        now, since, limit_s = time.monotonic(), self._absence.since, self._state.limits.orphan_s
+        if self._connected:  # else the record may be of an earlier job
+            self._exit_record.look(self._later(partial(self._job_over, since)))
+        active = max(since, self._received_at)  # peers that send copies still train
+        reason = self._apply(core.CoordinatorAway(now - active))
+        why = self._session.problem or "no connection yet"
+        if self._exit_code is not None:
+            self._last_words = f"{reason}: {why}"
+        elif self._absence.is_due(now):
+            self._tell(
+                f"no coordinator has answered {self._node} at {self._coordinator} for "
+                f"{now - since:.0f} s: {why}; without work, {self._node} ends after {limit_s:g} s "
+                "unless one answers"
+            )
 
     def _job_over(self, away_since: float, order: m.Stop) -> None:
         """End, unless a coordinator was reached since the record of the job's end was sought."""
-        if away_since == self._away_since:
+        if away_since == self._absence.since:
             self._apply(order)
 
     def _heartbeat(self) -> None:
         self._metrics.heartbeats.inc()
-        if self._away_since:
+        if self._absence.since and self._exit_code is None:
             self._consider_the_end()
         if self._gate.open and not self._notices.parked:
             self._send(replace(core.heartbeat(self._state), rtt_s=self._session.rtt_s))
 
-    def _apply(self, event: Any) -> None:
+    def _tell(self, text: str) -> None:
+        """Print a line for the user. The launcher of a standalone job reports its coordinator."""
+        if not self._config.standalone:
+            print(f"elastic agent: {text}", file=sys.stderr)
+
+    def _apply(self, event: Any) -> str:
+        """Apply an event to the node's state, and act; return the reason of the decision."""
         before = self._state
         self._state, actions, reason = core.transition(before, event, time.monotonic())
         after = self._state
@@ -470,6 +493,7 @@ class NodeAgent:
             log.info("%s -> %s (epoch %d): %s", before.phase, after.phase, after.epoch, reason)
         for action in actions:
             self._act(action)
+        return reason
 
     # ---- actions out ----
 

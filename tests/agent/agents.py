@@ -42,14 +42,14 @@ class Slow:
 class RecordingCoordinator:
     """Records the messages of one agent, and sends it orders."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1:0") -> None:
         self._changed = threading.Condition()
         self._session: ClientSession | None = None
         self._heartbeats, self.reports = list[m.Heartbeat](), list[m.NodeReport]()
         self.arrivals: list[float] = []
         """Times of the heartbeats (time.monotonic)."""
         self.server = Server(
-            "127.0.0.1:0",
+            address,
             on_open=self._open,
             on_message=self._take,
             on_close=lambda session: None,

@@ -1,19 +1,24 @@
-"""An agent that loses its coordinator ends with the job, or when nothing runs any more."""
+"""An agent without a coordinator ends with the job, or when nothing runs any more, and says so."""
 
 from __future__ import annotations
 
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from elastic.agent.absence import Absence
 from elastic.agent.service import NodeAgent
 from elastic.config import JobConfig, WorkerCommand
 from elastic.domain.types import NodeInfo
 from elastic.launcher.run.rundir import free_port
+from elastic.telemetry import read_last_words
+from tests.agent.agents import RecordingCoordinator
+from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
 
 
@@ -28,7 +33,8 @@ def agent(tmp_path: Path) -> Iterator[NodeAgent]:
         checkpoint_dir=str(tmp_path / "checkpoints"),
         preflight="off",
     )
-    (tmp_path / "memory" / "node0").mkdir(parents=True)
+    for folder in (tmp_path / "memory" / "node0", tmp_path / "logs"):
+        folder.mkdir(parents=True)
     made = NodeAgent(config, f"127.0.0.1:{free_port()}", NodeInfo("node0", "", "", workers=1))
     yield made
     if made._exit_code is None:
@@ -47,6 +53,7 @@ def run(agent: NodeAgent) -> int:
 
 
 def test_an_agent_ends_when_it_finds_that_the_job_is_over(agent: NodeAgent, tmp_path: Path) -> None:
+    agent._connected = True
     agent._handle_disconnected("the coordinator ended the stream")
     (tmp_path / "exit.json").write_text(json.dumps({"code": 0, "reason": "all 5 steps done"}))
     assert run(agent) == 0
@@ -57,7 +64,7 @@ def test_a_run_directory_that_hangs_does_not_stop_the_agent(
 ) -> None:
     """The machine of the coordinator may have served the directory, too. Opening the pipe hangs, as
     the file of a dead server does."""
-    record = tmp_path / "exit.json"
+    record, agent._connected = tmp_path / "exit.json", True
     os.mkfifo(record)
     agent._handle_disconnected("the coordinator's machine is gone")
 
@@ -77,6 +84,7 @@ def test_a_run_directory_that_hangs_does_not_stop_the_agent(
 
 def test_a_record_that_was_read_late_is_not_obeyed(agent: NodeAgent, tmp_path: Path) -> None:
     """A read that began in an earlier absence of the coordinator ends in the next one."""
+    agent._connected = True
     agent._handle_disconnected("connection reset")
     (tmp_path / "exit.json").write_text(json.dumps({"code": 0, "reason": "an earlier job"}))
     agent._heartbeat()
@@ -91,12 +99,54 @@ def test_a_record_that_was_read_late_is_not_obeyed(agent: NodeAgent, tmp_path: P
 
 def test_an_agent_ends_when_no_coordinator_comes_back(agent: NodeAgent) -> None:
     agent._handle_disconnected("connection reset")
-    agent._away_since -= agent._state.limits.orphan_s
+    agent._absence.since -= agent._state.limits.orphan_s
     assert run(agent) == 1
+    words = read_last_words(agent._config.run_dir, "node0")
+    assert words.startswith("no coordinator was reached for 1200 s, and nothing runs here: ")
 
 
 def test_an_agent_that_was_never_connected_waits(agent: NodeAgent, tmp_path: Path) -> None:
     """The record of an earlier job may lie in the run directory."""
     (tmp_path / "exit.json").write_text(json.dumps({"code": 0, "reason": "an earlier job"}))
     agent._heartbeat()
-    assert agent._exit_code is None
+    assert agent._exit_record._reader is None and agent._exit_code is None
+
+
+def test_an_agent_that_was_never_connected_does_not_wait_for_ever(agent: NodeAgent) -> None:
+    agent._absence.since -= agent._state.limits.orphan_s
+    assert run(agent) == 1
+
+
+def test_the_user_is_told_why_no_coordinator_answers_and_when_one_does(
+    agent: NodeAgent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = agent._coordinator
+    assert wait_until(lambda: "onnection refused" in agent._session.problem)
+    agent._heartbeat()
+    assert capsys.readouterr().err == "", "it may still start"
+    agent._absence.begin(time.monotonic() - 7.0)
+    for _ in range(3):
+        agent._heartbeat()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"elastic agent: no coordinator has answered node0 at {address} for 7 s")
+    assert "onnection refused" in line
+    assert line.endswith("without work, node0 ends after 1200 s unless one answers")
+    coordinator = RecordingCoordinator(address)
+    thread = threading.Thread(target=agent.run, daemon=True)
+    thread.start()
+    coordinator.report(lambda report: True)
+    assert "a coordinator answers node0 at last, after " in capsys.readouterr().err
+    agent.stop()
+    thread.join(LONG_S)
+    coordinator.server.close()
+
+
+def test_the_pauses_between_lines_for_the_user_grow() -> None:
+    absence, times = Absence(100.0), list[float]()
+    for tenth in range(1000, 5000):
+        if absence.is_due(tenth / 10):
+            times.append(tenth / 10 - 100.0)
+    assert times == [5.0, 15.0, 35.0, 75.0, 135.0, 195.0, 255.0, 315.0, 375.0]
+    assert absence.end() and not absence.is_due(1000.0)
+    absence.begin(1000.0)
+    assert not absence.end(), "a short absence is not told"

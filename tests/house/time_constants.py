@@ -25,6 +25,8 @@ KINDS = {
 """Why a constant is independent of `--silence`."""
 
 CONSTANTS = {
+    "agent/absence.py FIRST_S": "person",
+    "agent/absence.py LONGEST_PAUSE_S": "person",
     "agent/health/disks.py READ_S": "interval",
     "agent/health/monitor.py SAMPLE_S": "interval",
     "agent/health/monitor.py WINDOW_S": "interval",

@@ -30,6 +30,7 @@ from elastic.rpc.control.envelope import (
     unpack,
 )
 from elastic.rpc.security.rejections import REJECTIONS, Reason
+from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
 from tests.rpc.conftest import ClientBench, ServerBench
 
@@ -289,6 +290,33 @@ def test_session_waits_for_a_coordinator_that_is_not_there_yet() -> None:
     assert client.empty()
     client.session.close()
     late.server.close()
+
+
+@pytest.mark.parametrize(("listens", "why"), [(False, "onnection refused"), (True, "")])
+def test_session_tells_why_it_has_no_coordinator(
+    listens: bool, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing listens, or the kernel accepts the connection for a process that never answers."""
+    caplog.set_level("INFO")
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        address = f"127.0.0.1:{place.getsockname()[1]}"
+        if not listens:
+            place.close()
+        client = ClientBench(address)
+        assert wait_until(lambda: client.session.problem and why in client.session.problem)
+        assert client.empty()
+        client.session.close()
+    assert f"no stream to {address}: " in caplog.text
+
+
+def test_session_that_is_up_has_no_problem(server: ServerBench, connect: Connect) -> None:
+    client = connect()
+    client.expect("up")
+    assert client.session.problem == ""
+    server.accepted()
+    server.server.close()
+    (why,) = client.expect("down")
+    assert client.session.problem == why
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,10 @@ class SimCoordinatorSession:
         return self._active is not None
 
     @property
+    def problem(self) -> str:
+        return "no connection"
+
+    @property
     def rtt_s(self) -> float:
         return self._round_trips.least_s
 

@@ -552,20 +552,18 @@ class World:
 
     def _left(self) -> list[str]:
         everything = [*self.agents.values(), *self.workers.values(), *self.leads.values()]
-        return [one.name for one in everything if one.alive and not self._waits(one)]
+        return [one.name for one in everything if one.alive]
 
     def _leave_s(self, name: str) -> float:
         """Return how long the process may be there after the end. An agent that could not hear of
         it waits for a coordinator."""
         agent = self.agents.get(name.removeprefix("worker-of-"))
         service = agent.local.get("service") if agent is not None else None
-        cut_off = service is not None and bool(service._away_since)
-        return ORPHAN_S if cut_off and not self.scenario.shared else LEAVE_S
-
-    def _waits(self, process: Process) -> bool:
-        """Whether it is an agent that never reached a coordinator, and so waits for one."""
-        agent = process.local.get("service")
-        return agent is not None and not agent._connected
+        if service is None or not service._absence.since:
+            return LEAVE_S
+        # One that was never connected does not trust the record of the job's end.
+        reads_the_end = self.scenario.shared and service._connected
+        return LEAVE_S if reads_the_end else ORPHAN_S
 
     def _no_progress(self) -> None:
         leaving = {one.node for one in self.faults if one.kind == "drain"}

@@ -124,14 +124,22 @@ class CoordinatorSession:
         self._left: set[Any] = set()
         """Streams that were cancelled in favour of a newer coordinator's."""
         self._round_trips = RoundTrips()
-        self._silent: set[str] = set()
-        """Addresses whose silence is in the log already."""
+        self._problems: dict[str, str] = {}
+        """Newest reason per address for which no stream was opened."""
         self._dispatcher = Dispatcher(f"rpc-{sender}")
         self._tasks = run(self._start(addresses, keepalive_s))
 
     @property
     def up(self) -> bool:
         return self._outbox is not None
+
+    @property
+    def problem(self) -> str:
+        """Newest reason per address for which no coordinator is followed; "": none is known yet."""
+        problems = dict(self._problems)
+        if len(problems) == 1:
+            return next(iter(problems.values()))
+        return "; ".join(f"{address}: {why}" for address, why in sorted(problems.items()))
 
     @property
     def rtt_s(self) -> float:
@@ -196,13 +204,10 @@ class CoordinatorSession:
             question = pack_call(CHALLENGE, {"nonce": mine})
             try:
                 reply = unpack_call(from_wire(await stub.call(question, timeout=CONNECT_TIMEOUT_S)))
-                self._silent.discard(address)
                 metadata += _proof(self._secure.token, mine, reply, "session", self.sender)
             except grpc.aio.AioRpcError as error:
                 why = with_expiry(str(error.details()), self._secure.certificates)
-                if address not in self._silent:
-                    log.info("%s: %s does not answer: %s", self.sender, address, why)
-                self._silent.add(address)
+                self._no_stream(address, why)
                 if "andshake" in why or "ertificate" in why:
                     REJECTIONS.count("agent", Reason.HANDSHAKE, address, why)
                 # The next attempt reports why there is no connection.
@@ -211,22 +216,34 @@ class CoordinatorSession:
                 return
             except ElasticError as error:
                 REJECTIONS.count("agent", Reason.TOKEN, address, error)
+                self._no_stream(address, str(error))
                 return
-        await self._stream(address, stub.session(metadata=metadata, wait_for_ready=True))
+        await self._stream(address, stub, stub.session(metadata=metadata, wait_for_ready=True))
 
-    async def _stream(self, address: str, call: Any) -> None:
-        """Use one stream until it ends."""
+    async def _why_silent(self, stub: CoordinatorStub) -> str:
+        """Return why there is no connection. A stream waits for one, but a request tells."""
+        try:
+            question = pack_call(CHALLENGE, {"nonce": new_nonce()})
+            await stub.call(question, timeout=CONNECT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            return with_expiry(str(error.details()), self._secure.certificates)
+        return f"no connection within {CONNECT_TIMEOUT_S:g} s"
+
+    def _no_stream(self, address: str, why: str) -> None:
+        """Note why there is no stream to `address`, and log it if that is new."""
+        if self._problems.get(address) != why:
+            log.info("%s: no stream to %s: %s", self.sender, address, why)
+        self._problems[address] = why
+
+    async def _stream(self, address: str, stub: CoordinatorStub, call: Any) -> None:
+        """Use one stream until it ends, or return soon if there is no connection for it."""
         tasks: list[asyncio.Task[None]] = []
         reason = "closed"
         try:
-            await call.wait_for_connection()
-            opened = await call.initial_metadata()
-            if not _text_of(opened, TERM):
-                reason = await _why_refused(call)
-                return
-            reason = self._consider(address, call, opened)
+            reason = await self._open(address, stub, call)
             if reason:
                 return
+            self._problems.pop(address, None)
             outbox: asyncio.Queue[Envelope] = asyncio.Queue()
             tasks.append(asyncio.create_task(_write(outbox, call)))
             self._outbox = outbox
@@ -259,9 +276,19 @@ class CoordinatorSession:
             for task in tasks:
                 task.cancel()
             if call is self._active:
+                self._problems[address] = reason
                 self._unfollow(reason)
             else:
-                log.info("%s: no stream to %s: %s", self.sender, address, reason)
+                self._no_stream(address, reason)
+
+    async def _open(self, address: str, stub: CoordinatorStub, call: Any) -> str:
+        """Wait until a coordinator opens the stream, and follow it; return why not, or ""."""
+        if not await _is_connected(call):
+            return await self._why_silent(stub)
+        opened = await call.initial_metadata()
+        if not _text_of(opened, TERM):
+            return await _why_refused(call)
+        return self._consider(address, call, opened)
 
     def _consider(self, address: str, call: Any, metadata: Any) -> str:
         """Follow the coordinator that opened the stream `call`; return why not, or ""."""
@@ -411,6 +438,17 @@ def _term_of(metadata: Any) -> int:
 def _text_of(metadata: Any, key: str) -> str:
     """Return the value of a metadata key; "": not given."""
     return str(dict(metadata or ()).get(key, ""))
+
+
+async def _is_connected(call: Any) -> bool:
+    """Wait a limited time for the connection of a stream, and cancel a stream that has none. Raises
+    AioRpcError if the stream fails."""
+    try:
+        await asyncio.wait_for(call.wait_for_connection(), CONNECT_TIMEOUT_S)
+    except TimeoutError:
+        call.cancel()
+        return False
+    return True
 
 
 async def _why_refused(call: Any) -> str:
