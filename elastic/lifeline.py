@@ -2,7 +2,9 @@
 
 - `watch(fd)`, for agents and coordinators, which run our code: the parent holds the write
   end of a pipe and never writes. When the parent dies, the kernel closes that end, the child reads
-  end-of-file and kills its whole process group.
+  end-of-file and kills its whole process group. A stopped child could not read, so the kernel then
+  also continues it (PR_SET_PDEATHSIG with SIGCONT). With SIGKILL, the child would end before it had
+  killed the rest of its group.
 - `tied_command(argv)`, for workers, which run any code and may be stopped: the child starts through
   this file. It asks the kernel to kill it when its parent dies (PR_SET_PDEATHSIG, kept across exec)
   and then becomes `argv`. The kernel means the *thread* that started the child: start it from a
@@ -28,6 +30,7 @@ def watch(fd: int) -> None:
     `fd` is the inherited read end of the parent's pipe; children of this process do not inherit it.
     """
     os.set_inheritable(fd, False)
+    _on_death_of_parent(signal.SIGCONT, "this process")
     threading.Thread(target=_wait_for_end, args=(fd,), name="lifeline", daemon=True).start()
 
 
@@ -44,15 +47,18 @@ def tied_command(argv: tuple[str, ...]) -> list[str]:
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *argv]
 
 
-def _become(parent: int, argv: list[str]) -> None:
+def _on_death_of_parent(number: signal.Signals, name: str) -> None:
+    """Let the kernel send this process a signal when the thread that started it ends."""
     if sys.platform == "linux":
         import ctypes
 
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            print(
-                f"cannot tie {argv[0]} to its parent: errno {ctypes.get_errno()}", file=sys.stderr
-            )
+        if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+            print(f"cannot tie {name} to its parent: errno {ctypes.get_errno()}", file=sys.stderr)
+
+
+def _become(parent: int, argv: list[str]) -> None:
+    _on_death_of_parent(signal.SIGKILL, argv[0])
     if os.getppid() != parent:
         sys.exit(f"the process that started {argv[0]} is gone")
     try:

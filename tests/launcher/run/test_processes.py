@@ -1,7 +1,10 @@
-"""Restarts of coordinators, on a clock that the test moves."""
+"""Restarts of coordinators, on a clock that the test moves, and services that outlive nothing."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 from elastic.launcher.run import processes
 from elastic.launcher.run.processes import MAX_FAILURES, Coordinators
 from elastic.telemetry import write_last_words
+from tests.launcher.helpers import gone, send, wait_until
 
 
 class Restarts:
@@ -94,3 +98,44 @@ def test_one_that_lives_for_some_time_is_restarted_at_once(
     restarts = Restarts(tmp_path, monkeypatch, lambda _: (processes.SETTLED_S, 1))
     assert not restarts.run(300.0)
     assert max(restarts.pauses) < processes.SETTLED_S + 0.2
+
+
+LAUNCHER = """
+import os, signal
+from elastic.launcher.run.processes import Child
+child = Child("node0", "service", [], os.pipe()[0], None)
+print(child.pid, flush=True)
+signal.pause()
+"""
+SERVICE = """
+import signal, sys
+from elastic import lifeline
+lifeline.watch(int(sys.argv[sys.argv.index("--parent-pipe") + 1]))
+print("watches", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_service_outlives_a_launcher_that_is_killed(
+    tmp_path: Path, environment: dict[str, str], stopped: bool
+) -> None:
+    """Also a stopped one ends, which cannot watch the launcher's pipe."""
+    (tmp_path / "service.py").write_text(SERVICE)
+    path = f"{environment.get('PYTHONPATH', '')}:{tmp_path}"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER],
+        env=environment | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    lines = sorted(launcher.stdout.readline().strip() for _ in range(2))
+    pid, said = int(lines[0]), lines[1]
+    assert said == "watches"
+    if stopped:
+        send(pid, signal.SIGSTOP)
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    assert wait_until(lambda: gone(pid))
