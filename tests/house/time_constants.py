@@ -27,6 +27,9 @@ KINDS = {
 CONSTANTS = {
     "agent/absence.py FIRST_S": "person",
     "agent/absence.py LONGEST_PAUSE_S": "person",
+    "agent/health/devices.py HUNG_S": "program",
+    "agent/health/devices.py MAX_GAP_S": "evidence",
+    "agent/health/devices.py READ_S": "interval",
     "agent/health/disks.py READ_S": "interval",
     "agent/health/monitor.py SAMPLE_S": "interval",
     "agent/health/monitor.py WINDOW_S": "interval",

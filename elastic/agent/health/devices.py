@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from elastic.core.protocol.health_report import MAX_ENTRIES, MAX_TEXT_LENGTH, DeviceHealth
 
 log = logging.getLogger(__name__)
+READ_S = 0.5
+"""A reading that takes longer is not waited for."""
+HUNG_S = 60.0
+"""A driver that does not answer for this long is faulty. It may need 20 s to start."""
+MAX_GAP_S = 2.0
+"""If two looks are further apart, the agent itself did not run, and the time beyond this does not
+count against the driver."""
 DEVICE_XIDS = frozenset({48, 62, 64, 74, 79, 92, 94, 95, 119, 120, 140})
 """XID errors that mean a faulty device, from NVIDIA's list. Errors of the program (XID 13, 31, 43,
 45) do not count."""
@@ -34,6 +44,8 @@ class Devices:
         self._initial_errors: dict[int, int] = {}
         self._faults: dict[int, str] = {}
         self._events: Any = None
+        self.reading = -1
+        """Index of the device that is being read; -1: none is."""
         if self._nvml is not None:
             self._open((os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES"))
 
@@ -43,7 +55,12 @@ class Devices:
     def read(self) -> tuple[DeviceHealth, ...]:
         """Return the current readings of the first MAX_ENTRIES devices."""
         self._read_events()
-        return tuple(self._read(index, handle) for index, handle in self._handles[:MAX_ENTRIES])
+        found = []
+        for index, handle in self._handles[:MAX_ENTRIES]:
+            self.reading = index
+            found.append(self._read(index, handle))
+        self.reading = -1
+        return tuple(found)
 
     def _open(self, visible: str | None) -> None:
         try:
@@ -108,6 +125,70 @@ class Devices:
             return int(getattr(self._nvml, function)(*args))
         except self._nvml.NVMLError:
             return None
+
+
+class DeviceReader:
+    """Reads the devices on a thread of its own, so that a driver that hangs delays nobody for long.
+    One thread uses it."""
+
+    def __init__(
+        self,
+        open_devices: Callable[[], Devices] = Devices,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._open, self._clock = open_devices, clock
+        self._devices: Devices | None = None
+        """None: not opened yet."""
+        self._known: tuple[DeviceHealth, ...] = ()
+        self._reader: threading.Thread | None = None
+        self._looked_at, self._waited_s = 0.0, 0.0
+        """Time of the last look, and time for which the present reading has been awaited."""
+
+    @property
+    def hung(self) -> bool:
+        """Whether the driver has not answered for HUNG_S."""
+        return self._waited_s >= HUNG_S
+
+    def read(self) -> tuple[DeviceHealth, ...]:
+        """Return the newest known readings. If the driver hangs, the device that it was asked for
+        has a fault; all have one if it was asked for none."""
+        if self._devices is not None and len(self._devices) == 0:
+            return ()
+        if self._reader is None or not self._reader.is_alive():
+            self._looked_at, self._waited_s = self._clock(), 0.0
+            self._reader = threading.Thread(target=self._read, name="devices", daemon=True)
+            self._reader.start()
+        self._reader.join(READ_S)
+        now = self._clock()
+        if self._reader.is_alive():
+            self._waited_s += min(now - self._looked_at, MAX_GAP_S)
+        else:
+            self._waited_s = 0.0
+        self._looked_at = now
+        return self._with_fault() if self.hung else self._known
+
+    def read_patiently(self) -> tuple[DeviceHealth, ...]:
+        """Return new readings; wait for them until the driver counts as hung."""
+        found = self.read()
+        while self._waited_s > 0 and not self.hung:
+            found = self.read()
+        return found
+
+    def _with_fault(self) -> tuple[DeviceHealth, ...]:
+        asked = self._devices.reading if self._devices is not None else -1
+        known = {one.index: one for one in self._known}
+        fault = f"the driver has not answered for {HUNG_S:g} s"
+        for index in (asked,) if asked >= 0 else tuple(known) or (0,):
+            known[index] = replace(known.get(index, DeviceHealth(index, "")), fault=fault)
+        return tuple(known.values())
+
+    def _read(self) -> None:
+        try:
+            if self._devices is None:
+                self._devices = self._open()
+            self._known = self._devices.read()
+        except Exception as error:  # noqa: BLE001 - the next reading may succeed
+            log.warning("the devices cannot be read: %r", error)
 
 
 def _import_pynvml() -> Any:

@@ -1,8 +1,8 @@
 """Samples a node's disks, memory, load, devices and links, and makes health reports.
 
-The monitor samples on a thread of its own, because reading devices and disks can take long. It
-passes a `HealthReport` to the agent when something important changed, and at long intervals
-otherwise. The coordinator decides what the figures mean.
+The monitor samples on a thread of its own. Devices and disks are read on further threads, which may
+hang. The monitor passes a `HealthReport` to the agent when something important changed, and at long
+intervals otherwise. The coordinator decides what the figures mean.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic.agent.health.devices import Devices
+from elastic.agent.health.devices import DeviceReader
 from elastic.agent.health.disks import Disks
 from elastic.core.protocol.health_report import (
     MAX_ENTRIES,
@@ -95,7 +95,7 @@ class Monitor:
         node: str,
         directories: Sequence[tuple[str, Path]],
         emit: Callable[[HealthReport], object],
-        devices: Devices | None = None,
+        devices: DeviceReader | None = None,
         clock: Callable[[], float] = time.monotonic,
         certificates: Callable[[], tuple[CertificateEnd, ...]] = lambda: (),
     ) -> None:
@@ -104,7 +104,7 @@ class Monitor:
         self._certificates = certificates
         self._node, self._directories, self._emit = node, directories, emit
         self._disks = Disks(directories)
-        self._devices, self._clock = devices if devices is not None else Devices(), clock
+        self._devices, self._clock = devices if devices is not None else DeviceReader(), clock
         self._lock, self._ended, self._woken = threading.Lock(), False, threading.Event()
         self._windows: dict[str, _Window] = {}
         self._failures: tuple[FailedOperation, ...] = ()

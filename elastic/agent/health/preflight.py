@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from elastic.agent.health.devices import Devices
+from elastic.agent.health.devices import DeviceReader
 from elastic.agent.health.disks import disk_of, nearest_parent
 from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, PreflightCheck
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, Timeouts
@@ -51,7 +51,7 @@ TRIAL_MODULE = "elastic.worker.transport.device_check"
 def local_checks(
     directories: Sequence[tuple[str, Path]],
     memory_bytes: int = 0,
-    devices: Devices | None = None,
+    devices: DeviceReader | None = None,
     *,
     trial: bool = False,
     limits: Timeouts = DEFAULT_TIMEOUTS,
@@ -64,9 +64,10 @@ def local_checks(
     """
     checks = [compute(), memory(memory_bytes), *(disk(role, path) for role, path in directories)]
     score = checks[0].value if checks[0].ok else 0.0
-    devices = devices if devices is not None else Devices()
-    checks += device_checks(devices)
-    if trial and len(devices):
+    devices = devices if devices is not None else DeviceReader()
+    found = device_checks(devices)
+    checks += found
+    if trial and found and not devices.hung:
         checks.append(device_trial(limits=limits))
         score = checks[-1].value if checks[-1].ok else 0.0
     return checks, score
@@ -119,10 +120,10 @@ def disk(role: str, path: Path) -> PreflightCheck:
     return _check(f"disk:{role}", free, "bytes", problem, fatal=role != "checkpoints")
 
 
-def device_checks(devices: Devices) -> list[PreflightCheck]:
+def device_checks(devices: DeviceReader) -> list[PreflightCheck]:
     """Return one check per device, from the driver's readings."""
     checks = []
-    for seen in devices.read():
+    for seen in devices.read_patiently():
         problem = ""
         if seen.fault:
             problem = f"device {seen.index}: {seen.fault}: replace or reset it"

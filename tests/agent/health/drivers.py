@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+from elastic.agent.health.devices import DeviceReader, Devices
+from tests.patience import LONG_S
+
 
 class Driver:
     """`count` devices. Tests change `heat`, `mask`, `ecc` and `gone`, and add (device, XID) to
-    `messages`."""
+    `messages`. Calls for devices in `stuck`, and with -1 the first call, wait for `go`."""
 
     class NVMLError(Exception):
         pass
@@ -24,9 +28,12 @@ class Driver:
     def __init__(self, count: int) -> None:
         self.heat, self.mask, self.ecc = [40] * count, [0] * count, [5] * count
         self.gone: set[int] = set()
+        self.stuck: set[int] = set()
+        self.go = threading.Event()
         self.messages: deque[tuple[int, int]] = deque()
 
     def nvmlInit(self) -> None:
+        self._answer(-1)
         if not self.heat:
             raise self.NVMLError("Driver Not Loaded")
 
@@ -49,7 +56,11 @@ class Driver:
         device, xid = self.messages.popleft()
         return SimpleNamespace(device=device, eventData=xid)
 
+    def _answer(self, handle: int) -> None:
+        assert handle not in self.stuck or self.go.wait(LONG_S)
+
     def nvmlDeviceGetName(self, handle: int) -> str:
+        self._answer(handle)
         if handle in self.gone:
             raise self.NVMLError("GPU is lost")
         return "NVIDIA Toy"
@@ -62,3 +73,8 @@ class Driver:
 
     def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
         return self.ecc[handle]
+
+
+def reader(driver: Driver) -> DeviceReader:
+    """Return a reader of the driver's devices."""
+    return DeviceReader(lambda: Devices(driver))

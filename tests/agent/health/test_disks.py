@@ -9,11 +9,10 @@ import psutil
 import pytest
 
 from elastic.agent.health import disks
-from elastic.agent.health.devices import Devices
 from elastic.agent.health.disks import Disks, disk_of
 from elastic.agent.health.monitor import Monitor
 from elastic.core.protocol.health_report import DiskSpace, HealthReport, UnreachablePeer
-from tests.agent.health.drivers import Driver
+from tests.agent.health.drivers import Driver, reader
 from tests.patience import LONG_S
 
 
@@ -63,7 +62,7 @@ def test_a_hung_disk_does_not_keep_the_reports_back(some: SomeDisks) -> None:
         if report.unreachable:
             came.set()
 
-    made = Monitor("node1", DIRECTORIES, emit, Devices(Driver(0))).start()
+    made = Monitor("node1", DIRECTORIES, emit, reader(Driver(0))).start()
     made.enter("a", 1)
     made.unreachable((UnreachablePeer("node2", "h:1", 5.0, "no answer"),))
     assert came.wait(LONG_S), "no report while a disk hangs"

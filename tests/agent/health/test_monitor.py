@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from elastic.agent.health import monitor as health
-from elastic.agent.health.devices import Devices
 from elastic.agent.health.monitor import MAX_SILENT_SAMPLES, MIN_BYTES, Monitor
 from elastic.core.protocol.health_report import MAX_ENTRIES, MAX_TEXT_LENGTH, HealthReport
 from elastic.domain import codec
-from tests.agent.health.drivers import Driver
+from tests.agent.health.drivers import Driver, reader
 
 MIB = 1 << 20
 
@@ -24,7 +23,7 @@ class Clock:
 
 def monitor(folder: Path, driver: Driver | None = None) -> tuple[Monitor, Clock]:
     clock = Clock()
-    devices = Devices(driver) if driver else Devices(Driver(0))
+    devices = reader(driver if driver else Driver(0))
     made = Monitor("node1", (("checkpoints", folder),), lambda report: None, devices, clock)
     made.enter("a", 3)
     return made, clock

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from elastic.agent.health import preflight
-from elastic.agent.health.devices import Devices
 from elastic.agent.health.preflight import (
     TrialWatch,
     local_checks,
@@ -28,10 +27,10 @@ from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.health_report import Preflight, PreflightCheck
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, budget
 from elastic.domain.errors import UsageError
-from tests.agent.health.drivers import Driver
+from tests.agent.health.drivers import Driver, reader
 from tests.patience import LONG_S
 
-NONE = Devices(Driver(0))
+NONE = reader(Driver(0))
 
 
 def test_a_sound_machine_passes_in_no_time(tmp_path: Path) -> None:
@@ -83,7 +82,7 @@ def test_wrong_results_are_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_broken_device_is_fatal_and_a_hot_one_a_warning() -> None:
     driver = Driver(2)
-    devices = Devices(driver)
+    devices = reader(driver)
     driver.messages.append((0, 79))
     driver.mask[1] = 64
     broken, hot = preflight.device_checks(devices)
