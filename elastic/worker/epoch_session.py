@@ -335,8 +335,9 @@ class EpochSession:
         self._steps.verify(spec.n_steps)
         sha = ""
         if self._rank == 0:
-            vaults = dict(self._assignment.vaults)
-            sha = job_sha256(self._plan, spec, vaults, context.settings.node, self._abandon)
+            vaults, node = dict(self._assignment.vaults), context.settings.node
+            advance = context.agent.position.advance
+            sha = job_sha256(self._plan, spec, vaults, node, self._abandon, advance)
         self._send(m.Finished(spec.n_steps, sha))
 
     # ---- leaving ----

@@ -259,7 +259,8 @@ class MiniWorker:
         exchange.answer(exchange.ask("finish", everybody, None))
         sha = ""
         if rank == 0:
-            sha = job_sha256(plan, self._spec, dict(assignment.vaults), self._node, abandon)
+            vaults = dict(assignment.vaults)
+            sha = job_sha256(plan, self._spec, vaults, self._node, abandon, lambda: None)
         self._pipe.send(("finished", plan.epoch, sha))
 
     def _install(self, assignment: Assignment, rank: int) -> None:

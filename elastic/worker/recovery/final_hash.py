@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from elastic.domain.errors import VaultError
 from elastic.domain.types import STATE, Copy, JobSpec, Plan, Slot, slot_of
@@ -15,10 +15,16 @@ from elastic.worker.transport.cancellation import AbandonSignal
 
 
 def job_sha256(
-    plan: Plan, spec: JobSpec, vaults: Mapping[str, str], node: str, abandon: AbandonSignal
+    plan: Plan,
+    spec: JobSpec,
+    vaults: Mapping[str, str],
+    node: str,
+    abandon: AbandonSignal,
+    on_progress: Callable[[], object],
 ) -> str:
     """Return the SHA-256 of all parameters after the last step (`elastic.worker.replica.export`).
 
+    `on_progress` is called for each chunk that was read, and for each layer that was hashed.
     Each holder's vault has its last state. Raises VaultError if a state is gone, and EpochAbandoned
     if the epoch is abandoned.
     """
@@ -46,7 +52,7 @@ def job_sha256(
             last = (copy.kind, copy.step, copy.owner) == (STATE, spec.n_steps, holder)
             if last and holders[copy.layer].get(holder) == copy.portion:
                 copies.setdefault(copy.slot, copy)
-    fetcher = Fetcher(node, vaults, abandon)
+    fetcher = Fetcher(node, vaults, abandon, on_progress=on_progress)
 
     def layers() -> Iterator[list[memoryview]]:
         for layer in range(plan.n_layers):
@@ -57,6 +63,7 @@ def job_sha256(
                 found = [fetcher.fetch(_require(copies, slot)).data for slot in slots]
                 runs.append(as_memory(join_portions(found)))
             yield runs
+            on_progress()
 
     try:
         return params_sha256(layers())
