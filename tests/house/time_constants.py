@@ -33,6 +33,7 @@ CONSTANTS = {
     "agent/health/disks.py READ_S": "interval",
     "agent/health/monitor.py SAMPLE_S": "interval",
     "agent/health/monitor.py WINDOW_S": "interval",
+    "agent/health/preflight.py KILL_S": "program",
     "agent/health/preflight.py MAX_CLOCK_OFFSET_S": "decision",
     "agent/health/preflight.py TRIAL_POLL_S": "interval",
     "agent/notices/aws.py HINT_S": "decision",

@@ -43,6 +43,8 @@ PROBE_BYTES, MAX_PEERS = 256 << 10, 3
 MAX_CLOCK_OFFSET_S = 60.0
 TRIAL_POLL_S = 0.1
 """Interval between looks at the CPU time of the trial of the devices."""
+KILL_S = 10.0
+"""Longest wait for the end of a killed trial. It cannot end while it waits for a device."""
 SCORE_STEP = 1.25
 """Ratio between the scores of neighbouring score classes."""
 TRIAL_MODULE = "elastic.worker.transport.device_check"
@@ -154,20 +156,30 @@ def device_trial(
 
 def _output_of(command: Sequence[str], limits: Timeouts) -> bytes:
     """Return the output of a process. Raises TimeoutError, and kills it, if it hangs."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        watch = TrialWatch(limits, time.monotonic())
-        try:
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return process.communicate(timeout=TRIAL_POLL_S)[0]
-                with contextlib.suppress(psutil.Error):  # it has just ended
-                    child = psutil.Process(process.pid)
-                    times, ready = child.cpu_times(), child.status() == psutil.STATUS_RUNNING
-                    problem = watch.look(times.user + times.system, ready, time.monotonic())
-                    if problem:
-                        raise TimeoutError(problem)
-        finally:
-            process.kill()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    watch, problem = TrialWatch(limits, time.monotonic()), ""
+    try:
+        while not problem:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.communicate(timeout=TRIAL_POLL_S)[0]
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                child = psutil.Process(process.pid)
+                times, ready = child.cpu_times(), child.status() == psutil.STATUS_RUNNING
+                problem = watch.look(times.user + times.system, ready, time.monotonic())
+    finally:
+        ended = _kill(process)
+    raise TimeoutError(problem if ended else f"{problem}, and it does not end after SIGKILL")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> bool:
+    """Kill a process and wait at most KILL_S for it; return whether it has ended."""
+    process.kill()
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_S)
+    return process.returncode is not None
 
 
 class TrialWatch:

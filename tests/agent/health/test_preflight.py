@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -113,6 +115,29 @@ def test_a_trial_that_does_nothing_is_hung() -> None:
     limits = replace(DEFAULT_TIMEOUTS, stuck_s=0.3)
     check = preflight.device_trial((sys.executable, "-c", program), limits=limits)
     assert not check.ok and check.fatal and "used no CPU time for 0.3 s" in check.remedy
+
+
+def test_a_trial_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel does not end a process while a thread of it waits for a device."""
+    started: list[Any] = []
+
+    class Unkillable(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            started.append(self)
+            super().__init__(*args, **options)
+
+        def kill(self) -> None:
+            pass
+
+    monkeypatch.setattr(subprocess, "Popen", Unkillable)
+    monkeypatch.setattr(preflight, "KILL_S", 0.1)
+    limits = replace(DEFAULT_TIMEOUTS, stuck_s=0.3)
+    program = (sys.executable, "-c", "import signal; signal.pause()")
+    check = preflight.device_trial(program, limits=limits)
+    started[0].send_signal(signal.SIGKILL)
+    started[0].wait(LONG_S)
+    assert not check.ok and check.fatal and "used no CPU time for 0.3 s" in check.remedy
+    assert "it does not end after SIGKILL" in check.remedy
 
 
 def test_a_slow_trial_on_a_busy_machine_is_not_hung() -> None:
