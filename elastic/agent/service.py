@@ -146,7 +146,9 @@ class NodeAgent:
         health = later(self._send_health)
         mine = tls.current().certificates
         ends = partial(certificate_ends, mine)
-        self._monitor = Monitor(self._node, config.directories, health, certificates=ends).start()
+        self._monitor = Monitor(
+            self._node, config.directories, health, certificates=ends if mine else None
+        ).start()
         self._paths = PathProber(self._node, config.timeouts, self._monitor.unreachable)
         self._notices = NoticeController(config, self._node, later, self._send, self._report)
         self._metrics = AgentMetrics(
@@ -266,9 +268,11 @@ class NodeAgent:
         """Tell the coordinator and the launcher why this agent ends, then end the workers."""
         text = describe(error)
         self._send(m.AgentFailed(self._node, self._state.info.incarnation, text))
-        write_last_words(self._config.run_dir, self._node, text)
         self._exit_code = EXIT_FAILURE
-        self._close()
+        try:
+            self._close()
+        finally:  # last, as the disk of the run directory may hang
+            write_last_words(self._config.run_dir, self._node, text)
 
     # ---- events in ----
 
@@ -308,8 +312,7 @@ class NodeAgent:
         log.error("%s", why)
         if not self._connected:
             print(f"elastic agent: {why}", file=sys.stderr)
-            write_last_words(self._config.run_dir, self._node, why)
-            self._exit_code = EXIT_INCOMPATIBLE
+            self._last_words, self._exit_code = why, EXIT_INCOMPATIBLE
 
     def _handle_connected(self) -> None:
         self._connected = True

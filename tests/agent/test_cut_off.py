@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.agent import service
 from elastic.agent.absence import Absence
 from elastic.agent.service import NodeAgent
 from elastic.config import JobConfig, WorkerCommand
@@ -115,6 +116,17 @@ def test_an_agent_that_was_never_connected_waits(agent: NodeAgent, tmp_path: Pat
 def test_an_agent_that_was_never_connected_does_not_wait_for_ever(agent: NodeAgent) -> None:
     agent._absence.since -= agent._state.limits.orphan_s
     assert run(agent) == 1
+
+
+def test_an_agent_that_fails_ends_its_node_before_it_writes_to_disk(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing can hang. Its workers must not live on meanwhile."""
+    left = list[bool]()
+    note = lambda *_: left.append(agent._directory.exists())  # noqa: E731
+    monkeypatch.setattr(service, "write_last_words", note)
+    agent.failed(RuntimeError("a bug"))
+    assert left == [False]
 
 
 def test_the_user_is_told_why_no_coordinator_answers_and_when_one_does(

@@ -1,8 +1,8 @@
 """Samples a node's disks, memory, load, devices and links, and makes health reports.
 
-The monitor samples on a thread of its own. Devices and disks are read on further threads, which may
-hang. The monitor passes a `HealthReport` to the agent when something important changed, and at long
-intervals otherwise. The coordinator decides what the figures mean.
+The monitor samples on a thread of its own. Devices, disks and certificates are read on further
+threads, which may hang. The monitor passes a `HealthReport` to the agent when something important
+changed, and at long intervals otherwise. The coordinator decides what the figures mean.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from elastic.agent.health.background import BackgroundReading
 from elastic.agent.health.devices import DeviceReader
 from elastic.agent.health.disks import Disks
 from elastic.core.protocol.health_report import (
@@ -97,11 +98,13 @@ class Monitor:
         emit: Callable[[HealthReport], object],
         devices: DeviceReader | None = None,
         clock: Callable[[], float] = time.monotonic,
-        certificates: Callable[[], tuple[CertificateEnd, ...]] = lambda: (),
+        certificates: Callable[[], tuple[CertificateEnd, ...]] | None = None,
     ) -> None:
         """`directories`: (role, path) of each directory that the node writes to. `certificates()`
-        returns the ends of the node's certificates."""
-        self._certificates = certificates
+        returns the ends of the node's certificates; None: it has none."""
+        self._certificates: BackgroundReading[tuple[CertificateEnd, ...]] | None = None
+        if certificates is not None:
+            self._certificates = BackgroundReading("certificates", certificates, ())
         self._node, self._directories, self._emit = node, directories, emit
         self._disks = Disks(directories)
         self._devices, self._clock = devices if devices is not None else DeviceReader(), clock
@@ -160,7 +163,7 @@ class Monitor:
         memory = psutil.virtual_memory()
         devices = self._devices.read()
         disks = self._disks.read()
-        certificates = self._certificates()
+        certificates = self._certificates.read() if self._certificates is not None else ()
         with self._lock:
             links = self._links(self._clock())
             failures, self._failures = self._failures, ()

@@ -18,6 +18,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ MIN_MEMORY_BYTES = 256 << 20
 MIN_DISK_BYTES = 16 << 20
 PROBE_BYTES, MAX_PEERS = 256 << 10, 3
 MAX_CLOCK_OFFSET_S = 60.0
+DISK_S = 60.0
+"""A disk that does not answer for this long is not usable."""
 TRIAL_POLL_S = 0.1
 """Interval between looks at the CPU time of the trial of the devices."""
 KILL_S = 10.0
@@ -102,8 +105,23 @@ def memory(wanted_bytes: int) -> PreflightCheck:
 
 
 def disk(role: str, path: Path) -> PreflightCheck:
-    """Check that a file can be written and that space is free. A failure is not fatal for
-    checkpoints: the job can go on without them."""
+    """Check that a file can be written and that space is free, on a thread that may hang. A failure
+    is not fatal for checkpoints: the job can go on without them."""
+    found = list[PreflightCheck]()
+
+    def check() -> None:
+        try:
+            found.append(_disk(role, path))
+        except OSError as error:
+            found.append(_disk_check(role, 0, f"{path} cannot be used: {error}"))
+
+    checker = threading.Thread(target=check, name=f"disk-{role}", daemon=True)
+    checker.start()
+    checker.join(DISK_S)
+    return next(iter(found), _disk_check(role, 0, f"{path} has not answered for {DISK_S:g} s"))
+
+
+def _disk(role: str, path: Path) -> PreflightCheck:
     free, problem = disk_of(role, path).free_bytes, ""
     probe = nearest_parent(path) / f".preflight-{uuid.uuid4().hex[:12]}"
     if free < MIN_DISK_BYTES:
@@ -119,6 +137,10 @@ def disk(role: str, path: Path) -> PreflightCheck:
         )
     finally:
         probe.unlink(missing_ok=True)
+    return _disk_check(role, free, problem)
+
+
+def _disk_check(role: str, free: int, problem: str) -> PreflightCheck:
     return _check(f"disk:{role}", free, "bytes", problem, fatal=role != "checkpoints")
 
 

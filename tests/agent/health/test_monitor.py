@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import pytest
+
+from elastic.agent.health import background
 from elastic.agent.health import monitor as health
 from elastic.agent.health.monitor import MAX_SILENT_SAMPLES, MIN_BYTES, Monitor
-from elastic.core.protocol.health_report import MAX_ENTRIES, MAX_TEXT_LENGTH, HealthReport
+from elastic.core.protocol.health_report import (
+    MAX_ENTRIES,
+    MAX_TEXT_LENGTH,
+    CertificateEnd,
+    HealthReport,
+)
 from elastic.domain import codec
 from tests.agent.health.drivers import Driver, reader
+from tests.launcher.helpers import wait_until
+from tests.patience import LONG_S
 
 MIB = 1 << 20
 
@@ -122,3 +133,23 @@ def test_a_report_is_small_whatever_happens(tmp_path: Path) -> None:
     (mishap,) = report.failed_operations
     assert len(mishap.path) == len(mishap.detail) == MAX_TEXT_LENGTH and mishap.count == 200
     assert len(codec.dumps(report)) < 16_000
+
+
+def test_certificates_on_a_disk_that_hangs_do_not_hold_back_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "READ_S", 0.05)
+    go, end = threading.Event(), CertificateEnd("tls.crt", "CN=a", 1.0, "then")
+
+    def ends() -> tuple[CertificateEnd, ...]:
+        assert go.wait(LONG_S)
+        return (end,)
+
+    sampled_by = threading.Thread(target=lambda: reports.append(made.sample()), daemon=True)
+    reports = list[HealthReport | None]()
+    made = Monitor("a", [("run", tmp_path)], print, reader(Driver(0)), certificates=ends)
+    sampled_by.start()
+    sampled_by.join(LONG_S / 2)
+    assert reports and reports[0] is not None and reports[0].certificates == ()
+    go.set()
+    assert wait_until(lambda: (report := made.sample()) and report.certificates == (end,))

@@ -52,6 +52,20 @@ def test_a_disk_that_cannot_be_written_is_fatal_but_for_checkpoints(tmp_path: Pa
         assert not check.ok and check.fatal is fatal and "cannot be written" in check.remedy
 
 
+def test_a_disk_that_hangs_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    go = threading.Event()
+
+    def hung(role: str, path: Path) -> None:
+        assert go.wait(LONG_S)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(preflight, "disk_of", hung)
+    monkeypatch.setattr(preflight, "DISK_S", 0.1)
+    check = preflight.disk("checkpoints", tmp_path)
+    go.set()
+    assert not check.ok and not check.fatal and "has not answered for 0.1 s" in check.remedy
+
+
 def test_less_memory_than_the_plan_may_use_is_a_warning() -> None:
     check = preflight.memory(1 << 60)
     assert not check.ok and not check.fatal and "--node-memory" in check.remedy

@@ -1,0 +1,36 @@
+"""Calls a function that may hang on a thread of its own, and keeps its newest result."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+READ_S = 0.5
+"""A call that takes longer is not waited for."""
+
+
+class BackgroundReading(Generic[T]):
+    """The newest result of `function()`. One thread uses it."""
+
+    def __init__(self, name: str, function: Callable[[], T], first: T) -> None:
+        """`name`: name of the thread. `first`: result until the first call has ended."""
+        self._name, self._function, self._newest = name, function, first
+        self._reader: threading.Thread | None = None
+
+    def read(self) -> T:
+        """Call the function, unless a call is under way; return the newest result."""
+        if self._reader is None or not self._reader.is_alive():
+            self._reader = threading.Thread(target=self._read, name=self._name, daemon=True)
+            self._reader.start()
+        self._reader.join(READ_S)
+        return self._newest
+
+    def _read(self) -> None:
+        try:
+            self._newest = self._function()
+        except Exception as error:  # noqa: BLE001 - the next call may succeed
+            log.warning("the %s cannot be read: %r", self._name, error)
