@@ -23,7 +23,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -205,36 +205,38 @@ def commit(
     """
     directory = Path(directory)
     staging = staging_path(directory, step)
-    final, replaced = staging.with_suffix(""), staging.with_suffix(".replaced")
-    with _locked(directory):
-        if not staging.is_dir():
-            if (final / MANIFEST).is_file():
-                return final
-            text = "its files must be written before the commit"
-            raise FieldError("checkpoint", str(staging), text)
-        try:
-            shape = (spec.n_layers, spec.tp) if spec is not None else None
-            manifest = _collect(staging, step, shape, counts)
-        except FieldError:
-            if not _is_checkpoint_of(final, spec):
-                raise
-            shutil.rmtree(staging, ignore_errors=True)
-            return final
-        if spec is not None:
-            manifest = replace(manifest, contents=spec.contents, optimizer=spec.optimizer)
-        try:
-            _remove_others(staging, manifest)
-            _write_json(staging / MANIFEST, codec.dumps(manifest))
-            _sync(staging)
-            if final.exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-                os.rename(final, replaced)
-            os.rename(staging, final)
-            _sync(directory)
-        except OSError as error:
-            raise FieldError("checkpoint", str(final), f"cannot be committed: {error}") from error
-        shutil.rmtree(replaced, ignore_errors=True)
+    final = staging.with_suffix("")
+    try:
+        with _locked(directory):
+            try:
+                manifest = _collect(staging, step, spec, counts)
+            except FieldError:
+                if not _is_checkpoint_of(final, spec):
+                    raise
+                shutil.rmtree(staging, ignore_errors=True)
+            else:
+                _complete(staging, final, manifest)
+            _sync(directory)  # also if the commit before failed to do so
+            shutil.rmtree(_replaced(final), ignore_errors=True)
+    except OSError as error:
+        raise FieldError("checkpoint", str(final), f"cannot be committed: {error}") from error
     return final
+
+
+def _complete(staging: Path, final: Path, manifest: Manifest) -> None:
+    """Turn the staging directory into the checkpoint. The caller syncs the directory above."""
+    _remove_others(staging, manifest)
+    _write_json(staging / MANIFEST, codec.dumps(manifest))
+    _sync(staging)
+    if final.exists():
+        shutil.rmtree(_replaced(final), ignore_errors=True)
+        os.rename(final, _replaced(final))
+    os.rename(staging, final)
+
+
+def _replaced(final: Path) -> Path:
+    """Return the path of a checkpoint while another one takes its place."""
+    return final.with_suffix(".replaced")
 
 
 def _is_checkpoint_of(path: Path, spec: JobSpec | None) -> bool:
@@ -479,9 +481,15 @@ def _metadata(header: StateHeader) -> dict[str, str]:
 def _collect(
     staging: Path,
     step: int,
-    shape: tuple[int, int] | None,
+    spec: JobSpec | None,
     counts: Callable[[int], bool] = lambda epoch: True,
 ) -> Manifest:
+    """Return the manifest of the files that belong together. Raises FieldError if some are
+    missing."""
+    if not staging.is_dir():
+        text = "its files must be written before the commit"
+        raise FieldError("checkpoint", str(staging), text)
+    shape = (spec.n_layers, spec.tp) if spec is not None else None
     parts = [_record_in(file) for file in sorted(staging.glob("layer-*.json"))]
     parts = [part for part in parts if shape in (None, (part.n_layers, part.tp))]
     parts = [part for part in parts if counts(part.epoch)]
@@ -493,7 +501,8 @@ def _collect(
     chosen = _one_division(parts)
     if problem := _incomplete(chosen, n_layers, tp):
         raise FieldError("checkpoint", str(staging), problem)
-    return Manifest(FORMAT, step, n_layers, tp, chosen)
+    contents, optimizer = (spec.contents, spec.optimizer) if spec is not None else ((), "")
+    return Manifest(FORMAT, step, n_layers, tp, chosen, contents, optimizer)
 
 
 def _one_division(parts: Sequence[CheckpointFile]) -> tuple[CheckpointFile, ...]:

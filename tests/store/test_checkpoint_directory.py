@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import multiprocessing
 import os
@@ -149,6 +150,28 @@ def test_a_commit_that_ends_between_its_renames_loses_nothing(tmp_path: Path) ->
         p.name for p in tmp_path.iterdir()
     ] == [path.name]
     checkpoint_directory.discard_incomplete(tmp_path / "absent")
+
+
+def test_a_failed_sync_of_the_directory_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The renamed directory outlives a power failure only after this sync."""
+    sync, synced, failures = checkpoint_directory._sync, list[Path](), [1]
+
+    def failing(directory: Path) -> None:
+        if directory == tmp_path and failures:
+            failures.pop()
+            raise OSError(errno.EIO, "Input/output error")
+        sync(directory)
+        synced.append(directory)
+
+    monkeypatch.setattr(checkpoint_directory, "_sync", failing)
+    write_all(tmp_path, 5)
+    path = checkpoint_directory.retry(
+        lambda: checkpoint_directory.commit(tmp_path, 5), lambda pause_s: None
+    )
+    assert not failures and synced[-1] == tmp_path
+    verified(path)
 
 
 def test_several_nodes_commit_at_once(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_checkpoint_of_the_next_version_is_read(tmp_path: Path) -> None:
     staging.mkdir()
     (staging / entry["name"]).write_bytes(b"abcd")
     (staging / "layer-0000-tp-0.json").write_text(json.dumps({**entry, **NEW}))
-    manifest = checkpoint_directory._collect(staging, 3, (1, 1))
+    manifest = checkpoint_directory._collect(staging, 3, None)
     assert manifest.parts == (codec.decode(CheckpointFile, entry),)
     text = json.dumps(with_new_fields(Manifest, codec.encode(manifest)))
     (staging / "manifest.json").write_text(text)
