@@ -371,7 +371,7 @@ class Coordinator:
                 limits = self._state.limits
                 self._commits.begin(step, self._state.spec, limits.disk_s, starts)
             case job.DropCheckpoint(step, before):
-                self._commits.drop(step, before)
+                self._commits.drop(step, before, self._state.limits.disk_s)
             case job.JobFinished():
                 self._finish(action)
             case job.YieldLead():

@@ -21,6 +21,7 @@ import math
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,10 @@ RETRY_S = (0.1, 0.3, 0.9)
 """Pauses in seconds before a failed write of a checkpoint is tried again."""
 PATIENT_RETRY_S = 1.0
 """Pause in seconds between later tries of a write that is worth a longer wait."""
+LOCK_S = 1.0
+"""Wait in seconds for a process that holds the lock of the directory; `retry` waits longer."""
+LOCK_POLL_S = 0.02
+"""Interval in seconds between two tries to take the lock."""
 
 
 def retry(
@@ -380,13 +385,16 @@ def _read_file(
 
 def discard_step(directory: Path | str, step: int, before: int = 0) -> None:
     """Remove the files of `step` if it was not committed. `before`: remove only those of epochs
-    below it, also if the step was committed; its other files must be committed again."""
+    below it, also if the step was committed; its other files must be committed again. Raises
+    OSError or FieldError if the disk fails then."""
     staging = staging_path(Path(directory), step)
     if not before:
         shutil.rmtree(staging, ignore_errors=True)
         return
     final = staging.with_suffix("")
-    with contextlib.suppress(OSError, FieldError), _locked(Path(directory)):
+    if not Path(directory).is_dir():
+        return
+    with _locked(Path(directory)):
         _remove_before(staging, before)
         if _remove_before(final, before):
             staging.mkdir(exist_ok=True)
@@ -418,7 +426,9 @@ def committed_steps(directory: Path | str) -> tuple[int, ...]:
 
 
 def discard_incomplete(directory: Path | str) -> None:
-    """Remove the files of checkpoints that were not committed. Call this before any node writes."""
+    """Remove the files of checkpoints that were not committed. Call this before any node writes.
+
+    Raises OSError or FieldError if the disk fails."""
     directory = Path(directory)
     if not directory.is_dir():
         return
@@ -435,17 +445,38 @@ def discard_incomplete(directory: Path | str) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of the directory: one commit at a time over all processes."""
+    """Hold the lock of the directory: one commit at a time over all processes.
+
+    Raises FieldError, caused by an OSError, if another process holds the lock for longer than
+    LOCK_S: a coordinator that was stopped inside a commit may hold it for ever.
+    """
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError as error:
         text = f"cannot be opened: {error}"
         raise FieldError("checkpoint directory", str(directory), text) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            _lock(descriptor, directory)
+        except OSError as error:
+            text = f"cannot be locked: {error}"
+            raise FieldError("checkpoint directory", str(directory), text) from error
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, directory: Path) -> None:
+    until = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= until:
+                text = "another process holds the lock of this directory"
+                raise OSError(error.errno, text, str(directory)) from error
+        time.sleep(LOCK_POLL_S)
 
 
 def _tensors(header: StateHeader, run: memoryview) -> list[RawTensor]:

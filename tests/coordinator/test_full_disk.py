@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -12,17 +13,20 @@ from typing import Any
 
 import pytest
 
+from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator.records import run_records as records
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits
-from elastic.coordinator.records.run_directory import announce, read_json, write_pid
+from elastic.coordinator.records.run_directory import announce, initial_state, read_json, write_pid
 from elastic.coordinator.records.run_records import RetryingEventLog, RunRecords
 from elastic.core.job.state import (
     CheckpointCommitted,
     CheckpointFailed,
+    JobPhase,
     JobState,
     LogEntry,
     Policy,
 )
+from elastic.domain.errors import FieldError
 from elastic.store import checkpoint_directory
 from elastic.telemetry import read_events
 from tests.disks import fill, small_disk
@@ -150,6 +154,53 @@ def test_a_commit_fails_if_the_disk_fails(
 
 def no_locks(descriptor: int, how: int) -> None:
     raise OSError(37, "No locks available")
+
+
+def test_a_stopped_coordinator_does_not_block_the_commits_of_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped inside a commit. The next one says that it waits, and why it gives up."""
+    monkeypatch.setattr(checkpoint_directory, "RETRY_S", (0.001,))
+    monkeypatch.setattr(checkpoint_directory, "PATIENT_RETRY_S", 0.001)
+    monkeypatch.setattr(checkpoint_directory, "LOCK_S", 0.001)
+    done, late = threading.Event(), list[LogEntry]()
+    stopped = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(stopped, fcntl.LOCK_EX)
+    commits = CheckpointCommits(tmp_path, lambda future: done.set(), late.append)
+    with caplog.at_level(logging.ERROR):
+        commits.drop(4, before=2)
+        commits.begin(4, None, patience_s=0.005)
+        assert done.wait(LONG_S)
+    os.close(stopped)
+    (future,) = commits.pending()
+    failed = commits.take(future)
+    assert isinstance(failed, CheckpointFailed) and "holds the lock" in failed.error
+    (entry,) = late
+    assert "holds the lock" in entry.data["why"]
+    assert "files of step 4 cannot be removed" in caplog.text
+    commits.close()
+
+
+def test_a_run_does_not_begin_while_another_process_holds_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_directory, "RETRY_S", (0.001,))
+    monkeypatch.setattr(checkpoint_directory, "PATIENT_RETRY_S", 10.0)
+    monkeypatch.setattr(checkpoint_directory, "LOCK_S", 0.001)
+    config = JobConfig(
+        job_id="j",
+        run_dir=str(tmp_path / "run"),
+        memory_dir=str(tmp_path / "memory"),
+        checkpoint_dir=str(tmp_path),
+        command=WorkerCommand(script="x"),
+    )
+    stopped, pauses = os.open(tmp_path, os.O_RDONLY), list[float]()
+    fcntl.flock(stopped, fcntl.LOCK_EX)
+    with pytest.raises(FieldError, match="holds the lock"):
+        initial_state(config, wait=pauses.append)
+    assert len(pauses) > 1, "it tries several times"
+    os.close(stopped)
+    assert initial_state(config, wait=pauses.append)[0].phase is JobPhase.WAITING
 
 
 def test_a_commit_is_repeated_while_the_disk_is_full(

@@ -151,6 +151,8 @@ CONSTANTS = {
     "rpc/control/round_trips.py PING_S": "interval",
     "rpc/security/rejections.py EVERY_S": "interval",
     "rpc/security/token_proof.py GOOD_S": "lock",
+    "store/checkpoint_directory.py LOCK_POLL_S": "interval",
+    "store/checkpoint_directory.py LOCK_S": "interval",
     "store/checkpoint_directory.py PATIENT_RETRY_S": "interval",
     "store/checkpoint_directory.py RETRY_S": "interval",
     "store/etcd/connection.py CALL_S": "lock",

@@ -123,6 +123,7 @@ class Locks:
     the length of the send queue of a socket."""
 
     LOCK_EX, LOCK_UN, LOCK_SH = fcntl.LOCK_EX, fcntl.LOCK_UN, fcntl.LOCK_SH
+    LOCK_NB = fcntl.LOCK_NB
 
     def __init__(self, scheduler: Scheduler, sockets: Sockets) -> None:
         self._scheduler, self._sockets = scheduler, sockets
@@ -137,7 +138,7 @@ class Locks:
                 fcntl.flock(descriptor, how | fcntl.LOCK_NB)
                 break
             except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                if how & fcntl.LOCK_NB or error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
             self._scheduler.sleep(0.001)
         process = process_of(self._scheduler)

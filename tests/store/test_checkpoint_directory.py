@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -171,6 +172,33 @@ def test_a_failed_sync_of_the_directory_is_repeated(
         lambda: checkpoint_directory.commit(tmp_path, 5), lambda pause_s: None
     )
     assert not failures and synced[-1] == tmp_path
+    verified(path)
+
+
+def test_a_lock_that_stays_held_is_an_error_that_may_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator was stopped inside a commit, and holds the lock until it goes on or ends."""
+    monkeypatch.setattr(checkpoint_directory, "LOCK_S", 0.02)
+    write_all(tmp_path, 5)
+    stopped, waits = os.open(tmp_path, os.O_RDONLY), list[float]()
+    fcntl.flock(stopped, fcntl.LOCK_EX)
+    for blocked in (
+        lambda: checkpoint_directory.commit(tmp_path, 5),
+        lambda: checkpoint_directory.discard_incomplete(tmp_path),
+        lambda: checkpoint_directory.discard_step(tmp_path, 5, before=2),
+    ):
+        with pytest.raises(FieldError, match="lock") as caught:
+            blocked()
+        assert isinstance(caught.value.__cause__, OSError)
+
+    def wait(pause_s: float) -> None:
+        waits.append(pause_s)
+        if len(waits) == 2:
+            os.close(stopped)
+
+    path = checkpoint_directory.retry(lambda: checkpoint_directory.commit(tmp_path, 5), wait)
+    assert len(waits) == 2
     verified(path)
 
 

@@ -86,12 +86,24 @@ class CheckpointCommits:
         future.add_done_callback(self._done)
         self._disk.post(work)
 
-    def drop(self, step: int, before: int = 0) -> None:
+    def drop(self, step: int, before: int = 0, patience_s: float = 0.0) -> None:
         """Remove the files of the incomplete checkpoint of `step`. `before`: only those of epochs
-        below it, also of a complete checkpoint; the result of a commit under way is ignored."""
+        below it, also of a complete checkpoint; the result of a commit under way is ignored. A
+        disk that fails is tried several times, for `patience_s` in all."""
         if before:
             self._pending = {commit: s for commit, s in self._pending.items() if s != step}
-        self._disk.post(partial(checkpoint_directory.discard_step, self._directory, step, before))
+
+        def work() -> None:
+            try:
+                checkpoint_directory.retry(
+                    partial(checkpoint_directory.discard_step, self._directory, step, before),
+                    self._closed.wait,
+                    patience_s=patience_s,
+                )
+            except (ElasticError, OSError) as error:
+                log.error("files of step %d cannot be removed: %s", step, error)
+
+        self._disk.post(work)
 
     def left_over(self, due: Iterable[int]) -> tuple[job.CheckpointFailed, ...]:
         """Return an event for each checkpoint that is `due`, or has files, but was not committed.

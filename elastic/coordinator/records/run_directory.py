@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,23 @@ from elastic.store import checkpoint_directory
 log = logging.getLogger("elastic.coordinator")
 
 
-def initial_state(config: JobConfig) -> tuple[job.JobState, tuple[dict[str, Any], ...]]:
+def initial_state(
+    config: JobConfig, wait: Callable[[float], object] = time.sleep
+) -> tuple[job.JobState, tuple[dict[str, Any], ...]]:
     """Return the state of a new run, with the checkpoints that it can resume, if any; and fields of
     `checkpoint-unusable` events about newer ones. Removes the files of unfinished checkpoints.
 
-    Raises CorruptCheckpoint if none of the checkpoints to resume is complete.
+    `wait(seconds)` makes a pause: a commit of the former run may hold the directory for a while.
+    Raises CorruptCheckpoint if none of the checkpoints to resume is complete, and FieldError if the
+    directory cannot be used.
     """
-    checkpoint_directory.discard_incomplete(Path(config.checkpoint_dir))
     state = job.JobState(policy=policy_of(config), protocol=PROTOCOL)
+    checkpoint_directory.retry(
+        partial(checkpoint_directory.discard_incomplete, Path(config.checkpoint_dir)),
+        wait,
+        patience_s=state.limits.disk_s,
+        held=lambda error: log.warning("the run cannot begin yet: %s", error),
+    )
     if not config.resume:
         return state, ()
     found, problems = checkpoint_directory.complete(config.resume)
