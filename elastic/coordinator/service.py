@@ -115,13 +115,13 @@ class Coordinator:
         self._sessions: dict[str, ClientSession] = {}
         self._unaware: set[str] = set()
         """Members that could not be told the end of the job; they may still reconnect."""
-        self._commits = CheckpointCommits(
-            Path(config.checkpoint_dir), self._events.put, self._events.put
-        )
         self._rules_due = self._to_save = self._adopted = self._yields = False
         self._passed_over: tuple[dict[str, Any], ...] = ()
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
         self._load()
+        self._commits = CheckpointCommits(
+            Path(config.checkpoint_dir), self._events.put, self._events.put, self._state.run
+        )
         self._records = RunRecords(self._run_dir)
         self._metrics = metrics
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
@@ -160,10 +160,11 @@ class Coordinator:
             self._state = read_state(entry.value)
             self._adopted = True
         else:
-            self._state, self._passed_over = run_directory.initial_state(self._config)
+            run = f"{self._config.job_id}.{self._lease.token}"
+            self._state, self._passed_over = run_directory.initial_state(self._config, run)
             value, before = codec.dumps(self._state).encode(), entry.revision if entry else None
             entry = self._store.put_if(STATE_KEY, value, before, self._lease.token)
-            self._run.begin(f"{self._config.job_id}.{self._lease.token}", self._lease.token)
+            self._run.begin(run, self._lease.token)
         self._saver = StateSaver(self._store, self._lease, STATE_KEY, entry)
 
     def run(self) -> int:
@@ -396,8 +397,10 @@ class Coordinator:
         for future in self._commits.pending():
             self._committed(future)
         due = () if action.code else checkpoints.due_steps(self._state)
+        # A job that resumed its last step has the checkpoint of another run.
+        known = (*self._state.lost_checkpoints, *checkpoints.durable_steps(self._state))
         for failed in self._commits.left_over(due):
-            if failed.step not in self._state.lost_checkpoints:
+            if failed.step not in known:
                 self._apply(failed)
         self._decide()
         self._code = action.code

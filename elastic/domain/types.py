@@ -416,6 +416,8 @@ class Assignment:
     starts: tuple[tuple[int, int], ...] = ()
     """(epoch, step) of this epoch and former ones: parts of checkpoints of later steps that earlier
     epochs wrote do not count (`elastic.core.recovery.lineage`). (): only this epoch is known."""
+    run: str = ""
+    """Name of the run, which marks the files of its checkpoints; "": unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,16 @@
 """Durable checkpoints: directories that are either complete or absent.
 
     DIR/step-00000012.tmp/          several nodes write their files here
-        layer-0003-tp-0.safetensors     state of one (layer, TP rank): `elastic.domain.state_layout`
-        layer-0003-tp-0.json            its size and checksum, written after it
-        layer-0003-tp-0-part-1-of-2..   one portion of a state that several holders share
-        ...-epoch-4.safetensors         of the epoch in which the state was published, if known
+        layer-0003-tp-0-HASH.safetensors    state of one (layer, TP rank): `domain.state_layout`
+        layer-0003-tp-0-HASH.json           its size and checksum, written after it
+        layer-0003-tp-0-part-1-of-2-..      one portion of a state that several holders share
+        ...-epoch-4-HASH.safetensors        of the epoch in which the state was published, if known
     DIR/step-00000012/              the same directory, renamed after the last file, with
         manifest.json                   size and checksum of every file
+
+HASH is of the content and of the run (one execution of a job). So a file never changes once it has
+a record: nodes that write different states of a layer, or belong to different runs, write different
+files. A run ignores the files of other runs, which may still be written after it has begun.
 
 All files are synced before the rename. So a directory without .tmp is complete, even if a machine
 stopped at any moment.
@@ -78,6 +82,8 @@ class CheckpointFile:
     portion: Portion = WHOLE
     epoch: int = 0
     """Epoch in which the state was published."""
+    run: str = ""
+    """Name of the run that wrote the file; "": unknown, as the former version wrote it."""
 
     @property
     def slot(self) -> Slot:
@@ -99,6 +105,8 @@ class Manifest:
     """As `JobSpec.contents`; (): unknown."""
     optimizer: str = ""
     """As `JobSpec.optimizer`; "": unknown."""
+    run: str = ""
+    """Name of the run that committed the checkpoint; "": unknown, as in `CheckpointFile`."""
 
     def of(self, layer: int, shard: int) -> list[CheckpointFile]:
         """Return the file of a (layer, TP rank), or the files of its portions.
@@ -160,30 +168,34 @@ def write_part(
     shard: int,
     n_layers: int,
     tp: int,
-    run: memoryview,
+    state: memoryview,
     epoch: int = 0,
+    run: str = "",
 ) -> CheckpointFile:
     """Write and sync the state of one layer, or a portion, into the staging directory of `step`.
 
-    `run` is the state as bytes (`elastic.domain.state_layout`), and `epoch` the epoch in which it
-    was published: nodes of two epochs never write the same file. Raises VaultError if `run` is not
-    a state, FieldError if its version is not `step` or the disk refuses.
+    `state` has the bytes of the state (`elastic.domain.state_layout`), `epoch` is the epoch in
+    which it was published, and `run` the name of the run. Raises VaultError if `state` is not a
+    state, FieldError if its version is not `step` or the disk refuses.
     """
-    header = read_header(run)
+    header = read_header(state)
     if header.version != step:
         raise FieldError("step", step, f"layer {layer} has version {header.version}")
     staging = staging_path(directory, step)
     index, number = header.portion
     portion = f"-part-{index}-of-{number}" if number > 1 else ""
     attempt = f"-epoch-{epoch}" if epoch else ""
-    name = f"layer-{layer:04d}-tp-{shard}{portion}{attempt}.safetensors"
-    fresh = staging / f"{name}.{uuid.uuid4().hex}"
+    fresh = staging / f"layer-{layer:04d}-tp-{shard}.{uuid.uuid4().hex}"
     try:
         staging.mkdir(parents=True, exist_ok=True)
-        nbytes, checksum = safetensors_stream.write(fresh, _tensors(header, run), _metadata(header))
+        nbytes, checksum = safetensors_stream.write(
+            fresh, _tensors(header, state), _metadata(header)
+        )
+        unique = xxhash.xxh3_64_hexdigest(f"{run} {checksum}".encode())
+        name = f"layer-{layer:04d}-tp-{shard}{portion}{attempt}-{unique}.safetensors"
         os.replace(fresh, staging / name)
         part = CheckpointFile(
-            name, layer, shard, nbytes, checksum, n_layers, tp, header.portion, epoch
+            name, layer, shard, nbytes, checksum, n_layers, tp, header.portion, epoch, run
         )
         _write_json(staging / _record_name(name), codec.dumps(part))
         _sync(staging)
@@ -200,13 +212,15 @@ def commit(
     step: int,
     spec: JobSpec | None = None,
     counts: Callable[[int], bool] = lambda epoch: True,
+    run: str = "",
 ) -> Path:
     """Turn the files of `step` into a checkpoint and return its path. Idempotent, also if a node
     has written a file once more since the first commit.
 
-    With `spec`, the function ignores files that a job of another shape left behind; `counts(epoch)`
-    tells whether files of that epoch belong to the history of training. Raises FieldError, which
-    names the missing files, if the checkpoint is not complete.
+    `run` is the name of the run: only its files count, and those of agents of the former version.
+    With `spec`, the function ignores files of another shape; `counts(epoch)` tells whether files of
+    that epoch belong to the history of training. Raises FieldError, which names the missing files,
+    if the checkpoint is not complete. A checkpoint of another run does not change this.
     """
     directory = Path(directory)
     staging = staging_path(directory, step)
@@ -214,9 +228,9 @@ def commit(
     try:
         with _locked(directory):
             try:
-                manifest = _collect(staging, step, spec, counts)
+                manifest = _collect(staging, step, spec, counts, run)
             except FieldError:
-                if not _is_checkpoint_of(final, spec):
+                if not _is_checkpoint_of(final, spec, counts, run):
                     raise
                 shutil.rmtree(staging, ignore_errors=True)
             else:
@@ -244,11 +258,15 @@ def _replaced(final: Path) -> Path:
     return final.with_suffix(".replaced")
 
 
-def _is_checkpoint_of(path: Path, spec: JobSpec | None) -> bool:
-    """Return whether `path` is a complete checkpoint, with `spec` also of this model."""
+def _is_checkpoint_of(
+    path: Path, spec: JobSpec | None, counts: Callable[[int], bool], run: str
+) -> bool:
+    """Return whether `path` is the complete checkpoint that a commit would make; see `commit`."""
     try:
         found = read_manifest(path)
-    except FieldError:
+    except (MissingCheckpoint, CorruptCheckpoint):
+        return False
+    if found.run != run or not all(counts(part.epoch) for part in found.parts):
         return False
     return spec is None or (found.n_layers, found.tp, found.contents, found.optimizer) == (
         spec.n_layers,
@@ -383,9 +401,9 @@ def _read_file(
     return run
 
 
-def discard_step(directory: Path | str, step: int, before: int = 0) -> None:
+def discard_step(directory: Path | str, step: int, before: int = 0, run: str = "") -> None:
     """Remove the files of `step` if it was not committed. `before`: remove only those of epochs
-    below it, also if the step was committed; its other files must be committed again. Raises
+    below it, also if `run` has committed the step; its other files must be committed again. Raises
     OSError or FieldError if the disk fails then."""
     staging = staging_path(Path(directory), step)
     if not before:
@@ -395,22 +413,30 @@ def discard_step(directory: Path | str, step: int, before: int = 0) -> None:
     if not Path(directory).is_dir():
         return
     with _locked(Path(directory)):
-        _remove_before(staging, before)
-        if _remove_before(final, before):
+        _remove_before(staging, before, run)
+        found = _index(final)
+        if found and found.run == run and any(part.epoch < before for part in found.parts):
             staging.mkdir(exist_ok=True)
+            _remove_before(final, before, run)
             for file in final.glob("layer-*"):
                 os.replace(file, staging / file.name)
             shutil.rmtree(final, ignore_errors=True)
 
 
-def _remove_before(path: Path, epoch: int) -> bool:
-    """Remove the files of epochs before `epoch`; return whether there were any."""
-    records = [_record_in(file) for file in path.glob("layer-*.json")]
-    old = [record for record in records if record.epoch < epoch]
-    for record in old:
-        (path / _record_name(record.name)).unlink(missing_ok=True)
-        (path / record.name).unlink(missing_ok=True)
-    return bool(old)
+def _remove_before(path: Path, epoch: int, run: str) -> None:
+    """Remove the files of epochs before `epoch`, except those of other runs."""
+    for record in [_record_in(file) for file in path.glob("layer-*.json")]:
+        if record.epoch < epoch and record.run in ("", run):
+            (path / _record_name(record.name)).unlink(missing_ok=True)
+            (path / record.name).unlink(missing_ok=True)
+
+
+def _index(path: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint without a look at its files; None: it has none."""
+    try:
+        return codec.loads(Manifest, (path / MANIFEST).read_bytes(), newer=True)
+    except (FileNotFoundError, NotADirectoryError, FieldError):
+        return None
 
 
 def staged_steps(directory: Path | str) -> tuple[int, ...]:
@@ -419,10 +445,14 @@ def staged_steps(directory: Path | str) -> tuple[int, ...]:
     return tuple(sorted(int(name[len("step-") :]) for name in names if _FINAL.match(name)))
 
 
-def committed_steps(directory: Path | str) -> tuple[int, ...]:
-    """Return the steps of the committed checkpoints, in order."""
-    names = (path.name for path in Path(directory).glob("step-*") if _FINAL.match(path.name))
-    return tuple(sorted(int(name[len("step-") :]) for name in names))
+def is_committed(directory: Path | str, step: int, run: str = "") -> bool:
+    """Return whether `run` has committed the checkpoint of `step`, as far as its manifest can be
+    read."""
+    try:
+        found = _index(staging_path(Path(directory), step).with_suffix(""))
+    except OSError:
+        return False
+    return found is not None and found.run == run
 
 
 def discard_incomplete(directory: Path | str) -> None:
@@ -514,6 +544,7 @@ def _collect(
     step: int,
     spec: JobSpec | None,
     counts: Callable[[int], bool] = lambda epoch: True,
+    run: str = "",
 ) -> Manifest:
     """Return the manifest of the files that belong together. Raises FieldError if some are
     missing."""
@@ -523,7 +554,7 @@ def _collect(
     shape = (spec.n_layers, spec.tp) if spec is not None else None
     parts = [_record_in(file) for file in sorted(staging.glob("layer-*.json"))]
     parts = [part for part in parts if shape in (None, (part.n_layers, part.tp))]
-    parts = [part for part in parts if counts(part.epoch)]
+    parts = [part for part in parts if part.run in ("", run) and counts(part.epoch)]
     shapes = {(part.n_layers, part.tp) for part in parts}
     if len(shapes) != 1:
         text = f"files of one job are needed, not of {len(shapes)}"
@@ -533,7 +564,7 @@ def _collect(
     if problem := _incomplete(chosen, n_layers, tp):
         raise FieldError("checkpoint", str(staging), problem)
     contents, optimizer = (spec.contents, spec.optimizer) if spec is not None else ((), "")
-    return Manifest(FORMAT, step, n_layers, tp, chosen, contents, optimizer)
+    return Manifest(FORMAT, step, n_layers, tp, chosen, contents, optimizer, run)
 
 
 def _one_division(parts: Sequence[CheckpointFile]) -> tuple[CheckpointFile, ...]:
@@ -557,7 +588,7 @@ def _one_division(parts: Sequence[CheckpointFile]) -> tuple[CheckpointFile, ...]
 
 
 def _remove_others(staging: Path, manifest: Manifest) -> None:
-    """Remove files that do not belong to the checkpoint, such as those of undone epochs."""
+    """Remove files that do not belong to the checkpoint: of undone epochs, or of other runs."""
     kept = {name for part in manifest.parts for name in (part.name, _record_name(part.name))}
     for file in staging.iterdir():
         if file.name not in kept and file.name.startswith("layer-"):

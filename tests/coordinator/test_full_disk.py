@@ -197,10 +197,10 @@ def test_a_run_does_not_begin_while_another_process_holds_the_lock(
     stopped, pauses = os.open(tmp_path, os.O_RDONLY), list[float]()
     fcntl.flock(stopped, fcntl.LOCK_EX)
     with pytest.raises(FieldError, match="holds the lock"):
-        initial_state(config, wait=pauses.append)
+        initial_state(config, "j.1", pauses.append)
     assert len(pauses) > 1, "it tries several times"
     os.close(stopped)
-    assert initial_state(config, wait=pauses.append)[0].phase is JobPhase.WAITING
+    assert initial_state(config, "j.1", pauses.append)[0].phase is JobPhase.WAITING
 
 
 def test_a_commit_is_repeated_while_the_disk_is_full(

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.agent.vault.checkpoints import (
     whole,
     write_all,
     write_and_die,
+    write_layer,
 )
 from tests.patience import LONG_S
 
@@ -48,7 +50,7 @@ def test_every_run_comes_back_bit_for_bit(tmp_path: Path, tp: int) -> None:
 
 def test_files_are_plain_safetensors(tmp_path: Path) -> None:
     path = whole(tmp_path, 3)
-    with safe_open(path / "layer-0001-tp-0.safetensors", "pt") as file:
+    with safe_open(_file(path, 1), "pt") as file:
         assert file.metadata()["version"] == "3"
         assert file.get_tensor("param/weight").tolist() == [
             [103, 104, 105, 106],
@@ -57,6 +59,11 @@ def test_files_are_plain_safetensors(tmp_path: Path) -> None:
         assert file.get_tensor("param/bias").dtype == torch.bfloat16
         assert file.get_tensor("optim/weight/step").item() == 3
         assert len(file.keys()) == 5
+
+
+def _file(path: Path, layer: int) -> Path:
+    (file,) = path.glob(f"layer-{layer:04d}-tp-0*.safetensors")
+    return file
 
 
 def portions_of(layer: int, step: int, number: int) -> list[bytes]:
@@ -202,6 +209,25 @@ def test_a_lock_that_stays_held_is_an_error_that_may_pass(
     verified(path)
 
 
+@pytest.mark.parametrize("step", ["_write_json", "_remove_others"])
+def test_two_writers_of_a_state_do_not_tear_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Two nodes rescue a state, and their replicas differ in the last bits. The second one writes
+    before the record of the first, or during the commit."""
+    write_all(tmp_path, 5, skip=(1,))
+    original = getattr(checkpoint_directory, step)
+
+    def second_writer(*args: Any) -> None:
+        monkeypatch.setattr(checkpoint_directory, step, original)
+        write_layer(tmp_path, 5, 1, other=True)
+        original(*args)
+
+    monkeypatch.setattr(checkpoint_directory, step, second_writer)
+    write_layer(tmp_path, 5, 1)
+    verified(checkpoint_directory.commit(tmp_path, 5))
+
+
 def test_several_nodes_commit_at_once(tmp_path: Path) -> None:
     write_all(tmp_path, 5)
     paths: list[Path] = []
@@ -232,6 +258,93 @@ def test_a_file_written_after_the_commit_does_not_hide_the_checkpoint(tmp_path: 
     (path / "manifest.json").unlink()
     with pytest.raises(FieldError, match="are missing"):
         checkpoint_directory.commit(tmp_path, 5, spec)
+
+
+# ---- several runs in one directory ----
+
+
+def _write_run(
+    directory: Path, run: str, skip: tuple[int, ...] = (), epoch: int = 1, other: bool = False
+) -> None:
+    """Write the layers of step 6."""
+    for layer in range(N_LAYERS):
+        if layer not in skip:
+            write_layer(directory, 6, layer, epoch, run, other)
+
+
+def _content(path: Path, layer: int) -> bytes:
+    return bytes(checkpoint_directory.read_run(path, verified(path), layer, 0))
+
+
+def _commit(directory: Path, run: str, counts: Callable[[int], bool] = lambda epoch: True) -> Path:
+    return checkpoint_directory.commit(directory, 6, None, counts, run)
+
+
+def test_a_late_file_of_a_former_run_is_no_part(tmp_path: Path) -> None:
+    """Its agent was in epoch 5, and wrote its queue after the next run began."""
+    checkpoint_directory.discard_incomplete(tmp_path)
+    _write_run(tmp_path, "new")
+    write_layer(tmp_path, 6, 1, 5, "old", other=True)
+    path = _commit(tmp_path, "new")
+    assert _content(path, 1) == layer_run(1, 6) and verified(path).run == "new"
+    assert len(list(path.glob("layer-*.safetensors"))) == N_LAYERS
+
+
+def test_equal_files_of_two_runs_are_different_files(tmp_path: Path) -> None:
+    """Both runs resumed the same checkpoint, so their states have the same bytes."""
+    _write_run(tmp_path, "new")
+    write_layer(tmp_path, 6, 1, 1, "old")
+    verified(_commit(tmp_path, "new"))
+
+
+@pytest.mark.parametrize("written", [(), (0, 2)], ids=["nothing", "a part"])
+def test_a_checkpoint_of_a_former_run_does_not_stand_for_an_incomplete_one(
+    tmp_path: Path, written: tuple[int, ...]
+) -> None:
+    """The new run resumed step 4, and lost files of step 6."""
+    _write_run(tmp_path, "old", other=True)
+    former = _commit(tmp_path, "old")
+    checkpoint_directory.discard_incomplete(tmp_path)
+    for layer in written:
+        write_layer(tmp_path, 6, layer, 1, "new")
+    with pytest.raises(FieldError):
+        _commit(tmp_path, "new")
+    assert not checkpoint_directory.is_committed(tmp_path, 6, "new")
+    assert checkpoint_directory.is_committed(tmp_path, 6, "old")
+    assert _content(former, 0) == layer_run(50, 6), "it stays"
+    _write_run(tmp_path, "new", skip=written)
+    assert _content(_commit(tmp_path, "new"), 0) == layer_run(0, 6)
+    assert checkpoint_directory.is_committed(tmp_path, 6, "new")
+
+
+def test_a_checkpoint_of_an_undone_epoch_does_not_stand_for_an_incomplete_one(
+    tmp_path: Path,
+) -> None:
+    """Its removal after a divergence was lost, and the present epoch has written one part."""
+    _write_run(tmp_path, "run", epoch=1)
+    _commit(tmp_path, "run")
+    write_layer(tmp_path, 6, 0, 2, "run")
+    with pytest.raises(FieldError, match=r"\(1, 0\)"):
+        _commit(tmp_path, "run", lambda epoch: epoch >= 2)
+
+
+def test_a_removal_leaves_the_checkpoint_of_a_former_run(tmp_path: Path) -> None:
+    _write_run(tmp_path, "old")
+    former = _commit(tmp_path, "old")
+    _write_run(tmp_path, "new", epoch=1)
+    checkpoint_directory.discard_step(tmp_path, 6, 2, "new")
+    assert verified(former).run == "old"
+    with pytest.raises(FieldError):
+        _commit(tmp_path, "new")
+
+
+def test_files_of_the_former_version_name_no_run(tmp_path: Path) -> None:
+    """Its agents take part in this run, and its run goes on under this version."""
+    _write_run(tmp_path, "run", skip=(1,))
+    write_layer(tmp_path, 6, 1)
+    assert _commit(tmp_path, "run") == _commit(tmp_path, "run")
+    _write_run(tmp_path, "")
+    assert verified(_commit(tmp_path, "")).run == ""
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -273,12 +386,12 @@ def test_a_crash_leaves_the_last_whole_one(tmp_path: Path, where: str) -> None:
 
 
 def _truncate(path: Path) -> None:
-    file = path / "layer-0001-tp-0.safetensors"
+    file = _file(path, 1)
     file.write_bytes(file.read_bytes()[:-1])
 
 
 def _remove(path: Path) -> None:
-    (path / "layer-0002-tp-0.safetensors").unlink()
+    _file(path, 2).unlink()
 
 
 def _no_manifest(path: Path) -> None:
@@ -323,7 +436,7 @@ def test_damaged_directories_are_refused_and_passed_over(tmp_path: Path, damage:
 
 def test_a_flipped_byte_is_found_when_read(tmp_path: Path) -> None:
     path = whole(tmp_path, 4)
-    file = path / "layer-0001-tp-0.safetensors"
+    file = _file(path, 1)
     data = bytearray(file.read_bytes())
     data[-2] ^= 1
     file.write_bytes(data)
@@ -348,8 +461,9 @@ def test_a_checkpoint_describes_its_model_and_older_ones_load(tmp_path: Path) ->
     assert (saved.n_layers, saved.contents, saved.optimizer) == (3, ("a", "b", "c"), "AdamW (x)")
     old = json.loads((path / "manifest.json").read_text())
     del old["contents"], old["optimizer"]
+    del old["run"]
     for part in old["parts"]:
-        del part["epoch"]
+        del part["epoch"], part["run"]
     (path / "manifest.json").write_text(json.dumps(old))
     saved = checkpoint_directory.saved_model(path, verified(path))
     assert (saved.n_layers, saved.contents, saved.optimizer) == (3, (), "")

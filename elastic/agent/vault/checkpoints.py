@@ -70,6 +70,8 @@ class CheckpointWriter:
         self.final = False
         """Whether this node's part of the last checkpoint is queued or written."""
         self._plan: Plan | None = None
+        self._job_run = ""
+        """`Assignment.run`. A writer serves one run: a node that joins another gets a new one."""
         self._starts: lineage.Starts = ()
         self._checkpointed = -1
         """`Assignment.checkpointed` of the present epoch."""
@@ -91,7 +93,7 @@ class CheckpointWriter:
         """Begin a new epoch. Its plan determines the layers that this node writes."""
         with self._lock:
             self._plan, self.final = assignment.plan, False
-            self._starts = lineage.starts_of(assignment)
+            self._job_run, self._starts = assignment.run, lineage.starts_of(assignment)
             self._checkpointed = assignment.checkpointed
             written = self._written.items()
             self._written = {part: copy for part, copy in written if not self.is_undone(copy)}
@@ -274,6 +276,7 @@ class CheckpointWriter:
             plan.tp,
             data,
             copy.epoch,
+            self._job_run,
         )
 
     def _give_up(self, copies: list[Copy], error: Exception, why: str) -> None:

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,18 @@ Commit = Future[job.CheckpointCommitted | job.CheckpointFailed]
 
 
 class CheckpointCommits:
-    """Completes checkpoints in the background. `done(commit)` is called on another thread when a
-    commit ends; pass the commit to `take`. `late(entry)` is called there if the disk fails for
-    longer than a moment."""
+    """Completes the checkpoints of a run in the background. `done(commit)` is called on another
+    thread when a commit ends; pass the commit to `take`. `late(entry)` is called there if the disk
+    fails for longer than a moment."""
 
     def __init__(
         self,
         directory: Path,
         done: Callable[[Any], object],
         late: Callable[[job.LogEntry], object] = lambda entry: None,
+        run: str = "",
     ) -> None:
-        self._directory, self._done, self._late = directory, done, late
+        self._directory, self._done, self._late, self._run = directory, done, late, run
         self._disk = Dispatcher("checkpoint")
         self._closed = threading.Event()
         self._pending: dict[Commit, int] = {}
@@ -66,7 +66,9 @@ class CheckpointCommits:
         def commit() -> job.CheckpointCommitted | job.CheckpointFailed:
             try:
                 path = checkpoint_directory.retry(
-                    lambda: checkpoint_directory.commit(self._directory, step, spec, counts),
+                    lambda: checkpoint_directory.commit(
+                        self._directory, step, spec, counts, self._run
+                    ),
                     self._closed.wait,
                     patience_s=patience_s,
                     held=held,
@@ -93,13 +95,12 @@ class CheckpointCommits:
         if before:
             self._pending = {commit: s for commit, s in self._pending.items() if s != step}
 
+        def discard() -> None:
+            checkpoint_directory.discard_step(self._directory, step, before, self._run)
+
         def work() -> None:
             try:
-                checkpoint_directory.retry(
-                    partial(checkpoint_directory.discard_step, self._directory, step, before),
-                    self._closed.wait,
-                    patience_s=patience_s,
-                )
+                checkpoint_directory.retry(discard, self._closed.wait, patience_s=patience_s)
             except (ElasticError, OSError) as error:
                 log.error("files of step %d cannot be removed: %s", step, error)
 
@@ -110,11 +111,13 @@ class CheckpointCommits:
         Call this at the end of the job, when no commit is pending."""
         why = "some of its files were not reported before the job ended"
         staged = checkpoint_directory.staged_steps(self._directory)
-        committed = checkpoint_directory.committed_steps(self._directory)
-        for step in {*staged} & {*committed}:
-            self.drop(step)
-        steps = sorted({*staged, *due} - {*committed})
-        return tuple(job.CheckpointFailed(step, why) for step in steps)
+        failed = []
+        for step in sorted({*staged, *due}):
+            if not checkpoint_directory.is_committed(self._directory, step, self._run):
+                failed.append(job.CheckpointFailed(step, why))
+            elif step in staged:
+                self.drop(step)
+        return tuple(failed)
 
     def pending(self) -> tuple[Commit, ...]:
         """Return the commits that were not taken."""

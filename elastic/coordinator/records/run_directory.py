@@ -22,16 +22,17 @@ log = logging.getLogger("elastic.coordinator")
 
 
 def initial_state(
-    config: JobConfig, wait: Callable[[float], object] = time.sleep
+    config: JobConfig, run: str = "", wait: Callable[[float], object] = time.sleep
 ) -> tuple[job.JobState, tuple[dict[str, Any], ...]]:
-    """Return the state of a new run, with the checkpoints that it can resume, if any; and fields of
-    `checkpoint-unusable` events about newer ones. Removes the files of unfinished checkpoints.
+    """Return the state of the new run named `run`, with the checkpoints that it can resume, if any;
+    and fields of `checkpoint-unusable` events about newer ones. Removes the files of unfinished
+    checkpoints.
 
     `wait(seconds)` makes a pause: a commit of the former run may hold the directory for a while.
     Raises CorruptCheckpoint if none of the checkpoints to resume is complete, and FieldError if the
     directory cannot be used.
     """
-    state = job.JobState(policy=policy_of(config), protocol=PROTOCOL)
+    state = job.JobState(policy=policy_of(config), protocol=PROTOCOL, run=run)
     checkpoint_directory.retry(
         partial(checkpoint_directory.discard_incomplete, Path(config.checkpoint_dir)),
         wait,

@@ -82,10 +82,18 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
 def _is_settled(state: JobState, step: int) -> bool:
     """Return whether the checkpoint of `step` is durable, was given up, or is older than all that
     are remembered. A newer checkpoint may become durable first."""
-    older = state.older_checkpoints
-    durable = [one[1] for one in (*((state.checkpoint,) if state.checkpoint else ()), *older)]
-    forgotten = len(older) >= MAX_OLDER and step < min(durable)
-    return step in durable or step in state.lost_checkpoints or forgotten
+    return step in (*durable_steps(state), *state.lost_checkpoints) or _is_forgotten(state, step)
+
+
+def _is_forgotten(state: JobState, step: int) -> bool:
+    """Return whether the step is older than all durable checkpoints that are remembered."""
+    return len(state.older_checkpoints) >= MAX_OLDER and step < min(durable_steps(state))
+
+
+def durable_steps(state: JobState) -> tuple[int, ...]:
+    """Return the steps of the durable checkpoints that are remembered, newest first."""
+    newest = (state.checkpoint,) if state.checkpoint else ()
+    return tuple(step for _, step in (*newest, *state.older_checkpoints))
 
 
 def due_steps(state: JobState) -> tuple[int, ...]:

@@ -365,6 +365,7 @@ def _solve(
         rescued=checkpoints.copies_to_rescue(state, plan, assignment.step, inventory),
         checkpointed=checkpoints.newest_written(state),
         starts=checkpoints.starts_with(state, assignment.step),
+        run=state.run,
     )
 
 

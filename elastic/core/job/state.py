@@ -475,6 +475,8 @@ class JobState:
     missing: MissingCopies | None = None
     """Reason why a paused job waits for absent nodes; None: it does not."""
     watch: ProgressWatch = field(default_factory=ProgressWatch)
+    run: str = ""
+    """Name of the run, by which its checkpoint files are known; "": the former version began it."""
     protocol: int = FIRST
     """Protocol version of the coordinator that wrote this state."""
     departures: tuple[tuple[str, str], ...] = ()

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from elastic.store import checkpoint_directory
-from elastic.store.checkpoint_directory import Manifest
+from elastic.store.checkpoint_directory import CheckpointFile, Manifest
 from tests.agent.vault.copies import state_run
 
 N_LAYERS = 3
@@ -35,6 +35,16 @@ def layer_run(layer: int, version: int, shard: int = 0, tp: int = 1) -> bytes:
             ("optim/bias/odd", "uint8", (3,), -1, b"abc"),
         ],
         {"group": '{"lr_scale": 0.5}'},
+    )
+
+
+def write_layer(
+    directory: Path, step: int, layer: int, epoch: int = 0, run: str = "", other: bool = False
+) -> CheckpointFile:
+    """`other`: with other values, as another run, or a replica with other last bits, has them."""
+    state = memoryview(layer_run(layer + 50 * other, step))
+    return checkpoint_directory.write_part(
+        directory, step, layer, 0, N_LAYERS, 1, state, epoch, run
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import subprocess
@@ -294,6 +295,15 @@ def test_states_of_an_abandoned_epoch_are_not_written(node: Node) -> None:
         path.name for path in checkpoint_directory.staging_path(node.directory, 5).glob("*.s*")
     ]
     assert all("epoch-2" in name for name in names) and len(names) == 2
+
+
+def test_files_name_the_run_of_the_assignment(node: Node) -> None:
+    node.writer.enter(Assignment(plan(), 0, run="job.1"))
+    node.announce(2, 0)
+    assert node.written() == [(2, ((0, 0),))]
+    staging = checkpoint_directory.staging_path(node.directory, 2)
+    (record,) = (json.loads(file.read_text()) for file in staging.glob("*.json"))
+    assert record["run"] == "job.1"
 
 
 def test_states_that_an_epoch_before_the_last_abandoned_are_written_again(node: Node) -> None:

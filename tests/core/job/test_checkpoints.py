@@ -122,6 +122,11 @@ def test_parts_that_an_epoch_before_the_last_has_undone_do_not_count() -> None:
     assert checkpoints.starts_with(state, 9) == ((1, 0), (4, 6), (5, 9)), "agents do the same"
 
 
+def test_agents_are_told_the_name_of_the_run() -> None:
+    state = saving().of(run="job.1")
+    assert assignment_of(_after_a_loss(state)).run == "job.1"
+
+
 def test_parts_of_finished_steps_count_in_later_epochs() -> None:
     state, _, _ = apply(saving(), part(1, HALVES[0]))
     state = _after_a_loss(state)
