@@ -368,7 +368,7 @@ class Coordinator:
                     self._metrics.recovered(action, self._records.recovered(action))
                 self._records.progress(state)
             case job.CommitCheckpoint(step):
-                starts = (*self._state.starts, *self._state.rewritten)
+                starts = checkpoints.starts_of_files(self._state, step)
                 limits = self._state.limits
                 self._commits.begin(step, self._state.spec, limits.disk_s, starts)
             case job.DropCheckpoint(step, before):

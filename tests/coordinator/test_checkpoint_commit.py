@@ -13,9 +13,16 @@ from elastic.coordinator.leadership import RunMembership
 from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits
 from elastic.coordinator.service import Coordinator
-from elastic.core.job.state import CheckpointFailed, JobState
+from elastic.core.job import checkpoints
+from elastic.core.job import state as job
+from elastic.core.job.state import CheckpointFailed, JobPhase, JobState
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.messages import NodePhase
 from elastic.store import checkpoint_directory
-from tests.agent.vault.checkpoints import N_LAYERS, write_layer
+from tests.agent.vault.checkpoints import N_LAYERS, layer_run, write_layer
+from tests.core.coordinator.test_transitions import send_report
+from tests.core.job.test_checkpoints import after_a_loss, apply, part, saving
+from tests.core.state_access import assignment_of, spec_of
 from tests.patience import LONG_S
 from tests.store.memory import MemoryStore
 
@@ -72,3 +79,54 @@ def test_a_checkpoint_of_a_former_run_hides_no_lost_one(tmp_path: Path) -> None:
         assert not isinstance(ended(), CheckpointFailed)
         (lost,) = commits.left_over((6, 8))
         assert lost.step == 6
+
+
+def _written_before_a_loss(directory: Path) -> tuple[JobState, int]:
+    """Epoch 1 has written a whole checkpoint; a loss leads back to a step before it. Nobody writes
+    it again. Return the state and the step."""
+    state = saving(4)
+    step, n_layers = state.newest_step + 5, spec_of(state).n_layers
+    for layer in range(n_layers):
+        run = memoryview(layer_run(layer, step))
+        checkpoint_directory.write_part(directory, step, layer, 0, n_layers, 1, run, 1)
+    state, actions, _ = apply(state, part(step))
+    assert actions == (job.CommitCheckpoint(step),)
+    state = after_a_loss(state)
+    assert assignment_of(state).step < step == assignment_of(state).checkpointed
+    return state, step
+
+
+def _committed(directory: Path, state: JobState, step: int) -> JobState:
+    """Return the state after the commit is carried out."""
+    with committing(directory) as (commits, ended):
+        commits.begin(step, state.spec, 0.0, checkpoints.starts_of_files(state, step))
+        event = ended()
+    assert isinstance(event, job.CheckpointCommitted), event
+    state, _, _ = apply(state, event)
+    return state
+
+
+def test_a_repeated_commit_takes_the_files_that_made_the_checkpoint_whole(tmp_path: Path) -> None:
+    """The coordinator ended before the commit did."""
+    state, step = _written_before_a_loss(tmp_path)
+    state, actions, _ = apply(state, job.CoordinatorFailover())
+    assert job.CommitCheckpoint(step) in actions
+    state = _committed(tmp_path, state, step)
+    assert state.checkpoint is not None and state.checkpoint[1] == step
+
+
+def test_a_paused_job_continues_from_a_checkpoint_that_is_committed_late(tmp_path: Path) -> None:
+    """The order was held back while the store was away, and all copies were lost meanwhile."""
+    state, step = _written_before_a_loss(tmp_path)
+    state, _, _ = send_report(state, "node0", phase=NodePhase.STARTING, cause="oops")
+    for node in state.members:
+        halted = (m.Halted(state.epoch, step),)
+        state, _, _ = send_report(
+            state, node, phase=NodePhase.HALTED, epoch=state.epoch, inventory=(), halted=halted
+        )
+    assert state.phase is JobPhase.PAUSED
+    state = _committed(tmp_path, state, step)
+    assert state.phase is JobPhase.HALTING
+    for node in state.members:
+        state, _, _ = send_report(state, node, phase=NodePhase.HALTED, epoch=state.epoch)
+    assert state.phase is JobPhase.INSTALLING and assignment_of(state).step == step

@@ -75,8 +75,14 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
         checkpoint_writers=tuple(sorted(writers.items()))[-2 * MAX_PENDING :],
     )
     # Nodes report a part again after a reconnect. The commit must begin only once.
-    begun = is_complete(state, slots) and not is_complete(state, before)
-    return state, (CommitCheckpoint(part.step),) if begun else (), ""
+    if not is_complete(state, slots) or is_complete(state, before):
+        return state, (), ""
+    # A change under way may begin earlier, but the assignment will say that the checkpoint is whole.
+    epoch = present.plan.epoch if present is not None else state.epoch
+    epochs = {step: known for step, known in state.checkpoint_epochs if step in pending}
+    epochs[part.step] = epoch
+    state = state.of(checkpoint_epochs=tuple(sorted(epochs.items())))
+    return state, (CommitCheckpoint(part.step),), ""
 
 
 def _is_settled(state: JobState, step: int) -> bool:
@@ -161,6 +167,19 @@ def commits_to_repeat(state: JobState) -> tuple[CommitCheckpoint, ...]:
     disk failed before this epoch."""
     parts = state.checkpoint_parts
     return tuple(CommitCheckpoint(step) for step, slots in parts if is_complete(state, slots))
+
+
+def starts_of_files(state: JobState, step: int) -> lineage.Starts:
+    """Return the starts by which the files of a checkpoint are undone.
+
+    If it is complete, later epochs undo nothing: they may begin at an earlier step, but nobody
+    writes the checkpoint again while its commit is under way.
+    """
+    starts = (*state.starts, *state.rewritten)
+    if not is_complete(state, dict(state.checkpoint_parts).get(step, ())):
+        return starts
+    whole_in = dict(state.checkpoint_epochs).get(step, state.epoch)
+    return tuple(start for start in starts if start[0] <= whole_in)
 
 
 def committed(state: JobState, event: CheckpointCommitted) -> JobTransition:

@@ -378,6 +378,8 @@ class JobState:
     """(directory, step) of earlier durable checkpoints, newest first."""
     checkpoint_parts: tuple[tuple[int, tuple[Slot, ...]], ...] = ()
     """(step, layers and portions on disk) of checkpoints that are being written, oldest first."""
+    checkpoint_epochs: tuple[tuple[int, int], ...] = ()
+    """(step, epoch in which its last part was reported) of checkpoints that are being committed."""
     checkpoint_writers: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """(step, nodes that wrote its parts) of the newest durable checkpoint and of later ones."""
     rewritten: tuple[tuple[int, int], ...] = ()

@@ -15,6 +15,7 @@ from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
+from elastic.core.recovery import lineage
 from elastic.domain.codec import dumps, loads
 from elastic.domain.types import (
     PARAMETERS,
@@ -103,7 +104,7 @@ def test_parts_of_undone_steps_do_not_count() -> None:
     state = saving()
     late = state.newest_step + 5
     state, _, _ = apply(state, part(late, HALVES[0]))
-    state = _after_a_loss(state)
+    state = after_a_loss(state)
     assert state.checkpoint_parts == () and assignment_of(state).step < late
     state, _, _ = apply(state, part(late, HALVES[0], epoch=1))
     state, actions, _ = apply(state, part(late, HALVES[1], epoch=2))
@@ -124,12 +125,12 @@ def test_parts_that_an_epoch_before_the_last_has_undone_do_not_count() -> None:
 
 def test_agents_are_told_the_name_of_the_run() -> None:
     state = saving().of(run="job.1")
-    assert assignment_of(_after_a_loss(state)).run == "job.1"
+    assert assignment_of(after_a_loss(state)).run == "job.1"
 
 
 def test_parts_of_finished_steps_count_in_later_epochs() -> None:
     state, _, _ = apply(saving(), part(1, HALVES[0]))
-    state = _after_a_loss(state)
+    state = after_a_loss(state)
     assert assignment_of(state).step >= 1 and assignment_of(state).checkpointed == -1
     state, actions, _ = apply(state, part(1, HALVES[1], epoch=1))
     assert actions == (job.CommitCheckpoint(1),)
@@ -137,10 +138,10 @@ def test_parts_of_finished_steps_count_in_later_epochs() -> None:
 
 def test_a_whole_checkpoint_is_not_ordered_again() -> None:
     state, _, _ = apply(saving(), part(1))
-    assert assignment_of(_after_a_loss(state)).checkpointed == 1
+    assert assignment_of(after_a_loss(state)).checkpointed == 1
 
 
-def _after_a_loss(state: JobState) -> JobState:
+def after_a_loss(state: JobState) -> JobState:
     """The workers of node2 crashed, and the next epoch is being installed."""
     state, *_ = send_report(state, "node2", phase=NodePhase.STARTING, cause="oops")
     state = halt(halt(halt(state, "node2", NodePhase.STARTING), "node0"), "node1")
@@ -219,7 +220,7 @@ def test_other_nodes_write_the_last_checkpoint_if_one_cannot() -> None:
 
 def test_a_failure_of_an_earlier_epoch_does_not_count() -> None:
     """The same states are written again in the present epoch."""
-    state = _after_a_loss(saving())
+    state = after_a_loss(saving())
     state, actions, _ = apply(state, part(400, (), epoch=1, node="node1", error="I/O error"))
     assert state.checkpoint_errors == () and not actions
     state, _, _ = apply(state, part(400, (), epoch=2, node="node1", error="I/O error"))
@@ -481,7 +482,30 @@ def test_a_checkpoint_of_other_nodes_outlives_a_divergence() -> None:
     assert not any(isinstance(action, job.DropCheckpoint) for action in actions)
 
 
+def test_a_commit_of_other_nodes_files_outlives_a_divergence() -> None:
+    state, _, _ = apply(replicated(), part(8, node="node1"))
+    state, actions = _diverged(state, "node0")
+    assert job.CommitCheckpoint(8) in actions and job.DropCheckpoint(8, before=2) not in actions
+    part_of_epoch_1 = m.CheckpointPart(8, (), 1)
+    assert not lineage.is_undone(part_of_epoch_1, checkpoints.starts_of_files(state, 8))
+    assert lineage.is_undone(part_of_epoch_1, assignment_of(state).starts)
+
+
 # ---- commits under way ----
+
+
+def test_a_checkpoint_that_becomes_whole_during_a_change_stays_whole() -> None:
+    """Its last part comes after epoch 2 has begun, and before its first step is known."""
+    state = saving(4)
+    late = state.newest_step + 5
+    state, _, _ = send_report(state, "node0", phase=NodePhase.STARTING, cause="oops")
+    assert state.phase is JobPhase.HALTING and state.epoch == 2
+    state, _, _ = apply(state, part(late))
+    assert state.phase is JobPhase.HALTING
+    for node in state.members:
+        state = halt(state, node)
+    assert assignment_of(state).checkpointed == late
+    assert checkpoints.starts_of_files(state, late) == ((1, 0),)
 
 
 def test_a_commit_under_way_survives_a_return_to_an_earlier_step() -> None:
@@ -489,9 +513,10 @@ def test_a_commit_under_way_survives_a_return_to_an_earlier_step() -> None:
     late = state.newest_step + 5
     state, actions, _ = apply(state, part(late))
     assert actions == (job.CommitCheckpoint(late),)
-    state = _after_a_loss(state)
+    state = after_a_loss(state)
     assert assignment_of(state).step < late == assignment_of(state).checkpointed
     assert checkpoints.commits_to_repeat(state) == (job.CommitCheckpoint(late),), "by a successor"
+    assert checkpoints.starts_of_files(state, late) == ((1, 0),), "files of epoch 1 still count"
     after, _, _ = apply(state, job.CheckpointCommitted("/c/late", late))
     assert after.checkpoint == ("/c/late", late) and after.epoch == 2
     state, actions, reason = apply(state, job.CheckpointFailed(late, "I/O error"))
@@ -500,7 +525,9 @@ def test_a_commit_under_way_survives_a_return_to_an_earlier_step() -> None:
     for node in ("node0", "node1", "node2"):
         state = halt(state, node)
     assert assignment_of(state).checkpointed == -1, "the agents write it"
+    assert checkpoints.starts_of_files(state, late) == state.starts, "and now they do not"
     state, _, _ = apply(state, part(late, epoch=3))
+    assert checkpoints.starts_of_files(state, late) == state.starts
     state, actions, _ = apply(state, job.CheckpointFailed(late, "I/O error"))
     assert entries(actions, "checkpoint-lost") and state.epoch == 3, "no endless loop"
 
@@ -546,7 +573,7 @@ def test_a_job_ends_at_once_if_it_resumes_another_model() -> None:
 
 def _unreadable(*older: tuple[str, int], **more: Any) -> tuple[JobState, Any, str]:
     """The newest checkpoint is damaged, as a worker finds while it installs the plan."""
-    state = _after_a_loss(saving()).of(checkpoint=("/c/6", 6), older_checkpoints=older, **more)
+    state = after_a_loss(saving()).of(checkpoint=("/c/6", 6), older_checkpoints=older, **more)
     report = m.CheckpointUnreadable(state.epoch, "/c/6", "layer-0002 is corrupt")
     return send_report(state, "node0", phase=NodePhase.INSTALLING, epoch=2, unreadable=report)
 
