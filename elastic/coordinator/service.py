@@ -399,7 +399,7 @@ class Coordinator:
         due = () if action.code else checkpoints.due_steps(self._state)
         # A job that resumed its last step has the checkpoint of another run.
         known = (*self._state.lost_checkpoints, *checkpoints.durable_steps(self._state))
-        for failed in self._commits.left_over(due):
+        for failed in self._commits.left_over(due, self._state.limits.bulk_s):
             if failed.step not in known:
                 self._apply(failed)
         self._decide()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator.leadership import RunMembership
@@ -19,6 +22,7 @@ from elastic.core.job.state import CheckpointFailed, JobPhase, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.store import checkpoint_directory
+from tests.agent.agents import Slow
 from tests.agent.vault.checkpoints import N_LAYERS, layer_run, write_layer
 from tests.core.coordinator.test_transitions import send_report
 from tests.core.job.test_checkpoints import after_a_loss, apply, part, saving
@@ -79,6 +83,22 @@ def test_a_checkpoint_of_a_former_run_hides_no_lost_one(tmp_path: Path) -> None:
         assert not isinstance(ended(), CheckpointFailed)
         (lost,) = commits.left_over((6, 8))
         assert lost.step == 6
+
+
+def test_the_end_of_the_job_waits_for_removals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(checkpoint_directory.discard_step)
+    monkeypatch.setattr(checkpoint_directory, "discard_step", slow)
+    for layer in range(N_LAYERS):
+        write_layer(tmp_path, 6, layer, 1)
+    path = checkpoint_directory.commit(tmp_path, 6)
+    with committing(tmp_path) as (commits, _):
+        commits.drop(6, before=2)
+        assert slow.begun.wait(LONG_S)
+        threading.Timer(0.05, slow.go).start()
+        (lost,) = commits.left_over((6,), LONG_S)
+    assert lost.step == 6 and not path.exists()
 
 
 def _written_before_a_loss(directory: Path) -> tuple[JobState, int]:

@@ -37,6 +37,8 @@ class CheckpointCommits:
         self._disk = Dispatcher("checkpoint")
         self._closed = threading.Event()
         self._pending: dict[Commit, int] = {}
+        self._removed: threading.Event | None = None
+        """Set when the newest removal has ended; None: there was none."""
 
     def begin(
         self,
@@ -98,17 +100,26 @@ class CheckpointCommits:
         def discard() -> None:
             checkpoint_directory.discard_step(self._directory, step, before, self._run)
 
+        self._removed = removed = threading.Event()
+
         def work() -> None:
             try:
                 checkpoint_directory.retry(discard, self._closed.wait, patience_s=patience_s)
             except (ElasticError, OSError) as error:
                 log.error("files of step %d cannot be removed: %s", step, error)
+            finally:
+                removed.set()
 
         self._disk.post(work)
 
-    def left_over(self, due: Iterable[int]) -> tuple[job.CheckpointFailed, ...]:
+    def left_over(
+        self, due: Iterable[int], timeout_s: float = 0.0
+    ) -> tuple[job.CheckpointFailed, ...]:
         """Return an event for each checkpoint that is `due`, or has files, but was not committed.
-        Call this at the end of the job, when no commit is pending."""
+        Call this at the end of the job, when no commit is pending. Wait up to `timeout_s` for
+        removals."""
+        if self._removed is not None:
+            self._removed.wait(timeout_s)
         why = "some of its files were not reported before the job ended"
         staged = checkpoint_directory.staged_steps(self._directory)
         failed = []

@@ -271,9 +271,10 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
         for node, member in state.members.items()
     }
     actions: list[JobAction] = [LogEntry("adopted", {"epoch": state.epoch})]
-    if state.ending is not None:
-        actions.append(state.ending)
+    actions += checkpoints.removals_to_repeat(state)
     actions += checkpoints.commits_to_repeat(state)
+    if state.ending is not None:
+        actions.append(state.ending)  # the end of the job waits for the orders before it
     state = state.of(members=members, adopted_until=late + state.limits.lease_s)
     state = progress_watchdog.restarted(without_doubt(state), late)
     if state.phase is not JobPhase.HALTING:

@@ -77,7 +77,7 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     # Nodes report a part again after a reconnect. The commit must begin only once.
     if not is_complete(state, slots) or is_complete(state, before):
         return state, (), ""
-    # A change under way may begin earlier, but the assignment will say that the checkpoint is whole.
+    # A change under way may begin earlier, but its assignment will have this checkpoint as whole.
     epoch = present.plan.epoch if present is not None else state.epoch
     epochs = {step: known for step, known in state.checkpoint_epochs if step in pending}
     epochs[part.step] = epoch
@@ -262,6 +262,19 @@ def distrust_parts(
         checkpoint_parts=tuple(part for part in state.checkpoint_parts if part[0] != step),
         checkpoint_writers=tuple(one for one in state.checkpoint_writers if one[0] != step),
     ), tuple(actions)
+
+
+def removals_to_repeat(state: JobState) -> tuple[DropCheckpoint, ...]:
+    """Return the removals after divergences (`distrust_parts`) that a former coordinator may not
+    have carried out. Checkpoints that stayed, or were written again since, are left out."""
+    parts, durable = dict(state.checkpoint_parts), durable_steps(state)
+    return tuple(
+        DropCheckpoint(step, before=epoch)
+        for epoch, step in ((epoch, start + 1) for epoch, start in state.rewritten)
+        if step not in durable
+        and not _is_forgotten(state, step)
+        and not is_complete(state, parts.get(step, ()))
+    )
 
 
 def _is_distrusted(state: JobState, step: int) -> bool:

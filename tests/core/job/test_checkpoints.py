@@ -482,6 +482,36 @@ def test_a_checkpoint_of_other_nodes_outlives_a_divergence() -> None:
     assert not any(isinstance(action, job.DropCheckpoint) for action in actions)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_successor_repeats_the_removal_of_a_diverged_checkpoint(ends: bool) -> None:
+    """The coordinator was lost after it had saved the verdict, and before it removed the files."""
+    state, _, _ = apply(replicated(), part(8, node="node0"))
+    state, _, _ = apply(state, job.CheckpointCommitted("/c/8", 8))
+    state, _ = _diverged(state, "node0")
+    end = job.JobFinished(1, "error")
+    state = state.of(ending=end) if ends else state
+    removal = job.DropCheckpoint(8, before=2)
+    _, actions, _ = apply(state, job.CoordinatorFailover())
+    assert actions.count(removal) == 1
+    assert not ends or actions.index(removal) < actions.index(end)
+
+
+def test_a_successor_removes_no_checkpoint_that_stays() -> None:
+    """Its files are of other nodes, or of the epoch after the divergence."""
+    whole, _, _ = apply(replicated(), part(8, node="node1"))
+    durable, _, _ = apply(whole, job.CheckpointCommitted("/c/8", 8))
+    again, _ = _diverged(apply(replicated(), part(8, node="node0"))[0], "node0")
+    again, _, _ = apply(again, part(8, epoch=2, node="node0"))
+    older = _diverged(durable, "node0")[0]
+    for step in range(12, 12 + 4 * checkpoints.MAX_OLDER + 8, 4):
+        older, _, _ = apply(older, job.CheckpointCommitted(f"/c/{step}", step))
+    assert 8 not in checkpoints.durable_steps(older), "it is durable, but forgotten"
+    for state in (_diverged(whole, "node0")[0], _diverged(durable, "node0")[0], again, older):
+        assert state.rewritten == ((2, 7),)
+        _, actions, _ = apply(state, job.CoordinatorFailover())
+        assert not any(isinstance(action, job.DropCheckpoint) for action in actions)
+
+
 def test_a_commit_of_other_nodes_files_outlives_a_divergence() -> None:
     state, _, _ = apply(replicated(), part(8, node="node1"))
     state, actions = _diverged(state, "node0")
