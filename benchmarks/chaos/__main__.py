@@ -104,6 +104,7 @@ def carry_out(case: Case, folder: Path) -> Finished:
     if head is not None and case.place == "network":
         head = int(summary.get("exit_code", head))
     files = job.left.read_text().splitlines() if job.left.exists() else []
+    whole, damaged = verdict.read_checkpoints(job.checkpoints)
     return Finished(
         case=case,
         code=head if ended else None,
@@ -112,7 +113,8 @@ def carry_out(case: Case, folder: Path) -> Finished:
         destroyed=verdict.destroyed_nodes(case, run_dirs, injector.done),
         corrupted=verdict.corruptions(case, run_dirs),
         injections=injector.done,
-        checkpoints=verdict.complete_checkpoints(job.checkpoints),
+        checkpoints=whole,
+        damaged=damaged,
         processes=processes,
         files=tuple(files),
         agent_codes={name: code for name, code in codes.items() if name.startswith("node")},

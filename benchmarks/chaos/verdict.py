@@ -16,8 +16,10 @@ from typing import Any, Protocol
 from benchmarks.chaos.case import Case
 from benchmarks.chaos.injector import Injection
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec
+from elastic.domain.errors import ElasticError
 from elastic.domain.types import Plan
 from elastic.planning.plan.plan import parse_plan
+from tests.scenarios.checkpoints import verified_sha256
 
 RIGHT, REFUSED, FAILED, IDLE = "right", "refused", "failed", "idle"
 """Idle: the job ended before any fault was due, so the run shows nothing."""
@@ -41,8 +43,10 @@ class Finished:
     corrupted: list[float] = field(default_factory=list)
     """Times at which all copies in a vault got a wrong byte."""
     injections: list[Injection] = field(default_factory=list)
-    checkpoints: frozenset[int] = frozenset()
-    """Steps of the complete checkpoints on disk."""
+    checkpoints: dict[int, str] = field(default_factory=dict)
+    """Hash of the parameters by step, of each checkpoint on disk that is whole."""
+    damaged: tuple[str, ...] = ()
+    """Checkpoints on disk that are not whole, with the reason."""
     processes: tuple[str, ...] = ()
     """Processes that did not end."""
     files: tuple[str, ...] = ()
@@ -65,6 +69,8 @@ def judge(run: Finished, reference_sha256: str) -> Verdict:
         return Verdict(FAILED, "the run did not end in time")
     if run.processes:
         return Verdict(FAILED, f"processes are left: {', '.join(run.processes)}")
+    if run.damaged:
+        return Verdict(FAILED, f"checkpoints are damaged: {'; '.join(run.damaged)}")
     lost = layers_lost(run)
     if run.code == UNRECOVERABLE:
         if not lost:
@@ -97,6 +103,9 @@ def _wrong(run: Finished, reference_sha256: str, lost: str) -> str:
             return f"the checkpoint of step {step} is missing, and no event names it"
         if not _excused(run):
             return f"the checkpoint of step {step} was given up: {named[step]}"
+    last = run.checkpoints.get(case.steps, reference_sha256)
+    if last != reference_sha256:
+        return f"the checkpoint of the last step has other parameters: {last}"
     for event in _of(run.events, "lost-steps"):
         if not lost:
             return f"a return to a checkpoint without need: {event.get('why')}"
@@ -259,13 +268,19 @@ def fired(case: Case, run_dirs: Sequence[Path], injections: Sequence[Injection])
     return found + [text for text, own in zip(texts, case.own, strict=True) if own in done]
 
 
-def complete_checkpoints(folder: Path) -> frozenset[int]:
-    """Return the steps of the checkpoints that are complete."""
-    return frozenset(
-        int(path.parent.name.removeprefix("step-"))
-        for path in folder.glob("step-*/manifest.json")
-        if path.parent.name.removeprefix("step-").isdigit()
-    )
+def read_checkpoints(folder: Path) -> tuple[dict[int, str], tuple[str, ...]]:
+    """Read all files of all checkpoints that have their final name. Return the hash of the
+    parameters by step of those that are whole, and the problem of each other one."""
+    whole: dict[int, str] = {}
+    damaged = []
+    for path in sorted(folder.glob("step-*")):
+        number = path.name.removeprefix("step-")
+        if number.isdigit():
+            try:
+                whole[int(number)] = verified_sha256(path, int(number))
+            except (ElasticError, OSError, AssertionError) as error:
+                damaged.append(f"{path.name}: {error}")
+    return whole, tuple(damaged)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,8 +22,18 @@ from benchmarks.chaos.case import (
     random_case,
 )
 from benchmarks.chaos.injector import Injection, unsupported
-from benchmarks.chaos.verdict import FAILED, IDLE, REFUSED, RIGHT, Finished, judge, layers_lost
+from benchmarks.chaos.verdict import (
+    FAILED,
+    IDLE,
+    REFUSED,
+    RIGHT,
+    Finished,
+    judge,
+    layers_lost,
+    read_checkpoints,
+)
 from elastic.core.protocol.fault_spec import FaultKind
+from tests.agent.vault.checkpoints import whole
 from tests.kubernetes.network import missing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +107,7 @@ def finished(**changes: Any) -> Finished:
     whole = Finished(
         case=one, code=0, summary={**summary, "ledger": ledger},
         events=[plan(PLAN, 1.0), {"at": 2.0, "kind": "protected", "epoch": 1}],
-        destroyed=[], fired=("kill node=0 step=3",), checkpoints=frozenset(one.due),
+        destroyed=[], fired=("kill node=0 step=3",), checkpoints=dict.fromkeys(one.due, "good"),
         agent_codes={"node0": 0, "node1": -9},
     )  # fmt: skip
     return replace(whole, **changes)
@@ -113,7 +123,8 @@ def lacking(step: int, *, named: bool, **changes: Any) -> Finished:
     events = run.events
     if named:
         events = [*events, {"at": 4.0, "kind": "checkpoint-lost", "step": step, "why": "no room"}]
-    return replace(run, checkpoints=run.checkpoints - {step}, events=events)
+    left = {due: sha for due, sha in run.checkpoints.items() if due != step}
+    return replace(run, checkpoints=left, events=events)
 
 
 CUT = [Injection(parse_outer("partition node=0 duration=4"), 3.0)]
@@ -139,17 +150,36 @@ FULL = [Injection(parse_outer("full disk=checkpoints step=3"), 3.0)]
         (lacking(8, named=True), FAILED, "was given up"),
         (lacking(8, named=True, injections=FULL), RIGHT, ""),
         (lacking(60, named=True, injections=FULL), FAILED, "last step"),
+        (finished(damaged=("step-00000008: x",)), FAILED, "checkpoints are damaged"),
+        (finished(checkpoints={**finished().checkpoints, 60: "bad"}), FAILED, "other parameters"),
         (finished(events=[*finished().events, RETURN]), FAILED, "without need"),
         (finished(events=[*finished().events, RETURN], destroyed=BOTH), RIGHT, "1 returns"),
         (finished(code=3), FAILED, "copies of every layer were left"),
         (finished(code=3, destroyed=BOTH), FAILED, "there is a checkpoint"),
-        (finished(code=3, destroyed=BOTH, checkpoints=frozenset()), REFUSED, "layers [2]"),
+        (finished(code=3, destroyed=BOTH, checkpoints={}), REFUSED, "layers [2]"),
     ],
 )
 def test_the_outcome_of_a_run(run: Finished, outcome: str, why: str) -> None:
     found = judge(run, "good")
     assert found.outcome == outcome, found
     assert why in found.why
+
+
+def test_a_checkpoint_counts_only_if_all_its_files_can_be_read(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        whole(tmp_path, step)
+    (tmp_path / "step-00000004" / "layer-0001-tp-0.safetensors").unlink()
+    flipped = tmp_path / "step-00000006" / "layer-0001-tp-0.safetensors"
+    data = bytearray(flipped.read_bytes())
+    data[-1] ^= 1
+    flipped.write_bytes(data)
+    (tmp_path / "step-00000008").mkdir()
+    (tmp_path / "step-00000008" / "manifest.json").write_text("{}")
+    (tmp_path / "step-00000010.tmp").mkdir()
+    found, damaged = read_checkpoints(tmp_path)
+    assert list(found) == [2]
+    names = [text.partition(":")[0] for text in damaged]
+    assert names == ["step-00000004", "step-00000006", "step-00000008"]
 
 
 def test_copies_are_lost_with_their_last_holder() -> None:

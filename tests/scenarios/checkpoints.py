@@ -57,9 +57,15 @@ def assert_written(
     paths = {step: directory / f"step-{step:08d}" for step in steps}
     missing = [step for step, path in paths.items() if not path.is_dir()]
     assert not missing, f"checkpoints {missing} of {list(steps)} are missing; {explanation}"
-    found = {step: params_sha256(_verified_runs(path, step)) for step, path in paths.items()}
+    found = {step: verified_sha256(path, step) for step, path in paths.items()}
     if found:
         assert found[max(found)] == final_sha256, "the last checkpoint has other parameters"
+
+
+def verified_sha256(path: Path, step: int) -> str:
+    """Return the hash of the parameters of a checkpoint. All files are read, and their checksums
+    are compared. Raises AssertionError, OSError or ElasticError if it is not whole."""
+    return params_sha256(_verified_runs(path, step))
 
 
 def _verified_runs(path: Path, step: int) -> Iterator[list[memoryview]]:
