@@ -111,6 +111,7 @@ def carry_out(case: Case, folder: Path) -> Finished:
         summary=summary,
         events=events_of(job.run_dir),
         destroyed=verdict.destroyed_nodes(case, run_dirs, injector.done),
+        partitions=verdict.partitions(case, run_dirs, injector.done),
         corrupted=verdict.corruptions(case, run_dirs),
         injections=injector.done,
         checkpoints=whole,

@@ -20,6 +20,7 @@ this benchmark and have the same form:
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from dataclasses import dataclass
@@ -83,6 +84,12 @@ class Case:
     @property
     def steps(self) -> int:
         return MODELS[self.model][0]
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds of silence after which a node is lost."""
+        words = dict(itertools.pairwise(self.flags))
+        return float(words.get("--silence", 3.0))
 
     @property
     def due(self) -> list[int]:

@@ -8,6 +8,7 @@ destroyed before the copies of a newer plan were whole.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,26 @@ RIGHT, REFUSED, FAILED, IDLE = "right", "refused", "failed", "idle"
 UNRECOVERABLE = 3
 RETURN_S = 10.0
 """Time that a node needs to return after a partition."""
+HEARTBEAT_S = 0.5
+"""Interval between two messages of a node."""
+
+
+@dataclass(frozen=True, order=True)
+class Partition:
+    """A time in which a node and the coordinator could not reach each other."""
+
+    at: float
+    until: float
+    node: str
+    dropped: bool
+    """Whether packets were dropped; else the agent was mute."""
+
+    @property
+    def heard_at(self) -> float:
+        """Latest time of the node's next message. TCP sends lost packets again after pauses that
+        double, so the first pause after the partition is at most as long as the partition."""
+        lost_s = self.until - self.at if self.dropped else 0.0
+        return self.until + lost_s + HEARTBEAT_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +61,8 @@ class Finished:
     events: list[dict[str, Any]]
     destroyed: list[tuple[float, str]]
     """Time and name of each node whose memory was lost, by a fault that was carried out."""
+    partitions: list[Partition] = field(default_factory=list)
+    """Partitions of nodes that were carried out."""
     corrupted: list[float] = field(default_factory=list)
     """Times at which all copies in a vault got a wrong byte."""
     injections: list[Injection] = field(default_factory=list)
@@ -110,7 +133,7 @@ def _wrong(run: Finished, reference_sha256: str, lost: str) -> str:
         if not lost:
             return f"a return to a checkpoint without need: {event.get('why')}"
     if unhurt := healthy_lost(run):
-        return f"lost although no fault had hit them: {' '.join(unhurt)}"
+        return f"lost, and no fault explains it: {' '.join(unhurt)}"
     if run.files:
         return f"files are left: {', '.join(run.files[:5])}"
     bad = [name for name, code in run.agent_codes.items() if code is None]
@@ -141,10 +164,32 @@ def _excused(run: Finished) -> bool:
 
 
 def healthy_lost(run: Finished) -> list[str]:
-    """Return the nodes that were lost although no fault had hit them."""
-    hit = {name for fault in run.case.injected for name in (fault.node, fault.peer)}
-    hit |= {name for fault in run.case.own for name in (fault.node, fault.peer)}
-    return sorted({str(event["node"]) for event in _of(run.events, "lost")} - hit)
+    """Return the nodes that were lost without a fault that explains it: the node was destroyed
+    before, or was cut off from the coordinator for the time after which silence is a loss."""
+    return sorted(
+        {
+            str(event["node"])
+            for event in _of(run.events, "lost")
+            if not _destroyed_before(run, event) and not _silenced(run, event)
+        }
+    )
+
+
+def _destroyed_before(run: Finished, event: dict[str, Any]) -> bool:
+    return any(node == event["node"] and at <= event["at"] for at, node in run.destroyed)
+
+
+def _silenced(run: Finished, event: dict[str, Any]) -> bool:
+    """Whether the node may have been silent for a lease when it was lost. Partitions that follow
+    each other before its next message are one silence."""
+    began = ended = -math.inf
+    for cut in sorted(one for one in run.partitions if one.node == event["node"]):
+        if cut.at > ended:
+            began = cut.at
+        ended = max(ended, cut.heard_at)
+        if ended - began >= run.case.silence_s and began <= event["at"] <= ended + RETURN_S:
+            return True
+    return False
 
 
 # ---- copies ----
@@ -240,6 +285,23 @@ def destroyed_nodes(
     ]
     killed = ((at, spec.node) for at, spec in _marks(case, run_dirs) if spec.kind is FaultKind.KILL)
     return sorted([*found, *killed])
+
+
+def partitions(
+    case: Case, run_dirs: Sequence[Path], injections: Sequence[Injection]
+) -> list[Partition]:
+    """Return when each node was cut off from the coordinator."""
+    found = [
+        Partition(one.at, one.at + one.fault.duration_s, one.fault.node, dropped=True)
+        for one in injections
+        if one.fault.kind == FaultKind.PARTITION and not one.note
+    ]
+    muted = (
+        Partition(at, at + spec.duration_s, spec.node, dropped=False)
+        for at, spec in _marks(case, run_dirs)
+        if spec.kind is FaultKind.PARTITION
+    )
+    return sorted([*found, *muted])
 
 
 def corruptions(case: Case, run_dirs: Sequence[Path]) -> list[float]:

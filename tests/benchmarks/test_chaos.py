@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +29,12 @@ from benchmarks.chaos.verdict import (
     REFUSED,
     RIGHT,
     Finished,
+    Partition,
+    destroyed_nodes,
+    healthy_lost,
     judge,
     layers_lost,
+    partitions,
     read_checkpoints,
 )
 from elastic.core.protocol.fault_spec import FaultKind
@@ -136,8 +141,8 @@ FULL = [Injection(parse_outer("full disk=checkpoints step=3"), 3.0)]
     [
         (finished(), RIGHT, ""),
         (finished(fired=()), IDLE, "no fault"),
-        (finished(events=[*finished().events, LOST]), FAILED, "no fault had hit them: node2"),
-        (finished(events=[*finished().events, LOST], case=case("kill node=2")), RIGHT, ""),
+        (finished(events=[*finished().events, LOST]), FAILED, "no fault explains it: node2"),
+        (finished(events=[*finished().events, LOST], destroyed=[(2.9, "node2")]), RIGHT, ""),
         (finished(summary={**finished().summary, "params_sha256": "bad"}), FAILED, "parameters"),
         (finished(summary={**finished().summary, "steps": 59}), FAILED, "59 steps"),
         (finished(code=1), FAILED, "exit code 1"),
@@ -163,6 +168,79 @@ def test_the_outcome_of_a_run(run: Finished, outcome: str, why: str) -> None:
     found = judge(run, "good")
     assert found.outcome == outcome, found
     assert why in found.why
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "kill node=2 step=50",
+        "kill-worker node=2",
+        "stop node=2",
+        "slow node=2",
+        "slow-link node=2",
+        "corrupt node=2",
+        "drain node=2",
+        "oom node=2 target=worker",
+        "cut node=2 peer=1",
+        "cut node=1 peer=2",
+    ],
+)
+def test_a_fault_that_neither_destroys_nor_silences_a_node_explains_no_loss(
+    fault: str, tmp_path: Path
+) -> None:
+    """All but the first were carried out."""
+    one = replace(case(fault), place="network")
+    if not fault.startswith("kill node=2"):
+        (tmp_path / "faults").mkdir()
+        (tmp_path / "faults" / "0.fired").touch()
+    done = [Injection(fault, 2.5) for fault in one.own]
+    run = finished(
+        case=one,
+        events=[*finished().events, {**LOST, "at": time.time() + 1.0}],
+        destroyed=destroyed_nodes(one, [tmp_path], done),
+        partitions=partitions(one, [tmp_path], done),
+        injections=done,
+    )
+    assert healthy_lost(run) == ["node2"]
+
+
+def cut_off(at: float, seconds: float, node: str = "node2", dropped: bool = False) -> Partition:
+    return Partition(at, at + seconds, node, dropped)
+
+
+@pytest.mark.parametrize(
+    ("changes", "excused"),
+    [
+        ({"destroyed": [(99.0, "node2")]}, True),
+        ({"destroyed": [(101.0, "node2")]}, False),
+        ({"destroyed": [(99.0, "node1")]}, False),
+        ({"partitions": [cut_off(96.0, 4.0)]}, True),
+        ({"partitions": [cut_off(96.0, 4.0, "node1")]}, False),
+        ({"partitions": [cut_off(96.0, 2.0)]}, False),
+        ({"partitions": [cut_off(96.0, 2.0), cut_off(98.2, 1.0)]}, True),
+        ({"partitions": [cut_off(96.0, 2.0), cut_off(99.0, 1.0)]}, False),
+        ({"partitions": [cut_off(96.0, 2.0, dropped=True)]}, True),
+        ({"partitions": [cut_off(96.0, 1.0, dropped=True)]}, False),
+        ({"partitions": [cut_off(101.0, 9.0)]}, False),
+        ({"partitions": [cut_off(70.0, 9.0)]}, False),
+    ],
+)
+def test_a_loss_is_explained_by_a_fault_of_its_time(changes: Any, excused: bool) -> None:
+    """Node 2 is lost at 100 s. A node is lost after 3 s of silence."""
+    run = finished(events=[*finished().events, {**LOST, "at": 100.0}], **changes)
+    assert healthy_lost(run) == ([] if excused else ["node2"])
+
+
+def test_partitions_of_both_places_are_found(tmp_path: Path) -> None:
+    (tmp_path / "faults").mkdir()
+    (tmp_path / "faults" / "0.fired").touch()
+    text = "partition node=1 duration=4"
+    (muted,) = partitions(case(text), [tmp_path], [])
+    assert (muted.node, muted.until - muted.at, muted.dropped) == ("node1", 4.0, False)
+    pulled = replace(case(text, "partition node=coordinator"), place="network")
+    done = [Injection(fault, 3.0) for fault in pulled.own]
+    found = partitions(pulled, [], [*done, Injection(done[0].fault, 9.0, "not possible")])
+    assert Partition(3.0, 7.0, "node1", True) in found and len(found) == 2
 
 
 def test_a_checkpoint_counts_only_if_all_its_files_can_be_read(tmp_path: Path) -> None:
