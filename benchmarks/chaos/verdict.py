@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,18 +18,24 @@ from typing import Any, Protocol
 from benchmarks.chaos.case import Case
 from benchmarks.chaos.injector import Injection
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec
-from elastic.domain.errors import ElasticError
+from elastic.domain.errors import EXIT_DRAINED, EXIT_OK, EXIT_UNRECOVERABLE, ElasticError
 from elastic.domain.types import Plan
 from elastic.planning.plan.plan import parse_plan
 from tests.scenarios.checkpoints import verified_sha256
 
 RIGHT, REFUSED, FAILED, IDLE = "right", "refused", "failed", "idle"
 """Idle: the job ended before any fault was due, so the run shows nothing."""
-UNRECOVERABLE = 3
 RETURN_S = 10.0
 """Time that a node needs to return after a partition."""
 HEARTBEAT_S = 0.5
 """Interval between two messages of a node."""
+DELAYS = ("pause-coordinator", "kill-coordinator", "partition")
+"""Faults after which the coordinator hears late of a finished step."""
+REPORT_S, HELD_S = 2.0, 15.0
+"""Longest time from the end of a step to its event: usually, and after one of these faults."""
+WRITING_S = 15.0
+"""A node that dies, or a disk that is full, this long after the end of a step may prevent its
+checkpoint."""
 
 
 @dataclass(frozen=True, order=True)
@@ -95,13 +102,13 @@ def judge(run: Finished, reference_sha256: str) -> Verdict:
     if run.damaged:
         return Verdict(FAILED, f"checkpoints are damaged: {'; '.join(run.damaged)}")
     lost = layers_lost(run)
-    if run.code == UNRECOVERABLE:
+    if run.code == EXIT_UNRECOVERABLE:
         if not lost:
             return Verdict(FAILED, f"exit code 3, but copies of every layer were left: {reason}")
         if run.checkpoints:
             return Verdict(FAILED, f"exit code 3, but there is a checkpoint: {reason}")
         return Verdict(REFUSED, f"{reason} (by the faults: {lost})")
-    if run.code != 0:
+    if run.code != EXIT_OK:
         return Verdict(FAILED, f"exit code {run.code}: {reason}")
     wrong = _wrong(run, reference_sha256, lost)
     if wrong:
@@ -118,14 +125,15 @@ def _wrong(run: Finished, reference_sha256: str, lost: str) -> str:
     if summary.get("steps") != case.steps or summary.get("ledger") != ledger:
         return f"{summary.get('steps')} steps, ledger {summary.get('ledger')}"
     missing = [step for step in case.due if step not in run.checkpoints]
-    named = {event["step"]: event["why"] for event in _of(run.events, "checkpoint-lost")}
+    named = {event["step"]: event for event in _of(run.events, "checkpoint-lost")}
     for step in missing:
         if step == case.due[-1] and step == case.steps:
-            return f"the checkpoint of the last step is missing: {named.get(step)}"
+            why = named.get(step, {}).get("why")
+            return f"the checkpoint of the last step is missing: {why}"
         if step not in named:
             return f"the checkpoint of step {step} is missing, and no event names it"
-        if not _excused(run):
-            return f"the checkpoint of step {step} was given up: {named[step]}"
+        if not _excused(run, named[step]):
+            return f"the checkpoint of step {step} was given up: {named[step]['why']}"
     last = run.checkpoints.get(case.steps, reference_sha256)
     if last != reference_sha256:
         return f"the checkpoint of the last step has other parameters: {last}"
@@ -136,8 +144,22 @@ def _wrong(run: Finished, reference_sha256: str, lost: str) -> str:
         return f"lost, and no fault explains it: {' '.join(unhurt)}"
     if run.files:
         return f"files are left: {', '.join(run.files[:5])}"
-    bad = [name for name, code in run.agent_codes.items() if code is None]
-    return f"agents did not end: {', '.join(bad)}" if bad and not _cut_off_at_the_end(run) else ""
+    for name, code in run.agent_codes.items():
+        if code is None and not _cut_off_at_the_end(run):
+            return f"the agent of {name} did not end"
+        if code is not None and code not in _right_codes(run, name):
+            return f"the agent of {name} ended with exit code {code}"
+    return ""
+
+
+def _right_codes(run: Finished, node: str) -> set[int]:
+    """Return the exit codes that the agent of a node may have after a job that succeeded."""
+    codes = {EXIT_OK}
+    if any(event["node"] == node for event in _of(run.events, "drained")):
+        codes.add(EXIT_DRAINED)
+    if any(name == node for _, name in run.destroyed):
+        codes |= {-signal.SIGKILL, 128 + signal.SIGKILL}
+    return codes
 
 
 def _cut_off_at_the_end(run: Finished) -> bool:
@@ -155,12 +177,30 @@ def _returned(run: Finished) -> str:
     return f"{count} returns to a checkpoint" if count else ""
 
 
-def _excused(run: Finished) -> bool:
-    """Whether a checkpoint may be given up: its disk was full, or a node died under `replay`, so
-    that its peer has no state of exactly that step (decision 041)."""
-    full = any(i.fault.disk in ("run", "checkpoints") for i in run.injections)
+def _excused(run: Finished, given_up: dict[str, Any]) -> bool:
+    """Whether the checkpoint of this event may be given up. While it was due, its disk was full, or
+    a node died under `replay`, so that its peer has no state of exactly that step (decision 041).
+    """
+    begin, end = _due_time(run, int(given_up["step"]))
+    end = min(end, float(given_up["at"]))
+    full = any(
+        one.fault.disk in ("run", "checkpoints")
+        and not one.note
+        and one.at <= end
+        and one.at + one.fault.duration_s >= begin
+        for one in run.injections
+    )
     replay = any("replay" in str(event["text"]) for event in _of(run.events, "plan"))
-    return full or (replay and bool(run.destroyed))
+    return full or (replay and any(begin <= at <= end for at, _ in run.destroyed))
+
+
+def _due_time(run: Finished, step: int) -> tuple[float, float]:
+    """Return the earliest and the latest time at which the checkpoint of `step` may be written."""
+    ends = [float(event["at"]) for event in _of(run.events, "step") if event["step"] == step - 1]
+    if not ends:
+        return -math.inf, math.inf
+    late = any(text.split()[0] in DELAYS for text in run.fired)
+    return min(ends) - (HELD_S if late else REPORT_S), max(ends) + WRITING_S
 
 
 def healthy_lost(run: Finished) -> list[str]:
@@ -208,31 +248,43 @@ class History(Protocol):
     def corrupted(self) -> list[float]: ...
 
 
+@dataclass
+class _Copies:
+    """The copies of one plan. `gone`: nodes that lost their memory. `refused`: copies at peers were
+    refused, or are wrong, and nobody tells whether the peers have all others. A newer plan begins
+    with new copies, and agents report refusals again."""
+
+    plan: Plan
+    gone: set[str]
+    refused: bool = False
+
+
 def layers_lost(run: History) -> str:
     """Return which layers lost all their copies at some time, by the faults; "": none.
 
     A destroyed node that joins again has none of its former copies, but can have those of later
     plans.
     """
-    plans: list[tuple[Plan, set[str]]] = []
+    plans: list[_Copies] = []
     gone: set[str] = set()
-    whole = True
     for _, kind, value in sorted(_history(run), key=lambda item: item[0]):
         if kind == "plan":
-            plans.append((parse_plan(str(value["text"])), set(gone)))
+            plans.append(_Copies(parse_plan(str(value["text"])), set(gone)))
         elif kind == "protected":
-            plans = [one for one in plans if one[0].epoch >= int(value["epoch"])]
+            plans = [one for one in plans if one.plan.epoch >= int(value["epoch"])]
         elif kind == "refused":
-            whole = False
+            for one in plans:
+                one.refused = True
         elif kind == "joined":
             gone.discard(str(value["node"]))
         elif kind == "destroyed":
             gone.add(str(value["node"]))
-            for number, (plan, lost) in enumerate(plans):
-                lost.add(str(value["node"]))
-                layers = _without_copies(plan, lost, whole and not number)
+            for number, one in enumerate(plans):
+                one.gone.add(str(value["node"]))
+                layers = _without_copies(one.plan, one.gone, not one.refused and not number)
                 if layers:
-                    return f"layers {layers} of epoch {plan.epoch} were on {sorted(lost)} only"
+                    where = f"{sorted(one.gone)} only"
+                    return f"layers {layers} of epoch {one.plan.epoch} were on {where}"
     return ""
 
 

@@ -113,13 +113,14 @@ def finished(**changes: Any) -> Finished:
         case=one, code=0, summary={**summary, "ledger": ledger},
         events=[plan(PLAN, 1.0), {"at": 2.0, "kind": "protected", "epoch": 1}],
         destroyed=[], fired=("kill node=0 step=3",), checkpoints=dict.fromkeys(one.due, "good"),
-        agent_codes={"node0": 0, "node1": -9},
+        agent_codes={"node0": 0, "node1": 0},
     )  # fmt: skip
     return replace(whole, **changes)
 
 
 BOTH = [(3.0, "node1"), (3.1, "node2")]
 LOST = {"at": 3.0, "kind": "lost", "node": "node2", "why": "silent"}
+DRAINED = {"at": 3.0, "kind": "drained", "node": "node0"}
 RETURN = {"at": 3.0, "kind": "lost-steps", "why": "layer 1"}
 
 
@@ -150,6 +151,11 @@ FULL = [Injection(parse_outer("full disk=checkpoints step=3"), 3.0)]
         (finished(processes=("python",)), FAILED, "processes are left"),
         (finished(files=("/dev/shm/elastic-x",)), FAILED, "files are left"),
         (finished(agent_codes={"node0": None}), FAILED, "node0"),
+        (finished(agent_codes={"node0": 1}), FAILED, "agent of node0 ended with exit code 1"),
+        (finished(agent_codes={"node0": 4}), FAILED, "exit code 4"),
+        (finished(agent_codes={"node0": 4}, events=[*finished().events, DRAINED]), RIGHT, ""),
+        (finished(agent_codes={"node0": 137}), FAILED, "exit code 137"),
+        (finished(agent_codes={"node0": 137}, destroyed=[(3.0, "node0")]), RIGHT, ""),
         (finished(agent_codes={"node0": None}, injections=CUT), RIGHT, ""),
         (lacking(8, named=False), FAILED, "no event names it"),
         (lacking(8, named=True), FAILED, "was given up"),
@@ -168,6 +174,42 @@ def test_the_outcome_of_a_run(run: Finished, outcome: str, why: str) -> None:
     found = judge(run, "good")
     assert found.outcome == outcome, found
     assert why in found.why
+
+
+FILLED = [Injection(parse_outer("full disk=run duration=4"), 20.0)]
+REPLAY = PLAN.replace("stream+snapshot", "stream+replay:4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "given_up", "excused"),
+    [
+        ({"destroyed": [(29.0, "node1")]}, 33.0, True),
+        ({"destroyed": [(32.0, "node1")]}, 33.0, True),
+        ({"destroyed": [(20.0, "node1")]}, 33.0, False),
+        ({"destroyed": [(34.0, "node1")]}, 33.0, False),
+        ({"destroyed": [(60.0, "node1")]}, 61.0, False),
+        ({"destroyed": [(20.0, "node1")], "fired": ("pause-coordinator",)}, 33.0, True),
+        ({"injections": FILLED}, 33.0, False),
+        ({"injections": [replace(FILLED[0], at=25.0)]}, 33.0, True),
+        ({"injections": [replace(FILLED[0], at=40.0)]}, 50.0, True),
+        ({"injections": [replace(FILLED[0], at=40.0)]}, 33.0, False),
+        ({"injections": [replace(FILLED[0], at=25.0, note="not possible")]}, 33.0, False),
+    ],
+)
+def test_a_checkpoint_may_be_given_up_by_a_fault_of_its_time(
+    changes: Any, given_up: float, excused: bool
+) -> None:
+    """The step before the checkpoint is finished at 30 s."""
+    run = finished(
+        events=[
+            plan(REPLAY, 1.0),
+            {"at": 30.0, "kind": "step", "step": 7},
+            {"at": given_up, "kind": "checkpoint-lost", "step": 8, "why": "x"},
+        ],
+        **changes,
+    )
+    del run.checkpoints[8]
+    assert judge(run, "good").outcome == (RIGHT if excused else FAILED)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +319,22 @@ def test_copies_are_lost_with_their_last_holder() -> None:
     assert "layers [2]" in lost((3.0, "node1"), more=refused)
     wrong = finished(destroyed=[(3.0, "node1")], corrupted=[2.5])
     assert "layers [2]" in layers_lost(wrong)
+
+
+@pytest.mark.parametrize(("at", "whole_again"), [(2.5, True), (3.2, False), (4.5, False)])
+@pytest.mark.parametrize("kind", ["backup-short", "copy-corrupt", "corrupt"])
+def test_copies_at_peers_count_again_after_a_newer_plan(
+    kind: str, at: float, whole_again: bool
+) -> None:
+    """A newer plan is protected although first copies of it are refused: workers wait for two
+    updates only."""
+    newer = [plan(PLAN.replace("epoch=1", "epoch=2"), 3.0)]
+    newer += [{"at": 4.0, "kind": "protected", "epoch": 2}]
+    events, corrupted = [*finished().events, *newer], [at] if kind == "corrupt" else []
+    if not corrupted:
+        events.append({"at": at, "kind": kind})
+    run = finished(events=events, corrupted=corrupted, destroyed=[(100.0, "node1")])
+    assert bool(layers_lost(run)) is not whole_again
 
 
 def test_a_node_that_joins_again_keeps_the_copies_of_later_plans() -> None:
