@@ -32,6 +32,7 @@ from benchmarks.chaos.job import COORDINATOR, ROOT, Job, begin, events_of
 from benchmarks.chaos.verdict import FAILED, IDLE, REFUSED, RIGHT, Finished, judge
 from benchmarks.results import DIRECTORY, Row, write
 from benchmarks.results import show as print_rows
+from elastic.core.protocol.fault_spec import FaultKind
 from tests.kubernetes.network import missing
 
 DEADLINE_S = 420.0
@@ -173,10 +174,21 @@ def result(case: Case, done: Finished | None, found: verdict.Verdict, seconds: f
     )
 
 
+def kind_of(fault: str, place: str) -> str:
+    """Return the kind of a fault. A partition on one machine loses no packet, so it is another
+    fault than one in network namespaces."""
+    kind = fault.split()[0]
+    if kind != FaultKind.PARTITION:
+        return kind
+    return f"{kind}, {'cable pulled' if place == 'network' else 'agent muted'}"
+
+
 def rows(results: list[dict[str, Any]]) -> list[Row]:
     """Return the figures of all runs."""
     outcomes = collections.Counter(one["outcome"] for one in results)
-    kinds = collections.Counter(text.split()[0] for one in results for text in one["fired"])
+    kinds = collections.Counter(
+        kind_of(text, one["place"]) for one in results for text in one["fired"]
+    )
     ran = [one for one in results if one["outcome"] not in (SKIPPED, IDLE)]
     lost = sum(len(one["healthy_lost"]) for one in ran)
     return [

@@ -5,7 +5,8 @@ A case runs in one of two places:
     machine    `elastic run --standalone`
     network    a coordinator and agents, each in a network namespace of its own
 
-Faults that the product injects itself are written as for `--fault`. The others are carried out by
+Faults that the product injects itself are written as for `--fault`. A `partition` on one machine is
+one of them: the agent loses its messages, but no packet is lost. The others are carried out by
 this benchmark and have the same form:
 
     pause-coordinator step=3 microbatch=2 duration=4       SIGSTOP, then SIGCONT

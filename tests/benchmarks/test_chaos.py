@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.chaos.__main__ import rows
 from benchmarks.chaos.case import (
     DISKS,
     NETWORK_KINDS,
@@ -352,6 +353,25 @@ def test_a_newer_plan_whose_copies_are_not_whole_keeps_the_older_ones() -> None:
     events = [*finished().events, plan(NEXT, 3.5)]
     run = finished(events=events, destroyed=[(3.0, "node1"), (4.0, "node0")])
     assert "layers [0, 1] of epoch 1" in layers_lost(run)
+
+
+# ---- results ----
+
+
+def test_the_two_kinds_of_partitions_are_counted_apart() -> None:
+    """On one machine an agent is mute, and no packet is lost."""
+    cut = "partition node=1 step=3 duration=4"
+    runs = [
+        {"outcome": RIGHT, "place": place, "fired": fired, "healthy_lost": (), "recoveries": 0}
+        for place, fired in (("machine", (cut, "kill node=2")), ("machine", (cut,)))
+    ]
+    runs.append({**runs[0], "place": "network"})
+    found = {row.metric: row.value for row in rows(runs) if row.metric.startswith("faults")}
+    assert found == {
+        "faults: kill": 2,
+        "faults: partition, agent muted": 2,
+        "faults: partition, cable pulled": 1,
+    }
 
 
 # ---- real runs ----
