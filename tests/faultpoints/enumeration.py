@@ -26,13 +26,12 @@ from pathlib import Path
 from tests.faultpoints import mini_worker
 from tests.faultpoints.injection import FAULTS, parse_point
 from tests.faultpoints.mini_coordinator import CoordinatorResult, run_coordinator
-from tests.faultpoints.mini_job import N_STEPS, SCHEMES, Failed, Fault, Result, run_job
+from tests.faultpoints.mini_job import N_STEPS, NO_NODE, SCHEMES, Failed, Fault, Result, run_job
 
 COORDINATOR = "coordinator"
 CLEAN, WORKER_LOST, NODE_LOST = "clean", "worker lost", "node lost"
 SCENARIOS = (CLEAN, WORKER_LOST, NODE_LOST)
-LOSSES = ("kill", "kill-after", "stop")
-"""Faults that can take the last copies of a state."""
+KILLS = ("kill", "kill-after")
 TRIES = 3
 """Runs of a fault whose point was not reached, because threads came in another order."""
 
@@ -126,23 +125,33 @@ class Enumeration:
                 verdict, why = "FAILED", str(failed)
                 break
             if case.point in result.reached:
-                verdict, why = self._judge(case, result)
+                verdict, why = judge(case, result, self.sha)
                 break
         return Outcome(case, verdict, why, round(time.monotonic() - began, 3))
 
-    def _judge(self, case: Case, result: Result) -> tuple[str, str]:
-        lasting = case.fault.endswith("+")
-        second = case.scenario != CLEAN and case.fault in LOSSES
-        if result.refusal:
-            named = lasting and "injected" in result.refusal
-            return ("refused" if named or second else "FAILED"), result.refusal
-        if result.sha != self.sha:
-            return "FAILED", f"other parameters: {result.sha[:12]}, not {self.sha[:12]}"
-        if result.lost:
-            named = lasting and all("injected" in why for why in result.lost.values())
-            right = named and N_STEPS not in result.lost
-            return ("refused" if right else "FAILED"), f"checkpoints lost: {result.lost}"
-        return "ok", f"{result.epochs} epochs"
+
+def judge(case: Case, result: Result, sha: str) -> tuple[str, str]:
+    """Return the verdict on a case whose point was reached, and its reason. `sha`: hash of the
+    parameters of a run without the fault."""
+    lasting = case.fault.endswith("+")
+    if result.refusal:
+        named = lasting and "injected" in result.refusal
+        right = named or _took_last_node(case, result)
+        return ("refused" if right else "FAILED"), result.refusal
+    if result.sha != sha:
+        return "FAILED", f"other parameters: {result.sha[:12]}, not {sha[:12]}"
+    if result.lost:
+        named = lasting and all("injected" in why for why in result.lost.values())
+        right = named and N_STEPS not in result.lost
+        return ("refused" if right else "FAILED"), f"checkpoints lost: {result.lost}"
+    return "ok", f"{result.epochs} epochs"
+
+
+def _took_last_node(case: Case, result: Result) -> bool:
+    """Whether the fault killed the agent of the only node that was left. No other second loss takes
+    the last copies: the other node has copies of everything, or keeps its vault."""
+    killed = case.fault in KILLS and parse_point(case.point).role.startswith("agent")
+    return case.scenario == NODE_LOST and killed and result.refusal == NO_NODE
 
 
 class CoordinatorEnumeration:

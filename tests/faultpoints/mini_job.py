@@ -68,6 +68,7 @@ SCHEMES = (
     ("reduce+replay:2/sharded", 2),
 )
 """(backup scheme, pipelines)."""
+NO_NODE = "no node is left"
 N_STEPS, N_MICROBATCHES, EVERY = 3, 4, 2
 DUE = tuple(s for s in range(1, N_STEPS + 1) if s % EVERY == 0 or s == N_STEPS)
 LAYERS = tuple(LayerSpec(200, 200, 400, 1.0, 2.0) for _ in range(3))
@@ -211,7 +212,7 @@ class MiniJob:
                 self._order(self._agents, node, "report", self._epoch)
         self._await("halted", lambda: self._reports.keys() >= self._agents.keys())
         if not self._agents:
-            raise Unrecoverable("no node is left")
+            raise Unrecoverable(NO_NODE)
         for node in [node for node in self._agents if node not in self._workers]:
             self._begin_worker(node)
         if self._due_epoch:
@@ -290,7 +291,7 @@ class MiniJob:
         if left <= 0:
             raise Failed(f"the job is stuck in epoch {self._epoch}")
         if not pipes:
-            raise Unrecoverable("no node is left")
+            raise Unrecoverable(NO_NODE)
         ready = wait([*pipes, self._stops], left)
         if self._stops in ready:
             self._continue_stopped()
@@ -310,7 +311,7 @@ class MiniJob:
         while not condition():
             self._turn()
             if not self._agents:
-                raise Unrecoverable("no node is left")
+                raise Unrecoverable(NO_NODE)
 
     def _continue_stopped(self) -> None:
         pid = int.from_bytes(os.read(self._stops, 4), "little")

@@ -13,9 +13,18 @@ from pathlib import Path
 import pytest
 
 from tests.faultpoints.campaign import one, points_of
-from tests.faultpoints.enumeration import COORDINATOR, SCENARIOS, read_results
+from tests.faultpoints.enumeration import (
+    CLEAN,
+    COORDINATOR,
+    NODE_LOST,
+    SCENARIOS,
+    WORKER_LOST,
+    Case,
+    judge,
+    read_results,
+)
 from tests.faultpoints.injection import FAULTS, parse_point
-from tests.faultpoints.mini_job import SCHEMES
+from tests.faultpoints.mini_job import NO_NODE, SCHEMES, Result
 from tests.patience import LONG_S
 from tests.scenarios.harness import ROOT
 
@@ -75,6 +84,37 @@ def test_a_process_is_killed_before_or_after_a_call(
     done = inject(tmp_path / "a", "me/rename/last#2", fault)
     assert done.returncode == -signal.SIGKILL
     assert set(os.listdir(tmp_path / "a")) == left
+
+
+LOOP = "12 epochs, the last one because: agent-a"
+COPIES = "layer 1: no copies are left"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "fault", "refusal", "verdict"),
+    [
+        (NODE_LOST, "kill", NO_NODE, "refused"),
+        (NODE_LOST, "kill-after", NO_NODE, "refused"),
+        (NODE_LOST, "kill", LOOP, "FAILED"),
+        (NODE_LOST, "kill", COPIES, "FAILED"),
+        (NODE_LOST, "stop", NO_NODE, "FAILED"),
+        (WORKER_LOST, "kill", NO_NODE, "FAILED"),
+        (WORKER_LOST, "kill", COPIES, "FAILED"),
+        (CLEAN, "kill", NO_NODE, "FAILED"),
+        (NODE_LOST, "EIO+", f"{LOOP} (injected at agent-a)", "refused"),
+        (NODE_LOST, "EIO+", LOOP, "FAILED"),
+        (NODE_LOST, "EIO", f"{LOOP} (injected at agent-a)", "FAILED"),
+    ],
+)
+def test_a_job_may_be_refused_only_for_what_was_injected(
+    scenario: str, fault: str, refusal: str, verdict: str
+) -> None:
+    """After a second loss, only the death of the last agent explains a refusal."""
+    for role in ("agent-a", "worker-a"):
+        case = Case("log+snapshot", scenario, f"{role}/send/Published#1", fault)
+        found = judge(case, Result("", 3, [], set(), refusal=refusal), "good")
+        last = refusal == NO_NODE and role == "worker-a"
+        assert found == ("FAILED" if last else verdict, refusal)
 
 
 @pytest.mark.chaos
