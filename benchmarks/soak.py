@@ -46,6 +46,16 @@ MARK = "ELASTIC_SOAK_RUN"
 SHARED_MEMORY = "/dev/shm"
 STAYING, SAMPLE_S, AWAY_S, PAUSED_S = 3, 2.0, 5.0, 2.0
 """Nodes that stay; seconds between samples, until a machine is replaced, of a pause."""
+PROCESSES = ("coordinator", "launcher", *(f"agent of node{i}" for i in range(STAYING)))
+"""Processes that are there from the start to the end."""
+RECENT = 2
+"""A process that stays may lack this many of the last samples, because it was just replaced."""
+LONGEST_S, LOAD_PER_CORE = 60.0, 10.0
+"""Longest time between two steps, up to this load average per core; above, it grows in proportion.
+It was 10 s in an hour with 180 faults at a load of 11 per core. The last resort against a hung
+worker (`Timeouts.stuck_s`) comes after 60 s, and should never be needed."""
+IMPOSSIBLE = " (not possible)"
+"""Mark of faults whose victim did not run."""
 START_S = 300.0
 BURN = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10000))"
 LOGS = ("events.jsonl", "progress.jsonl", "logs")
@@ -68,6 +78,8 @@ class Series:
     name: str
     figure: str
     values: list[float] = field(default_factory=list)
+    newest: int = 0
+    """Number of the newest sample; those of all series are counted together."""
 
     @property
     def before(self) -> float:
@@ -154,9 +166,13 @@ class SoakJob:
         raise psutil.NoSuchProcess(self.launchers[node].pid)
 
     def drain(self, node: str) -> None:
+        """Drain a node. Raises OSError if that is refused."""
         words = ["-m", "elastic", "drain", node, "--run-dir", str(self.run_dir)]
         with (self.folder / "drain.out").open("ab") as out:
-            subprocess.run([sys.executable, *words], cwd=ROOT, check=False, stdout=out, stderr=out)
+            command = [sys.executable, *words]
+            done = subprocess.run(command, cwd=ROOT, check=False, stdout=out, stderr=out)
+        if done.returncode:
+            raise OSError(f"{node} cannot be drained: exit code {done.returncode}")
 
     def read_events(self) -> None:
         """Count the steps and other events since the last call."""
@@ -249,6 +265,7 @@ class Sampler:
     def _add(self, name: str, pid: int, figure: str, value: float) -> None:
         series = self._series.setdefault((name, pid, figure), Series(name, figure))
         series.values.append(value)
+        series.newest = len(self._loads)
 
     def newest(self) -> list[Series]:
         """Return the series of the newest process of each name."""
@@ -282,7 +299,7 @@ class Faults:
         try:
             self._strike(kind, node)
         except (psutil.Error, OSError, ValueError):
-            kind = f"{kind} (not possible)"
+            kind += IMPOSSIBLE
         self.done[kind] = self.done.get(kind, 0) + 1
 
     def _strike(self, kind: str, node: str) -> None:
@@ -371,6 +388,29 @@ class Soaked:
     load: float
     """Median of the machine's load average."""
 
+    @property
+    def struck(self) -> int:
+        """Number of faults that were possible."""
+        return sum(n for kind, n in self.faults.items() if not kind.endswith(IMPOSSIBLE))
+
+    @property
+    def longest_limit_s(self) -> float:
+        """Longest time between two steps that is right at this load."""
+        return LONGEST_S * max(1.0, self.load / (LOAD_PER_CORE * (os.cpu_count() or 1)))
+
+    @property
+    def absent(self) -> list[str]:
+        """Processes that should stay, and did not live until the end."""
+        end = max((series.newest for series in self.series), default=0) - RECENT
+        here = {series.name for series in self.series if series.newest >= end}
+        return [name for name in PROCESSES if name not in here]
+
+    @property
+    def missed(self) -> list[str]:
+        """Kinds of faults that were not possible more often than they were."""
+        kinds = dict.fromkeys(kind.removesuffix(IMPOSSIBLE) for kind in self.faults)
+        return [k for k in kinds if self.faults.get(k + IMPOSSIBLE, 0) > self.faults.get(k, 0)]
+
 
 def soak(folder: Path, faults: int, every_s: float, load: int, silence_s: float = 3.0) -> Soaked:
     """Train while `faults` faults strike. Raises RuntimeError if the job ends before."""
@@ -428,14 +468,17 @@ def _watch(job: SoakJob, sampler: Sampler, striker: Faults, seconds: float) -> N
 
 
 def rows(done: Soaked, minutes: float, load: int) -> list[Row]:
+    impossible = sum(done.faults.values()) - done.struck
     found = [
         Row("minutes", minutes, "min", None, "higher"),
         Row("busy processes of the soak", load, "", None, "higher"),
         Row("load average of the machine, median", done.load, "", None, "higher"),
-        Row("faults", sum(done.faults.values()), "", None, "higher"),
+        Row("faults", done.struck, "", None, "higher"),
+        Row("faults that were not possible", impossible, "", None, "lower"),
         Row("steps", done.steps, "", None, "higher"),
-        Row("longest time between two steps", done.longest_s, "s", None, "lower"),
+        Row("longest time between two steps", done.longest_s, "s", done.longest_limit_s, "lower"),
         Row("recoveries", done.events.get("recovery", 0), "", None, "lower"),
+        Row("staying processes that ended early", len(done.absent), "", 0, "lower"),
         Row("processes and files left", len(done.left), "", 0, "lower"),
         Row("event files and logs per step", done.log_bytes / done.steps, "B", None, "lower"),
     ]
@@ -450,10 +493,18 @@ def rows(done: Soaked, minutes: float, load: int) -> list[Row]:
 
 
 def verdict(done: Soaked) -> str:
-    """Return what grew or was left; "": nothing."""
-    grown = [f"{s.name}: {s.figure} from {s.before:g} to {s.after:g}" for s in done.series
+    """Return what was wrong; "": nothing."""
+    wrong = [f"{s.name}: {s.figure} from {s.before:g} to {s.after:g}" for s in done.series
              if not s.flat]  # fmt: skip
-    return "; ".join([*grown, *(f"left: {item}" for item in done.left)])
+    wrong += [f"left: {item}" for item in done.left]
+    wrong += [f"{name} did not live until the end" for name in done.absent]
+    if done.longest_s > done.longest_limit_s:
+        limit = f"{done.longest_limit_s:.0f} s at this load"
+        wrong.append(f"no step for {done.longest_s:.0f} s, the limit is {limit}")
+    wrong += [f"{kind} was mostly not possible" for kind in done.missed]
+    if not done.struck:
+        wrong.append("no fault struck")
+    return "; ".join(wrong)
 
 
 def main() -> int:
@@ -477,7 +528,7 @@ def main() -> int:
     more: dict[str, Any] = {"faults": done.faults, "events": done.events}
     print(", ".join(f"{kind} {count}" for kind, count in done.faults.items()))
     wrong = verdict(done)
-    print(f"not flat: {wrong}" if wrong else "flat: nothing grew, nothing is left")
+    print(f"wrong: {wrong}" if wrong else "right: nothing grew, and nothing is left")
     print(f"written to {write('soak', found, **more)}")
     if not args.keep and not wrong:
         shutil.rmtree(folder.parent)
