@@ -120,6 +120,36 @@ def test_nothing_is_a_checkpoint_before_the_commit(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
+def test_everything_is_durable_before_it_gets_its_final_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a crash of the machine leaves a final name with files that are torn, or empty."""
+    synced: set[int] = set()
+
+    def inode(path: str | Path) -> int:
+        return os.stat(path).st_ino
+
+    def sync(descriptor: int, real: Callable[[int], None] = os.fsync) -> None:
+        real(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def checked(real: Callable[..., None]) -> Callable[..., None]:
+        def rename(source: Path, target: Path) -> None:
+            inside = source.iterdir() if source.is_dir() else ()
+            for path in (source, *inside):
+                assert inode(path) in synced, f"{path.name} is not synced before {target.name}"
+            synced.difference_update({inode(source.parent), inode(target.parent)})
+            real(source, target)
+
+        return rename
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", checked(os.rename))
+    monkeypatch.setattr(os, "replace", checked(os.replace))
+    whole(tmp_path, 4)
+    assert inode(tmp_path) in synced, "the final name is not durable"
+
+
 def test_incomplete_parts_are_not_committed(tmp_path: Path) -> None:
     write_all(tmp_path, 5, skip=(1,))
     with pytest.raises(FieldError, match=r"\(1, 0\)"):

@@ -9,12 +9,14 @@ import pytest
 
 from elastic.agent.health import background
 from elastic.agent.health import monitor as health
-from elastic.agent.health.monitor import MAX_SILENT_SAMPLES, MIN_BYTES, Monitor
+from elastic.agent.health.monitor import MAX_SILENT_SAMPLES, MIN_BYTES, SAMPLE_S, Monitor
+from elastic.core.job.reachability import MAX_AGE_S
 from elastic.core.protocol.health_report import (
     MAX_ENTRIES,
     MAX_TEXT_LENGTH,
     CertificateEnd,
     HealthReport,
+    UnreachablePeer,
 )
 from elastic.domain import codec
 from tests.agent.health.drivers import Driver, reader
@@ -64,6 +66,15 @@ def test_what_could_not_be_written_is_told_at_once_and_counted(tmp_path: Path) -
         made.checkpoint_failed("No space left on device")
     (mishap,) = sampled(made).failed_operations
     assert (mishap.what, mishap.count) == ("checkpoint", 3) and made.sample() is None
+
+
+def test_a_bad_path_is_told_again_before_the_coordinator_forgets_it(tmp_path: Path) -> None:
+    """Several times, because reports may be lost."""
+    made, _ = monitor(tmp_path)
+    made.unreachable((UnreachablePeer("node2", "node2:1", 4.0, "timed out"),))
+    reports = [made.sample() for _ in range(round(MAX_AGE_S / SAMPLE_S))]
+    found = [report.unreachable[0].peer for report in reports if report is not None]
+    assert found == ["node2"] * len(found) and len(found) >= 4
 
 
 def test_links_are_measured_by_copies_of_the_largest_size(tmp_path: Path) -> None:

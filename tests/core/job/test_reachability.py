@@ -117,6 +117,16 @@ def test_former_evidence_counts_for_nothing(changes: dict[str, str]) -> None:
     assert not after_.paths and after_.phase is JobPhase.RUNNING and not log
 
 
+def test_a_report_counts_until_the_next_one_is_due() -> None:
+    """A node whose path is bad reports at least every 20 s."""
+    state = running()
+    first, second = sorted(plan_of(state).nodes())[:2]
+    state, _ = after(state, report(state, first, second))
+    state = wait(state, 25.0)
+    (fault,) = reachability.bad_paths(state, state.members)
+    assert fault.well_since == 0.0
+
+
 def test_a_node_that_stopped_reporting_accuses_nobody_for_ever() -> None:
     state = running()
     first, second = sorted(plan_of(state).nodes())[:2]

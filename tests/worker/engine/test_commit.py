@@ -31,6 +31,7 @@ from tests.worker.engine.plans import roster_of
 from tests.worker.engine.rank_processes import Rank, run_ranks
 
 ROSTER = roster_of([[0, 2], [0, 1]], 3, [(0, 1), (2, 3)])
+THREE = roster_of([[0], [0], [0]], 2, [(0,), (1,), (2,)])
 SINGLE = roster_of([[0]], 1, [tuple(range(130))])
 
 
@@ -146,6 +147,16 @@ def test_holders_that_disagree_do_not_commit(
     assert str(raised.value) == f"step 7: {found.text}"
     decide(rows, ROSTER)  # without exact accumulation the last bits may differ
     decide(altered(rank, layer, device=5, **changes), ROSTER, exact=True)  # and on other devices
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_every_holder_of_a_layer_is_compared(rank: int) -> None:
+    rows = contributions(THREE)
+    shares = list(rows[rank].layers)
+    shares[1] = replace(shares[1], norm_sq=math.nextafter(4.0, 5.0))
+    rows[rank] = replace(rows[rank], layers=tuple(shares))
+    with pytest.raises(DivergenceError, match="step 7: layer 1 "):
+        decide(rows, THREE, exact=True)
 
 
 def test_norms_that_are_not_finite_alike_are_no_divergence() -> None:
