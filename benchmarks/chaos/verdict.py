@@ -124,19 +124,8 @@ def _wrong(run: Finished, reference_sha256: str, lost: str) -> str:
     ledger = {"double": 0, "missing": 0, "proved": case.steps}
     if summary.get("steps") != case.steps or summary.get("ledger") != ledger:
         return f"{summary.get('steps')} steps, ledger {summary.get('ledger')}"
-    missing = [step for step in case.due if step not in run.checkpoints]
-    named = {event["step"]: event for event in _of(run.events, "checkpoint-lost")}
-    for step in missing:
-        if step == case.due[-1] and step == case.steps:
-            why = named.get(step, {}).get("why")
-            return f"the checkpoint of the last step is missing: {why}"
-        if step not in named:
-            return f"the checkpoint of step {step} is missing, and no event names it"
-        if not _excused(run, named[step]):
-            return f"the checkpoint of step {step} was given up: {named[step]['why']}"
-    last = run.checkpoints.get(case.steps, reference_sha256)
-    if last != reference_sha256:
-        return f"the checkpoint of the last step has other parameters: {last}"
+    if problem := _wrong_checkpoint(run, reference_sha256):
+        return problem
     for event in _of(run.events, "lost-steps"):
         if not lost:
             return f"a return to a checkpoint without need: {event.get('why')}"
@@ -144,6 +133,27 @@ def _wrong(run: Finished, reference_sha256: str, lost: str) -> str:
         return f"lost, and no fault explains it: {' '.join(unhurt)}"
     if run.files:
         return f"files are left: {', '.join(run.files[:5])}"
+    return _wrong_agent(run)
+
+
+def _wrong_checkpoint(run: Finished, reference_sha256: str) -> str:
+    missing = [step for step in run.case.due if step not in run.checkpoints]
+    named = {event["step"]: event for event in _of(run.events, "checkpoint-lost")}
+    for step in missing:
+        if step == run.case.due[-1] and step == run.case.steps:
+            why = named.get(step, {}).get("why")
+            return f"the checkpoint of the last step is missing: {why}"
+        if step not in named:
+            return f"the checkpoint of step {step} is missing, and no event names it"
+        if not _excused(run, named[step]):
+            return f"the checkpoint of step {step} was given up: {named[step]['why']}"
+    last = run.checkpoints.get(run.case.steps, reference_sha256)
+    if last != reference_sha256:
+        return f"the checkpoint of the last step has other parameters: {last}"
+    return ""
+
+
+def _wrong_agent(run: Finished) -> str:
     for name, code in run.agent_codes.items():
         if code is None and not _cut_off_at_the_end(run):
             return f"the agent of {name} did not end"

@@ -219,9 +219,10 @@ and at the first step that a node reports to it.""",
         context="""\
 Real runs of 3 to 6 local nodes with random shapes, backup schemes and schedules, each with one to
 four faults at random points; a third of them in network namespaces. A run is right if it ends with
-the parameters of a run without faults, bit for bit, and with all due checkpoints. It may refuse
-with exit code 3 if all copies of a layer were destroyed before the first checkpoint. The result
-file has the seed, the faults and the outcome of each run.""",
+the parameters of a run without faults, bit for bit, and with all due checkpoints, whose files are
+read. It may refuse with exit code 3 if all copies of a layer were destroyed before the first
+checkpoint. A partition mutes the agent on one machine, and pulls a cable in network namespaces. The
+result file has the seed, the faults and the outcome of each run.""",
         rows="^runs|^recoveries|^faults",
         units=(("^runs", "runs"), ("^faults", "faults"), ("^nodes", "nodes")),
     ),
@@ -230,7 +231,8 @@ file has the seed, the faults and the outcome of each run.""",
         title="Soak",
         context="""\
 Training beside busy processes with a fault every 20 s. Each figure of a process, or of the job, is
-compared between the second and the last quarter of the samples.""",
+compared between the second and the last quarter of the samples. A fault whose victim did not run is
+not counted.""",
         rows="^minutes|^busy|^faults|^steps|^longest|^recoveries|^event",
         units=(("processes$", "processes"), ("^faults", "faults"), ("^steps", "steps")),
     ),

@@ -16,8 +16,8 @@ from benchmarks.soak import (
     TOLERANCES,
     Sampler,
     Series,
-    SoakJob,
     Soaked,
+    SoakJob,
     prune,
     rows,
     soak,
@@ -86,7 +86,7 @@ def test_impossible_faults_are_no_faults() -> None:
 def test_a_process_that_ended_early_is_not_flat(ended: str, absent: str, tmp_path: Path) -> None:
     """Its series ends, so nothing in it grows."""
     me = psutil.Process()
-    here = {name: True for name in PROCESSES}
+    here = dict.fromkeys(PROCESSES, True)
 
     def process(name: str) -> psutil.Process:
         if not here[name]:
