@@ -8,6 +8,7 @@ difference to a run without failures.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -56,15 +57,24 @@ def run_of(version: int, value: bytes) -> bytes:
     return bytes(data)
 
 
+@functools.lru_cache(maxsize=16)
+def _values(spec: JobSpec, layer: int) -> tuple[bytes, ...]:
+    """Return the value of a layer after each number of steps, in a run without failures."""
+    values = [initial(layer)]
+    for step in range(spec.n_steps):
+        values.append(updated(values[-1], whole_gradient(spec, step, layer)))
+    return tuple(values)
+
+
+def expected_run(spec: JobSpec, step: int, layer: int) -> bytes:
+    """Return the state of a layer after `step` steps, in a run without failures."""
+    return run_of(step, _values(spec, layer)[step])
+
+
 def expected_sha256(spec: JobSpec) -> str:
     """Return the hash of the parameters after a run without failures."""
-    layers = []
-    for layer in range(spec.n_layers):
-        value = initial(layer)
-        for step in range(spec.n_steps):
-            value = updated(value, whole_gradient(spec, step, layer))
-        layers.append([memoryview(run_of(spec.n_steps, value))])
-    return params_sha256(layers)
+    runs = (expected_run(spec, spec.n_steps, layer) for layer in range(spec.n_layers))
+    return params_sha256([[memoryview(run)] for run in runs])
 
 
 class ModelSum:

@@ -102,6 +102,25 @@ def test_a_missing_checkpoint_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "checkpoint of step 2 is missing" in run(QUIET).problems[0]
 
 
+def test_a_checkpoint_with_the_state_of_another_layer_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its names and sizes are right."""
+    write = checkpoint_directory.write_part
+    states: dict[int, memoryview] = {}
+
+    def mixed(
+        directory: object, step: int, layer: int, shard: int, n_layers: int, tp: int,
+        run: memoryview, *rest: object, **named: object,
+    ) -> object:  # fmt: skip
+        state = states.setdefault(step, memoryview(bytes(run)))
+        return write(directory, step, layer, shard, n_layers, tp, state, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint_directory, "write_part", mixed)
+    problems = run(QUIET).problems
+    assert len(problems) == 6 and all("has a wrong state" in text for text in problems)
+
+
 def test_a_checkpoint_that_is_given_up_without_a_fault_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

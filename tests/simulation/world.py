@@ -41,7 +41,7 @@ from elastic.store import checkpoint_directory
 from elastic.telemetry import read_events
 from tests.simulation import oracles, worker
 from tests.simulation.machine import installed
-from tests.simulation.model import expected_sha256
+from tests.simulation.model import expected_run, expected_sha256
 from tests.simulation.network import Host, Network
 from tests.simulation.primitives import WALL_S
 from tests.simulation.scheduler import Process, Scheduler
@@ -662,12 +662,21 @@ class World:
         return not agent.alive and agent.code not in (-9, EXIT_DRAINED, EXIT_TERMINATED)
 
     def _readable(self, step: int) -> bool:
+        """Whether the checkpoint is complete. Its layers must have the state after this step."""
+        path = Path(self.config.checkpoint_dir) / f"step-{step:08d}"
         try:
-            path = Path(self.config.checkpoint_dir) / f"step-{step:08d}"
-            checkpoint_directory.read_manifest(path)
+            manifest = checkpoint_directory.read_manifest(path)
         except (FieldError, ElasticError) as error:
             self.scheduler.log(f"checkpoint of step {step}: {error}")
             return False
+        for layer in range(self.spec.n_layers):
+            try:
+                found = checkpoint_directory.read_run(path, manifest, layer, 0)
+            except (FieldError, ElasticError) as error:
+                self.violation(f"layer {layer} in the checkpoint of step {step}: {error}")
+                continue
+            if found != expected_run(self.spec, step, layer):
+                self.violation(f"layer {layer} in the checkpoint of step {step} has a wrong state")
         return True
 
     def _clean(self, node: str) -> bool:
