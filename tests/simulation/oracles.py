@@ -29,6 +29,8 @@ HELD_S = 3.0
 WRITING_S = 15.0
 """A node or a disk that fails this long after a checkpoint became due may prevent it."""
 DESTROYS = ("power", "kill", "back", "left")
+FOR_GOOD = ("power", "kill", "left", "unwritten")
+"""Faults without an end."""
 SILENCES = ("pause", "cut-out", "cut-in")
 DELAYS = ("store-away", "lead-pause", "lead-cut", "lead-kill", "lead-amnesia")
 """Faults after which the coordinator hears late of a finished step."""
@@ -194,6 +196,12 @@ def _hit(
     step: int,
     kinds: Sequence[str],
 ) -> bool:
-    """Whether such a fault was there when the checkpoint was due, or soon afterwards."""
+    """Whether such a fault was there when the checkpoint was due, or soon afterwards. One for good
+    came then, or shortly before."""
     first, last = _finished(events, faults, step)
-    return any(f.kind in kinds and f.until >= first and f.at <= last + WRITING_S for f in faults)
+    return any(
+        fault.kind in kinds
+        and fault.at <= last + WRITING_S
+        and (fault.at + WRITING_S if fault.kind in FOR_GOOD else fault.until) >= first
+        for fault in faults
+    )

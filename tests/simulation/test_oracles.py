@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -106,6 +107,15 @@ def test_a_disk_fault_excuses_only_the_checkpoint_of_its_time() -> None:
     assert missing(NAMED, complete={2, 6})
     late = Injected("disk-full", 59.0, 80.0, "node1")
     assert missing(NAMED, full, late, complete={2, 4}), "the last one is never excused"
+
+
+@pytest.mark.parametrize("kind", ["power", "kill", "left", "unwritten"])
+def test_a_node_that_is_gone_excuses_only_the_checkpoint_of_its_time(kind: str) -> None:
+    """The step before the missing checkpoint is finished at 40 s."""
+    assert missing(NAMED, Injected(kind, 1.0, math.inf, "node1"), complete={2, 6})
+    assert not missing(NAMED, Injected(kind, 38.0, math.inf, "node1"), complete={2, 6})
+    assert not missing(NAMED, Injected(kind, 42.0, math.inf, "node1"), complete={2, 6})
+    assert missing(NAMED, Injected(kind, 58.0, math.inf, "node1"), complete={2, 6})
 
 
 def test_a_node_that_is_not_back_at_the_end_excuses_what_it_had_to_write() -> None:
