@@ -15,7 +15,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import StepRecord
 from tests.core.coordinator.test_transitions import halt, running, samples, send_report
-from tests.core.state_access import change_of, plan_of
+from tests.core.state_access import assignment_of, change_of, plan_of
 
 
 def together(state: JobState, *events: Any) -> tuple[JobState, tuple[job.JobAction, ...], str]:
@@ -83,6 +83,35 @@ def test_steps_reported_together_keep_their_durations() -> None:
     assert (
         later.durations == state.durations and later.step_finished_at == state.step_finished_at
     ), "said again"
+
+
+def test_a_step_of_an_undone_epoch_does_not_count() -> None:
+    """A worker of the former epoch finished it, while the others were halted before it."""
+    state = running()
+    following = replace(plan_of(state), epoch=state.epoch + 1)
+    state = state.of(
+        epoch=following.epoch,
+        plan=following,
+        assignment=replace(assignment_of(state), plan=following),
+    )
+    step = max(assignment_of(state).step, state.newest_step + 1)
+    late, *_ = transition(state, stepped(step), state.updated_at)
+    assert (late.logged_step, late.record) == (state.logged_step, state.record)
+    done = replace(stepped(step), epoch=state.epoch)
+    timely, *_ = transition(state, done, state.updated_at)
+    assert timely.logged_step == step and timely.record == done.record
+
+
+def test_a_late_report_of_an_older_epoch_changes_nothing() -> None:
+    state = running()
+    member = state.members["node0"]
+    changes = {"phase": NodePhase.HALTED, "step": 0, "suspects": ("node1",)}
+    late = reported(state, "node0", epoch=state.epoch - 1, **changes)
+    after, actions, _ = transition(state, late, state.updated_at)
+    assert after.members["node0"].report == member.report and not actions
+    timely = replace(late, epoch=state.epoch)
+    after, *_ = transition(state, timely, state.updated_at)
+    assert after.members["node0"].report.phase is NodePhase.HALTED
 
 
 def test_a_repeated_halt_report_from_before_a_fall_back_is_ignored() -> None:
