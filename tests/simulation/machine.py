@@ -54,6 +54,8 @@ from tests.simulation.scheduler import Killed, Process, Scheduler
 
 SHELLS = ("agent", "coordinator", "rpc", "store", "worker", "telemetry", "metrics", "lifeline")
 DISK_BYTES = 100 << 30
+SLOW_DISK_S = 0.5
+"""Time of an operation that waits for a slow disk."""
 
 
 class Disk:
@@ -89,7 +91,7 @@ class Disk:
         os.rename(source, target)
 
     def write(self, descriptor: int, data: bytes) -> int:
-        if process_of(self._scheduler).host.disk_error:
+        if process_of(self._scheduler).host.disk_error is not None:
             self._wait()
         return os.write(descriptor, data)
 
@@ -101,8 +103,8 @@ class Disk:
     def posix_fallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
         host = process_of(self._scheduler).host
         self._scheduler.sleep(nbytes / host.memory_rate)
-        if host.memory_error:
-            raise OSError(host.memory_error, os.strerror(host.memory_error))
+        if host.memory_error is not None:
+            host.memory_error.hit()
         os.posix_fallocate(descriptor, offset, nbytes)
 
     def _wait(self) -> None:
@@ -110,9 +112,14 @@ class Disk:
         if self._scheduler.ending:
             raise Killed
         host = process_of(self._scheduler).host
-        self._scheduler.sleep(host.disk_s * self._scheduler.uniform(0.3, 3.0))
-        if host.disk_error:
-            raise OSError(host.disk_error, os.strerror(host.disk_error))
+        seconds = host.disk_s
+        host.disk_waits += 1
+        if host.disk_slow is not None:
+            host.disk_slow.hit()
+            seconds = SLOW_DISK_S
+        self._scheduler.sleep(seconds * self._scheduler.uniform(0.3, 3.0))
+        if host.disk_error is not None:
+            host.disk_error.hit()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)

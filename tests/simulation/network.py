@@ -14,9 +14,11 @@ port on which nobody listens is refused; one to a host without power, or over a 
 from __future__ import annotations
 
 import itertools
+import os
 import socket as real_socket
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -31,8 +33,24 @@ FIRST_DESCRIPTOR = 1 << 20
 FIN, RESET = "fin", "reset"
 
 
+@dataclass
+class Trouble:
+    """A fault that only shows when something needs the bad part."""
+
+    number: int = 0
+    """Number of the error that is raised."""
+    hits: int = 0
+    """Operations that met the fault."""
+
+    def hit(self) -> None:
+        """Meet the fault. Raises OSError if it has a number."""
+        self.hits += 1
+        if self.number:
+            raise OSError(self.number, os.strerror(self.number))
+
+
 class Host:
-    """A machine. `disk_error` and `memory_error`: error numbers of a bad disk or full memory."""
+    """A machine."""
 
     def __init__(self, network: Network, name: str, address: str) -> None:
         self.network, self.name, self.address = network, name, address
@@ -40,7 +58,11 @@ class Host:
         self.ports: dict[Any, Listener] = {}
         self.next_port = 20000
         self.ends: dict[Endpoint, None] = {}
-        self.disk_error = self.memory_error = 0
+        self.disk_error: Trouble | None = None
+        self.disk_slow: Trouble | None = None
+        self.memory_error: Trouble | None = None
+        self.disk_waits = 0
+        """Operations that have waited for the disk."""
         self.disk_s, self.memory_rate = network.disk_s, network.memory_rate
 
     def power_off(self) -> None:

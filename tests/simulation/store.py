@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from elastic.store.interface import Entry, Lease, StoreUnavailable
+from tests.simulation.network import Trouble
 from tests.simulation.scheduler import Scheduler
 from tests.store.memory import MemoryStore
+
+STATE = "job/state"
+"""Key of the state of the job."""
 
 
 class StoreMachine:
@@ -12,17 +18,27 @@ class StoreMachine:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.content = scheduler, MemoryStore()
-        self.away_until = -1.0
+        self.away: Trouble | None = None
+        """Set while nobody reaches the store."""
+        self.after_write: list[Callable[[], object]] = []
+        """What is called once after the next write of the state."""
         self.latency_s = scheduler.uniform(0.0005, 0.01)
         self.history: list[tuple[float, str, Entry | None]] = []
         """(time, key, entry before) of each write."""
+
+    def wrote(self, key: str, before: Entry | None) -> None:
+        self.history.append((self.scheduler.now, key, before))
+        if key == STATE and before is not None:
+            actions, self.after_write = self.after_write, []
+            for action in actions:
+                action()
 
     def forget(self, seconds: float) -> int:
         """Lose the writes of the state in the last `seconds`; return how many."""
         lost = 0
         while self.history and self.history[-1][0] >= self.scheduler.now - seconds:
             _, key, before = self.history[-1]
-            if before is None or key != "job/state":
+            if before is None or key != STATE:
                 break
             self.history.pop()
             self.content._entries[key] = before
@@ -45,7 +61,7 @@ class SimStore:
         machine = self._machine
         before = machine.content.get(key)
         entry = machine.content.put_if(key, value, expected, token)
-        machine.history.append((machine.scheduler.now, key, before))
+        machine.wrote(key, before)
         self._trip(answer=True)
         return entry
 
@@ -69,6 +85,7 @@ class SimStore:
         machine = self._machine
         scheduler = machine.scheduler
         scheduler.sleep(machine.latency_s * scheduler.uniform(0.5, 2.0))
-        if machine.away_until > scheduler.now:
+        if machine.away is not None:
+            machine.away.hit()
             scheduler.sleep(1.0)
             raise StoreUnavailable("the store does not answer")

@@ -22,7 +22,17 @@ from tests.simulation.model import ModelReplica
 from tests.simulation.network import Endpoint, Network, connect
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.worker import ModelLinks, ModelSteps
-from tests.simulation.world import Fault, Outcome, Scenario, run, scenario_of
+from tests.simulation.world import (
+    PATHS,
+    TRAINING_S,
+    WRITER,
+    Fault,
+    Outcome,
+    Scenario,
+    World,
+    run,
+    scenario_of,
+)
 
 FRESH_S = 8.0
 """Time for fresh seeds."""
@@ -70,6 +80,69 @@ def test_a_seed_decides_everything() -> None:
 def _plain(outcome: Outcome) -> list[str]:
     """The trail without the name of the temporary directory."""
     return [re.sub(r"elastic-simulation-\w+", "", line) for line in outcome.trail]
+
+
+# ---- faults ----
+
+
+def test_faults_of_the_training_count_from_the_first_step() -> None:
+    pause = Fault("lead-pause", 0.5, 0, 0, 0.3)
+    outcome = run(dataclasses.replace(QUIET, faults=(pause,), in_training=True))
+    check(outcome)
+    first = next(number for number, line in enumerate(outcome.trail) if "step 0 is done" in line)
+    (at,) = [number for number, line in enumerate(outcome.trail) if "FAULT" in line]
+    assert at > first
+    times = [float(outcome.trail[number].split()[0]) for number in (first, at)]
+    assert times[1] - times[0] == pytest.approx(0.5, abs=0.001)
+
+
+def test_most_faults_come_during_the_training() -> None:
+    """Also one in ten bad paths lasts for minutes, and the job outlasts it."""
+    scenarios = [scenario_of(seed) for seed in range(1000)]
+    assert all(one.training_s >= TRAINING_S for one in scenarios)
+    faults = [(fault, one) for one in scenarios for fault in one.faults]
+    assert sum(one.in_training for _, one in faults) > 0.7 * len(faults)
+    paths = [(fault, one) for fault, one in faults if fault.kind in PATHS]
+    long = [(fault, one) for fault, one in paths if fault.seconds >= 200.0]
+    assert 0.05 * len(paths) < len(long) < 0.2 * len(paths)
+    for fault, one in long:
+        assert one.training_s > fault.at + fault.seconds
+
+
+@pytest.mark.parametrize(("every", "counts"), [(0, 0), (1, 1)])
+def test_a_full_disk_counts_if_something_is_written(every: int, counts: int) -> None:
+    """The agents of a job without checkpoints do not write."""
+    full = Fault("disk-full", 3.5, 0 if not every else WRITER, 0, 15.0)
+    outcome = run(dataclasses.replace(QUIET, steps=8, checkpoint_every=every, faults=(full,)))
+    assert outcome.injected["disk-full"] == counts
+
+
+def test_a_fault_without_a_victim_does_not_count() -> None:
+    """Workers start later."""
+    outcome = run(dataclasses.replace(QUIET, faults=(Fault("worker-stop", 1.0, 0, 0, 0.0),)))
+    assert not outcome.injected
+    assert any("no victim" in line for line in outcome.trail)
+
+
+def test_the_next_worker_of_the_same_node_is_mute() -> None:
+    """A worker of another node starts before it."""
+    faults = (Fault("worker-kill", 3.0, 0, 0, 0.0), Fault("worker-mute", 3.001, 1, 0, 0.0))
+    worlds: list[World] = []
+    outcome = run(dataclasses.replace(QUIET, faults=faults), worlds.append)
+    check(outcome)
+    workers = worlds[0].workers.values()
+    assert [one.host.name for one in workers if "mute" in one.local] == ["node1"]
+    assert outcome.injected == {"worker-kill": 1, "worker-mute": 1}
+
+
+@pytest.mark.parametrize(("after_write", "counts"), [(True, 1), (False, 0)])
+def test_a_store_that_forgets_counts_if_a_write_is_lost(after_write: bool, counts: int) -> None:
+    """At a random time the newest write is mostly too old."""
+    amnesia = Fault("lead-amnesia", 2.2, 0, 0, 1.0, after_write)
+    outcome = run(dataclasses.replace(QUIET, faults=(amnesia,)))
+    check(outcome)
+    assert outcome.injected["lead-amnesia"] == counts
+    assert any("the store has lost 0 writes" in line for line in outcome.trail) is not after_write
 
 
 # ---- the oracles find what they should ----

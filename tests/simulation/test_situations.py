@@ -122,6 +122,8 @@ def test_healthy_nodes_never_end_a_job() -> None:
 PAIRS = tuple(itertools.combinations(range(4), 2))
 AWAY_S, BOUND_S = 15.0, 10.0
 """Length of a cut, and the time after which training must continue."""
+MINUTES_S = 220.0
+"""Length of a cut that is longer than all limits of the product for bad paths."""
 LOOK_S = 0.0001
 """Pause between two looks at the phases; they last two latencies at least."""
 CRASH = Fault("worker-kill", 4.0, 0, 0, 0.0)
@@ -151,7 +153,7 @@ def cut(pair: tuple[int, int], ways: str, moment: str) -> Outcome:
             if any(state.phase is phase and state.epoch >= epoch for state in states):
                 cut_at.append(world.scheduler.now)
                 far = other if other < one else other - 1
-                world._inject(Fault(kind, world.scheduler.now, one, far, AWAY_S))
+                world.inject(Fault(kind, world.scheduler.now, one, far, AWAY_S))
             else:
                 world.scheduler.at(LOOK_S, look)
 
@@ -180,6 +182,29 @@ def cut(pair: tuple[int, int], ways: str, moment: str) -> Outcome:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_training_continues_without_one_path(moment: str) -> None:
     cut(random.choice(PAIRS), random.choice(("there", "back", "both")), moment)
+
+
+def test_a_path_that_is_bad_for_minutes_costs_two_changes() -> None:
+    """One when it becomes bad, and one when it is well again. Reports about it must stay valid for
+    as long as it is bad."""
+    ends = 6.0 + MINUTES_S
+    scenario = dataclasses.replace(
+        QUIET,
+        seed=secrets.randbits(32),
+        nodes=4,
+        steps=95,
+        microbatch_s=0.8,
+        checkpoint_every=50,
+        faults=(Fault("cut-pair", 6.0, 0, 1, MINUTES_S),),
+    )
+    outcome = run(scenario)
+    check(outcome)
+    assert outcome.code == 0 and not of(outcome.events, "lost"), outcome.text()
+    plans = [event["at"] for event in of(outcome.events, "plan")]
+    start, away, back = plans
+    assert start < 6.0 < away < 6.0 + BOUND_S and ends < back < ends + BOUND_S, plans
+    steps = [event["at"] for event in of(outcome.events, "step")]
+    assert max(b - a for a, b in itertools.pairwise(steps)) < BOUND_S and steps[-1] > ends
 
 
 @pytest.mark.chaos

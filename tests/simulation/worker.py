@@ -38,8 +38,8 @@ from tests.simulation.scheduler import Process
 
 def main(world: Any, process: Process, env: dict[str, str]) -> int:
     """Run a worker until the job is over; return its exit code."""
-    if world.mute_starts:
-        world.mute_starts -= 1
+    if world.mute_starts[process.host.name]:
+        world.mute_starts[process.host.name].pop().hit()
         process.local["mute"] = True
         world.scheduler.pause(None)
     world.scheduler.sleep(world.scheduler.uniform(0.2, 1.0))
@@ -264,7 +264,8 @@ class ModelSteps:
         world.scheduler.sleep(world.microbatch_s * world.scheduler.uniform(0.5, 1.5))
         local = self._links.process.local
         # The CPU time of an epoch's first step counts as progress, for ten minutes.
-        while local.get("spins") and local.get("epoch") == self._links.epoch:
+        while "spins" in local and local.get("epoch") == self._links.epoch:
+            local["spins"].hit()
             world.scheduler.sleep(0.2)
         layers = self._member.layers
         above, below = max(layers) + 1, min(layers)

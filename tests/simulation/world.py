@@ -15,8 +15,8 @@ import random
 import shutil
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from benchmarks.chaos.verdict import layers_lost
 from elastic.agent import service as agent_service
 from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator import service as coordinator_service
+from elastic.core.job.checkpoints import MAX_PENDING
 from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.store_spec import StoreSpec
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
@@ -42,7 +43,7 @@ from elastic.telemetry import read_events
 from tests.simulation import oracles, worker
 from tests.simulation.machine import installed
 from tests.simulation.model import expected_run, expected_sha256
-from tests.simulation.network import Host, Network
+from tests.simulation.network import Host, Network, Trouble
 from tests.simulation.primitives import WALL_S
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.store import SimStore, StoreMachine
@@ -68,6 +69,25 @@ HANGS = ("worker-stop", "worker-spin", "worker-mute")
 WORKER_KINDS = ("worker-kill", *HANGS)
 MEMORY = ("memory-full", "no-slots")
 DISK = ("disk-full", "disk-error")
+PATHS = ("cut-path", "cut-pair", "slow-path")
+STORAGE = {
+    "memory-full": ("memory_error", errno.ENOSPC),
+    "no-slots": ("memory_error", errno.EMFILE),
+    "disk-full": ("disk_error", errno.ENOSPC),
+    "disk-error": ("disk_error", errno.EIO),
+    "disk-slow": ("disk_slow", 0),
+}
+"""Per fault: (attribute of the host, number of the error)."""
+LENGTHS_S, LASTING_S, LONG_PATH_S = (0.3, 1.0, 2.5, 6.0, 15.0), (2.5, 6.0, 15.0, 30.0), (200, 250)
+"""Lengths of most faults, of those that need a victim's operation, and of a long bad path."""
+SHARE, MESSAGES = 0.4, 4
+"""For the expected length of a step: share of its micro-batches on one node, and messages."""
+TRAINING_S, LONG_JOB_S = 4.0, 300.0
+"""Least expected lengths of the training: of a job, and of one that outlasts a long bad path."""
+WRITER = -1
+"""In the place of a node's number: one that has written to its disk."""
+WRITTEN_S = 0.1
+"""A fault after a write comes at most this long after it."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +112,8 @@ class Fault:
     node: int
     other: int
     seconds: float
+    after_write: bool = False
+    """Whether the fault comes soon after the next write of the coordinator's state."""
 
 
 NODE_KINDS = (
@@ -134,44 +156,93 @@ class Scenario:
     """Share of the calls of a primitive at which another thread may run first."""
     grace_s: float = 0.0
     """Time that a node has to leave after a signal; with several coordinators it has none."""
+    in_training: bool = False
+    """Whether the times of the faults count from the first finished step."""
+
+    @property
+    def training_s(self) -> float:
+        """Expected time of all steps."""
+        return self.steps * _step_s(self.microbatches, self.microbatch_s, self.latency_s)
+
+
+def _step_s(microbatches: int, microbatch_s: float, latency_s: float) -> float:
+    """Return the expected length of a step."""
+    return SHARE * microbatches * microbatch_s + MESSAGES * latency_s
 
 
 def scenario_of(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
-    steps, microbatches = rng.choice((4, 6, 8, 12)), rng.choice((3, 4, 6))
-    microbatch_s = rng.choice((0.05, 0.2, 0.4))
-    last_s = 3.5 + 0.4 * steps * microbatches * microbatch_s
-    first_s, together = rng.uniform(1.0, last_s), rng.random() < 0.5
-    faults: list[Fault] = []
-    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
-        kinds = rng.choices((VAULT_LOST, NODE_KINDS, LEAD_KINDS), (2, 5, 2))[0]
-        kind = rng.choice(kinds)
-        lost = any(fault.kind in VAULT_LOST for fault in faults)
-        if kind in VAULT_LOST and lost and rng.random() < 0.7:
-            kind = "cut-path"
-        seconds = rng.choice((0.3, 1.0, 2.5, 6.0, 15.0))
-        at = first_s + rng.uniform(0.0, 2.0) if together else rng.uniform(1.0, last_s)
-        faults.append(Fault(kind, round(at, 3), rng.randrange(8), rng.randrange(8), seconds))
+    microbatches, microbatch_s = rng.choice((3, 4, 6)), rng.choice((0.1, 0.2, 0.4))
+    latency_s = rng.choice((0.0002, 0.0002, 0.005, 0.04, 0.1))
+    in_training, kinds = rng.random() < 0.75, _kinds(rng)
+    long = rng.random() < 0.15 and any(kind in PATHS for kind in kinds)
+    if long:
+        microbatch_s = 0.8
+    step_s = _step_s(microbatches, microbatch_s, latency_s)
+    least_s = LONG_JOB_S if long else TRAINING_S
+    steps = max(rng.choice((4, 6, 8, 12)), math.ceil(least_s / step_s))
+    disk_s = rng.choice((0.001, 0.001, 0.05))
+    every = rng.choice((1, 2, 3) if {*kinds} & {*DISK, "disk-slow"} else (0, 1, 2, 3))
+    if every and disk_s > 0.01:
+        every = max(every, math.ceil(steps / MAX_PENDING))
+    first_s = 0.0 if in_training else 1.0
+    last_s = 0.8 * min(steps * step_s, 25.0) if in_training else 5.0 + MESSAGES * latency_s
     return Scenario(
         seed=seed,
         nodes=rng.choice((2, 3, 3, 4, 5)),
         coordinators=rng.choice((1, 1, 2)),
         steps=steps,
         microbatches=microbatches,
-        checkpoint_every=rng.choice((0, 1, 2, 3)),
+        checkpoint_every=every,
         backup=rng.choice(SCHEMES),
-        latency_s=rng.choice((0.0002, 0.0002, 0.005, 0.04, 0.1)),
+        latency_s=latency_s,
         rate=rng.choice((3e4, 1e6, 5e6, 1e8)),
         microbatch_s=microbatch_s,
-        faults=tuple(sorted(faults, key=lambda f: f.at)),
+        faults=_faults(rng, kinds, first_s, last_s, long),
         memory_rate=rng.choice((64e6, 64e6, 1e5)),
-        disk_s=rng.choice((0.001, 0.001, 0.05)),
+        disk_s=disk_s,
         ask_bytes=rng.choice((4096, 4 << 20)),
         verify_every=rng.choice((0, 1, 3)),
         shared=rng.random() < 0.5,
         preemption=rng.choice((0.01, 0.05, 0.3)),
         grace_s=rng.choice((0.0, 5.0, 30.0)),
+        in_training=in_training,
     )
+
+
+def _kinds(rng: random.Random) -> list[str]:
+    """Return the kinds of a scenario's faults. Few scenarios lose the memory of two nodes."""
+    kinds: list[str] = []
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
+        kind = rng.choice(rng.choices((VAULT_LOST, NODE_KINDS, LEAD_KINDS), (2, 5, 2))[0])
+        if kind in VAULT_LOST and {*kinds} & {*VAULT_LOST} and rng.random() < 0.7:
+            kind = "cut-path"
+        kinds.append(kind)
+    return kinds
+
+
+def _faults(
+    rng: random.Random, kinds: Sequence[str], first_s: float, last_s: float, long: bool
+) -> tuple[Fault, ...]:
+    """Return faults between these times. `long`: the first bad path stays bad for minutes."""
+    faults: list[Fault] = []
+    start_s, together = rng.uniform(first_s, last_s), rng.random() < 0.5
+    for kind in kinds:
+        lasting = kind in (*MEMORY, *DISK, "lead-disk")
+        seconds = rng.choice(LASTING_S if lasting else LENGTHS_S)
+        if long and kind in PATHS:
+            seconds, long = round(rng.uniform(*LONG_PATH_S)), False
+        at = start_s + rng.uniform(0.0, 2.0) if together else rng.uniform(first_s, last_s)
+        written = kind == "lead-amnesia" or (kind in LEAD_KINDS and rng.random() < 0.3)
+        node, other = rng.randrange(8), rng.randrange(8)
+        if kind in (*DISK, "disk-slow") and rng.random() < 0.8:
+            node = WRITER
+        faults.append(Fault(kind, round(at, 3), node, other, seconds, after_write=written))
+        if kind in MEMORY and rng.random() < 0.7:
+            at += rng.uniform(0.1, 1.0)
+            kind = rng.choice(("worker-kill", "back", "join"))  # memory is needed
+            faults.append(Fault(kind, round(at, 3), rng.randrange(8), 0, 1.0))
+    return tuple(sorted(faults, key=lambda fault: fault.at))
 
 
 @dataclass
@@ -212,7 +283,7 @@ class World:
         )
         self.meetings: dict[int, dict[int, worker.ModelLinks]] = {}
         self.problems: list[str] = []
-        self.injected: Counter[str] = Counter()
+        self._injected: Counter[str] = Counter()
         self.faults: list[oracles.Injected] = []
         """What was carried out."""
         self.left_s = 0.0
@@ -222,8 +293,10 @@ class World:
         self._values: dict[tuple[int, str], list[tuple[object, Any]]] = {}
         """(fault, value) of each attribute that faults have changed; the first is the value without
         a fault."""
-        self.mute_starts = 0
-        """Number of the next workers that hang before they attach."""
+        self.mute_starts: dict[str, list[Trouble]] = defaultdict(list)
+        """Per node: one entry for each of its next workers that hangs before it attaches."""
+        self._troubles: list[tuple[str, Trouble]] = []
+        """(kind of fault, trouble) of faults that count when something has met them."""
         self.well_at = 0.0
         """Time at which all faults so far are over."""
         self.moved_at = 0.0
@@ -265,8 +338,8 @@ class World:
             self._start_lead(slot)
         for _ in range(scenario.nodes):
             self._join()
-        for fault in scenario.faults:
-            self.scheduler.at(fault.at, lambda fault=fault: self._inject(fault))  # type: ignore[misc]
+        if not scenario.in_training:
+            self._plan_faults()
         self.scheduler.at(WATCH_S, self._watch)
 
     # ---- what the stand-ins need ----
@@ -303,6 +376,8 @@ class World:
         return ProcessSample(rank, process.stopped, self._cpu[pid] / 10)
 
     def step_done(self, step: int, links: worker.ModelLinks) -> None:
+        if not self.moved_at and self.scenario.in_training:
+            self._plan_faults()
         self.moved_at = self.scheduler.now
         links.process.local["epoch"] = links.epoch
         self.scheduler.log(f"step {step} is done on {links.process.name} (epoch {links.epoch})")
@@ -376,62 +451,125 @@ class World:
 
     # ---- faults ----
 
-    def _inject(self, fault: Fault) -> None:
+    def _plan_faults(self) -> None:
+        for fault in self.scenario.faults:
+            self.scheduler.at(fault.at, lambda fault=fault: self.inject(fault))  # type: ignore[misc]
+
+    @property
+    def injected(self) -> Counter[str]:
+        """Faults with an effect, by kind: the victim was there, and something met the fault."""
+        return self._injected + Counter(kind for kind, one in self._troubles if one.hits)
+
+    def inject(self, fault: Fault) -> None:
+        """Carry out a fault now, or after the next write of the coordinator's state."""
+        if not fault.after_write:
+            self._carry_out(fault)
+            return
+
+        def wrote() -> None:
+            pause_s = self.scheduler.uniform(0.0, WRITTEN_S)
+            self.scheduler.at(pause_s, lambda: self._carry_out(fault))
+
+        self.store.after_write.append(wrote)
+
+    def _carry_out(self, fault: Fault) -> None:
         if self.ended_at is not None:
             return
-        kind, seconds = fault.kind, fault.seconds
+        kind, now = fault.kind, self.scheduler.now
+        of_lead = kind in LEAD_KINDS
+        victim = self._living_lead(fault) if of_lead else self._living_node(fault)
+        if victim is None and kind != "store-away":
+            self.scheduler.log(f"no victim of {fault}")
+            return
+        self.scheduler.log(f"FAULT {fault}")
+        over = now + (0.0 if kind in PERMANENT and kind != "back" else fault.seconds)
+        self.well_at = max(self.well_at, over)
+        host = "" if of_lead or victim is None else victim.host.name
+        until = math.inf if kind in ("power", "kill") else over
+        self.faults.append(oracles.Injected(kind, now, until, host))
+        if of_lead:
+            self._hurt_lead(fault, victim)
+        else:
+            assert victim is not None
+            self._hurt_node(fault, victim)
+
+    def _living_lead(self, fault: Fault) -> Process | None:
+        chosen = self.leads[fault.node % len(self.lead_hosts)]
+        return next((one for one in (chosen, *self.leads.values()) if one.alive), None)
+
+    def _living_node(self, fault: Fault) -> Process | None:
+        """Return the agent of the node that the fault names, or one that can have the fault."""
         living = [one for one in self.agents.values() if one.alive]
         if not living:
-            return
-        self.injected[kind] += 1
-        self.scheduler.log(f"FAULT {fault}")
-        now = self.scheduler.now
-        over = now + (0.0 if kind in PERMANENT and kind != "back" else seconds)
-        self.well_at = max(self.well_at, over)
-        if kind.startswith("lead") or kind == "store-away":
-            self.faults.append(oracles.Injected(kind, now, over, ""))
-            self._hurt_lead(kind, fault)
-        else:
-            self._hurt_node(fault, living, over)
+            return None
+        first = fault.node % len(living)
+        return next(
+            (one for one in living[first:] + living[:first] if self._fits(fault, one)), None
+        )
 
-    def _hurt_node(self, fault: Fault, living: list[Process], over: float) -> None:
-        kind, seconds, now = fault.kind, fault.seconds, self.scheduler.now
-        process = living[fault.node % len(living)]
+    def _fits(self, fault: Fault, agent: Process) -> bool:
+        """Whether the agent can have the fault."""
+        if fault.kind in WORKER_KINDS:
+            return bool(self._workers(agent))
+        if fault.kind == "drain":
+            drained = any(f.kind == "drain" and f.node == agent.host.name for f in self.faults)
+            return "service" in agent.local and not drained
+        if fault.node == WRITER:
+            return bool(agent.host.disk_waits)
+        if fault.kind in PATHS:
+            return any(one.alive and one is not agent for one in self.agents.values())
+        return True
+
+    def _workers(self, agent: Process) -> list[Process]:
+        """Return the living workers on the host of the agent."""
+        return [one for one in self.workers.values() if one.alive and one.host is agent.host]
+
+    def _trouble(self, fault: Fault, number: int = 0) -> Trouble:
+        """Return a trouble. The fault counts if something meets it."""
+        trouble = Trouble(number)
+        self._troubles.append((fault.kind, trouble))
+        return trouble
+
+    def _hurt_node(self, fault: Fault, process: Process) -> None:
+        kind, seconds = fault.kind, fault.seconds
         host: Host = process.host
-        others: list[Host] = [one.host for one in living if one is not process] or [host]
-        other = others[fault.other % len(others)]
-        own = [one for one in self.workers.values() if one.alive and one.host is host]
-        gone = kind in ("power", "kill")
-        self.faults.append(oracles.Injected(kind, now, math.inf if gone else over, host.name))
+        if kind in (*MEMORY, *DISK, "disk-slow"):
+            self._hurt_storage(fault, host)
+            return
+        if kind in WORKER_KINDS:
+            self._hurt_worker(fault, self._workers(process)[0])
+            return
+        self._injected[kind] += 1
         if kind.startswith("cut") or kind == "slow-path":
-            self._hurt_links(fault, host, other)
+            living = [one for one in self.agents.values() if one.alive and one is not process]
+            others: list[Host] = [one.host for one in living] or [host]
+            self._hurt_links(fault, host, others[fault.other % len(others)])
         elif kind == "reset":
             self.network.reset(host)
-        elif kind in (*MEMORY, *DISK, "disk-slow"):
-            self._hurt_storage(fault, host)
         elif kind in VAULT_LOST:
             self._lose(process, silent=kind == "power", back_s=seconds if kind == "back" else 0)
         elif kind == "pause":
-            self._pause([process, *own], seconds)
+            self._pause([process, *self._workers(process)], seconds)
         elif kind == "join":
             self._join()
-        elif kind == "drain" and "service" in process.local:
+        elif kind == "drain":
             process.local["service"].leave()
             if not self.config.grace_s:
-                self.faults.append(oracles.Injected("unwritten", now, math.inf, host.name))
-        elif kind in WORKER_KINDS and own:
-            self._hurt_worker(kind, own[0])
+                left = oracles.Injected("unwritten", self.scheduler.now, math.inf, host.name)
+                self.faults.append(left)
 
-    def _hurt_worker(self, kind: str, process: Process) -> None:
-        match kind:
+    def _hurt_worker(self, fault: Fault, process: Process) -> None:
+        match fault.kind:
             case "worker-kill":
+                self._injected[fault.kind] += 1
                 process.end(-9)
             case "worker-stop":
+                self._injected[fault.kind] += 1
                 process.stop()
             case "worker-spin":
-                process.local["spins"] = True
+                process.local["spins"] = self._trouble(fault)
             case "worker-mute":
-                self.mute_starts += 1
+                self.mute_starts[process.host.name].append(self._trouble(fault))
                 process.end(-9)
 
     def _hurt_links(self, fault: Fault, host: Host, other: Host) -> None:
@@ -454,28 +592,28 @@ class World:
                 self._for_a_while(link, "rate", link.rate / 100, seconds)
 
     def _hurt_storage(self, fault: Fault, host: Host) -> None:
-        kind, seconds = fault.kind, fault.seconds
-        if kind == "disk-slow":
-            self._for_a_while(host, "disk_s", 0.5, seconds)
-        elif kind in MEMORY:
-            number = errno.ENOSPC if kind == "memory-full" else errno.EMFILE
-            self._for_a_while(host, "memory_error", number, seconds)
-        else:
-            number = errno.ENOSPC if kind == "disk-full" else errno.EIO
-            self._for_a_while(host, "disk_error", number, seconds)
+        name, number = STORAGE[fault.kind]
+        self._for_a_while(host, name, self._trouble(fault, number), fault.seconds)
 
-    def _hurt_lead(self, kind: str, fault: Fault) -> None:
-        slot = fault.node % len(self.lead_hosts)
-        host, process, seconds = self.lead_hosts[slot], self.leads[slot], fault.seconds
+    def _hurt_lead(self, fault: Fault, process: Process | None) -> None:
+        kind, seconds = fault.kind, fault.seconds
+        if process is None or kind == "store-away":
+            self._for_a_while(self.store, "away", self._trouble(fault), seconds)
+            return
+        slot, host = next((n, one.host) for n, one in self.leads.items() if one is process)
+        if kind == "lead-disk":
+            self._for_a_while(host, "disk_error", self._trouble(fault, errno.ENOSPC), seconds)
+            return
+        self._injected[kind] += kind != "lead-amnesia"
         match kind:
             case "lead-kill" | "lead-amnesia":
-                if process.alive:
-                    process.code = -9
-                    process.end(-9)
-                    if kind == "lead-amnesia":
-                        lost = self.store.forget(self.scheduler.uniform(0.1, 0.5))
-                        self.scheduler.log(f"the store has lost {lost} writes")
-                    self.scheduler.at(seconds, lambda: self._start_lead(slot))
+                process.code = -9
+                process.end(-9)
+                if kind == "lead-amnesia":
+                    lost = self.store.forget(self.scheduler.uniform(0.1, 0.5))
+                    self.scheduler.log(f"the store has lost {lost} writes")
+                    self._injected[kind] += lost > 0
+                self.scheduler.at(seconds, lambda: self._start_lead(slot))
             case "lead-pause":
                 self._pause([process], seconds)
             case "lead-cut":
@@ -484,10 +622,6 @@ class World:
                     self.network.cut(one.host, host, seconds)
             case "lead-reset":
                 self.network.reset(host)
-            case "lead-disk":
-                self._for_a_while(host, "disk_error", errno.ENOSPC, seconds)
-            case "store-away":
-                self.store.away_until = max(self.store.away_until, self.scheduler.now + seconds)
 
     def _lose(self, process: Process, silent: bool, back_s: float) -> None:
         host: Host = process.host
