@@ -341,6 +341,10 @@ class SimSocket:
         self._where: Any = None
         self._number = sockets.numbered(self)
 
+    def __hash__(self) -> int:
+        """The order of a set of sockets is the same in each run of a seed."""
+        return self._number
+
     @property
     def _host(self) -> Host:
         return self._process.host  # type: ignore[no-any-return]
