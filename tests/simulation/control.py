@@ -24,13 +24,12 @@ from elastic.domain.errors import ElasticError, FieldError, StaleError, UsageErr
 from elastic.rpc.control.broadcast import BroadcastEncoder
 from elastic.rpc.control.channel_options import (
     CONNECT_TIMEOUT_S,
-    RETRY_MAX_S,
-    RETRY_MIN_S,
     addresses_of,
 )
 from elastic.rpc.control.client import Unreachable
 from elastic.rpc.control.envelope import Envelope, from_wire, pack, to_wire, unpack
 from elastic.rpc.control.event_loop import Dispatcher, run_callback
+from elastic.rpc.control.reconnect_pauses import ReconnectPauses
 from elastic.rpc.control.round_trips import PING_S, SAMPLES, RoundTrips
 from tests.simulation.network import Endpoint, Listener, connect
 from tests.simulation.primitives import Executor, SimFuture, SimpleQueue, SimThread, process_of
@@ -279,7 +278,7 @@ class SimCoordinatorSession:
         self._dispatcher = Dispatcher(f"rpc-{sender}")
         self._loop = loop_of(scheduler)
         for one in addresses_of(address):
-            self._loop.call_soon_threadsafe(self._attempt, one, RETRY_MIN_S)
+            self._loop.call_soon_threadsafe(self._attempt, one, ReconnectPauses())
 
     @property
     def up(self) -> bool:
@@ -324,20 +323,18 @@ class SimCoordinatorSession:
 
     # ---- on the loop ----
 
-    def _attempt(self, address: str, delay_s: float) -> None:
+    def _attempt(self, address: str, pauses: ReconnectPauses) -> None:
         if self._closed:
             return
         began, tried = self._scheduler.now, {"over": False}
 
-        def again() -> None:
+        def again(followed: bool = False) -> None:
             if tried["over"]:
                 return
             tried["over"] = True
-            lived = self._scheduler.now - began > RETRY_MAX_S
-            wait_s = RETRY_MIN_S if lived else min(2 * delay_s, RETRY_MAX_S)
-            self._loop.call_later(
-                self._scheduler.uniform(wait_s / 2, wait_s), self._attempt, address, wait_s
-            )
+            pause_s = pauses.after(self._scheduler.now - began, followed=followed)
+            wait_s = self._scheduler.uniform(pause_s / 2, pause_s)
+            self._loop.call_later(wait_s, self._attempt, address, pauses)
 
         def done(found: Any) -> None:
             self._loop.wake_with(lambda: self._connected(address, found, tried, again))
@@ -346,10 +343,10 @@ class SimCoordinatorSession:
         self._loop.call_later(CONNECT_TIMEOUT_S, lambda: None if "wire" in tried else again())
 
     def _connected(
-        self, address: str, found: Any, tried: dict[str, Any], again: Callable[[], None]
+        self, address: str, found: Any, tried: dict[str, Any], again: Callable[[bool], None]
     ) -> None:
         if not isinstance(found, Endpoint):
-            again()
+            again(False)
             return
         if tried["over"] or self._closed:
             found.close()
@@ -359,9 +356,10 @@ class SimCoordinatorSession:
 
         def ended(reason: str) -> None:
             self._wires.pop(wire, None)
-            if wire is self._active:
+            followed = wire is self._active
+            if followed:
                 self._unfollow(reason)
-            again()
+            again(followed)
 
         wire = _Wire(
             self._loop, found, self._keepalive_s, lambda item: self._item(wire, item), ended

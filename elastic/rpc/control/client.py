@@ -31,7 +31,6 @@ from elastic.rpc.control.channel_options import (
     PROTOCOL_KEY,
     REFUSED_RETRY_MAX_S,
     RETRY_MAX_S,
-    RETRY_MIN_S,
     TERM,
     addresses_of,
     client_options,
@@ -54,6 +53,7 @@ from elastic.rpc.control.envelope import (
     unpack_call,
 )
 from elastic.rpc.control.event_loop import Dispatcher, ended, event_loop, run
+from elastic.rpc.control.reconnect_pauses import ReconnectPauses
 from elastic.rpc.control.round_trips import RoundTrips
 from elastic.rpc.frames import version_in, version_text
 from elastic.rpc.security import tls
@@ -173,7 +173,7 @@ class CoordinatorSession:
 
     async def _keep_up(self, address: str, keepalive_s: float) -> None:
         """Open streams to `address`, one after another, with pauses. gRPC itself reconnects."""
-        delay_s = RETRY_MIN_S
+        pauses = ReconnectPauses()
         while True:
             stamp = self._stamp()
             async with _channel(
@@ -181,19 +181,20 @@ class CoordinatorSession:
             ) as channel:
                 while self._stamp() == stamp:
                     started = time.monotonic()
-                    await self._attempt(address, channel)
-                    lived = time.monotonic() - started > RETRY_MAX_S
-                    longest = REFUSED_RETRY_MAX_S if address in self._refusals else RETRY_MAX_S
-                    delay_s = RETRY_MIN_S if lived else min(2 * delay_s, longest)
-                    await asyncio.sleep(random.uniform(delay_s / 2, delay_s))
+                    followed = await self._attempt(address, channel)
+                    lasted_s = time.monotonic() - started
+                    longest_s = REFUSED_RETRY_MAX_S if address in self._refusals else RETRY_MAX_S
+                    pause_s = pauses.after(lasted_s, followed=followed, longest_s=longest_s)
+                    await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
 
     def _stamp(self) -> tls.Stamp:
         """Return a value that changes with the certificates; new connections use the new ones."""
         certificates = self._secure.certificates
         return certificates.stamp() if certificates is not None else ()
 
-    async def _attempt(self, address: str, channel: grpc.aio.Channel) -> None:
-        """Prove this side's identity if that is required, and use one stream until it ends."""
+    async def _attempt(self, address: str, channel: grpc.aio.Channel) -> bool:
+        """Prove this side's identity if that is required, and use one stream until it ends. Return
+        whether the stream was followed."""
         stub = CoordinatorStub(channel)
         metadata: tuple[tuple[str, str], ...] = (
             ("sender", self.sender),
@@ -213,12 +214,14 @@ class CoordinatorSession:
                 # The next attempt reports why there is no connection.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
-                return
+                return False
             except ElasticError as error:
                 REJECTIONS.count("agent", Reason.TOKEN, address, error)
                 self._no_stream(address, str(error))
-                return
-        await self._stream(address, stub, stub.session(metadata=metadata, wait_for_ready=True))
+                return False
+        return await self._stream(
+            address, stub, stub.session(metadata=metadata, wait_for_ready=True)
+        )
 
     async def _why_silent(self, stub: CoordinatorStub) -> str:
         """Return why there is no connection. A stream waits for one, but a request tells."""
@@ -235,14 +238,16 @@ class CoordinatorSession:
             log.info("%s: no stream to %s: %s", self.sender, address, why)
         self._problems[address] = why
 
-    async def _stream(self, address: str, stub: CoordinatorStub, call: Any) -> None:
-        """Use one stream until it ends, or return soon if there is no connection for it."""
+    async def _stream(self, address: str, stub: CoordinatorStub, call: Any) -> bool:
+        """Use one stream until it ends, or return soon if there is no connection for it. Return
+        whether it was followed."""
         tasks: list[asyncio.Task[None]] = []
-        reason = "closed"
+        reason, followed = "closed", False
         try:
             reason = await self._open(address, stub, call)
             if reason:
-                return
+                return False
+            followed = True
             self._problems.pop(address, None)
             outbox: asyncio.Queue[Envelope] = asyncio.Queue()
             tasks.append(asyncio.create_task(_write(outbox, call)))
@@ -280,6 +285,7 @@ class CoordinatorSession:
                 self._unfollow(reason)
             else:
                 self._no_stream(address, reason)
+        return followed
 
     async def _open(self, address: str, stub: CoordinatorStub, call: Any) -> str:
         """Wait until a coordinator opens the stream, and follow it; return why not, or ""."""
