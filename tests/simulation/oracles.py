@@ -68,9 +68,18 @@ def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -
             _destroyed(own, joined, decided, at)
             or _silenced(own, decided, at)
             or _reset_while_cut(own, at)
+            or _known_lost(events, event)
         ):
             wrong.append(f"{node} was lost at {at:.3f} although it was well: {event['why']}")
     return wrong
+
+
+def _known_lost(events: Sequence[dict[str, Any]], event: dict[str, Any]) -> bool:
+    """Whether the node was lost before, and has not joined since: the store forgot the loss."""
+    before = events[: next(i for i, one in enumerate(events) if one is event)]
+    own = (one["kind"] for one in before if one.get("node") == event["node"])
+    last = [kind for kind in own if kind in ("joined", "lost")][-1:]
+    return event.get("loss") == "replaced" and last == ["lost"]
 
 
 def _decided_from(

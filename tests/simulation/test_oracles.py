@@ -51,6 +51,18 @@ def test_a_loss_is_written_when_the_store_is_back() -> None:
     assert healthy_lost(lost(30.0), [cut, away])
 
 
+def test_a_loss_that_the_store_forgot_is_found_again() -> None:
+    """A paused node is lost, and its next incarnation joins a coordinator that knows only the
+    former one."""
+    pause = [Injected("pause", 2.0, 8.0, "node1")]
+    again = {"kind": "lost", "at": 20.9, "node": "node1", "why": "came back", "loss": "replaced"}
+    before = lost(4.8, joined=0.4)
+    assert not healthy_lost([*before, again], pause)
+    assert healthy_lost([*before, {**again, "loss": "silent"}], pause)
+    joined = {"kind": "joined", "at": 8.4, "node": "node1"}
+    assert healthy_lost([*before, joined, again], pause)
+
+
 def test_a_former_incarnation_is_lost_late() -> None:
     """The coordinator hears nobody until the killed node has returned."""
     back = [Injected("back", 5.0, 6.0, "node1")]
