@@ -265,9 +265,12 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
     # All members reconnect at once, so more members get more time.
     late = now + state.limits.adopt_s + len(state.members) / MAX_HEARTBEATS_PER_S
     # A member that is not back by then is silent.
-    seen = late - state.limits.lease_s
+    silent_at = late - state.limits.lease_s
+    seen, excused_s = min(silent_at, now), max(0.0, silent_at - now)
     members = {
-        node: replace(member, connected=False, closed_at=late, seen=seen, refused=False)
+        node: replace(
+            member, connected=False, closed_at=late, seen=seen, excused_s=excused_s, refused=False
+        )
         for node, member in state.members.items()
     }
     actions: list[JobAction] = [LogEntry("adopted", {"epoch": state.epoch})]

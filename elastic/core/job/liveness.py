@@ -16,11 +16,16 @@ it does, it declares only those members lost whose agents have provably ended, a
 count as silence of the others. Members that return end the doubt. If nobody is heard, the doubt has
 no time limit, because there is no node to continue with. If a minority is heard for
 `Timeouts.doubt_s` in total, it ends. A doubt is reported once it lasts so long that a member would
-have been lost.
+have been lost. After a reported one, silent members have `Timeouts.keepalive_s` more to return.
 
 **A short time in which nobody is heard** is no silence of a single node either, and the same time
 again is not, because TCP sends lost packets again after pauses that double (RFC 6298): the next
 attempt may come as late after the failure as the failure was long. At most one lease is excused.
+
+**Excuses have a bound**, because a node may die during a doubt. `Member.excused_s` is the time that
+does not count as silence. The next message of the node sets it to 0. Until then, it does not grow
+beyond `Timeouts.doubt_s` and the additional time to return, apart from time in which nobody is
+heard: doubts that come again and again do not keep a dead node.
 """
 
 from __future__ import annotations
@@ -76,8 +81,7 @@ def survey(state: JobState, now: float) -> Survey:
         if is_heard(state, member, now):
             heard += 1
             continue
-        back = member.connected or member.seen > member.closed_at  # its report may still come
-        closed_s = -1.0 if back else now - member.closed_at
+        closed_s = -1.0 if _is_back(member) else now - member.closed_at
         if not member.connected and member.refused:
             why = "connection closed and its port refuses connections"
             found.append(Loss(node, LossKind.CLOSED, why, proven=True))
@@ -88,10 +92,15 @@ def survey(state: JobState, now: float) -> Survey:
         ):
             why = "connection closed and neighbours lost contact"
             found.append(Loss(node, LossKind.CLOSED, why, proven=False))
-        elif now - member.seen > state.limits.lease_s + late_s:
+        elif member.silence_s(now) > state.limits.lease_s + late_s:
             why = f"silent for {now - member.seen:.1f} s"
             found.append(Loss(node, LossKind.SILENT, why, proven=False))
     return Survey(tuple(found), heard, 2 * heard < len(state.members))
+
+
+def _is_back(member: Member) -> bool:
+    """Return whether the member is connected, or has reconnected and its report may still come."""
+    return member.connected or member.seen > member.closed_at
 
 
 def _hears_others(state: JobState, node: str, since: float) -> bool:
@@ -114,9 +123,8 @@ def excuse_common_silence(state: JobState, now: float) -> JobState:
         return state
 
     def excused(member: Member) -> Member:
-        most_s = min(2 * quiet_s, state.limits.lease_s - member.excused_s, now - member.seen)
-        more_s = max(0.0, most_s)
-        return replace(member, seen=member.seen + more_s, excused_s=member.excused_s + more_s)
+        most_s = min(2 * quiet_s, state.limits.lease_s - member.excused_s, member.silence_s(now))
+        return replace(member, excused_s=member.excused_s + max(0.0, most_s))
 
     return state.of(members={node: excused(mb) for node, mb in state.members.items()})
 
@@ -131,8 +139,7 @@ def _recent_s(state: JobState) -> float:
 
 def believed_losses(state: JobState, found: Survey, now: float) -> tuple[Loss, ...]:
     """Return the losses on which the coordinator may act now."""
-    since = state.minority_since
-    expired = since > 0 and state.minority_s + now - since >= state.limits.doubt_s
+    expired = state.minority_since > 0 and _minority_s(state, now) >= state.limits.doubt_s
     if not state.doubt_since or expired:
         return found.losses
     return tuple(loss for loss in found.losses if loss.proven)
@@ -165,23 +172,38 @@ def judge_own_network(state: JobState, found: Survey, now: float) -> JobTransiti
 def _end_doubt(state: JobState, found: Survey, now: float) -> JobTransition:
     """Blame nodes again. The time of the doubt does not count as their silence. After a long one
     they get more time, because the transport may still wait for an answer to its last packet."""
-    lasted_s = now - state.doubt_since
-    until = now + state.limits.keepalive_s if state.doubt_reported else 0.0
+    lasted_s, reported = now - state.doubt_since, state.doubt_reported
     members = {
-        node: mb
-        if is_heard(state, mb, now)
-        else replace(
-            mb, seen=max(mb.seen + lasted_s, until), closed_at=max(mb.closed_at + lasted_s, until)
-        )
+        node: mb if is_heard(state, mb, now) else _excused_doubt(state, mb, now)
         for node, mb in state.members.items()
     }
-    reported = state.doubt_reported
     state = without_doubt(state.of(members=members))
     if not reported:
         return state, (), ""
     figures = _figures(state, found) | {"seconds": round(lasted_s, 3)}
     reason = f"{found.heard} of {len(state.members)} nodes are heard again"
     return state, (LogEntry("doubt-over", figures),), reason
+
+
+def _excused_doubt(state: JobState, member: Member, now: float) -> Member:
+    """Return a member that is not heard at the end of a doubt, with more time to return."""
+    limits, lasted_s = state.limits, now - state.doubt_since
+    more_s = now - max(member.seen, state.doubt_since)
+    until = 0.0
+    if state.doubt_reported:
+        more_s = max(more_s, member.silence_s(now) + limits.keepalive_s)
+        until = now + limits.keepalive_s
+    left_s = max(0.0, limits.doubt_s + limits.keepalive_s - member.excused_s)
+    more_s = min(more_s, lasted_s - _minority_s(state, now) + left_s)
+    closed_at = member.closed_at
+    if not _is_back(member):
+        closed_at = max(closed_at + lasted_s, until)
+    return replace(member, excused_s=member.excused_s + more_s, closed_at=closed_at)
+
+
+def _minority_s(state: JobState, now: float) -> float:
+    """Return the time of the doubt in which a minority was heard."""
+    return state.minority_s + (now - state.minority_since if state.minority_since else 0.0)
 
 
 def without_doubt(state: JobState) -> JobState:

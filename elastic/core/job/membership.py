@@ -34,7 +34,7 @@ def name_conflict(
     if member is None or state.ending is not None:
         return None
     same = member.report.info.incarnation == info.incarnation
-    silent = now - member.seen > state.limits.lease_s
+    silent = member.silence_s(now) > state.limits.lease_s
     if same or silent or (not member.connected and now >= member.closed_at):
         return None
     retry_s = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(refusals, 8))

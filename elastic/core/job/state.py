@@ -83,9 +83,10 @@ class Member:
 
     report: NodeReport
     seen: float
-    """Time of the node's newest message. Time that is no silence of the node is added."""
+    """Time of the node's newest message, or of a failover. Time for which the coordinator itself
+    did not run is added."""
     excused_s: float = 0.0
-    """Time that was added to `seen` since that message because nobody was heard."""
+    """Time since `seen` that does not count as the node's silence (`elastic.core.job.liveness`)."""
     rank: int = -1
     """torchrun's group rank; -1: not launched."""
     launch: Launch | None = None
@@ -110,6 +111,10 @@ class Member:
     @property
     def node(self) -> str:
         return self.report.info.node
+
+    def silence_s(self, now: float) -> float:
+        """Return the time for which the node is silent; negative if it has more time."""
+        return now - self.seen - self.excused_s
 
     @property
     def workers_gone(self) -> bool:

@@ -285,7 +285,14 @@ class Cluster:
         gate = self.gates.get(cs)
         if gate is None:
             members = tuple(
-                (name, mb.report.info.incarnation, mb.connected, mb.seen, mb.closed_at)
+                (
+                    name,
+                    mb.report.info.incarnation,
+                    mb.connected,
+                    mb.seen,
+                    mb.excused_s,
+                    mb.closed_at,
+                )
                 for name, mb in state.members.items()
             )
             facts = (

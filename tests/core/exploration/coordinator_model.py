@@ -94,7 +94,7 @@ def wait(state: JobState, heard: Collection[str], most_s: float) -> Passed | Non
             return None
         now = NOW + seconds
         members = {
-            name: replace(member, seen=now) if name in heard else member
+            name: replace(member, seen=now, excused_s=0.0) if name in heard else member
             for name, member in quiet.members.items()
         }
         before = quiet.of(members=members, updated_at=now)
@@ -284,10 +284,14 @@ def _ended(state: JobState) -> JobState:
 
 def _member(state: JobState, member: job.Member, shift: Any) -> job.Member:
     closed_at = 0.0 if member.connected else shift(member.closed_at)
+    excused_s = NOW - _rounded(-member.excused_s)
     report = member.report
     if report.inventory and not _may_use_copies(state, report):
         report = _without_copies(report)
-    return _with(member, seen=shift(member.seen), closed_at=closed_at, report=_shared(report))
+    seen = shift(member.seen)
+    return _with(
+        member, seen=seen, excused_s=excused_s, closed_at=closed_at, report=_shared(report)
+    )
 
 
 def _may_use_copies(state: JobState, report: m.NodeReport) -> bool:

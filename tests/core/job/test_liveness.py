@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
+from elastic.core.job.liveness import is_heard
 from elastic.core.job.state import Heartbeat, Heartbeats, JobPhase, JobState, LogEntry, Policy, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NodeReport
@@ -298,6 +299,50 @@ def test_a_silent_node_is_lost_although_the_others_are_often_late(gap_s: float) 
         story.live(0.1, ("n0",))
     assert story.lost == [("n1", "silent")]
     assert story.state.updated_at - since < 2 * story.state.limits.lease_s + 2 * gap_s
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 6])
+@pytest.mark.parametrize("gap_s", [0.3, 0.5, 2.0])
+def test_a_cable_that_fails_again_loses_nobody(nodes: int, gap_s: float) -> None:
+    """The second cut comes while half of the nodes have not returned from the first one."""
+    story = Story(waiting(nodes))
+    story.live(1.0, story.names)
+    story.live(5.0)
+    story.live(gap_s, story.names[: nodes // 2])
+    story.live(6.0)
+    story.live(6.0, story.names)
+    assert not story.lost and len(story.logged("doubt")) == 2
+
+
+@pytest.mark.parametrize(
+    ("down_s", "up_s"), [(6.0, 2.0), (4.0, 2.0), (2.0, 2.0), (5.0, 1.0), (3.5, 3.5), (2.5, 0.3)]
+)
+def test_a_dead_node_is_lost_although_another_comes_and_goes(down_s: float, up_s: float) -> None:
+    """Each return of the other node ends a doubt, which excuses the silence of the dead one."""
+    story = Story(waiting(3))
+    story.live(1.0, story.names)
+    began = story.state.updated_at
+    while "n2" not in dict(story.lost) and story.state.updated_at < began + 100.0:
+        story.close("n1")
+        story.live(down_s, ("n0",))
+        story.back("n1")
+        story.live(up_s, ("n0", "n1"))
+    assert story.lost == [("n2", "silent")]
+    assert story.state.updated_at < began + 2 * story.state.limits.doubt_s
+
+
+def test_an_excuse_is_no_message() -> None:
+    """The time of the newest message stays, and a message ends the excuse."""
+    story = Story(waiting(3))
+    story.live(1.0, story.names)
+    seen = story.state.members["n2"].seen
+    story.live(6.0)
+    story.live(0.5, ("n0", "n1"))
+    silent = story.state.members["n2"]
+    assert silent.seen == seen and silent.excused_s > 6.0
+    assert not is_heard(story.state, silent, story.state.updated_at)
+    story.live(0.5, story.names)
+    assert not any(mb.excused_s for mb in story.state.members.values())
 
 
 def test_a_silent_node_is_lost_soon_although_others_reconnect() -> None:
