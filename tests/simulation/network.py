@@ -94,6 +94,8 @@ class Network:
         self.scheduler, self.latency_s, self.rate = scheduler, latency_s, rate
         self.hosts: dict[str, Host] = {}
         self.links: dict[tuple[str, str], Link] = {}
+        self.refused: dict[frozenset[str], float] = {}
+        """Time until which new connections between two hosts fail at once."""
         self.losses = 0
         """Packets that were lost."""
         self.memory_rate, self.disk_s = 64e6, 0.001
@@ -126,6 +128,15 @@ class Network:
             if other is not None and other.host is not host:
                 end.broken()
                 other.broken()
+
+    def refuse(self, a: Host, b: Host, seconds: float) -> None:
+        """Reset the connections between `a` and `b`, and let new ones fail at once, for
+        `seconds`."""
+        self.refused[frozenset((a.address, b.address))] = self.scheduler.now + seconds
+        for end in list(a.ends):
+            if end.other is not None and end.other.host is b:
+                end.other.broken()
+                end.broken()
 
     def lost(self, a: Host, b: Host) -> bool:
         return self.link(a, b).lost_until > self.scheduler.now
@@ -300,7 +311,8 @@ def connect(
     called."""
     network = host.network
     target = network.hosts.get(address)
-    if target is None:
+    refused_until = network.refused.get(frozenset((host.address, address)), 0.0)
+    if target is None or refused_until > network.scheduler.now:
         network.scheduler.at(0.0001, lambda: done(OSError(113, "No route to host")))
         return
 

@@ -12,6 +12,8 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -213,3 +215,53 @@ def test_a_path_that_is_bad_for_minutes_costs_two_changes() -> None:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_training_continues_without_any_path(pair: tuple[int, int], moment: str, ways: str) -> None:
     cut(pair, ways, moment)
+
+
+# ---- paths that refuse connections ----
+
+
+def refuse(paths: tuple[tuple[float, int, int], ...], **changes: Any) -> Outcome:
+    """Run a job in which each (time, node, node) is the beginning of a path that refuses
+    connections."""
+
+    def watch(world: World) -> None:
+        for at, one, other in paths:
+            world.scheduler.at(at, partial(refuse_path, world, one, other))
+
+    def refuse_path(world: World, one: int, other: int) -> None:
+        hosts = [world.agents[f"node{node}"].host for node in (one, other)]
+        world.network.refuse(*hosts, REFUSED_S)
+        world.well_at = max(world.well_at, world.scheduler.now + REFUSED_S)
+
+    scenario = dataclasses.replace(QUIET, microbatches=8, checkpoint_every=0, **changes)
+    outcome = run(scenario, watch)
+    check(outcome)
+    return outcome
+
+
+REFUSED_S = 25.0
+"""Length of the fault of a path that refuses connections."""
+
+
+@pytest.mark.parametrize(
+    ("paths", "seed", "backup"),
+    [
+        (((6.0, 1, 0), (9.5, 0, 2)), 33181, "log+snapshot"),
+        (((6.0, 2, 0), (10.5, 2, 1)), 36112, "stream+replica"),
+    ],
+)
+def test_two_paths_that_refuse_connections_stall_nothing(
+    paths: tuple[tuple[float, int, int], ...], seed: int, backup: str
+) -> None:
+    """Epochs that fail before a path is known do not use up the attempts without a pause."""
+    outcome = refuse(paths, nodes=3, steps=30, seed=seed, backup=backup)
+    steps = [event["at"] for event in of(outcome.events, "step")]
+    longest = max(after - before for before, after in itertools.pairwise(steps))
+    assert longest < BOUND_S, outcome.text()
+
+
+def test_the_ends_of_a_known_bad_path_are_not_blamed() -> None:
+    outcome = refuse(((6.0, 0, 1), (6.0, 0, 2)), nodes=4, steps=40)
+    found = of(outcome.events, "health")
+    quarantined = {event["node"] for event in found if event["action"] == "quarantine"}
+    assert quarantined <= {"node0"}, outcome.text()

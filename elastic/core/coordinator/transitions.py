@@ -68,6 +68,12 @@ LATE_WORKERS_S = 10.0
 the minimum needed. Then it starts without them; they join later."""
 DEPARTURES = 64
 """Number of lost members whose reasons are kept."""
+CONTACT_FACTOR = 4.0
+"""Factor on the time from lost contact to the next epoch, per failed epoch. A bad path is known
+before the attempts without a pause are used up (`progress_watchdog.PAUSES_S`)."""
+PATH_FACTOR = 1.5
+"""A bad path is known after this multiple of `path_s`: the time of the attempt that finds it, and
+of the report, is added."""
 SHOWN_FAILURES = 3
 """Number of nodes whose errors a cause quotes."""
 UNEXPLAINED = "no reason was reported; see the node's logs in the run directory"
@@ -594,12 +600,15 @@ def _fault(state: JobState, now: float) -> Cause | None:
 
 
 def _contact_s(state: JobState) -> float:
-    """Return the time from lost contact to the next epoch. It doubles while a recovery fails for
-    this cause, up to the time in which a bad path is found."""
-    causes = state.change.causes if state.change is not None else ()
-    again = sum(cause.kind is CauseKind.CONTACT for cause in causes)
-    limits = state.limits
-    return max(limits.contact_s, min(limits.contact_s * 2.0 ** min(again, 30), limits.path_s))
+    """Return the time from lost contact to the next epoch. If a bad path may be the cause, it grows
+    with each epoch that fails before a step is finished, until the path is found in the meantime.
+    """
+    reports = [mb.report for mb in state.members.values() if mb.report.epoch == state.epoch]
+    limits, failed = state.limits, min(state.watch.attempts, 30)
+    if not failed or not any(map(progress_watchdog.accuses_path, reports)):
+        return limits.contact_s
+    found_s = PATH_FACTOR * limits.path_s
+    return max(limits.contact_s, min(limits.contact_s * CONTACT_FACTOR**failed, found_s))
 
 
 def _contact_lost(state: JobState) -> Cause | None:

@@ -8,6 +8,7 @@ once its paths have been well for a while (`elastic.core.health.path_fault`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.health.path_fault import Pair, PathFault, judge, minimum_covers, pair_of
@@ -87,8 +88,12 @@ def _judge(state: JobState, pairs: Iterable[Pair], now: float) -> Findings:
 
 
 def _pardoned(state: JobState, fault: PathFault) -> Findings:
-    """End the quarantines of nodes that were suspected before their bad path was known."""
+    """End the quarantines of nodes that were suspected before their bad path was known, and forget
+    the failed epochs for which they were blamed."""
     actions: list[JobAction] = []
+    blamed = {node: n for node, n in state.watch.blamed.items() if node not in fault.nodes}
+    if blamed != state.watch.blamed:
+        state = state.of(watch=replace(state.watch, blamed=blamed))
     for node in fault.nodes:
         since = fault.since - 2 * state.limits.path_s
         found = quarantine.pardon(state, node, fault.since, since, fault.text)

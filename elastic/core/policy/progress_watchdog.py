@@ -31,12 +31,13 @@ no crash (`elastic.core.policy.remediation`).
 
 **Failed epochs** (`epoch_began`, `retry`). An epoch that ends by a fault without a finished step
 has failed. `PAUSES_S` are the pauses before the next attempts: at most five epochs per minute. The
-first pause is left out if a bad path explains the failures (`EXPLAINED_ATTEMPT`). A node that is
-blamed alone for two failed epochs is left out; of several that are blamed equally often, one in
-turn. If all nodes report the same error, the job ends with its text: after `MAX_ATTEMPTS` attempts
-if the error lasts, after `PATIENT_ATTEMPTS` if it may not. A lost or leaving node is no failure: a
-node that is lost again and again is quarantined. A node that joins clears only its own blame; one
-with a new name also ends the pause.
+first pause is left out, or ends, if a bad path explains the failures (`EXPLAINED_ATTEMPT`). A node
+that is blamed alone for two failed epochs is left out; of several that are blamed equally often,
+one in turn. Nobody is blamed for an epoch that a bad path explains. If all nodes report the same
+error, the job ends with its text: after `MAX_ATTEMPTS` attempts if the error lasts, after
+`PATIENT_ATTEMPTS` if it may not. A lost or leaving node is no failure: a node that is lost again
+and again is quarantined. A node that joins clears only its own blame; one with a new name also ends
+the pause.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ T = TypeVar("T")
 PAUSES_S = (0.0, 0.0, 0.0, 10.0, 60.0)
 """Pause before the next attempt, by the number of failed epochs; the last one repeats."""
 EXPLAINED_ATTEMPT = 4
-"""This attempt is made without its pause if a bad path was found in the attempt before: the next
-plan is another one. The pause after it is so long that there still are five epochs per minute."""
+"""This attempt is made without its pause if a bad path was found in the attempt before, or once one
+is found during the pause: the next plan is another one. The pause after it is so long that there
+still are five epochs per minute."""
 BLAMED_EPOCHS = 2
 """A node that is blamed for this many failed epochs, more than any other node, is left out."""
 TIED_EPOCHS = 4
@@ -527,10 +529,11 @@ def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction,
         return state.of(watch=replace(watch, retry_at=0.0)), ()
     attempts = watch.attempts + 1
     pause_s = PAUSES_S[min(attempts, len(PAUSES_S)) - 1]
-    if attempts == EXPLAINED_ATTEMPT and _found_bad_path(state):
+    explained = _found_bad_path(state, watch.retry_at)
+    if explained and attempts == EXPLAINED_ATTEMPT:
         pause_s = 0.0
     blamed = dict(watch.blamed)
-    for node in _blamed(state):
+    for node in () if explained else _blamed(state):
         blamed[node] = blamed.get(node, 0) + 1
     # Only nodes that took part in the epoch could repeat their former error.
     took_part = state.plan.nodes() if state.plan is not None else ()
@@ -539,6 +542,7 @@ def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction,
         watch,
         attempts=attempts,
         retry_at=now + pause_s,
+        failed_at=now,
         cause=cause.text,
         blamed=blamed,
         failures={**former, **_failures(state)},
@@ -560,10 +564,14 @@ def _failures(state: JobState) -> dict[str, str]:
     return {r.info.node: r.failures[0] for r in reports if r.failures and not _named(r)}
 
 
-def _found_bad_path(state: JobState) -> bool:
-    """Return whether a path became bad since the last attempt began."""
-    bad = (fault for fault in state.paths if not fault.well_since)
-    return any(fault.since >= state.watch.retry_at for fault in bad)
+def _found_bad_path(state: JobState, since: float) -> bool:
+    """Return whether a bad path was found after `since`."""
+    return any(fault.since > since for fault in state.paths if not fault.well_since)
+
+
+def accuses_path(report: m.NodeReport) -> bool:
+    """Return whether a bad path may be the cause of the failures in a report."""
+    return bool(_named(report)) or any(text.startswith(CONTACT) for text in report.failures)
 
 
 def _named(report: m.NodeReport) -> tuple[str, ...]:
@@ -585,10 +593,14 @@ def _blamed(state: JobState) -> tuple[str, ...]:
 
 def retry(state: JobState, now: float) -> JobTransition | None:
     """Before another attempt: end the job if it cannot succeed, leave out a node that is to blame,
-    or pause. None: go on; (state, (), "") with the same state: wait."""
+    or end the pause. None: go on, unless `is_paused`."""
     watch = state.watch
     if not watch.attempts:
         return None
+    explains = watch.attempts <= EXPLAINED_ATTEMPT and _found_bad_path(state, watch.failed_at)
+    if explains and is_paused(state, now):
+        text = "the pause ends: a bad path was found"
+        return state.of(watch=replace(watch, retry_at=now)), (), text
     text = _common_failure(state)
     if text and watch.attempts >= (MAX_ATTEMPTS if LASTING.search(text) else PATIENT_ATTEMPTS):
         reason = f"{text} (on every node, in {watch.attempts} attempts)"

@@ -212,6 +212,7 @@ def canonical(state: JobState, passed_s: float) -> JobState:
             for name in sorted(watch.signs)
         },
         retry_at=retry_at if retry_at > NOW else 0.0,
+        failed_at=shift(watch.failed_at) if retry_at > NOW else 0.0,
         cause="",
         orders={
             name: _with(watch.orders[name], at=shift(watch.orders[name].at))

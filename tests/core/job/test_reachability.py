@@ -93,6 +93,14 @@ def test_a_bad_path_excuses_a_node_that_was_suspected_before(
     assert any("may be used again" in str(entry.data.get("reason")) for entry in log) is excused
 
 
+def test_a_bad_path_excuses_the_failed_epochs_of_its_nodes() -> None:
+    state = running()
+    node, peer = sorted(plan_of(state).nodes())[:2]
+    state = state.of(watch=replace(state.watch, blamed={node: 1, peer: 2, "node9": 1}))
+    state, _ = after(state, report(state, node, peer))
+    assert state.watch.blamed == {"node9": 1}
+
+
 def test_a_bad_path_of_the_plan_ends_the_epoch_and_is_named() -> None:
     state = running()
     first, second = sorted(plan_of(state).nodes())[:2]

@@ -723,7 +723,11 @@ def test_failed_epochs_are_at_most_five_per_minute() -> None:
 
 
 @given(
-    st.lists(st.sampled_from(["contact", "path", "step", "join", "lost"]), min_size=1, max_size=40)
+    st.lists(
+        st.sampled_from(["contact", "path", "late path", "step", "join", "lost"]),
+        min_size=1,
+        max_size=40,
+    )
 )
 def test_five_failed_epochs_per_minute_in_any_order(events: list[str]) -> None:
     """Each failure comes at once after the installation. Progress may lie between."""
@@ -740,6 +744,11 @@ def test_five_failed_epochs_per_minute_in_any_order(events: list[str]) -> None:
                 paths = (PathFault(("node0", "node1"), (), "", now),) if event == "path" else ()
                 state = with_failed_epoch(state.of(paths=paths), kind, now)
                 failed += [] if event == "lost" else [now]
+                if event == "late path":
+                    now += 0.5
+                    late = PathFault(("node0", "node1"), (), "", now)
+                    after_pause = watchdog.retry(state.of(paths=(late,), plan=None), now)
+                    state = after_pause[0] if after_pause is not None else state
                 while watchdog.is_paused(state, now):
                     now += 0.5
         assert all(sum(at <= other < at + 60.0 for other in failed) <= 5 for at in failed)
@@ -759,6 +768,37 @@ def test_a_bad_path_that_was_just_found_leaves_the_first_pause_out(
     state, (note,) = watchdog.epoch_began(state.of(paths=(fault,)), 22.0)
     assert isinstance(note, job.LogEntry) and note.data["attempt"] == watchdog.EXPLAINED_ATTEMPT
     assert note.data["pause_s"] == pause_s
+
+
+@pytest.mark.parametrize(("attempts", "ends"), [(4, True), (5, False)])
+def test_a_bad_path_that_is_found_during_the_first_pause_ends_it(attempts: int, ends: bool) -> None:
+    """The next pause is not shortened: it keeps the number of epochs per minute low."""
+    state = trained()
+    for now in range(1, attempts + 1):
+        state = with_failed_epoch(state, CauseKind.CONTACT, float(now))
+    found_at = state.watch.failed_at + 0.2
+    assert watchdog.is_paused(state, found_at) and watchdog.retry(state, found_at) is None
+    state = state.of(paths=(PathFault(("node0", "node1"), (), "", found_at),))
+    verdict = watchdog.retry(state, found_at)
+    state = verdict[0] if verdict is not None else state
+    assert watchdog.is_paused(state, found_at) is not ends
+    assert watchdog.is_paused(state, state.watch.failed_at + 9.0) is not ends
+
+
+def test_nobody_is_blamed_for_an_epoch_that_a_bad_path_explains() -> None:
+    state = with_failed_epoch(accusing(trained(), "node1", "node0"), CauseKind.CONTACT, 1.0)
+    assert state.watch.blamed == {"node0": 1}
+    fault = PathFault(("node0", "node1"), (), "", 2.0)
+    state = with_failed_epoch(state.of(paths=(fault,)), CauseKind.CONTACT, 2.0)
+    assert state.watch.blamed == {"node0": 1}
+    state = with_failed_epoch(state, CauseKind.CONTACT, 3.0)
+    assert state.watch.blamed == {"node0": 2}, "this epoch avoided the path"
+
+
+def accusing(state: JobState, accuser: str, accused: str) -> JobState:
+    member = state.members[accuser]
+    member = replace(member, report=replace(member.report, suspects=(accused,)))
+    return state.of(members={**state.members, accuser: member})
 
 
 def with_failed_epoch(state: JobState, kind: CauseKind, now: float) -> JobState:
