@@ -467,7 +467,7 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
                 return Coordinator(config, address, store, lease, run, metrics).run()
             except LeadGivenUp:
                 given_up, pause_s = pause_after_giving_up(given_up, time.monotonic() - began)
-                log.warning("the lead is given up: no node is heard; waiting %g s", pause_s)
+                log.warning("the lead is given up: too few nodes are heard; waiting %g s", pause_s)
                 time.sleep(pause_s)
             except StaleError as error:
                 log.error("another coordinator took over: %s", error)

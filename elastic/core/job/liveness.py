@@ -16,7 +16,9 @@ it does, it declares only those members lost whose agents have provably ended, a
 count as silence of the others. Members that return end the doubt. If nobody is heard, the doubt has
 no time limit, because there is no node to continue with. If a minority is heard for
 `Timeouts.doubt_s` in total, it ends. A doubt is reported once it lasts so long that a member would
-have been lost. After a reported one, silent members have `Timeouts.keepalive_s` more to return.
+have been lost. After a reported one, silent members have `Timeouts.keepalive_s` more to return. If
+another coordinator may take the lead, this one gives it up when nobody was heard for a lease, and
+once before a doubt with a minority ends: the other one may reach all nodes.
 
 **A short time in which nobody is heard** is no silence of a single node either, and the same time
 again is not, because TCP sends lost packets again after pauses that double (RFC 6298): the next
@@ -43,6 +45,10 @@ from elastic.core.job.state import (
 
 QUIET_BEATS = 2.0
 """Nobody is heard if no message has come for this many intervals between heartbeats."""
+
+YIELD_DOUBTS = 3.0
+"""A coordinator that hears a minority does not give up the lead again within this multiple of
+`Timeouts.doubt_s`: another one has had the time for a doubt of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +145,15 @@ def _recent_s(state: JobState) -> float:
 
 def believed_losses(state: JobState, found: Survey, now: float) -> tuple[Loss, ...]:
     """Return the losses on which the coordinator may act now."""
-    expired = state.minority_since > 0 and _minority_s(state, now) >= state.limits.doubt_s
-    if not state.doubt_since or expired:
+    yields = state.yielded_at > 0 and now - state.yielded_at < state.limits.lease_s
+    if not state.doubt_since or (_is_expired(state, now) and not yields):
         return found.losses
     return tuple(loss for loss in found.losses if loss.proven)
+
+
+def _is_expired(state: JobState, now: float) -> bool:
+    """Return whether a minority was heard for so long that the doubt ends."""
+    return state.minority_since > 0 and _minority_s(state, now) >= state.limits.doubt_s
 
 
 def judge_own_network(state: JobState, found: Survey, now: float) -> JobTransition | None:
@@ -162,9 +173,12 @@ def judge_own_network(state: JobState, found: Survey, now: float) -> JobTransiti
         entry = LogEntry("doubt", _figures(state, found) | {"why": reason})
         return state.of(doubt_reported=True), (entry,), reason
     since = max(state.doubt_since, state.yielded_at)
-    yields = state.policy.standbys and not found.heard and state.doubt_reported
+    # Another coordinator may hear the majority. If none does, the majority is lost.
+    tried = state.yielded_at > 0 and now - state.yielded_at < YIELD_DOUBTS * state.limits.doubt_s
+    alone = not found.heard or (_is_expired(state, now) and not tried)
+    yields = state.policy.standbys and alone and state.doubt_reported
     if yields and now - since >= state.limits.lease_s:
-        reason = "no node is heard: another coordinator may take over"
+        reason = f"only {count} are heard: another coordinator may take over"
         return state.of(yielded_at=now), (LogEntry("yield", {"why": reason}), YieldLead()), reason
     return None
 

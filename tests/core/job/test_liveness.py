@@ -421,6 +421,36 @@ def test_the_lead_is_kept(standbys: bool, heard: Collection[str]) -> None:
     assert story.state.doubt_since and not orders_to_yield(story)
 
 
+def test_the_lead_is_given_up_before_a_majority_is_dropped() -> None:
+    """Another coordinator may reach the nodes that this one does not. It has the time to."""
+    story = Story(waiting(4, standbys=True))
+    limits = story.state.limits
+    story.live(1.0, story.names)
+    story.live(limits.doubt_s + 2.0, ("n0",))
+    assert orders_to_yield(story) == 1 and not story.lost
+    assert "1 of 4 nodes" in story.logged("yield")[0]["why"]
+    story.live(limits.lease_s - 1.0, ("n0",))
+    assert not story.lost, "the next coordinator begins to lead"
+
+
+@pytest.mark.parametrize("taken_over", [True, False])
+def test_a_majority_that_no_coordinator_reaches_is_dropped(taken_over: bool) -> None:
+    """The lead is given up only once: the machines have lost power."""
+    story = Story(waiting(4, standbys=True))
+    limit = story.state.limits.doubt_s
+    story.live(1.0, story.names)
+    while not orders_to_yield(story):
+        story.live(1.0, ("n0",))
+    if taken_over:
+        story.event(job.CoordinatorFailover(), 2.0)
+        story.back("n0")
+        story.live(limit, ("n0",))
+        assert not story.lost
+    story.live(6.0, ("n0",))
+    assert sorted(story.lost) == [(node, "silent") for node in ("n1", "n2", "n3")]
+    assert orders_to_yield(story) == 1
+
+
 # ---- round-trip times ----
 
 
