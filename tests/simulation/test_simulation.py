@@ -11,6 +11,7 @@ import pytest
 
 from elastic.agent.service import NodeAgent
 from elastic.coordinator.records.run_records import RunRecords
+from elastic.core.coordinator import transitions
 from elastic.core.job import epoch_change, liveness
 from elastic.core.job.state import JobState, LossKind
 from elastic.core.policy import progress_watchdog
@@ -233,6 +234,7 @@ def test_epochs_without_a_pause_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ModelLinks, "all_gather", broken)
     assert not any("without a step" in text for text in run(QUIET).problems), "it pauses"
     monkeypatch.setattr(progress_watchdog, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(transitions, "CONTACT_FACTOR", 1.0)
     assert any("epochs in 60 s without a step" in text for text in run(QUIET).problems)
 
 
