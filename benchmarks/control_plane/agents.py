@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import functools
 import json
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -82,9 +83,10 @@ class Agent:
 
     def __init__(self, crowd: SimulatedAgents, name: str) -> None:
         self.crowd, self.name, self.term, self.muted = crowd, name, 0, False
-        self.state = core.NodeState(
-            NodeInfo(name, f"{name}-1", "127.0.0.1:9", memory_bytes=MEMORY_BYTES)
-        )
+        self.port = socket.create_server(("127.0.0.1", 0))
+        """Port of the vault. The coordinator connects to it."""
+        vault = f"127.0.0.1:{self.port.getsockname()[1]}"
+        self.state = core.NodeState(NodeInfo(name, f"{name}-1", vault, memory_bytes=MEMORY_BYTES))
         self.assignment: Assignment | None = None
         self._heard, self._written_at = False, 0.0
         self._told, self._heartbeat = (-1, -1), Envelope(0, 0, "", b"")
@@ -255,6 +257,7 @@ class SimulatedAgents:
         elif word == "mute":
             agent.muted = True
         else:
+            agent.port.close()
             agent.task.cancel()
 
 

@@ -259,6 +259,8 @@ class Coordinator:
             case m.NodeReport():
                 self._sessions[message.info.node] = session
                 self._apply(message)
+                info = message.info
+                self._ports.check(info.node, info.incarnation, info.vault)
             case m.Heartbeat():
                 self._sessions.setdefault(message.node, session)
                 self._heartbeats.append(message)

@@ -381,6 +381,25 @@ def test_traffic_is_denied_by_default() -> None:
             assert rule["ports"] and (rule.get("from") or rule.get("to")), name
 
 
+def test_coordinators_reach_the_vaults() -> None:
+    """A closed port of a vault proves that its agent has ended."""
+    policies = {
+        item["metadata"]["name"]: item["spec"] for item in job() if item["kind"] == "NetworkPolicy"
+    }
+    vaults = {"protocol": "TCP", "port": 32768, "endPort": 60999}
+
+    def has(rules: list[Any], side: str, component: str) -> bool:
+        return any(
+            vaults in rule["ports"]
+            and peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == component
+            for rule in rules
+            for peer in rule[side]
+        )
+
+    assert has(policies["demo-coordinator"]["egress"], "to", "agent")
+    assert has(policies["demo-agent"]["ingress"], "from", "coordinator")
+
+
 def test_inference_has_priority() -> None:
     objects = job("shared-inference")
     training, control = (

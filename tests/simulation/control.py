@@ -462,6 +462,18 @@ class SimPortWatch:
         self._scheduler, self._put, self._is_away = scheduler, put, is_away
         self._closed, self._loop = False, loop_of(scheduler)
         self._process = process_of(scheduler)
+        self._reached = set[str]()
+
+    def check(self, node: str, incarnation: str, vault: str) -> None:
+        if vault in self._reached:
+            return
+
+        def done(found: Any) -> None:
+            if isinstance(found, Endpoint):
+                self._loop.wake_with(found.close)
+                self._reached.add(vault)
+
+        connect(self._process.host, self._process, *split(vault), done)
 
     def watch(self, node: str, incarnation: str, vault: str) -> None:
         self._loop.call_soon_threadsafe(self._try, node, incarnation, vault, 0.01)
@@ -480,10 +492,11 @@ class SimPortWatch:
         def answered(found: Any) -> None:
             if isinstance(found, Endpoint):
                 found.close()
+                self._reached.add(vault)
             if over["over"]:
                 return
             over["over"] = True
-            if isinstance(found, ConnectionRefusedError):
+            if isinstance(found, ConnectionRefusedError) and vault in self._reached:
                 self._put(PortRefused(node, incarnation))
             else:
                 self._loop.call_later(pause_s, self._try, node, incarnation, vault, later)
