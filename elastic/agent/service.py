@@ -78,6 +78,8 @@ from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.telemetry import configure_logging, write_last_words
 
 log = logging.getLogger("elastic.agent")
+PING_BEATS = 2
+"""Intervals between heartbeats per ping at least, so that pings of large jobs are no burden."""
 POLL_S = 0.1
 """Interval between two polls of the worker processes."""
 RANKS = 1 << 16
@@ -169,6 +171,7 @@ class NodeAgent:
             on_down=later(self._handle_disconnected),
             on_refused=later(self._handle_refused),
             keepalive_s=config.timeouts.keepalive_s,
+            ping_s=PING_BEATS * config.heartbeat_s,
         )
 
     def _later(self, handler: Callable[..., object]) -> Callable[..., None]:

@@ -265,3 +265,27 @@ def test_the_ends_of_a_known_bad_path_are_not_blamed() -> None:
     found = of(outcome.events, "health")
     quarantined = {event["node"] for event in found if event["action"] == "quarantine"}
     assert quarantined <= {"node0"}, outcome.text()
+
+
+# ---- slow networks ----
+
+
+@pytest.mark.parametrize("reset_after_s", [1.0, 5.0])
+@pytest.mark.parametrize("latency_s", [0.04, 0.1])
+def test_a_reset_after_the_latency_grew_loses_nobody(
+    latency_s: float, reset_after_s: float
+) -> None:
+    """A reconnect takes several round trips. They are measured, but not at once."""
+
+    def watch(world: World) -> None:
+        def slow_down() -> None:
+            for one, other in itertools.permutations(world.network.hosts.values(), 2):
+                world.network.link(one, other).latency_s = latency_s
+
+        world.scheduler.at(8.0, slow_down)
+
+    faults = (Fault("reset", 8.0 + reset_after_s, 1, 0, 0.0),)
+    scenario = dataclasses.replace(
+        QUIET, nodes=4, steps=30, microbatches=8, checkpoint_every=0, faults=faults
+    )
+    check(run(scenario, watch))

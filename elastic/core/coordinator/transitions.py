@@ -605,6 +605,10 @@ def _contact_s(state: JobState) -> float:
     """
     reports = [mb.report for mb in state.members.values() if mb.report.epoch == state.epoch]
     limits, failed = state.limits, min(state.watch.attempts, 30)
+    suspects = {node for report in reports for node in report.suspects}
+    if any(liveness.may_return(state, node) for node in suspects):
+        # It is lost soon, or back. The evidence is complete with the next heartbeat of another one.
+        return max(limits.contact_s, limits.closed_s + limits.heartbeat_s)
     if not failed or not any(map(progress_watchdog.accuses_path, reports)):
         return limits.contact_s
     found_s = PATH_FACTOR * limits.path_s

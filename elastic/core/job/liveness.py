@@ -109,6 +109,12 @@ def _is_back(member: Member) -> bool:
     return member.connected or member.seen > member.closed_at
 
 
+def may_return(state: JobState, node: str) -> bool:
+    """Return whether the member's connection closed, and it has neither reconnected nor ended."""
+    member = state.members.get(node)
+    return member is not None and not (_is_back(member) or member.refused)
+
+
 def _hears_others(state: JobState, node: str, since: float) -> bool:
     """Return whether another member was heard at `since` or later, so that the coordinator's own
     network worked until then."""

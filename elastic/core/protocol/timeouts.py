@@ -130,7 +130,7 @@ def budget(
         heartbeat_s=heartbeat_s
         or max(min(0.5, silence / 6), min(nodes / MAX_HEARTBEATS_PER_S, silence / 3)),
         lease_s=silence + reconnect_s,
-        closed_s=min(0.15, silence / 20) + reconnect_s,
+        closed_s=min(1.0, silence / 3) + reconnect_s,
         contact_s=min(0.5, silence / 6) + reconnect_s,
         starved_s=min(0.5, silence / 6),
         adopt_s=max(1.0, silence * 2 / 3) + reconnect_s,

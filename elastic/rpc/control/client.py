@@ -54,7 +54,7 @@ from elastic.rpc.control.envelope import (
 )
 from elastic.rpc.control.event_loop import Dispatcher, ended, event_loop, run
 from elastic.rpc.control.reconnect_pauses import ReconnectPauses
-from elastic.rpc.control.round_trips import RoundTrips
+from elastic.rpc.control.round_trips import PING_S, RoundTrips
 from elastic.rpc.frames import version_in, version_text
 from elastic.rpc.security import tls
 from elastic.rpc.security.expiry import with_expiry
@@ -99,12 +99,14 @@ class CoordinatorSession:
         on_down: Callable[[str], object],
         sender: str,
         keepalive_s: float = DEFAULT_TIMEOUTS.keepalive_s,
+        ping_s: float = 0.0,
         secure: tls.SecuritySettings | None = None,
         on_refused: Callable[[str], object] = lambda why: None,
         version: ProtocolVersion = SESSION_VERSION,
     ) -> None:
-        """`secure`: certificates and token of this side; None: those of this process. `version`:
-        announced to coordinators."""
+        """`ping_s`: least pause between measurements of the round-trip time. `secure`: certificates
+        and token of this side; None: those of this process. `version`: announced to coordinators.
+        """
         addresses = addresses_of(address)
         self._secure, self._version = secure or tls.current(), version
         self._on_refused = on_refused
@@ -123,7 +125,7 @@ class CoordinatorSession:
         self._active_term = 0
         self._left: set[Any] = set()
         """Streams that were cancelled in favour of a newer coordinator's."""
-        self._round_trips = RoundTrips()
+        self._round_trips = RoundTrips(max(PING_S, ping_s))
         self._problems: dict[str, str] = {}
         """Newest reason per address for which no stream was opened."""
         self._dispatcher = Dispatcher(f"rpc-{sender}")

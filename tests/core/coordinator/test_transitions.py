@@ -299,8 +299,22 @@ def test_a_closed_and_accused_node_is_lost_soon() -> None:
     assert "lost: " not in reason
     incarnation = state.members["node0"].report.info.incarnation
     beat = job.Heartbeat("node0", incarnation, 3, 1)
-    _after, _, reason = transition(state, beat, state.updated_at + 0.2)
+    for _ in range(2):
+        state, _, reason = transition(state, job.Tick(), state.updated_at + 0.4)
+        assert not reason, "no epoch begins before the evidence is complete"
+    _after, _, reason = transition(state, beat, state.updated_at + 0.3)
     assert "node1 lost: connection closed and neighbours lost contact" in reason
+
+
+def test_a_closed_and_accused_node_that_is_back_delays_no_epoch() -> None:
+    state = running()
+    report = state.members["node1"].report
+    closed = job.ConnectionClosed("node1", report.info.incarnation)
+    state, _, _ = transition(state, closed, state.updated_at)
+    state, _, _ = send_report(state, "node0", suspects=("node1",))
+    state, _, _ = transition(state, report, state.updated_at + 0.2)
+    state, _, reason = transition(state, job.Tick(), state.updated_at + 0.4)
+    assert reason == "epoch 2: contact lost with node1"
 
 
 def test_an_accusation_alone_ends_the_epoch_but_loses_no_node() -> None:

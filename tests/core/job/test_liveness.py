@@ -116,8 +116,8 @@ def test_a_sign_of_life_after_a_reset_is_enough(returns: bool) -> None:
     accusation = replace(story.state.members["n0"].report, suspects=("n1",))
     story.event(accusation, 0.01)
     if returns:
-        story.event(Heartbeat("n1", "n1-1", 0, 0), 0.1)
-    story.live(1.0, ("n0", "n2"))
+        story.event(Heartbeat("n1", "n1-1", 0, 0), 0.8)
+    story.live(1.5, ("n0", "n2"))
     assert story.lost == ([] if returns else [("n1", "closed")])
 
 
@@ -172,8 +172,9 @@ def test_a_closed_and_accused_node_has_a_short_time_to_return() -> None:
     story = Story(waiting(4))
     story.close("n1")
     accuse(story, "n0", "n1")
+    story.live(0.5, ("n0", "n2", "n3"))
     assert not story.lost
-    story.live(0.3)
+    story.live(0.6)
     assert not story.lost, "the coordinator's own network may have failed meanwhile"
     story.live(0.3, ("n0", "n2", "n3"))
     assert story.lost == [("n1", "closed")]

@@ -47,7 +47,8 @@ def test_limits_have_the_right_order(silence_s: float, seen: LongestDurations) -
     t = budget(silence_s, seen=seen)
     assert t.silence_s == silence_s and t.lease_s == silence_s + RECONNECT_TRIPS * seen.rtt_s
     assert 2 * t.heartbeat_s < t.lease_s, "one lost heartbeat loses no node"
-    assert t.closed_s < t.contact_s <= t.lease_s, "two pieces of evidence count before one"
+    assert t.contact_s <= t.lease_s
+    assert t.closed_s + t.heartbeat_s < t.lease_s, "two pieces of evidence count before one"
     assert t.starved_s < t.lease_s < t.doubt_s < t.return_s
     assert min(t.closed_s, t.adopt_s) >= RECONNECT_TRIPS * seen.rtt_s, "time for a reconnect"
     assert t.adopt_s >= 2 * min(RETRY_MAX_S, 0.5), "a restarted coordinator hears every living node"
@@ -108,7 +109,7 @@ def test_measurements_only_lengthen_limits(silence_s: float, seen: LongestDurati
 
 def test_the_limits_of_three_seconds() -> None:
     t = DEFAULT_TIMEOUTS
-    assert (t.heartbeat_s, t.lease_s, t.closed_s, t.adopt_s) == (0.5, 3.0, 0.15, 2.0)
+    assert (t.heartbeat_s, t.lease_s, t.closed_s, t.adopt_s) == (0.5, 3.0, 1.0, 2.0)
     assert (t.silent_s, t.stuck_s, t.bulk_s, t.keepalive_s) == (10.0, 60.0, 10.0, 5.0)
 
 
