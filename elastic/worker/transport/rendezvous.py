@@ -74,30 +74,47 @@ def missing_ranks(
     """Return the ranks because of which `rank` probably could not connect.
 
     These are the ranks that have not come to the store; if all have, those that are not connected
-    to all others. () if no other rank is connected: then the cause is unknown. If the store does
-    not answer within 1 s, it is the store's host. `store`: None if it could not be reached.
+    to all others. () if no other rank is connected: then the cause is unknown. If the store gives
+    no answer for 1 s, the answers before count; without any, it is the store's host. `store`: None
+    if it could not be reached.
     """
     others = [other for other in range(world_size) if other != rank]
-    answers: list[tuple[int, ...]] = []
-    answered = threading.Event()
+    here: dict[int, bool] = {}
+    connected: dict[int, bool] = {}
+    answered, ended = threading.Event(), threading.Event()
 
     def ask(store: PrefixStore) -> None:
         try:
-            absent = tuple(other for other in others if not store.check([f"{_HERE}{other}"]))
-            alone = tuple(other for other in others if not store.check([f"{_OPEN}{other}"]))
-            answers.append(absent or (alone if len(alone) < len(others) else ()))
+            for key, answers in ((_HERE, here), (_OPEN, connected)):
+                for other in others:
+                    answers[other] = store.check([f"{key}{other}"])
+                    answered.set()
         except RuntimeError:
             pass
+        ended.set()
         answered.set()
 
     if store is not None:
         threads.start("missing-ranks", lambda: ask(store))
         abandon.subscribe(answered.set)
-        answered.wait(_MISSING_TIMEOUT_S)
+        while answered.wait(_MISSING_TIMEOUT_S):
+            answered.clear()
+            if ended.is_set() or abandon.is_set():
+                break
         abandon.unsubscribe(answered.set)
-    if answers:
-        return answers[0]
+    absent, alone = _negative(here), _negative(connected)
+    if absent:
+        return absent
+    if alone and len(alone) < len(connected):
+        return alone
+    if len(connected) == len(others):
+        return ()
     return (STORE_RANK,) if rank != STORE_RANK else ()
+
+
+def _negative(answers: dict[int, bool]) -> tuple[int, ...]:
+    """Return the ranks with a negative answer. Another thread may still add answers."""
+    return tuple(rank for rank, answer in list(answers.items()) if not answer)
 
 
 def agree_on_failed_ranks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +195,35 @@ def test_the_ranks_that_are_missing_are_suspected() -> None:
     assert missing_ranks(ranks, 0, 4, AbandonSignal()) == (3,)
     assert missing_ranks(None, 2, 4, AbandonSignal()) == (0,)
     del store
+
+
+class SlowStore:
+    """A store that needs `answer_s` per question. Rank 2 is not connected. It answers at most
+    `answers` questions."""
+
+    def __init__(self, answer_s: float, answers: int = 1000) -> None:
+        self._answer_s, self._answers, self._never = answer_s, answers, threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        if not self._answers:
+            self._never.wait(DEADLINE_S)
+            raise RuntimeError("no answer")
+        self._answers -= 1
+        time.sleep(self._answer_s)
+        return keys != ["open-2"]
+
+
+@pytest.mark.parametrize(("ranks", "answer_s"), [(6, 0.2), (40, 0.02)])
+def test_a_slow_store_is_not_blamed(ranks: int, answer_s: float) -> None:
+    store: Any = SlowStore(answer_s)
+    assert missing_ranks(store, 1, ranks, AbandonSignal()) == (2,)
+
+
+@pytest.mark.parametrize(("answers", "missing"), [(0, 0), (5, 0), (8, 2)])
+def test_the_answers_of_a_store_that_dies_count(answers: int, missing: int) -> None:
+    """Of 5 other ranks, it tells which are there, then which are connected."""
+    store: Any = SlowStore(0.0, answers)
+    assert missing_ranks(store, 1, 6, AbandonSignal()) == (missing,)
 
 
 def open_beside_a_rank_that_never_connects(rank: Rank) -> str:
