@@ -229,8 +229,8 @@ def refuse(paths: tuple[tuple[float, int, int], ...], **changes: Any) -> Outcome
             world.scheduler.at(at, partial(refuse_path, world, one, other))
 
     def refuse_path(world: World, one: int, other: int) -> None:
-        hosts = [world.agents[f"node{node}"].host for node in (one, other)]
-        world.network.refuse(*hosts, REFUSED_S)
+        here, there = (world.agents[f"node{node}"].host for node in (one, other))
+        world.network.refuse(here, there, REFUSED_S)
         world.well_at = max(world.well_at, world.scheduler.now + REFUSED_S)
 
     scenario = dataclasses.replace(QUIET, microbatches=8, checkpoint_every=0, **changes)
