@@ -173,7 +173,9 @@ def test_a_delayed_coordinator_waits_longer_for_a_reconnect() -> None:
         state, _, _ = record_event(state, Tick(1.0), START + tenths / 10)
         state, _, _ = record_event(state, report, START + tenths / 10)
         state, _, _ = apply_rules(state, START + tenths / 10)
-        assert ("a" in state.members) == (tenths / 10 < state.limits.closed_s + 0.95) and "b" in state.members
+        assert ("a" in state.members) == (
+            tenths / 10 < state.limits.closed_s + 0.95
+        ) and "b" in state.members
 
 
 def test_a_new_leader_waits_longer_for_many_nodes() -> None:
