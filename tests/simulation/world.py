@@ -293,6 +293,8 @@ class World:
         self._values: dict[tuple[int, str], list[tuple[object, Any]]] = {}
         """(fault, value) of each attribute that faults have changed; the first is the value without
         a fault."""
+        self._cut_leads: list[tuple[Host, float]] = []
+        """Hosts of coordinators whose cables are out, and until when."""
         self.mute_starts: dict[str, list[Trouble]] = defaultdict(list)
         """Per node: one entry for each of its next workers that hangs before it attaches."""
         self._troubles: list[tuple[str, Trouble]] = []
@@ -415,8 +417,16 @@ class World:
     def _join(self) -> None:
         number = len(self.agents)
         host = self.network.add_host(f"node{number}", f"10.0.0.{number}")
+        self._cut_from_leads(host)
         process = self.agents[host.name] = self._process(host.name, host)
         self.scheduler.at(self.scheduler.uniform(0.0, 0.3), lambda: self._start_agent(process))
+
+    def _cut_from_leads(self, host: Host) -> None:
+        """Cut a node off from the hosts of coordinators whose cables are out."""
+        for lead, until in self._cut_leads:
+            if until > self.scheduler.now:
+                self.network.cut(lead, host, until - self.scheduler.now)
+                self.network.cut(host, lead, until - self.scheduler.now)
 
     def _start_agent(self, process: Process) -> None:
         host: Host = process.host
@@ -617,9 +627,9 @@ class World:
             case "lead-pause":
                 self._pause([process], seconds)
             case "lead-cut":
+                self._cut_leads.append((host, self.scheduler.now + seconds))
                 for one in self.agents.values():
-                    self.network.cut(host, one.host, seconds)
-                    self.network.cut(one.host, host, seconds)
+                    self._cut_from_leads(one.host)
             case "lead-reset":
                 self.network.reset(host)
 

@@ -46,6 +46,9 @@ MAX_PENDING = 8
 """Maximum number of checkpoints that are being written at the same time."""
 MAX_OLDER = 8
 """Maximum number of older checkpoints that are remembered."""
+MAX_LOST = 256
+"""Maximum number of lost checkpoints that are remembered: a node whose disk is far behind may still
+report parts of them."""
 
 
 def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTransition:
@@ -492,5 +495,5 @@ def _give_up(
         entry = LogEntry("checkpoint-lost", {"step": step, "node": node, "why": why})
         actions += [entry, DropCheckpoint(step)]
     parts = tuple(part for part in state.checkpoint_parts if part[0] not in steps)
-    lost = (*state.lost_checkpoints, *steps)[-MAX_OLDER:]
+    lost = (*state.lost_checkpoints, *steps)[-MAX_LOST:]
     return state.of(checkpoint_parts=parts, lost_checkpoints=lost), tuple(actions)

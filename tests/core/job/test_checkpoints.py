@@ -182,6 +182,18 @@ def test_the_oldest_of_too_many_incomplete_checkpoints_is_given_up() -> None:
     )
 
 
+def test_a_late_part_does_not_revive_a_checkpoint_that_was_given_up() -> None:
+    """A disk is so far behind that many checkpoints are given up before it reports their parts."""
+    state = saving()
+    last = checkpoints.MAX_PENDING + 3 * checkpoints.MAX_OLDER
+    for step in range(1, last):
+        state, _, _ = apply(state, part(step, HALVES[0]))
+        state, _, _ = apply(state, job.Tick())
+    assert len(state.lost_checkpoints) > checkpoints.MAX_OLDER
+    after, actions, _ = apply(state, part(1, HALVES[1]))
+    assert after.checkpoint_parts == state.checkpoint_parts and not actions
+
+
 # ---- the last step ----
 
 
