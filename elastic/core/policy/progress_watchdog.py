@@ -532,7 +532,8 @@ def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction,
     explained = _found_bad_path(state, watch.retry_at)
     if explained and attempts == EXPLAINED_ATTEMPT:
         pause_s = 0.0
-    blamed = dict(watch.blamed)
+    # The former blame may come from other bad paths, which are found a moment later.
+    blamed = {} if explained else dict(watch.blamed)
     for node in () if explained else _blamed(state):
         blamed[node] = blamed.get(node, 0) + 1
     # Only nodes that took part in the epoch could repeat their former error.

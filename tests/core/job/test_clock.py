@@ -46,7 +46,7 @@ OTHER = {
     "ProgressSign": {"spun_s"},
     "JobFailure": {"failed"},
     "NodeHealth": {"clock", "report", "preflight", "link", "loaded"},
-    "Member": {"report", "notice", "launch"},
+    "Member": {"report", "notice", "launch", "excused_s"},
 }
 """Fields with floats that are no times on the coordinator's clock."""
 

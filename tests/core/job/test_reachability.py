@@ -98,7 +98,7 @@ def test_a_bad_path_excuses_the_failed_epochs_of_its_nodes() -> None:
     node, peer = sorted(plan_of(state).nodes())[:2]
     state = state.of(watch=replace(state.watch, blamed={node: 1, peer: 2, "node9": 1}))
     state, _ = after(state, report(state, node, peer))
-    assert state.watch.blamed == {"node9": 1}
+    assert state.watch.blamed == {}, "node9 may suffer from another bad path"
 
 
 def test_a_bad_path_of_the_plan_ends_the_epoch_and_is_named() -> None:
