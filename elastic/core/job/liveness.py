@@ -20,9 +20,10 @@ have been lost. After a reported one, silent members have `Timeouts.keepalive_s`
 another coordinator may take the lead, this one gives it up when nobody was heard for a lease, and
 once before a doubt with a minority ends: the other one may reach all nodes.
 
-**A short time in which nobody is heard** is no silence of a single node either, and the same time
-again is not, because TCP sends lost packets again after pauses that double (RFC 6298): the next
-attempt may come as late after the failure as the failure was long. At most one lease is excused.
+**A short time in which nobody is heard** is no silence of a single node either: meanwhile nobody is
+lost because of silence. The same time again does not count, because TCP sends lost packets again
+after pauses that double (RFC 6298): the next attempt may come as late after the failure as the
+failure was long. At most one lease is excused.
 
 **Excuses have a bound**, because a node may die during a doubt. `Member.excused_s` is the time that
 does not count as silence. The next message of the node sets it to 0. Until then, it does not grow
@@ -126,11 +127,15 @@ def is_heard(state: JobState, member: Member, now: float) -> bool:
     return member.connected and now - member.seen <= _recent_s(state)
 
 
+def _quiet_s(state: JobState, now: float) -> float:
+    """Return the time for which nobody has been heard."""
+    return now - max((mb.seen for mb in state.members.values()), default=now)
+
+
 def excuse_common_silence(state: JobState, now: float) -> JobState:
     """Excuse the members if nobody was heard for some time. Call this when a message arrives. The
     time of a doubt is excused at its end."""
-    heard_at = max((mb.seen for mb in state.members.values()), default=now)
-    quiet_s = (state.doubt_since or now) - heard_at
+    quiet_s = _quiet_s(state, state.doubt_since or now)
     if quiet_s < QUIET_BEATS * state.limits.heartbeat_s:
         return state
 
@@ -152,9 +157,10 @@ def _recent_s(state: JobState) -> float:
 def believed_losses(state: JobState, found: Survey, now: float) -> tuple[Loss, ...]:
     """Return the losses on which the coordinator may act now."""
     yields = state.yielded_at > 0 and now - state.yielded_at < state.limits.lease_s
-    if not state.doubt_since or (_is_expired(state, now) and not yields):
-        return found.losses
-    return tuple(loss for loss in found.losses if loss.proven)
+    if state.doubt_since and (yields or not _is_expired(state, now)):
+        return tuple(loss for loss in found.losses if loss.proven)
+    quiet = _quiet_s(state, now) >= QUIET_BEATS * state.limits.heartbeat_s
+    return tuple(loss for loss in found.losses if loss.kind is not LossKind.SILENT or not quiet)
 
 
 def _is_expired(state: JobState, now: float) -> bool:
