@@ -11,7 +11,7 @@ import json
 import math
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -127,7 +127,7 @@ def _wrong(run: Finished, reference_sha256: str, lost: str) -> str:
     if problem := _wrong_checkpoint(run, reference_sha256):
         return problem
     for event in _of(run.events, "lost-steps"):
-        if not lost:
+        if not (lost or _copies_away(run)):
             return f"a return to a checkpoint without need: {event.get('why')}"
     if unhurt := healthy_lost(run):
         return f"lost, and no fault explains it: {' '.join(unhurt)}"
@@ -243,6 +243,13 @@ def _silenced(run: Finished, event: dict[str, Any]) -> bool:
 
 
 # ---- copies ----
+
+
+def _copies_away(run: Finished) -> str:
+    """Return which layers had copies only on nodes that were destroyed or cut off; "": none. A job
+    with a checkpoint does not wait for a node that is cut off (docs/decisions/038)."""
+    cut = [(e["at"], str(e["node"])) for e in _of(run.events, "lost") if _silenced(run, e)]
+    return layers_lost(replace(run, destroyed=[*run.destroyed, *cut]))
 
 
 class History(Protocol):

@@ -339,6 +339,17 @@ def test_copies_at_peers_count_again_after_a_newer_plan(
     assert bool(layers_lost(run)) is not whole_again
 
 
+def test_a_job_with_a_checkpoint_does_not_wait_for_the_copies_of_a_node_that_is_cut_off() -> None:
+    """Its keeper was killed. A node that is lost without a fault excuses nothing."""
+    lost = {**LOST, "at": 6.5}
+    events = [*finished().events, lost, {**RETURN, "at": 6.6}]
+    killed = [(3.0, "node1")]
+    cut = [Partition(3.0, 8.0, "node2", False)]
+    assert judge(finished(events=events, destroyed=killed, partitions=cut), "good").outcome == RIGHT
+    alone = judge(finished(events=events, destroyed=killed), "good")
+    assert alone.outcome == FAILED and "without need" in alone.why
+
+
 def test_a_node_that_joins_again_keeps_the_copies_of_later_plans() -> None:
     joined = {"at": 3.2, "kind": "joined", "node": "node1"}
     later = [plan(PLAN.replace("epoch=1", "epoch=2"), 3.5)]

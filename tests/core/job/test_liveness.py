@@ -302,8 +302,8 @@ def test_nobody_is_lost_while_nobody_is_heard() -> None:
 
 @pytest.mark.parametrize("gap_s", [0.4, 1.2, 1.5])
 def test_a_silent_node_is_lost_although_the_others_are_often_late(gap_s: float) -> None:
-    """One lease of its silence is excused, and `keepalive_s` if the coordinator doubts itself. It is
-    lost just after the other one was heard."""
+    """One lease of its silence is excused, and `keepalive_s` if the coordinator doubts itself. The
+    node is lost just after the other one was heard."""
     story = Story(waiting(2))
     story.live(1.0, story.names)
     since = story.state.updated_at
