@@ -53,7 +53,7 @@ TIMES: dict[type, tuple[str, ...]] = {
     MissingCopies: ("since",),
     ProgressSign: ("at",),
     RestartOrders: ("at",),
-    ProgressWatch: ("since", "signs", "orders", "retry_at", "failed_at"),
+    ProgressWatch: ("since", "signs", "orders", "retry_at", "failed_times"),
     JobFailure: ("at",),
     NodeHealth: (
         "crashes",

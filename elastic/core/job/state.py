@@ -311,8 +311,8 @@ class ProgressWatch:
     """Number of epochs that failed since the last progress."""
     retry_at: float = 0.0
     """Time before which no plan is installed."""
-    failed_at: float = 0.0
-    """Time at which the newest failed epoch ended."""
+    failed_times: tuple[float, ...] = ()
+    """Times at which the newest failed epochs ended, oldest first."""
     cause: str = ""
     """Cause of the newest failed epoch."""
     blamed: dict[str, int] = field(default_factory=dict)

@@ -37,7 +37,7 @@ one in turn. Nobody is blamed for an epoch that a bad path explains. If all node
 error, the job ends with its text: after `MAX_ATTEMPTS` attempts if the error lasts, after
 `PATIENT_ATTEMPTS` if it may not. A lost or leaving node is no failure: a node that is lost again
 and again is quarantined. A node that joins clears only its own blame; one with a new name also ends
-the pause.
+the pause, but at most `MOST_FAILED` epochs fail within a minute.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ from elastic.domain.errors import EXIT_FAILURE, Unanswered, VaultUnreachable
 T = TypeVar("T")
 PAUSES_S = (0.0, 0.0, 0.0, 10.0, 60.0)
 """Pause before the next attempt, by the number of failed epochs; the last one repeats."""
+MOST_FAILED = 5
+"""Most epochs that may fail within 60 s, whatever ends the pauses between them."""
 EXPLAINED_ATTEMPT = 4
 """This attempt is made without its pause if a bad path was found in the attempt before, or once one
 is found during the pause: the next plan is another one. The pause after it is so long that there
@@ -152,7 +154,7 @@ def member_joined(state: JobState, node: str, now: float, *, known: bool) -> Job
         failures=_without(watch.failures, node),
     )
     if not known:
-        watch = replace(watch, attempts=0, retry_at=0.0, stalls=0)
+        watch = replace(watch, attempts=0, retry_at=_earliest(watch.failed_times), stalls=0)
     return state.of(watch=watch)
 
 
@@ -527,11 +529,12 @@ def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction,
     cause, watch = change.causes[-1], state.watch
     if cause.kind in NO_FAILURE:  # another cluster may succeed at once
         return state.of(watch=replace(watch, retry_at=0.0)), ()
-    attempts = watch.attempts + 1
+    attempts, failed = watch.attempts + 1, (*watch.failed_times, now)[-MOST_FAILED:]
     pause_s = PAUSES_S[min(attempts, len(PAUSES_S)) - 1]
     explained = _found_bad_path(state, watch.retry_at)
     if explained and attempts == EXPLAINED_ATTEMPT:
         pause_s = 0.0
+    pause_s = max(pause_s, _earliest(failed) - now)
     # The former blame may come from other bad paths, which are found a moment later.
     blamed = {} if explained else dict(watch.blamed)
     for node in () if explained else _blamed(state):
@@ -543,7 +546,7 @@ def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction,
         watch,
         attempts=attempts,
         retry_at=now + pause_s,
-        failed_at=now,
+        failed_times=failed,
         cause=cause.text,
         blamed=blamed,
         failures={**former, **_failures(state)},
@@ -552,11 +555,16 @@ def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction,
         "epoch": state.epoch,
         "attempt": attempts,
         "cause": cause.text,
-        "pause_s": pause_s,
+        "pause_s": round(pause_s, 3),
         "next_at": round(now + pause_s, 3),
     }
     entries = (LogEntry("retry", data),) if attempts > 1 else ()
     return state.of(watch=watch), entries
+
+
+def _earliest(failed_times: tuple[float, ...]) -> float:
+    """Return the time before which no other attempt may be made."""
+    return failed_times[-MOST_FAILED] + 60.0 if len(failed_times) >= MOST_FAILED else 0.0
 
 
 def _failures(state: JobState) -> dict[str, str]:
@@ -598,8 +606,9 @@ def retry(state: JobState, now: float) -> JobTransition | None:
     watch = state.watch
     if not watch.attempts:
         return None
-    explains = watch.attempts <= EXPLAINED_ATTEMPT and _found_bad_path(state, watch.failed_at)
-    if explains and is_paused(state, now):
+    failed_at = watch.failed_times[-1] if watch.failed_times else 0.0
+    explains = watch.attempts <= EXPLAINED_ATTEMPT and _found_bad_path(state, failed_at)
+    if explains and is_paused(state, now) and now >= _earliest(watch.failed_times):
         text = "the pause ends: a bad path was found"
         return state.of(watch=replace(watch, retry_at=now)), (), text
     text = _common_failure(state)

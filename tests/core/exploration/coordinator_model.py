@@ -212,7 +212,8 @@ def canonical(state: JobState, passed_s: float) -> JobState:
             for name in sorted(watch.signs)
         },
         retry_at=retry_at if retry_at > NOW else 0.0,
-        failed_at=shift(watch.failed_at) if retry_at > NOW else 0.0,
+        # The times before the newest one count only after five failed epochs within a minute.
+        failed_times=tuple(map(shift, watch.failed_times[-1:])) if retry_at > NOW else (),
         cause="",
         orders={
             name: _with(watch.orders[name], at=shift(watch.orders[name].at))
