@@ -238,6 +238,7 @@ def test_epochs_without_a_pause_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ModelLinks, "all_gather", broken)
     assert not any("without a step" in text for text in run(QUIET).problems), "it pauses"
     monkeypatch.setattr(progress_watchdog, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(progress_watchdog, "MOST_FAILED", 100)
     monkeypatch.setattr(transitions, "CONTACT_FACTOR", 1.0)
     assert any("epochs in 60 s without a step" in text for text in run(QUIET).problems)
 
