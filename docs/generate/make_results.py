@@ -465,7 +465,7 @@ def readme_block(results: dict[str, dict[str, Any]]) -> str:
 
 
 def updated(readme: str, block: str) -> str:
-    """`readme` with `block` between the marks."""
+    """Return `readme` with `block` between its marks BEGIN and END."""
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{block}{END}{after}"

@@ -89,7 +89,7 @@ class FrameStream:
         the piece is sent. It may wait. None: no delay."""
 
     def send(self, header: Any, payload: Iterable[memoryview] = ()) -> None:
-        """Send one frame; the payload is the concatenation of `payload`, flat byte views."""
+        """Send one frame. Its payload is the bytes of `payload`, one flat view after the other."""
         parts = tuple(payload)
         self.begin(header, sum(part.nbytes for part in parts))
         for part in parts:
@@ -110,7 +110,7 @@ class FrameStream:
             self.pace(0)
 
     def write(self, part: memoryview) -> None:
-        """Send `part`, a flat byte view, as the next bytes of the payload of `begin`."""
+        """Send the next bytes of the payload that `begin` announced; `part` is a flat byte view."""
         if self.pace is None:
             self._write(part)
             return

@@ -1,8 +1,12 @@
-"""A clock and an event loop that tests advance by hand."""
+"""A configuration, and a clock and an event loop that tests advance by hand."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+from elastic.config import JobConfig, WorkerCommand
 
 START = 1000.0
 
@@ -27,3 +31,17 @@ class ManualLoop:
             self.now = max(self.now, at)
             call(due)
         self.now = end
+
+
+def three_nodes(folder: Path, **changes: Any) -> JobConfig:
+    """Configuration of a job of three nodes, whose directories are in `folder`."""
+    config = JobConfig(
+        job_id="j",
+        run_dir=str(folder),
+        memory_dir=str(folder / "memory"),
+        command=WorkerCommand(script="x"),
+        checkpoint_dir=str(folder / "checkpoints"),
+        min_nodes=3,
+        max_nodes=3,
+    )
+    return replace(config, **changes)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator import event_queue as inbox
 from elastic.coordinator.event_queue import WallClock
 from elastic.coordinator.leadership import RunMembership
@@ -24,7 +23,7 @@ from elastic.core.protocol.messages import Failed, Heartbeat, NodePhase, NodeRep
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
 from elastic.store.interface import Entry, StoreUnavailable
 from elastic.telemetry import read_events
-from tests.coordinator.helpers import ManualLoop
+from tests.coordinator.helpers import ManualLoop, three_nodes
 from tests.store.memory import MemoryStore
 
 SPEC = JobSpec((LayerSpec(8, 8, 8, 1.0, 2.0),) * 4, 4, 10)
@@ -58,16 +57,7 @@ class FakeSession:
 
 class Bench:
     def __init__(self, folder: Path) -> None:
-        config = JobConfig(
-            job_id="j",
-            run_dir=str(folder),
-            memory_dir=str(folder / "memory"),
-            command=WorkerCommand(script="x"),
-            checkpoint_dir=str(folder / "checkpoints"),
-            min_nodes=3,
-            max_nodes=3,
-            backup="stream+snapshot",
-        )
+        config = three_nodes(folder, backup="stream+snapshot")
         self.folder, self.store = folder, CountingStore()
         lease = self.store.acquire("a", 60.0, 0.0)
         self.counted = CoordinatorMetrics("j", lambda: 0.0)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator.leadership import RunMembership
 from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits
@@ -24,6 +23,7 @@ from elastic.core.protocol.messages import NodePhase
 from elastic.store import checkpoint_directory
 from tests.agent.agents import Slow
 from tests.agent.vault.checkpoints import N_LAYERS, layer_run, write_layer
+from tests.coordinator.helpers import three_nodes
 from tests.core.coordinator.test_transitions import send_report
 from tests.core.job.test_checkpoints import after_a_loss, apply, part, saving
 from tests.core.state_access import assignment_of, spec_of
@@ -42,15 +42,7 @@ def committing(directory: Path, run: str = "") -> Iterator[tuple[CheckpointCommi
 
 def _coordinator(folder: Path, store: MemoryStore, job_id: str) -> JobState:
     """Start a coordinator and end it; return its state."""
-    config = JobConfig(
-        job_id=job_id,
-        run_dir=str(folder),
-        memory_dir=str(folder / "memory"),
-        command=WorkerCommand(script="x"),
-        checkpoint_dir=str(folder / "checkpoints"),
-        min_nodes=3,
-        max_nodes=3,
-    )
+    config = three_nodes(folder, job_id=job_id)
     lease = store.acquire("a", 60.0, 0.0)
     run, metrics = RunMembership(store, folder), CoordinatorMetrics("j", lambda: 0.0)
     made = Coordinator(config, "127.0.0.1:0", store, lease, run, metrics)

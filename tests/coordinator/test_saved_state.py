@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator.leadership import STATE_KEY, RunMembership
 from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.service import lead
@@ -20,6 +19,7 @@ from elastic.core.protocol.version import FIRST, PROTOCOL
 from elastic.domain import codec
 from elastic.domain.errors import EXIT_INCOMPATIBLE, IncompatibleVersion
 from elastic.store.open_store import open_store
+from tests.coordinator.helpers import three_nodes
 from tests.core.world.world import Fault, World
 
 
@@ -131,15 +131,7 @@ def test_a_coordinator_that_cannot_read_the_state_gives_the_lease_back(
     saved: JobState, tmp_path: Path
 ) -> None:
     """So that another coordinator, of the right version, can lead at once."""
-    config = JobConfig(
-        job_id="j",
-        run_dir=str(tmp_path),
-        memory_dir=str(tmp_path / "memory"),
-        command=WorkerCommand(script="x"),
-        checkpoint_dir=str(tmp_path / "checkpoints"),
-        min_nodes=3,
-        max_nodes=3,
-    )
+    config = three_nodes(tmp_path)
     with closing(open_store(config)) as store:
         lease = store.acquire("before", 1e6, time.time())
         store.put_if(STATE_KEY, text_of(saved, protocol=99), None, lease.token)

@@ -105,8 +105,9 @@ def memory(wanted_bytes: int) -> PreflightCheck:
 
 
 def disk(role: str, path: Path) -> PreflightCheck:
-    """Check that a file can be written and that space is free, on a thread that may hang. A failure
-    is not fatal for checkpoints: the job can go on without them."""
+    """Check that a file can be written and that space is free. The check runs on a thread of its
+    own, because the disk may hang. A failure is not fatal for checkpoints: the job can go on
+    without them."""
     found = list[PreflightCheck]()
 
     def check() -> None:

@@ -8,7 +8,8 @@ A disk that is slow or hangs must not fill the memory with copies: while `MAX_BE
 wait for it, the next one is given up.
 
 The state after the last step is always a checkpoint. Workers wait for this checkpoint only: its
-bundles are acknowledged when the files are on disk, so that the job does not end before.
+bundles are acknowledged when the files are on disk. The coordinator waits for it, too, before it
+ends the job.
 
 If an epoch begins at an earlier step than states that were written, training repeats these steps.
 The writer then forgets these states, drops those in its queue, and writes the new ones.

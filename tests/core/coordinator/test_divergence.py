@@ -22,24 +22,13 @@ STEP = 9
 
 
 @functools.cache
-def running() -> JobState:
-    """Two nodes, each with all layers, in the middle of a long job."""
-    world = World(5, 2, steps=400, shape="2")
-    world.run(limit=4.0)
+def running(spares: int = 0) -> JobState:
+    """Two nodes, each with all layers, in the middle of a long job; and spares with none."""
+    world = World(5, 2 + spares, steps=400, shape="2")
+    world.run(limit=4.0 + 2.0 * spares)
     state = world.coordinator.state
     assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch == 1
-    assert len(nodes_of(state)) == 2
-    return state.of(start_s=3600.0)
-
-
-@functools.cache
-def running_with_spare() -> JobState:
-    """Two nodes with all layers, and a third one with none."""
-    world = World(5, 3, steps=400, shape="2")
-    world.run(limit=6.0)
-    state = world.coordinator.state
-    assert state.phase is JobPhase.RUNNING and state.trimmed == state.epoch == 1
-    assert len(nodes_of(state)) == 2 and len(state.members) == 3
+    assert len(nodes_of(state)) == 2 and len(state.members) == 2 + spares
     return state.of(start_s=3600.0)
 
 
@@ -172,7 +161,7 @@ def test_old_evidence_is_not_judged_again() -> None:
 
 def test_a_spare_loads_its_wrong_replica_anew_when_it_is_used_again() -> None:
     """The workers of a spare keep their layers, also while an epoch without them is protected."""
-    before = running_with_spare()
+    before = running(spares=1)
     wrong, right = nodes_of(before)
     (spare,) = before.members.keys() - {wrong, right}
     # The second divergence of this node: the next plan leaves it out.
