@@ -22,6 +22,9 @@ FLIGHT_S = 1.0
 """The last messages of a node that was destroyed arrive at most this long afterwards."""
 LATE_S = 6.0
 """A loss by silence is noticed at most this long after its cause is over."""
+NOTICED_S = 1.0
+"""The end of a job is noticed at most this long afterwards."""
+MEMORY = ("memory-full", "no-slots")
 WINDOW_S, EPOCHS = 60.0, 5
 """In each window of this length there are at most this many epochs without a finished step."""
 HELD_S = 3.0
@@ -176,6 +179,30 @@ def checkpoints_missing(
         ):
             wrong.append(f"the checkpoint of step {step} was given up: {named[step]}")
     return wrong
+
+
+def out_of_memory(
+    events: Sequence[dict[str, Any]], faults: Sequence[Injected], end: float, reason: str
+) -> bool:
+    """Whether the job ended at `end` because nodes had no memory for their own copies: half of
+    them, or the one without which there is no plan."""
+    memory = (fault for fault in faults if fault.kind in MEMORY)
+    full = {fault.node for fault in memory if fault.at < end < fault.until + NOTICED_S}
+    if not full or not ("SlotError" in reason or "VaultFull" in reason):
+        return False
+    here = members_at_end(events)
+    return 2 * len(here & full) >= len(here) > 0 or "no plan fits without it" in reason
+
+
+def members_at_end(events: Sequence[dict[str, Any]]) -> frozenset[str]:
+    """Return the nodes that had joined, and were neither lost nor drained."""
+    here: set[str] = set()
+    for event in events:
+        if event["kind"] == "joined":
+            here.add(event["node"])
+        elif event["kind"] in ("lost", "drained"):
+            here.discard(event["node"])
+    return frozenset(here)
 
 
 def _absent_since(events: Sequence[dict[str, Any]]) -> float:

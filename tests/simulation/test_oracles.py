@@ -11,6 +11,7 @@ from tests.simulation.oracles import (
     Injected,
     checkpoints_missing,
     healthy_lost,
+    out_of_memory,
     too_many_epochs,
 )
 
@@ -136,3 +137,16 @@ def test_a_node_that_is_not_back_at_the_end_excuses_what_it_had_to_write() -> No
     assert missing([*gone, {"kind": "joined", "at": 50.0, "node": "node1"}], complete={2, 6})
     before = {"kind": "lost", "at": 35.0, "node": "node1"}
     assert missing([*NAMED, before], complete={2, 6}), "it was lost before the step"
+
+
+def test_only_a_majority_without_memory_may_end_the_job() -> None:
+    joined = [{"kind": "joined", "at": 1.0, "node": f"node{n}"} for n in range(3)]
+    one, two = (Injected("memory-full", 5.0, 30.0, f"node{n}") for n in range(2))
+    why = "workers crashed 4 times; VaultFull: no room"
+    assert out_of_memory(joined, [one, two], 20.0, why)
+    assert not out_of_memory(joined, [one], 20.0, why)
+    assert out_of_memory(joined, [one], 20.0, f"{why}; no plan fits without it")
+    assert not out_of_memory(joined, [one, two], 40.0, why)
+    assert not out_of_memory(joined, [one, two], 20.0, "workers crashed 4 times; OSError")
+    lost_one = {"kind": "lost", "at": 9.0, "node": "node2"}
+    assert out_of_memory([*joined, lost_one], [one], 20.0, why)

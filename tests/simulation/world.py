@@ -49,7 +49,7 @@ from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.store import SimStore, StoreMachine
 
 PORT = 7000
-WATCH_S = 1.0
+WATCH_S = oracles.NOTICED_S
 PROGRESS_S, LONG_S = 25.0, 100.0
 """After the last fault, a step or the end of the job comes within this time. The second limit
 holds after a worker hung, because it may be silent for `Timeouts.stuck_s` before its first step
@@ -67,7 +67,6 @@ SCHEMES = (
 VAULT_LOST = ("power", "kill", "back")
 HANGS = ("worker-stop", "worker-spin", "worker-mute")
 WORKER_KINDS = ("worker-kill", *HANGS)
-MEMORY = ("memory-full", "no-slots")
 DISK = ("disk-full", "disk-error")
 PATHS = ("cut-path", "cut-pair", "slow-path")
 STORAGE = {
@@ -118,7 +117,7 @@ class Fault:
 
 NODE_KINDS = (
     *VAULT_LOST, *WORKER_KINDS, "pause", "cut-out", "cut-in", "cut-path", "cut-path", "cut-pair",
-    "slow-path", "reset", "reset", *MEMORY, *DISK, "disk-slow", "join", "drain",
+    "slow-path", "reset", "reset", *oracles.MEMORY, *DISK, "disk-slow", "join", "drain",
 )  # fmt: skip
 LEAD_KINDS = (
     "lead-kill", "lead-pause", "lead-cut", "lead-reset", "lead-disk", "lead-amnesia", "store-away",
@@ -228,7 +227,7 @@ def _faults(
     faults: list[Fault] = []
     start_s, together = rng.uniform(first_s, last_s), rng.random() < 0.5
     for kind in kinds:
-        lasting = kind in (*MEMORY, *DISK, "lead-disk")
+        lasting = kind in (*oracles.MEMORY, *DISK, "lead-disk")
         seconds = rng.choice(LASTING_S if lasting else LENGTHS_S)
         if long and kind in PATHS:
             seconds, long = round(rng.uniform(*LONG_PATH_S)), False
@@ -238,7 +237,7 @@ def _faults(
         if kind in (*DISK, "disk-slow") and rng.random() < 0.8:
             node = WRITER
         faults.append(Fault(kind, round(at, 3), node, other, seconds, after_write=written))
-        if kind in MEMORY and rng.random() < 0.7:
+        if kind in oracles.MEMORY and rng.random() < 0.7:
             at += rng.uniform(0.1, 1.0)
             kind = rng.choice(("worker-kill", "back", "join"))  # memory is needed
             faults.append(Fault(kind, round(at, 3), rng.randrange(8), 0, 1.0))
@@ -543,7 +542,7 @@ class World:
     def _hurt_node(self, fault: Fault, process: Process) -> None:
         kind, seconds = fault.kind, fault.seconds
         host: Host = process.host
-        if kind in (*MEMORY, *DISK, "disk-slow"):
+        if kind in (*oracles.MEMORY, *DISK, "disk-slow"):
             self._hurt_storage(fault, host)
             return
         if kind in WORKER_KINDS:
@@ -765,19 +764,17 @@ class World:
             self._judge_success(events)
 
     def _judge_error(self, code: int, reason: str) -> None:
-        """Copies were lost, the disk of the last checkpoint failed, or the only node that was left
-        had no memory for its own copies, until its restarts were used up."""
+        """Copies were lost, the disk of the last checkpoint failed, or nodes had no memory for
+        their own copies until the attempts were used up."""
         last_s = self.moved_at - oracles.WRITING_S
         bad_disk = any(
             one.kind in (*DISK, "lead-disk") and one.until > last_s for one in self.faults
         )
         unwritten = bad_disk and "checkpoint" in reason
-        now = self.ended_at or 0.0
-        full = any(one.kind in MEMORY and one.at < now < one.until + WATCH_S for one in self.faults)
-        no_room = "SlotError" in reason or "VaultFull" in reason
-        alone = full and "no plan fits without it" in reason and no_room
+        ended = self.ended_at or 0.0
+        no_room = oracles.out_of_memory(self.events, self.faults, ended, reason)
         lost = code == EXIT_UNRECOVERABLE and layers_lost(self)
-        if not (lost or unwritten or alone):
+        if not (lost or unwritten or no_room):
             self.violation(f"the job ended with {code}: {reason}")
 
     def _judge_success(self, events: list[dict[str, Any]]) -> None:
