@@ -122,7 +122,7 @@ class Coordinator:
         self._commits = CheckpointCommits(
             Path(config.checkpoint_dir), self._events.put, self._events.put, self._state.run
         )
-        self._records = RunRecords(self._run_dir)
+        self._records = RunRecords(self._run_dir, injected=bool(config.faults))
         self._metrics = metrics
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
         self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put)
@@ -216,7 +216,7 @@ class Coordinator:
 
     def _announce(self) -> None:
         text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
-        run_directory.announce(self._run_dir, text)
+        self._records.announce(text)
         self._log_event("coordinator", text)
         for problem in self._passed_over:
             self._log_event("checkpoint-unusable", problem)
@@ -406,7 +406,8 @@ class Coordinator:
                 self._apply(failed)
         self._decide()
         self._code = action.code
-        self._records.end(action.code, action.reason, action.params_sha256)
+        bulk_s = self._state.limits.bulk_s
+        self._records.end(action.code, action.reason, action.params_sha256, bulk_s)
         with contextlib.suppress(StoreUnavailable, StoreError):
             self._run.end(self._lease.token)
         for node in [node for node in self._sessions if node not in self._state.members]:

@@ -24,6 +24,7 @@ from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
 from elastic.store.interface import Entry, StoreUnavailable
 from elastic.telemetry import read_events
 from tests.coordinator.helpers import ManualLoop, three_nodes
+from tests.patience import LONG_S
 from tests.store.memory import MemoryStore
 
 SPEC = JobSpec((LayerSpec(8, 8, 8, 1.0, 2.0),) * 4, 4, 10)
@@ -85,6 +86,7 @@ class Bench:
         return self.saved - before
 
     def told(self) -> list[str]:
+        assert self.coordinator._records.flush(LONG_S)
         return [event["kind"] for event in read_events(self.folder / "events.jsonl")]
 
     def sent(self) -> list[list[str]]:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,10 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "disk"
 
 
+def at_once(function: Callable[[], object]) -> None:
+    function()
+
+
 def logged(folder: Path) -> list[tuple[str, Any]]:
     return [(event["kind"], event.get("n")) for event in read_events(folder / "events.jsonl")]
 
@@ -51,15 +55,18 @@ def test_events_wait_in_their_order_until_there_is_room(
 ) -> None:
     made = RunRecords(disk)
     made.event("x", {"n": 0})
+    assert made.flush(LONG_S)
     filler = fill(disk)
     for number in range(1, 100):
         made.event("x", {"n": number, "text": "-" * 100})
+    assert made.flush(LONG_S)
     before = logged(disk)
     assert before[0] == ("x", 0) and len(before) < 50, (
         "the disk is full; the written events stay readable"
     )
     filler.unlink()
     made.heartbeat((1, 0), STATE)
+    assert made.flush(LONG_S)
     assert logged(disk) == [*(("x", number) for number in range(100)), ("records-late", None)]
     late = read_events(disk / "events.jsonl")[-1]
     assert late["dropped"] == 0 and late["refused_s"] >= 0
@@ -69,14 +76,41 @@ def test_events_wait_in_their_order_until_there_is_room(
     made.close()
 
 
+def test_nobody_waits_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pipe in the place of the file takes 64 KiB, until somebody reads it."""
+    monkeypatch.setattr(records, "CLOSE_S", 0.01)
+    path = tmp_path / "events.jsonl"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    made = RunRecords(tmp_path)
+    for number in range(1000):
+        made.event("x", {"n": number, "text": "-" * 200})
+    assert not made.flush(0.01), "the disk hangs"
+    made.end(3, "it is over", "", 0.01)
+    assert not (tmp_path / "exit.json").exists() and "exit.json is late" in caplog.text
+    path.unlink()
+    path.touch()  # the summary reads it
+    os.set_blocking(reader, True)
+    text = b""
+    while b'"kind":"end"' not in text:
+        text += os.read(reader, 1 << 20)
+    assert made.flush(LONG_S) and (tmp_path / "exit.json").exists()
+    numbers = [json.loads(line).get("n") for line in text.splitlines()]
+    assert numbers == [*range(1000), None]
+    made.close()
+    os.close(reader)
+
+
 def test_the_oldest_events_are_dropped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.symlink_to("/dev/full")
-    log = RetryingEventLog(path, kept_bytes=1000)
+    log = RetryingEventLog(path, at_once, kept_bytes=1000)
     for number in range(100):
         log.append("x", {"n": number}, at=1.0)
     path.unlink()
-    log.retry(at_once=True)
+    log.write()
     *kept, late = read_events(path)
     assert [event["n"] for event in kept] == list(range(100 - len(kept), 100)) and 10 < len(
         kept
@@ -91,7 +125,7 @@ def test_a_failing_file_is_not_retried_at_each_event(
     monkeypatch.setattr(records, "retry_s", lambda failures: 1000.0)
     path = tmp_path / "events.jsonl"
     path.symlink_to("/dev/full")
-    log = RetryingEventLog(path)
+    log = RetryingEventLog(path, at_once)
     log.append("x", {})
     path.unlink()
     log.append("x", {})
@@ -104,8 +138,9 @@ def test_a_failing_file_is_not_retried_at_each_event(
 def test_exit_json_is_written_on_a_full_disk(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     """exit.json uses the reserved space; only the summary is missing."""
     made = RunRecords(disk)
+    assert made.flush(LONG_S)
     fill(disk)
-    made.end(3, "it is over", "")
+    made.end(3, "it is over", "", LONG_S)
     assert json.loads((disk / "exit.json").read_text()) == {"code": 3, "reason": "it is over"}
     assert not (disk / "summary.json").exists() and not list(disk.glob("*.tmp"))
     assert "summary.json cannot be written" in caplog.text

@@ -129,6 +129,7 @@ def test_any_request_is_answered(leading: Bench, kind: str, body: dict[str, Any]
 
 
 def test_requests_leave_readable_records(leading: Bench) -> None:
+    assert leading.coordinator._records.flush(LONG_S)
     assert strict(leading.folder)
 
 

@@ -16,6 +16,7 @@ from elastic.core.job.state import JobState, Policy
 from elastic.core.protocol.messages import StepDone
 from elastic.domain.types import JobSpec, LayerSpec, StepRecord
 from elastic.telemetry import read_events
+from tests.patience import LONG_S
 
 SPEC = JobSpec(
     (LayerSpec(4, 8, 4, 1.0, 2.0),) * 3,
@@ -27,7 +28,9 @@ SPEC = JobSpec(
 
 
 def test_the_job_is_recorded(tmp_path: Path) -> None:
-    RunRecords(tmp_path).job(SPEC)
+    records = RunRecords(tmp_path)
+    records.job(SPEC)
+    records.close()
     (event,) = read_events(tmp_path / "events.jsonl")
     assert event["kind"] == "job" and (event["steps"], event["microbatches"]) == (5, 8)
     assert event["tied"] == [[0, 2]] and event["tokens_per_microbatch"] == 16
@@ -40,7 +43,7 @@ def test_faults_are_recorded_at_the_end_with_their_times(tmp_path: Path) -> None
         fired.touch()
         os.utime(fired, (at, at))
     records = RunRecords(tmp_path)
-    records.end(0, "all 0 steps done", "")
+    records.end(0, "all 0 steps done", "", LONG_S)
     first, second, last = read_events(tmp_path / "events.jsonl")
     assert [(e["kind"], e["number"], e["at"]) for e in (first, second)] == [
         ("fault", 2, 70.0),

@@ -58,6 +58,9 @@ DISK_BYTES = 100 << 30
 SLOW_DISK_S = 0.5
 """Time of an operation that waits for a slow disk."""
 
+HANG_S = 0.1
+"""An operation that hangs looks this often whether the disk answers again."""
+
 
 class Disk:
     """Stands in for the module `os` where it waits for disks or memory, or ends the process."""
@@ -92,7 +95,8 @@ class Disk:
         os.rename(source, target)
 
     def write(self, descriptor: int, data: bytes) -> int:
-        if process_of(self._scheduler).host.disk_error is not None:
+        host = process_of(self._scheduler).host
+        if host.disk_error is not None or host.disk_hangs is not None:
             self._wait()
         return os.write(descriptor, data)
 
@@ -119,6 +123,9 @@ class Disk:
             host.disk_slow.hit()
             seconds = SLOW_DISK_S
         self._scheduler.sleep(seconds * self._scheduler.uniform(0.3, 3.0))
+        while host.disk_hangs is not None:
+            host.disk_hangs.hit()
+            self._scheduler.sleep(HANG_S)
         if host.disk_error is not None:
             host.disk_error.hit()
 

@@ -60,6 +60,7 @@ class Host:
         self.ends: dict[Endpoint, None] = {}
         self.disk_error: Trouble | None = None
         self.disk_slow: Trouble | None = None
+        self.disk_hangs: Trouble | None = None
         self.memory_error: Trouble | None = None
         self.disk_waits = 0
         """Operations that have waited for the disk."""

@@ -25,6 +25,8 @@ LATE_S = 6.0
 NOTICED_S = 1.0
 """The end of a job is noticed at most this long afterwards."""
 MEMORY = ("memory-full", "no-slots")
+DISK = ("disk-full", "disk-error", "disk-slow", "disk-hang")
+LEAD_DISK = ("lead-disk", "lead-hang")
 WINDOW_S, EPOCHS = 60.0, 5
 """In each window of this length there are at most this many epochs without a finished step."""
 HELD_S = 3.0
@@ -169,13 +171,13 @@ def checkpoints_missing(
             continue
         if step == due[-1]:
             wrong.append(f"the checkpoint of the last step, {step}, is missing: {named.get(step)}")
-        elif step not in named and not _hit(events, faults, step, ("lead-disk",)):
+        elif step not in named and not _hit(events, faults, step, LEAD_DISK):
             wrong.append(f"the checkpoint of step {step} is missing, and no event names it")
         elif absent < _finished(events, faults, step)[0] and not _hit(
             events,
             faults,
             step,
-            (*DESTROYS, "unwritten", "disk-full", "disk-error", "disk-slow", "lead-disk"),
+            (*DESTROYS, "unwritten", *DISK, *LEAD_DISK),
         ):
             wrong.append(f"the checkpoint of step {step} was given up: {named[step]}")
     return wrong

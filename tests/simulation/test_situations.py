@@ -24,7 +24,15 @@ from tests.simulation.world import Fault, Outcome, Scenario, World, run, scenari
 
 EACH_S = 2.0
 """Time for the fresh seeds of a test."""
-HARMLESS = ("lead-kill", "lead-pause", "lead-reset", "store-away", "disk-slow")
+HARMLESS = (
+    "lead-kill",
+    "lead-pause",
+    "lead-reset",
+    "lead-hang",
+    "store-away",
+    "disk-slow",
+    "disk-hang",
+)
 """Faults that halt nothing: training needs neither the coordinator nor a certain speed."""
 
 
@@ -108,6 +116,15 @@ def test_a_job_survives_one_lost_node() -> None:
         outcome = run(dataclasses.replace(scenario, faults=tuple(faults)))
         check(outcome)
         assert outcome.code == 0 or not of(outcome.events, "step"), outcome.text()
+
+
+def test_a_job_survives_one_lost_node_while_the_run_directory_hangs() -> None:
+    hang, lost = Fault("lead-hang", 3.0, 0, 0, 40.0), Fault("kill", 4.0, 1, 0, 0.0)
+    outcome = run(dataclasses.replace(QUIET, steps=12, faults=(hang, lost)))
+    check(outcome)
+    steps = [one["at"] for one in of(outcome.events, "step")]
+    assert len(steps) == 12 and steps[-1] < 20.0, "nobody waits for the disk"
+    assert of(outcome.events, "end")[0]["at"] > 40.0, "the last records do"
 
 
 def test_healthy_nodes_never_end_a_job() -> None:

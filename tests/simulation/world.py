@@ -68,6 +68,7 @@ VAULT_LOST = ("power", "kill", "back")
 HANGS = ("worker-stop", "worker-spin", "worker-mute")
 WORKER_KINDS = ("worker-kill", *HANGS)
 DISK = ("disk-full", "disk-error")
+PATIENT = ("disk-slow", "disk-hang")
 PATHS = ("cut-path", "cut-pair", "slow-path")
 STORAGE = {
     "memory-full": ("memory_error", errno.ENOSPC),
@@ -75,6 +76,9 @@ STORAGE = {
     "disk-full": ("disk_error", errno.ENOSPC),
     "disk-error": ("disk_error", errno.EIO),
     "disk-slow": ("disk_slow", 0),
+    "disk-hang": ("disk_hangs", 0),
+    "lead-disk": ("disk_error", errno.ENOSPC),
+    "lead-hang": ("disk_hangs", 0),
 }
 """Per fault: (attribute of the host, number of the error)."""
 LENGTHS_S, LASTING_S, LONG_PATH_S = (0.3, 1.0, 2.5, 6.0, 15.0), (2.5, 6.0, 15.0, 30.0), (200, 250)
@@ -99,11 +103,10 @@ class Fault:
     node hangs before it attaches. cut-out, cut-in: packets from (to) the host are lost. cut-path,
     cut-pair: those to one other host, one way or both. slow-path: one path has little bandwidth.
     reset: all connections of the host to others are reset, although the network is well.
-    memory-full, no-slots, disk-full, disk-error, disk-slow: of the host. join, drain: planned
-    changes. lead-kill, lead-pause, lead-cut, lead-reset, lead-disk: the same for the host of the
-    coordinator.
-    lead-amnesia: killed, and the store loses its last writes. store-away: the store is out of
-    reach.
+    memory-full, no-slots, disk-full, disk-error, disk-slow, disk-hang: of the host. join, drain:
+    planned changes. lead-kill, lead-pause, lead-cut, lead-reset, lead-disk, lead-hang: the same for
+    the host of the coordinator. lead-amnesia: killed, and the store loses its last writes.
+    store-away: the store is out of reach.
     """
 
     kind: str
@@ -117,10 +120,11 @@ class Fault:
 
 NODE_KINDS = (
     *VAULT_LOST, *WORKER_KINDS, "pause", "cut-out", "cut-in", "cut-path", "cut-path", "cut-pair",
-    "slow-path", "reset", "reset", *oracles.MEMORY, *DISK, "disk-slow", "join", "drain",
+    "slow-path", "reset", "reset", *oracles.MEMORY, *DISK, *PATIENT, "join", "drain",
 )  # fmt: skip
 LEAD_KINDS = (
-    "lead-kill", "lead-pause", "lead-cut", "lead-reset", "lead-disk", "lead-amnesia", "store-away",
+    "lead-kill", "lead-pause", "lead-cut", "lead-reset", *oracles.LEAD_DISK, "lead-amnesia",
+    "store-away",
 )  # fmt: skip
 PERMANENT = (*VAULT_LOST, *WORKER_KINDS, "join", "drain", "reset", "lead-reset")
 
@@ -181,7 +185,7 @@ def scenario_of(seed: int) -> Scenario:
     least_s = LONG_JOB_S if long else TRAINING_S
     steps = max(rng.choice((4, 6, 8, 12)), math.ceil(least_s / step_s))
     disk_s = rng.choice((0.001, 0.001, 0.05))
-    every = rng.choice((1, 2, 3) if {*kinds} & {*DISK, "disk-slow"} else (0, 1, 2, 3))
+    every = rng.choice((1, 2, 3) if {*kinds} & {*DISK, *PATIENT} else (0, 1, 2, 3))
     if every and disk_s > 0.01:
         every = max(every, math.ceil(steps / MAX_PENDING))
     first_s = 0.0 if in_training else 1.0
@@ -227,14 +231,14 @@ def _faults(
     faults: list[Fault] = []
     start_s, together = rng.uniform(first_s, last_s), rng.random() < 0.5
     for kind in kinds:
-        lasting = kind in (*oracles.MEMORY, *DISK, "lead-disk")
+        lasting = kind in (*oracles.MEMORY, *DISK, "disk-hang", *oracles.LEAD_DISK)
         seconds = rng.choice(LASTING_S if lasting else LENGTHS_S)
         if long and kind in PATHS:
             seconds, long = round(rng.uniform(*LONG_PATH_S)), False
         at = start_s + rng.uniform(0.0, 2.0) if together else rng.uniform(first_s, last_s)
         written = kind == "lead-amnesia" or (kind in LEAD_KINDS and rng.random() < 0.3)
         node, other = rng.randrange(8), rng.randrange(8)
-        if kind in (*DISK, "disk-slow") and rng.random() < 0.8:
+        if kind in (*DISK, *PATIENT) and rng.random() < 0.8:
             node = WRITER
         faults.append(Fault(kind, round(at, 3), node, other, seconds, after_write=written))
         if kind in oracles.MEMORY and rng.random() < 0.7:
@@ -542,7 +546,7 @@ class World:
     def _hurt_node(self, fault: Fault, process: Process) -> None:
         kind, seconds = fault.kind, fault.seconds
         host: Host = process.host
-        if kind in (*oracles.MEMORY, *DISK, "disk-slow"):
+        if kind in (*oracles.MEMORY, *DISK, *PATIENT):
             self._hurt_storage(fault, host)
             return
         if kind in WORKER_KINDS:
@@ -610,8 +614,8 @@ class World:
             self._for_a_while(self.store, "away", self._trouble(fault), seconds)
             return
         slot, host = next((n, one.host) for n, one in self.leads.items() if one is process)
-        if kind == "lead-disk":
-            self._for_a_while(host, "disk_error", self._trouble(fault, errno.ENOSPC), seconds)
+        if kind in oracles.LEAD_DISK:
+            self._hurt_storage(fault, host)
             return
         self._injected[kind] += kind != "lead-amnesia"
         match kind:
@@ -768,7 +772,8 @@ class World:
         their own copies until the attempts were used up."""
         last_s = self.moved_at - oracles.WRITING_S
         bad_disk = any(
-            one.kind in (*DISK, "lead-disk") and one.until > last_s for one in self.faults
+            one.kind in (*DISK, "disk-hang", *oracles.LEAD_DISK) and one.until > last_s
+            for one in self.faults
         )
         unwritten = bad_disk and "checkpoint" in reason
         ended = self.ended_at or 0.0
@@ -780,13 +785,13 @@ class World:
     def _judge_success(self, events: list[dict[str, Any]]) -> None:
         last = oracles.of(events, "end")
         if not last:
-            if not any(one.kind == "lead-disk" for one in self.faults):
+            if not any(one.kind in oracles.LEAD_DISK for one in self.faults):
                 self.violation("there is no event of the end")
         elif last[-1]["params_sha256"] != expected_sha256(self.spec):
             self.violation("the final state is not that of a run without failures")
         reported = {event["step"] for event in oracles.of(events, "step")}
         unknown = sorted(set(range(self.spec.n_steps)) - reported)
-        if unknown and not any(one.kind == "lead-disk" for one in self.faults):
+        if unknown and not any(one.kind in oracles.LEAD_DISK for one in self.faults):
             self.violation(f"steps {unknown} were not reported")
         every, steps = self.spec.checkpoint_every, self.spec.n_steps
         due = sorted({*range(every, steps + 1, every), steps}) if every else []

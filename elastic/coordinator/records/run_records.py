@@ -1,7 +1,7 @@
 """Writes the files of a run: events.jsonl, progress.jsonl, summary.json and exit.json.
 
-Decisions do not wait for these files. Lines that the disk refuses are kept, up to a limit, and
-written later.
+Decisions do not wait for these files: a thread writes them, because the disk of the run directory
+may hang. Lines that the disk refuses, or does not take yet, are kept up to a limit.
 """
 
 from __future__ import annotations
@@ -9,19 +9,27 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elastic.coordinator.records.run_directory import overwrite_file, replace_file, try_write
+from elastic.coordinator.records.run_directory import (
+    announce,
+    overwrite_file,
+    replace_file,
+    try_write,
+)
 from elastic.coordinator.records.run_summary import plan_entry, plan_shape, summarize
 from elastic.core.job.goodput import recovery_entry, step_entry
 from elastic.core.job.state import ChangeCompleted, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.election import retry_s
 from elastic.domain.types import JobSpec, Plan
+from elastic.rpc.control.event_loop import Dispatcher
 from elastic.telemetry import EventLog, event_line, read_events
 
 log = logging.getLogger("elastic.coordinator")
@@ -33,33 +41,55 @@ RECORDED = 4096
 """Number of finished steps that are remembered, so that each is recorded once."""
 DRAFT_BYTES = 4096
 """Disk space reserved at the start for exit.json."""
+CLOSE_S = 5.0
+"""`RunRecords.close` waits this long for the disk."""
 
 
 class RetryingEventLog:
-    """An event log for a disk that may be full: it keeps unwritten events and writes them later."""
+    """An event log for a disk that may be full or hang: it keeps unwritten events, and writes them
+    later. `post` runs a function on the thread that waits for the disk."""
 
-    def __init__(self, path: Path, kept_bytes: int = KEPT_BYTES) -> None:
-        self.path, self._kept_bytes = path, kept_bytes
-        self._log: EventLog | None = None
+    def __init__(
+        self,
+        path: Path,
+        post: Callable[[Callable[[], object]], object],
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        self.path, self._post, self._kept_bytes = path, post, kept_bytes
+        self._lock = threading.Lock()
+        """Guards the events and their numbers; never held while the disk works."""
         self._unwritten, self._nbytes, self._dropped = deque[bytes](), 0, 0
-        self._failures, self._retry_at, self._failed_at = 0, 0.0, 0.0
-        self._closed = False
-        self.retry()
+        self._asked, self._retry_at = False, 0.0
+        self._log: EventLog | None = None
+        self._failures, self._failed_at, self._closed = 0, 0.0, False
+        self._post(self.write)
 
     def append(self, kind: str, fields: Mapping[str, Any], at: float | None = None) -> None:
-        """Append an event (`event_line`) without raising OSError."""
+        """Append an event (`event_line`) without waiting for the disk."""
         self._keep(event_line(kind, fields, at))
         self.retry()
 
-    def retry(self, at_once: bool = False) -> None:
-        """Write the unwritten events, if the pause is over or `at_once` is set."""
-        if self._closed or not (at_once or time.monotonic() >= self._retry_at):
+    def retry(self) -> None:
+        """Let the disk's thread write the unwritten events, unless a pause after a failure is not
+        over."""
+        with self._lock:
+            if self._asked or not self._unwritten or time.monotonic() < self._retry_at:
+                return
+            self._asked = True
+        self._post(self.write)
+
+    # ---- on the thread of the disk ----
+
+    def write(self) -> None:
+        """Write the unwritten events, without raising OSError."""
+        with self._lock:
+            self._asked = False
+        if self._closed:
             return
         try:
             self._log = self._log or EventLog(self.path)
-            while self._unwritten:
-                self._log.write(self._unwritten[0])
-                self._nbytes -= len(self._unwritten.popleft())
+            while line := self._take():
+                self._write_line(self._log, line)
         except OSError as error:
             self._failed(error)
         else:
@@ -68,11 +98,29 @@ class RetryingEventLog:
 
     def close(self) -> None:
         """Try to write the unwritten events, and close the file. Idempotent."""
-        self.retry(at_once=True)
+        self.write()
         if self._unwritten and not self._closed:
             log.error("%s lacks its last %d events", self.path, len(self._unwritten))
         self._closed = True
         self._release()
+
+    def _write_line(self, file: EventLog, line: bytes) -> None:
+        try:
+            file.write(line)
+        except OSError:
+            with self._lock:
+                self._unwritten.appendleft(line)
+                self._nbytes += len(line)
+            raise
+
+    def _take(self) -> bytes:
+        """Return the oldest unwritten event; b"": there is none."""
+        with self._lock:
+            if not self._unwritten:
+                return b""
+            line = self._unwritten.popleft()
+            self._nbytes -= len(line)
+            return line
 
     def _release(self) -> None:
         found, self._log = self._log, None
@@ -81,46 +129,68 @@ class RetryingEventLog:
                 found.close()
 
     def _keep(self, line: bytes) -> None:
-        self._unwritten.append(line)
-        self._nbytes += len(line)
-        while self._nbytes > self._kept_bytes:
-            self._nbytes -= len(self._unwritten.popleft())
-            self._dropped += 1
+        with self._lock:
+            self._unwritten.append(line)
+            self._nbytes += len(line)
+            while self._nbytes > self._kept_bytes:
+                self._nbytes -= len(self._unwritten.popleft())
+                self._dropped += 1
 
     def _failed(self, error: OSError) -> None:
         self._release()  # opening the file again repairs a partial line
         self._failures += 1
-        self._retry_at = time.monotonic() + retry_s(self._failures)
+        with self._lock:
+            self._retry_at = time.monotonic() + retry_s(self._failures)
         if self._failures == 1:
             self._failed_at = time.monotonic()
             log.warning("events wait: %s cannot be written: %s", self.path, error)
 
     def _recovered(self) -> None:
-        refused_s, dropped = round(time.monotonic() - self._failed_at, 3), self._dropped
-        self._failures, self._retry_at, self._dropped = 0, 0.0, 0
+        refused_s = round(time.monotonic() - self._failed_at, 3)
+        with self._lock:
+            dropped, self._dropped, self._retry_at = self._dropped, 0, 0.0
+        self._failures = 0
         log.warning(
             "%s is written again after %.1f s; %d events are missing", self.path, refused_s, dropped
         )
-        self.append("records-late", {"refused_s": refused_s, "dropped": dropped})
+        self._keep(event_line("records-late", {"refused_s": refused_s, "dropped": dropped}))
+        self.write()
 
 
 class RunRecords:
     """The files of one run directory. Only the leading coordinator writes them."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self._events = RetryingEventLog(run_dir / "events.jsonl")
-        self._progress = RetryingEventLog(run_dir / "progress.jsonl")
+    def __init__(self, run_dir: Path, *, injected: bool = True) -> None:
+        """`injected`: faults are injected into this run, and its recoveries name them."""
+        self.run_dir, self._injected = run_dir, injected
+        self._disk = Dispatcher("records")
+        self._events = RetryingEventLog(run_dir / "events.jsonl", self._disk.post)
+        self._progress = RetryingEventLog(run_dir / "progress.jsonl", self._disk.post)
         self._last_position = (0, 0)
         self._steps: dict[tuple[int, int], None] = {}
         """(epoch, step) of the newest steps that were recorded."""
         self._draft = run_dir / "exit.draft"
-        try_write(self._draft, lambda: replace_file(self._draft, " " * DRAFT_BYTES))
+        draft = partial(replace_file, self._draft, " " * DRAFT_BYTES)
+        self._disk.post(partial(try_write, self._draft, draft))
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the disk has taken all records so far, or refused them; return whether it did
+        so within `timeout_s`."""
+        done = threading.Event()
+        self._disk.post(done.set)
+        return done.wait(timeout_s)
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
-        self._events.close()
-        self._progress.close()
+        """Close the files, after a limited time. Idempotent."""
+        self._disk.post(self._events.close)
+        self._disk.post(self._progress.close)
+        if not self.flush(CLOSE_S):
+            log.error("%s lacks the last records: its disk does not answer", self.run_dir)
+        self._disk.abandon()
+
+    def announce(self, leader: dict[str, Any]) -> None:
+        """Write coordinator.json (`run_directory.announce`)."""
+        self._disk.post(partial(announce, self.run_dir, leader))
 
     def event(self, kind: str, data: dict[str, Any]) -> None:
         self._events.append(kind, data)
@@ -194,16 +264,23 @@ class RunRecords:
 
     def _fault_time(self, event: ChangeCompleted) -> float | None:
         """Return the time of the first injected fault since the previous recovery, or None."""
+        if not self._injected:
+            return None
         times = [p.stat().st_mtime for p in (self.run_dir / "faults").glob("*.fired")]
         recent = [t for t in times if event.since < t <= event.change.began]
         return min(recent, default=None)
 
-    def end(self, code: int, reason: str, params_sha256: str) -> None:
+    def end(self, code: int, reason: str, params_sha256: str, timeout_s: float) -> None:
         """Write the summary of a finished job, then exit.json, for which the launcher waits."""
+        self._disk.post(partial(self._end, code, reason, params_sha256))
+        if not self.flush(timeout_s):
+            log.error("exit.json is late: the disk of %s does not answer", self.run_dir)
+
+    def _end(self, code: int, reason: str, params_sha256: str) -> None:
         for fired in sorted((self.run_dir / "faults").glob("*.fired"), key=lambda p: int(p.stem)):
             self._events.append("fault", {"number": int(fired.stem)}, at=fired.stat().st_mtime)
         self.event("end", {"code": code, "reason": reason, "params_sha256": params_sha256})
-        self._events.retry(at_once=True)
+        self._events.write()
         try_write(self.run_dir / "summary.json", self._write_summary)
         text = json.dumps({"code": code, "reason": reason}) + "\n"
         try_write(self.run_dir / "exit.json", lambda: self._write_exit(text))

@@ -114,6 +114,7 @@ class Dispatcher:
     def abandon(self) -> None:
         """Start no further callback; the current one continues."""
         self._abandoned = True
+        self._queue.put(None)  # a thread that waits for a callback ends
 
     def close(self) -> None:
         """Run the callbacks posted so far, then end. Wait for the end, except in a callback."""
