@@ -63,8 +63,8 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     if part.error:
         if present is not None and part.epoch < present.plan.epoch:
             return state, (), ""
-        failed = dict.fromkeys((*state.failed_writers, (part.step, part.node)))
-        state = state.of(failed_writers=tuple(failed))
+        failed = ((part.step, _writer(part.node, slot)) for slot in part.layers)
+        state = state.of(failed_writers=tuple(dict.fromkeys((*state.failed_writers, *failed))))
         if _is_written_by_others(state, part):
             return state, (), ""
         return _part_failed(state, part)
@@ -404,11 +404,17 @@ def _is_written_by_others(state: JobState, failed: m.CheckpointPart) -> bool:
         copy.slot
         for copy in rescued
         for node in {copy.node, *({copy.owner} & set(here))}
-        if copy.step == failed.step and (copy.step, node) not in state.failed_writers
+        if copy.step == failed.step
+        and (copy.step, _writer(node, copy.slot)) not in state.failed_writers
     }
     on_disk = {*written, *whole_slots(written)}
     safe = working | on_disk
     return bool(failed.layers) and all(s in safe or s[:2] in on_disk for s in failed.layers)
+
+
+def _writer(node: str, slot: Slot) -> str:
+    """Return the second half of an entry of `JobState.failed_writers`."""
+    return " ".join(map(str, (node, *slot)))
 
 
 def is_final_missing(state: JobState) -> bool:

@@ -398,7 +398,8 @@ class JobState:
     """(node, reason) of each failure to write the checkpoint of the last step in this epoch; the
     node is "" if the commit failed."""
     failed_writers: tuple[tuple[int, str], ...] = ()
-    """(step, node) of each failure to write a part of a checkpoint in this epoch."""
+    """(step, "NODE LAYER TP-RANK ...") of each part of a checkpoint that a node could not write in
+    this epoch."""
     enough_since: float = 0.0
     """Time since which the minimum of nodes is there; 0: it is not. Before the launch connected
     nodes count, after it those whose workers are ready."""

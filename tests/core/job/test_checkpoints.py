@@ -438,6 +438,24 @@ def test_a_copy_that_was_dropped_before_its_rescue_gives_up_nothing() -> None:
     assert job.DropCheckpoint(8) in actions, "nobody is left who may write it"
 
 
+def test_two_nodes_that_dropped_each_other_s_copies_give_up_nothing() -> None:
+    """Each made the state whose copy the other one was to rescue, and has it in its queue."""
+    state = replicated()
+    owners = {(0, 0): ("node0", "node1"), (1, 0): ("node1", "node0")}
+    found = tuple(
+        Copy(STATE, slot[0], slot[1], 8, 1, owner, n, 8, "", node=keeper)
+        for n, (slot, (owner, keeper)) in enumerate(owners.items(), 1)
+    )
+    state = state.of(assignment=replace(assignment_of(state), rescued=found))
+    state, _, _ = apply(state, part(8, ALL[2:], state.epoch, node="node2"))
+    for slot, (_, keeper) in owners.items():
+        state, actions, _ = apply(state, part(8, (slot,), state.epoch, node=keeper, error="gone"))
+        assert not actions and 8 in dict(state.checkpoint_parts)
+    state, _, _ = apply(state, part(8, ((0, 0),), state.epoch, node="node0"))
+    _, actions, _ = apply(state, part(8, ((1, 0),), state.epoch, node="node1"))
+    assert actions == (job.CommitCheckpoint(8),)
+
+
 # ---- divergence ----
 
 
