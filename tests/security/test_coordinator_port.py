@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from elastic import background
 from elastic.core.protocol.messages import Heartbeat, Stop, Trim
 from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.rpc.control import channel_options, envelope, server
@@ -38,6 +39,7 @@ from elastic.rpc.control.server import Server
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.tls import CA, CERT, KEY, Certificates, SecuritySettings
 from elastic.rpc.security.token_proof import answer, digest, new_nonce
+from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
 from tests.rpc.conftest import Recorder
 from tests.security.parts import TOKEN, WRONG, Authority, refused, secure
@@ -366,6 +368,25 @@ def test_files_that_do_not_belong_together_leave_the_former_in_use(
     assert certificates.pem()
     with pytest.raises(FieldError, match="--certs"):
         Certificates(tmp_path / "nothing")
+
+
+def test_files_on_a_disk_that_hangs_leave_the_former_in_use(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for long, although reading a pipe without a writer lasts for ever."""
+    monkeypatch.setattr(background, "READ_S", 0.01)
+    mine = tmp_path / "certs"
+    shutil.copytree(authority.good, mine)
+    certificates = Certificates(mine)
+    before = certificates.server()
+    (mine / CERT).unlink()
+    os.mkfifo(mine / CERT)
+    for _ in range(100):
+        assert certificates.server() is before and certificates.pem()
+    (mine / CERT).open("w").close()
+    (mine / CERT).unlink()
+    shutil.copy(authority.good / CERT, mine / CERT)
+    assert wait_until(lambda: certificates.server() is not before)
 
 
 @settings(

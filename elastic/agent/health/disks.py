@@ -6,17 +6,15 @@ import logging
 import re
 import shutil
 import socket
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
+from elastic.background import BackgroundReading
 from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, DiskSpace
 
 log = logging.getLogger(__name__)
-READ_S = 0.5
-"""A reading that takes longer is not waited for."""
 NETWORK_FILE_SYSTEM = re.compile(r"nfs|cifs|smb3|lustre|ceph|gpfs|beegfs|glusterfs|9p|afs|fuse\.")
 """Beginnings of the types of file systems that several machines share."""
 
@@ -30,14 +28,11 @@ class Disks:
         self._directories = directories
         self._known: dict[str, DiskSpace] = {}
         self._problems: dict[str, str] = {}
-        self._reader: threading.Thread | None = None
+        self._reading = BackgroundReading("disks", self._read, None)
 
     def read(self) -> tuple[DiskSpace, ...]:
         """Return the newest known space of each directory that was ever read."""
-        if self._reader is None or not self._reader.is_alive():
-            self._reader = threading.Thread(target=self._read, name="disks", daemon=True)
-            self._reader.start()
-        self._reader.join(READ_S)
+        self._reading.read()
         known = dict(self._known)
         return tuple(known[role] for role, _ in self._directories if role in known)
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from elastic.agent.health.background import BackgroundReading
 from elastic.agent.health.devices import DeviceReader
 from elastic.agent.health.disks import Disks
+from elastic.background import BackgroundReading
 from elastic.core.protocol.health_report import (
     MAX_ENTRIES,
     MAX_TEXT_LENGTH,

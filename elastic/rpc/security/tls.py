@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from elastic.background import BackgroundReading
 from elastic.domain.errors import FieldError
 from elastic.rpc.security.rejections import Reason
 
@@ -50,40 +50,58 @@ class SecuritySettings:
         object.__setattr__(self, "certificates", made)
 
 
+@dataclass(frozen=True)
+class _Files:
+    """What was made of the files of a certificate directory."""
+
+    stamp: Stamp
+    pem: tuple[bytes, bytes, bytes]
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+
 class Certificates:
-    """TLS contexts from a certificate directory. Changed files are read again. Thread-safe."""
+    """TLS contexts from a certificate directory. Changed files are read again. Thread-safe.
+
+    The directory may be on a disk that hangs, and the network threads of a process ask for
+    contexts. So a thread looks at the files, and the former ones stay in use meanwhile.
+    """
 
     def __init__(self, certs: Path) -> None:
         """Raises FieldError if the files are missing or do not belong together."""
         self.certs = certs
-        self._lock = threading.Lock()
-        self._made: dict[int, tuple[Stamp, ssl.SSLContext]] = {}
-        self._pem: tuple[bytes, bytes, bytes] | None = None
-        self.server()
-        self.pem()
+        self._newest = self._read(self._stamp())
+        self._reading = BackgroundReading("certificates", self._read_again, self._newest)
 
     def server(self) -> ssl.SSLContext:
         """Return the context of ports: TLS 1.3; a client needs a certificate of the job."""
-        return self._get(ssl.PROTOCOL_TLS_SERVER)
+        return self._reading.read().server
 
     def client(self) -> ssl.SSLContext:
         """Return the context of clients: TLS 1.3; a server's certificate must carry its name."""
-        return self._get(ssl.PROTOCOL_TLS_CLIENT)
+        return self._reading.read().client
 
     def pem(self) -> tuple[bytes, bytes, bytes]:
         """Return (authority, certificate chain, key) as PEM; former ones if a file is missing."""
-        try:
-            ca, cert, key = (self._path(name).read_bytes() for name in (CA, CERT, KEY))
-        except OSError as error:
-            if self._pem is None:
-                raise FieldError(
-                    "--certs", str(self.certs), f"it cannot be read ({error})"
-                ) from None
-            return self._pem
-        self._pem = ca, cert, key
-        return self._pem
+        return self._reading.read().pem
 
     def stamp(self) -> Stamp:
+        """Return a value that changes when other files are in use."""
+        return self._reading.read().stamp
+
+    def _read_again(self) -> _Files:
+        """Return the present files, or the former ones if they have not changed or are not usable.
+        Called on the thread of `_reading`."""
+        stamp = self._stamp()
+        if stamp != self._newest.stamp:
+            try:
+                self._newest = self._read(stamp)
+                log.info("certificates in %s were read again", self.certs)
+            except FieldError as error:
+                log.warning("the former certificates stay in use: %s", error)
+        return self._newest
+
+    def _stamp(self) -> Stamp:
         """Return a value that changes when a file does; () while a file is missing."""
         try:
             found = [os.stat(self._path(name)) for name in (CA, CERT, KEY)]
@@ -91,36 +109,23 @@ class Certificates:
             return ()
         return tuple((s.st_mtime_ns, s.st_ino, s.st_size) for s in found)
 
-    def _get(self, protocol: int) -> ssl.SSLContext:
-        stamp = self.stamp()
-        with self._lock:
-            known = self._made.get(protocol)
-            if known is not None and known[0] == stamp:
-                return known[1]
-            try:
-                context = self._read(protocol)
-            except FieldError as error:
-                if known is None:
-                    raise
-                log.warning("the former certificates stay in use: %s", error)
-                return known[1]
-            if known is not None:
-                log.info("certificates in %s were read again", self.certs)
-            self._made[protocol] = stamp, context
-            return context
-
-    def _read(self, protocol: int) -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)
-        if protocol == ssl.PROTOCOL_TLS_SERVER:
-            context.num_tickets = 0  # no resumption: every connection shows its certificate
+    def _read(self, stamp: Stamp) -> _Files:
         try:
-            context.minimum_version = ssl.TLSVersion.TLSv1_3
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(self._path(CA))
-            context.load_cert_chain(self._path(CERT), self._path(KEY))
+            ca, cert, key = (self._path(name).read_bytes() for name in (CA, CERT, KEY))
+            server = self._context(ssl.PROTOCOL_TLS_SERVER)
+            server.num_tickets = 0  # no resumption: every connection shows its certificate
+            client = self._context(ssl.PROTOCOL_TLS_CLIENT)
         except (OSError, ssl.SSLError) as error:
             remedy = f"{CA}, {CERT} and {KEY}, as `elastic certs` makes them, are needed ({error})"
             raise FieldError("--certs", str(self.certs), remedy) from None
+        return _Files(stamp, (ca, cert, key), server, client)
+
+    def _context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(self._path(CA))
+        context.load_cert_chain(self._path(CERT), self._path(KEY))
         return context
 
     def _path(self, name: str) -> Path:

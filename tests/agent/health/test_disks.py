@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elastic import background
 from elastic.agent.health import disks
 from elastic.agent.health.disks import Disks, disk_of
 from elastic.agent.health.monitor import Monitor
@@ -34,7 +35,7 @@ class SomeDisks:
 def some(monkeypatch: pytest.MonkeyPatch) -> SomeDisks:
     found = SomeDisks()
     monkeypatch.setattr(disks, "disk_of", found)
-    monkeypatch.setattr(disks, "READ_S", 0.05)
+    monkeypatch.setattr(background, "READ_S", 0.05)
     return found
 
 

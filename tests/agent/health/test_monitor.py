@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.health import background
+from elastic import background
 from elastic.agent.health import monitor as health
 from elastic.agent.health.monitor import MAX_SILENT_SAMPLES, MIN_BYTES, SAMPLE_S, Monitor
 from elastic.core.job.reachability import MAX_AGE_S

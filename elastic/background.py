@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -14,19 +15,25 @@ READ_S = 0.5
 
 
 class BackgroundReading(Generic[T]):
-    """The newest result of `function()`. One thread uses it."""
+    """The newest result of `function()`. Thread-safe."""
 
     def __init__(self, name: str, function: Callable[[], T], first: T) -> None:
         """`name`: name of the thread. `first`: result until the first call has ended."""
         self._name, self._function, self._newest = name, function, first
+        self._lock, self._began = threading.Lock(), 0.0
         self._reader: threading.Thread | None = None
 
     def read(self) -> T:
-        """Call the function, unless a call is under way; return the newest result."""
-        if self._reader is None or not self._reader.is_alive():
-            self._reader = threading.Thread(target=self._read, name=self._name, daemon=True)
-            self._reader.start()
-        self._reader.join(READ_S)
+        """Call the function, unless a call is under way; return the newest result. Waits for the
+        call until it has taken `READ_S`."""
+        with self._lock:
+            if self._reader is None or not self._reader.is_alive():
+                self._began = time.monotonic()
+                self._reader = threading.Thread(target=self._read, name=self._name, daemon=True)
+                self._reader.start()
+            reader, left_s = self._reader, self._began + READ_S - time.monotonic()
+        if left_s > 0:
+            reader.join(left_s)
         return self._newest
 
     def _read(self) -> None:
