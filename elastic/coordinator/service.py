@@ -87,6 +87,8 @@ MAX_BATCH = 512
 """Maximum number of events that are taken from the queue at once."""
 LINGER_S = 5.0
 """Longest wait for agents to disconnect, or to reconnect first, after the end of the job."""
+RECORDS_S = 600.0
+"""Longest further wait for a disk that hangs and must take the records of the end."""
 FLAGS = [
     flag("--run-dir", required=True),
     flag("--address", default="127.0.0.1:0"),
@@ -116,6 +118,7 @@ class Coordinator:
         self._unaware: set[str] = set()
         """Members that could not be told the end of the job; they may still reconnect."""
         self._rules_due = self._to_save = self._adopted = self._yields = False
+        self._warned = False
         self._passed_over: tuple[dict[str, Any], ...] = ()
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
         self._load()
@@ -199,11 +202,24 @@ class Coordinator:
                     self._store.release(self._lease)
                 raise LeadGivenUp
             self._yields = False
-            waits = self._sessions or self._unaware
-            if self._ending and (not waits or self._clock.now() > self._ending):
+            if self._ending and self._may_leave():
                 with contextlib.suppress(StoreUnavailable, StoreError):
                     self._store.release(self._lease)
                 return self._code
+
+    def _may_leave(self) -> bool:
+        """Return whether the nodes know that the job is over, and its records are written. Both are
+        waited for, up to a limit."""
+        now, waits = self._clock.now(), self._sessions or self._unaware
+        if waits and now <= self._ending:
+            return False
+        if self._records.ended.is_set() or now > self._ending + RECORDS_S:
+            return True
+        if not self._warned:
+            self._warned = True
+            text = "the end waits for the disk of %s, which does not answer, for up to %g s"
+            log.error(text, self._run_dir, RECORDS_S)
+        return False
 
     def _turn(self) -> None:
         """Wait for events, record them, decide and act."""
@@ -406,8 +422,7 @@ class Coordinator:
                 self._apply(failed)
         self._decide()
         self._code = action.code
-        bulk_s = self._state.limits.bulk_s
-        self._records.end(action.code, action.reason, action.params_sha256, bulk_s)
+        self._records.end(action.code, action.reason, action.params_sha256)
         with contextlib.suppress(StoreUnavailable, StoreError):
             self._run.end(self._lease.token)
         for node in [node for node in self._sessions if node not in self._state.members]:

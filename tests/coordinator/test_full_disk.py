@@ -76,10 +76,12 @@ def test_events_wait_in_their_order_until_there_is_room(
     made.close()
 
 
-def test_nobody_waits_for_a_disk_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A pipe in the place of the file takes 64 KiB, until somebody reads it."""
+@pytest.fixture
+def hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunRecords, int]]:
+    """Records with 1000 events on a disk that hangs, and the end of a pipe that makes it go on.
+
+    A pipe in the place of events.jsonl takes 64 KiB, until somebody reads it.
+    """
     monkeypatch.setattr(records, "CLOSE_S", 0.01)
     path = tmp_path / "events.jsonl"
     os.mkfifo(path)
@@ -88,19 +90,58 @@ def test_nobody_waits_for_a_disk_that_hangs(
     for number in range(1000):
         made.event("x", {"n": number, "text": "-" * 200})
     assert not made.flush(0.01), "the disk hangs"
-    made.end(3, "it is over", "", 0.01)
-    assert not (tmp_path / "exit.json").exists() and "exit.json is late" in caplog.text
     path.unlink()
     path.touch()  # the summary reads it
     os.set_blocking(reader, True)
+    yield made, reader
+    made.close()
+    os.close(reader)
+
+
+def test_nobody_waits_for_a_disk_that_hangs(hung: tuple[RunRecords, int], tmp_path: Path) -> None:
+    made, reader = hung
+    made.end(3, "it is over", "")
+    assert not made.ended.wait(0.01) and not (tmp_path / "exit.json").exists()
     text = b""
     while b'"kind":"end"' not in text:
         text += os.read(reader, 1 << 20)
-    assert made.flush(LONG_S) and (tmp_path / "exit.json").exists()
+    assert made.ended.wait(LONG_S) and (tmp_path / "exit.json").exists()
     numbers = [json.loads(line).get("n") for line in text.splitlines()]
     assert numbers == [*range(1000), None]
+
+
+def test_a_coordinator_that_has_ended_writes_nothing_when_the_disk_answers(
+    hung: tuple[RunRecords, int], tmp_path: Path
+) -> None:
+    """Another coordinator may write to the same files by then."""
+    made, reader = hung
+    made.announce({"term": 1, "pid": 1, "address": "h:1"})
+    made.end(3, "it is over", "")
     made.close()
-    os.close(reader)
+    while b'"n":999' not in (text := os.read(reader, 1 << 20)) and text:
+        pass  # until the thread has closed its end of the pipe
+    assert not text, "the line whose call hung may come late, the others do not"
+    made._disk._thread.join(LONG_S)
+    assert not made._disk._thread.is_alive()
+    assert not (tmp_path / "exit.json").exists() and not (tmp_path / "coordinator.json").exists()
+    made.close()
+
+
+def test_a_former_leader_does_not_replace_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk hangs while it writes its draft."""
+    write, newer = Path.write_text, {"term": 2, "pid": 2, "address": "h:2"}
+
+    def slow(path: Path, text: str) -> int:
+        monkeypatch.setattr(Path, "write_text", write)
+        announce(tmp_path, newer)
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", slow)
+    announce(tmp_path, {"term": 1, "pid": 1, "address": "h:1"})
+    assert read_json(tmp_path / "coordinator.json") == newer
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_the_oldest_events_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -140,7 +181,8 @@ def test_exit_json_is_written_on_a_full_disk(disk: Path, caplog: pytest.LogCaptu
     made = RunRecords(disk)
     assert made.flush(LONG_S)
     fill(disk)
-    made.end(3, "it is over", "", LONG_S)
+    made.end(3, "it is over", "")
+    assert made.ended.wait(LONG_S)
     assert json.loads((disk / "exit.json").read_text()) == {"code": 3, "reason": "it is over"}
     assert not (disk / "summary.json").exists() and not list(disk.glob("*.tmp"))
     assert "summary.json cannot be written" in caplog.text

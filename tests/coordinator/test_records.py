@@ -43,7 +43,8 @@ def test_faults_are_recorded_at_the_end_with_their_times(tmp_path: Path) -> None
         fired.touch()
         os.utime(fired, (at, at))
     records = RunRecords(tmp_path)
-    records.end(0, "all 0 steps done", "", LONG_S)
+    records.end(0, "all 0 steps done", "")
+    assert records.ended.wait(LONG_S)
     first, second, last = read_events(tmp_path / "events.jsonl")
     assert [(e["kind"], e["number"], e["at"]) for e in (first, second)] == [
         ("fault", 2, 70.0),

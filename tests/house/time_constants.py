@@ -89,6 +89,7 @@ CONSTANTS = {
     "coordinator/service.py ANSWER_S": "person",
     "coordinator/service.py LINGER_S": "program",
     "coordinator/service.py MAX_TICK_S": "interval",
+    "coordinator/service.py RECORDS_S": "program",
     "coordinator/service.py TICK_S": "interval",
     "core/coordinator/authorization.py MAX_DEADLINE_S": "provider",
     "core/coordinator/transitions.py SCRIPT_S": "program",

@@ -54,8 +54,12 @@ def initial_state(
 def announce(run_dir: Path, leader: dict[str, Any]) -> None:
     """Write the leader to coordinator.json, unless the file has a leader with a higher term."""
     path = run_dir / "coordinator.json"
-    if (read_json(path).get("term") or 0) <= leader["term"]:
-        try_write(path, lambda: replace_file(path, json.dumps(leader) + "\n"))
+
+    def leads() -> bool:
+        return int(read_json(path).get("term") or 0) <= leader["term"]
+
+    if leads():  # and still after the draft is written, because the disk may have hung meanwhile
+        try_write(path, lambda: replace_file(path, json.dumps(leader) + "\n", leads))
 
 
 def write_pid(run_dir: Path, slot: int) -> None:
@@ -64,11 +68,17 @@ def write_pid(run_dir: Path, slot: int) -> None:
     try_write(path, lambda: replace_file(path, f"{os.getpid()}\n"))
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Replace a file atomically; if that fails (full disk), overwrite the file. Raises OSError."""
+def replace_file(path: Path, text: str, wanted: Callable[[], bool] = lambda: True) -> None:
+    """Replace a file atomically; if that fails (full disk), overwrite the file. Raises OSError.
+
+    Nothing is done if `wanted()` is false after the new text is on disk.
+    """
     draft = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.tmp")
     try:
         draft.write_text(text)
+        if not wanted():
+            draft.unlink(missing_ok=True)
+            return
         os.replace(draft, path)
     except OSError:
         draft.unlink(missing_ok=True)

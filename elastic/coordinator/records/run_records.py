@@ -62,6 +62,7 @@ class RetryingEventLog:
         self._asked, self._retry_at = False, 0.0
         self._log: EventLog | None = None
         self._failures, self._failed_at, self._closed = 0, 0.0, False
+        self._given_up = False
         self._post(self.write)
 
     def append(self, kind: str, fields: Mapping[str, Any], at: float | None = None) -> None:
@@ -78,6 +79,10 @@ class RetryingEventLog:
             self._asked = True
         self._post(self.write)
 
+    def give_up(self) -> None:
+        """Write no further line, because another coordinator may write them now."""
+        self._given_up = True
+
     # ---- on the thread of the disk ----
 
     def write(self) -> None:
@@ -88,7 +93,7 @@ class RetryingEventLog:
             return
         try:
             self._log = self._log or EventLog(self.path)
-            while line := self._take():
+            while not self._given_up and (line := self._take()):
                 self._write_line(self._log, line)
         except OSError as error:
             self._failed(error)
@@ -170,6 +175,9 @@ class RunRecords:
         self._steps: dict[tuple[int, int], None] = {}
         """(epoch, step) of the newest steps that were recorded."""
         self._draft = run_dir / "exit.draft"
+        self._closed = self._given_up = False
+        self.ended = threading.Event()
+        """Set when the records of the end are written, or were refused."""
         draft = partial(replace_file, self._draft, " " * DRAFT_BYTES)
         self._disk.post(partial(try_write, self._draft, draft))
 
@@ -181,16 +189,27 @@ class RunRecords:
         return done.wait(timeout_s)
 
     def close(self) -> None:
-        """Close the files, after a limited time. Idempotent."""
+        """Close the files, after a limited time: what the disk has not taken then is not written,
+        because another coordinator may write. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self._disk.post(self._events.close)
         self._disk.post(self._progress.close)
         if not self.flush(CLOSE_S):
             log.error("%s lacks the last records: its disk does not answer", self.run_dir)
-        self._disk.abandon()
+            self._given_up = True
+            self._events.give_up()
+            self._progress.give_up()
+        self._disk.end()
 
     def announce(self, leader: dict[str, Any]) -> None:
         """Write coordinator.json (`run_directory.announce`)."""
-        self._disk.post(partial(announce, self.run_dir, leader))
+        self._post(partial(announce, self.run_dir, leader))
+
+    def _post(self, write: Callable[[], object]) -> None:
+        """Write a file on the thread of the disk, unless the records are given up before."""
+        self._disk.post(lambda: None if self._given_up else write())
 
     def event(self, kind: str, data: dict[str, Any]) -> None:
         self._events.append(kind, data)
@@ -270,11 +289,11 @@ class RunRecords:
         recent = [t for t in times if event.since < t <= event.change.began]
         return min(recent, default=None)
 
-    def end(self, code: int, reason: str, params_sha256: str, timeout_s: float) -> None:
-        """Write the summary of a finished job, then exit.json, for which the launcher waits."""
-        self._disk.post(partial(self._end, code, reason, params_sha256))
-        if not self.flush(timeout_s):
-            log.error("exit.json is late: the disk of %s does not answer", self.run_dir)
+    def end(self, code: int, reason: str, params_sha256: str) -> None:
+        """Write the summary of a finished job, then exit.json, for which the launcher waits; then
+        set `ended`."""
+        self._post(partial(self._end, code, reason, params_sha256))
+        self._disk.post(self.ended.set)
 
     def _end(self, code: int, reason: str, params_sha256: str) -> None:
         for fired in sorted((self.run_dir / "faults").glob("*.fired"), key=lambda p: int(p.stem)):

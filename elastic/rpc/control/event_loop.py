@@ -116,9 +116,13 @@ class Dispatcher:
         self._abandoned = True
         self._queue.put(None)  # a thread that waits for a callback ends
 
+    def end(self) -> None:
+        """Run the callbacks posted so far, then end. Do not wait for it."""
+        self._queue.put(None)
+
     def close(self) -> None:
         """Run the callbacks posted so far, then end. Wait for the end, except in a callback."""
-        self._queue.put(None)
+        self.end()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
