@@ -17,7 +17,9 @@ def test_a_small_part_of_everything(tmp_path: Path) -> None:
         for e in read_events(tmp_path / f"run-{agents}" / "events.jsonl")
         if e["kind"] == "lost"
     ]
-    assert [why.split()[0] for why in whys] == ["connection", "silent", "silent"]
+    # The agents end before the coordinator does, which may notice it.
+    assert [why.split()[0] for why in whys[:3]] == ["connection", "silent", "silent"]
+    assert found.wrongly_lost == 0
     assert 0 < found.closed_s < found.silent_s, "the port of a node that ended is refused"
     assert found.silent_s > QUICK.lease_s - 1
     assert found.decide_s > 0 and found.told_s > 0

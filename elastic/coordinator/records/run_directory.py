@@ -56,7 +56,7 @@ def announce(run_dir: Path, leader: dict[str, Any]) -> None:
     path = run_dir / "coordinator.json"
 
     def leads() -> bool:
-        return int(read_json(path).get("term") or 0) <= leader["term"]
+        return bool((read_json(path).get("term") or 0) <= leader["term"])
 
     if leads():  # and still after the draft is written, because the disk may have hung meanwhile
         try_write(path, lambda: replace_file(path, json.dumps(leader) + "\n", leads))
