@@ -63,7 +63,7 @@ def library() -> ctypes.CDLL:
     words = ctypes.POINTER(ctypes.c_uint32)
     found.create.argtypes, found.create.restype = [ASK, *[number] * 4], pointer
     found.destroy.argtypes = [pointer]
-    found.add.argtypes = [pointer, words, number]
+    found.add.argtypes = [pointer, words]
     found.explore.argtypes = [pointer, long]
     found.find_stuck.argtypes = [pointer]
     found.answer_of.argtypes, found.answer_of.restype = [pointer], words
@@ -282,7 +282,7 @@ class NativeExplorer:
         result, began, shown = Result(), time.process_time(), time.monotonic()
         self.cluster.keep_no_outcomes()
         self.pairs.number((0, 0))  # stands for all pairs of a job that is over
-        if self._library.add(self._search, self._number_of(start or self.cluster.start), NONE) < 0:
+        if self._library.add(self._search, self._number_of(start or self.cluster.start)) < 0:
             self._fail()
         while (code := self._library.explore(self._search, BLOCK)) != 0:
             if code == -2:

@@ -4,8 +4,9 @@ A state is (head, pair of node 0, pair of node 1, ...), each a small number. Wha
 and every step of one part, is known in Python (cluster.py). This file only combines them, and asks
 Python once for each combination that it has not seen (`ask`). Answers are read from `answer`.
 
-The states lie one after the other in the order of their discovery; a hash table holds their
-numbers. No state is represented by its hash alone, so the search is exact. */
+The states lie one after the other in the order of their discovery, each packed into as few bits as
+the largest numbers so far need; a hash table holds their places. No state is represented by its
+hash alone, so the search is exact. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -13,12 +14,14 @@ numbers. No state is represented by its hash alone, so the search is exact. */
 
 typedef uint32_t u32;
 typedef uint64_t u64;
+typedef unsigned __int128 u128;
 
 #define NONE 0xffffffffu
 #define MOST_WORDS 6
 #define ANSWER_WORDS 65536
 #define MOST_FOUND 1024
 #define KINDS 16
+#define FIRST_BITS 8
 
 /* What Python is asked for. The comments say what the answer has. */
 enum {
@@ -59,8 +62,13 @@ typedef struct {
     u32 *pair_at, *head_at;
     u64 pairs, heads;
     Map memo;
-    u32 *states, *parents, *table;
-    uint8_t *good;
+    uint8_t *states; /* `width` bytes each: the numbers of a state, `head_bits` and `pair_bits` wide */
+    u32 width, head_bits, pair_bits;
+    u32 unpacked[MOST_WORDS];
+    u64 *births; /* a bit 0 for each state that was found, a bit 1 before those of the next parent */
+    u64 n_births;
+    u64 *good; /* a bit for each state */
+    u32 *table;
     u64 count, size, table_size;
     u64 next; /* number of the next state to expand */
     u64 transitions, faults[KINDS];
@@ -306,22 +314,95 @@ static int expand(Search *s, const u32 *state, int with_faults) {
     return s->n_found;
 }
 
-/* ---- the search ---- */
+/* ---- the states ---- */
 
-static u64 place(const Search *s, const u32 *state) {
-    u64 at = hash_words(state, s->words) & (s->table_size - 1);
-    while (s->table[at] != NONE && memcmp(s->states + (u64)s->table[at] * s->words, state, s->words * 4))
-        at = (at + 1) & (s->table_size - 1);
+static u128 pack(const Search *s, const u32 *state) {
+    u128 x = state[0];
+    for (u32 i = 0; i < s->nodes; i++) x = x << s->pair_bits | state[1 + i];
+    return x;
+}
+
+static void unpack(const Search *s, u128 x, u32 *state) {
+    for (u32 i = s->nodes; i-- > 0; x >>= s->pair_bits)
+        state[1 + i] = (u32)(x & ((1ull << s->pair_bits) - 1));
+    state[0] = (u32)x;
+}
+
+/* The first byte is the lowest one. */
+static u128 load(const Search *s, u64 number) {
+    u128 x = 0;
+    memcpy(&x, s->states + number * s->width, s->width);
+    return x;
+}
+
+static void store(Search *s, u64 number, u128 x) {
+    memcpy(s->states + number * s->width, &x, s->width);
+}
+
+static void read_state(const Search *s, u64 number, u32 *state) {
+    unpack(s, load(s, number), state);
+}
+
+static int is_good(const Search *s, u64 i) { return s->good[i >> 6] >> (i & 63) & 1; }
+static void set_good(Search *s, u64 i) { s->good[i >> 6] |= 1ull << (i & 63); }
+
+static void give_birth(Search *s, int bit) {
+    if (bit) s->births[s->n_births >> 6] |= 1ull << (s->n_births & 63);
+    s->n_births++;
+}
+
+static void enlarge_bits(u64 **bits, u64 before, u64 after) {
+    u64 from = (before + 63) / 64, to = (after + 63) / 64;
+    *bits = realloc(*bits, to * 8);
+    memset(*bits + from, 0, (to - from) * 8);
+}
+
+/* Return the place of a packed state in the table. */
+static u64 place(const Search *s, u128 x) {
+    u64 h = mix(mix((u64)x) ^ (u64)(x >> 64));
+    u64 at = (u64)(((u128)h * s->table_size) >> 64);
+    while (s->table[at] != NONE && load(s, s->table[at]) != x)
+        at = at + 1 == s->table_size ? 0 : at + 1;
     return at;
+}
+
+static void fill_table(Search *s) {
+    memset(s->table, 0xff, s->table_size * 4);
+    for (u64 i = 0; i < s->count; i++) s->table[place(s, load(s, i))] = (u32)i;
 }
 
 static void grow_table(Search *s) {
     free(s->table);
-    s->table_size *= 2;
+    s->table_size += s->table_size / 2;
     s->table = malloc(s->table_size * 4);
-    memset(s->table, 0xff, s->table_size * 4);
-    for (u64 i = 0; i < s->count; i++) s->table[place(s, s->states + i * s->words)] = (u32)i;
+    fill_table(s);
 }
+
+static int fits(const Search *s, const u32 *state) {
+    if (state[0] >> s->head_bits) return 0;
+    for (u32 i = 0; i < s->nodes; i++) if (state[1 + i] >> s->pair_bits) return 0;
+    return 1;
+}
+
+/* Make the packed numbers wider, so that this state fits. */
+static void widen(Search *s, const u32 *state) {
+    Search before = *s;
+    u32 old[MOST_WORDS];
+    while (state[0] >> s->head_bits) s->head_bits++;
+    for (u32 i = 0; i < s->nodes; i++) while (state[1 + i] >> s->pair_bits) s->pair_bits++;
+    u32 bits = s->head_bits + s->nodes * s->pair_bits;
+    if (bits > 128) abort();
+    s->width = (bits + 7) / 8;
+    if (s->width != before.width) s->states = realloc(s->states, s->size * s->width);
+    before.states = s->states;
+    for (u64 i = s->count; i-- > 0;) {
+        read_state(&before, i, old);
+        store(s, i, pack(s, old));
+    }
+    fill_table(s);
+}
+
+/* ---- the search ---- */
 
 static int is_goal(Search *s, const u32 *state) {
     u32 head = described(s, &s->head_at, &s->heads, HEAD, state[0]), living = 0;
@@ -336,22 +417,25 @@ static int is_goal(Search *s, const u32 *state) {
     return !living || (living < s->least_nodes && (s->pool[head] & WAITING));
 }
 
-int add(Search *s, const u32 *state, u32 parent) {
-    u64 at = place(s, state);
+int add(Search *s, const u32 *state) {
+    if (!fits(s, state)) widen(s, state);
+    u128 x = pack(s, state);
+    u64 at = place(s, x);
     if (s->table[at] != NONE) return 0;
     if (s->count == s->size) {
-        s->size += s->size / 2;
-        s->states = realloc(s->states, s->size * s->words * 4);
-        s->parents = realloc(s->parents, s->size * 4);
-        s->good = realloc(s->good, s->size);
+        u64 more = s->size + s->size / 2;
+        s->states = realloc(s->states, more * s->width);
+        enlarge_bits(&s->good, s->size, more);
+        enlarge_bits(&s->births, 2 * s->size, 2 * more);
+        s->size = more;
     }
     int goal = is_goal(s, state);
     if (goal < 0) return goal;
-    memcpy(s->states + s->count * s->words, state, s->words * 4);
-    s->parents[s->count] = parent;
-    s->good[s->count] = (uint8_t)goal;
+    store(s, s->count, x);
+    if (goal) set_good(s, s->count);
+    give_birth(s, 0);
     s->table[at] = (u32)s->count++;
-    if (s->count * 10 > s->table_size * 7) grow_table(s);
+    if (s->count * 10 > s->table_size * 8) grow_table(s);
     return 0;
 }
 
@@ -362,9 +446,11 @@ Search *create(Ask ask, u32 nodes, u32 least_nodes, u32 duplicate, u32 all_cut) 
     s->pool_size = 1 << 20;
     s->pool = malloc(s->pool_size * 4);
     s->size = s->table_size = 1 << 16;
-    s->states = malloc(s->size * s->words * 4);
-    s->parents = malloc(s->size * 4);
-    s->good = malloc(s->size);
+    s->head_bits = s->pair_bits = FIRST_BITS;
+    s->width = (s->head_bits + nodes * s->pair_bits + 7) / 8;
+    s->states = malloc(s->size * s->width);
+    s->good = calloc(s->size / 64, 8);
+    s->births = calloc(s->size / 32, 8);
     s->table = malloc(s->table_size * 4);
     memset(s->table, 0xff, s->table_size * 4);
     grow_map(&s->memo);
@@ -373,7 +459,7 @@ Search *create(Ask ask, u32 nodes, u32 least_nodes, u32 duplicate, u32 all_cut) 
 
 void destroy(Search *s) {
     free(s->pool); free(s->pair_at); free(s->head_at); free(s->memo.slots);
-    free(s->states); free(s->parents); free(s->good); free(s->table); free(s);
+    free(s->states); free(s->births); free(s->good); free(s->table); free(s);
 }
 
 /* Expand at most `most` states. 0: all are expanded; 1: more are left; -1: a promise is broken in
@@ -381,18 +467,19 @@ state number `broken`, which was skipped; -2: Python failed. */
 int explore(Search *s, u64 most) {
     u32 state[MOST_WORDS];
     for (; most && s->next < s->count; most--, s->next++) {
-        memcpy(state, s->states + s->next * s->words, s->words * 4);
+        read_state(s, s->next, state);
         int n = expand(s, state, 1);
         if (n == -2) return -2;
+        give_birth(s, 1);
         if (n == -1) {
-            s->good[s->next] = 1;
+            set_good(s, s->next);
             s->broken = s->next++;
             return -1;
         }
         s->transitions += n;
         for (int k = 0; k < n; k++) {
             if (s->kinds[k] != NONE) s->faults[s->kinds[k]]++;
-            if (add(s, s->found[k], (u32)s->next) < 0) return -2;
+            if (add(s, s->found[k]) < 0) return -2;
         }
     }
     return s->next < s->count;
@@ -404,7 +491,7 @@ int find_stuck(Search *s) {
     u32 state[MOST_WORDS], *left = NULL;
     u64 open = 0, n_left = 0;
     s->goals = 0;
-    for (u64 i = 0; i < s->count; i++) { s->goals += s->good[i]; open += !s->good[i]; }
+    for (u64 i = 0; i < s->count; i++) { s->goals += is_good(s, i); open += !is_good(s, i); }
     int first = 1;
     for (;;) {
         u64 total = first ? s->count : n_left, kept = 0, marked = 0;
@@ -412,21 +499,21 @@ int find_stuck(Search *s) {
         if (!first) next = malloc((n_left + 1) * 4);
         for (u64 j = total; j-- > 0;) {
             u64 i = first ? j : left[total - 1 - j];
-            if (s->good[i]) continue;
-            memcpy(state, s->states + i * s->words, s->words * 4);
+            if (is_good(s, i)) continue;
+            read_state(s, i, state);
             int n = expand(s, state, 0);
             if (n == -2) return -2;
-            for (int k = 0; k < n && !s->good[i]; k++) {
-                u32 number = s->table[place(s, s->found[k])];
-                if (number == NONE || s->good[number]) s->good[i] = 1;
+            for (int k = 0; k < n && !is_good(s, i); k++) {
+                u32 number = fits(s, s->found[k]) ? s->table[place(s, pack(s, s->found[k]))] : NONE;
+                if (number == NONE || is_good(s, number)) set_good(s, i);
             }
-            if (s->good[i]) marked++;
+            if (is_good(s, i)) marked++;
             else if (!first) next[kept++] = (u32)i;
         }
         if (first) {
             n_left = open - marked;
             left = malloc((n_left + 1) * 4);
-            for (u64 i = s->count, k = 0; i-- > 0;) if (!s->good[i]) left[k++] = (u32)i;
+            for (u64 i = s->count, k = 0; i-- > 0;) if (!is_good(s, i)) left[k++] = (u32)i;
         } else {
             free(left);
             left = next;
@@ -443,8 +530,17 @@ int find_stuck(Search *s) {
 }
 
 u32 *answer_of(Search *s) { return s->answer; }
-u32 *state_of(Search *s, u64 i) { return s->states + i * s->words; }
-u32 parent_of(Search *s, u64 i) { return s->parents[i]; }
+u32 *state_of(Search *s, u64 i) { read_state(s, i, s->unpacked); return s->unpacked; }
+
+/* Return the number of the state whose step led to state i first; NONE: it is the start. */
+u32 parent_of(Search *s, u64 i) {
+    u64 zeros = 0, ones = 0;
+    for (u64 at = 0;; at++) {
+        if (s->births[at >> 6] >> (at & 63) & 1) ones++;
+        else if (zeros++ == i) return (u32)(ones - 1);
+    }
+}
+
 u64 figure(Search *s, int which) {
     switch (which) {
     case 0: return s->count;
@@ -456,7 +552,7 @@ u64 figure(Search *s, int which) {
     case 6: return s->goals;
     case 7: return s->rounds;
     case 8: return s->memo.used;
-    case 9: return s->size * (s->words * 4ull + 5) + s->table_size * 4 + s->memo.size * sizeof(Slot) + s->pool_size * 4;
+    case 9: return s->width;
     default: return s->faults[which - 16];
     }
 }
