@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from elastic.core.protocol import messages as m
 from elastic.core.recovery import lineage
 
-MAX_STEPS, MAX_OTHERS = 4096, 64
-"""Limits on the kept messages: about steps, and all others. The oldest are dropped first."""
+MAX_STEPS, MAX_CHECKPOINTS, MAX_NOTES = 4096, 16, 64
+"""Limits on the kept messages: finished steps, checkpoints with all their parts (twice as many as
+the coordinator waits for), and notes. The oldest are dropped first."""
 
 
 class Outbox:
@@ -21,13 +22,24 @@ class Outbox:
 
     def __init__(self) -> None:
         self._steps: deque[m.StepDone] = deque(maxlen=MAX_STEPS)
-        self._others: deque[m.CheckpointPart | m.BackupNote] = deque(maxlen=MAX_OTHERS)
+        self._others: list[m.CheckpointPart | m.BackupNote] = []
 
     def add(self, message: m.StepDone | m.CheckpointPart | m.BackupNote) -> None:
         if isinstance(message, m.StepDone):
             self._steps.append(message)
         else:
             self._others.append(message)
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        old = set(sorted({part.step for part in self.parts})[:-MAX_CHECKPOINTS])
+        notes = [other for other in self._others if isinstance(other, m.BackupNote)]
+        if len(notes) > MAX_NOTES:
+            self._others.remove(notes[0])
+        if old:
+            self._others = [
+                o for o in self._others if isinstance(o, m.BackupNote) or o.step not in old
+            ]
 
     def __iter__(self) -> Iterator[m.StepDone | m.CheckpointPart | m.BackupNote]:
         yield from self._steps
@@ -43,11 +55,11 @@ class Outbox:
         backups and failures of earlier epochs."""
         step, starts = install.assignment.step, lineage.starts_of(install.assignment)
         steps = [d for d in self._steps if d.record.step < step or d.epoch >= install.epoch]
-        others = [
+        self._others = [
             o
             for o in self._others
             if isinstance(o, m.CheckpointPart)
             and not lineage.is_undone(o, starts)
             and not (o.error and o.epoch < install.epoch)
         ]
-        self._steps, self._others = deque(steps, MAX_STEPS), deque(others, MAX_OTHERS)
+        self._steps = deque(steps, MAX_STEPS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.agent.outbox import Outbox
+from elastic.agent.outbox import MAX_CHECKPOINTS, MAX_NOTES, Outbox
 from elastic.core.protocol import messages as m
 from elastic.domain.types import Assignment, Pipeline, Plan, Stage, StepRecord, Unit
 
@@ -46,3 +46,20 @@ def test_a_note_about_backups_is_resent_in_its_epoch_only() -> None:
     assert list(outbox) == [note]
     outbox.enter(m.Install(2, Assignment(PLAN, 2)))
     assert not list(outbox)
+
+
+def test_all_parts_of_the_newest_checkpoints_are_kept() -> None:
+    """A node with many workers reports many parts while no coordinator can be reached."""
+    outbox = Outbox()
+    for step in range(1, 41):
+        outbox.add(m.BackupNote("backup-short", "a", "b", f"full {step}"))
+        for layer in range(8):
+            outbox.add(m.CheckpointPart(step, ((layer, 0),), 1))
+    kept = [part.step for part in outbox.parts]
+    assert kept == [step for step in range(41 - MAX_CHECKPOINTS, 41) for _ in range(8)]
+    notes = [one.detail for one in outbox if isinstance(one, m.BackupNote)]
+    assert notes == [f"full {step}" for step in range(1, 41)]
+    for step in range(41, 41 + MAX_NOTES):
+        outbox.add(m.BackupNote("backup-short", "a", "b", f"full {step}"))
+    notes = [one.detail for one in outbox if isinstance(one, m.BackupNote)]
+    assert notes == [f"full {step}" for step in range(41, 41 + MAX_NOTES)]
