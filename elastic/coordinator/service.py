@@ -389,8 +389,8 @@ class Coordinator:
                 starts = checkpoints.starts_of_files(self._state, step)
                 limits = self._state.limits
                 self._commits.begin(step, self._state.spec, limits.disk_s, starts)
-            case job.DropCheckpoint(step, before):
-                self._commits.drop(step, before, self._state.limits.disk_s)
+            case job.DropCheckpoint():
+                self._commits.drop(action, self._state.limits.disk_s)
             case job.JobFinished():
                 self._finish(action)
             case job.YieldLead():
@@ -416,11 +416,13 @@ class Coordinator:
             self._committed(future)
         due = () if action.code else checkpoints.due_steps(self._state)
         # A job that resumed its last step has the checkpoint of another run.
-        known = (*self._state.lost_checkpoints, *checkpoints.durable_steps(self._state))
-        for failed in self._commits.left_over(due, self._state.limits.bulk_s):
-            if failed.step not in known:
-                self._apply(failed)
+        settled, bulk_s = partial(checkpoints.is_settled, self._state), self._state.limits.bulk_s
+        missing = self._commits.left_over(due, settled, bulk_s)
+        for failed in missing:
+            self._apply(failed)
         self._decide()
+        if missing:
+            self._commits.flush(bulk_s)
         self._code = action.code
         self._records.end(action.code, action.reason, action.params_sha256)
         with contextlib.suppress(StoreUnavailable, StoreError):

@@ -401,26 +401,39 @@ def _read_file(
     return run
 
 
-def discard_step(directory: Path | str, step: int, before: int = 0, run: str = "") -> None:
-    """Remove the files of `step` if it was not committed. `before`: remove only those of epochs
-    below it, also if `run` has committed the step; its other files must be committed again. Raises
-    OSError or FieldError if the disk fails then."""
+def discard_step(
+    directory: Path | str, step: int, before: int = 0, run: str = "", *, committed: bool = False
+) -> None:
+    """Remove the files of `step` that were not committed. `before`: only those of epochs below it,
+    and not of other runs. `committed`: those of a checkpoint that `run` has committed, too; its
+    other files must be committed again. Raises OSError or FieldError if the disk fails and `before`
+    is given."""
     staging = staging_path(Path(directory), step)
     if not before:
         shutil.rmtree(staging, ignore_errors=True)
         return
-    final = staging.with_suffix("")
     if not Path(directory).is_dir():
         return
     with _locked(Path(directory)):
         _remove_before(staging, before, run)
-        found = _index(final)
-        if found and found.run == run and any(part.epoch < before for part in found.parts):
-            staging.mkdir(exist_ok=True)
-            _remove_before(final, before, run)
-            for file in final.glob("layer-*"):
-                os.replace(file, staging / file.name)
-            shutil.rmtree(final, ignore_errors=True)
+        if committed:
+            _dismantle(staging, before, run)
+        (staging / MANIFEST).unlink(missing_ok=True)  # a commit that failed may have written it
+        with contextlib.suppress(OSError):
+            staging.rmdir()  # unless it has other files
+
+
+def _dismantle(staging: Path, before: int, run: str) -> None:
+    """Move the files of a checkpoint of `run` back, if some are of epochs below `before`; remove
+    those."""
+    final = staging.with_suffix("")
+    found = _index(final)
+    if found and found.run == run and any(part.epoch < before for part in found.parts):
+        staging.mkdir(exist_ok=True)
+        _remove_before(final, before, run)
+        for file in final.glob("layer-*"):
+            os.replace(file, staging / file.name)
+        shutil.rmtree(final, ignore_errors=True)
 
 
 def _remove_before(path: Path, epoch: int, run: str) -> None:

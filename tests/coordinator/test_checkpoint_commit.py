@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tests.agent.agents import Slow
 from tests.agent.vault.checkpoints import N_LAYERS, layer_run, write_layer
 from tests.coordinator.helpers import three_nodes
 from tests.core.coordinator.test_transitions import send_report
-from tests.core.job.test_checkpoints import after_a_loss, apply, part, saving
+from tests.core.job.test_checkpoints import HALVES, after_a_loss, apply, part, saving
 from tests.core.state_access import assignment_of, spec_of
 from tests.patience import LONG_S
 from tests.store.memory import MemoryStore
@@ -40,16 +40,26 @@ def committing(directory: Path, run: str = "") -> Iterator[tuple[CheckpointCommi
         yield commits, lambda: commits.take(done.get(timeout=LONG_S))
 
 
-def _coordinator(folder: Path, store: MemoryStore, job_id: str) -> JobState:
-    """Start a coordinator and end it; return its state."""
+@contextmanager
+def _leading(folder: Path, store: MemoryStore, job_id: str = "j") -> Iterator[Coordinator]:
+    """Yield a coordinator that holds the lease."""
     config = three_nodes(folder, job_id=job_id)
     lease = store.acquire("a", 60.0, 0.0)
     run, metrics = RunMembership(store, folder), CoordinatorMetrics("j", lambda: 0.0)
     made = Coordinator(config, "127.0.0.1:0", store, lease, run, metrics)
-    made._keeper.close()
-    made._server.close()
+    with closing(made._commits), closing(made._server), closing(made._keeper):
+        yield made
     store.release(lease)
-    return made._state
+
+
+def _coordinator(folder: Path, store: MemoryStore, job_id: str) -> JobState:
+    """Start a coordinator and end it; return its state."""
+    with _leading(folder, store, job_id) as made:
+        return made._state
+
+
+def _unsettled(step: int) -> bool:
+    return False
 
 
 def test_all_coordinators_of_a_run_use_its_name(tmp_path: Path) -> None:
@@ -73,7 +83,7 @@ def test_a_checkpoint_of_a_former_run_hides_no_lost_one(tmp_path: Path) -> None:
             commits.begin(step, None)
         assert isinstance(ended(), CheckpointFailed)
         assert not isinstance(ended(), CheckpointFailed)
-        (lost,) = commits.left_over((6, 8))
+        (lost,) = commits.left_over((6, 8), _unsettled, LONG_S)
         assert lost.step == 6
 
 
@@ -86,21 +96,76 @@ def test_the_end_of_the_job_waits_for_removals(
         write_layer(tmp_path, 6, layer, 1)
     path = checkpoint_directory.commit(tmp_path, 6)
     with committing(tmp_path) as (commits, _):
-        commits.drop(6, before=2)
+        commits.drop(job.DropCheckpoint(6, before=2, committed=True))
         assert slow.begun.wait(LONG_S)
         threading.Timer(0.05, slow.go).start()
-        (lost,) = commits.left_over((6,), LONG_S)
+        (lost,) = commits.left_over((6,), _unsettled, LONG_S)
     assert lost.step == 6 and not path.exists()
+
+
+def _write(directory: Path, state: JobState, step: int, layers: Iterable[int], epoch: int) -> None:
+    n_layers = spec_of(state).n_layers
+    for layer in layers:
+        run = memoryview(layer_run(layer, step))
+        checkpoint_directory.write_part(
+            directory, step, layer, 0, n_layers, 1, run, epoch, state.run
+        )
+
+
+def test_a_late_removal_spares_files_of_the_next_epoch(tmp_path: Path) -> None:
+    """A checkpoint is given up while the disk is busy; the next epoch writes it again before the
+    removal begins."""
+    state = saving(4)
+    late, busy = state.newest_step + 5, threading.Event()
+    with committing(tmp_path) as (commits, ended):
+        commits._disk.post(lambda: busy.wait(LONG_S))
+        _write(tmp_path, state, late, (0, 1), 1)
+        state, _, _ = apply(state, part(late, HALVES[0]))
+        state, actions, _ = apply(state, part(late, (), node="node1", error="I/O error"))
+        (drop,) = (action for action in actions if isinstance(action, job.DropCheckpoint))
+        commits.drop(drop)
+        state = after_a_loss(state)
+        assert assignment_of(state).step < late and not state.lost_checkpoints
+        _write(tmp_path, state, late, range(spec_of(state).n_layers), 2)
+        state, actions, _ = apply(state, part(late, epoch=2))
+        assert actions == (job.CommitCheckpoint(late),)
+        commits.begin(late, state.spec, 0.0, checkpoints.starts_of_files(state, late))
+        busy.set()
+        event = ended()
+    assert isinstance(event, job.CheckpointCommitted), event
+
+
+def test_the_end_of_the_job_removes_files_of_lost_checkpoints(tmp_path: Path) -> None:
+    """One was lost during the job; the other one lacks files at its end."""
+    with _leading(tmp_path, MemoryStore()) as made:
+        directory, state = Path(made._config.checkpoint_dir), saving(4).of(run=made._state.run)
+        for step in (4, 8):
+            _write(directory, state, step, (0, 1), 1)
+        end = job.JobFinished(1, "error")
+        made._state = state.of(lost_checkpoints=(4,), ending=end)
+        made._finish(end)
+        assert checkpoint_directory.staged_steps(directory) == ()
+        assert made._state.lost_checkpoints == (4, 8)
+
+
+def test_checkpoints_that_the_user_has_removed_are_not_lost(tmp_path: Path) -> None:
+    """The state keeps the newest durable steps only. Older directories may be pruned."""
+    with _leading(tmp_path, MemoryStore()) as made:
+        state = saving(4)
+        for step in range(4, spec_of(state).n_steps + 1, 4):
+            state, _, _ = apply(state, job.CheckpointCommitted(f"/c/{step}", step))
+        end = job.JobFinished(0, "all steps done")
+        made._state = state.of(ending=end)
+        made._finish(end)
+        assert made._state.lost_checkpoints == ()
 
 
 def _written_before_a_loss(directory: Path) -> tuple[JobState, int]:
     """Epoch 1 has written a whole checkpoint; a loss leads back to a step before it. Nobody writes
     it again. Return the state and the step."""
     state = saving(4)
-    step, n_layers = state.newest_step + 5, spec_of(state).n_layers
-    for layer in range(n_layers):
-        run = memoryview(layer_run(layer, step))
-        checkpoint_directory.write_part(directory, step, layer, 0, n_layers, 1, run, 1)
+    step = state.newest_step + 5
+    _write(directory, state, step, range(spec_of(state).n_layers), 1)
     state, actions, _ = apply(state, part(step))
     assert actions == (job.CommitCheckpoint(step),)
     state = after_a_loss(state)

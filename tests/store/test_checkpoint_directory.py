@@ -362,7 +362,7 @@ def test_a_removal_leaves_the_checkpoint_of_a_former_run(tmp_path: Path) -> None
     _write_run(tmp_path, "old")
     former = _commit(tmp_path, "old")
     _write_run(tmp_path, "new", epoch=1)
-    checkpoint_directory.discard_step(tmp_path, 6, 2, "new")
+    checkpoint_directory.discard_step(tmp_path, 6, 2, "new", committed=True)
     assert verified(former).run == "old"
     with pytest.raises(FieldError):
         _commit(tmp_path, "new")
@@ -385,7 +385,7 @@ def test_files_of_earlier_epochs_are_discarded(tmp_path: Path, committed: bool) 
     checkpoint_directory.write_part(tmp_path, 5, 0, 0, N_LAYERS, 1, again, 2)
     if committed:
         checkpoint_directory.commit(tmp_path, 5)
-    checkpoint_directory.discard_step(tmp_path, 5, before=2)
+    checkpoint_directory.discard_step(tmp_path, 5, before=2, committed=True)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005.tmp"]
     with pytest.raises(FieldError, match=r"\(1, 0\)"):
         checkpoint_directory.commit(tmp_path, 5)
@@ -394,9 +394,18 @@ def test_files_of_earlier_epochs_are_discarded(tmp_path: Path, committed: bool) 
         checkpoint_directory.write_part(tmp_path, 5, layer, 0, N_LAYERS, 1, run, 2)
     manifest = verified(checkpoint_directory.commit(tmp_path, 5))
     assert {part.epoch for part in manifest.parts} == {2}
-    checkpoint_directory.discard_step(tmp_path, 5, before=2)
-    checkpoint_directory.discard_step(tmp_path / "absent", 5, before=2)
+    checkpoint_directory.discard_step(tmp_path, 5, before=2, committed=True)
+    checkpoint_directory.discard_step(tmp_path / "absent", 5, before=2, committed=True)
     assert checkpoint_directory.latest(tmp_path) is not None
+
+
+def test_the_removal_of_a_lost_checkpoint_leaves_a_committed_one(tmp_path: Path) -> None:
+    path = whole(tmp_path, 5)
+    write_layer(tmp_path, 5, 0, 1)
+    (checkpoint_directory.staging_path(tmp_path, 5) / checkpoint_directory.MANIFEST).touch()
+    checkpoint_directory.discard_step(tmp_path, 5, before=2)
+    verified(path)
+    assert checkpoint_directory.staged_steps(tmp_path) == (), "nothing is left of the other one"
 
 
 @pytest.mark.parametrize("where", ["before a part is renamed", "before the commit"])

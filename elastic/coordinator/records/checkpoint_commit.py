@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic.core.job import state as job
 from elastic.core.protocol.messages import CheckpointPart
@@ -17,6 +18,7 @@ from elastic.domain.types import JobSpec
 from elastic.rpc.control.event_loop import Dispatcher
 from elastic.store import checkpoint_directory
 
+T = TypeVar("T")
 log = logging.getLogger("elastic.coordinator")
 Commit = Future[job.CheckpointCommitted | job.CheckpointFailed]
 
@@ -37,8 +39,8 @@ class CheckpointCommits:
         self._disk = Dispatcher("checkpoint")
         self._closed = threading.Event()
         self._pending: dict[Commit, int] = {}
-        self._removed: threading.Event | None = None
-        """Set when the newest removal has ended; None: there was none."""
+        self._removals: set[job.DropCheckpoint] = set()
+        """Removals that have not begun."""
 
     def begin(
         self,
@@ -52,7 +54,6 @@ class CheckpointCommits:
         has undone do not count."""
         if step in self._pending.values():
             return
-        future: Commit = Future()
 
         def held(error: Exception) -> None:
             why = str(error.__cause__ or error)
@@ -80,55 +81,82 @@ class CheckpointCommits:
                 return job.CheckpointFailed(step, str(error))
             return job.CheckpointCommitted(str(path), step)
 
+        future = self._post(commit)
+        self._pending[future] = step
+        future.add_done_callback(self._done)
+
+    def _post(self, action: Callable[[], T]) -> Future[T]:
+        """Call `action` on the thread that waits for the disk, after all that was posted before."""
+        future: Future[T] = Future()
+
         def work() -> None:
             try:
-                future.set_result(commit())
+                future.set_result(action())
             except Exception as error:  # noqa: BLE001 - somebody waits for the result
                 future.set_exception(error)
 
-        self._pending[future] = step
-        future.add_done_callback(self._done)
         self._disk.post(work)
+        return future
 
-    def drop(self, step: int, before: int = 0, patience_s: float = 0.0) -> None:
-        """Remove the files of the incomplete checkpoint of `step`. `before`: only those of epochs
-        below it, also of a complete checkpoint; the result of a commit under way is ignored. A
-        disk that fails is tried several times, for `patience_s` in all."""
-        if before:
+    def drop(self, order: job.DropCheckpoint, patience_s: float = 0.0) -> None:
+        """Remove files of a checkpoint. If it may be committed, the result of a commit under way is
+        ignored. A disk that fails is tried several times, for `patience_s` in all."""
+        step = order.step
+        if order.committed:
             self._pending = {commit: s for commit, s in self._pending.items() if s != step}
+        if order in self._removals:
+            return
+        self._removals.add(order)
 
         def discard() -> None:
-            checkpoint_directory.discard_step(self._directory, step, before, self._run)
-
-        self._removed = removed = threading.Event()
+            checkpoint_directory.discard_step(
+                self._directory, step, order.before, self._run, committed=order.committed
+            )
 
         def work() -> None:
+            self._removals.discard(order)
             try:
                 checkpoint_directory.retry(discard, self._closed.wait, patience_s=patience_s)
             except (ElasticError, OSError) as error:
                 log.error("files of step %d cannot be removed: %s", step, error)
-            finally:
-                removed.set()
 
-        self._disk.post(work)
+        self._post(work)
 
     def left_over(
-        self, due: Iterable[int], timeout_s: float = 0.0
+        self, due: Iterable[int], settled: Callable[[int], bool], timeout_s: float = 0.0
     ) -> tuple[job.CheckpointFailed, ...]:
-        """Return an event for each checkpoint that is `due`, or has files, but was not committed.
-        Call this at the end of the job, when no commit is pending. Wait up to `timeout_s` for
-        removals."""
-        if self._removed is not None:
-            self._removed.wait(timeout_s)
-        why = "some of its files were not reported before the job ended"
-        staged = checkpoint_directory.staged_steps(self._directory)
-        failed = []
-        for step in sorted({*staged, *due}):
-            if not checkpoint_directory.is_committed(self._directory, step, self._run):
-                failed.append(job.CheckpointFailed(step, why))
-            elif step in staged:
-                self.drop(step)
-        return tuple(failed)
+        """Return an event for each checkpoint that is `due`, or has files, but is neither committed
+        nor `settled(step)`. Remove the files of the others that are incomplete.
+
+        Call this at the end of the job, when no commit is pending. If the disk does not answer
+        within `timeout_s`, the checkpoints that are due count as missing.
+        """
+
+        def survey() -> tuple[job.CheckpointFailed, ...]:
+            staged, missing = checkpoint_directory.staged_steps(self._directory), []
+            for step in sorted({*staged, *due}):
+                if not settled(step) and not checkpoint_directory.is_committed(
+                    self._directory, step, self._run
+                ):
+                    missing.append(step)
+                elif step in staged:
+                    checkpoint_directory.discard_step(self._directory, step)
+            why = "some of its files were not reported before the job ended"
+            return tuple(job.CheckpointFailed(step, why) for step in missing)
+
+        try:
+            return self._post(survey).result(timeout_s)
+        except TimeoutError:
+            why = f"the disk did not answer for {timeout_s:g} s"
+        except OSError as error:
+            why = f"the checkpoint directory cannot be read: {error}"
+        log.error("%s", why)
+        return tuple(job.CheckpointFailed(step, why) for step in due if not settled(step))
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait for commits and removals, up to `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            self._post(lambda: None).result(timeout_s)
 
     def pending(self) -> tuple[Commit, ...]:
         """Return the commits that were not taken."""

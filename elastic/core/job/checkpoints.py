@@ -58,8 +58,10 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     if state.spec is None or lineage.is_undone(part, (*state.starts, *state.rewritten)):
         return state, (), ""
     pending = dict(state.checkpoint_parts)
-    if part.step not in pending and _is_settled(state, part.step):
-        return state, (), ""  # it was committed or given up before
+    if part.step not in pending and is_settled(state, part.step):
+        # A node with a slow disk writes files of a lost checkpoint after the others were removed.
+        stays = part.step in state.lost_checkpoints and not part.error
+        return state, (_removal(state, part.step),) if stays else (), ""
     if part.error:
         if present is not None and part.epoch < present.plan.epoch:
             return state, (), ""
@@ -88,7 +90,7 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     return state, (CommitCheckpoint(part.step),), ""
 
 
-def _is_settled(state: JobState, step: int) -> bool:
+def is_settled(state: JobState, step: int) -> bool:
     """Return whether the checkpoint of `step` is durable, was given up, or is older than all that
     are remembered. A newer checkpoint may become durable first."""
     return step in (*durable_steps(state), *state.lost_checkpoints) or _is_forgotten(state, step)
@@ -126,7 +128,7 @@ def being_written(state: JobState) -> tuple[int, ...]:
     late = [
         step
         for step in due_steps(state)[-MAX_PENDING - MAX_OLDER :]
-        if not _is_settled(state, step) and not is_complete(state, parts.get(step, ()))
+        if not is_settled(state, step) and not is_complete(state, parts.get(step, ()))
     ]
     writing = any(
         member.connected
@@ -150,7 +152,7 @@ def may_be_writing(state: JobState) -> bool:
         return False
     due = due_at(state, present.step)
     waiting = {step for step, _ in state.checkpoint_parts if step <= present.step}
-    return bool(waiting) or (due > 0 and not _is_settled(state, due))
+    return bool(waiting) or (due > 0 and not is_settled(state, due))
 
 
 def is_complete(state: JobState, slots: Collection[Slot]) -> bool:
@@ -257,7 +259,7 @@ def distrust_parts(
     whole = newest_written(state) >= step
     if whole and not set(nodes) & set(dict(state.checkpoint_writers).get(step, ())):
         return state, ()
-    actions: list[JobAction] = [DropCheckpoint(step, before=state.epoch)]
+    actions: list[JobAction] = [DropCheckpoint(step, before=state.epoch, committed=True)]
     if state.checkpoint is not None and state.checkpoint[1] == step:
         state, entry = without_newest(state, why)
         actions.append(entry)
@@ -268,16 +270,18 @@ def distrust_parts(
 
 
 def removals_to_repeat(state: JobState) -> tuple[DropCheckpoint, ...]:
-    """Return the removals after divergences (`distrust_parts`) that a former coordinator may not
-    have carried out. Checkpoints that stayed, or were written again since, are left out."""
+    """Return the removals after losses (`_give_up`) and divergences (`distrust_parts`) that a
+    former coordinator may not have carried out. After a divergence, checkpoints that stayed, or
+    were written again since, are left out."""
     parts, durable = dict(state.checkpoint_parts), durable_steps(state)
-    return tuple(
-        DropCheckpoint(step, before=epoch)
+    diverged = tuple(
+        DropCheckpoint(step, before=epoch, committed=True)
         for epoch, step in ((epoch, start + 1) for epoch, start in state.rewritten)
         if step not in durable
         and not _is_forgotten(state, step)
         and not is_complete(state, parts.get(step, ()))
     )
+    return (*diverged, *(_removal(state, step) for step in state.lost_checkpoints))
 
 
 def _is_distrusted(state: JobState, step: int) -> bool:
@@ -499,7 +503,14 @@ def _give_up(
     actions: list[JobAction] = []
     for step in steps:
         entry = LogEntry("checkpoint-lost", {"step": step, "node": node, "why": why})
-        actions += [entry, DropCheckpoint(step)]
+        actions += [entry, _removal(state, step)]
     parts = tuple(part for part in state.checkpoint_parts if part[0] not in steps)
     lost = (*state.lost_checkpoints, *steps)[-MAX_LOST:]
     return state.of(checkpoint_parts=parts, lost_checkpoints=lost), tuple(actions)
+
+
+def _removal(state: JobState, step: int) -> DropCheckpoint:
+    """Return the order to remove the files of a lost checkpoint. It spares those of the next epoch,
+    which may write the checkpoint again; after the end of the job there is none."""
+    epoch = state.assignment.plan.epoch if state.assignment is not None else state.epoch
+    return DropCheckpoint(step, before=0 if state.ending is not None else epoch + 1)

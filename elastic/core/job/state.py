@@ -632,12 +632,14 @@ class YieldLead:
 
 @dataclass(frozen=True, slots=True)
 class DropCheckpoint:
-    """Order to remove the files of `step`, whose checkpoint cannot become whole or is wrong."""
+    """Order to remove the files of `step`, whose checkpoint cannot become whole or is wrong. A
+    later epoch may write the step again, perhaps before the order is carried out."""
 
     step: int
     before: int = 0
-    """Remove only the files of epochs before this one, also if they are committed; 0: remove all
-    files that are not committed."""
+    """Remove only the files of epochs before this one; 0: those of all epochs."""
+    committed: bool = False
+    """Remove files that are committed, too."""
 
 
 JobAction = (

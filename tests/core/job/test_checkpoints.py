@@ -154,9 +154,14 @@ def test_a_checkpoint_that_fails_is_reported_and_its_files_are_removed() -> None
     state, actions, reason = apply(state, part(2, (), node="node1", error="no space"))
     assert reason == "no checkpoint of step 2" and state.checkpoint_parts == ()
     assert entries(actions, "checkpoint-lost") == [{"step": 2, "node": "node1", "why": "no space"}]
-    assert job.DropCheckpoint(2) in actions
+    removal = job.DropCheckpoint(2, before=2)
+    assert removal in actions
     after, actions, _ = apply(state, part(2, HALVES[1]))
-    assert after.checkpoint_parts == () and not actions
+    assert after.checkpoint_parts == () and actions == (removal,), "a slow disk wrote it later"
+    _, actions, _ = apply(state, part(2, HALVES[1], node="node2", error="no space"))
+    assert not actions
+    _, actions, _ = apply(state, job.CoordinatorFailover())
+    assert removal in actions, "the former coordinator may have ended before the removal"
     state, _, _ = apply(state, part(4))
     _, actions, _ = apply(state, job.CheckpointFailed(4, "no space"))
     assert entries(actions, "checkpoint-lost") == [{"step": 4, "node": "", "why": "no space"}]
@@ -191,7 +196,17 @@ def test_a_late_part_does_not_revive_a_checkpoint_that_was_given_up() -> None:
         state, _, _ = apply(state, job.Tick())
     assert len(state.lost_checkpoints) > checkpoints.MAX_OLDER
     after, actions, _ = apply(state, part(1, HALVES[1]))
-    assert after.checkpoint_parts == state.checkpoint_parts and not actions
+    assert after.checkpoint_parts == state.checkpoint_parts
+    assert actions == (job.DropCheckpoint(1, before=2),)
+
+
+def test_a_checkpoint_lost_during_a_change_leaves_the_files_of_the_new_epoch() -> None:
+    """Epoch 2 has begun, but all files so far are of epoch 1."""
+    state, _, _ = apply(saving(4), part(8, HALVES[0]))
+    state, _, _ = send_report(state, "node2", phase=NodePhase.STARTING, cause="oops")
+    assert state.phase is JobPhase.HALTING and state.epoch == 2
+    _, actions, _ = apply(state, part(8, (), node="node1", error="no space"))
+    assert job.DropCheckpoint(8, before=2) in actions
 
 
 # ---- the last step ----
@@ -415,7 +430,7 @@ def test_a_checkpoint_is_given_up_only_if_nobody_writes_a_state() -> None:
     _, actions, _ = apply(state, part(8, ALL[:1], epoch, node="node2"))
     assert actions == (job.CommitCheckpoint(8),)
     state, actions, _ = apply(state, failed[1])
-    assert job.DropCheckpoint(8) in actions and 8 in state.lost_checkpoints
+    assert job.DropCheckpoint(8, before=2) in actions and 8 in state.lost_checkpoints
 
 
 def test_a_copy_that_was_dropped_before_its_rescue_gives_up_nothing() -> None:
@@ -435,7 +450,7 @@ def test_a_copy_that_was_dropped_before_its_rescue_gives_up_nothing() -> None:
     _, actions, _ = apply(state, part(8, ALL[:1], state.epoch, node="node0"))
     assert actions == (job.CommitCheckpoint(8),)
     _, actions, _ = apply(state, part(8, ALL[:1], state.epoch, node="node0", error="full"))
-    assert job.DropCheckpoint(8) in actions, "nobody is left who may write it"
+    assert job.DropCheckpoint(8, before=2) in actions, "nobody is left who may write it"
 
 
 def test_two_nodes_that_dropped_each_other_s_copies_give_up_nothing() -> None:
@@ -490,7 +505,7 @@ def test_a_checkpoint_with_a_diverged_state_is_written_again(progress: str) -> N
     if progress == "committed":
         state, _, _ = apply(state, job.CheckpointCommitted("/c/8", 8))
     state, actions = _diverged(state, "node0")
-    assert job.DropCheckpoint(8, before=2) in actions
+    assert job.DropCheckpoint(8, before=2, committed=True) in actions
     assert state.checkpoint == ("/c/4", 4) and state.checkpoint_parts == ()
     assert assignment_of(state).checkpointed == 4
     assert assignment_of(state).starts == ((1, 0), (2, 8), (2, 7)), "agents forget their parts"
@@ -520,7 +535,7 @@ def test_a_successor_repeats_the_removal_of_a_diverged_checkpoint(ends: bool) ->
     state, _ = _diverged(state, "node0")
     end = job.JobFinished(1, "error")
     state = state.of(ending=end) if ends else state
-    removal = job.DropCheckpoint(8, before=2)
+    removal = job.DropCheckpoint(8, before=2, committed=True)
     _, actions, _ = apply(state, job.CoordinatorFailover())
     assert actions.count(removal) == 1
     assert not ends or actions.index(removal) < actions.index(end)
@@ -545,7 +560,8 @@ def test_a_successor_removes_no_checkpoint_that_stays() -> None:
 def test_a_commit_of_other_nodes_files_outlives_a_divergence() -> None:
     state, _, _ = apply(replicated(), part(8, node="node1"))
     state, actions = _diverged(state, "node0")
-    assert job.CommitCheckpoint(8) in actions and job.DropCheckpoint(8, before=2) not in actions
+    assert job.CommitCheckpoint(8) in actions
+    assert not any(isinstance(action, job.DropCheckpoint) for action in actions)
     part_of_epoch_1 = m.CheckpointPart(8, (), 1)
     assert not lineage.is_undone(part_of_epoch_1, checkpoints.starts_of_files(state, 8))
     assert lineage.is_undone(part_of_epoch_1, assignment_of(state).starts)
