@@ -33,6 +33,7 @@ from elastic.core.recovery import lineage
 from elastic.domain.errors import FieldError
 from elastic.domain.types import (
     STATE,
+    Assignment,
     Copy,
     JobSpec,
     Plan,
@@ -226,18 +227,24 @@ def starts_with(state: JobState, step: int) -> lineage.Starts:
     return (*lineage.with_start(state.starts, state.epoch, step), *state.rewritten)
 
 
-def began_epoch(state: JobState, step: int) -> JobState:
-    """Return the state after an epoch has begun at `step`: parts of later steps are undone.
+def began_epoch(state: JobState, assignment: Assignment) -> JobState:
+    """Return the state after the epoch of `assignment` has begun: parts of later steps are undone.
+    Call this before the plan is replaced.
 
     All parts of a checkpoint that is being committed stay, so that the commit is repeated if the
     coordinator fails. Nobody writes this checkpoint again (`newest_written`).
     """
+    step = assignment.step
     parts = tuple(
         part for part in state.checkpoint_parts if part[0] <= step or is_complete(state, part[1])
     )
     lost = tuple(other for other in state.lost_checkpoints if other <= step)
     return state.of(
-        checkpoint_parts=parts, lost_checkpoints=lost, checkpoint_errors=(), failed_writers=()
+        checkpoint_parts=parts,
+        lost_checkpoints=lost,
+        checkpoint_errors=(),
+        failed_writers=(),
+        queued_writers=_queued_writers(state, assignment),
     )
 
 
@@ -383,6 +390,30 @@ def _missing_slots(
     return missing
 
 
+def _queued_writers(state: JobState, assignment: Assignment) -> tuple[tuple[int, Slot, str], ...]:
+    """Return `JobState.queued_writers` for the next epoch.
+
+    A member that its plan leaves out may still write, and a second change does not end what the
+    plan before the first one began. A node that joined again before this epoch counts, too. Its
+    part does not come, so the checkpoint is given up later.
+    """
+    rescued = {(copy.step, copy.slot): copy for copy in assignment.rescued}
+    found = [(*part, _writer_of(state, part[1], [copy])) for part, copy in rescued.items()]
+    found += [one for one in _queued(state) if one[:2] in rescued]
+    return tuple(
+        (step, slot, state.members[node].report.info.incarnation)
+        for step, slot, node in dict.fromkeys(found)
+        if node in state.members and (step, _writer(node, slot)) not in state.failed_writers
+    )
+
+
+def _queued(state: JobState) -> list[tuple[int, Slot, str]]:
+    """Return (step, layer or portion, member) of `JobState.queued_writers`. An agent that was
+    restarted has lost its queue."""
+    nodes = {member.report.info.incarnation: node for node, member in state.members.items()}
+    return [(step, slot, nodes[one]) for step, slot, one in state.queued_writers if one in nodes]
+
+
 def _writer_of(state: JobState, slot: Slot, copies: Iterable[Copy]) -> str:
     """Return the node that was to write the state of `slot`: its first holder in the old plan; of a
     portion its owner."""
@@ -395,21 +426,20 @@ def _writer_of(state: JobState, slot: Slot, copies: Iterable[Copy]) -> str:
 def _is_written_by_others(state: JobState, failed: m.CheckpointPart) -> bool:
     """Return whether each state that could not be written is on disk, or another node may write it.
 
-    A node that had rescued a copy may have dropped it meanwhile. The node that made the state may
-    have it in its queue, unless it was restarted (`copies_to_rescue`).
+    A node that had rescued a copy may have dropped it meanwhile. The node that was to write it may
+    have it in its queue (`copies_to_rescue`).
     """
     written = dict(state.checkpoint_parts).get(failed.step, ())
     if is_complete(state, written):
         return True
-    present = state.assignment
-    rescued = present.rescued if present is not None else ()
-    here = present.plan.nodes() if present is not None else ()
+    rescued = state.assignment.rescued if state.assignment is not None else ()
+    writers = [(copy.step, copy.slot, copy.node) for copy in rescued] + _queued(state)
     working = {
-        copy.slot
-        for copy in rescued
-        for node in {copy.node, *({copy.owner} & set(here))}
-        if copy.step == failed.step
-        and (copy.step, _writer(node, copy.slot)) not in state.failed_writers
+        slot
+        for step, slot, node in writers
+        if step == failed.step
+        and node in state.members
+        and (step, _writer(node, slot)) not in state.failed_writers
     }
     on_disk = {*written, *whole_slots(written)}
     safe = working | on_disk

@@ -379,7 +379,7 @@ def _install(
     fallback = [recipe.checkpoint for _, recipe in assignment.recipes if recipe.checkpoint]
     unlogged = () if fallback else _unlogged_step(state, assignment, change.decided)
     newest = assignment.step - 1
-    state = checkpoints.began_epoch(state, assignment.step).of(
+    state = checkpoints.began_epoch(state, assignment).of(
         phase=JobPhase.INSTALLING,
         plan=plan,
         assignment=assignment,

@@ -400,6 +400,9 @@ class JobState:
     failed_writers: tuple[tuple[int, str], ...] = ()
     """(step, "NODE LAYER TP-RANK ...") of each part of a checkpoint that a node could not write in
     this epoch."""
+    queued_writers: tuple[tuple[int, Slot, str], ...] = ()
+    """(step, layer or portion, incarnation) of each state in `Assignment.rescued` that a member was
+    to write before this epoch: it may have the state in its queue."""
     enough_since: float = 0.0
     """Time since which the minimum of nodes is there; 0: it is not. Before the launch connected
     nodes count, after it those whose workers are ready."""

@@ -375,6 +375,14 @@ def replicated() -> JobState:
     return state.of(spec=replace(spec_of(state), checkpoint_every=4), checkpoint=("/c/4", 4))
 
 
+def rescuing(state: JobState, found: tuple[Copy, ...], plan: Plan | None = None) -> JobState:
+    """Epoch 2 begins at step 9, and nodes write the copies `found`."""
+    plan = plan or replace(plan_of(state), epoch=2)
+    assignment = replace(assignment_of(state), plan=plan, step=9, rescued=found)
+    state = checkpoints.began_epoch(state, assignment)
+    return state.of(epoch=2, assignment=assignment, plan=plan)
+
+
 def _sources(copies: tuple[Copy, ...]) -> list[tuple[str, Any]]:
     return [(copy.node, copy.slot) for copy in copies]
 
@@ -420,17 +428,55 @@ def test_portions_are_rescued() -> None:
 
 
 def test_a_checkpoint_is_given_up_only_if_nobody_writes_a_state() -> None:
+    """node0 was to write it; node1 and node2 write their copies in its place."""
     state = copied(replicated(), ALL[:2], "node1", "node2")
-    epoch, present = state.epoch, assignment_of(state)
-    state = state.of(assignment=replace(present, rescued=rescued(state, 9, "node0")))
-    failed = [part(8, ALL[:1], epoch, node=node, error="gone") for node in ("node1", "node2")]
-    state, _, _ = apply(state, part(8, ALL[1:], epoch, node="node0"))
-    state, actions, _ = apply(state, failed[0])
-    assert not actions and 8 in dict(state.checkpoint_parts)
-    _, actions, _ = apply(state, part(8, ALL[:1], epoch, node="node2"))
-    assert actions == (job.CommitCheckpoint(8),)
-    state, actions, _ = apply(state, failed[1])
-    assert job.DropCheckpoint(8, before=2) in actions and 8 in state.lost_checkpoints
+    state = rescuing(state, rescued(state, 9, "node0"))
+    nodes = ("node1", "node2", "node0")
+    failed = [part(8, ALL[:1], 2, node=node, error="gone") for node in nodes]
+    state, _, _ = apply(state, part(8, ALL[1:], node="node0"))
+    for other, report in zip(nodes[1:], failed, strict=False):
+        state, actions, _ = apply(state, report)
+        assert not actions and 8 in dict(state.checkpoint_parts)
+        _, actions, _ = apply(state, part(8, ALL[:1], node=other))
+        assert actions == (job.CommitCheckpoint(8),)
+    state, actions, _ = apply(state, failed[2])
+    assert job.DropCheckpoint(8, before=3) in actions and 8 in state.lost_checkpoints
+
+
+@pytest.mark.parametrize("leaves", ["stays", "drains", "is lost", "joins again"])
+def test_the_node_that_was_to_write_a_state_may_have_it_in_its_queue(leaves: str) -> None:
+    """Its replicas made the copies that were dropped. A node that drains writes them, too, but a
+    node that has gone does not."""
+    state = replicated()
+    found = tuple(
+        Copy(STATE, 0, 0, 8, 1, owner, n, 8, "", node=keeper)
+        for n, (owner, keeper) in enumerate((("node2", "node1"), ("node1", "node2")), 1)
+    )
+    plan = _plan(state, "node0") if leaves != "stays" else None
+    state = loads(JobState, dumps(rescuing(state, found, plan)))
+    state, _, _ = apply(state, part(8, ALL[1:], node="node0"))
+    members, info = dict(state.members), state.members["node0"].report.info
+    if leaves == "is lost":
+        del members["node0"]
+    if leaves == "joins again":
+        report = replace(members["node0"].report, info=replace(info, incarnation="another"))
+        members["node0"] = replace(members["node0"], report=report)
+    state = state.of(members=members)
+    for node in ("node1", "node2"):
+        state, actions, _ = apply(state, part(8, ALL[:1], 2, node=node, error="gone"))
+    assert bool(entries(actions, "checkpoint-lost")) == (leaves in ("is lost", "joins again"))
+    _, actions, _ = apply(state, part(8, ALL[:1], node="node0"))
+    assert (job.CommitCheckpoint(8) in actions) == (leaves in ("stays", "drains"))
+
+
+def test_a_queue_outlives_a_second_change() -> None:
+    state = replicated()
+    copy = Copy(STATE, 0, 0, 8, 1, "node0", 1, 8, "", node="node1")
+    state = rescuing(rescuing(state, (copy,), _plan(state, "node0")), (copy,))
+    assert set(state.queued_writers) == {
+        (8, (0, 0), state.members[node].report.info.incarnation) for node in ("node1", "node0")
+    }, "node1 is the first holder in the second plan"
+    assert rescuing(state, ()).queued_writers == ()
 
 
 def test_a_copy_that_was_dropped_before_its_rescue_gives_up_nothing() -> None:
@@ -443,31 +489,33 @@ def test_a_copy_that_was_dropped_before_its_rescue_gives_up_nothing() -> None:
     state = state.of(members=members)
     found = rescued(state, 9)
     assert _sources(found) == [("node1", (0, 0))]
-    state = state.of(assignment=replace(assignment_of(state), rescued=found))
+    state = rescuing(state, found)
     state, _, _ = apply(state, part(8, ALL[1:], state.epoch, node="node0"))
     state, actions, _ = apply(state, part(8, ALL[:1], state.epoch, node="node1", error="gone"))
     assert not actions and 8 in dict(state.checkpoint_parts)
     _, actions, _ = apply(state, part(8, ALL[:1], state.epoch, node="node0"))
     assert actions == (job.CommitCheckpoint(8),)
     _, actions, _ = apply(state, part(8, ALL[:1], state.epoch, node="node0", error="full"))
-    assert job.DropCheckpoint(8, before=2) in actions, "nobody is left who may write it"
+    assert job.DropCheckpoint(8, before=3) in actions, "nobody is left who may write it"
 
 
 def test_two_nodes_that_dropped_each_other_s_copies_give_up_nothing() -> None:
-    """Each made the state whose copy the other one was to rescue, and has it in its queue."""
-    state = replicated()
-    owners = {(0, 0): ("node0", "node1"), (1, 0): ("node1", "node0")}
+    """Each was to write the states whose copies the other rescues, and has them in its queue."""
+    state = pipeline()
+    keepers = {"node0": "node1", "node1": "node0"}
     found = tuple(
-        Copy(STATE, slot[0], slot[1], 8, 1, owner, n, 8, "", node=keeper)
-        for n, (slot, (owner, keeper)) in enumerate(owners.items(), 1)
+        Copy(STATE, slot[0], slot[1], 8, 1, owner, 10 + slot[0], 8, "", node=keeper)
+        for owner, keeper in keepers.items()
+        for slot in slots_of(state, owner)
     )
-    state = state.of(assignment=replace(assignment_of(state), rescued=found))
-    state, _, _ = apply(state, part(8, ALL[2:], state.epoch, node="node2"))
-    for slot, (_, keeper) in owners.items():
-        state, actions, _ = apply(state, part(8, (slot,), state.epoch, node=keeper, error="gone"))
+    state = rescuing(state, found)
+    state, _, _ = apply(state, part(8, slots_of(state, "node2"), node="node2"))
+    for owner, keeper in keepers.items():
+        failed = part(8, slots_of(state, owner), 2, node=keeper, error="gone")
+        state, actions, _ = apply(state, failed)
         assert not actions and 8 in dict(state.checkpoint_parts)
-    state, _, _ = apply(state, part(8, ((0, 0),), state.epoch, node="node0"))
-    _, actions, _ = apply(state, part(8, ((1, 0),), state.epoch, node="node1"))
+    state, _, _ = apply(state, part(8, slots_of(state, "node0"), node="node0"))
+    _, actions, _ = apply(state, part(8, slots_of(state, "node1"), node="node1"))
     assert actions == (job.CommitCheckpoint(8),)
 
 
