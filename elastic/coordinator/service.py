@@ -260,6 +260,10 @@ class Coordinator:
         elif isinstance(item, tuple):
             self._handle_message(*item)
         elif isinstance(item, job.Tick):
+            limits = self._state.limits
+            warn_s, limit_s = limits.disk_s, limits.return_s
+            for failed in self._commits.check(self._now, item.late_s, warn_s, limit_s):
+                self._apply(failed)
             self._apply(replace(item, held=self._saver.away))
         else:
             self._apply(item)

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,104 @@ def test_checkpoints_that_the_user_has_removed_are_not_lost(tmp_path: Path) -> N
         made._state = state.of(ending=end)
         made._finish(end)
         assert made._state.lost_checkpoints == ()
+
+
+# ---- a disk that hangs ----
+
+
+def _hanging(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    """Let commits hang without an error, as on a network disk whose server does not answer."""
+    hanging = Slow(checkpoint_directory.commit)
+    monkeypatch.setattr(checkpoint_directory, "commit", hanging)
+    return hanging
+
+
+def _answered(commits: CheckpointCommits, ended: Any) -> None:
+    """Wait for the commit that did not count any more."""
+    assert ended() is None
+    commits.flush(LONG_S)
+
+
+def test_a_commit_that_hangs_fails_after_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, state = _hanging(monkeypatch), saving(4)
+    _write(tmp_path, state, 8, range(spec_of(state).n_layers), 1)
+    done, late = queue.Queue[Any](), list[job.LogEntry]()
+    with closing(CheckpointCommits(tmp_path, done.put, late.append)) as commits:
+        assert commits.check(1000.0, 0.0, 30.0, 600.0) == ()
+        commits.begin(8, state.spec)
+        commits.begin(12, state.spec)
+        for now, warned in ((1029.0, []), (1031.0, [8, 12]), (1599.0, [8, 12])):
+            assert commits.check(now, 0.0, 30.0, 600.0) == ()
+            assert sorted(entry.data["step"] for entry in late) == warned
+        assert commits.check(1601.0, 5.0, 30.0, 600.0) == (), "the coordinator did not run for 5 s"
+        assert late[0].data["why"] == "the disk does not answer"
+        why = "the disk did not answer for 600 s"
+        failed = tuple(CheckpointFailed(step, why) for step in (8, 12))
+        assert commits.check(1606.0, 0.0, 30.0, 600.0) == failed and not commits.pending()
+        hanging.go()
+        _answered(commits, lambda: commits.take(done.get(timeout=LONG_S)))
+        assert commits.check(1607.0, 0.0, 30.0, 600.0) == ()
+    assert checkpoint_directory.is_committed(tmp_path, 8), "the disk came back"
+
+
+def test_a_disk_that_fails_again_and_again_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each error is an answer; the tries have a limit of their own."""
+    tried = threading.Semaphore(0)
+    monkeypatch.setattr(checkpoint_directory, "RETRY_S", (0.001,) * 1000)
+
+    def commit(*_: Any) -> None:
+        tried.release()
+        raise OSError(5, "I/O error")
+
+    monkeypatch.setattr(checkpoint_directory, "commit", commit)
+    with committing(tmp_path) as (commits, _):
+        commits.begin(8, None)
+        for now in range(1000, 5000, 500):
+            for _ in range(2):
+                assert tried.acquire(timeout=LONG_S)
+            assert commits.check(now, 0.0, 30.0, 600.0) == ()
+
+
+def test_a_commit_that_hangs_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes have finished. So has the job, with exit code 1 and the reason."""
+    hanging = _hanging(monkeypatch)
+    with _leading(tmp_path, MemoryStore()) as made:
+        state, _, _ = apply(saving(), part(400))
+        limits = replace(state.limits, bulk_s=0.01)
+        made._state, made._now = state.of(timeouts=limits, run=made._state.run), state.updated_at
+        made._commits.begin(400, state.spec)
+        assert hanging.begun.wait(LONG_S)
+        for node in sorted(state.members, reverse=True):
+            done = m.Finished(400, "sha" if node == "node0" else "")
+            report = replace(state.members[node].report, phase=NodePhase.FINISHED, finished=done)
+            made._apply(report)
+        made._decide()
+        for _ in range(2):
+            assert made._state.ending is None
+            made._handle(job.Tick())
+            made._decide()
+            made._now += limits.return_s + 1.0
+        end = made._state.ending
+        assert end is not None and end.code == 1
+        assert "the disk did not answer for 600 s" in end.reason
+        hanging.go()
+
+
+def test_the_end_of_the_job_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows whether the last checkpoint is there."""
+    hanging = Slow(checkpoint_directory.staged_steps)
+    monkeypatch.setattr(checkpoint_directory, "staged_steps", hanging)
+    with committing(tmp_path) as (commits, _):
+        (lost,) = commits.left_over((6, 8), lambda step: step == 6, 0.01)
+        assert (lost.step, lost.error) == (8, "the disk did not answer for 0.01 s")
+        assert hanging.begun.wait(LONG_S)
+        hanging.go()
 
 
 def _written_before_a_loss(directory: Path) -> tuple[JobState, int]:

@@ -1,4 +1,9 @@
-"""Completes checkpoints whose parts are all written, on a thread that waits for the disk."""
+"""Completes checkpoints whose parts are all written, on a thread that waits for the disk.
+
+A disk may fail: then a commit is tried again for `disk_s`. A network disk may also hang without an
+error, and the thread with it. `check` warns after `disk_s`. After `return_s`, as long as a job
+waits for lost nodes that have its state, the commits have failed.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +46,12 @@ class CheckpointCommits:
         self._pending: dict[Commit, int] = {}
         self._removals: set[job.DropCheckpoint] = set()
         """Removals that have not begun."""
+        self._answers = 0
+        """Number of answers of the disk, errors included. Only the thread for the disk adds."""
+        self._seen, self._quiet_since = -1, 0.0
+        """Number of answers at the newest check, and the time since which it stays."""
+        self._warned: set[Commit] = set()
+        """Commits of which people were told that the disk does not answer."""
 
     def begin(
         self,
@@ -72,7 +83,7 @@ class CheckpointCommits:
                     lambda: checkpoint_directory.commit(
                         self._directory, step, spec, counts, self._run
                     ),
-                    self._closed.wait,
+                    self._pause,
                     patience_s=patience_s,
                     held=held,
                 )
@@ -94,9 +105,40 @@ class CheckpointCommits:
                 future.set_result(action())
             except Exception as error:  # noqa: BLE001 - somebody waits for the result
                 future.set_exception(error)
+            self._answers += 1
 
         self._disk.post(work)
         return future
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait until the next try; return whether no more tries are needed."""
+        self._answers += 1
+        return self._closed.wait(seconds)
+
+    def check(
+        self, now: float, late_s: float, warn_s: float, limit_s: float
+    ) -> tuple[job.CheckpointFailed, ...]:
+        """Return an event for each commit if the disk has not answered for `limit_s`: they count as
+        failed. Warn after `warn_s`. Call this with each tick; `late_s` is the tick's delay, in
+        which the process may have been stopped."""
+        if self._answers != self._seen or not self._pending:
+            self._seen, self._quiet_since = self._answers, now
+            self._warned.clear()
+        self._quiet_since += late_s
+        if now - self._quiet_since < warn_s:
+            return ()
+        for future in self._pending.keys() - self._warned:
+            self._warned.add(future)
+            step, why = self._pending[future], "the disk does not answer"
+            log.warning("the commit of the checkpoint of step %d waits: %s", step, why)
+            data = {"step": step, "why": why, "patience_s": limit_s}
+            self._late(job.LogEntry("checkpoint-late", data))
+        if now - self._quiet_since < limit_s:
+            return ()
+        why = f"the disk did not answer for {limit_s:g} s"
+        failed = tuple(job.CheckpointFailed(step, why) for step in self._pending.values())
+        self._pending.clear()
+        return failed
 
     def drop(self, order: job.DropCheckpoint, patience_s: float = 0.0) -> None:
         """Remove files of a checkpoint. If it may be committed, the result of a commit under way is
@@ -116,7 +158,7 @@ class CheckpointCommits:
         def work() -> None:
             self._removals.discard(order)
             try:
-                checkpoint_directory.retry(discard, self._closed.wait, patience_s=patience_s)
+                checkpoint_directory.retry(discard, self._pause, patience_s=patience_s)
             except (ElasticError, OSError) as error:
                 log.error("files of step %d cannot be removed: %s", step, error)
 

@@ -488,10 +488,14 @@ def is_awaited(state: JobState, step: int) -> bool:
 
 def _has_writer(state: JobState, plan: Plan, layer: int) -> bool:
     """Return whether the agent of a node that writes the layer may live."""
-    holders = plan.holders(layer)
-    writers = holders if state_of(plan.state).sharded else holders[:1]
-    members = [state.members.get(unit.node) for unit in writers]
+    members = [state.members.get(node) for node in writers_of(plan, layer)]
     return any(member is not None and not member.refused for member in members)
+
+
+def writers_of(plan: Plan, layer: int) -> tuple[str, ...]:
+    """Return the nodes that write the state of the layer, or portions of it, under the plan."""
+    nodes = tuple(unit.node for unit in plan.holders(layer))
+    return nodes if state_of(plan.state).sharded else nodes[:1]
 
 
 def unfinished(state: JobState, due: int = 0) -> tuple[CommitCheckpoint, ...]:

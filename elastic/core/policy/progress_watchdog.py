@@ -17,11 +17,14 @@ when a node reconnects, missed orders are repeated. At the bound, the evidence d
                                                         restarted, and no node is left out
     all wait for each other                           after `stuck_s` a new epoch; in the next
                                                         stall it leaves out the node that others
-                                                        accuse, or that stopped first
+                                                        accuse, those whose parts of the last
+                                                        checkpoint are missing, or the node that
+                                                        stopped first
     a worker has not attached, and uses no CPU time   its workers are restarted, in every phase;
                                                         the pauses grow until they attach
 
-A node that is not heard is no evidence: its lease decides about it. While the coordinator doubts
+A node that is not heard is no evidence: its lease decides about it. If only the commit of the last
+checkpoint is missing, the job waits for no node. While the coordinator doubts
 its own network (`elastic.core.job.liveness`), nothing counts as a stall, and the bound begins anew
 afterwards.
 
@@ -69,6 +72,7 @@ from elastic.core.job.state import (
     RestartOrders,
     Send,
 )
+from elastic.core.policy import final_checkpoint
 from elastic.core.policy.remediation import node_lost
 from elastic.core.policy.restart_policy import is_waiting
 from elastic.core.protocol import messages as m
@@ -290,7 +294,7 @@ def _awaited(state: JobState, now: float) -> tuple[str, ...]:
         case JobPhase.INSTALLING if plan is not None:
             nodes = [node for node in plan.nodes() if node in members]
             return tuple(node for node in nodes if not _installed(state, members[node]))
-        case JobPhase.RUNNING if plan is not None:
+        case JobPhase.RUNNING if plan is not None and not final_checkpoint.awaits_commit(state):
             return tuple(node for node in plan.nodes() if node in members)
     return ()
 
@@ -336,16 +340,21 @@ def _end_stall(
     busy = [node for node in heard if _activity(state, node) not in ("", "wait", "idle")]
     oldest = min(found or busy or heard, key=lambda node: (_sign_at(state, node), node))
     if found:
-        common = len(found) > max(1, len(state.members) // 2)
+        common = _is_common(state, found)
         if common and state.watch.stalls < 2:
             return _report(state, found, "wait", quiet_s, now)
         return _blame(state, found, quiet_s, now, common=common)
     if quiet_s < _patient_s(state):
         return None
-    node, why = _suspect(state, heard, oldest)
+    suspects = _suspects(state, heard, oldest)
     if _halts_at_once(state):
-        return _blame(state, {node: why}, quiet_s, now)  # nothing but its answer is missing
-    return _new_epoch(state, node, why, quiet_s, now)
+        return _blame(state, suspects, quiet_s, now)  # nothing but its answer is missing
+    return _new_epoch(state, suspects, quiet_s, now)
+
+
+def _is_common(state: JobState, found: Collection[str]) -> bool:
+    """Return whether the same was found of most nodes, so that they are not the cause."""
+    return len(found) > max(1, len(state.members) // 2)
 
 
 def _evidence(state: JobState, node: str, now: float) -> str:
@@ -360,13 +369,16 @@ def _evidence(state: JobState, node: str, now: float) -> str:
     return ""
 
 
-def _suspect(state: JobState, heard: Collection[str], oldest: str) -> tuple[str, str]:
-    """Return the node that is probably the cause if all wait, and why."""
+def _suspects(state: JobState, heard: Collection[str], oldest: str) -> dict[str, str]:
+    """Return the nodes that are probably the cause if all wait, and why."""
     accused = [one for mb in state.members.values() for one in mb.report.suspects]
     most = max(sorted(set(accused) & set(heard)), key=accused.count, default="")
     if most:
-        return most, "others lost contact with it"
-    return oldest, f"it stopped first ({_activity(state, oldest) or 'activity unknown'})"
+        return {most: "others lost contact with it"}
+    late = [node for node in final_checkpoint.late_writers(state) if node in heard]
+    if late and state.phase is JobPhase.RUNNING:
+        return dict.fromkeys(late, "its part of the last checkpoint is missing")
+    return {oldest: f"it stopped first ({_activity(state, oldest) or 'activity unknown'})"}
 
 
 def _entry(state: JobState, found: dict[str, str], action: str, quiet_s: float) -> LogEntry:
@@ -485,16 +497,21 @@ def _feasible_without(state: JobState, node: str) -> bool:
     return plan_if_feasible(request) is not None
 
 
-def _new_epoch(state: JobState, node: str, why: str, quiet_s: float, now: float) -> JobTransition:
-    """Begin a new epoch; in a second stall without `node`."""
-    text, found = f"no progress for {quiet_s:.1f} s; suspect {node}: {why}", {node: why}
+def _new_epoch(
+    state: JobState, suspects: dict[str, str], quiet_s: float, now: float
+) -> JobTransition:
+    """Begin a new epoch; in a second stall without the suspects, unless most nodes are suspects."""
+    named = "; ".join(f"suspect {node}: {why}" for node, why in suspects.items())
+    text = f"no progress for {quiet_s:.1f} s; {named}"
     actions: tuple[JobAction, ...] = ()
-    if state.watch.stalls:
-        state, actions = _leave_out(state, node, text, now)
+    for node in suspects if state.watch.stalls and not _is_common(state, suspects) else ():
+        state, more = _leave_out(state, node, text, now)
+        actions += more
     action = "leave-out" if actions else "new-epoch"
-    entry, state = _entry(state, found, action, quiet_s), _acted(state, now)
-    state, more, reason = begin_change(state, Cause(CauseKind.STALLED, text, (node,)), now)
-    return state, (entry, *actions, *more), reason
+    entry, state = _entry(state, suspects, action, quiet_s), _acted(state, now)
+    cause = Cause(CauseKind.STALLED, text, tuple(suspects))
+    state, orders, reason = begin_change(state, cause, now)
+    return state, (entry, *actions, *orders), reason
 
 
 def _silent_starter(state: JobState, now: float) -> JobTransition | None:

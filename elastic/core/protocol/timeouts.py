@@ -91,7 +91,8 @@ class Timeouts:
     doubt_s: float = 30.0
     """A coordinator that hears only a minority of the nodes blames itself for this long."""
     return_s: float = 600.0
-    """A job waits this long for lost nodes that may have the only copies of its state."""
+    """A job waits this long for lost nodes that may have the only copies of its state, and for a
+    disk that hangs during the commit of a checkpoint."""
     progress_s: float = 7.5
     """A job without any sign of progress for this long is stalled (the progress watchdog)."""
     orphan_s: float = 1200.0
