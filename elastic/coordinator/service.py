@@ -390,9 +390,8 @@ class Coordinator:
                     self._metrics.recovered(action, self._records.recovered(action))
                 self._records.progress(state)
             case job.CommitCheckpoint(step):
-                starts = checkpoints.starts_of_files(self._state, step)
-                limits = self._state.limits
-                self._commits.begin(step, self._state.spec, limits.disk_s, starts)
+                counts = partial(checkpoints.file_counts, self._state, step)
+                self._commits.begin(step, self._state.spec, self._state.limits.disk_s, counts)
             case job.DropCheckpoint():
                 self._commits.drop(action, self._state.limits.disk_s)
             case job.JobFinished():

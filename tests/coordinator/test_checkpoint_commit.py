@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def test_a_late_removal_spares_files_of_the_next_epoch(tmp_path: Path) -> None:
         _write(tmp_path, state, late, range(spec_of(state).n_layers), 2)
         state, actions, _ = apply(state, part(late, epoch=2))
         assert actions == (job.CommitCheckpoint(late),)
-        commits.begin(late, state.spec, 0.0, checkpoints.starts_of_files(state, late))
+        commits.begin(late, state.spec, 0.0, partial(checkpoints.file_counts, state, late))
         busy.set()
         event = ended()
     assert isinstance(event, job.CheckpointCommitted), event
@@ -275,7 +276,7 @@ def _written_before_a_loss(directory: Path) -> tuple[JobState, int]:
 def _committed(directory: Path, state: JobState, step: int) -> JobState:
     """Return the state after the commit is carried out."""
     with committing(directory) as (commits, ended):
-        commits.begin(step, state.spec, 0.0, checkpoints.starts_of_files(state, step))
+        commits.begin(step, state.spec, 0.0, partial(checkpoints.file_counts, state, step))
         event = ended()
     assert isinstance(event, job.CheckpointCommitted), event
     state, _, _ = apply(state, event)
@@ -289,6 +290,36 @@ def test_a_repeated_commit_takes_the_files_that_made_the_checkpoint_whole(tmp_pa
     assert job.CommitCheckpoint(step) in actions
     state = _committed(tmp_path, state, step)
     assert state.checkpoint is not None and state.checkpoint[1] == step
+
+
+def test_a_former_coordinator_takes_no_files_of_later_epochs(tmp_path: Path) -> None:
+    """Its commit is late. Another one has failed to commit, and epoch 3 writes the step again."""
+    state, step = _written_before_a_loss(tmp_path)
+    _write(tmp_path, state, step, (0,), 3)
+    state = _committed(tmp_path, state, step)
+    assert state.checkpoint is not None
+    manifest = checkpoint_directory.read_manifest(Path(state.checkpoint[0]))
+    assert {file.epoch for file in manifest.parts} == {1}
+
+
+def test_a_former_coordinator_does_not_try_to_commit_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, tried = list[int](), threading.Event()
+
+    def commit(*_: Any) -> None:
+        tries.append(1)
+        tried.set()
+        raise OSError(5, "I/O error")
+
+    monkeypatch.setattr(checkpoint_directory, "RETRY_S", (LONG_S,))
+    monkeypatch.setattr(checkpoint_directory, "commit", commit)
+    with committing(tmp_path) as (commits, ended):
+        commits.begin(8, None)
+        assert tried.wait(LONG_S)
+        commits.close()
+        failed = ended()
+        assert isinstance(failed, CheckpointFailed) and len(tries) == 1
 
 
 def test_a_paused_job_continues_from_a_checkpoint_that_is_committed_late(tmp_path: Path) -> None:

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elastic.core.job import state as job
-from elastic.core.protocol.messages import CheckpointPart
-from elastic.core.recovery import lineage
-from elastic.domain.errors import ElasticError
+from elastic.domain.errors import ElasticError, StaleError
 from elastic.domain.types import JobSpec
 from elastic.rpc.control.event_loop import Dispatcher
 from elastic.store import checkpoint_directory
@@ -58,11 +56,11 @@ class CheckpointCommits:
         step: int,
         spec: JobSpec | None,
         patience_s: float = 0.0,
-        starts: lineage.Starts = (),
+        counts: Callable[[int], bool] = lambda epoch: True,
     ) -> None:
         """Start to complete the checkpoint of `step`, unless this is under way. A disk that
-        fails is tried several times, for `patience_s` in all. Files that a later one of `starts`
-        has undone do not count."""
+        fails is tried several times, for `patience_s` in all. `counts(epoch)` tells whether files
+        of that epoch belong to the checkpoint."""
         if step in self._pending.values():
             return
 
@@ -72,10 +70,6 @@ class CheckpointCommits:
             log.warning(text, step, patience_s, why)
             data = {"step": step, "why": why, "patience_s": patience_s}
             self._late(job.LogEntry("checkpoint-late", data))
-
-        def counts(epoch: int) -> bool:
-            known = epoch or -1  # agents of the former version write no epoch
-            return not lineage.is_undone(CheckpointPart(step, (), known), starts)
 
         def commit() -> job.CheckpointCommitted | job.CheckpointFailed:
             try:
@@ -110,10 +104,12 @@ class CheckpointCommits:
         self._disk.post(work)
         return future
 
-    def _pause(self, seconds: float) -> bool:
-        """Wait until the next try; return whether no more tries are needed."""
+    def _pause(self, seconds: float) -> None:
+        """Wait until the next try. Raises StaleError after `close`: by the next try, another
+        coordinator may have let the agents write other files."""
         self._answers += 1
-        return self._closed.wait(seconds)
+        if self._closed.wait(seconds):
+            raise StaleError("this coordinator has ended before the next try")
 
     def check(
         self, now: float, late_s: float, warn_s: float, limit_s: float
@@ -218,6 +214,6 @@ class CheckpointCommits:
             return job.CheckpointFailed(step, f"the disk did not answer for {timeout_s:g} s")
 
     def close(self) -> None:
-        """Begin no further commit; do not wait for one in progress."""
+        """Begin no further commit, and no further try; do not wait for one in progress."""
         self._closed.set()
         self._disk.abandon()

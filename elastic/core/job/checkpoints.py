@@ -181,11 +181,26 @@ def starts_of_files(state: JobState, step: int) -> lineage.Starts:
     If it is complete, later epochs undo nothing: they may begin at an earlier step, but nobody
     writes the checkpoint again while its commit is under way.
     """
-    starts = (*state.starts, *state.rewritten)
+    starts, whole_in = (*state.starts, *state.rewritten), _whole_in(state, step)
+    return tuple(start for start in starts if not whole_in or start[0] <= whole_in)
+
+
+def file_counts(state: JobState, step: int, epoch: int) -> bool:
+    """Return whether a file of the checkpoint of `step` that belongs to `epoch` is of the history
+    in which the checkpoint became complete. Later epochs may have written it again, after the
+    commit of another coordinator failed."""
+    whole_in = _whole_in(state, step)
+    if whole_in and epoch > whole_in:
+        return False
+    known = epoch or -1  # agents of the former version write no epoch
+    return not lineage.is_undone(m.CheckpointPart(step, (), known), starts_of_files(state, step))
+
+
+def _whole_in(state: JobState, step: int) -> int:
+    """Return the epoch in which the checkpoint became complete; 0: it is not complete."""
     if not is_complete(state, dict(state.checkpoint_parts).get(step, ())):
-        return starts
-    whole_in = dict(state.checkpoint_epochs).get(step, state.epoch)
-    return tuple(start for start in starts if start[0] <= whole_in)
+        return 0
+    return dict(state.checkpoint_epochs).get(step, state.epoch)
 
 
 def committed(state: JobState, event: CheckpointCommitted) -> JobTransition:

@@ -641,6 +641,8 @@ def test_a_commit_under_way_survives_a_return_to_an_earlier_step() -> None:
     assert assignment_of(state).step < late == assignment_of(state).checkpointed
     assert checkpoints.commits_to_repeat(state) == (job.CommitCheckpoint(late),), "by a successor"
     assert checkpoints.starts_of_files(state, late) == ((1, 0),), "files of epoch 1 still count"
+    counts = [checkpoints.file_counts(state, late, epoch) for epoch in (0, 1, 2)]
+    assert counts == [True, True, False]
     after, _, _ = apply(state, job.CheckpointCommitted("/c/late", late))
     assert after.checkpoint == ("/c/late", late) and after.epoch == 2
     state, actions, reason = apply(state, job.CheckpointFailed(late, "I/O error"))
