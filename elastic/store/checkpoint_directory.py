@@ -412,7 +412,7 @@ def discard_step(
     if not before:
         shutil.rmtree(staging, ignore_errors=True)
         return
-    if not Path(directory).is_dir():
+    if not (Path(directory) if committed else staging).is_dir():
         return
     with _locked(Path(directory)):
         _remove_before(staging, before, run)

@@ -246,7 +246,7 @@ def test_a_stopped_coordinator_does_not_block_the_commits_of_the_next(
     fcntl.flock(stopped, fcntl.LOCK_EX)
     commits = CheckpointCommits(tmp_path, lambda future: done.set(), late.append)
     with caplog.at_level(logging.ERROR):
-        commits.drop(DropCheckpoint(4, before=2))
+        commits.drop(DropCheckpoint(4, before=2, committed=True))
         commits.begin(4, None, patience_s=0.005)
         assert done.wait(LONG_S)
     os.close(stopped)

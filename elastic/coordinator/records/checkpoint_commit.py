@@ -138,8 +138,9 @@ class CheckpointCommits:
 
     def drop(self, order: job.DropCheckpoint, patience_s: float = 0.0) -> None:
         """Remove files of a checkpoint. If it may be committed, the result of a commit under way is
-        ignored. A disk that fails is tried several times, for `patience_s` in all."""
-        step = order.step
+        ignored, and a disk that fails is tried for `patience_s` in all. Other files do no harm, and
+        commits wait for the removal, so a few tries are enough for them."""
+        step, patience_s = order.step, patience_s if order.committed else 0.0
         if order.committed:
             self._pending = {commit: s for commit, s in self._pending.items() if s != step}
         if order in self._removals:
