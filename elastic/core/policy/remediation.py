@@ -4,7 +4,7 @@ Observations come from node reports (crashes, hangs), losses, health reports (de
 memory, clock, links) and measured compute speeds (`elastic.core.policy.straggler_policy`).
 `elastic.core.health.diagnosis` classifies each observation. A remedy that needs another plan is
 applied at the end of a step, like every planned change. A node is not quarantined if no plan fits
-without the node, or if half of the other nodes have the same problem.
+without the node, or if half of the other nodes have the same problem at the same time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from elastic.core.health import diagnosis, link_speed
@@ -50,6 +51,8 @@ RECOVERED_LINK = 2.0
 """A slow link has recovered when its rate is at least its usual rate divided by this factor."""
 KEPT_MORE = 64
 """Number of departed nodes, beyond the number of members, whose records are kept."""
+ProblemTimes = Callable[[NodeHealth], tuple[float, ...]]
+"""Returns the times at which a node had a problem."""
 
 
 # ---- crashes, hangs, losses ----
@@ -83,7 +86,7 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
         why = f"{report.cause}: its workers are started again"
         kind = FaultClass.DEVICE if device and not record.quarantined else FaultClass.PROCESS
         return add_finding(state, node, Finding(kind, HealthAction.RESTART, why, evidence, now))
-    excuse = _excuse(state, node, _crashed_twice)
+    excuse = _excuse(state, node, _crash_times, limits.crashes)
     if excuse:
         finding = Finding(FaultClass.PROCESS, HealthAction.RESTART, excuse, evidence, now)
         return add_finding(state, node, finding)
@@ -104,10 +107,6 @@ def _ordered_restarts(state: JobState, was: NodeReport, report: NodeReport) -> i
     return int(was.crash_count <= orders.crash_count < report.crash_count)
 
 
-def _crashed_twice(record: NodeHealth) -> bool:
-    return len(record.crashes) >= 2
-
-
 def _hopeless(state: JobState, node: str) -> str:
     """Return the reason to end the job instead of restarting the workers of `node`; "": none."""
     limits, newest = state.policy.health, state.newest_step
@@ -118,7 +117,9 @@ def _hopeless(state: JobState, node: str) -> str:
     if len(looping) >= max(limits.fatal_nodes, limits.fatal_share * len(state.members)):
         return f"workers crash on {' '.join(looping)}, and no step is finished between"
     times = stuck.get(node, 0)
-    excuse = _excuse(state, node, _crashed_twice) if times >= limits.hopeless else ""
+    excuse = ""
+    if times >= limits.hopeless:
+        excuse = _excuse(state, node, _crash_times, limits.crashes)
     text = f"workers crashed {times} times, and no step was finished between; {excuse}"
     return text if excuse else ""
 
@@ -159,7 +160,7 @@ def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:
     times = len(record.departures)
     if record.quarantined or times < limits.departures:
         return state, ()
-    if _excuse(state, node, lambda other: len(other.departures) >= 2):
+    if _excuse(state, node, _departure_times, limits.departures):
         return state, ()
     evidence = {"departures": times, "window_s": limits.window_s, "last": why}
     reason = f"it was lost {times} times in {limits.window_s:g} s"
@@ -167,14 +168,27 @@ def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:
     return add_finding(state, node, finding)
 
 
-def _excuse(state: JobState, node: str, affected: Callable[[NodeHealth], bool]) -> str:
+def _excuse(state: JobState, node: str, times_of: ProblemTimes, number: int) -> str:
     """Return the reason not to quarantine `node`; "": none. Reasons: at least half of the other
-    members are `affected`, or no plan fits without `node`."""
+    members had the problem twice while `node` had it `number` times, or no plan fits without it."""
+    since = min(times_of(record_of(state, node))[-number:], default=inf)
     others = [other for other in state.members if other != node]
-    same = [other for other in others if affected(record_of(state, other))]
+    same = [
+        other
+        for other in others
+        if sum(at >= since for at in times_of(record_of(state, other))) >= 2
+    ]
     if same and 2 * len(same) >= len(others):
         return f"the same happens on {' '.join(same)}: it is not this node"
     return "" if _feasible_without(state, node) else "no plan fits without it"
+
+
+def _crash_times(record: NodeHealth) -> tuple[float, ...]:
+    return record.crashes
+
+
+def _departure_times(record: NodeHealth) -> tuple[float, ...]:
+    return record.departures
 
 
 def _feasible_without(state: JobState, node: str) -> bool:

@@ -261,6 +261,19 @@ def test_a_script_that_crashes_everywhere_quarantines_no_node() -> None:
     assert not any(quarantine.is_quarantined(state, node) for node in state.members)
 
 
+@pytest.mark.parametrize("pause_s", [5.0, 3600.0])
+def test_earlier_crashes_of_another_node_excuse_no_crash_loop(pause_s: float) -> None:
+    """The other node has been well since the loop began."""
+    state = running()
+    for _ in range(2):
+        state, _ = crash_workers(finish_step(state), "node1", "worker 0 ended with signal 9")
+    state = state.of(updated_at=state.updated_at + pause_s)
+    for _ in range(LIMITS.crashes):
+        state, actions = crash_workers(finish_step(state), "node2", "no memory")
+    assert health_notes(actions)[-1]["action"] == "quarantine"
+    assert quarantine.is_quarantined(state, "node2")
+
+
 def test_a_node_that_every_plan_needs_is_not_quarantined() -> None:
     state, actions = crash_workers(running(1), "node0", "signal 11", LIMITS.crashes)
     (note,) = health_notes(actions)

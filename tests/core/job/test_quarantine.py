@@ -143,6 +143,17 @@ def test_a_network_that_loses_all_nodes_leads_to_no_quarantine() -> None:
     assert not any(record.quarantined for record in state.health.values())
 
 
+def test_earlier_losses_of_another_node_excuse_no_flapping_node() -> None:
+    state = running()
+    for _ in range(2):
+        state, _ = remediation.node_lost(state, "node1", "silent", state.updated_at)
+    now = state.updated_at + 86400.0
+    for number in range(LIMITS.departures):
+        state, actions = remediation.node_lost(state, "node2", "silent", now + number)
+    assert health_notes(actions)[-1]["action"] == "quarantine"
+    assert quarantine.is_quarantined(state, "node2")
+
+
 def test_records_of_departed_nodes_are_dropped() -> None:
     state = running()
     for number in range(500):
