@@ -10,7 +10,7 @@ without the node, or if half of the other nodes have the same problem at the sam
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -68,9 +68,12 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     crashes = report.crash_count - was.crash_count - _ordered_restarts(state, was, report)
     before, step = record_of(state, node), state.newest_step
     record = diagnosis.record_crash(before, now, limits, crashes, step)
+    needed = _is_needed(state, node)
+    if not needed:  # such crashes keep no step from being finished
+        record = replace(record, stuck=before.stuck, stuck_at=before.stuck_at)
     state = with_record(state, node, record)
     hopeless = _hopeless(state, node) or _same_everywhere(state, node, report.cause)
-    if hopeless:
+    if needed and hopeless:
         reason = f"{hopeless}; {node}: {report.cause}"
         return end_job(state, JobPhase.FAILED, EXIT_FAILURE, reason)
     evidence: dict[str, Any] = {
@@ -107,6 +110,14 @@ def _ordered_restarts(state: JobState, was: NodeReport, report: NodeReport) -> i
     return int(was.crash_count <= orders.crash_count < report.crash_count)
 
 
+def _is_needed(state: JobState, node: str) -> bool:
+    """Return whether training needs the workers of `node`. Others may crash without end: this is no
+    reason to end the job."""
+    if state.plan is None:
+        return True
+    return node in state.plan.nodes() and not quarantine.is_quarantined(state, node)
+
+
 def _hopeless(state: JobState, node: str) -> str:
     """Return the reason to end the job instead of restarting the workers of `node`; "": none."""
     limits, newest = state.policy.health, state.newest_step
@@ -117,11 +128,24 @@ def _hopeless(state: JobState, node: str) -> str:
     if len(looping) >= max(limits.fatal_nodes, limits.fatal_share * len(state.members)):
         return f"workers crash on {' '.join(looping)}, and no step is finished between"
     times = stuck.get(node, 0)
-    excuse = ""
-    if times >= limits.hopeless:
-        excuse = _excuse(state, node, _crash_times, limits.crashes)
+    if times < limits.hopeless:
+        return ""
+    same = _with_the_same(state, node, _crash_times, limits.crashes)
+    excuse = _excuse(_with_all_ready(state, same), node, _crash_times, limits.crashes)
     text = f"workers crashed {times} times, and no step was finished between; {excuse}"
     return text if excuse else ""
+
+
+def _with_all_ready(state: JobState, looping: Collection[str]) -> JobState:
+    """Return the state as it will be when nodes that start or are cut off are ready, except nodes
+    whose workers crash repeatedly."""
+    members = {
+        node: mb
+        if node in looping or mb.report.phase is NodePhase.FAILED
+        else replace(mb, connected=True, report=replace(mb.report, able=True))
+        for node, mb in state.members.items()
+    }
+    return state.of(members=members)
 
 
 def _same_everywhere(state: JobState, node: str, cause: str) -> str:
@@ -170,17 +194,20 @@ def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:
 
 def _excuse(state: JobState, node: str, times_of: ProblemTimes, number: int) -> str:
     """Return the reason not to quarantine `node`; "": none. Reasons: at least half of the other
-    members had the problem twice while `node` had it `number` times, or no plan fits without it."""
-    since = min(times_of(record_of(state, node))[-number:], default=inf)
-    others = [other for other in state.members if other != node]
-    same = [
-        other
-        for other in others
-        if sum(at >= since for at in times_of(record_of(state, other))) >= 2
-    ]
-    if same and 2 * len(same) >= len(others):
+    members have the same problem, or no plan fits without `node`."""
+    same = _with_the_same(state, node, times_of, number)
+    if same and 2 * len(same) >= len(state.members.keys() - {node}):
         return f"the same happens on {' '.join(same)}: it is not this node"
     return "" if _feasible_without(state, node) else "no plan fits without it"
+
+
+def _with_the_same(
+    state: JobState, node: str, times_of: ProblemTimes, number: int
+) -> tuple[str, ...]:
+    """Return the other members that had the problem twice while `node` had it `number` times."""
+    since = min(times_of(record_of(state, node))[-number:], default=inf)
+    others = {other: times_of(record_of(state, other)) for other in state.members if other != node}
+    return tuple(other for other, times in others.items() if sum(at >= since for at in times) >= 2)
 
 
 def _crash_times(record: NodeHealth) -> tuple[float, ...]:

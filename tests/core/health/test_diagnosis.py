@@ -21,6 +21,7 @@ from elastic.core.health.diagnosis import (
 )
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
+from elastic.core.job.epoch_change import plan_request
 from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
 from elastic.core.policy import remediation as remedies
 from elastic.core.protocol import device_errors as devicewords
@@ -34,6 +35,8 @@ from elastic.core.protocol.health_report import (
 )
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
+from elastic.planning.search.search import make_plan
+from tests.core.state_access import plan_of
 from tests.core.world.world import World
 
 LIMITS = HealthLimits()
@@ -207,11 +210,90 @@ def test_crashes_of_one_node_after_another_end_the_job(nodes: int) -> None:
     """Each node is quarantined in turn, but after three the nodes are not the cause."""
     state, crashes = running(nodes), 0
     while state.ending is None:
-        node = next(n for n in state.members if not quarantine.is_quarantined(state, n))
+        node = next(n for n in plan_of(state).nodes() if not quarantine.is_quarantined(state, n))
         state, _ = crash_workers(state, node, ECC)
         crashes += 1
         assert crashes <= LIMITS.crashes * LIMITS.fatal_nodes
     assert ECC in state.ending.reason and "no step" in state.ending.reason
+
+
+NO_ROOM = "VaultFull: no room for a copy of 4096 bytes"
+
+
+def short_of_memory(nodes: int) -> JobState:
+    """A job in training of which each node can hold a part: 2 of 3 nodes, 4 of 5."""
+    state = running(nodes)
+    memory = {3: 80, 5: 48}[nodes]
+    members = {
+        node: replace(
+            mb, report=replace(mb.report, info=replace(mb.report.info, memory_bytes=memory))
+        )
+        for node, mb in state.members.items()
+    }
+    return planned(state.of(members=members, policy=replace(state.policy, shape="auto")))
+
+
+def planned(state: JobState, *starting: str) -> JobState:
+    """The nodes except `starting` train."""
+    members = {
+        node: replace(mb, report=replace(mb.report, phase=NodePhase.STARTING, able=False))
+        if node in starting
+        else mb
+        for node, mb in state.members.items()
+    }
+    state = state.of(members=members)
+    return state.of(plan=make_plan(plan_request(state, state.epoch)))
+
+
+def cut_off(state: JobState, node: str) -> JobState:
+    """Reset the control connection of the node, which may come back."""
+    closed = job.ConnectionClosed(node, state.members[node].report.info.incarnation)
+    state, _, _ = transition(state, closed, state.updated_at + 0.01)
+    assert not state.members[node].connected
+    return state
+
+
+def test_crashes_of_a_node_without_layers_do_not_end_the_job() -> None:
+    """Another node is cut off for a moment, without which no plan fits."""
+    state = planned(short_of_memory(3), "node2")
+    state, _ = crash_workers(state, "node2", NO_ROOM, LIMITS.crashes)
+    assert quarantine.is_quarantined(state, "node2")
+    state, _ = crash_workers(cut_off(state, "node1"), "node2", NO_ROOM)
+    assert state.ending is None and state.phase is JobPhase.RUNNING
+
+
+def test_crashes_of_three_joining_nodes_do_not_end_the_job() -> None:
+    """The others train. All three crashed within one step."""
+    joining = ("node5", "node6", "node7")
+    state = planned(running(8), *joining)
+    for node in joining:
+        state, _ = crash_workers(state, node, NO_ROOM, LIMITS.crashes)
+        state, _ = crash_workers(state, node, ECC)
+    assert state.ending is None and state.phase is JobPhase.RUNNING
+
+
+def test_nodes_that_start_or_are_cut_off_replace_a_node_in_a_crash_loop() -> None:
+    """So its fourth crash does not end the job, during training or before it."""
+    state = short_of_memory(3)
+    crashed = cut_off(state, "node1")
+    for _ in range(LIMITS.hopeless):
+        crashed, _ = crash_workers(crashed, "node2", NO_ROOM)
+    assert crashed.ending is None
+    starting = planned(state, "node1").of(phase=JobPhase.LAUNCHED, plan=None)
+    for _ in range(LIMITS.hopeless):
+        starting, _ = crash_workers(starting, "node2", NO_ROOM)
+    assert starting.ending is None
+
+
+def test_two_crash_loops_end_a_job_that_needs_one_of_the_nodes() -> None:
+    """Each node starts while the other one crashes, but neither replaces the other."""
+    state = short_of_memory(5)
+    for _ in range(LIMITS.hopeless - 1):
+        for node in ("node0", "node1"):
+            state, _ = crash_workers(state, node, NO_ROOM)
+            assert state.ending is None
+    state, _ = crash_workers(state, "node0", NO_ROOM)
+    assert state.ending is not None and "no plan fits without it" in state.ending.reason
 
 
 def test_the_same_device_error_on_both_nodes_ends_the_job() -> None:
