@@ -40,7 +40,7 @@ from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
 from elastic.worker.recovery.state_loader import LoadedStage, StateLoader
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
-from elastic.worker.transport.device_fault import is_local_device_fault, is_node_fault
+from elastic.worker.transport.device_fault import is_local_fault, is_node_fault
 from elastic.worker.transport.links import Links
 
 
@@ -119,7 +119,7 @@ class EpochSession:
         or announces a newer epoch. Otherwise the device or the script caused the error: a device
         fault is raised, any other error is reported as the job's failure.
         """
-        alone = self._context.tp.size == 1 or is_local_device_fault(error)
+        alone = self._context.tp.size == 1 or is_local_fault(error)
         if alone or not self._abandon.wait(self._context.settings.timeouts.sibling_s):
             if is_node_fault(error):
                 raise error

@@ -1,4 +1,4 @@
-"""Classifies errors: a fault of a device or of the node's storage, or an error of the script."""
+"""Classifies errors: a fault of a device or of the node itself, or an error of the script."""
 
 from __future__ import annotations
 
@@ -19,20 +19,27 @@ SCRIPT_TEXTS = (
 LINK_TEXTS = ("NCCL",)
 """Texts of device errors that the device at the other end of a link may have caused."""
 
-
-STORAGE_ERRORS = frozenset(
+HOST_TEXTS = (
+    "DefaultCPUAllocator", "Cannot allocate memory", "std::bad_alloc", "can't start new thread",
+)  # fmt: skip
+"""Texts of errors of a node that has no memory or no threads left. Another node may have them."""
+HOST_ERRORS = frozenset(
     {
         errno.EIO, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.ESTALE, errno.EREMOTEIO,
-        errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+        errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN,
     }
 )  # fmt: skip
 """Errors of a disk, a mount or a system at its limits. Another node may not have them."""
 
 
-def is_storage_fault(error: BaseException | None) -> bool:
-    """Return whether storage or limits of this node caused `error`, directly or as its cause."""
+def is_host_fault(error: BaseException | None) -> bool:
+    """Return whether storage, memory or other limits of this node caused `error`, directly or as
+    its cause."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+        if isinstance(error, OSError) and error.errno in HOST_ERRORS:
+            return True
+        by_text = isinstance(error, RuntimeError) and any(part in str(error) for part in HOST_TEXTS)
+        if by_text or isinstance(error, MemoryError):
             return True
         error = error.__cause__
     return False

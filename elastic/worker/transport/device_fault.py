@@ -1,9 +1,10 @@
 """Tells faults of a node from errors of the script, and crashes the worker on a fault of its node.
 
-A node is at fault if its device breaks, or if its storage fails or is full. The agent restarts a
-crashed worker, and the job continues: recovery reads the published copies from the vaults. A node
-that crashes repeatedly is left out. Running out of device memory, or an operation that no device
-supports, is an error of the script and ends the job (`elastic.core.protocol.device_errors`).
+A node is at fault if its device breaks, if its storage fails or is full, or if it has no memory or
+no threads left. The agent restarts a crashed worker, and the job continues: recovery reads the
+published copies from the vaults. A node that crashes repeatedly is left out. Running out of device
+memory, or an operation that no device supports, is an error of the script and ends the job
+(`elastic.core.protocol.device_errors`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.device_errors import (
     is_device_error,
+    is_host_fault,
     is_link_error,
     is_script_error,
-    is_storage_fault,
 )
 from elastic.domain.errors import EXIT_FAILURE, SlotError, VaultFull
 
@@ -37,15 +38,15 @@ def is_device_fault(error: BaseException) -> bool:
     return isinstance(error, torch.AcceleratorError) or is_device_error(text)
 
 
-def is_local_device_fault(error: BaseException) -> bool:
-    """Return whether `error` is a device fault that no other end of a link can have caused."""
-    return is_device_fault(error) and not is_link_error(str(error))
+def is_local_fault(error: BaseException) -> bool:
+    """Return whether `error` is a fault of this node, and not of another end of a link."""
+    return is_node_fault(error) and not is_link_error(str(error))
 
 
 def is_node_fault(error: BaseException) -> bool:
-    """Return whether a device or the storage of this node caused `error`."""
+    """Return whether a device, the storage or the limits of this node caused `error`."""
     no_slots = isinstance(error, VaultFull | SlotError)
-    return no_slots or is_storage_fault(error) or is_device_fault(error)
+    return no_slots or is_host_fault(error) or is_device_fault(error)
 
 
 @contextmanager
@@ -61,7 +62,8 @@ def crash_on_node_fault(send: Callable[[object], None], local_rank: int) -> Iter
             raise
         try:
             traceback.print_exception(error)
-            cause = f"{type(error).__name__}: {error}".splitlines()[0][:CAUSE_CHARS]
+            lines = str(error).splitlines()
+            cause = ": ".join([type(error).__name__, *lines[:1]])[:CAUSE_CHARS]
             send(m.Crashed(cause, local_rank))
             sys.stdout.flush()
             sys.stderr.flush()

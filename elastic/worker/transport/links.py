@@ -32,7 +32,7 @@ from elastic.worker.transport.cancellation import (
     LinkFailed,
     run_abandonable,
 )
-from elastic.worker.transport.device_fault import is_local_device_fault
+from elastic.worker.transport.device_fault import is_local_fault
 from elastic.worker.transport.gloo import GlooTransport
 from elastic.worker.transport.interface import Operation, Transport
 from elastic.worker.transport.rendezvous import (
@@ -134,6 +134,7 @@ class Links:
         Raises:
             EpochAbandoned: `abandon` was set meanwhile.
             LinkFailed: the store or a rank could not be reached; with the ranks that are missing.
+            RuntimeError: this rank's own node is at fault.
         """
         within_s = timeout_s if open_s is None else open_s + world_size * OPEN_RANK_S
         links = cls(epoch, rank, world_size, device, abandon, within_s)
@@ -169,6 +170,8 @@ class Links:
             opened = run_abandonable(connect_data, abandon, name, _close_all)
             run_abandonable(lambda: tell_connected(store, rank), abandon, name, within_s=within_s)
         except RuntimeError as error:
+            if is_local_fault(error) and not abandon.is_set():
+                raise
             missing = missing_ranks(links._store, rank, world_size, abandon)
             abandon.check()
             raise LinkFailed(missing, f"epoch {epoch} could not be opened: {error}") from error
@@ -192,13 +195,13 @@ class Links:
     def translate_errors(self, peer: int | None = None) -> Iterator[None]:
         """Raise EpochAbandoned or LinkFailed for a transport's RuntimeError inside the block.
 
-        A fault of this rank's own device is raised as it is. `peer` is suspected if the cause is
+        A fault of this rank's own node is raised as it is. `peer` is suspected if the cause is
         unknown. If the epoch is abandoned, raises EpochAbandoned even without an error.
         """
         try:
             yield
         except RuntimeError as error:
-            if is_local_device_fault(error) and not self.abandon.is_set():
+            if is_local_fault(error) and not self.abandon.is_set():
                 raise
             raise self._failure(peer, error) from error
         self.abandon.check()

@@ -21,6 +21,8 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
 LOOP = "loop"
 """As `--text`: an endless loop in place of an error."""
 IO_ERROR = "[Errno 5] Input/output error"
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 21474836480 bytes."
+"""An error of a node whose memory other processes use."""
 
 
 class Layer(nn.Module):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.scenarios.harness import Run, elastic_run, proved
-from tests.scenarios.health.broken_device import ECC, IO_ERROR, STEP
+from tests.scenarios.health.broken_device import ECC, IO_ERROR, NO_MEMORY, STEP
 from tests.scenarios.health.test_health import health
 from tests.scenarios.shared import exact, made_once
 
@@ -36,16 +38,17 @@ def test_a_broken_device_is_a_crash_of_its_worker_and_the_job_goes_on(tmp_path: 
     assert "Traceback" in run.output and ECC in run.output, "the user sees where"
 
 
-def test_a_transient_io_error_is_a_fault_of_its_node(tmp_path: Path) -> None:
-    run = broken(tmp_path / "run", "--node", "node1", "--text", IO_ERROR)
+@pytest.mark.parametrize("text", [IO_ERROR, NO_MEMORY])
+def test_a_transient_error_of_the_host_is_a_fault_of_its_node(tmp_path: Path, text: str) -> None:
+    run = broken(tmp_path / "run", "--node", "node1", "--text", text)
     assert run.code == 0 and run.summary["steps"] == 6, run.output
     assert run.summary["params_sha256"] == whole_run(tmp_path).summary["params_sha256"]
     assert run.summary["ledger"] == proved(run.summary)
     (found,) = health(run)
     assert (found["node"], found["action"]) == ("node1", "restart")
-    assert IO_ERROR in found["evidence"]["cause"]
+    assert text in found["evidence"]["cause"]
     (recovery,) = run.summary["recoveries"]
-    assert recovery["step"] == STEP and IO_ERROR in recovery["cause"]
+    assert recovery["step"] == STEP and text in recovery["cause"]
 
 
 def test_the_same_error_everywhere_ends_the_job(tmp_path: Path) -> None:

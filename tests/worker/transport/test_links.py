@@ -13,6 +13,7 @@ import torch
 from elastic.domain.errors import FieldError
 from elastic.planning.cost.profile import LinkProfile
 from elastic.rpc.link_shaping import LinkShaper
+from elastic.worker.transport import threads
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import MAX_UNRECEIVED, Links
 from elastic.worker.transport.rendezvous import (
@@ -161,6 +162,25 @@ def test_a_store_that_cannot_be_reached() -> None:
             rank=0,
             world_size=2,
             store_address="nonsense",
+            device=torch.device("cpu"),
+            timeout_s=0.5,
+            abandon=AbandonSignal(),
+        )
+
+
+def test_a_node_without_threads_opens_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other rank is at fault, so this is no failed link."""
+
+    def no_thread(name: str, body: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "start", no_thread)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Links.open(
+            epoch=1,
+            rank=0,
+            world_size=2,
+            store_address="127.0.0.1:1",
             device=torch.device("cpu"),
             timeout_s=0.5,
             abandon=AbandonSignal(),
