@@ -228,7 +228,8 @@ def _end(state: JobState, now: float) -> JobTransition | None:
         return _finished(state, state.finished, now)
     reports = [mb.report for mb in state.members.values()]
     crashing = [r for r in reports if r.elastic and r.phase is NodePhase.FAILED]
-    if crashing and len(crashing) == len(reports):
+    everywhere = bool(crashing) and len(crashing) == len(reports)
+    if everywhere and not absent_nodes.are_awaited(state, now):
         text = f"workers crash on every node; {_crash(crashing[0])}"
         return _end_job(state, JobPhase.FAILED, 1, text)
     for report in reports:

@@ -9,12 +9,15 @@ its last writes. So a job that lacks copies waits before it gives up:
 - for `Timeouts.save_s` if all files of a checkpoint are written and its commit is under way;
 - after a failover until all nodes had time to report.
 
+A job whose workers crash on all members waits for absent nodes in the same way.
+
 The copies of absent nodes are of no use once those of a new plan are whole at their peers.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from elastic.core.job import checkpoints
 from elastic.core.job.membership import end_job
@@ -74,6 +77,18 @@ def wait_or_fail(
     text = f"{error}; waiting for {_awaited(state)}"
     entry = LogEntry("paused", {"epoch": state.epoch, "why": text})
     return state.of(phase=JobPhase.PAUSED, change=change), (entry,), f"paused: {text}"
+
+
+def are_majority(state: JobState) -> bool:
+    """Return whether more nodes are absent than present. They may be well, so problems of the
+    present ones do not end the job."""
+    return len(state.absent) > len(state.members)
+
+
+def are_awaited(state: JobState, now: float) -> bool:
+    """Return whether absent nodes may still continue a job that no member can continue."""
+    newest = max((at for _, at in state.absent), default=-inf)
+    return are_majority(state) or now - newest < state.limits.return_s
 
 
 def returned_nodes(state: JobState) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from elastic.core.health.diagnosis import (
     HealthAction,
     NodeHealth,
 )
-from elastic.core.job import quarantine
+from elastic.core.job import absent_nodes, quarantine
 from elastic.core.job.epoch_change import begin_change, candidates, plan_request
 from elastic.core.job.join_policy import plan_if_feasible
 from elastic.core.job.membership import end_job
@@ -73,7 +73,7 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
         record = replace(record, stuck=before.stuck, stuck_at=before.stuck_at)
     state = with_record(state, node, record)
     hopeless = _hopeless(state, node) or _same_everywhere(state, node, report.cause)
-    if needed and hopeless:
+    if needed and hopeless and not absent_nodes.are_majority(state):
         reason = f"{hopeless}; {node}: {report.cause}"
         return end_job(state, JobPhase.FAILED, EXIT_FAILURE, reason)
     evidence: dict[str, Any] = {

@@ -105,6 +105,42 @@ def test_a_job_waits_for_a_majority_without_a_limit_and_without_new_epochs() -> 
     assert state.phase is JobPhase.PAUSED and state.epoch == epoch
 
 
+def crashing(state: JobState, *nodes: str, times: int) -> JobState:
+    """The agents of the nodes have given up: their workers crashed too often."""
+    for node in nodes:
+        was = state.members[node].report
+        failed = replace(was, phase=NodePhase.FAILED, elastic=True, able=False, cause="signal 11")
+        failed = replace(failed, crash_count=was.crash_count + times)
+        state, _, _ = transition(state, failed, state.updated_at + 0.01)
+    return state
+
+
+def later(state: JobState, seconds: float) -> JobState:
+    """The members are heard for so long, and nothing else happens."""
+    at = state.updated_at + seconds
+    members = {node: replace(mb, seen=at) for node, mb in state.members.items()}
+    state, _, _ = transition(state.of(updated_at=at, members=members), job.Tick(), at)
+    return state
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_crashes_on_all_other_nodes_do_not_end_a_job_whose_majority_is_absent(times: int) -> None:
+    state, _ = lose(running(), "node1", "node2", proven=False)
+    state = later(crashing(state, "node0", times=times), 1e5)
+    assert state.ending is None, state.ending
+
+
+def test_crashes_on_all_nodes_end_the_job_after_the_wait_for_absent_nodes() -> None:
+    state, _ = lose(running(), "node2", proven=False)
+    state = later(crashing(state, "node0", "node1", times=1), state.limits.return_s - 1.0)
+    assert state.ending is None, state.ending
+    state = later(state, 2.0)
+    assert state.ending is not None and "crash on every node" in state.ending.reason
+    state, _ = lose(running(), "node2", proven=True)
+    state = crashing(state, "node0", "node1", times=1)
+    assert state.ending is not None and "signal 11" in state.ending.reason
+
+
 def test_the_copies_of_a_node_that_returns_are_used() -> None:
     """With node1, every layer is in a vault again. Nothing is lost but the step that ran."""
     state = waiting()
