@@ -571,6 +571,7 @@ def _paused(state: JobState, now: float) -> JobTransition | None:
         quarantine.release_expired(state, now)
         or quarantine.restart_failed_node(state, now)
         or resume_if_feasible(state, now)
+        or quarantine.restart_quarantined_node(state, now)
     )
 
 

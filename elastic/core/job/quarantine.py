@@ -133,12 +133,35 @@ def restart_failed_node(
 ) -> JobTransition | None:
     """Let a node whose workers crashed too often join anew after its quarantine, unless the present
     plan needs the node. The node keeps its vault, and is absent until it is back."""
-    for node, member in state.members.items():
-        gone = member.report.phase is NodePhase.FAILED and node not in needed
-        if gone and node in state.health and not is_quarantined(state, node):
-            why = "its workers crashed too often: it begins anew"
-            cause = {"cause": member.report.cause}
-            entry = _entry(node, Finding(FaultClass.PROCESS, HealthAction.RESTART, why, cause, now))
-            state = with_absent(without_member(state, node, now), node, now)
-            return state, (entry, Send(node, m.Fenced(why))), f"{node}: {why}"
+    for node in _failed_nodes(state):
+        if node not in needed and not is_quarantined(state, node):
+            return _begin_anew(state, node, now)
     return None
+
+
+def restart_quarantined_node(state: JobState, now: float) -> JobTransition | None:
+    """Let such a node join anew during its quarantine, because no plan fits the other nodes. It has
+    a pause of `quarantine_s` after its last crash."""
+    for node in _failed_nodes(state):
+        record = record_of(state, node)
+        since = max((record.quarantine_changed_at, *record.crashes))
+        if record.quarantined and now - since >= state.policy.health.quarantine_s:
+            return _begin_anew(state, node, now)
+    return None
+
+
+def _failed_nodes(state: JobState) -> list[str]:
+    """Return the members whose workers crashed too often."""
+    return [
+        node
+        for node, mb in state.members.items()
+        if mb.report.phase is NodePhase.FAILED and node in state.health
+    ]
+
+
+def _begin_anew(state: JobState, node: str, now: float) -> JobTransition:
+    why = "its workers crashed too often: it begins anew"
+    cause = {"cause": state.members[node].report.cause}
+    entry = _entry(node, Finding(FaultClass.PROCESS, HealthAction.RESTART, why, cause, now))
+    state = with_absent(without_member(state, node, now), node, now)
+    return state, (entry, Send(node, m.Fenced(why))), f"{node}: {why}"

@@ -95,25 +95,41 @@ def test_a_quarantine_ends_if_no_other_node_is_left() -> None:
     )
 
 
-def test_a_failed_node_begins_anew_in_a_paused_job() -> None:
-    """No plan fits without it. Its quarantine is over, and it keeps its vault."""
+@pytest.mark.parametrize("former", [0, 6])
+def test_a_failed_node_begins_anew_in_a_paused_job(former: int) -> None:
+    """No plan fits without it. It keeps its vault. Its quarantine is over, or lasts for an hour."""
     state = settled(running(2), "")
+    record = replace(NodeHealth(), quarantines=former, quarantine_changed_at=state.updated_at)
+    state = quarantine.with_record(state, "node1", record)
     report = replace(state.members["node1"].report, phase=NodePhase.FAILED, able=False)
     report = replace(report, crash_count=LIMITS.crashes + 1, cause="signal 11")
     state, _, _ = transition(state, report, state.updated_at + 0.01)
-    record = quarantine.record_of(state, "node1")
-    assert record.quarantined
+    record, began = quarantine.record_of(state, "node1"), state.updated_at
+    assert record.quarantined and record.until == began + LIMITS.quarantine_s * 2.0**former
     change = change_of(state)
     state = state.of(phase=JobPhase.PAUSED, change=change, blocked=(), members={
         "node1": state.members["node1"], "node0": draining(state.members["node0"])
     })  # fmt: skip
-    state, actions, _ = transition(state, job.Tick(), record.until - 0.1)
+    state, actions, _ = transition(state, job.Tick(), began + LIMITS.quarantine_s - 0.1)
     assert "node1" in state.members and not actions
-    state, actions, reason = transition(state, job.Tick(), record.until + 0.1)
+    state, actions, reason = transition(state, job.Tick(), began + LIMITS.quarantine_s + 0.1)
     assert "it begins anew" in reason and "node1" not in state.members
     fenced = [a for a in actions if isinstance(a, Send) and isinstance(a.message, m.Fenced)]
     assert [send.node for send in fenced] == ["node1"]
     assert [node for node, _ in state.absent] == ["node1"], "it will be back with its copies"
+
+
+def test_a_node_that_fails_again_in_its_quarantine_begins_anew_after_a_pause() -> None:
+    state = settled(running(2), "")
+    began = state.updated_at
+    record = replace(NodeHealth(), quarantined=True, until=began + 3600.0, crashes=(began + 100.0,))
+    state = quarantine.with_record(state, "node1", replace(record, quarantine_changed_at=began))
+    member = state.members["node1"]
+    failed = replace(member.report, phase=NodePhase.FAILED, able=False)
+    state = state.of(members={**state.members, "node1": replace(member, report=failed)})
+    pause_s = LIMITS.quarantine_s
+    assert quarantine.restart_quarantined_node(state, began + 100.0 + pause_s - 0.1) is None
+    assert quarantine.restart_quarantined_node(state, began + 100.0 + pause_s + 0.1) is not None
 
 
 def draining(member: job.Member) -> job.Member:
