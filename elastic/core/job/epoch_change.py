@@ -120,19 +120,19 @@ def _workers_gone(state: JobState, node: str) -> bool:
 
 def candidates(state: JobState) -> tuple[Member, ...]:
     """Return the members that can take a stage now: nodes of the plan first, then by rank."""
-    able = [
-        mb
-        for mb in state.members.values()
-        if mb.report.able
-        and mb.connected
-        and not mb.draining
-        and not quarantine.is_quarantined(state, mb.node)
-    ]
+    able = [mb for mb in _able_members(state) if not quarantine.is_quarantined(state, mb.node)]
     out = reachability.left_out_now(state, [mb.node for mb in able])
     able = [mb for mb in able if mb.node not in out]
     held = set(state.plan.nodes()) if state.plan is not None else set()
     able.sort(key=lambda mb: (mb.node not in held, mb.rank, mb.node))
     return tuple(able)
+
+
+def _able_members(state: JobState) -> list[Member]:
+    """Return the members that can take a stage, also those in quarantine."""
+    return [
+        mb for mb in state.members.values() if mb.report.able and mb.connected and not mb.draining
+    ]
 
 
 def plan_request(state: JobState, epoch: int) -> PlanRequest:
@@ -331,8 +331,9 @@ def _solve_over_good_paths(state: JobState, plan: Plan, bad: str) -> recovery.As
 
 
 def _situation(state: JobState) -> tuple[str, ...]:
-    """Return the members that can take part and the bad paths, to see whether they changed."""
-    able = sorted(mb.report.info.incarnation for mb in candidates(state.of(paths=())))
+    """Return the members that can take part and the bad paths, to see whether they changed. Members
+    in quarantine can: it ends if no plan fits without them."""
+    able = sorted(mb.report.info.incarnation for mb in _able_members(state))
     bad = reachability.bad_paths(state, state.members)
     return (*able, *(" ".join(fault.nodes) for fault in bad)) if bad else ()
 

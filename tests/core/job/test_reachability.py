@@ -17,8 +17,10 @@ from elastic.core.job.epoch_change import candidates, resume_if_feasible
 from elastic.core.job.reachability import covers, forbidden_fetches
 from elastic.core.job.state import CauseKind, JobPhase, JobState, LogEntry
 from elastic.core.protocol.health_report import HealthReport, UnreachablePeer
+from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
 from elastic.domain.types import STATE, Copy, PartialRun, Recipe
+from tests.core.health.test_diagnosis import planned, short_of_memory
 from tests.core.state_access import assignment_of, change_of, plan_of
 from tests.core.world.world import World
 
@@ -261,6 +263,27 @@ def test_a_paused_job_tries_every_choice_of_nodes_to_leave_out() -> None:
     assert resumed is not None and resumed[0].phase is JobPhase.HALTING
     small = {n: mb for n, mb in members.items() if n != "node2"}
     assert resume_if_feasible(state.of(members=small), state.updated_at) is None
+
+
+def test_a_job_that_pauses_because_of_a_path_releases_a_node_that_becomes_ready() -> None:
+    """No plan fits the two nodes, which cannot reach each other, and the third one still starts. It
+    would be in quarantine for an hour."""
+    state = planned(short_of_memory(3), "node2")
+    found = Finding(FaultClass.HOST, HealthAction.QUARANTINE, "it crashed", {}, state.updated_at)
+    record = replace(quarantine.record_of(state, "node2"), quarantined=True, until=1e9)
+    state = quarantine.with_record(state, "node2", record.found(found))
+    state, _ = after(state, report(state, "node0", "node1"))
+    assert state.phase is JobPhase.HALTING and state.paths
+    for node, phase in (("node2", NodePhase.STARTING), ("node0", NodePhase.HALTED),
+                        ("node1", NodePhase.HALTED)):  # fmt: skip
+        mine = replace(state.members[node].report, epoch=state.epoch, phase=phase)
+        state, _ = after(state, mine)
+    assert state.phase is JobPhase.PAUSED and quarantine.is_quarantined(state, "node2")
+    state, _ = after(state, *[job.Tick()] * 10)
+    assert state.phase is JobPhase.PAUSED, "nothing has changed"
+    ready = replace(state.members["node2"].report, phase=NodePhase.IDLE, able=True)
+    state, _ = after(state, ready, job.Tick())
+    assert state.phase is JobPhase.HALTING and not quarantine.is_quarantined(state, "node2")
 
 
 @pytest.mark.parametrize(
