@@ -129,7 +129,8 @@ class NodeHealth:
     crashes: tuple[float, ...] = ()
     """Times of crashes and hangs of its workers, within the last `window_s`."""
     stuck: int = 0
-    """Number of crashes and hangs since step `stuck_at` was finished."""
+    """Number of crashes and hangs since step `stuck_at` was finished, while training needed the
+    node."""
     stuck_at: int = -1
     """Newest finished step at the last crash; -1: no step was finished."""
     departures: tuple[float, ...] = ()
