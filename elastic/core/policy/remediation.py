@@ -72,8 +72,10 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     if not needed:  # such crashes keep no step from being finished
         record = replace(record, stuck=before.stuck, stuck_at=before.stuck_at)
     state = with_record(state, node, record)
-    hopeless = _hopeless(state, node) or _same_everywhere(state, node, report.cause)
-    if needed and hopeless and not absent_nodes.are_majority(state):
+    hopeless = ""
+    if needed and not absent_nodes.are_majority(state):
+        hopeless = _hopeless(state, node) or _same_everywhere(state, node, report.cause)
+    if hopeless:
         reason = f"{hopeless}; {node}: {report.cause}"
         return end_job(state, JobPhase.FAILED, EXIT_FAILURE, reason)
     evidence: dict[str, Any] = {
