@@ -54,8 +54,8 @@ PROGRESS_S, LONG_S = 25.0, 100.0
 """After the last fault, a step or the end of the job comes within this time. The second limit
 holds after a worker hung, because it may be silent for `Timeouts.stuck_s` before its first step
 (and spin for `Timeouts.progress_s`, five times a step, afterwards),
-and after two hosts lost power, because the coordinator blames itself for `Timeouts.doubt_s` if it
-hears a minority."""
+and after two nodes were lost silently, because the coordinator blames itself for `Timeouts.doubt_s`
+if it hears a minority."""
 LEAVE_S = 90.0
 """All processes end within this time after the job."""
 ORPHAN_S = DEFAULT_TIMEOUTS.orphan_s + 30.0
@@ -726,10 +726,16 @@ class World:
     def _progress_s(self) -> float:
         """Return the longest wait for a step. The job may pause before another attempt."""
         hung = any(one.kind in HANGS for one in self.faults)
-        silent = sum(one.kind == "power" for one in self.faults)
+        silent = sum(one.kind in self._silent_kinds() for one in self.faults)
         bound_s = LONG_S if hung or silent > 1 else PROGRESS_S
         pauses = [0.0, *(e["pause_s"] for e in self.events if e["kind"] == "retry")]
         return bound_s + float(pauses[-1])
+
+    def _silent_kinds(self) -> tuple[str, ...]:
+        """Return the faults after which a node is only silent. A coordinator that has not reached
+        the port of an agent before does not take a refusal for a proof."""
+        restarted = any(kind in self._injected for kind in ("lead-kill", "lead-amnesia"))
+        return VAULT_LOST if restarted else ("power",)
 
     @property
     def events(self) -> list[dict[str, Any]]:
