@@ -80,11 +80,12 @@ def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -
 
 
 def _known_lost(events: Sequence[dict[str, Any]], event: dict[str, Any]) -> bool:
-    """Whether the node was lost before, and has not joined since: the store forgot the loss."""
+    """Whether the node was drained, or lost before it came back, and has not joined since: the
+    store forgot it."""
     before = events[: next(i for i, one in enumerate(events) if one is event)]
     own = (one["kind"] for one in before if one.get("node") == event["node"])
-    last = [kind for kind in own if kind in ("joined", "lost")][-1:]
-    return event.get("loss") == "replaced" and last == ["lost"]
+    last = [kind for kind in own if kind in ("joined", "lost", "drained")][-1:]
+    return last == ["drained"] or (event.get("loss") == "replaced" and last == ["lost"])
 
 
 def _decided_from(

@@ -64,6 +64,13 @@ def test_a_loss_that_the_store_forgot_is_found_again() -> None:
     assert healthy_lost([*before, joined, again], pause)
 
 
+def test_a_drained_node_that_the_store_forgot_is_lost() -> None:
+    drained = {"kind": "drained", "at": 4.0, "node": "node1"}
+    joined = {"kind": "joined", "at": 5.0, "node": "node1"}
+    assert not healthy_lost([drained, *lost(9.0)], [])
+    assert healthy_lost([drained, joined, *lost(9.0)], [])
+
+
 def test_a_former_incarnation_is_lost_late() -> None:
     """The coordinator hears nobody until the killed node has returned."""
     back = [Injected("back", 5.0, 6.0, "node1")]

@@ -81,13 +81,19 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
         checkpoint_writers=tuple(sorted(writers.items()))[-2 * MAX_PENDING :],
     )
     # Nodes report a part again after a reconnect. The commit must begin only once.
-    if not is_complete(state, slots) or is_complete(state, before):
+    if is_complete(state, before):
         return state, (), ""
-    # A change under way may begin earlier, but its assignment will have this checkpoint as whole.
-    epoch = present.plan.epoch if present is not None else state.epoch
+    # The assignment may be older than the part, if the store has lost it.
     epochs = {step: known for step, known in state.checkpoint_epochs if step in pending}
-    epochs[part.step] = epoch
+    epochs[part.step] = max(part.epoch, epochs.get(part.step, 0))
+    whole = is_complete(state, slots)
+    if whole:
+        # A change under way may begin earlier, but its assignment will have this checkpoint whole.
+        epoch = present.plan.epoch if present is not None else state.epoch
+        epochs[part.step] = max(epoch, epochs[part.step])
     state = state.of(checkpoint_epochs=tuple(sorted(epochs.items())))
+    if not whole:
+        return state, (), ""
     return state, (CommitCheckpoint(part.step),), ""
 
 

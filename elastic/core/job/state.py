@@ -386,7 +386,8 @@ class JobState:
     checkpoint_parts: tuple[tuple[int, tuple[Slot, ...]], ...] = ()
     """(step, layers and portions on disk) of checkpoints that are being written, oldest first."""
     checkpoint_epochs: tuple[tuple[int, int], ...] = ()
-    """(step, epoch in which its last part was reported) of checkpoints that are being committed."""
+    """(step, newest epoch of its parts, or in which it became complete) of checkpoints that are
+    being written or committed."""
     checkpoint_writers: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """(step, nodes that wrote its parts) of the newest durable checkpoint and of later ones."""
     rewritten: tuple[tuple[int, int], ...] = ()

@@ -632,6 +632,17 @@ def test_a_checkpoint_that_becomes_whole_during_a_change_stays_whole() -> None:
     assert checkpoints.starts_of_files(state, late) == ((1, 0),)
 
 
+def test_files_count_whose_epoch_the_store_has_lost() -> None:
+    """The saved assignment is of epoch 1; the node that wrote the files was in epoch 2 already."""
+    state = saving(4)
+    late = state.newest_step + 5
+    for slots in (ALL[2:], ALL[:2]):
+        state, actions, _ = apply(state, part(late, slots, epoch=2 if slots == ALL[2:] else 1))
+    assert actions == (job.CommitCheckpoint(late),) and assignment_of(state).plan.epoch == 1
+    counts = [checkpoints.file_counts(state, late, epoch) for epoch in (1, 2, 3)]
+    assert counts == [True, True, False]
+
+
 def test_a_commit_under_way_survives_a_return_to_an_earlier_step() -> None:
     state = saving(4)
     late = state.newest_step + 5
