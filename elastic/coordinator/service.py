@@ -419,7 +419,7 @@ class Coordinator:
             self._committed(future)
         due = () if action.code else checkpoints.due_steps(self._state)
         # A job that resumed its last step has the checkpoint of another run.
-        settled, bulk_s = partial(checkpoints.is_settled, self._state), self._state.limits.bulk_s
+        settled, bulk_s = partial(checkpoints.is_decided, self._state), self._state.limits.bulk_s
         missing = self._commits.left_over(due, settled, bulk_s)
         for failed in missing:
             self._apply(failed)

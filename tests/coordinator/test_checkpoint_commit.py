@@ -150,16 +150,19 @@ def test_the_end_of_the_job_removes_files_of_lost_checkpoints(tmp_path: Path) ->
         assert made._state.lost_checkpoints == (4, 8)
 
 
-def test_checkpoints_that_the_user_has_removed_are_not_lost(tmp_path: Path) -> None:
-    """The state keeps the newest durable steps only. Older directories may be pruned."""
+def test_a_checkpoint_that_is_older_than_all_that_are_remembered_is_reported(
+    tmp_path: Path,
+) -> None:
+    """Its writer was lost, no part of it was reported, and nine newer ones became durable."""
     with _leading(tmp_path, MemoryStore()) as made:
         state = saving(4)
-        for step in range(4, spec_of(state).n_steps + 1, 4):
+        state = state.of(spec=replace(spec_of(state), n_steps=40))
+        for step in range(8, 41, 4):
             state, _, _ = apply(state, job.CheckpointCommitted(f"/c/{step}", step))
         end = job.JobFinished(0, "all steps done")
         made._state = state.of(ending=end)
         made._finish(end)
-        assert made._state.lost_checkpoints == ()
+        assert made._state.lost_checkpoints == (4,)
 
 
 # ---- a disk that hangs ----

@@ -15,7 +15,7 @@ from elastic.core.job.absent_nodes import with_returned, with_unknown
 from elastic.core.job.epoch_change import repeat_halt
 from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import count_node_seconds, with_expected_end
-from elastic.core.job.liveness import excuse_common_silence, without_doubt
+from elastic.core.job.liveness import excuse_common_silence, is_heard, without_doubt
 from elastic.core.job.measured_conditions import observe_backup
 from elastic.core.job.membership import end_job, launch_nodes, name_conflict, with_member
 from elastic.core.job.state import (
@@ -290,7 +290,8 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
 def _ticked(state: JobState, tick: Tick, now: float) -> JobTransition:
     state = state.of(late_s=tick.late_s)
     late = tick.late_s > state.limits.starved_s or now < state.adopted_until
-    waits = late or not all(member.connected for member in state.members.values())
+    # After a cut, the messages of one node come before those of another, which is not heard yet.
+    waits = late or not all(is_heard(state, member, now) for member in state.members.values())
     state, actions = (state, ()) if waits else checkpoints.without_stragglers(state)
     return progress_watchdog.orders_held(state, now) if tick.held else state, actions, ""
 

@@ -59,7 +59,7 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     if state.spec is None or lineage.is_undone(part, (*state.starts, *state.rewritten)):
         return state, (), ""
     pending = dict(state.checkpoint_parts)
-    if part.step not in pending and is_settled(state, part.step):
+    if part.step not in pending and _is_settled(state, part.step):
         # A node with a slow disk writes files of a lost checkpoint after the others were removed.
         stays = part.step in state.lost_checkpoints and not part.error
         return state, (_removal(state, part.step),) if stays else (), ""
@@ -97,10 +97,15 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     return state, (CommitCheckpoint(part.step),), ""
 
 
-def is_settled(state: JobState, step: int) -> bool:
-    """Return whether the checkpoint of `step` is durable, was given up, or is older than all that
-    are remembered. A newer checkpoint may become durable first."""
-    return step in (*durable_steps(state), *state.lost_checkpoints) or _is_forgotten(state, step)
+def is_decided(state: JobState, step: int) -> bool:
+    """Return whether the checkpoint of `step` is known to be durable, or was given up."""
+    return step in (*durable_steps(state), *state.lost_checkpoints)
+
+
+def _is_settled(state: JobState, step: int) -> bool:
+    """Return whether the checkpoint of `step` is decided, or is older than all that are remembered.
+    A newer checkpoint may become durable first."""
+    return is_decided(state, step) or _is_forgotten(state, step)
 
 
 def _is_forgotten(state: JobState, step: int) -> bool:
@@ -135,7 +140,7 @@ def being_written(state: JobState) -> tuple[int, ...]:
     late = [
         step
         for step in due_steps(state)[-MAX_PENDING - MAX_OLDER :]
-        if not is_settled(state, step) and not is_complete(state, parts.get(step, ()))
+        if not _is_settled(state, step) and not is_complete(state, parts.get(step, ()))
     ]
     writing = any(
         member.connected
@@ -159,7 +164,7 @@ def may_be_writing(state: JobState) -> bool:
         return False
     due = due_at(state, present.step)
     waiting = {step for step, _ in state.checkpoint_parts if step <= present.step}
-    return bool(waiting) or (due > 0 and not is_settled(state, due))
+    return bool(waiting) or (due > 0 and not _is_settled(state, due))
 
 
 def is_complete(state: JobState, slots: Collection[Slot]) -> bool:
