@@ -18,6 +18,8 @@ LONGEST_PAUSE_S = 2.0
 CLOSED_S = 0.15
 """A node whose connection is closed, and with which its neighbours lost contact, is lost after this
 time."""
+ENDING_S = 0.1
+"""An agent that ends closes its connections at most this long before."""
 FLIGHT_S = 1.0
 """The last messages of a node that was destroyed arrive at most this long afterwards."""
 LATE_S = 6.0
@@ -65,7 +67,7 @@ def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -
     wrong = []
     for event in of(events, "lost"):
         node, at = str(event["node"]), float(event["at"])
-        own = [fault for fault in faults if fault.node == node and fault.at <= at]
+        own = [fault for fault in faults if fault.node == node and _begins(fault) <= at]
         joins = (one["at"] for one in of(events, "joined") if one["node"] == node)
         joined = max((join for join in joins if join < at), default=0.0)  # of this incarnation
         decided = _decided_from(faults, at)
@@ -79,13 +81,17 @@ def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -
     return wrong
 
 
+def _begins(fault: Injected) -> float:
+    return fault.at - (ENDING_S if fault.kind == "left" else 0.0)
+
+
 def _known_lost(events: Sequence[dict[str, Any]], event: dict[str, Any]) -> bool:
     """Whether the node was drained, or lost before it came back, and has not joined since: the
     store forgot it."""
     before = events[: next(i for i, one in enumerate(events) if one is event)]
     own = (one["kind"] for one in before if one.get("node") == event["node"])
     last = [kind for kind in own if kind in ("joined", "lost", "drained")][-1:]
-    return last == ["drained"] or (event.get("loss") == "replaced" and last == ["lost"])
+    return last in (["drained"], ["lost"])
 
 
 def _decided_from(
@@ -100,7 +106,7 @@ def _decided_from(
 def _destroyed(faults: Sequence[Injected], joined: float, decided: float, at: float) -> bool:
     """Whether the agent was dead, had just returned, or has not joined again since then. The
     decision was between `decided` and `at`."""
-    own = (fault for fault in faults if fault.kind in DESTROYS and fault.at <= at)
+    own = (fault for fault in faults if fault.kind in DESTROYS and _begins(fault) <= at)
     return any(
         decided <= fault.until + LATE_S or joined <= max(fault.until, fault.at + FLIGHT_S)
         for fault in own

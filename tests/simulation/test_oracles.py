@@ -59,9 +59,15 @@ def test_a_loss_that_the_store_forgot_is_found_again() -> None:
     again = {"kind": "lost", "at": 20.9, "node": "node1", "why": "came back", "loss": "replaced"}
     before = lost(4.8, joined=0.4)
     assert not healthy_lost([*before, again], pause)
-    assert healthy_lost([*before, {**again, "loss": "silent"}], pause)
+    assert not healthy_lost([*before, {**again, "loss": "silent"}], pause)
     joined = {"kind": "joined", "at": 8.4, "node": "node1"}
     assert healthy_lost([*before, joined, again], pause)
+
+
+def test_an_agent_that_ends_closes_its_connections_a_moment_before() -> None:
+    assert not healthy_lost(lost(5.0), [Injected("left", 5.05, math.inf, "node1")])
+    assert healthy_lost(lost(5.0), [Injected("left", 5.5, math.inf, "node1")])
+    assert healthy_lost(lost(5.0), [Injected("kill", 5.05, math.inf, "node1")])
 
 
 def test_a_drained_node_that_the_store_forgot_is_lost() -> None:

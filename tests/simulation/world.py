@@ -782,8 +782,9 @@ class World:
             for one in self.faults
         )
         unwritten = bad_disk and "checkpoint" in reason
-        ended = self.ended_at or 0.0
-        no_room = oracles.out_of_memory(self.events, self.faults, ended, reason)
+        events = self.events  # the disk may have taken exit.json long after the end
+        ended = min((e["at"] for e in oracles.of(events, "end")), default=self.ended_at or 0.0)
+        no_room = oracles.out_of_memory(events, self.faults, ended, reason)
         lost = code == EXIT_UNRECOVERABLE and layers_lost(self)
         if not (lost or unwritten or no_room):
             self.violation(f"the job ended with {code}: {reason}")
