@@ -1,4 +1,4 @@
-"""Space of the disks that a node writes to, read so that a dead disk delays nobody for long."""
+"""Reads the free space of the disks of a node. A disk that hangs delays nobody for long."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ HOST_ERRORS = frozenset(
 
 
 def is_host_fault(error: BaseException | None) -> bool:
-    """Return whether storage, memory or other limits of this node caused `error`, directly or as
-    its cause."""
+    """Return whether the storage, the memory or a limit of this node caused `error`, or an error
+    behind it (`__cause__`)."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in HOST_ERRORS:
             return True

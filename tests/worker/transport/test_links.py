@@ -145,27 +145,24 @@ def test_malformed_headers_are_refused() -> None:
         pack_header((torch.complex64, (1,)))
 
 
+def open_without_store(address: str) -> None:
+    """Open the links of one of two ranks; no store serves at the address."""
+    Links.open(
+        epoch=1,
+        rank=0,
+        world_size=2,
+        store_address=address,
+        device=torch.device("cpu"),
+        timeout_s=0.5,
+        abandon=AbandonSignal(),
+    )
+
+
 def test_a_store_that_cannot_be_reached() -> None:
     with pytest.raises(LinkFailed, match="could not be opened"):
-        Links.open(
-            epoch=1,
-            rank=0,
-            world_size=2,
-            store_address="127.0.0.1:1",
-            device=torch.device("cpu"),
-            timeout_s=0.5,
-            abandon=AbandonSignal(),
-        )
+        open_without_store("127.0.0.1:1")
     with pytest.raises(FieldError, match="host:port"):
-        Links.open(
-            epoch=1,
-            rank=0,
-            world_size=2,
-            store_address="nonsense",
-            device=torch.device("cpu"),
-            timeout_s=0.5,
-            abandon=AbandonSignal(),
-        )
+        open_without_store("nonsense")
 
 
 def test_a_node_without_threads_opens_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,15 +173,7 @@ def test_a_node_without_threads_opens_no_links(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(threads, "start", no_thread)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        Links.open(
-            epoch=1,
-            rank=0,
-            world_size=2,
-            store_address="127.0.0.1:1",
-            device=torch.device("cpu"),
-            timeout_s=0.5,
-            abandon=AbandonSignal(),
-        )
+        open_without_store("127.0.0.1:1")
 
 
 def test_the_host_of_a_store_that_does_not_answer_is_suspected() -> None:
