@@ -44,7 +44,7 @@ SECTIONS = {
         "path_s": "Without an answer for this long, two nodes cannot reach each other.",
         "alone_s": "With no node left, the coordinator may take this long to end.",
         "doubt_s": "A coordinator that hears a minority of nodes blames itself so long.",
-        "return_s": "The job waits so long for nodes with its copies, or a disk that hangs.",
+        "return_s": "How long the job waits for nodes with its copies, or for a disk that hangs.",
         "orphan_s": "An idle agent ends if it reaches no coordinator for this long.",
         "save_s": "A job that failed waits this long for a checkpoint that is due.",
         "disk_s": "Writes of the last checkpoint are repeated for this long.",
