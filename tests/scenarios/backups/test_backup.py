@@ -124,8 +124,9 @@ def test_a_shared_optimizer_state_survives_one_loss(
     lost: tuple[int, ...], source: str, tmp_path: Path
 ) -> None:
     """Each of four pipelines has a quarter of every layer's optimizer state, and the next one a
-    copy."""
-    kills = [f"kill node={node} step=3 phase=reduce" for node in lost]
+    copy. The node with the copy is killed before anybody has made another one."""
+    phases = ("reduce", "recovery")
+    kills = [f"kill node={node} step=3 phase={p}" for node, p in zip(lost, phases, strict=False)]
     run = run_with(
         tmp_path,
         "stream+snapshot/sharded",
