@@ -6,7 +6,7 @@ the right node, at the right time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,14 @@ class Injected:
     kind: str
     at: float
     until: float
+    node: str
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A worker told the agent of this node, at this time, that a step is finished."""
+
+    at: float
     node: str
 
 
@@ -188,6 +196,45 @@ def checkpoints_missing(
         ):
             wrong.append(f"the checkpoint of step {step} was given up: {named[step]}")
     return wrong
+
+
+def steps_unreported(
+    events: Sequence[dict[str, Any]],
+    faults: Sequence[Injected],
+    steps: int,
+    reports: Mapping[int, Sequence[Reported]],
+) -> list[int]:
+    """Return the steps that no event reports, although an agent with their report could do it.
+
+    Two agents have the report of a step (`reports`). Both may be destroyed before a coordinator
+    hears them.
+    """
+    known = {event["step"] for event in of(events, "step")}
+    return [
+        step
+        for step in range(steps)
+        if step not in known
+        and not (
+            reports.get(step)
+            and all(_lost_with_its_agent(faults, report) for report in reports[step])
+        )
+    ]
+
+
+def _lost_with_its_agent(faults: Sequence[Injected], report: Reported) -> bool:
+    """Whether the agent was destroyed soon afterwards, or before a fault ended that kept
+    coordinators from hearing it."""
+    heard_late = [
+        fault
+        for fault in faults
+        if (fault.kind in DELAYS or (fault.kind in SILENCES and fault.node == report.node))
+        and fault.at <= report.at + FLIGHT_S <= fault.until + LATE_S
+    ]
+    until = max([report.at + FLIGHT_S, *(fault.until + LATE_S for fault in heard_late)])
+    return any(
+        fault.kind in DESTROYS and fault.node == report.node and report.at <= fault.at <= until
+        for fault in faults
+    )
 
 
 def out_of_memory(

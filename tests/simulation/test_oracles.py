@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from tests.simulation.oracles import (
     Injected,
+    Reported,
     checkpoints_missing,
     healthy_lost,
     out_of_memory,
+    steps_unreported,
     too_many_epochs,
 )
 
@@ -150,6 +154,26 @@ def test_a_node_that_is_not_back_at_the_end_excuses_what_it_had_to_write() -> No
     assert missing([*gone, {"kind": "joined", "at": 50.0, "node": "node1"}], complete={2, 6})
     before = {"kind": "lost", "at": 35.0, "node": "node1"}
     assert missing([*NAMED, before], complete={2, 6}), "it was lost before the step"
+
+
+def test_a_step_is_missing_only_if_both_reports_were_lost_before_anybody_heard_them() -> None:
+    cut = Injected("lead-cut", 9.0, 20.0, "")
+    first, second = (Injected("kill", 12.0 + n, math.inf, f"node{n}") for n in range(2))
+    both = {step: [Reported(10.0, "node0"), Reported(10.0, "node1")] for step in range(6)}
+
+    def unreported(*faults: Injected, reports: Mapping[int, Sequence[Reported]] = both) -> bool:
+        known = [{"kind": "step", "at": 10.0, "step": step} for step in (0, 1, 2, 4, 5)]
+        found = steps_unreported(known, faults, 6, reports)
+        assert found in ([], [3])
+        return bool(found)
+
+    assert not unreported(cut, first, second)
+    assert unreported(cut, first) and unreported(cut)
+    assert unreported(first, second), "they had time to report it"
+    soon = dataclasses.replace(first, at=10.1), dataclasses.replace(second, at=10.2)
+    assert not unreported(*soon)
+    assert unreported(cut, first, dataclasses.replace(second, at=30.0)), "it was heard again"
+    assert unreported(cut, first, second, reports={}), "nobody reported it"
 
 
 def test_only_a_majority_without_memory_may_end_the_job() -> None:

@@ -33,6 +33,7 @@ from elastic.worker.transport.cancellation import AbandonSignal, LinkFailed
 from elastic.worker.transport.device_fault import crash_on_node_fault
 from tests.simulation.model import ModelReplica, whole_gradient
 from tests.simulation.network import Endpoint
+from tests.simulation.oracles import Reported
 from tests.simulation.scheduler import Process
 
 
@@ -58,7 +59,7 @@ def main(world: Any, process: Process, env: dict[str, str]) -> int:
         verify_every=int(env["ELASTIC_VERIFY_EVERY"]),
         agent_version=version_in(env["ELASTIC_PROTOCOL"]),
     )
-    agent = AgentClient(settings)
+    agent = ObservedAgent(world, settings)
     context = Context(world, settings, agent)
     process.local["agent"] = agent
     store = f"{settings.host}:29500"
@@ -75,6 +76,20 @@ def main(world: Any, process: Process, env: dict[str, str]) -> int:
             with crash_on_node_fault(agent.send, settings.local_rank):
                 EpochSession(context, order).run()  # type: ignore[arg-type]
             left_epoch = order.epoch
+
+
+class ObservedAgent(AgentClient):
+    """Notes which nodes report a step."""
+
+    def __init__(self, world: Any, settings: WorkerSettings) -> None:
+        super().__init__(settings)
+        self._world, self._node = world, settings.node
+
+    def send(self, message: Any) -> None:
+        super().send(message)
+        if isinstance(message, m.StepDone):
+            report = Reported(self._world.scheduler.now, self._node)
+            self._world.reports[message.record.step].append(report)
 
 
 class Context:

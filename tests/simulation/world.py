@@ -311,6 +311,7 @@ class World:
         """Whether the run was ended because no step came."""
         self.lead_code: int | None = None
         self.agents: dict[str, Process] = {}
+        self.reports: defaultdict[int, list[oracles.Reported]] = defaultdict(list)
         self.workers: dict[int, Process] = {}
         self.leads: dict[int, Process] = {}
         self._cpu: Counter[int] = Counter()
@@ -796,8 +797,7 @@ class World:
                 self.violation("there is no event of the end")
         elif last[-1]["params_sha256"] != expected_sha256(self.spec):
             self.violation("the final state is not that of a run without failures")
-        reported = {event["step"] for event in oracles.of(events, "step")}
-        unknown = sorted(set(range(self.spec.n_steps)) - reported)
+        unknown = oracles.steps_unreported(events, self.faults, self.spec.n_steps, self.reports)
         if unknown and not any(one.kind in oracles.LEAD_DISK for one in self.faults):
             self.violation(f"steps {unknown} were not reported")
         every, steps = self.spec.checkpoint_every, self.spec.n_steps
