@@ -420,11 +420,19 @@ class Coordinator:
         due = () if action.code else checkpoints.due_steps(self._state)
         # A job that resumed its last step has the checkpoint of another run.
         settled, bulk_s = partial(checkpoints.is_decided, self._state), self._state.limits.bulk_s
-        missing = self._commits.left_over(due, settled, bulk_s)
-        for failed in missing:
-            self._apply(failed)
+        again = checkpoints.rewritten_steps(self._state)
+        left_over = self._commits.left_over(
+            due,
+            settled,
+            bulk_s,
+            spec=self._state.spec,
+            counts=partial(checkpoints.file_counts, self._state),
+            recorded=lambda: self._records.checkpoints() - again,
+        )
+        for event in left_over:
+            self._apply(event)
         self._decide()
-        if missing:
+        if left_over:
             self._commits.flush(bulk_s)
         self._code = action.code
         self._records.end(action.code, action.reason, action.params_sha256)

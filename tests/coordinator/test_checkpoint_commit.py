@@ -19,7 +19,7 @@ from elastic.coordinator.records.checkpoint_commit import CheckpointCommits
 from elastic.coordinator.service import Coordinator
 from elastic.core.job import checkpoints
 from elastic.core.job import state as job
-from elastic.core.job.state import CheckpointFailed, JobPhase, JobState
+from elastic.core.job.state import CheckpointCommitted, CheckpointFailed, JobPhase, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.store import checkpoint_directory
@@ -103,6 +103,27 @@ def test_the_end_of_the_job_waits_for_removals(
         threading.Timer(0.05, slow.go).start()
         (lost,) = commits.left_over((6,), _unsettled, LONG_S)
     assert lost.step == 6 and not path.exists()
+
+
+def test_a_checkpoint_that_nobody_reported_is_completed_at_the_end(tmp_path: Path) -> None:
+    """The coordinator was away for longer than agents keep their reports."""
+    for step, layers in ((6, N_LAYERS), (8, N_LAYERS - 1), (10, N_LAYERS)):
+        for layer in range(layers):
+            write_layer(tmp_path, step, layer, 1)
+    with committing(tmp_path) as (commits, _):
+        found = commits.left_over(
+            (6, 8, 10), _unsettled, LONG_S, counts=lambda step, epoch: step != 10
+        )
+    whole, incomplete, undone = found
+    assert isinstance(whole, CheckpointCommitted) and Path(whole.path).exists()
+    assert isinstance(incomplete, CheckpointFailed) and "layer" in incomplete.error
+    assert isinstance(undone, CheckpointFailed), "its files are of an undone history"
+
+
+def test_a_checkpoint_that_the_user_has_removed_is_not_missing(tmp_path: Path) -> None:
+    with committing(tmp_path) as (commits, _):
+        (lost,) = commits.left_over((6, 8), _unsettled, LONG_S, recorded=lambda: {6})
+    assert lost.step == 8
 
 
 def _write(directory: Path, state: JobState, step: int, layers: Iterable[int], epoch: int) -> None:
@@ -258,7 +279,7 @@ def test_the_end_of_the_job_does_not_wait_for_a_disk_that_hangs(
     monkeypatch.setattr(checkpoint_directory, "staged_steps", hanging)
     with committing(tmp_path) as (commits, _):
         (lost,) = commits.left_over((6, 8), lambda step: step == 6, 0.01)
-        assert (lost.step, lost.error) == (8, "the disk did not answer for 0.01 s")
+        assert lost == CheckpointFailed(8, "the disk did not answer for 0.01 s")
         assert hanging.begun.wait(LONG_S)
         hanging.go()
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,26 +163,46 @@ class CheckpointCommits:
         self._post(work)
 
     def left_over(
-        self, due: Iterable[int], settled: Callable[[int], bool], timeout_s: float = 0.0
-    ) -> tuple[job.CheckpointFailed, ...]:
+        self,
+        due: Iterable[int],
+        settled: Callable[[int], bool],
+        timeout_s: float = 0.0,
+        *,
+        spec: JobSpec | None = None,
+        counts: Callable[[int, int], bool] = lambda step, epoch: True,
+        recorded: Callable[[], Collection[int]] = tuple,
+    ) -> tuple[job.CheckpointCommitted | job.CheckpointFailed, ...]:
         """Return an event for each checkpoint that is `due`, or has files, but is neither committed
-        nor `settled(step)`. Remove the files of the others that are incomplete.
+        nor `settled(step)`: it is completed if all its files are there. Remove the files of the
+        others that are incomplete.
+
+        `counts(step, epoch)` tells whether files of that epoch belong to the checkpoint;
+        `recorded()` gives the steps of all checkpoints that this run has completed: one that is
+        not there any more was removed by the user.
 
         Call this at the end of the job, when no commit is pending. If the disk does not answer
         within `timeout_s`, the checkpoints that are due count as missing.
         """
 
-        def survey() -> tuple[job.CheckpointFailed, ...]:
-            staged, missing = checkpoint_directory.staged_steps(self._directory), []
-            for step in sorted({*staged, *due}):
-                if not settled(step) and not checkpoint_directory.is_committed(
-                    self._directory, step, self._run
-                ):
-                    missing.append(step)
-                elif step in staged:
-                    checkpoint_directory.discard_step(self._directory, step)
-            why = "some of its files were not reported before the job ended"
-            return tuple(job.CheckpointFailed(step, why) for step in missing)
+        def survey() -> tuple[job.CheckpointCommitted | job.CheckpointFailed, ...]:
+            staged = checkpoint_directory.staged_steps(self._directory)
+            found: list[job.CheckpointCommitted | job.CheckpointFailed] = []
+            open_steps = [
+                step
+                for step in sorted({*staged, *due})
+                if not settled(step)
+                and not checkpoint_directory.is_committed(self._directory, step, self._run)
+            ]
+            known = frozenset(recorded()) if open_steps else frozenset()
+            for step in open_steps:
+                if step in staged:
+                    found.append(self._complete(step, spec, partial(counts, step)))
+                elif step not in known:
+                    why = "none of its files were on disk when the job ended"
+                    found.append(job.CheckpointFailed(step, why))
+            for step in set(staged) - set(open_steps):
+                checkpoint_directory.discard_step(self._directory, step)
+            return tuple(found)
 
         try:
             return self._post(survey).result(timeout_s)
@@ -191,6 +212,16 @@ class CheckpointCommits:
             why = f"the checkpoint directory cannot be read: {error}"
         log.error("%s", why)
         return tuple(job.CheckpointFailed(step, why) for step in due if not settled(step))
+
+    def _complete(
+        self, step: int, spec: JobSpec | None, counts: Callable[[int], bool]
+    ) -> job.CheckpointCommitted | job.CheckpointFailed:
+        """Complete a checkpoint of which not all parts were reported, in one try."""
+        try:
+            path = checkpoint_directory.commit(self._directory, step, spec, counts, self._run)
+        except (ElasticError, OSError) as error:
+            return job.CheckpointFailed(step, f"it was incomplete when the job ended: {error}")
+        return job.CheckpointCommitted(str(path), step)
 
     def flush(self, timeout_s: float) -> None:
         """Wait for commits and removals, up to `timeout_s`."""

@@ -28,6 +28,7 @@ from elastic.core.job.goodput import recovery_entry, step_entry
 from elastic.core.job.state import ChangeCompleted, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.election import retry_s
+from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec, Plan
 from elastic.rpc.control.event_loop import Dispatcher
 from elastic.telemetry import EventLog, event_line, read_events
@@ -288,6 +289,16 @@ class RunRecords:
         times = [p.stat().st_mtime for p in (self.run_dir / "faults").glob("*.fired")]
         recent = [t for t in times if event.since < t <= event.change.began]
         return min(recent, default=None)
+
+    def checkpoints(self) -> frozenset[int]:
+        """Return the steps of the checkpoints in the event log, as far as it can be read. It may
+        lack the newest ones."""
+        try:
+            events = read_events(self.run_dir / "events.jsonl")
+        except FieldError as error:
+            log.warning("completed checkpoints are not known: %s", error)
+            return frozenset()
+        return frozenset(event["step"] for event in events if event["kind"] == "checkpoint")
 
     def end(self, code: int, reason: str, params_sha256: str) -> None:
         """Write the summary of a finished job, then exit.json, for which the launcher waits; then

@@ -119,6 +119,11 @@ def durable_steps(state: JobState) -> tuple[int, ...]:
     return tuple(step for _, step in (*newest, *state.older_checkpoints))
 
 
+def rewritten_steps(state: JobState) -> frozenset[int]:
+    """Return the steps of the checkpoints that a divergence has undone (`distrust_parts`)."""
+    return frozenset(start + 1 for _, start in state.rewritten)
+
+
 def due_steps(state: JobState) -> tuple[int, ...]:
     """Return the steps of all checkpoints that were due in a job that has finished."""
     spec = state.spec
