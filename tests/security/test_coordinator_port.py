@@ -375,17 +375,18 @@ def test_files_on_a_disk_that_hangs_leave_the_former_in_use(
 ) -> None:
     """Nobody waits for long, although reading a pipe without a writer lasts for ever."""
     monkeypatch.setattr(background, "READ_S", 0.01)
-    mine = tmp_path / "certs"
+    mine, pipe, good = tmp_path / "certs", tmp_path / "pipe", tmp_path / "good"
     shutil.copytree(authority.good, mine)
     certificates = Certificates(mine)
     before = certificates.server()
     (mine / CERT).unlink()
-    os.mkfifo(mine / CERT)
+    os.mkfifo(pipe)
+    os.link(pipe, mine / CERT)
     for _ in range(100):
         assert certificates.server() is before and certificates.pem()
-    (mine / CERT).open("w").close()
-    (mine / CERT).unlink()
-    shutil.copy(authority.good / CERT, mine / CERT)
+    shutil.copy(authority.good / CERT, good)
+    good.replace(mine / CERT)  # before the reader wakes up, as it may open the file again
+    pipe.open("w").close()
     assert wait_until(lambda: certificates.server() is not before)
 
 
