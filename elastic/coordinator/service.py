@@ -121,14 +121,19 @@ class Coordinator:
         self._warned = False
         self._passed_over: tuple[dict[str, Any], ...] = ()
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
-        self._load()
+        # The first state takes long if there are many checkpoints, or if their disk is slow.
+        self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put)
+        try:
+            self._load()
+        except BaseException:
+            self._keeper.close()
+            raise
         self._commits = CheckpointCommits(
             Path(config.checkpoint_dir), self._events.put, self._events.put, self._state.run
         )
         self._records = RunRecords(self._run_dir, injected=bool(config.faults))
         self._metrics = metrics
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
-        self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put)
         self._ports = PortWatch(self._events.put, self._is_away)
         self._certificates = CertificateWatch(tls.current().certificates, self._events.put)
         REJECTIONS.subscribe(self._events.put)
