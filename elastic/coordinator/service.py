@@ -173,6 +173,11 @@ class Coordinator:
             value, before = codec.dumps(self._state).encode(), entry.revision if entry else None
             entry = self._store.put_if(STATE_KEY, value, before, self._lease.token)
             self._run.begin(run, self._lease.token)
+        if not self._state.launched_at:
+            # From here on a coordinator that takes over has the same run, so that a late removal
+            # does not concern the files of its agents.
+            directory = Path(self._config.checkpoint_dir)
+            run_directory.discard_former(directory, self._state.run)
         self._saver = StateSaver(self._store, self._lease, STATE_KEY, entry)
 
     def run(self) -> int:

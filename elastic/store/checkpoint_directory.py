@@ -468,10 +468,9 @@ def is_committed(directory: Path | str, step: int, run: str = "") -> bool:
     return found is not None and found.run == run
 
 
-def discard_incomplete(directory: Path | str) -> None:
-    """Remove the files of checkpoints that were not committed. Call this before any node writes.
-
-    Raises OSError or FieldError if the disk fails."""
+def finish_commits(directory: Path | str) -> None:
+    """Restore each checkpoint whose replacement was interrupted between the two renames of a
+    commit. Raises OSError or FieldError if the disk fails."""
     directory = Path(directory)
     if not directory.is_dir():
         return
@@ -480,10 +479,28 @@ def discard_incomplete(directory: Path | str) -> None:
             final = replaced.with_suffix("")
             if final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
-            else:  # a commit was interrupted between its two renames
+            else:
                 os.rename(replaced, final)
+
+
+def discard_incomplete(directory: Path | str, run: str = "") -> None:
+    """Remove the files of checkpoints that were not committed, unless `run` has written some of
+    them. Raises OSError or FieldError if the disk fails."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        return
+    with _locked(directory):
         for staging in directory.glob("step-*.tmp"):
-            shutil.rmtree(staging, ignore_errors=True)
+            if not (run and _has_files_of(staging, run)):
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+def _has_files_of(staging: Path, run: str) -> bool:
+    for file in staging.glob("layer-*.json"):
+        with contextlib.suppress(FieldError):  # a damaged entry tells nothing
+            if _record_in(file).run == run:
+                return True
+    return False
 
 
 @contextlib.contextmanager

@@ -13,7 +13,10 @@ from elastic.coordinator.leadership import RunMembership
 from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.coordinator.records import run_directory
 from elastic.coordinator.service import Coordinator
-from elastic.domain.errors import FieldError
+from elastic.domain import codec
+from elastic.domain.errors import FieldError, StaleError
+from elastic.store import checkpoint_directory
+from elastic.store.checkpoint_directory import CheckpointFile
 from elastic.store.interface import Lease
 from tests.coordinator.helpers import three_nodes
 from tests.patience import LONG_S
@@ -31,6 +34,16 @@ def started(folder: Path, store: MemoryStore, lease: Lease) -> Coordinator:
 def close(coordinator: Coordinator) -> None:
     coordinator._keeper.close()
     coordinator._server.close()
+
+
+def part_of(folder: Path, step: int, run: str) -> Path:
+    """A part of a checkpoint that an agent of `run` has written."""
+    staging = checkpoint_directory.staging_path(folder / "checkpoints", step)
+    staging.mkdir(parents=True, exist_ok=True)
+    (staging / "layer-0000-tp-0.safetensors").write_bytes(b"state")
+    entry = CheckpointFile("layer-0000-tp-0.safetensors", 0, 0, 5, "", 1, 1, run=run)
+    (staging / "layer-0000-tp-0.json").write_text(codec.dumps(entry))
+    return staging / entry.name
 
 
 class RenewedStore(MemoryStore):
@@ -76,3 +89,66 @@ def test_a_start_that_fails_does_not_keep_the_lease(
         if thread.name == "lease":
             thread.join(LONG_S)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(run_directory, "initial_state"), (checkpoint_directory, "discard_incomplete")],
+    ids=["before its first save", "after it"],
+)
+def test_a_deposed_coordinator_removes_no_files_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    """The first coordinator is paused at its start. Another one leads, and an agent writes a part
+    of a checkpoint."""
+    store, real = MemoryStore(), getattr(module, name)
+    paused, goes_on, ended = threading.Event(), threading.Event(), list[StaleError | None]()
+
+    def pausing(*args: Any) -> Any:
+        if threading.current_thread().name == "first":
+            paused.set()
+            assert goes_on.wait(LONG_S)
+        return real(*args)
+
+    def first() -> None:
+        try:
+            close(started(tmp_path / "a", store, store.acquire("a", 60.0, 0.0)))
+            ended.append(None)
+        except StaleError as error:
+            ended.append(error)
+
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(module, name, pausing)
+    thread = threading.Thread(target=first, name="first", daemon=True)
+    thread.start()
+    assert paused.wait(LONG_S)
+    second = started(tmp_path / "b", store, store.acquire("b", 60.0, 100.0))
+    part = part_of(tmp_path, 2, second._state.run)
+    goes_on.set()
+    thread.join(LONG_S)
+    assert ended and isinstance(ended[0], StaleError) is (module is run_directory)
+    assert part.exists()
+    close(second)
+
+
+def test_files_of_former_runs_are_removed_before_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the next coordinator, if the first one dies between its save and the removal."""
+    real, store = checkpoint_directory.discard_incomplete, MemoryStore()
+
+    class Died(BaseException):
+        pass
+
+    def die(*_: Any) -> None:
+        raise Died
+
+    part = part_of(tmp_path, 2, "former")
+    monkeypatch.setattr(checkpoint_directory, "discard_incomplete", die)
+    with pytest.raises(Died):
+        started(tmp_path / "a", store, store.acquire("a", 60.0, 0.0))
+    monkeypatch.setattr(checkpoint_directory, "discard_incomplete", real)
+    assert part.exists()
+    second = started(tmp_path / "a", store, store.acquire("b", 60.0, 100.0))
+    assert second._adopted and not part.parent.exists()
+    close(second)

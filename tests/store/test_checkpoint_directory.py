@@ -183,10 +183,11 @@ def test_a_commit_that_ends_between_its_renames_loses_nothing(tmp_path: Path) ->
     path = whole(tmp_path, 5)
     write_all(tmp_path, 5)
     path.rename(tmp_path / "step-00000005.replaced")
+    checkpoint_directory.finish_commits(tmp_path)
+    assert checkpoint_directory.latest(tmp_path) == path
     checkpoint_directory.discard_incomplete(tmp_path)
-    assert checkpoint_directory.latest(tmp_path) == path and [
-        p.name for p in tmp_path.iterdir()
-    ] == [path.name]
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    checkpoint_directory.finish_commits(tmp_path / "absent")
     checkpoint_directory.discard_incomplete(tmp_path / "absent")
 
 
@@ -222,6 +223,7 @@ def test_a_lock_that_stays_held_is_an_error_that_may_pass(
     fcntl.flock(stopped, fcntl.LOCK_EX)
     for blocked in (
         lambda: checkpoint_directory.commit(tmp_path, 5),
+        lambda: checkpoint_directory.finish_commits(tmp_path),
         lambda: checkpoint_directory.discard_incomplete(tmp_path),
         lambda: checkpoint_directory.discard_step(tmp_path, 5, before=2),
         lambda: checkpoint_directory.discard_step(tmp_path, 6, before=2, committed=True),
@@ -320,6 +322,19 @@ def test_a_late_file_of_a_former_run_is_no_part(tmp_path: Path) -> None:
     path = _commit(tmp_path, "new")
     assert _content(path, 1) == layer_run(1, 6) and verified(path).run == "new"
     assert len(list(path.glob("layer-*.safetensors"))) == N_LAYERS
+
+
+@pytest.mark.parametrize("writers", [("old",), ("old", "new")])
+def test_files_of_former_runs_are_discarded_until_the_new_run_writes(
+    tmp_path: Path, writers: tuple[str, ...]
+) -> None:
+    """The removal may come late: the coordinator was stopped before it, and another one leads."""
+    for run in writers:
+        _write_run(tmp_path, run)
+    staging = checkpoint_directory.staging_path(tmp_path, 6)
+    (staging / "layer-0000-tp-0-old.json").write_text("damaged")
+    checkpoint_directory.discard_incomplete(tmp_path, "new")
+    assert staging.exists() is ("new" in writers)
 
 
 def test_equal_files_of_two_runs_are_different_files(tmp_path: Path) -> None:

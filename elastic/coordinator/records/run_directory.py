@@ -25,8 +25,8 @@ def initial_state(
     config: JobConfig, run: str = "", wait: Callable[[float], object] = time.sleep
 ) -> tuple[job.JobState, tuple[dict[str, Any], ...]]:
     """Return the state of the new run named `run`, with the checkpoints that it can resume, if any;
-    and fields of `checkpoint-unusable` events about newer ones. Removes the files of unfinished
-    checkpoints.
+    and fields of `checkpoint-unusable` events about newer ones. Removes no files of unfinished
+    checkpoints, because another coordinator may lead by now.
 
     `wait(seconds)` makes a pause: a commit of the former run may hold the directory for a while.
     Raises CorruptCheckpoint if none of the checkpoints to resume is complete, and FieldError if the
@@ -34,7 +34,7 @@ def initial_state(
     """
     state = job.JobState(policy=policy_of(config), protocol=PROTOCOL, run=run)
     checkpoint_directory.retry(
-        partial(checkpoint_directory.discard_incomplete, Path(config.checkpoint_dir)),
+        partial(checkpoint_directory.finish_commits, Path(config.checkpoint_dir)),
         wait,
         patience_s=state.limits.disk_s,
         held=lambda error: log.warning("the run cannot begin yet: %s", error),
@@ -49,6 +49,16 @@ def initial_state(
     resumed = checkpoint_directory.saved_model(*found[0])
     state = state.of(checkpoint=known[0], older_checkpoints=known[1:], resumed=resumed)
     return state, tuple({"path": error.value, "why": error.remedy} for error in problems)
+
+
+def discard_former(directory: Path, run: str) -> None:
+    """Remove the files of unfinished checkpoints of other runs than `run`. Call this before nodes
+    are told to start workers. If the disk fails, the files stay: `run` ignores them."""
+    discard = partial(checkpoint_directory.discard_incomplete, directory, run)
+    try:
+        checkpoint_directory.retry(discard, time.sleep)
+    except (FieldError, OSError) as error:
+        log.error("files of former runs cannot be removed: %s", error)
 
 
 def announce(run_dir: Path, leader: dict[str, Any]) -> None:
