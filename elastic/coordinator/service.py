@@ -120,7 +120,7 @@ class Coordinator:
         self._rules_due = self._to_save = self._adopted = self._yields = False
         self._warned = False
         self._passed_over: tuple[dict[str, Any], ...] = ()
-        self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter()
+        self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter(self._dismiss)
         # The first state takes long if there are many checkpoints, or if their disk is slow.
         self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put)
         try:
@@ -306,6 +306,11 @@ class Coordinator:
                 self._rejected(message)
             case _:
                 self._apply(message)
+
+    def _dismiss(self, session: ClientSession, answer: Any, epoch: int) -> None:
+        """Hold an answer of the session filter, because the state may be unsaved. A node that
+        repeats its message meanwhile gets one answer."""
+        self._saver.hold((session, type(answer)), partial(session.send, answer, epoch))
 
     def _rejected(self, note: m.RefusalNote) -> None:
         """Hold a record of a rejection, which is written after the next decision."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from elastic.core.coordinator.authorization import check_message
@@ -18,9 +19,11 @@ PORT = "coordinator"
 
 class SessionFilter:
     """Rejects messages that a session may not send. It counts the requests of each node that waits
-    for a node name in use."""
+    for a node name in use. `send(session, answer, epoch)` must wait until the state by which a
+    message was judged is saved."""
 
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[ClientSession, Any, int], object]) -> None:
+        self._send = send
         self._waiting: dict[str, tuple[str, int]] = {}
         """(incarnation, number of requests) per node name."""
 
@@ -30,13 +33,13 @@ class SessionFilter:
         if problem is not None:
             REJECTIONS.count(PORT, Reason(problem.reason), session, problem.text)
             if problem.fence:
-                session.send(_dismissal(message, problem.text), state.epoch)
+                self._send(session, _dismissal(message, problem.text), state.epoch)
             return False
         refusal = self._refusal(state, message) if isinstance(message, m.NodeReport) else None
         if refusal is None:
             return True
         REJECTIONS.count(PORT, Reason.STALE, session, refusal.reason)
-        session.send(refusal, state.epoch)
+        self._send(session, refusal, state.epoch)
         return False
 
     def _refusal(self, state: JobState, report: m.NodeReport) -> JoinRefused | None:

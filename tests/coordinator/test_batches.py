@@ -80,6 +80,12 @@ class Bench:
             self.coordinator._handle((self.sessions[node], message))
         self.coordinator._decide()
 
+    def reach_store(self) -> None:
+        """The store is back, and the coordinator's next attempt to save succeeds."""
+        self.store.away = False
+        self.coordinator._saver.retry()
+        self.coordinator._decide()
+
     def saves(self) -> int:
         """Number of saves since the last call."""
         before, self.saved = self.saved, self.store.saves
@@ -144,13 +150,44 @@ def test_no_action_of_a_batch_happens_before_the_save(bench: Bench) -> None:
         and [kind for kind in bench.told() if kind != "store-lost"] == before
     )
     assert 'elastic_events_total{kind="joined"} 2.0' in bench.metrics()
-    bench.store.away = False
-    bench.coordinator._saver.retry()
-    bench.coordinator._decide()
+    bench.reach_store()
     assert bench.sent() == [["Launch", "Halt"]] * 3
     later = bench.told()[len(before) :]
     assert later.count("joined") == 1 and later.index("joined") < later.index("halt")
     assert 'elastic_events_total{kind="joined"} 3.0' in bench.metrics()
+
+
+def test_no_node_is_dismissed_because_of_an_unsaved_decision(
+    loop: ManualLoop, bench: Bench
+) -> None:
+    """A successor would not know the decision, and the node would have given up its membership."""
+    bench.take(*map(came, "abc"))
+    bench.take(*map(attached, "abc"))
+    bench.store.away = True
+    coordinator, sent = bench.coordinator, bench.sessions["c"].sent
+    while "c" in coordinator._state.members:
+        loop.advance(0.1)
+        coordinator._now = loop.now
+        bench.take(*(Heartbeat(node, f"{node}-1", 0, 0) for node in "ab"))
+        coordinator._handle(Tick())
+        coordinator._decide()
+    before = list(sent)
+    for _ in range(5):
+        bench.take(Heartbeat("c", "c-1", 0, 0))
+    assert sent == before and "Fenced" not in before
+    bench.reach_store()
+    assert sent[len(before) :].count("Fenced") == 2, "by the decision, and once for all heartbeats"
+
+
+def test_no_join_is_refused_because_of_an_unsaved_decision(bench: Bench) -> None:
+    """The member that has the name has joined only in the memory of this coordinator."""
+    bench.store.away = True
+    bench.take(came("a"))
+    second = bench.sessions["a"] = FakeSession("a")
+    bench.take(replace(came("a"), info=NodeInfo("a", "a-2", "h:2")))
+    assert second.sent == []
+    bench.reach_store()
+    assert second.sent == ["JoinRefused"]
 
 
 def test_waiting_events_count_as_of_their_arrival(loop: ManualLoop, bench: Bench) -> None:

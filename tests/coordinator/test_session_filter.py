@@ -33,6 +33,11 @@ class FakeSession:
         return self.sent[-1]
 
 
+def made() -> SessionFilter:
+    """A filter whose answers are sent at once."""
+    return SessionFilter(lambda session, answer, epoch: session.send(answer, epoch))
+
+
 def admit(filter: SessionFilter, state: JobState, session: FakeSession, message: Any) -> bool:
     return filter.admit(state, cast(ClientSession, session), message)
 
@@ -48,7 +53,7 @@ def closed(state: JobState) -> JobState:
 
 
 def test_a_second_agent_with_a_members_name_waits_with_growing_pauses() -> None:
-    state, filter, session = running(), SessionFilter(), FakeSession()
+    state, filter, session = running(), made(), FakeSession()
     waits = []
     for _ in range(6):
         assert not admit(filter, state, session, newcomer(state, "other"))
@@ -65,7 +70,7 @@ def test_a_second_agent_with_a_members_name_waits_with_growing_pauses() -> None:
 
 
 def test_a_restarted_agent_is_admitted_after_the_old_connection_closes() -> None:
-    state, filter, session = running(), SessionFilter(), FakeSession()
+    state, filter, session = running(), made(), FakeSession()
     report = newcomer(state, "again")
     assert not admit(filter, state, session, report), "the old connection is still open"
     assert session.last().retry_s <= 0.5
@@ -85,9 +90,7 @@ def test_a_replaced_agent_stays_out_after_a_failover() -> None:
     state = codec.loads(JobState, codec.dumps(state))
     state, _, _ = transition(state, job.CoordinatorFailover(), state.updated_at)
     session = FakeSession()
-    assert not admit(SessionFilter(), state, session, former) and isinstance(
-        session.last(), m.Fenced
-    )
+    assert not admit(made(), state, session, former) and isinstance(session.last(), m.Fenced)
     empty = replace(newcomer(state, former.info.incarnation))
-    assert not admit(SessionFilter(), state, session, empty)
+    assert not admit(made(), state, session, empty)
     assert isinstance(session.last(), m.Released), "an empty agent is told to join anew"
