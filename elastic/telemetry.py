@@ -48,6 +48,10 @@ class EventLog:
             _drop_torn_line(self._fd)
             raise OSError(f"{self.path}: wrote only {written} of {len(line)} bytes")
 
+    def tail(self, nbytes: int) -> bytes:
+        """Return the last `nbytes` of the file, or all of a shorter one."""
+        return os.pread(self._fd, nbytes, max(0, os.fstat(self._fd).st_size - nbytes))
+
     def close(self) -> None:
         """Close the file; closing twice is allowed."""
         if self._fd >= 0:

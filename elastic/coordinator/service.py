@@ -49,6 +49,7 @@ from elastic.coordinator.queries import Query, recent, reply
 from elastic.coordinator.records import run_directory
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits, Commit
 from elastic.coordinator.records.run_records import RunRecords
+from elastic.coordinator.records.run_summary import job_entry, plan_entry
 from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.records.state_saver import StateSaver
 from elastic.coordinator.session_filter import SessionFilter
@@ -73,7 +74,7 @@ from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.store.interface import Lease, Store, StoreError, StoreUnavailable
 from elastic.store.open_store import open_store
-from elastic.telemetry import configure_logging, write_last_words
+from elastic.telemetry import configure_logging, event_line, write_last_words
 
 log = logging.getLogger("elastic.coordinator")
 TICK_S, MAX_TICK_S = 0.05, 0.25
@@ -120,6 +121,8 @@ class Coordinator:
         self._rules_due = self._to_save = self._adopted = self._yields = False
         self._warned = False
         self._passed_over: tuple[dict[str, Any], ...] = ()
+        self._former_log: tuple[str, ...] = ()
+        """Events that the former coordinator may not have written."""
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter(self._dismiss)
         # The first state takes long if there are many checkpoints, or if their disk is slow.
         self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put)
@@ -131,7 +134,9 @@ class Coordinator:
         self._commits = CheckpointCommits(
             Path(config.checkpoint_dir), self._events.put, self._events.put, self._state.run
         )
-        self._records = RunRecords(self._run_dir, injected=bool(config.faults))
+        self._records = RunRecords(
+            self._run_dir, injected=bool(config.faults), former=self._former_log
+        )
         self._metrics = metrics
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
         self._ports = PortWatch(self._events.put, self._is_away)
@@ -165,7 +170,8 @@ class Coordinator:
         or IncompatibleVersion."""
         entry = self._store.get(STATE_KEY)
         if entry is not None and self._run.adopt():
-            self._state = read_state(entry.value)
+            saved = read_state(entry.value)
+            self._state, self._former_log = saved.of(log=()), saved.log
             self._adopted = True
         else:
             run = f"{self._config.job_id}.{self._lease.token}"
@@ -295,7 +301,8 @@ class Coordinator:
                 self._sessions.setdefault(message.node, session)
                 self._heartbeats.append(message)
             case m.StepDone():
-                self._saver.hold(None, partial(self._records.step, message, self._state))
+                record = partial(self._records.step, message, self._state, time.time())
+                self._saver.hold(None, record)
                 self._saver.hold(None, partial(self._metrics.stepped, message, self._state))
                 if session.sender in self._state.members:  # a former member's step is only logged
                     self._apply(message)
@@ -377,14 +384,32 @@ class Coordinator:
         if actions or new_phase or not self._saver.away:  # else ticks would pile up here
             hold(None, partial(self._metrics.decided, before, self._state, actions, now))
         if before.spec is None and self._state.spec is not None:
-            hold(None, partial(self._records.job, self._state.spec))
+            self._record("job", job_entry(self._state.spec))
         if reason and (actions or new_phase):
             log.info("%s: %s", "rules" if event is None else type(event).__name__, reason)
-            hold(None, partial(self._records.decision, self._state, reason))
+            phase, epoch = self._state.phase.value, self._state.epoch
+            self._record("decision", {"phase": phase, "epoch": epoch, "reason": reason})
         for action in actions:
+            self._record_action(action)
             key = action if isinstance(action, job.Send) and self._saver.away else None
             hold(key, partial(self._act, action, self._state))
         return seconds
+
+    def _record(self, kind: str, data: dict[str, Any]) -> None:
+        """Hold an event that follows from a decision. It is saved with the decision."""
+        self._saver.record(event_line(kind, data), self._records.line)
+
+    def _record_action(self, action: job.JobAction) -> None:
+        match action:
+            case job.LogEntry("plan", data):
+                if self._state.plan is not None:
+                    self._record("plan", plan_entry(self._state.plan, data))
+            case job.LogEntry(kind, data):
+                self._record(kind, data)
+            case job.ChangeCompleted() if not action.change.starts_job:
+                entry = self._records.recovery(action)
+                self._record("recovery", entry)
+                self._saver.hold(None, partial(self._metrics.recovered, action, entry))
 
     # ---- actions out ----
 
@@ -393,16 +418,7 @@ class Coordinator:
         match action:
             case job.Send(node, message) if not is_for_former_member(node, state, self._state):
                 self._send(node, message, state.epoch)
-            case job.LogEntry("plan", data):
-                if state.plan is not None:
-                    self._records.plan(state.plan, data)
-            case job.LogEntry(kind, data):
-                self._records.event(kind, data)
-                if kind == "phase":
-                    self._records.progress(state)
-            case job.ChangeCompleted():
-                if not action.change.starts_job:
-                    self._metrics.recovered(action, self._records.recovered(action))
+            case job.LogEntry("phase") | job.ChangeCompleted():
                 self._records.progress(state)
             case job.CommitCheckpoint(step):
                 counts = partial(checkpoints.file_counts, self._state, step)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from elastic.coordinator.records.run_records import RunRecords
-from elastic.coordinator.records.run_summary import summarize
+from elastic.coordinator.records.run_summary import job_entry, summarize
 from elastic.core.job.goodput import nonfinite_entries, step_entry
 from elastic.core.job.state import JobState, Policy
 from elastic.core.protocol.messages import StepDone
 from elastic.domain.types import JobSpec, LayerSpec, StepRecord
-from elastic.telemetry import read_events
+from elastic.telemetry import event_line, read_events
 from tests.patience import LONG_S
 
 SPEC = JobSpec(
@@ -29,7 +29,7 @@ SPEC = JobSpec(
 
 def test_the_job_is_recorded(tmp_path: Path) -> None:
     records = RunRecords(tmp_path)
-    records.job(SPEC)
+    records.event("job", job_entry(SPEC))
     records.close()
     (event,) = read_events(tmp_path / "events.jsonl")
     assert event["kind"] == "job" and (event["steps"], event["microbatches"]) == (5, 8)
@@ -89,6 +89,31 @@ def test_steps_that_are_not_finite_are_in_the_summary_once(norm: float) -> None:
     ]
     back = {"kind": "lost-steps", "from_step": 2}
     assert [one["step"] for one in summarize([*events, back])["nonfinite"]] == [1]
+
+
+def test_an_event_that_two_coordinators_wrote_counts_once() -> None:
+    """The first one was paused between a save and its records, and went on after the next steps."""
+    back = {"kind": "lost-steps", "at": 5.0, "from_step": 1}
+    checkpoints = [{"kind": "checkpoint", "at": at, "step": 1} for at in (2.0, 2.0, 9.0)]
+    events = [JOB, *step(0), *step(1), *checkpoints, back, *step(1), *step(2), back]
+    found = summarize(events)
+    assert found["steps"] == 3 and found["checkpoints"] == [1, 1]
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_events_that_the_former_coordinator_has_not_written_come_first(
+    tmp_path: Path, written: int
+) -> None:
+    """The last line that it wrote may be torn."""
+    lines = [event_line("lost", {"node": node}, 1.0) for node in "ab"]
+    older = event_line("lost", {"node": "a"}, 0.5)
+    log = tmp_path / "events.jsonl"
+    log.write_bytes(b"".join([older, *lines[:written], lines[0][:9]]))
+    records = RunRecords(tmp_path, former=[line.decode() for line in lines])
+    records.event("coordinator", {})
+    records.close()
+    *found, last = log.read_bytes().splitlines(keepends=True)
+    assert found == [older, *lines] and b"coordinator" in last
 
 
 def test_divergences_are_in_the_summary() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from elastic.coordinator.leadership import LeaseKeeper, RunMembership, stand_by
 from elastic.coordinator.records import state_saver as saving
+from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.records.state_saver import StateSaver
 from elastic.core.job.state import JobState, Policy, Send
 from elastic.core.protocol.messages import Halt
@@ -101,6 +102,38 @@ def test_a_replaced_coordinator_ends_even_if_the_store_refused(bench: Bench) -> 
     with pytest.raises(StaleError):
         bench.decide(2)
     assert bench.done == []
+
+
+def logged(bench: Bench) -> tuple[str, ...]:
+    """The events in the saved state."""
+    entry = bench.store.get("k")
+    return read_state(entry.value).log if entry is not None else ()
+
+
+def test_events_are_saved_with_their_decision(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later ones take their place; those that follow while the store is away come together."""
+    monkeypatch.setattr(saving, "LOG_BYTES", 8)
+    written = list[bytes]()
+
+    def decide(number: int, *lines: bytes) -> None:
+        for line in lines:
+            bench.saver.record(line, written.append)
+        bench.decide(number)
+
+    decide(1, b"one\n", b"too long\n", b"two\n")
+    assert logged(bench) == ("one\n", "two\n")
+    assert written == [b"one\n", b"too long\n", b"two\n"]
+    bench.store.away = True
+    decide(2, b"3\n")
+    decide(3, b"4\n")
+    assert len(written) == 3 and logged(bench) == ("one\n", "two\n")
+    bench.store.away = False
+    bench.saver.retry()
+    assert written[3:] == [b"3\n", b"4\n"] and logged(bench) == ("3\n", "4\n")
+    decide(4)
+    assert logged(bench) == ()
 
 
 def test_a_repeated_message_is_held_once(bench: Bench) -> None:

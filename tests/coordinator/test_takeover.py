@@ -13,12 +13,15 @@ from elastic.coordinator.leadership import RunMembership
 from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.coordinator.records import run_directory
 from elastic.coordinator.service import Coordinator
+from elastic.core.protocol.messages import NodeReport
 from elastic.domain import codec
 from elastic.domain.errors import FieldError, StaleError
 from elastic.store import checkpoint_directory
 from elastic.store.checkpoint_directory import CheckpointFile
-from elastic.store.interface import Lease
+from elastic.store.interface import Entry, Lease
+from elastic.telemetry import read_events
 from tests.coordinator.helpers import three_nodes
+from tests.coordinator.test_batches import FakeSession, attached, came
 from tests.patience import LONG_S
 from tests.store.memory import MemoryStore
 
@@ -151,4 +154,51 @@ def test_files_of_former_runs_are_removed_before_the_launch(
     assert part.exists()
     second = started(tmp_path / "a", store, store.acquire("b", 60.0, 100.0))
     assert second._adopted and not part.parent.exists()
+    close(second)
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["dies before its records", "after them"])
+def test_events_of_the_last_saved_decision_are_written_once(tmp_path: Path, written: bool) -> None:
+    """A coordinator dies right after a save, and another one has its state."""
+
+    class DyingStore(MemoryStore):
+        dies = False
+
+        def put_if(self, *args: Any) -> Entry:
+            entry = super().put_if(*args)
+            if self.dies:
+                raise Died
+            return entry
+
+    class Died(BaseException):
+        pass
+
+    def take(coordinator: Coordinator, *messages: NodeReport) -> None:
+        for message in messages:
+            node = message.info.node
+            coordinator._handle((sessions[node], message))
+        coordinator._decide()
+
+    sessions = {node: FakeSession(node) for node in "abc"}
+    store = DyingStore()
+    first = started(tmp_path / "a", store, store.acquire("a", 60.0, 0.0))
+    take(first, *map(came, "abc"))
+    store.dies = not written
+    if written:
+        take(first, *map(attached, "abc"))
+    else:
+        with pytest.raises(Died):
+            take(first, *map(attached, "abc"))
+    assert first._records.flush(LONG_S)
+    close(first)
+    store.dies = False
+    before = [event["kind"] for event in read_events(tmp_path / "a" / "events.jsonl")]
+    assert ("job" in before) is ("halt" in before) is written
+    second = started(tmp_path / "a", store, store.acquire("b", 60.0, 100.0))
+    second._announce()
+    take(second, *map(attached, "abc"))
+    assert second._records.flush(LONG_S)
+    kinds = [event["kind"] for event in read_events(tmp_path / "a" / "events.jsonl")]
+    assert kinds.count("job") == kinds.count("halt") == 1 and kinds.count("joined") == 3
+    assert kinds.index("halt") < kinds.index("coordinator")
     close(second)

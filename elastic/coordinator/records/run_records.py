@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,20 @@ from elastic.coordinator.records.run_directory import (
     replace_file,
     try_write,
 )
-from elastic.coordinator.records.run_summary import plan_entry, plan_shape, summarize
+from elastic.coordinator.records.run_summary import plan_shape, summarize
 from elastic.core.job.goodput import recovery_entry, step_entry
 from elastic.core.job.state import ChangeCompleted, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.election import retry_s
 from elastic.domain.errors import FieldError
-from elastic.domain.types import JobSpec, Plan
 from elastic.rpc.control.event_loop import Dispatcher
 from elastic.telemetry import EventLog, event_line, read_events
 
 log = logging.getLogger("elastic.coordinator")
-PLAN_FIELDS = ("step", "reason", "todo", "partial")
-"""Fields of a `plan` log entry that events.jsonl keeps."""
 KEPT_BYTES = 16 << 20
 """Maximum bytes of unwritten events; if there are more, the oldest are dropped."""
+TAIL_BYTES = 1 << 20
+"""The events of the last decision before a takeover are within the last bytes of events.jsonl."""
 RECORDED = 4096
 """Number of finished steps that are remembered, so that each is recorded once."""
 DRAFT_BYTES = 4096
@@ -55,7 +54,9 @@ class RetryingEventLog:
         path: Path,
         post: Callable[[Callable[[], object]], object],
         kept_bytes: int = KEPT_BYTES,
+        former: Sequence[str] = (),
     ) -> None:
+        """`former`: lines that are written first, unless the file ends with them."""
         self.path, self._post, self._kept_bytes = path, post, kept_bytes
         self._lock = threading.Lock()
         """Guards the events and their numbers; never held while the disk works."""
@@ -63,12 +64,15 @@ class RetryingEventLog:
         self._asked, self._retry_at = False, 0.0
         self._log: EventLog | None = None
         self._failures, self._failed_at, self._closed = 0, 0.0, False
-        self._given_up = False
+        self._given_up, self._former = False, former
         self._post(self.write)
 
     def append(self, kind: str, fields: Mapping[str, Any], at: float | None = None) -> None:
         """Append an event (`event_line`) without waiting for the disk."""
-        self._keep(event_line(kind, fields, at))
+        self.append_line(event_line(kind, fields, at))
+
+    def append_line(self, line: bytes) -> None:
+        self._keep(line)
         self.retry()
 
     def retry(self) -> None:
@@ -94,6 +98,7 @@ class RetryingEventLog:
             return
         try:
             self._log = self._log or EventLog(self.path)
+            self._add_former(self._log)
             while not self._given_up and (line := self._take()):
                 self._write_line(self._log, line)
         except OSError as error:
@@ -109,6 +114,15 @@ class RetryingEventLog:
             log.error("%s lacks its last %d events", self.path, len(self._unwritten))
         self._closed = True
         self._release()
+
+    def _add_former(self, file: EventLog) -> None:
+        if self._former:
+            tail, former = file.tail(TAIL_BYTES), map(str.encode, self._former)
+            missing = [line for line in former if line not in tail]
+            with self._lock:
+                self._unwritten.extendleft(reversed(missing))
+                self._nbytes += sum(map(len, missing))
+            self._former = ()
 
     def _write_line(self, file: EventLog, line: bytes) -> None:
         try:
@@ -166,11 +180,12 @@ class RetryingEventLog:
 class RunRecords:
     """The files of one run directory. Only the leading coordinator writes them."""
 
-    def __init__(self, run_dir: Path, *, injected: bool = True) -> None:
-        """`injected`: faults are injected into this run, and its recoveries name them."""
+    def __init__(self, run_dir: Path, *, injected: bool = True, former: Sequence[str] = ()) -> None:
+        """`injected`: faults are injected into this run, and its recoveries name them. `former`:
+        lines of events.jsonl that the former coordinator may not have written."""
         self.run_dir, self._injected = run_dir, injected
         self._disk = Dispatcher("records")
-        self._events = RetryingEventLog(run_dir / "events.jsonl", self._disk.post)
+        self._events = RetryingEventLog(run_dir / "events.jsonl", self._disk.post, former=former)
         self._progress = RetryingEventLog(run_dir / "progress.jsonl", self._disk.post)
         self._last_position = (0, 0)
         self._steps: dict[tuple[int, int], None] = {}
@@ -215,24 +230,19 @@ class RunRecords:
     def event(self, kind: str, data: dict[str, Any]) -> None:
         self._events.append(kind, data)
 
-    def decision(self, state: JobState, reason: str) -> None:
-        self.event("decision", {"phase": state.phase.value, "epoch": state.epoch, "reason": reason})
+    def line(self, line: bytes) -> None:
+        """Record an event made by `event_line`."""
+        self._events.append_line(line)
 
-    def plan(self, plan: Plan, entry: Mapping[str, Any]) -> None:
-        """Record a new plan. `entry`: data of its log entry."""
-        self.event(
-            "plan", {**plan_entry(plan), "epoch": plan.epoch, **{k: entry[k] for k in PLAN_FIELDS}}
-        )
-
-    def step(self, done: m.StepDone, state: JobState) -> None:
-        """Record a finished step, which two workers report."""
+    def step(self, done: m.StepDone, state: JobState, at: float | None = None) -> None:
+        """Record a finished step, which two workers report. `at`: time of the report; None: now."""
         step = done.epoch, done.record.step
         if step in self._steps:
             return
         self._steps[step] = None
         if len(self._steps) > RECORDED:
             del self._steps[next(iter(self._steps))]
-        self.event("step", step_entry(done))
+        self._events.append("step", step_entry(done), at)
         self.progress(state, done)
 
     def progress(self, state: JobState, done: m.StepDone | None = None) -> None:
@@ -255,19 +265,6 @@ class RunRecords:
             }
         self._progress.append("progress", entry)
 
-    def job(self, spec: JobSpec) -> None:
-        """Record the dimensions of the job."""
-        entry = {
-            "steps": spec.n_steps,
-            "microbatches": spec.n_microbatches,
-            "tokens_per_microbatch": spec.tokens_per_microbatch,
-            "tp": spec.tp,
-            "ledgers": spec.n_layers * spec.tp,
-            "tied": spec.tied,
-            "checkpoint_every": spec.checkpoint_every,
-        }
-        self.event("job", entry)
-
     def heartbeat(self, position: tuple[int, int], state: JobState) -> None:
         """Record progress from heartbeats if `position` (step, micro-batch) is the highest yet."""
         self._events.retry()
@@ -276,11 +273,9 @@ class RunRecords:
             self._last_position = position
             self.progress(state)
 
-    def recovered(self, event: ChangeCompleted) -> dict[str, Any]:
-        """Record a completed epoch change; return its entry."""
-        entry = recovery_entry(event, self._fault_time(event))
-        self.event("recovery", entry)
-        return entry
+    def recovery(self, event: ChangeCompleted) -> dict[str, Any]:
+        """Return the fields of the event about a completed epoch change."""
+        return recovery_entry(event, self._fault_time(event))
 
     def _fault_time(self, event: ChangeCompleted) -> float | None:
         """Return the time of the first injected fault since the previous recovery, or None."""

@@ -5,11 +5,15 @@ So a coordinator that took over during the run can write the summary of the whol
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from elastic.domain.types import Plan
+from elastic.domain.types import JobSpec, Plan
 from elastic.planning.plan.plan import format_plan
+
+PLAN_FIELDS = ("step", "reason", "todo", "partial")
+"""Fields of a `plan` log entry that events.jsonl keeps."""
 
 
 def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -19,7 +23,7 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     nonfinite: dict[int, dict[str, Any]] = {}
     divergences, ledgers, wrong = [], 0, {"double": 0, "missing": 0}
     first = last = 0.0
-    for entry in events:
+    for entry in _distinct(events):
         at = float(entry.get("at", 0.0))
         first, last = first or at, at
         match entry.get("kind"):
@@ -71,15 +75,41 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _distinct(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the entries without later equal ones: a coordinator that is paused after a save writes
+    its events although a successor has written them. Steps are counted by their numbers."""
+    known = set[str]()
+    for entry in events:
+        text = "" if entry.get("kind") == "step" else json.dumps(entry)
+        if text not in known:
+            known.update([text] if text else [])
+            yield entry
+
+
 def _fields(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name not in ("at", "kind")}
 
 
-def plan_entry(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a plan in the event log."""
+def job_entry(spec: JobSpec) -> dict[str, Any]:
+    """Return the dimensions of the job for the event log."""
+    return {
+        "steps": spec.n_steps,
+        "microbatches": spec.n_microbatches,
+        "tokens_per_microbatch": spec.tokens_per_microbatch,
+        "tp": spec.tp,
+        "ledgers": spec.n_layers * spec.tp,
+        "tied": spec.tied,
+        "checkpoint_every": spec.checkpoint_every,
+    }
+
+
+def plan_entry(plan: Plan, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a new plan in the event log. `entry`: data of its log entry."""
     return {
         "text": format_plan(plan),
         "backup": {"gradients": plan.gradients, "state": plan.state, "reason": plan.reason},
+        "epoch": plan.epoch,
+        **{name: entry[name] for name in PLAN_FIELDS},
     }
 
 

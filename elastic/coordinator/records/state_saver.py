@@ -11,6 +11,9 @@
 4. If another coordinator took over meanwhile, saving raises StaleError, the actions that were held
    back are dropped, and this coordinator stands by.
 
+Events of the event log are saved with the decision from which they follow (`record`). If this
+coordinator dies after the save and before it has written them, the next one writes them.
+
 A store that refuses writes (state too large, permission missing) counts as away, because ending the
 coordinator would only lead to its restart.
 
@@ -26,7 +29,8 @@ import json
 import logging
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -43,6 +47,9 @@ a coordinator that was itself stopped during a save."""
 MIN_DELAY_S, MAX_DELAY_S = 0.1, 2.0
 """Limits of the delay of `save_later`, which is otherwise ten times the duration of a save."""
 
+LOG_BYTES = 64 << 10
+"""Maximum bytes of events that are saved with a state; longer ones are left out."""
+
 
 class StateSaver:
     """Saves the state during one term. Used by the coordinator's thread only."""
@@ -57,6 +64,8 @@ class StateSaver:
         self._revision = entry.revision if entry is not None else None
         self._saved = entry.value if entry is not None else b""
         self._held: list[tuple[object, Callable[[], object]]] = []
+        self._lines = list[bytes]()
+        """Events among the held actions."""
         self._unsaved: JobState | None = None
         self._delayed: JobState | None = None
         self._delayed_until = self._took_s = 0.0
@@ -77,6 +86,11 @@ class StateSaver:
         Actions with key None are all called."""
         if key is None or all(key != other for other, _ in self._held):
             self._held.append((key, action))
+
+    def record(self, line: bytes, write: Callable[[bytes], object]) -> None:
+        """Call `write(line)` after the next save, which saves this line of the event log, too."""
+        self._lines.append(line)
+        self.hold(None, partial(write, line))
 
     def save(self, state: JobState) -> None:
         """Save `state` and call the held actions, now or when the store is back.
@@ -100,7 +114,7 @@ class StateSaver:
     def flush(self) -> None:
         """Call the held actions, unless a state is unsaved."""
         if self._unsaved is None:
-            held, self._held = self._held, []
+            held, self._held, self._lines = self._held, [], []
             for _, action in held:
                 action()
 
@@ -136,7 +150,7 @@ class StateSaver:
 
     def _put(self, state: JobState) -> None:
         began = time.perf_counter()
-        value = self._encoder.encode(state).encode()
+        value = self._encoder.encode(state.of(log=_first_lines(self._lines))).encode()
         if value == self._saved:
             return
         try:
@@ -149,6 +163,16 @@ class StateSaver:
         self._revision, self._saved = entry.revision, value
         self._took_s = time.perf_counter() - began
         self.measured(self._took_s, len(value))
+
+
+def _first_lines(lines: Iterable[bytes]) -> tuple[str, ...]:
+    """Return the lines that fit into LOG_BYTES, in their order."""
+    kept, left = list[str](), LOG_BYTES
+    for line in lines:
+        if len(line) <= left:
+            kept.append(line.decode())
+            left -= len(line)
+    return tuple(kept)
 
 
 MEMBER_REST = tuple(field.name for field in dataclasses.fields(Member))[2:]

@@ -493,6 +493,9 @@ class JobState:
     """Name of the run, by which its checkpoint files are known; "": the former version began it."""
     protocol: int = FIRST
     """Protocol version of the coordinator that wrote this state."""
+    log: tuple[str, ...] = ()
+    """Lines of the event log that follow from the newest decision, in the saved state only. A
+    successor writes those that the log lacks."""
     departures: tuple[tuple[str, str], ...] = ()
     """(node, reason) of the newest lost members."""
     certificates: tuple[CertificateEnd, ...] = ()
