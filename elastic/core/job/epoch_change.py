@@ -119,7 +119,11 @@ def _workers_gone(state: JobState, node: str) -> bool:
 
 
 def candidates(state: JobState) -> tuple[Member, ...]:
-    """Return the members that can take a stage now: nodes of the plan first, then by rank."""
+    """Return the members that can take a stage: nodes of the plan first, then by rank.
+
+    A disconnected member can, until its agent has provably ended: it reconnects, or it is lost and
+    no member any more. After a failover all members are disconnected, and reconnect one by one.
+    """
     able = [mb for mb in _able_members(state) if not quarantine.is_quarantined(state, mb.node)]
     out = reachability.left_out_now(state, [mb.node for mb in able])
     able = [mb for mb in able if mb.node not in out]
@@ -131,7 +135,7 @@ def candidates(state: JobState) -> tuple[Member, ...]:
 def _able_members(state: JobState) -> list[Member]:
     """Return the members that can take a stage, also those in quarantine."""
     return [
-        mb for mb in state.members.values() if mb.report.able and mb.connected and not mb.draining
+        mb for mb in state.members.values() if mb.report.able and not mb.refused and not mb.draining
     ]
 
 
@@ -493,7 +497,7 @@ def consider_joining(state: JobState, now: float) -> JobTransition | None:
     if state.reconsider_at and now >= state.reconsider_at:
         state = state.of(considered=(), reconsider_at=0.0)
     considered = frozenset(state.considered)
-    new = [mb for mb in able if join_policy.member_key(mb) not in considered]
+    new = [mb for mb in able if mb.connected and join_policy.member_key(mb) not in considered]
     fresh = tuple(mb.node for mb in new if mb.node not in used)
     if not fresh:
         return None

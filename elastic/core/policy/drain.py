@@ -132,7 +132,8 @@ def replace_hinted_nodes(state: JobState, now: float) -> JobTransition | None:
     held = set(state.plan.nodes())
     members = state.members.values()
     hinted = [mb for mb in members if mb.node in held and _hinted(mb) and not mb.hint_used]
-    spares = [mb for mb in candidates(state) if mb.node not in held and mb.notice is None]
+    able = [mb for mb in candidates(state) if mb.connected and mb.node not in held]
+    spares = [mb for mb in able if mb.notice is None]
     if not hinted or not spares:
         return None
     for member in hinted:

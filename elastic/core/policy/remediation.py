@@ -144,7 +144,7 @@ def _with_all_ready(state: JobState, looping: Collection[str]) -> JobState:
     members = {
         node: mb
         if node in looping or mb.report.phase is NodePhase.FAILED
-        else replace(mb, connected=True, report=replace(mb.report, able=True))
+        else replace(mb, refused=False, report=replace(mb.report, able=True))
         for node, mb in state.members.items()
     }
     return state.of(members=members)
@@ -228,9 +228,9 @@ def _feasible_without(state: JobState, node: str) -> bool:
 
 
 def spare_nodes(state: JobState) -> tuple[str, ...]:
-    """Return the nodes that hold no stage and can take one."""
+    """Return the connected nodes that hold no stage and can take one."""
     held = state.plan.nodes() if state.plan is not None else ()
-    return tuple(mb.node for mb in candidates(state) if mb.node not in held)
+    return tuple(mb.node for mb in candidates(state) if mb.connected and mb.node not in held)
 
 
 def _away(state: JobState, node: str) -> HealthAction:

@@ -245,6 +245,26 @@ def test_other_nodes_write_the_last_checkpoint_if_one_cannot() -> None:
     assert state.checkpoint_errors == () and "node1" not in plan_of(state).nodes()
 
 
+@pytest.mark.parametrize("cut", ["takeover", "resets"])
+def test_other_nodes_that_still_reconnect_write_the_last_checkpoint(cut: str) -> None:
+    """Rank 0 reconnects first, and cannot write its part."""
+    state, _, _ = apply(saving(), part(400, (), node="node0", error="[Errno 5] I/O error"))
+    state, _, _ = apply(state, job.CoordinatorFailover()) if cut == "takeover" else closed(state)
+    for node in ("node0", "node1", "node2"):
+        done = m.Finished(400, "sha" if node == "node0" else "")
+        state, _, _ = send_report(state, node, phase=NodePhase.FINISHED, finished=done)
+    assert state.phase is JobPhase.HALTING and state.health["node0"].quarantined
+
+
+def closed(state: JobState) -> tuple[JobState, tuple[job.JobAction, ...], str]:
+    """The connections of all nodes break."""
+    actions, reason = tuple[job.JobAction, ...](), ""
+    for node, member in state.members.items():
+        event = job.ConnectionClosed(node, member.report.info.incarnation)
+        state, actions, reason = apply(state, event)
+    return state, actions, reason
+
+
 def test_a_failure_of_an_earlier_epoch_does_not_count() -> None:
     """The same states are written again in the present epoch."""
     state = after_a_loss(saving())
@@ -732,6 +752,18 @@ def test_without_an_older_checkpoint_the_job_ends(trained: bool, code: int) -> N
     (end,) = [action for action in actions if isinstance(action, job.JobFinished)]
     assert (state.phase, end.code) == (JobPhase.FAILED, code)
     assert end.reason == "layer-0002 is corrupt; there is no older checkpoint"
+
+
+def test_a_node_that_does_not_see_the_checkpoint_is_left_out() -> None:
+    """Also if the others still reconnect to a new coordinator."""
+    state = after_a_loss(saving()).of(checkpoint=("/c/6", 6))
+    found = m.CheckpointUnreadable(state.epoch, "/c/6", "no such file", missing=True)
+    report = {"phase": NodePhase.INSTALLING, "epoch": 2, "unreadable": found}
+    adopted, _, _ = apply(state, job.CoordinatorFailover())
+    for before in (state, adopted):
+        after, _, reason = send_report(before, "node0", **report)
+        assert after.phase is JobPhase.HALTING and after.checkpoint == ("/c/6", 6)
+        assert after.health["node0"].quarantined and "node0 cannot read the checkpoint" in reason
 
 
 # ---- keepers ----

@@ -185,6 +185,13 @@ def with_spare() -> JobState:
 
 def test_a_spare_replaces_a_node_with_a_hint() -> None:
     state = with_spare()
+    away = replace(state.members["node3"], connected=False)
+    after, _, _ = transition(
+        state.of(members={**state.members, "node3": away}),
+        notice(state, "node1", HINT, 600.0),
+        state.updated_at,
+    )
+    assert after.phase is JobPhase.RUNNING, "the spare may be gone"
     state, actions, reason = transition(
         state, notice(state, "node1", HINT, 600.0), state.updated_at
     )
