@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic.core.job import checkpoints
 from elastic.core.job.absent_nodes import with_returned, with_unknown
-from elastic.core.job.epoch_change import repeat_halt
+from elastic.core.job.epoch_change import missed_prefetch, repeat_halt
 from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import count_node_seconds, with_expected_end
 from elastic.core.job.liveness import excuse_common_silence, is_heard, without_doubt
@@ -92,7 +92,8 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
     reason = f"{node}: {report.phase}" if report.phase is not was.phase else ""
     orders = _missed_orders(state, node)
     if returns:
-        orders = (*orders, *progress_watchdog.missed_restart(state, state.members[node]))
+        restart = progress_watchdog.missed_restart(state, state.members[node])
+        orders = (*orders, *restart, *missed_prefetch(state, node))
     return state, (*orders, *findings), reason
 
 

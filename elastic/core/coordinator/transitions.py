@@ -31,6 +31,7 @@ from elastic.core.job.epoch_change import (
     divergence_reports,
     plan_request,
     resume_if_feasible,
+    without_joining,
 )
 from elastic.core.job.goodput import nonfinite_entries
 from elastic.core.job.join_policy import plan_if_feasible, record_pause, without_member
@@ -555,11 +556,14 @@ def _join(state: JobState, now: float) -> JobTransition | None:
         return consider_joining(state, now)
     usable = {member.node for member in candidates(state)}
     here = tuple(node for node in state.joining if node in usable)
-    fetching = any(state.members[node].report.prefetched < state.epoch for node in here)
-    if fetching and now - state.joining_since < state.limits.prefetch_s:
-        return None
     if not here:
-        return state.of(joining=()), (), "the joining node is gone"
+        return without_joining(state), (), "the joining node is gone"
+    members = [state.members[node] for node in here]
+    fetching = any(member.report.prefetched < state.epoch for member in members)
+    # A disconnected node is back soon, or lost. The change would wait for it, and training with it.
+    away = not all(member.connected for member in members)
+    if away or (fetching and now - state.joining_since < state.limits.prefetch_s):
+        return None
     cause = Cause(CauseKind.JOIN, f"join {' '.join(here)}", here)
     return begin_change(state, cause, now, boundary=True)
 

@@ -91,7 +91,12 @@ def begin_change(
         rerun=old.rerun if old else 0,
     )
     state = state.of(
-        epoch=epoch, phase=JobPhase.HALTING, change=change, suspected_since=0.0, joining=()
+        epoch=epoch,
+        phase=JobPhase.HALTING,
+        change=change,
+        suspected_since=0.0,
+        joining=(),
+        joining_sources=(),
     )
     entry = {
         "epoch": epoch,
@@ -513,10 +518,29 @@ def consider_joining(state: JobState, now: float) -> JobTransition | None:
     if plan is None:
         return state, entries, choice.reason
     wanted = tuple(node for node in fresh if node in plan.nodes())
-    sends = tuple(Send(node, _prefetch(state, plan, node)) for node in wanted)
+    sources = tuple((node, _sources(state, plan, node)) for node in wanted)
+    state = state.of(joining=wanted, joining_sources=sources, joining_since=now)
+    sends = [order for node in wanted for order in missed_prefetch(state, node)]
     reason = "; ".join(filter(None, (f"{' '.join(wanted)} pull state", choice.reason)))
     entry = LogEntry("prefetch", {"nodes": list(wanted)})
-    return state.of(joining=wanted, joining_since=now), (*sends, entry, *entries), reason
+    return state, (*sends, entry, *entries), reason
+
+
+def without_joining(state: JobState) -> JobState:
+    """Let the nodes that were joining be considered again once they can take a stage."""
+    members = [state.members[node] for node in state.joining if node in state.members]
+    keys = frozenset(map(join_policy.member_key, members))
+    considered = tuple(key for key in state.considered if key not in keys)
+    return state.of(joining=(), joining_sources=(), considered=considered)
+
+
+def missed_prefetch(state: JobState, node: str) -> tuple[JobAction, ...]:
+    """Return the order to fetch state, for a joining node that has not obeyed it."""
+    sources = dict(state.joining_sources).get(node)
+    if sources is None or state.members[node].report.prefetched >= state.epoch:
+        return ()
+    vaults = tuple((mb.node, mb.report.info.vault) for mb in state.members.values())
+    return (Send(node, m.Prefetch(state.epoch, sources, vaults)),)
 
 
 def _left_aside(choice: join_policy.JoinChoice) -> tuple[LogEntry, ...]:
@@ -525,11 +549,11 @@ def _left_aside(choice: join_policy.JoinChoice) -> tuple[LogEntry, ...]:
     return (LogEntry("spare", {"nodes": list(choice.aside), "reason": choice.reason}),)
 
 
-def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
-    """Return the order for `node` to fetch the state of its future layers from their holders."""
+def _sources(state: JobState, plan: Plan, node: str) -> tuple[tuple[int, int, str], ...]:
+    """Return `Prefetch.sources` for the layers that `node` has under `plan`: their holders now."""
     assert state.plan is not None
     sharded = state_of(state.plan.state).sharded
-    sources = tuple(
+    return tuple(
         (layer, shard, unit.node)
         for _, _, stage in plan.stages()
         if stage.unit.node == node
@@ -537,8 +561,6 @@ def _prefetch(state: JobState, plan: Plan, node: str) -> m.Prefetch:
         for shard in range(plan.tp)
         for unit in state.plan.holders(layer)[: None if sharded else 1]
     )
-    vaults = tuple((mb.node, mb.report.info.vault) for mb in state.members.values())
-    return m.Prefetch(state.epoch, sources, vaults)
 
 
 def resume_if_feasible(state: JobState, now: float) -> JobTransition | None:

@@ -418,6 +418,8 @@ class JobState:
     """Keys (`join_policy.member_key`) of members that the running plan uses or leaves aside."""
     joining: tuple[str, ...] = ()
     """Nodes that fetch state in the background before a plan uses them."""
+    joining_sources: tuple[tuple[str, tuple[tuple[int, int, str], ...]], ...] = ()
+    """(node, `Prefetch.sources`) of these nodes, so that their orders can be repeated."""
     joining_since: float = 0.0
     updated_at: float = 0.0
     """Time of the newest transition."""

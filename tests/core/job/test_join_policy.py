@@ -127,6 +127,91 @@ def test_after_many_losses_a_new_node_waits_for_a_calm_period() -> None:
     assert after.joining == ("node9",)
 
 
+def away(state: JobState, node: str) -> JobState:
+    """State after the connection of the node has broken."""
+    event = job.ConnectionClosed(node, state.members[node].report.info.incarnation)
+    return transition(state, event, state.updated_at + 0.01)[0]
+
+
+def back(
+    state: JobState, *nodes: str, **changes: Any
+) -> tuple[JobState, tuple[job.JobAction, ...]]:
+    """State after these nodes have reported again, and the actions."""
+    told: tuple[job.JobAction, ...] = ()
+    for node in nodes:
+        report = replace(state.members[node].report, **changes)
+        state, actions, _ = transition(state, report, state.updated_at + 0.01)
+        told += actions
+    return state, told
+
+
+def prefetches(actions: tuple[job.JobAction, ...]) -> list[Send]:
+    return [a for a in actions if isinstance(a, Send) and isinstance(a.message, m.Prefetch)]
+
+
+@pytest.mark.parametrize("cut", ["takeover", "reset"])
+def test_a_node_that_reconnects_while_it_joins_is_used(cut: str) -> None:
+    """Its order may be lost, so it is repeated. The order that it obeyed is not."""
+    state, actions, _ = join(running().of(pauses=(0.5,)), "node9")
+    (order,) = prefetches(actions)
+    for fetched in (-1, state.epoch):
+        if cut == "reset":
+            after = away(state, "node9")
+        else:
+            after, _, _ = transition(state, job.CoordinatorFailover(), state.updated_at + 1.0)
+            after, _ = back(after, "node0", "node1")
+        assert after.joining == ("node9",) and after.phase is JobPhase.RUNNING
+        after, told = back(after, "node9", prefetched=fetched)
+        assert prefetches(told) == ([order] if fetched < state.epoch else [])
+        after, told = back(after, "node9", prefetched=state.epoch)
+        assert after.phase is JobPhase.HALTING and after.change is not None
+        assert after.change.cause == "join node9" and not prefetches(told)
+
+
+def test_a_change_for_a_joining_node_does_not_begin_while_it_is_disconnected() -> None:
+    state, _, _ = join(running().of(pauses=(0.5,)), "node9")
+    state, _ = back(away(state, "node9"), "node0", "node1")
+    state = state.of(joining_since=state.updated_at - 2 * state.limits.prefetch_s)
+    while "node9" in state.members:
+        assert state.phase is JobPhase.RUNNING and state.joining == ("node9",)
+        beats = tuple(
+            m.Heartbeat(node, state.members[node].report.info.incarnation, 0, 0)
+            for node in ("node0", "node1")
+        )
+        state, _, _ = transition(state, job.Heartbeats(beats), state.updated_at + 0.2)
+    assert state.phase is JobPhase.RUNNING and not state.joining and not state.joining_sources
+
+
+@pytest.mark.parametrize("cut", ["takeover", "reset"])
+def test_a_node_that_is_ready_while_others_reconnect_is_used(cut: str) -> None:
+    state = running().of(pauses=(0.5,))
+    new = NodeInfo("node9", "node9.1", "node9:1")
+    state, _, _ = transition(state, NodeReport(new, NodePhase.EMPTY, 0), state.updated_at + 0.01)
+    if cut == "reset":
+        state = away(state, "node0")
+    else:
+        state, _, _ = transition(state, job.CoordinatorFailover(), state.updated_at + 1.0)
+    state, told = back(state, "node9", phase=NodePhase.IDLE, restart=0, able=True, elastic=True)
+    assert state.joining == ("node9",) and len(prefetches(told)) == 1
+
+
+def test_a_node_that_is_disconnected_is_considered_when_it_is_back() -> None:
+    state, _, _ = join(running().of(pauses=(0.5,)), "node9")
+    state = change.without_joining(away(state, "node9"))
+    state, _, _ = transition(state, job.Tick(), state.updated_at + 0.01)
+    assert not state.joining and "node9.1" not in state.considered
+    state, told = back(state, "node9")
+    assert state.joining == ("node9",) and len(prefetches(told)) == 1
+
+
+def test_a_node_whose_workers_crash_while_it_joins_is_considered_again() -> None:
+    state, _, _ = join(running().of(pauses=(0.5,)), "node9")
+    state, _ = back(state, "node9", phase=NodePhase.STARTING, able=False, cause="signal 11")
+    assert not state.joining and "node9.1" not in state.considered
+    state, told = back(state, "node9", phase=NodePhase.IDLE, able=True)
+    assert state.joining == ("node9",) and len(prefetches(told)) == 1
+
+
 def test_losses_node_seconds_and_pauses_are_counted() -> None:
     world = World(5, 3, steps=400)
     world.inject(Fault("kill", 3.0, 1))
