@@ -133,6 +133,8 @@ def _excuse_delay(state: JobState, now: float) -> JobState:
             state = state.of(failure=replace(state.failure, at=state.failure.at + late))
         if state.missing is not None:
             state = state.of(missing=replace(state.missing, since=state.missing.since + late))
+        if state.finished_at:
+            state = state.of(finished_at=state.finished_at + late)
     return clock.set_clock(state, now)
 
 
@@ -286,7 +288,7 @@ def _finished(state: JobState, finished: m.Finished, now: float) -> JobTransitio
     awaited for `limits.disk_s` while nodes write them."""
     text, sha = f"all {finished.step} steps done", finished.params_sha256
     if not checkpoints.is_final_missing(state):
-        late = checkpoints.being_written(state)
+        late = checkpoints.being_written(state, now)
         if late and not state.finished_at:
             limit_s = state.limits.disk_s
             entries = tuple(checkpoints.late_entry(step, limit_s) for step in late)

@@ -27,6 +27,7 @@ from elastic.core.job.state import (
     JobState,
     JobTransition,
     LogEntry,
+    Member,
 )
 from elastic.core.protocol import messages as m
 from elastic.core.recovery import lineage
@@ -136,9 +137,9 @@ def due_steps(state: JobState) -> tuple[int, ...]:
     return (*between, last)
 
 
-def being_written(state: JobState) -> tuple[int, ...]:
+def being_written(state: JobState, now: float) -> tuple[int, ...]:
     """Return the steps of the newest due checkpoints that lack files, while a node says that it
-    still writes, or has not finished the last step."""
+    still writes, or has not finished the last step. A disconnected node has time to return."""
     if state.plan is None:
         return ()
     parts, nodes = dict(state.checkpoint_parts), state.plan.nodes()
@@ -148,11 +149,17 @@ def being_written(state: JobState) -> tuple[int, ...]:
         if not _is_settled(state, step) and not is_complete(state, parts.get(step, ()))
     ]
     writing = any(
-        member.connected
+        _may_write(state, member, now)
         and (member.report.writing or (node in nodes and member.report.finished is None))
         for node, member in state.members.items()
     )
     return tuple(late) if writing else ()
+
+
+def _may_write(state: JobState, member: Member, now: float) -> bool:
+    """Return whether the member is connected, or may reconnect."""
+    silent = member.silence_s(now) > state.limits.lease_s
+    return member.connected or not (silent or member.refused)
 
 
 def late_entry(step: int, patience_s: float) -> LogEntry:

@@ -320,6 +320,32 @@ def test_the_end_waits_for_older_checkpoints_while_a_node_writes() -> None:
         assert later.phase is phase
 
 
+@pytest.mark.parametrize("cut", ["takeover", "resets"])
+def test_the_end_waits_for_a_writer_that_reconnects(cut: str) -> None:
+    """It has its usual time to return, unless its agent has ended."""
+    state, _, _ = apply(saving(), part(300, HALVES[0]))
+    state, _, _ = apply(state, part(400))
+    state, _, _ = apply(state, job.CheckpointCommitted("/c/400", 400))
+    state, _, _ = finished(state, writing=["node1"])
+    if cut == "resets":
+        state, actions, _ = closed(state)
+    else:  # the time without a coordinator does not count
+        away_s = 2 * state.limits.disk_s
+        state, actions, _ = transition(state, job.CoordinatorFailover(), state.updated_at + away_s)
+    assert state.phase is JobPhase.RUNNING and not entries(actions, "checkpoint-lost")
+    back, _, _ = send_report(state, "node1")
+    assert back.phase is JobPhase.RUNNING
+    ended, _, _ = send_report(back, "node1", writing=False)
+    assert ended.phase is JobPhase.FINISHED
+    incarnation = state.members["node1"].report.info.incarnation
+    gone, _, _ = apply(state, job.PortRefused("node1", incarnation))
+    assert gone.phase is JobPhase.FINISHED
+    silent, waited_s = state, 0.0
+    while silent.phase is JobPhase.RUNNING:
+        silent, waited_s = apply(silent, job.Tick())[0], waited_s + 0.01
+    assert waited_s == pytest.approx(state.limits.lease_s, rel=0.4)
+
+
 # ---- states of lost nodes ----
 
 
