@@ -277,8 +277,8 @@ def _failover(state: JobState, event: CoordinatorFailover, now: float) -> JobTra
     actions: list[JobAction] = [LogEntry("adopted", {"epoch": state.epoch})]
     actions += checkpoints.removals_to_repeat(state)
     actions += checkpoints.commits_to_repeat(state)
-    if state.ending is not None:
-        actions.append(state.ending)  # the end of the job waits for the orders before it
+    if state.ending is not None:  # it waits for the orders before it
+        actions += [*checkpoints.unfinished(state), state.ending]
     state = state.of(members=members, adopted_until=late + state.limits.lease_s)
     state = progress_watchdog.restarted(without_doubt(state), late)
     if state.phase is not JobPhase.HALTING:

@@ -249,7 +249,7 @@ def _fail(state: JobState, failure: JobFailure, now: float) -> JobTransition:
     state, entries = state.of(failure=failure), _evidence(failure.failed)
     ended = _end_with_error(state, failure, now)
     if ended is None:
-        wait = f"waiting for the checkpoint of step {_due_at_failure(state, failure)}"
+        wait = f"waiting for the checkpoint of step {checkpoints.due_at_failure(state)}"
         return state, entries, f"{_error(failure)}; {wait}"
     state, actions, reason = ended
     return state, (*entries, *actions), reason
@@ -257,17 +257,10 @@ def _fail(state: JobState, failure: JobFailure, now: float) -> JobTransition:
 
 def _end_with_error(state: JobState, failure: JobFailure, now: float) -> JobTransition | None:
     """End the job once the checkpoint that is due is durable or given up, or after `save_s`."""
-    due = _due_at_failure(state, failure)
+    due = checkpoints.due_at_failure(state)
     if checkpoints.is_awaited(state, due) and now - failure.at < state.limits.save_s:
         return None
-    return _end_job(state, JobPhase.FAILED, failure.failed.exit_code, _error(failure), due=due)
-
-
-def _due_at_failure(state: JobState, failure: JobFailure) -> int:
-    """Return the step of the newest checkpoint that all workers can have; 0: none. A worker that
-    has a version proves that all others have it, or get it without this worker."""
-    version = failure.failed.version
-    return checkpoints.due_at(state, version if version >= 0 else state.newest_step + 1)
+    return _end_job(state, JobPhase.FAILED, failure.failed.exit_code, _error(failure))
 
 
 def _error(failure: JobFailure) -> str:
@@ -304,11 +297,11 @@ def _finished(state: JobState, finished: m.Finished, now: float) -> JobTransitio
 
 
 def _end_job(
-    state: JobState, phase: JobPhase, code: int, reason: str, sha: str = "", due: int = 0
+    state: JobState, phase: JobPhase, code: int, reason: str, sha: str = ""
 ) -> JobTransition:
     # The summary must include a change that became complete just before the end of the job.
     state, completed, _ = _complete_change(state) or (state, (), "")
-    unfinished = checkpoints.unfinished(state, due)
+    unfinished = checkpoints.unfinished(state)
     state, ended = end_job(state, phase, code, reason, sha)
     return state, (*completed, *unfinished, *ended), reason
 

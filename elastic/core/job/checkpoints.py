@@ -536,11 +536,22 @@ def writers_of(plan: Plan, layer: int) -> tuple[str, ...]:
     return nodes if state_of(plan.state).sharded else nodes[:1]
 
 
-def unfinished(state: JobState, due: int = 0) -> tuple[CommitCheckpoint, ...]:
+def due_at_failure(state: JobState) -> int:
+    """Return the step of the newest checkpoint that all workers can have if the job ends because of
+    an error; 0: none. A worker that has a version proves that all others have it, or get it without
+    this worker."""
+    if state.failure is None:
+        return 0
+    version = state.failure.failed.version
+    return due_at(state, version if version >= 0 else state.newest_step + 1)
+
+
+def unfinished(state: JobState) -> tuple[CommitCheckpoint, ...]:
     """Return a last try for each checkpoint that lacks reports at the end of the job. A node may
-    have been lost after it wrote its files, but before its report was read. `due`: step of a
-    checkpoint that must be there, also if no part of it was reported; 0: none."""
+    have been lost after it wrote its files, but before its report was read. After an error this
+    includes the checkpoint that is due, also if no part of it was reported."""
     steps = {step for step, slots in state.checkpoint_parts if not is_complete(state, slots)}
+    due = due_at_failure(state)
     if due and due > newest_written(state) and due not in state.lost_checkpoints:
         steps.add(due)
     return tuple(CommitCheckpoint(step) for step in sorted(steps))

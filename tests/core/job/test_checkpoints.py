@@ -301,8 +301,17 @@ def test_checkpoints_that_lack_reports_at_the_end_are_tried() -> None:
     state, actions, _ = finished(state)
     assert state.phase is JobPhase.FINISHED
     assert job.CommitCheckpoint(398) in actions and not entries(actions, "checkpoint-lost")
-    _, actions, _ = apply(state, job.CheckpointFailed(398, "layer 2 is missing"))
+    ended, actions, _ = apply(state, job.CheckpointFailed(398, "layer 2 is missing"))
     assert [entry["step"] for entry in entries(actions, "checkpoint-lost")] == [398]
+    assert tries_of_a_successor(state) == [398] and not tries_of_a_successor(ended)
+
+
+def tries_of_a_successor(state: JobState) -> list[int]:
+    """The steps that the next coordinator tries to commit before it repeats the end of the job."""
+    state = loads(JobState, dumps(state))
+    _, actions, _ = apply(state, job.CoordinatorFailover())
+    end = [isinstance(action, job.JobFinished) for action in actions].index(True)
+    return [action.step for action in actions[:end] if isinstance(action, job.CommitCheckpoint)]
 
 
 def test_the_end_waits_for_older_checkpoints_while_a_node_writes() -> None:
@@ -878,6 +887,7 @@ def check_end(
     assert {a.node for a in actions if isinstance(a, job.Send)} >= set(state.members)
     assert tuple(entry["step"] for entry in entries(actions, "checkpoint-lost")) == lost
     assert tuple(a.step for a in actions if isinstance(a, job.CommitCheckpoint)) == tried
+    assert tuple(tries_of_a_successor(state)) == tried
 
 
 def lose(state: JobState, node: str) -> tuple[JobState, tuple[job.JobAction, ...]]:
