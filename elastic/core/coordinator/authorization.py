@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.job.state import JobState
+from elastic.core.policy.drain import missed_release
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import node_id
 from elastic.core.protocol.health_report import MAX_ENTRIES, HealthReport
@@ -129,7 +130,9 @@ def _check_sender(state: JobState, sender: str, message: Any) -> Rejection | Non
         case m.NodeReport():
             return _check_report(state, sender, message)
         case m.Heartbeat() if info is None or message.incarnation != info.incarnation:
-            return Rejection(STALE, f"{sender} is not a member (any more)", fence=True)
+            # A released node that has missed its order reports after it has reconnected.
+            fence = not missed_release(state, sender, message.incarnation)
+            return Rejection(STALE, f"{sender} is not a member (any more)", fence=fence)
         case m.Notice() | HealthReport() | m.AgentFailed():
             # From an unknown node they are accepted, but have no effect.
             if info is not None and message.incarnation != info.incarnation:

@@ -98,9 +98,12 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
 
 
 def _new_incarnation(state: JobState, report: m.NodeReport, now: float) -> JobTransition:
-    """Add the node as a member. Refuse it if its report shows state of a former membership, if its
-    name is in use, or if its pre-flight failed."""
+    """Add the node as a member. Refuse it if it was released, if its report shows state of a former
+    membership, if its name is in use, or if its pre-flight failed."""
     node = report.info.node
+    release = drain.missed_release(state, node, report.info.incarnation)
+    if release:
+        return state, release, f"{node}: released before"
     if report.epoch > 0 or report.restart >= 0 or report.phase is not NodePhase.EMPTY:
         fenced = m.Fenced(f"{node} ({report.info.incarnation}) is not a member (any more)")
         state = with_unknown(state, node, now)
@@ -173,7 +176,9 @@ def _heartbeats(state: JobState, event: Heartbeats, now: float) -> JobTransition
         member = members.get(beat.node)
         if member is None or member.report.info.incarnation != beat.incarnation:
             text = f"{beat.node} is not a member (any more)"
-            fenced.append(Send(beat.node, m.Fenced(text)))
+            # A released node that has missed its order reports after it has reconnected.
+            if not drain.missed_release(state, beat.node, beat.incarnation):
+                fenced.append(Send(beat.node, m.Fenced(text)))
             continue
         report = member.report
         if (report.step, report.microbatch) != (beat.step, beat.microbatch):

@@ -537,9 +537,8 @@ def _drain(state: JobState, now: float) -> JobTransition | None:
         writes = writing and not _must_leave(state, member, now)
         # A disconnected node would miss the order and join again.
         if state.trimmed >= state.epoch and member.connected and not writes:
-            actions = (drain.release_order(member), LogEntry("drained", {"node": node}))
-            reason = f"{node} holds nothing any more and may leave"
-            return without_member(state, node, now, left=1), actions, reason
+            state, actions = drain.release(state, member, now)
+            return state, actions, f"{node} holds nothing any more and may leave"
     return None
 
 

@@ -414,6 +414,9 @@ class JobState:
     """(node, step) of the last wait for restarting workers."""
     retired: tuple[tuple[str, str], ...] = ()
     """(node, incarnation) of the newest members that joined again as another incarnation."""
+    released: tuple[tuple[str, str, bool], ...] = ()
+    """(node, incarnation, whether it was ordered to end) of the newest drained members. The order
+    may be lost."""
     considered: tuple[str, ...] = ()
     """Keys (`join_policy.member_key`) of members that the running plan uses or leaves aside."""
     joining: tuple[str, ...] = ()

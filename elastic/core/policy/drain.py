@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.job.epoch_change import begin_change, candidates
-from elastic.core.job.join_policy import member_key, with_expected_end
+from elastic.core.job.join_policy import member_key, with_expected_end, without_member
 from elastic.core.job.membership import with_member
 from elastic.core.job.state import (
     Cause,
@@ -31,6 +31,8 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NoticeKind
 from elastic.domain.errors import EXIT_DRAINED
 
+RELEASED = 256
+"""Number of released nodes that are kept in the state."""
 SAME_S = 1.0
 """Deadlines that differ by fewer seconds count as equal."""
 
@@ -117,11 +119,25 @@ def drain_cause(state: JobState) -> Cause:
     return Cause(CauseKind.DRAIN, f"drain {' '.join(names)}", tuple(mb.node for mb in leaving))
 
 
-def release_order(member: Member) -> JobAction:
-    """Return the order for a drained node: end, or wait because its notice may be withdrawn."""
-    if member.notice is None or member.notice.final:
-        return Send(member.node, m.Stop(EXIT_DRAINED, "drained"))
-    return Send(member.node, m.Released("drained"))
+def release(state: JobState, member: Member, now: float) -> tuple[JobState, tuple[JobAction, ...]]:
+    """Remove a drained node. It must end, or wait because its notice may be withdrawn."""
+    node, incarnation = member.node, member.report.info.incarnation
+    ends = member.notice is None or member.notice.final
+    released = (*state.released, (node, incarnation, ends))[-RELEASED:]
+    state = without_member(state, node, now, left=1).of(released=released)
+    return state, (_release_order(node, ends), LogEntry("drained", {"node": node}))
+
+
+def missed_release(state: JobState, node: str, incarnation: str) -> tuple[JobAction, ...]:
+    """Return the order to a node that was released, but has missed it. (): it was not released, or
+    another incarnation has joined since."""
+    known = {(name, which): ends for name, which, ends in state.released}
+    ends = known.get((node, incarnation))
+    return () if ends is None or node in state.members else (_release_order(node, ends),)
+
+
+def _release_order(node: str, ends: bool) -> JobAction:
+    return Send(node, m.Stop(EXIT_DRAINED, "drained") if ends else m.Released("drained"))
 
 
 def replace_hinted_nodes(state: JobState, now: float) -> JobTransition | None:

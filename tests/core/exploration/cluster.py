@@ -298,6 +298,7 @@ class Cluster:
             facts = (
                 members,
                 state.retired,
+                state.released,
                 state.ending is None,
                 state.newest_step,
                 state.epoch,

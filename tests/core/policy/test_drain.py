@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from elastic.core.coordinator.authorization import check_message
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
+from elastic.core.policy import drain
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NoticeKind
+from elastic.domain.codec import dumps, loads
 from tests.core.coordinator.test_transitions import halt, running, send_report, sent
 from tests.core.state_access import plan_of
 
@@ -105,6 +108,43 @@ def test_a_drained_node_waits_or_ends(final: bool, word: type) -> None:
     assert "node2" not in after.members
     assert [type(a.message) for a in actions if isinstance(a, Send) and a.node == "node2"] == [word]
     assert entries(actions, "drained") == [{"node": "node2"}]
+
+
+@pytest.mark.parametrize(("final", "word"), [(False, m.Released), (True, m.Stop)])
+def test_a_drained_node_that_missed_its_release_gets_it_again(final: bool, word: type) -> None:
+    """The coordinator died before it sent the order, or the connection broke."""
+    state = running()
+    noticed, *_ = transition(state, notice(state, "node2", final=final), state.updated_at)
+    after, _ = drained(state.of(members=noticed.members), "node2")
+    after, _, _ = transition(
+        loads(JobState, dumps(after)), job.CoordinatorFailover(), after.updated_at + 1.0
+    )
+    report = state.members["node2"].report
+    beat = m.Heartbeat("node2", report.info.incarnation, report.step, 0)
+    rejection = check_message(after, "node2", beat)
+    assert rejection is not None and not rejection.fence, "its report comes next"
+    assert transition(after, beat, after.updated_at)[1] == ()
+    assert check_message(after, "node2", report) is None
+    again, actions, reason = transition(after, report, after.updated_at)
+    (order,) = actions
+    assert isinstance(order, Send) and isinstance(order.message, word)
+    assert reason == "node2: released before" and "node2" not in dict(again.absent)
+    other = replace(report, info=replace(report.info, incarnation="next"))
+    _, actions, _ = transition(after, other, after.updated_at)
+    assert sent(actions, m.Fenced)
+    joined, _, _ = transition(after, m.NodeReport(other.info, NodePhase.EMPTY, 0), after.updated_at)
+    rejection = check_message(joined, "node2", report)
+    assert rejection is not None and rejection.fence, "the next incarnation must not get the order"
+
+
+def test_the_newest_released_nodes_are_remembered() -> None:
+    state, known = running(), drain.RELEASED
+    state = state.of(released=tuple((f"node{n}", "x", True) for n in range(5, 5 + known)))
+    noticed, *_ = transition(state, notice(state, "node2"), state.updated_at)
+    after, _ = drained(state.of(members=noticed.members), "node2")
+    assert len(after.released) == known
+    incarnation = state.members["node2"].report.info.incarnation
+    assert after.released[-1] == ("node2", incarnation, False)
 
 
 def test_a_drained_node_whose_disk_is_behind_is_not_released() -> None:
