@@ -127,8 +127,9 @@ def node_released(tracker: NoticeTracker) -> TrackerTransition:
 
 
 def resend(tracker: NoticeTracker) -> tuple[TrackerAction, ...]:
-    """Return the actions after a reconnect: a new coordinator may not know the notice."""
-    return (SendNotice(tracker.sent),) if tracker.sent is not None else ()
+    """Return the actions after a reconnect: the coordinator may not know the notice, or not that it
+    was withdrawn."""
+    return (SendNotice(tracker.sent),) if tracker.by_source else ()
 
 
 def notice_message(

@@ -76,6 +76,11 @@ def _leave(state: JobState, member: Member, event: m.Notice, now: float) -> JobT
 
 
 def _hint(state: JobState, member: Member, event: m.Notice, now: float) -> JobTransition:
+    if member.notice is not None and member.notice.kind is NoticeKind.LEAVE:
+        # A hint is effective only without notices to leave, so a message was lost.
+        state, stays, why = _withdrawn(state, member, now)
+        state, actions, reason = _hint(state, state.members[member.node], event, now)
+        return state, (*stays, *actions), f"{why}; {reason}"
     if member.draining or member.notice is not None:
         return state, (), f"notice of {member.node}: known"
     end = now + max(0.0, event.deadline_s)

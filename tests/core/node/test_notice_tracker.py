@@ -33,6 +33,14 @@ def test_a_notice_is_sent_once() -> None:
     assert notice_tracker.resend(tracker) == (SendNotice(one("aws:1", 100.0)),)
 
 
+def test_a_withdrawal_is_sent_again_at_each_reconnect() -> None:
+    """The first message is lost if it is sent while no coordinator is connected."""
+    assert notice_tracker.resend(NoticeTracker()) == ()
+    tracker, _ = notice_tracker.source_read(NoticeTracker(), "aws", [one("aws:1", 100.0)])
+    tracker, lost = notice_tracker.source_read(tracker, "aws", [])
+    assert lost == notice_tracker.resend(tracker) == (SendNotice(None),)
+
+
 def test_the_soonest_deadline_is_effective_and_a_hint_only_alone() -> None:
     tracker, actions = notice_tracker.source_read(
         NoticeTracker(), "aws", [one("aws:r", 600.0, HINT)]

@@ -10,6 +10,8 @@ from elastic.core.coordinator.authorization import check_message
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
+from elastic.core.node import notice_tracker
+from elastic.core.node.notice_tracker import NoticeTracker, ProviderNotice
 from elastic.core.policy import drain
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NoticeKind
@@ -182,6 +184,29 @@ def test_a_paused_job_continues_when_the_notices_are_withdrawn() -> None:
     assert state.phase is JobPhase.PAUSED
     state, _, _ = transition(state, notice(state, "node1", NONE), state.updated_at)
     assert state.phase is JobPhase.HALTING
+
+
+@pytest.mark.parametrize("hint", [False, True])
+def test_a_notice_withdrawn_while_no_coordinator_is_connected_ends_the_drain(hint: bool) -> None:
+    """The withdrawal, and a hint that follows it, reach the coordinator with the reconnect."""
+    state = running()
+    info, now = state.members["node1"].report.info, state.updated_at
+    for node in ("node0", "node1", "node2"):
+        state, *_ = transition(state, notice(state, node), now)
+    for node in ("node0", "node1", "node2"):
+        state = halt(state, node)
+    assert state.phase is JobPhase.PAUSED
+    told = (ProviderNotice("aws", "aws:1", LEAVE, now + 60.0),)
+    left = (ProviderNotice("aws", "aws:2", HINT, now + 600.0),) if hint else ()
+    tracker, _ = notice_tracker.source_read(NoticeTracker(), "aws", told)
+    tracker, _ = notice_tracker.source_read(tracker, "aws", left)
+    for action in notice_tracker.resend(tracker):
+        assert isinstance(action, notice_tracker.SendNotice)
+        again = notice_tracker.notice_message("node1", info.incarnation, action.notice, now)
+        state, *_ = transition(state, again, now)
+    member = state.members["node1"]
+    assert not member.draining and state.phase is JobPhase.HALTING
+    assert member.expected_end == pytest.approx(now + 600.0 if hint else 0.0)
 
 
 def test_a_notice_does_not_change_a_drain_of_the_user() -> None:
