@@ -6,6 +6,7 @@ All workers of a plan connect to each other, so a plan never has both nodes of a
 
     bad --no report--> on hold --well for `hold_s`--> usable --a report--> bad, for a longer hold
 
+The hold is a preference: it ends at once if no plan fits otherwise.
 `elastic.core.job.reachability` keeps the pairs in the job's state.
 """
 

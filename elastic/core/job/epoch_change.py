@@ -192,7 +192,7 @@ def _decide_plan(state: JobState, now: float) -> JobTransition:
     try:
         state, choice, assignment = _choose(state, now)
     except InfeasiblePlan as error:
-        freed = quarantine.release_all(state, now, f"no plan without it: {error}")
+        freed = _free_nodes(state, now, error)
         if freed is not None:
             state, entries, _ = freed
             state, actions, reason = _decide_plan(state, now)
@@ -209,6 +209,13 @@ def _decide_plan(state: JobState, now: float) -> JobTransition:
         return state, actions, f"the job cannot go on: {error}"
     state, actions, reason = _install(state, replace(change, decided=now), assignment)
     return state, (*actions, *_left_aside(choice)), reason
+
+
+def _free_nodes(state: JobState, now: float, error: InfeasiblePlan | None) -> JobTransition | None:
+    """Free nodes that plans leave out as a precaution: those of paths that are well but on hold,
+    else those in quarantine. None: there are none."""
+    why = f"no plan without it: {error}"
+    return reachability.end_holds(state, why) or quarantine.release_all(state, now, why)
 
 
 def divergence_reports(state: JobState) -> list[m.Diverged]:
@@ -341,10 +348,12 @@ def _solve_over_good_paths(state: JobState, plan: Plan, bad: str) -> recovery.As
 
 def _situation(state: JobState) -> tuple[str, ...]:
     """Return the members that can take part and the bad paths, to see whether they changed. Members
-    in quarantine can: it ends if no plan fits without them."""
+    in quarantine can: it ends if no plan fits without them. So does the hold of a path that is
+    well."""
     able = sorted(mb.report.info.incarnation for mb in _able_members(state))
     bad = reachability.bad_paths(state, state.members)
-    return (*able, *(" ".join(fault.nodes) for fault in bad)) if bad else ()
+    paths = (" ".join((*fault.nodes, *(["on hold"] if fault.well_since else []))) for fault in bad)
+    return (*able, *paths) if bad else ()
 
 
 def _solve(
@@ -565,8 +574,8 @@ def _sources(state: JobState, plan: Plan, node: str) -> tuple[tuple[int, int, st
 
 def resume_if_feasible(state: JobState, now: float) -> JobTransition | None:
     """Begin a change if a plan fits the nodes that are not quarantined, with any choice of nodes
-    that bad paths leave out; else end all quarantines, so that the next call can use these nodes.
-    Nothing is tried twice in the same situation."""
+    that bad paths leave out; else free other nodes, so that the next call can use them
+    (`_free_nodes`). Nothing is tried twice in the same situation."""
     if state.blocked and state.blocked == _situation(state):
         return None
     if not candidates(state):
@@ -580,7 +589,7 @@ def resume_if_feasible(state: JobState, now: float) -> JobTransition | None:
         except InfeasiblePlan as problem:
             error = error or problem
     else:
-        return quarantine.release_all(state, now, f"no plan without it: {error}")
+        return _free_nodes(state, now, error)
     missing = state.missing
     came = missing is None or bool(absent_nodes.returned_nodes(state))
     text = "nodes came" if came else f"the checkpoint of step {checkpoints.newest_step(state)} came"

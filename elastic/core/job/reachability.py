@@ -2,7 +2,8 @@
 
 The fewest nodes that are in all bad pairs are left out: they get no layers and keep no new copies.
 They remain members and keep their vaults. A node that is left out is considered like a new member
-once its paths have been well for a while (`elastic.core.health.path_fault`).
+once its paths have been well for a while (`elastic.core.health.path_fault`). A path that is well is
+used at once if no plan fits without it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,13 @@ def _judge(state: JobState, pairs: Iterable[Pair], now: float) -> Findings:
             entries += pardons
     if not changed:
         return state, ()
+    return _with_faults(state, faults, changed), tuple(entries)
+
+
+def _with_faults(
+    state: JobState, faults: dict[Pair, PathFault], changed: Collection[Pair]
+) -> JobState:
+    """Set the known faults. Nodes of paths that are usable now are considered like new nodes."""
     freed = {node for pair in changed if pair not in faults or faults[pair].usable for node in pair}
     freed &= state.members.keys()
     keys = {state.members[node].report.info.incarnation for node in freed}
@@ -84,7 +92,23 @@ def _judge(state: JobState, pairs: Iterable[Pair], now: float) -> Findings:
     )
     for node in sorted({node for pair in changed for node in pair}):
         state = _with_finding(state, node)
-    return state, tuple(entries)
+    return state
+
+
+def end_holds(state: JobState, why: str) -> JobTransition | None:
+    """Use all paths that are well but on hold, because no plan fits without them. None: no path is
+    on hold."""
+    faults = {fault.nodes: fault for fault in state.paths}
+    held = [fault for fault in state.paths if fault.well_since and not fault.usable]
+    if not held:
+        return None
+    entries: list[JobAction] = []
+    for fault in held:
+        faults[fault.nodes] = replace(fault, usable=True)
+        entries += _entries(fault, faults[fault.nodes])
+    names = ", ".join(" and ".join(fault.nodes) for fault in held)
+    state = _with_faults(state, faults, [fault.nodes for fault in held])
+    return state, tuple(entries), f"the path between {names} is used at once: {why}"
 
 
 def _pardoned(state: JobState, fault: PathFault) -> Findings:

@@ -202,6 +202,39 @@ def test_a_path_is_on_hold_before_it_is_used() -> None:
     assert not keys & set(state.considered), "both are considered like new nodes"
 
 
+def halted(state: JobState) -> tuple[JobState, list[LogEntry]]:
+    """Let all members acknowledge the order to halt; return the state and the log."""
+    reports = [mb.report for mb in state.members.values()]
+    halt = {"epoch": state.epoch, "phase": NodePhase.HALTED}
+    return after(state, *(replace(report, **halt) for report in reports))
+
+
+@pytest.mark.parametrize("times", [1, 7])
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_path_on_hold_is_used_at_once_if_no_plan_fits_without_it(
+    times: int, paused: bool
+) -> None:
+    """Two nodes, and both are needed: the job pauses while the path is bad, and no longer."""
+    state = short_of_memory(3)
+    members = {node: mb for node, mb in state.members.items() if node != "node2"}
+    pair, now = ("node0", "node1"), state.updated_at
+    former = PathFault(pair, (pair,), "no answer", now - 90, now - 60, usable=True, times=times)
+    state = planned(state.of(members=members)).of(paths=(former,), record=None)
+    state, _ = after(state, report(state, *pair))
+    if paused:
+        state, _ = halted(state)
+        assert state.phase is JobPhase.PAUSED
+        state, _ = after(state, *[job.Tick()] * 10)
+        assert state.phase is JobPhase.PAUSED, "the path is bad"
+    state, log = after(state, report(state, "node0"))
+    assert state.phase is JobPhase.HALTING and state.paths[0].usable is paused
+    state, more = halted(state)
+    assert state.phase is JobPhase.INSTALLING and not state.left_out
+    assert set(plan_of(state).nodes()) == set(pair)
+    assert state.paths[0].usable and state.paths[0].times == times + 1, "the next hold is longer"
+    assert any("reach each other again" in str(one.data.get("reason")) for one in (*log, *more))
+
+
 def test_a_bad_path_is_forgotten_with_a_node_or_after_a_good_while() -> None:
     state = running()
     a, b, *_ = sorted(state.members)
