@@ -54,6 +54,8 @@ EXITS = """
 | {EXIT_INTERRUPTED} | Interrupted (Ctrl-C). Other signals give 128 + their number. |
 
 A script that does not use elastic ends as under torchrun: with 0, or with 1 after its last restart.
+If it fails on some nodes only, this is decided 30 s after its start: until then workers of other
+nodes may still attach.
 """
 BAR = "\\|"
 Row = tuple[str, str, object, str]

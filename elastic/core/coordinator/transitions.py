@@ -63,7 +63,8 @@ from elastic.domain.errors import EXIT_FAILURE, EXIT_OK, EXIT_UNRECOVERABLE, EXI
 from elastic.planning.backup.peer_assignment import natural
 
 SCRIPT_S = 30.0
-"""If no worker has attached after this time, the script does not use elastic."""
+"""If no worker has attached after this time, the script does not use elastic. Until then a failed
+node does not end the job while workers of others run."""
 LATE_WORKERS_S = 10.0
 """When the minimum of nodes is ready, the job waits for the others so long, and at least as long as
 the minimum needed. Then it starts without them; they join later."""
@@ -231,8 +232,8 @@ def _end(state: JobState, now: float) -> JobTransition | None:
         return _finished(state, state.finished, now)
     reports = [mb.report for mb in state.members.values()]
     crashing = [r for r in reports if r.elastic and r.phase is NodePhase.FAILED]
-    everywhere = bool(crashing) and len(crashing) == len(reports)
-    if everywhere and not absent_nodes.are_awaited(state, now):
+    everywhere = all(r.phase is NodePhase.FAILED for r in reports)
+    if crashing and everywhere and not absent_nodes.are_awaited(state, now):
         text = f"workers crash on every node; {_crash(crashing[0])}"
         return _end_job(state, JobPhase.FAILED, 1, text)
     for report in reports:
@@ -359,10 +360,17 @@ def _is_overdue(state: JobState, now: float) -> bool:
 
 
 def _plain_script(state: JobState, launched: list[Member], now: float) -> JobTransition | None:
-    """Apply torchrun's rules to a script that does not use elastic."""
+    """Apply torchrun's rules to a script that does not use elastic.
+
+    If only some nodes fail within `SCRIPT_S`, the workers of the others may attach later: then the
+    script uses elastic, and training begins without the nodes that failed.
+    """
     policy = state.policy
     done = [mb for mb in launched if mb.report.restart == state.restart]
     failed = [mb for mb in done if mb.report.phase is NodePhase.FAILED]
+    ended = [mb for mb in done if mb.report.phase in (NodePhase.FAILED, NodePhase.FINISHED)]
+    if len(ended) < len(launched) and now - state.launched_at < SCRIPT_S:
+        failed = []
     missing = state.next_rank > len(launched)
     more = any(mb.rank < 0 for mb in state.members.values()) and len(launched) < policy.max_nodes
     grown = more and now - state.launched_at > SCRIPT_S

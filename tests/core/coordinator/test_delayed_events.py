@@ -200,10 +200,13 @@ def test_a_failed_node_does_not_end_an_elastic_job_that_starts() -> None:
         plain, "node0", phase=NodePhase.FAILED, cause="oops", elastic=True, restart=plain.restart
     )
     assert state.phase is JobPhase.LAUNCHED and state.ending is None
-    plain, _, _ = send_report(
-        plain, "node0", phase=NodePhase.FAILED, cause="oops", restart=plain.restart
-    )
-    assert plain.ending is not None or plain.restart == state.restart + 1, "torchrun's rules"
+    restart = plain.restart
+    for node in plain.members:
+        assert plain.ending is None and plain.restart == restart
+        plain, _, _ = send_report(
+            plain, node, phase=NodePhase.FAILED, cause="oops", restart=restart
+        )
+    assert plain.ending is not None or plain.restart == restart + 1, "torchrun's rules"
 
 
 # ---- recoveries in the summary ----

@@ -1,4 +1,4 @@
-"""Nodes whose workers end before they attach, while the others train.
+"""Nodes whose workers end before they attach, while the others train or start.
 
 The rules of the node and those of the coordinator run together; a message between them takes no
 time. The other nodes train, or have halted, and send heartbeats.
@@ -11,7 +11,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from elastic.core.coordinator.transitions import transition
+import pytest
+
+from elastic.core.coordinator.transitions import SCRIPT_S, transition
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState
@@ -19,7 +21,9 @@ from elastic.core.node import node as agent
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import Preflight
 from elastic.core.protocol.messages import NodePhase
+from elastic.domain.types import NodeInfo
 from tests.core.coordinator.test_transitions import halt, running
+from tests.core.recovery.job_model import make_spec
 
 NODE = "node9"
 STEP_S = 0.25
@@ -121,3 +125,80 @@ def test_a_node_whose_script_ended_does_not_hold_up_a_recovery() -> None:
 def _plan_of(state: JobState) -> tuple[str, ...]:
     assert state.plan is not None
     return (*state.plan.nodes(), *state.plan.spares)
+
+
+class Start:
+    """Four nodes start, and two are enough. Nobody knows yet whether the script uses elastic."""
+
+    def __init__(self) -> None:
+        self.state, self.now = JobState(job.Policy(min_nodes=2, max_nodes=4)), 100.0
+        infos = (NodeInfo(f"node{i}", f"i{i}", f"h:{i}") for i in range(4))
+        self.nodes = {info.node: agent.NodeState(info) for info in infos}
+        for name in self.nodes:
+            self._event(agent.report(self.nodes[name]))
+        self.wait(1.5)
+        assert self.state.phase is JobPhase.LAUNCHED
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, with heartbeats of all nodes."""
+        end = self.now + seconds
+        while self.now < end and self.state.ending is None:
+            self.now += STEP_S
+            self._event(job.Heartbeats(tuple(map(agent.heartbeat, self.nodes.values()))))
+            self._event(job.Tick())
+
+    def exit(self, name: str, code: int = 1) -> None:
+        self._apply(name, agent.WorkerExited(0, code, "ImportError: libcuda" if code else ""))
+
+    def attach(self, name: str) -> None:
+        self._apply(name, agent.WorkerMessage(0, m.Attach(0, 1, make_spec(4, 3, 5, 1), "x:1")))
+
+    def _event(self, event: Any) -> None:
+        self.state, actions, _ = transition(self.state, event, self.now)
+        for action in actions:
+            if isinstance(action, job.Send):
+                self._apply(action.node, action.message)
+
+    def _apply(self, name: str, event: Any) -> None:
+        self.nodes[name], actions, _ = agent.transition(self.nodes[name], event, self.now)
+        if any(isinstance(action, agent.SendReport) for action in actions):
+            self._event(agent.report(self.nodes[name]))
+
+
+def test_a_node_that_fails_before_any_worker_attaches_is_left_out() -> None:
+    bench = Start()
+    bench.exit("node3")
+    bench.wait(20.0)
+    assert bench.state.phase is JobPhase.LAUNCHED and bench.state.ending is None
+    for name in ("node0", "node1", "node2"):
+        bench.attach(name)
+    bench.wait(1.0)
+    assert bench.state.phase is JobPhase.INSTALLING
+    assert set(_plan_of(bench.state)) == {"node0", "node1", "node2"}
+
+
+@pytest.mark.parametrize("others", [0, 1, None])
+def test_a_script_without_elastic_that_fails_on_one_node_ends(others: int | None) -> None:
+    """At once if the workers of the others have ended (code `others`), else after `SCRIPT_S`."""
+    bench = Start()
+    bench.exit("node3")
+    assert bench.state.ending is None
+    for name in ("node0", "node1", "node2"):
+        if others is not None:
+            bench.exit(name, others)
+    bench.wait(1.0 if others is not None else SCRIPT_S)
+    assert bench.state.ending is not None and bench.state.ending.code == 1
+    assert "ImportError: libcuda (restarts used up: 0)" in bench.state.ending.reason
+
+
+def test_workers_that_crash_on_every_node_end_the_job() -> None:
+    """On one node they never attached."""
+    state = running()
+    crashed = {"phase": NodePhase.FAILED, "able": False, "cause": "signal 11"}
+    members = {
+        name: replace(mb, report=replace(mb.report, elastic=name != "node2", **crashed))
+        for name, mb in state.members.items()
+    }
+    state, _, _ = transition(state.of(members=members), job.Tick(), state.updated_at + STEP_S)
+    assert state.ending is not None
+    assert state.ending.reason == "workers crash on every node; node0: signal 11"
