@@ -208,6 +208,8 @@ def _decide_plan(state: JobState, now: float) -> JobTransition:
         state, actions = end_job(state, JobPhase.FAILED, error.exit_code, str(error))
         return state, actions, f"the job cannot go on: {error}"
     state, actions, reason = _install(state, replace(change, decided=now), assignment)
+    if choice.retry_s < inf:
+        state = state.of(reconsider_at=now + choice.retry_s)
     return state, (*actions, *_left_aside(choice)), reason
 
 

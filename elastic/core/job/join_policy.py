@@ -104,6 +104,7 @@ def plan_for_change(state: JobState, request: PlanRequest, now: float) -> JoinCh
     ahead = outlook(state, now, anyway=True)
     aside: list[str] = []
     reasons: list[str] = []
+    retry_s = inf
     while True:
         nodes, left_s = _first_to_go(state, plan.nodes(), now)
         if left_s == inf:
@@ -118,12 +119,13 @@ def plan_for_change(state: JobState, request: PlanRequest, now: float) -> JoinCh
             break
         request, plan = fewer, other
         aside += nodes
+        retry_s = min(retry_s, _unknown_in_s(state, nodes, now))
         reasons.append(f"{' '.join(nodes)} left aside: {verdict.reason}")
     if not aside:
         return JoinChoice(plan)
     why = "; ".join(reasons)
     plan = replace(plan, spares=(*plan.spares, *aside), reason=f"{plan.reason}; {why}")
-    return JoinChoice(plan, tuple(aside), why)
+    return JoinChoice(plan, tuple(aside), why, retry_s)
 
 
 def plan_for_joining(
@@ -147,7 +149,7 @@ def plan_for_joining(
         verdict, left = _evaluate(state, request, plan, wanted, now)
         if verdict.use:
             return JoinChoice(plan, tuple(aside), "; ".join(reasons), retry_s)
-        retry_s = min(retry_s, verdict.again_s)
+        retry_s = min(retry_s, verdict.again_s, _unknown_in_s(state, left, now))
         reasons.append(f"{' '.join(left)} stay spare: {verdict.reason}")
         aside += left
         request = _without(request, left)
@@ -173,10 +175,24 @@ def _evaluate(
 
 def _first_to_go(state: JobState, nodes: Sequence[str], now: float) -> tuple[list[str], float]:
     """Return (nodes that are expected to leave first, seconds until then; infinity: unknown)."""
-    ends = {node: state.members[node].expected_end for node in nodes}
-    left_s = {node: max(0.0, end - now) if end else inf for node, end in ends.items()}
+    left_s = {node: _expected_stay_s(state, node, now) for node in nodes}
     least = min(left_s.values(), default=inf)
     return [node for node in nodes if left_s[node] == least], least
+
+
+def _expected_stay_s(state: JobState, node: str, now: float) -> float:
+    """Return the seconds until the node is expected to leave; infinity: unknown, also if it is
+    still here `overdue_s` after its expected end."""
+    end = state.members[node].expected_end
+    return max(0.0, end - now) if _unknown_in_s(state, [node], now) < inf else inf
+
+
+def _unknown_in_s(state: JobState, nodes: Sequence[str], now: float) -> float:
+    """Return the seconds until the expected stay of one of `nodes` becomes unknown; infinity: it is
+    unknown already for all of them."""
+    ends = (end for node in nodes if (end := state.members[node].expected_end))
+    left_s = (end + state.limits.overdue_s - now for end in ends)
+    return min((seconds for seconds in left_s if seconds > 0), default=inf)
 
 
 def _speedup(state: JobState, without: Plan, plan: Plan) -> float:

@@ -84,7 +84,7 @@ def _hint(state: JobState, member: Member, event: m.Notice, now: float) -> JobTr
     if member.draining or member.notice is not None:
         return state, (), f"notice of {member.node}: known"
     end = now + max(0.0, event.deadline_s)
-    end = min(member.expected_end, end) if member.expected_end else end
+    end = min(member.expected_end, end) if member.expected_end > now else end
     member = replace(member, expected_end=end, notice=event, hint_used=False)
     reason = f"{member.node} is expected to go within {end - now:.3g} s ({_source(event)})"
     return with_member(state, member), (_entry(event, reason),), reason

@@ -264,3 +264,44 @@ def test_a_short_lived_spare_is_used_if_no_plan_fits_without_it() -> None:
         state.updated_at,
     )
     assert choice.plan is not None and choice.plan.nodes() == ("node9",) and not choice.aside
+
+
+def outlive(state: JobState, node: str) -> tuple[JobState, float]:
+    """Wait until nobody knows any more when the node leaves; return that time."""
+    unknown = state.members[node].expected_end + state.limits.overdue_s
+    members = {name: replace(mb, seen=unknown) for name, mb in state.members.items()}
+    watch = replace(state.watch, since=unknown)
+    return state.of(updated_at=0.0, members=members, watch=watch), unknown
+
+
+def test_a_spare_that_outlives_its_lifetime_is_used() -> None:
+    """A moment after its expected end it may be late, and is not used yet."""
+    state = running().of(pauses=LONG_PAUSES, node_seconds=1e7)
+    state, _, _ = join(state, "node9", lifetime_s=120.0)
+    state, unknown = outlive(state, "node9")
+    early, _, _ = transition(state, job.Tick(), unknown - 1.0)
+    assert not early.joining
+    after, _, _ = transition(state, job.Tick(), unknown + 1.0)
+    assert after.joining == ("node9",)
+    rough = state.of(losses=50, node_seconds=3600.0)
+    after, _, _ = transition(rough, job.Tick(), unknown + 1.0)
+    assert not after.joining and after.reconsider_at > unknown + 60.0, "for another reason"
+
+
+def test_a_change_leaves_no_node_aside_that_outlives_its_lifetime() -> None:
+    state = spare_job(30.0).coordinator.state
+    assert state.plan is not None and state.reconsider_at
+    state, unknown = outlive(state, "node2")
+    for now, aside in ((unknown - 1.0, ("node2",)), (unknown + 1.0, ())):
+        request = change.plan_request(state, state.epoch + 1)
+        assert join_policy.plan_for_change(state, request, now).aside == aside
+    assert state.reconsider_at == pytest.approx(unknown)
+
+
+def test_a_hint_counts_although_the_expected_end_has_passed() -> None:
+    state = running().of(pauses=LONG_PAUSES)
+    info, now = state.members["node1"].report.info, state.updated_at
+    late = replace(state.members["node1"], expected_end=now - 1.0)
+    hint = m.Notice("node1", info.incarnation, m.NoticeKind.HINT, "aws", 600.0)
+    state, _, _ = transition(state.of(members={**state.members, "node1": late}), hint, now)
+    assert state.members["node1"].expected_end == pytest.approx(now + 600.0)
