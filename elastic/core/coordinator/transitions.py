@@ -198,6 +198,7 @@ def _drop_lost_members(state: JobState, now: float) -> JobTransition | None:
         reasons.append(f"{node} lost: {why}")
         entry = LogEntry("lost", {"node": node, "loss": loss.kind.value, "why": why})
         state, findings = node_lost(without_member(state, node, now, left=1), node, why, now)
+        state = progress_watchdog.member_lost(state, node, now)
         if not loss.proven:
             state = liveness.without_doubt(absent_nodes.with_absent(state, node, now))
         actions += [entry, Send(node, m.Fenced(f"lost: {why}")), *findings]

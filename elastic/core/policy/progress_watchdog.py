@@ -39,8 +39,9 @@ that is blamed alone for two failed epochs is left out; of several that are blam
 one in turn. Nobody is blamed for an epoch that a bad path explains. If all nodes report the same
 error, the job ends with its text: after `MAX_ATTEMPTS` attempts if the error lasts, after
 `PATIENT_ATTEMPTS` if it may not. A lost or leaving node is no failure: a node that is lost again
-and again is quarantined. A node that joins clears only its own blame; one with a new name also ends
-the pause, but at most `MOST_FAILED` epochs fail within a minute.
+and again is quarantined. A node that joins clears only its own blame. One with a new name also ends
+the pause, as does the loss of a node that took part, but at most `MOST_FAILED` epochs fail within a
+minute.
 """
 
 from __future__ import annotations
@@ -160,6 +161,19 @@ def member_joined(state: JobState, node: str, now: float, *, known: bool) -> Job
     if not known:
         watch = replace(watch, attempts=0, retry_at=_earliest(watch.failed_times), stalls=0)
     return state.of(watch=watch)
+
+
+def member_lost(state: JobState, node: str, now: float) -> JobState:
+    """End the pause before the next attempt if a node that took part in the failed epoch is lost:
+    another cluster may succeed at once. In other phases the loss begins an epoch, which does it."""
+    watch, plan, change = state.watch, state.plan, state.change
+    planned = change is not None and change.boundary
+    if state.phase is not JobPhase.HALTING or planned or plan is None or not is_paused(state, now):
+        return state
+    if node not in {*plan.nodes(), *(peer for _, peer in plan.peers)}:
+        return state
+    retry_at = min(watch.retry_at, _earliest(watch.failed_times))
+    return state.of(watch=replace(watch, retry_at=retry_at))
 
 
 def _without(table: dict[str, T], node: str) -> dict[str, T]:
@@ -478,7 +492,7 @@ def _drop(
     entry = LogEntry("lost", {"node": node, "loss": LossKind.STALLED.value, "why": why})
     fence = Send(node, m.Fenced(f"lost: {why}"))
     state, findings = node_lost(without_member(state, node, now, left=1), node, why, now)
-    state = with_absent(state, node, now)
+    state = with_absent(member_lost(state, node, now), node, now)
     return state, (entry, fence, *findings)
 
 

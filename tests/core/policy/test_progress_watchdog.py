@@ -767,7 +767,7 @@ def test_failed_epochs_are_at_most_five_per_minute() -> None:
 
 @given(
     st.lists(
-        st.sampled_from(["contact", "path", "late path", "step", "join", "lost"]),
+        st.sampled_from(["contact", "path", "late path", "late loss", "step", "join", "lost"]),
         min_size=1,
         max_size=40,
     )
@@ -795,6 +795,9 @@ def test_five_failed_epochs_per_minute_in_any_order(events: list[str]) -> None:
                     late = PathFault(("node0", "node1"), (), "", now)
                     after_pause = watchdog.retry(state.of(paths=(late,), plan=None), now)
                     state = after_pause[0] if after_pause is not None else state
+                if event == "late loss":
+                    now += 0.5
+                    state = watchdog.member_lost(state.of(phase=JobPhase.HALTING), "node1", now)
                 while watchdog.is_paused(state, now):
                     now += 0.5
         assert all(sum(at <= other < at + 60.0 for other in failed) <= 5 for at in failed)
@@ -895,6 +898,38 @@ def test_a_lost_node_is_no_failed_epoch() -> None:
     bench.apply(job.PortRefused("node1", incarnation))
     bench.wait(1.0, "node0", "node2")
     assert bench.state.epoch == 2 and bench.state.watch.attempts == 0
+
+
+@pytest.mark.parametrize(
+    ("node", "ago_s", "waits_s"),
+    [("node1", 100.0, 0.0), ("node1", 20.0, 40.0), ("node9", 100.0, 60.0)],
+)
+def test_the_pause_ends_with_the_loss_of_a_node_that_took_part(
+    node: str, ago_s: float, waits_s: float
+) -> None:
+    """The oldest of five failed epochs began `ago_s` ago. node9 is a spare."""
+    bench = Bench(trained())
+    bench.report("node0", suspects=("node1",))
+    while bench.state.phase is JobPhase.RUNNING:
+        bench.wait(STEP_S, *NODES)
+    spare = NodeInfo("node9", "n9", "node9:1")
+    bench.apply(m.NodeReport(spare, NodePhase.EMPTY, 0))
+    bench.report("node9", epoch=bench.state.epoch)
+    began, watch = bench.now, bench.state.watch
+    times = tuple(began - ago_s + i for i in range(5))
+    watch = replace(watch, attempts=5, failed_times=times, retry_at=began + 60.0)
+    bench.state = bench.state.of(watch=watch)
+    for name in NODES:
+        bench.state = halt(bench.state, name)
+    assert bench.state.phase is JobPhase.HALTING
+    incarnation = bench.state.members[node].report.info.incarnation
+    bench.apply(job.ConnectionClosed(node, incarnation))
+    bench.apply(job.PortRefused(node, incarnation))
+    assert node not in bench.state.members
+    while bench.state.phase is JobPhase.HALTING:
+        bench.wait(STEP_S)
+        assert bench.now < began + 70.0
+    assert waits_s <= bench.now - began <= waits_s + 1.0
 
 
 def test_the_watch_is_saved_with_the_state() -> None:
