@@ -27,8 +27,10 @@ LOST_BACKOFF_S = 5.0
 """Least pause after an unknown exit: the cluster may soon report the machine lost."""
 STEADY_S = 60.0
 """If an agent ran for this long, the earlier failures on its machine no longer count."""
-MOST_FAILURES = 3
-"""If this many agents in a row have failed on every machine, the job cannot run."""
+MOST_FAILURES, PATIENT_FAILURES = 3, 10
+"""If this many agents in a row have failed on every machine, the job cannot run. The second number,
+which takes more than four minutes, holds while machines are missing: those that were requested may
+be better."""
 
 
 class AgentStatus(StrEnum):
@@ -206,8 +208,9 @@ def _agent_ended(fleet: Fleet, event: AgentEnded, now: float) -> FleetTransition
     agents = {**fleet.agents, machine: failed}
     fleet = replace(fleet, agents=agents)
     in_a_row = (a.failures if a.status is AgentStatus.FAILED else 0 for a in agents.values())
-    if min(in_a_row) >= MOST_FAILURES:
-        reason = f"on every available machine {MOST_FAILURES} agents in a row have ended"
+    most = PATIENT_FAILURES if fleet.requested else MOST_FAILURES
+    if min(in_a_row) >= most:
+        reason = f"on every available machine {most} agents in a row have ended"
         return fleet, (GiveUp(reason),), reason
     text = f"{agent.node} has ended; its machine may get another agent in {wait_s:g} s"
     return fleet, (), text

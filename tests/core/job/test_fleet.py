@@ -116,6 +116,27 @@ def test_it_gives_up_when_no_machine_can_hold_an_agent() -> None:
     assert given_up == [f.GiveUp("on every available machine 3 agents in a row have ended")]
 
 
+def test_it_waits_longer_for_requested_machines() -> None:
+    """The cluster has lost three of four machines, and agents end on the one that is left."""
+    fleet, now, failures = f.Fleet(wanted=4), 0.0, 0
+    fleet, _, _ = look(fleet, machines(*"abcd", reserved=4), now)
+    fleet, _, _ = look(fleet, machines("a", reserved=1), now + 1000.0, unplaced=3)
+    began = now = 1000.0
+    given_up: tuple[f.FleetAction, ...] = ()
+    node = "node0"
+    while not given_up:
+        fleet, given_up, _ = end(fleet, node, 1, now)
+        failures, now = failures + 1, fleet.agents["a"].retry_at
+        if failures == f.MOST_FAILURES:
+            more, started, _ = look(fleet, machines("a", "e", reserved=2), now, unplaced=2)
+            assert len(started) == 2, "a machine has come"
+            assert not end(more, started[0].partition("@")[0], 1, now)[1]
+        fleet, (started_node,), _ = look(fleet, machines("a", reserved=1), now, unplaced=3)
+        node = started_node.partition("@")[0]
+    assert failures == f.PATIENT_FAILURES and now - began > 240.0
+    assert given_up == (f.GiveUp("on every available machine 10 agents in a row have ended"),)
+
+
 def test_the_exit_of_a_forgotten_agent_changes_nothing() -> None:
     fleet, _, _ = look(f.Fleet(wanted=1), machines("a", reserved=1), 0.0)
     assert end(fleet, "node7", -9, 1.0) == (fleet, (), "")
