@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic.core.node.path_watch import (
     PathWatch,
@@ -37,6 +37,8 @@ class _Watched:
     client: VaultClient
     watch: PathWatch
     ended: threading.Event = field(default_factory=lambda: threading.Event())
+    new_epoch: threading.Event = field(default_factory=lambda: threading.Event())
+    """Set if no attempt was made in this epoch."""
 
 
 class PathProber:
@@ -51,7 +53,8 @@ class PathProber:
         self._unreachable: tuple[UnreachablePeer, ...] = ()
 
     def watch(self, vaults: Mapping[str, str], plan: Plan | None = None) -> None:
-        """Ask these vaults (node -> host:port) from now on, or of many those near in `plan`."""
+        """Ask these vaults (node -> host:port) from now on, or of many those near in `plan`. The
+        next attempts use new connections, as the workers of the next epoch do."""
         with self._lock:
             bad = [one.peer for one in self._unreachable]
             peers = peers_to_watch(self._node, plan, vaults, bad)
@@ -59,6 +62,8 @@ class PathProber:
             wanted = {peer: vaults[peer] for peer in peers if vaults[peer]}
             gone, new = changed_vaults(before, wanted)
             ended = [self._watched.pop(peer) for peer in gone]
+            for one in self._watched.values():
+                one.new_epoch.set()
             begun = [self._begin(peer, vault) for peer, vault in new.items()]
         for one in ended:
             one.ended.set()
@@ -81,6 +86,10 @@ class PathProber:
     def _ask(self, one: _Watched) -> None:
         """Ask one peer until its watch ends."""
         while not one.ended.is_set():
+            if one.new_epoch.is_set() or one.watch.needs_new_connection:
+                one.new_epoch.clear()
+                one.watch = replace(one.watch, answers=0)
+                one.client.disconnect()
             began, error = time.monotonic(), ""
             try:
                 one.client.probe(1)

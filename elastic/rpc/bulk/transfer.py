@@ -252,6 +252,11 @@ class VaultClient:
             _reply(stream)
             return time.perf_counter() - began
 
+    def disconnect(self) -> None:
+        """End the connection after the calls in progress. The next call opens another one."""
+        with self._calling:
+            self._drop()
+
     def close(self) -> None:
         """Close for good; calls in progress and later ones raise VaultError."""
         self._closed = True

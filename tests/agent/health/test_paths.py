@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +57,70 @@ def test_a_silent_peer_is_reported_until_it_answers(server: VaultServer, tmp_pat
         if later is not None:
             later.close()
         vault.close()
+
+
+class Firewall:
+    """Forwards connections to an address. New ones are refused once `closed` is set."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target, self.closed = (host, int(port)), False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets = [self._listener]
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                if self.closed:
+                    near.close()
+                    continue
+                far = socket.create_connection(self._target)
+                self._sockets += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=self._copy, args=pair, daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def end(self) -> None:
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+@pytest.mark.parametrize("next_epoch", [True, False])
+def test_a_path_that_refuses_only_new_connections_is_reported(
+    server: VaultServer, next_epoch: bool
+) -> None:
+    """The workers of the next epoch could not connect. The watch's own connection still works."""
+    reports: queue.Queue[Found] = queue.Queue()
+    firewall = Firewall(server.address)
+    # With `next_epoch`, the limit on the attempts of a connection comes much later.
+    limits = replace(LIMITS, path_s=6.0 if next_epoch else 2.0)
+    prober = PathProber("node0", limits, reports.put)
+    vaults = {"node1": firewall.address}
+    try:
+        prober.watch(vaults)
+        time.sleep(1.0)
+        firewall.closed = True
+        if next_epoch:
+            prober.watch(vaults)
+        began = time.monotonic()
+        (found,) = reports.get(timeout=LONG_S)
+        assert found.peer == "node1"
+        assert not next_epoch or time.monotonic() - began < 2.5 * limits.path_s
+        firewall.closed = False
+        assert reports.get(timeout=LONG_S) == ()
+    finally:
+        prober.close()
+        firewall.end()
 
 
 def test_a_peer_that_left_is_reported_no_more() -> None:
