@@ -205,7 +205,7 @@ def test_a_path_is_on_hold_before_it_is_used() -> None:
 def halted(state: JobState) -> tuple[JobState, list[LogEntry]]:
     """Let all members acknowledge the order to halt; return the state and the log."""
     reports = [mb.report for mb in state.members.values()]
-    halt = {"epoch": state.epoch, "phase": NodePhase.HALTED}
+    halt: dict[str, Any] = {"epoch": state.epoch, "phase": NodePhase.HALTED}
     return after(state, *(replace(report, **halt) for report in reports))
 
 

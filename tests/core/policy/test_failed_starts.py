@@ -194,7 +194,7 @@ def test_a_script_without_elastic_that_fails_on_one_node_ends(others: int | None
 def test_workers_that_crash_on_every_node_end_the_job() -> None:
     """On one node they never attached."""
     state = running()
-    crashed = {"phase": NodePhase.FAILED, "able": False, "cause": "signal 11"}
+    crashed: dict[str, Any] = {"phase": NodePhase.FAILED, "able": False, "cause": "signal 11"}
     members = {
         name: replace(mb, report=replace(mb.report, elastic=name != "node2", **crashed))
         for name, mb in state.members.items()
