@@ -61,9 +61,9 @@ class WorkerChannels:
     """Connects the agent with its workers, which attach to a Unix socket at `path`.
 
     `put(generation, local rank, message)` is called for each message of a worker, in order. If a
-    message cannot be read, `Crashed` is put in its place, and the worker's connection ends.
-    `launched()` returns the generation (number) of the running launch and its process id per local
-    rank.
+    message cannot be read, or the worker cannot be served, `Crashed` is put in its place, and the
+    worker's connection ends. `launched()` returns the generation (number) of the running launch and
+    its process id per local rank.
     """
 
     def __init__(
@@ -111,9 +111,14 @@ class WorkerChannels:
                 time.sleep(ACCEPT_RETRY_S)
                 continue
             channel = Channel(sock)
-            threading.Thread(
-                target=self._receive, args=(channel,), name="worker", daemon=True
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._receive, args=(channel,), name="worker", daemon=True
+                ).start()
+            except Exception:  # such as too many threads; the port must stay open for others
+                log.exception("a worker's connection could not be served")
+                channel.close()
+                time.sleep(ACCEPT_RETRY_S)
 
     def _receive(self, channel: Channel) -> None:
         """Pass on one worker's messages until its connection ends."""
@@ -145,7 +150,13 @@ class WorkerChannels:
             return
         except FieldError as error:
             log.error("a worker's channel is closed: %s", error)
-            if (generation, rank) in self._receivers:
-                text = f"its agent cannot read its message: {describe(error)}"
-                self._put(generation, rank, m.Crashed(text, rank))
-            channel.close()
+            self._give_up(channel, generation, rank, f"cannot read its message: {describe(error)}")
+        except Exception as error:  # such as too many threads; the worker must not wait for ever
+            log.exception("a worker's channel is closed")
+            self._give_up(channel, generation, rank, f"cannot serve it: {describe(error)}")
+
+    def _give_up(self, channel: Channel, generation: int, rank: int, problem: str) -> None:
+        """End the connection of a worker, and report the problem if it is one of this launch."""
+        if (generation, rank) in self._receivers:
+            self._put(generation, rank, m.Crashed(f"its agent {problem}", rank))
+        channel.close()

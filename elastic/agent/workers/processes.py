@@ -208,14 +208,14 @@ class WorkerGroup:
 
     def start(self) -> None:
         """Start all workers. The calling thread must outlive them. Raises OSError if a log file or
-        a process cannot be created."""
+        a process cannot be created, RuntimeError if a thread cannot."""
         Path(self.tp_store).parent.mkdir(parents=True, exist_ok=True)
         streams = [self._open(rank) for rank in range(self._config.nproc_per_node)]
         self._output.start()
         try:
             for rank, ends in enumerate(streams):
                 self._spawn(rank, ends)
-        except OSError:
+        except Exception:  # also one of a thread that cannot start
             self.kill()
             raise
         finally:

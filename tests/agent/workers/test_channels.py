@@ -119,3 +119,47 @@ def test_a_lack_of_descriptors_does_not_end_the_port(
     workers = Workers(tmp_path / "agent.sock")
     workers.attach(1).close()
     assert refusals == []
+
+
+class Threadless:
+    """Lets the next start of a thread named `name` fail, as a full process table does."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        failing, start = [name], threading.Thread.start
+
+        def start_or_fail(thread: threading.Thread) -> None:
+            if thread.name in failing:
+                failing.remove(thread.name)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+        self.failing = failing
+
+
+def test_a_lack_of_threads_costs_one_connection(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker sees the end of its connection and ends. The next worker attaches."""
+    lack = Threadless("worker", monkeypatch)
+    refused = connect_unix(str(workers.path))
+    with pytest.raises(ChannelClosed):
+        refused.receive()
+    assert lack.failing == []
+    workers.attach(1).close()
+
+
+def test_a_worker_to_which_no_thread_can_send_is_given_up(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for ever for its orders."""
+    Threadless("to-worker", monkeypatch)
+    channel = connect_unix(str(workers.path))
+    for message in (m.Hello(0, 100), m.Attach(0, 100, SPEC, "")):
+        channel.send(message)
+    assert workers.heard.get(timeout=LONG_S) == (1, 0, m.Hello(0, 100))
+    _, rank, crash = workers.heard.get(timeout=LONG_S)
+    assert rank == 0 and isinstance(crash, m.Crashed) and "can't start new thread" in crash.message
+    with pytest.raises(ChannelClosed):
+        channel.receive()
+    workers.attach(0).close()

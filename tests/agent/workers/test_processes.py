@@ -233,6 +233,26 @@ def test_a_worker_that_the_kernel_does_not_end_counts_as_ended(
         assert exits.empty()
 
 
+def test_no_worker_is_left_if_its_thread_cannot_start(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name == "worker-1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    monkeypatch.setattr(processes, "KILL_S", 0.01)
+    group = WorkerGroup(make_config(SLEEP, nproc_per_node=2), LAUNCH, PLACE, lambda ended: None)
+    with pytest.raises(RuntimeError):
+        group.start()
+    assert group.alive() == () and all(
+        wait_until(partial(gone, pid)) for pid in group.pids.values()
+    )
+
+
 def threads(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
 
