@@ -63,6 +63,7 @@ SECTIONS = {
         "serve_s": "A vault drops a client that stalls within a request.",
         "prefetch_s": "A joining node enters after this time, even with partial state.",
         "preflight_s": "The pre-flight waits so long for an answer of the coordinator or a peer.",
+        "preflight_disk_s": "The pre-flight waits so long for all directories of the node.",
         "trial_cpu_s": "CPU time after which the trial of the devices counts as endless.",
     },
     "Notices": {

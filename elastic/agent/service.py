@@ -314,7 +314,7 @@ class NodeAgent:
         trains on, and waits for a coordinator of its version."""
         log.error("%s", why)
         if not self._connected:
-            print(f"elastic agent: {why}", file=sys.stderr)
+            self._say(why)
             self._last_words, self._exit_code = why, EXIT_INCOMPATIBLE
 
     def _handle_connected(self) -> None:
@@ -486,9 +486,13 @@ class NodeAgent:
             self._send(replace(core.heartbeat(self._state), rtt_s=self._session.rtt_s))
 
     def _tell(self, text: str) -> None:
-        """Print a line for the user. The launcher of a standalone job reports its coordinator."""
+        """Print a line about the coordinator, which the launcher of a standalone job reports."""
         if not self._config.standalone:
-            print(f"elastic agent: {text}", file=sys.stderr)
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        """Print a line for the user."""
+        print(f"elastic agent: {text}", file=sys.stderr)
 
     def _apply(self, event: Any) -> str:
         """Apply an event to the node's state, and act; return the reason of the decision."""
@@ -634,7 +638,14 @@ class NodeAgent:
         config, trial = self._config, self._config.preflight == "strict"
         limits, pace = config.timeouts, pace_of(self._directory, config.link)
         memory_bytes = self._info.memory_bytes
-        checks, score = local_checks(config.directories, memory_bytes, trial=trial, limits=limits)
+        say = self._later(self._say)
+        checks, score = local_checks(
+            config.directories,
+            memory_bytes,
+            trial=trial,
+            limits=limits,
+            tell=lambda text: say(f"{self._node}: {text}"),
+        )
         found = network_checks(self._coordinator, self._node, pace, limits=limits)
         return [*checks, *found], score
 

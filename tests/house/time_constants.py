@@ -32,7 +32,7 @@ CONSTANTS = {
     "agent/health/devices.py READ_S": "interval",
     "agent/health/monitor.py SAMPLE_S": "interval",
     "agent/health/monitor.py WINDOW_S": "interval",
-    "agent/health/preflight.py DISK_S": "program",
+    "agent/health/preflight.py NOTICE_S": "person",
     "agent/health/preflight.py KILL_S": "program",
     "agent/health/preflight.py MAX_CLOCK_OFFSET_S": "decision",
     "agent/health/preflight.py TRIAL_POLL_S": "interval",

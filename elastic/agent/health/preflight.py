@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import subprocess
@@ -32,18 +33,19 @@ from elastic.agent.health.devices import DeviceReader
 from elastic.agent.health.disks import disk_of, nearest_parent
 from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, PreflightCheck
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, Timeouts
-from elastic.domain.errors import ElasticError, Unanswered
+from elastic.domain.errors import ElasticError, Unanswered, describe
 from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.control.client import call
 
+log = logging.getLogger(__name__)
 MATRIX_ROWS, ROUNDS = 256, 5
 """Rows of the square matrices, and number of multiplications; the fastest one counts."""
 MIN_MEMORY_BYTES = 256 << 20
 MIN_DISK_BYTES = 16 << 20
 PROBE_BYTES, MAX_PEERS = 256 << 10, 3
 MAX_CLOCK_OFFSET_S = 60.0
-DISK_S = 60.0
-"""A disk that does not answer for this long is not usable."""
+NOTICE_S = 5.0
+"""The user is told which directories have not answered for this long."""
 TRIAL_POLL_S = 0.1
 """Interval between looks at the CPU time of the trial of the devices."""
 KILL_S = 10.0
@@ -60,14 +62,17 @@ def local_checks(
     *,
     trial: bool = False,
     limits: Timeouts = DEFAULT_TIMEOUTS,
+    tell: Callable[[str], object] = log.warning,
 ) -> tuple[list[PreflightCheck], float]:
     """Make the checks that need neither coordinator nor peer; return (checks, score).
 
     `memory_bytes`: memory that the plan may use; 0: unknown. `trial`: also compute on the devices,
-    in a child process, which takes seconds. The score is the processor's speed in GFLOP/s, or after
-    a trial that of the slowest device in TFLOP/s; 0: the check failed.
+    in a child process, which takes seconds. `tell(text)`: see `disk_checks`. The score is the
+    processor's speed in GFLOP/s, or after a trial that of the slowest device in TFLOP/s; 0: the
+    check failed.
     """
-    checks = [compute(), memory(memory_bytes), *(disk(role, path) for role, path in directories)]
+    disks = disk_checks(directories, limits, tell)
+    checks = [compute(), memory(memory_bytes), *disks]
     score = checks[0].value if checks[0].ok else 0.0
     devices = devices if devices is not None else DeviceReader()
     found = device_checks(devices)
@@ -104,22 +109,51 @@ def memory(wanted_bytes: int) -> PreflightCheck:
     return _check("memory", free, "bytes", problem, fatal=fatal)
 
 
-def disk(role: str, path: Path) -> PreflightCheck:
-    """Check that a file can be written and that space is free. The check runs on a thread of its
-    own, because the disk may hang. A failure is not fatal for checkpoints: the job can go on
-    without them."""
-    found = list[PreflightCheck]()
+def disk_checks(
+    directories: Sequence[tuple[str, Path]],
+    limits: Timeouts = DEFAULT_TIMEOUTS,
+    tell: Callable[[str], object] = log.warning,
+) -> list[PreflightCheck]:
+    """Check that files can be written in each directory (role, path) and that space is free.
 
-    def check() -> None:
+    All directories together have `limits.preflight_disk_s`, because their disks may hang.
+    `tell(text)` is called if the user has to wait for some. A failure is not fatal for checkpoints:
+    the job can go on without them.
+    """
+    checks = [_DiskCheck(role, path) for role, path in directories]
+    began, limit_s = time.monotonic(), limits.preflight_disk_s
+    late = [check for check in checks if not check.answers(began + min(NOTICE_S, limit_s))]
+    if late:
+        paths = ", ".join(str(check.path) for check in late)
+        tell(f"no answer yet from {paths}: the pre-flight waits for up to {limit_s:g} s")
+    for check in late:
+        if not check.answers(began + limit_s):
+            check.failed(f"has not answered for {limit_s:g} s")
+    return [check.result for check in checks]
+
+
+class _DiskCheck:
+    """The check of one directory, on a thread of its own from construction on."""
+
+    def __init__(self, role: str, path: Path) -> None:
+        self.path, self._role = path, role
+        self.result = _disk_check(role, 0, "not checked")
+        self._checker = threading.Thread(target=self._check, name=f"disk-{role}", daemon=True)
+        self._checker.start()
+
+    def answers(self, until: float) -> bool:
+        """Wait for the end of the check, at most until the given time; return whether it came."""
+        self._checker.join(max(0.0, until - time.monotonic()))
+        return not self._checker.is_alive()
+
+    def failed(self, problem: str) -> None:
+        self.result = _disk_check(self._role, 0, f"{self.path} {problem}")
+
+    def _check(self) -> None:
         try:
-            found.append(_disk(role, path))
-        except OSError as error:
-            found.append(_disk_check(role, 0, f"{path} cannot be used: {error}"))
-
-    checker = threading.Thread(target=check, name=f"disk-{role}", daemon=True)
-    checker.start()
-    checker.join(DISK_S)
-    return next(iter(found), _disk_check(role, 0, f"{path} has not answered for {DISK_S:g} s"))
+            self.result = _disk(self._role, self.path)
+        except Exception as error:  # noqa: BLE001 - any error means that it cannot be used
+            self.failed(f"cannot be used: {describe(error)}")
 
 
 def _disk(role: str, path: Path) -> PreflightCheck:

@@ -109,6 +109,8 @@ class Timeouts:
     fails."""
     preflight_s: float = 10.0
     """The pre-flight waits this long for an answer of the coordinator, or of a peer's vault."""
+    preflight_disk_s: float = 60.0
+    """The pre-flight waits this long for all directories of the node together."""
     trial_cpu_s: float = 300.0
     """CPU time after which the trial of the devices in the pre-flight counts as endless."""
 
@@ -145,6 +147,7 @@ def budget(
         path_s=max(2.0, silence * 4 / 3) + reconnect_s,
         open_s=max(10.0, silence * 10 / 3) + reconnect_s,
         preflight_s=max(10.0, silence * 10 / 3) + reconnect_s,
+        preflight_disk_s=max(60.0, silence * 20),
         trial_cpu_s=max(300.0, silence * 100),
         link_s=max(1800.0, silence * 100),
         leave_s=min(20.0, max(2.0, seen.pause_s * 2)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ def preflight(
     from elastic.core.protocol.health_report import Preflight
 
     began = perf_counter()
-    checks, score = local_checks(directories, node_memory, trial=True)
+    checks, score = local_checks(directories, node_memory, trial=True, tell=_tell)
     checks += network_checks(rdzv_endpoint) if rdzv_endpoint else []
     flight = Preflight("strict" if strict else "on", perf_counter() - began, tuple(checks), score)
     rows = [
@@ -60,3 +61,7 @@ def preflight(
     answer |= {"score": round(score, 2), "standing": score_class(score), "checks": rows}
     show(answer, json)
     return EXIT_FAILURE if flight.failed else EXIT_OK
+
+
+def _tell(text: str) -> None:
+    print(f"elastic preflight: {text}", file=sys.stderr)

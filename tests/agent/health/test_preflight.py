@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from elastic.agent.health import preflight
+from elastic.agent.health.disks import disk_of
 from elastic.agent.health.preflight import (
     TrialWatch,
+    disk_checks,
     local_checks,
     network_checks,
     score_class,
@@ -26,7 +28,7 @@ from elastic.agent.health.preflight import (
 from elastic.agent.health.preflight_gate import PreflightGate
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
-from elastic.core.protocol.health_report import Preflight, PreflightCheck
+from elastic.core.protocol.health_report import DiskSpace, Preflight, PreflightCheck
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, budget
 from elastic.domain.errors import UsageError
 from tests.agent.health.drivers import Driver, reader
@@ -45,25 +47,44 @@ def test_a_sound_machine_passes_in_no_time(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "the checks leave no file"
 
 
-def test_a_disk_that_cannot_be_written_is_fatal_but_for_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for role, fatal in (("run", True), ("checkpoints", False)):
-        check = preflight.disk(role, Path("/proc/nowhere"))
-        assert not check.ok and check.fatal is fatal and "cannot be written" in check.remedy
+def test_a_disk_that_cannot_be_written_is_fatal_but_for_checkpoints() -> None:
+    nowhere = Path("/proc/nowhere")
+    for check in disk_checks((("run", nowhere), ("checkpoints", nowhere))):
+        assert not check.ok and check.fatal is (check.name == "disk:run")
+        assert "cannot be written" in check.remedy
 
 
-def test_a_disk_that_hangs_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    go = threading.Event()
+def test_disks_that_hang_are_a_reason_after_one_limit_for_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The user is told once which directories have not answered. The other one is checked."""
+    go, told = threading.Event(), list[str]()
 
-    def hung(role: str, path: Path) -> None:
-        assert go.wait(LONG_S)
-        raise OSError(5, "Input/output error")
+    def hung(role: str, path: Path) -> DiskSpace:
+        assert role == "memory" or go.wait(LONG_S)
+        return disk_of(role, path)
 
     monkeypatch.setattr(preflight, "disk_of", hung)
-    monkeypatch.setattr(preflight, "DISK_S", 0.1)
-    check = preflight.disk("checkpoints", tmp_path)
+    monkeypatch.setattr(preflight, "NOTICE_S", 0.1)
+    limits = replace(DEFAULT_TIMEOUTS, preflight_disk_s=0.3)
+    places = [(role, tmp_path / role) for role in ("checkpoints", "run", "memory")]
+    checkpoints, run, memory = disk_checks(places, limits, told.append)
     go.set()
-    assert not check.ok and not check.fatal and "has not answered for 0.1 s" in check.remedy
+    assert memory.ok and not run.ok and run.fatal and not checkpoints.ok and not checkpoints.fatal
+    assert run.remedy == f"{tmp_path}/run has not answered for 0.3 s"
+    assert told == [
+        f"no answer yet from {tmp_path}/checkpoints, {tmp_path}/run: "
+        "the pre-flight waits for up to 0.3 s"
+    ]
+
+
+def test_any_error_of_a_disk_is_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(role: str, path: Path) -> None:
+        raise RuntimeError("no such mount")
+
+    monkeypatch.setattr(preflight, "disk_of", fail)
+    (check,) = disk_checks((("run", Path("/")),))
+    assert not check.ok and check.remedy == "/ cannot be used: RuntimeError: no such mount"
 
 
 def test_less_memory_than_the_plan_may_use_is_a_warning() -> None:
