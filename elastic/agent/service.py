@@ -46,6 +46,7 @@ from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.agent.workers.channels import WorkerChannels
+from elastic.agent.workers.console import Console
 from elastic.agent.workers.processes import WorkerExit, WorkerGroup, agent_socket
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
@@ -78,6 +79,8 @@ from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.telemetry import configure_logging, write_last_words
 
 log = logging.getLogger("elastic.agent")
+CONSOLE_S = 1.0
+"""Longest wait for the console at the end of the agent."""
 PING_BEATS = 2
 """Intervals between heartbeats per ping at least, so that pings of large jobs are no burden."""
 POLL_S = 0.1
@@ -113,7 +116,11 @@ class NodeAgent:
     """Supervises the workers of one node and owns its vault. The thread that calls `run` does
     everything except transfers and work on sockets."""
 
-    def __init__(self, config: JobConfig, coordinator: str, info: NodeInfo) -> None:
+    def __init__(
+        self, config: JobConfig, coordinator: str, info: NodeInfo, console: Console | None = None
+    ) -> None:
+        """`console`: for lines for the user and output of workers; None: that of this process."""
+        self._console = console or Console()
         self._config, self._info, self._node, self._host = config, info, info.node, info.host
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         """Calls for the agent's thread. Signal handlers also put calls here."""
@@ -314,7 +321,7 @@ class NodeAgent:
         trains on, and waits for a coordinator of its version."""
         log.error("%s", why)
         if not self._connected:
-            self._say(why)
+            self._console.say(why)
             self._last_words, self._exit_code = why, EXIT_INCOMPATIBLE
 
     def _handle_connected(self) -> None:
@@ -488,11 +495,7 @@ class NodeAgent:
     def _tell(self, text: str) -> None:
         """Print a line about the coordinator, which the launcher of a standalone job reports."""
         if not self._config.standalone:
-            self._say(text)
-
-    def _say(self, text: str) -> None:
-        """Print a line for the user."""
-        print(f"elastic agent: {text}", file=sys.stderr)
+            self._console.say(text)
 
     def _apply(self, event: Any) -> str:
         """Apply an event to the node's state, and act; return the reason of the decision."""
@@ -586,7 +589,7 @@ class NodeAgent:
                 for rank in range(self._config.nproc_per_node):
                     handle(generation, rank, WorkerExit(rank, 0, 127, text))
 
-        group = self._group = WorkerGroup(self._config, launch, self._info, ended)
+        group = self._group = WorkerGroup(self._config, launch, self._info, ended, self._console)
         self._starter.post(start)
 
     def _kill_workers(self, reason: str) -> None:
@@ -638,13 +641,12 @@ class NodeAgent:
         config, trial = self._config, self._config.preflight == "strict"
         limits, pace = config.timeouts, pace_of(self._directory, config.link)
         memory_bytes = self._info.memory_bytes
-        say = self._later(self._say)
         checks, score = local_checks(
             config.directories,
             memory_bytes,
             trial=trial,
             limits=limits,
-            tell=lambda text: say(f"{self._node}: {text}"),
+            tell=lambda text: self._console.say(f"{self._node}: {text}"),
         )
         found = network_checks(self._coordinator, self._node, pace, limits=limits)
         return [*checks, *found], score
@@ -718,13 +720,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_last_words(config.run_dir, args.node, "")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
+    console = Console()
     try:
         tls.use(tls.load(config.run_dir, config.certs, config.certs_name))
-        agent = NodeAgent(config, args.coordinator, _node_info(args, config))
+        agent = NodeAgent(config, args.coordinator, _node_info(args, config), console)
         agent.serve_metrics(args.metrics_port)
     except ElasticError as error:
-        print(f"elastic agent: {error}", file=sys.stderr)
+        console.say(str(error))
         write_last_words(config.run_dir, args.node, str(error))
+        console.flush(CONSOLE_S)
         return error.exit_code
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stop())
@@ -735,9 +739,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return agent.run()
     except Exception as error:
         log.exception("%s ends", args.node)
-        print(f"elastic agent: {args.node}: {describe(error)}", file=sys.stderr)
+        console.say(f"{args.node}: {describe(error)}")
         agent.failed(error)
         return EXIT_FAILURE
+    finally:
+        console.flush(CONSOLE_S)
 
 
 if __name__ == "__main__":

@@ -130,16 +130,20 @@ def test_an_agent_that_fails_ends_its_node_before_it_writes_to_disk(
 
 
 def test_the_user_is_told_why_no_coordinator_answers_and_when_one_does(
-    agent: NodeAgent, capsys: pytest.CaptureFixture[str]
+    agent: NodeAgent, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    def printed() -> str:
+        assert agent._console.flush(LONG_S)
+        return capfd.readouterr().err
+
     address = agent._coordinator
     assert wait_until(lambda: "onnection refused" in agent._session.problem)
     agent._heartbeat()
-    assert capsys.readouterr().err == "", "it may still start"
+    assert printed() == "", "it may still start"
     agent._absence.begin(time.monotonic() - 7.0)
     for _ in range(3):
         agent._heartbeat()
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = printed().splitlines()
     assert line.startswith(f"elastic agent: no coordinator has answered node0 at {address} for 7 s")
     assert "onnection refused" in line
     assert line.endswith("without work, node0 ends after 1200 s unless one answers")
@@ -147,7 +151,7 @@ def test_the_user_is_told_why_no_coordinator_answers_and_when_one_does(
     thread = threading.Thread(target=agent.run, daemon=True)
     thread.start()
     coordinator.report(lambda report: True)
-    assert "a coordinator answers node0 at last, after " in capsys.readouterr().err
+    assert "a coordinator answers node0 at last, after " in printed()
     agent.stop()
     thread.join(LONG_S)
     coordinator.server.close()

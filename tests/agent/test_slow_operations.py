@@ -17,9 +17,11 @@ from typing import BinaryIO
 import pytest
 
 from elastic.agent.vault.server import VaultServer
+from elastic.agent.workers.console import Console
 from elastic.agent.workers.processes import WorkerGroup
-from elastic.config import JobConfig
+from elastic.config import STDERR, JobConfig
 from elastic.core.protocol import messages as m
+from elastic.core.protocol.health_report import JoinRefused
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import Plan
 from elastic.rpc.bulk.transfer import VaultClient
@@ -204,6 +206,22 @@ def test_a_copy_is_verified_slowly(node: RunningAgent, monkeypatch: pytest.Monke
         assert [c.key for c in node.obeys(1).inventory] == [copy.key]
         slow.go()
         assert not verdict.result(LONG_S)
+
+
+def test_nobody_reads_the_console(node: RunningAgent) -> None:
+    """As with a pager, a stopped launcher, or an ssh session whose cable is pulled."""
+    read, write = os.pipe()
+    console = node.agent._console = Console((-1, write))
+    console.put(STDERR, bytes(1 << 20))  # more than the pipe holds
+    for reason in ("a test", "another test"):
+        node.coordinator.order(JoinRefused(reason, LONG_S))
+    node.coordinator.heartbeats()
+    assert node.obeys(1).inventory == () and not console.flush(0.01)
+    shown = b""
+    while not shown.endswith(b"\n"):
+        shown += os.read(read, 1 << 16)
+    assert shown.count(b"may not join yet: ") == 2
+    os.close(read)
 
 
 def test_a_prefetch_of_former_members_ends_and_is_reported(node: RunningAgent) -> None:

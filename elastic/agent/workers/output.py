@@ -4,27 +4,31 @@
     --redirects    log file only
     --tee          log file, and the console line by line with a prefix
 
-One thread per group of workers copies output that goes to both places. With `--redirects` a worker
-writes to the log file itself. On a full disk the log file loses lines, but no worker waits.
+One thread per group of workers reads output that goes to both places, a second one writes it to the
+log files, and the threads of `Console` print it. With `--redirects` a worker writes to the log file
+itself. On a disk that is full or hangs the log file loses lines, and so does a console that nobody
+reads, but no worker waits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import selectors
 import string
 import threading
+import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
+from elastic.agent.workers.console import ROOM_S, BoundedWriter, Console
+from elastic.background import BackgroundReading
 from elastic.config import STDERR, STDOUT, JobConfig
 
 log = logging.getLogger("elastic.agent")
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CHUNK_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 16
 _LAST_BYTES = 4096
@@ -34,37 +38,62 @@ LAST_OUTPUT_S = 0.5
 
 @dataclass
 class _Pipe:
-    """Copies one pipe of a worker to `log` and to the descriptor `console` (-1: none)."""
+    """Copies one pipe of a worker to `log` and to one stream of the console."""
 
     log: IO[bytes]
-    console: int
+    writer: BoundedWriter
+    """Its thread writes to `log`."""
+    console: Console
+    stream: int
     prefix: bytes
     rest: bytes = field(default=b"")
     """The last, unfinished line."""
+    last: bytes = b""
+    """The newest output, at most _LAST_BYTES."""
+    skipped: int = 0
+    """Bytes that were not given to the writer since it accepted the last ones."""
     dropped: int = 0
-    """Bytes that the log file has lost since writing began to fail; 0: writing succeeds."""
+    """Bytes that the log file has lost since writing began to fail; 0: writing succeeds. Only for
+    the writer's thread."""
     ended: threading.Event = field(default_factory=threading.Event)
+    """Set when all output has been read."""
 
     def feed(self, data: bytes) -> None:
+        self.last = (self.last + data)[-_LAST_BYTES:]
         self._keep(data)
         if not self.prefix:
-            return self._show(data)
+            return self.console.put(self.stream, data)
         *lines, self.rest = (self.rest + data).split(b"\n")
         if len(self.rest) > _LONGEST_LINE_BYTES:
             lines, self.rest = [*lines, self.rest], b""
-        self._show(b"".join(self.prefix + line + b"\n" for line in lines))
+        if lines:
+            self.console.put(self.stream, b"".join(self.prefix + line + b"\n" for line in lines))
 
     def end(self) -> None:
         if self.rest:
-            self._show(self.prefix + self.rest + b"\n")
-        if self.dropped:
-            log.warning("%s lacks its last %d bytes", self.log.name, self.dropped)
-        with contextlib.suppress(OSError):  # a full disk, already logged
-            self.log.close()
+            self.console.put(self.stream, self.prefix + self.rest + b"\n")
         self.ended.set()
 
+    def close(self) -> None:
+        """Close the log file. Only for the writer's thread."""
+        missing = self.dropped + self.skipped
+        if missing:
+            log.warning("%s lacks its last %d bytes", self.log.name, missing)
+        with contextlib.suppress(OSError):  # a full disk, already logged
+            self.log.close()
+
     def _keep(self, data: bytes) -> None:
+        """Give data to the writer of the log file; drop it while the disk takes nothing."""
+        if self.writer.post(partial(self._write, data, self.skipped), len(data), ROOM_S):
+            self.skipped = 0
+            return
+        if not self.skipped:
+            log.warning("output is lost: the disk of %s takes nothing", self.log.name)
+        self.skipped += len(data)
+
+    def _write(self, data: bytes, skipped: int) -> None:
         """Write to the log file; drop data while its disk fails."""
+        self.dropped += skipped
         try:
             while data:
                 data = data[self.log.write(data) :]
@@ -79,25 +108,17 @@ class _Pipe:
                 )
                 self.dropped = 0
 
-    def _show(self, data: bytes) -> None:
-        try:
-            while data and self.console >= 0:
-                data = data[os.write(self.console, data) :]
-        except OSError as error:
-            if error.errno not in _NO_ROOM:  # a console that is a file may have room later
-                self.console = -1  # nobody reads the console; the log file has everything
-
 
 class Output:
     """Log files and console of one group of workers."""
 
-    def __init__(self, config: JobConfig, console: tuple[int, int] = (1, 2)) -> None:
-        """`console`: descriptors of the console's standard output and error."""
+    def __init__(self, config: JobConfig, console: Console) -> None:
         self._config, self._console = config, console
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._pipes: dict[Path, _Pipe] = {}
+        self._writer = BoundedWriter("worker-logs")
         self._thread = threading.Thread(target=self._pump, name="worker-output", daemon=True)
 
     def open(self, folder: Path, local_rank: int, names: dict[str, str]) -> tuple[int, int]:
@@ -112,32 +133,32 @@ class Output:
         return out, self._route(folder / "stderr.log", local_rank, STDERR, names)
 
     def start(self) -> None:
+        self._writer.start()
         self._thread.start()
 
     def last_error_line(self, folder: Path) -> str:
         """Return the last line that an ended worker wrote to stderr; "": none.
 
-        Waits until all output is in the file, at most LAST_OUTPUT_S if a descendant of the worker
-        keeps the pipe open.
+        Waits until all output has been read, at most LAST_OUTPUT_S if a descendant of the worker
+        keeps the pipe open, or if the disk of a log file hangs.
         """
         path = folder / "stderr.log"
         if path in self._pipes:
             self._pipes[path].ended.wait(LAST_OUTPUT_S)
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
-                lines = file.read().decode(errors="replace").split("\n")
-        except OSError:
-            return ""
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+            return _last_line(self._pipes[path].last)
+        found = BackgroundReading("last-error", partial(_end_of, path), b"")
+        return _last_line(found.read())
 
     def finish(self, timeout_s: float = 1.0) -> None:
         """Copy the output that is still in the pipes, then stop. Wait up to `timeout_s` for
-        descendants that hold a pipe open."""
+        descendants that hold a pipe open, for the disk and for the console."""
+        until = time.monotonic() + timeout_s
         with contextlib.suppress(BrokenPipeError):  # every pipe has ended already
             os.write(self._wake_write, b".")
         os.close(self._wake_write)
         self._thread.join(timeout_s)
+        self._writer.flush(max(0.0, until - time.monotonic()))
+        self._console.flush(max(0.0, until - time.monotonic()))
 
     def _route(self, path: Path, local_rank: int, bit: int, names: dict[str, str]) -> int:
         config, log = self._config, path.open("ab", buffering=0)
@@ -152,7 +173,7 @@ class Output:
         read, write = os.pipe()
         os.set_blocking(read, False)
         prefix = string.Template(config.log_line_prefix).substitute(names).encode() if tee else b""
-        pipe = _Pipe(log, self._console[bit - 1], prefix)
+        pipe = _Pipe(log, self._writer, self._console, bit, prefix)
         self._selector.register(read, selectors.EVENT_READ, pipe)
         self._pipes[path] = pipe
         return write
@@ -184,3 +205,22 @@ class Output:
                 key.data.end()
         self._selector.close()
         os.close(self._wake_read)
+        self._writer.end(self._close_files)
+
+    def _close_files(self) -> None:
+        for pipe in self._pipes.values():
+            pipe.close()
+
+
+def _end_of(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _last_line(data: bytes) -> str:
+    lines = data.decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from elastic import lifeline
+from elastic.agent.workers.console import Console
 from elastic.agent.workers.output import Output
 from elastic.config import JobConfig
 from elastic.core.node.node import ProcessSample
@@ -192,7 +193,7 @@ class WorkerGroup:
         launch: Launch,
         info: NodeInfo,
         on_exit: Callable[[WorkerExit], None],
-        console: tuple[int, int] = (1, 2),
+        console: Console,
     ) -> None:
         """`on_exit(exit)` is called once per worker, on its own thread. `start` starts them."""
         self._config, self._launch, self._info, self._on_exit = config, launch, info, on_exit
@@ -273,8 +274,10 @@ class WorkerGroup:
 
     def _await_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
-        # A signal comes from outside, so its worker has nothing to say about it.
-        error = self._output.last_error_line(self._folder(rank)) if code > 0 else ""
+        error = ""
+        if code > 0:  # a signal comes from outside, so its worker has nothing to say about it
+            with contextlib.suppress(RuntimeError):  # no thread is left to read the file
+                error = self._output.last_error_line(self._folder(rank))
         self._ended(WorkerExit(rank, process.pid, code, error[:MAX_DESCRIPTION_CHARS]))
 
     def _ended(self, ended: WorkerExit) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from elastic.agent.workers import processes
+from elastic.agent.workers.console import Console
 from elastic.agent.workers.output import Output
 from elastic.agent.workers.processes import (
     IDLE_S,
@@ -57,7 +58,7 @@ MakeConfig = Callable[..., JobConfig]
 @contextmanager
 def running(config: JobConfig, console: tuple[int, int] = (1, 2)) -> Iterator[Running]:
     exits: queue.Queue[WorkerExit] = queue.Queue()
-    group = WorkerGroup(config, LAUNCH, PLACE, exits.put, console)
+    group = WorkerGroup(config, LAUNCH, PLACE, exits.put, Console(console))
     group.start()
     try:
         yield group, exits
@@ -71,7 +72,7 @@ def log(config: JobConfig, rank: int, stream: str = "stdout") -> str:
 
 def test_workers_may_start_while_they_are_sampled(make_config: MakeConfig) -> None:
     """The agent polls on one thread, and starts workers on another one."""
-    group = WorkerGroup(make_config(), LAUNCH, PLACE, lambda ended: None)
+    group = WorkerGroup(make_config(), LAUNCH, PLACE, lambda ended: None, Console())
     with subprocess.Popen([sys.executable, "-c", SLEEP], stdout=subprocess.DEVNULL) as process:
 
         class StartsOne(threading.Condition):
@@ -245,7 +246,8 @@ def test_no_worker_is_left_if_its_thread_cannot_start(
 
     monkeypatch.setattr(threading.Thread, "start", start_or_fail)
     monkeypatch.setattr(processes, "KILL_S", 0.01)
-    group = WorkerGroup(make_config(SLEEP, nproc_per_node=2), LAUNCH, PLACE, lambda ended: None)
+    config = make_config(SLEEP, nproc_per_node=2)
+    group = WorkerGroup(config, LAUNCH, PLACE, lambda ended: None, Console())
     with pytest.raises(RuntimeError):
         group.start()
     assert group.alive() == () and all(
@@ -390,7 +392,7 @@ def test_a_log_goes_on_when_there_is_room_again(
     tmp_path: Path, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_disk(tmp_path / "disk", "1m"):
-        output = Output(make_config(SLEEP), (-1, -1))
+        output = Output(make_config(SLEEP), Console((-1, -1)))
         out, err = output.open(tmp_path / "disk", 0, {})
         os.close(err)
         output.start()
@@ -409,12 +411,13 @@ AGENT = """
 import sys, signal
 from elastic import lifeline
 from elastic.config import load_config
+from elastic.agent.workers.console import Console
 from elastic.agent.workers.processes import WorkerGroup
 from elastic.core.protocol.messages import Launch
 from elastic.domain.types import NodeInfo
 if len(sys.argv) > 2: lifeline.watch(int(sys.argv[2]))
 launch = Launch(0, 1, 0, 2, "127.0.0.1", 1, 0)
-group = WorkerGroup(load_config(sys.argv[1]), launch, NodeInfo("n", "", ""), lambda e: None)
+group = WorkerGroup(load_config(sys.argv[1]), launch, NodeInfo("n", "", ""), print, Console())
 group.start()
 print(*group.pids.values(), flush=True)
 signal.pause()

@@ -1,0 +1,147 @@
+"""Writes output on threads of their own, because a console or a disk may take nothing for hours.
+
+Nobody reads the console while a pager shows its first page, after Ctrl-S, while the launcher is
+stopped, or when the cable of an ssh session is pulled. Neither the agent nor a worker waits for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from elastic.config import STDERR, STDOUT
+from elastic.rpc.control.event_loop import run_callback
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+MAX_WAITING_BYTES = 16 << 20
+"""Output is dropped while more than this waits."""
+ROOM_BYTES = 1 << 20
+"""Output is accepted again when there is room for so many bytes."""
+ROOM_S = 1.0
+"""Longest wait for this room, once. A reader or a disk that only is slow loses no output."""
+ITEM_BYTES = 512
+"""Memory of a queued write, besides its data."""
+
+
+class BoundedWriter:
+    """Runs writes that may hang on one thread, in order. At most MAX_WAITING_BYTES wait."""
+
+    def __init__(self, name: str) -> None:
+        self._writes: deque[tuple[int, Callable[[], object]]] = deque()
+        self._waiting_bytes, self._behind, self._ended = 0, False, False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, write: Callable[[], object], nbytes: int, wait_s: float = 0.0) -> bool:
+        """Queue a write of `nbytes`; return False if too many bytes wait. Wait for room up to
+        `wait_s`, unless an earlier call has waited in vain for it."""
+        nbytes += ITEM_BYTES
+        with self._changed:
+            if self._waiting_bytes + nbytes > MAX_WAITING_BYTES and not self._behind:
+                self._behind = not self._changed.wait_for(self._has_room, wait_s)
+            if self._behind and not self._has_room():
+                return False
+            self._behind = False
+            self._queue(nbytes, write)
+            return True
+
+    def end(self, last: Callable[[], object] = lambda: None) -> None:
+        """End the thread after the queued writes and `last`. Do not wait for it."""
+        with self._changed:
+            self._queue(0, last)
+            self._ended = True
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything is written; return False after `timeout_s`."""
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: not self._writes, timeout_s))
+
+    def _queue(self, nbytes: int, write: Callable[[], object]) -> None:
+        """Add a write. The caller holds the lock."""
+        self._waiting_bytes += nbytes
+        self._writes.append((nbytes, write))
+        self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return self._waiting_bytes <= MAX_WAITING_BYTES - ROOM_BYTES
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._writes or self._ended)
+                if not self._writes:
+                    return
+                nbytes, write = self._writes[0]
+            run_callback(write)
+            with self._changed:  # only now is it written
+                self._writes.popleft()
+                self._waiting_bytes -= nbytes
+                self._changed.notify_all()
+
+
+class _Stream:
+    """One of the two output streams of the console. Any thread may call `put`."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self._descriptor, self._writer = descriptor, BoundedWriter(name)
+        self._lock, self._lost = threading.Lock(), 0
+        self.flush = self._writer.flush
+        self._writer.start()
+
+    def put(self, data: bytes, wait_s: float) -> None:
+        with self._lock:
+            lost, self._lost = self._lost, 0
+        if not self._writer.post(partial(self._write, data, lost), len(data), wait_s):
+            with self._lock:
+                self._lost += lost + len(data)
+
+    def _write(self, data: bytes, lost: int) -> None:
+        if lost:
+            note = f"{lost} bytes of output are missing here, because nobody read them"
+            data = f"\nelastic agent: {note}\n".encode() + data
+        try:
+            while data and self._descriptor >= 0:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            if error.errno not in _NO_ROOM:  # a console that is a file may have room later
+                self._descriptor = -1  # nobody reads the console; the log file has everything
+
+
+class Console:
+    """Standard output and standard error of this process, for itself and its workers.
+
+    Nothing waits until it is printed. Output that nobody reads is dropped in the end, and its size
+    is printed when somebody reads again. Errors are ignored, except that of a full disk, which is
+    tried again with the next output.
+    """
+
+    def __init__(self, descriptors: tuple[int, int] = (1, 2)) -> None:
+        """`descriptors`: those of the two streams; -1: none."""
+        names = ((STDOUT, "console-out"), (STDERR, "console-err"))
+        self._streams = {
+            stream: _Stream(descriptor, name)
+            for (stream, name), descriptor in zip(names, descriptors, strict=True)
+        }
+
+    def put(self, stream: int, data: bytes) -> None:
+        """Print to STDOUT or STDERR. Wait at most ROOM_S for a reader that is slow."""
+        self._streams[stream].put(data, ROOM_S)
+
+    def say(self, text: str) -> None:
+        """Print a line to standard error. Never wait."""
+        self._streams[STDERR].put(f"elastic agent: {text}\n".encode(), 0.0)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all output is printed; return False if that takes longer than `timeout_s`."""
+        until = time.monotonic() + timeout_s
+        return all(
+            stream.flush(max(0.0, until - time.monotonic())) for stream in self._streams.values()
+        )
