@@ -1,4 +1,4 @@
-"""Calls a function that may hang on a thread of its own, and keeps its newest result."""
+"""Calls functions that may hang on threads of their own."""
 
 from __future__ import annotations
 
@@ -41,3 +41,25 @@ class BackgroundReading(Generic[T]):
             self._newest = self._function()
         except Exception as error:  # noqa: BLE001 - the next call may succeed
             log.warning("the %s cannot be read: %r", self._name, error)
+
+
+def ends_within(limit_s: float, name: str, function: Callable[[], object]) -> bool:
+    """Call a function that may hang on a thread `name`; return whether it has ended after at most
+    `limit_s`. An error is only logged. A function that has not ended goes on."""
+
+    def call() -> None:
+        try:
+            function()
+        except Exception:
+            log.exception("%s failed", name)
+
+    caller = threading.Thread(target=call, name=name, daemon=True)
+    try:
+        caller.start()
+    except RuntimeError:  # no thread is left
+        call()
+        return True
+    caller.join(limit_s)
+    if caller.is_alive():
+        log.error("%s has not ended within %g s and is left behind", name, limit_s)
+    return not caller.is_alive()

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -34,6 +35,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import Metric
 
+from elastic.background import ends_within
 from elastic.config import JobConfig
 from elastic.core.protocol.health_report import CertificateEnd
 from elastic.domain.errors import FieldError
@@ -43,6 +45,8 @@ from elastic.rpc.security.tls import Certificates, rejection_reason
 log = logging.getLogger(__name__)
 FOLDER = "metrics"
 """Folder in the run directory; it has a discovery file for each process."""
+REMOVE_S = 3.0
+"""Longest wait for the disk of the discovery file."""
 SILENT_S = 10.0
 """Time without data after which a connection is closed."""
 FAST_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -129,8 +133,8 @@ class Exposition:
         write_discovery(self._file, (json.dumps(found) + "\n").encode())
 
     def close(self) -> None:
-        """Free the port and remove the discovery file."""
-        self._file.unlink(missing_ok=True)
+        """Free the port and remove the discovery file, unless its disk hangs."""
+        ends_within(REMOVE_S, "metrics-file", partial(self._file.unlink, missing_ok=True))
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(1.0)

@@ -10,15 +10,19 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping
-from logging.handlers import QueueHandler, QueueListener
+from collections.abc import Callable, Mapping
+from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import Any
 
+from elastic.background import ends_within
 from elastic.domain import codec
 from elastic.domain.errors import FieldError
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LOG_S, LAST_WORDS_S = 3.0, 3.0
+"""Longest waits for the disk of the log, and for that of the last words, at the end of a
+process."""
 
 
 class EventLog:
@@ -79,23 +83,48 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
     return [_parse(f"{path}:{i}", line) for i, line in enumerate(whole.split(b"\n"), 1) if line]
 
 
-def configure_logging(path: Path) -> None:
+class _LogFile:
+    """Writes records to the file `path` on a thread of its own.
+
+    It is no `logging.FileHandler`: the interpreter takes the locks of all handlers when it ends,
+    and waits for ever for one that is held while the disk hangs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._formatter = logging.Formatter(LOG_FORMAT)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write the queued records and end. Wait for it up to LOG_S, because the disk may hang."""
+        self.records.put(None)
+        self._thread.join(LOG_S)
+
+    def _run(self) -> None:
+        while (record := self.records.get()) is not None:
+            with contextlib.suppress(OSError, ValueError):  # a full disk loses lines
+                line = f"{self._formatter.format(record)}\n".encode(errors="replace")
+                while line:
+                    line = line[os.write(self._fd, line) :]
+
+
+def configure_logging(path: Path) -> Callable[[], None]:
     """Send all logs and warnings of this process to the file `path`, creating its folder.
 
     A thread writes the file, so that nobody waits for its disk. An exception that ends a thread is
-    logged.
+    logged. Returns a function that writes the queued lines and ends the log, as the end of the
+    interpreter does.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(path, encoding="utf-8")
-    file.setFormatter(logging.Formatter(LOG_FORMAT))
-    records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-    handler = QueueHandler(records)
+    file = _LogFile(path)
+    handler = QueueHandler(file.records)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
     logging.captureWarnings(True)
-    listener = QueueListener(records, file)
-    listener.start()
-    atexit.register(listener.stop)
+    atexit.register(file.stop)
     threading.excepthook = _log_thread_error
+    return file.stop
 
 
 def _log_thread_error(error: threading.ExceptHookArgs) -> None:
@@ -109,15 +138,19 @@ def last_words_of(run_dir: str | Path, name: str) -> Path:
     return Path(run_dir) / "logs" / f"{name}.error"
 
 
-def write_last_words(run_dir: str | Path, name: str, error: str) -> None:
+def write_last_words(run_dir: str | Path, name: str, error: str) -> bool:
     """Keep the error that ends the service `name` for its launcher; "": remove an older one. A full
-    disk loses the error."""
+    disk loses the error. Return False if the disk hangs."""
     path = last_words_of(run_dir, name)
-    with contextlib.suppress(OSError):
-        if error:
-            path.write_text(f"{error}\n")
-        else:
-            path.unlink(missing_ok=True)
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            if error:
+                path.write_text(f"{error}\n")
+            else:
+                path.unlink(missing_ok=True)
+
+    return ends_within(LAST_WORDS_S, "last-words", write)
 
 
 def read_last_words(run_dir: str | Path, name: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import shutil
 import signal
@@ -47,7 +48,8 @@ from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.agent.workers.channels import WorkerChannels
 from elastic.agent.workers.console import Console
-from elastic.agent.workers.processes import WorkerExit, WorkerGroup, agent_socket
+from elastic.agent.workers.processes import KILL_S, WorkerExit, WorkerGroup, agent_socket
+from elastic.background import ends_within
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
 from elastic.core.node import node as core
@@ -79,6 +81,8 @@ from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.telemetry import configure_logging, write_last_words
 
 log = logging.getLogger("elastic.agent")
+CLOSE_S = 5.0
+"""Longest wait for the end of a part of the agent, in addition to its own limits."""
 CONSOLE_S = 1.0
 """Longest wait for the console at the end of the agent."""
 PING_BEATS = 2
@@ -90,6 +94,8 @@ RANKS = 1 << 16
 only the launch that published the bundle."""
 EXIT_GRACE_S = 10.0
 """Time that workers get to end by themselves when the job is over."""
+FREED_BYTES_PER_S = 64 << 20
+"""Lower bound of the rate at which the kernel frees memory, also in a virtual machine."""
 AT_WORK = (NodePhase.INSTALLING, NodePhase.RUNNING, NodePhase.HALTING)
 """Phases in which the next report comes soon, and writing is normal."""
 REPORTING_NO_COPIES = (
@@ -141,6 +147,8 @@ class NodeAgent:
         self._generation, self._partitioned_until = 0, 0.0
         self._cut, self._exit_record = NetworkCut(info.host), ExitRecord(config.run_dir)
         self._exit_code: int | None = None
+        self.left: list[str] = []
+        """Parts that did not end, because a disk hangs. They must not delay the process."""
         self._absence = Absence(time.monotonic())
         self._received_at = 0.0
         """Time at which a peer last sent copies."""
@@ -270,8 +278,8 @@ class NodeAgent:
                 next_heartbeat = now + self._config.heartbeat_s
                 self._heartbeat()
         self._close()
-        if self._last_words:  # last, as the disk of the run directory may hang
-            write_last_words(self._config.run_dir, self._node, self._last_words)
+        if self._last_words:
+            self._write_last_words(self._last_words)
         return self._exit_code
 
     def failed(self, error: Exception) -> None:
@@ -281,8 +289,8 @@ class NodeAgent:
         self._exit_code = EXIT_FAILURE
         try:
             self._close()
-        finally:  # last, as the disk of the run directory may hang
-            write_last_words(self._config.run_dir, self._node, text)
+        finally:
+            self._write_last_words(text)
 
     # ---- events in ----
 
@@ -669,23 +677,34 @@ class NodeAgent:
     def _close(self) -> None:
         if self._group is not None:
             self._starter.post(partial(self._end_workers, self._group))
-        for part in (
-            self._starter,
-            self._notices,
-            self._session,
-            self._paths,
-            self._monitor,
-            self._checkpoints,
-            self._replicator,
-            self._server,
-            self._vault,
-            self._memory,
-        ):
-            part.close()
+        limit_s = self._config.shutdown_timeout_s + EXIT_GRACE_S + KILL_S + CLOSE_S
+        self._finish("starter", self._starter.close, limit_s)
+        self._finish("notices", self._notices.close)
+        self._finish("session", self._session.close)
+        self._finish("paths", self._paths.close)
+        self._finish("monitor", self._monitor.close)
+        if not self._checkpoints.close():
+            self.left.append("checkpoints")
+        self._finish("replicator", self._replicator.close, self._config.timeouts.bulk_s + CLOSE_S)
+        self._finish("server", self._server.close, self._config.timeouts.serve_s + CLOSE_S)
+        memory_bytes = self._vault.nbytes + self._vault.allocated_bytes
+        limit_s = CLOSE_S + memory_bytes / FREED_BYTES_PER_S
+        self._finish("vault", self._vault.close, limit_s)
+        self._finish("memory", self._memory.close, limit_s)
         self._cut.heal(all_cuts=True)
         if self._exposition is not None:
-            self._exposition.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+            self._finish("metrics", self._exposition.close)
+        remove = partial(shutil.rmtree, self._directory, ignore_errors=True)
+        self._finish("directory", remove, limit_s)
+
+    def _finish(self, name: str, close: Callable[[], object], limit_s: float = CLOSE_S) -> None:
+        """Close a part of the agent, which may wait for a disk. Leave it behind after `limit_s`."""
+        if not ends_within(limit_s, f"end of {name}", close):
+            self.left.append(name)
+
+    def _write_last_words(self, text: str) -> None:
+        if not write_last_words(self._config.run_dir, self._node, text):
+            self.left.append("last words")
 
     def _end_workers(self, group: WorkerGroup) -> None:
         if self._exit_code == 0 and not group.wait(EXIT_GRACE_S):
@@ -716,7 +735,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     limit_heaps()
     config = load_config(args.run_dir)
-    configure_logging(Path(config.run_dir) / "logs" / f"{args.node}.log")
+    end_log = configure_logging(Path(config.run_dir) / "logs" / f"{args.node}.log")
     write_last_words(config.run_dir, args.node, "")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
@@ -736,14 +755,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if early:
         agent.leave()
     try:
-        return agent.run()
+        code = agent.run()
     except Exception as error:
         log.exception("%s ends", args.node)
         console.say(f"{args.node}: {describe(error)}")
         agent.failed(error)
-        return EXIT_FAILURE
-    finally:
-        console.flush(CONSOLE_S)
+        code = EXIT_FAILURE
+    console.flush(CONSOLE_S)
+    if agent.left:
+        log.error("%s ends without its %s", args.node, ", ".join(agent.left))
+        end_log()
+        os._exit(code)  # nothing may wait for the threads that are left
+    return code
 
 
 if __name__ == "__main__":

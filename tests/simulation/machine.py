@@ -53,7 +53,10 @@ from tests.simulation.network import Sockets
 from tests.simulation.primitives import Executor, Queues, SimFuture, Threading, Time, process_of
 from tests.simulation.scheduler import Killed, Process, Scheduler
 
-SHELLS = ("agent", "coordinator", "rpc", "store", "worker", "telemetry", "metrics", "lifeline")
+SHELLS = (
+    *("agent", "background", "coordinator", "lifeline", "metrics", "rpc", "store", "telemetry"),
+    "worker",
+)
 DISK_BYTES = 100 << 30
 SLOW_DISK_S = 0.5
 """Time of an operation that waits for a slow disk."""

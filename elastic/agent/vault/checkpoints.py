@@ -226,9 +226,9 @@ class CheckpointWriter:
         failed."""
         self._queue.put(action)
 
-    def close(self, wait: bool = True) -> None:
+    def close(self, wait: bool = True) -> bool:
         """Write the queued parts and end. `wait`: return when they are written, or when the disk
-        has not answered for `CLOSE_S`."""
+        has not answered for `CLOSE_S`. Return False in the second case."""
         with self._lock:
             self._closed.set()
             self._queue.put(None)
@@ -236,6 +236,8 @@ class CheckpointWriter:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
                 log.error("the disk does not answer: the newest checkpoint may be incomplete")
+                return False
+        return True
 
     def _run(self) -> None:
         while (action := self._queue.get()) is not None:
