@@ -59,8 +59,8 @@ SECTIONS = {
         "link_s": "Last-resort timeout of gloo and NCCL operations.",
     },
     "Transfers and joins": {
-        "bulk_s": "A transfer between vaults without progress has failed.",
-        "serve_s": "A vault drops a client that stalls within a request.",
+        "bulk_s": "A transfer has failed if it moves less than 256 KiB within this time.",
+        "serve_s": "A vault drops a client whose request moves less than 256 KiB in this time.",
         "prefetch_s": "A joining node enters after this time, even with partial state.",
         "preflight_s": "The pre-flight waits so long for an answer of the coordinator or a peer.",
         "preflight_disk_s": "The pre-flight waits so long for all directories of the node.",

@@ -38,8 +38,9 @@ MAX_PAYLOAD_BYTES = 1 << 40
 LEAST_CHUNK_BYTES, CHUNK_BYTES = 256 << 10, 2 << 20
 """Bounds of one read, which is a quarter of the data: a checksum of the chunk is then computed from
 the CPU's cache while the rest arrives."""
-TLS_BYTES = 256 << 10
-"""Bytes sent at a time with TLS. A link that moves fewer bytes within the time limit has failed."""
+PROGRESS_BYTES = 256 << 10
+"""Bytes that count as progress: a transfer has failed if it moves fewer within the time limit,
+unless they are its last ones. Also the number of bytes that are sent at a time with TLS."""
 PIECE_BYTES = 64 << 10
 """Bytes sent at a time on a shaped link."""
 SIOCOUTQNSD = 0x894B
@@ -79,7 +80,8 @@ class FrameStream:
         self._sock: socket.socket | ssl.SSLSocket = sock
         self._ended = False
         self.timeout_s = timeout_s
-        """Seconds without progress after which a call raises TimeoutError; None: no limit."""
+        """A call raises TimeoutError if it waits longer than these seconds for the next
+        `PROGRESS_BYTES`, or for the rest of its data; None: no limit."""
         self.until: float | None = None
         """Deadline (time.monotonic) after which every call raises TimeoutError; None: none."""
         self.most_header, self.most_payload = MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
@@ -145,12 +147,12 @@ class FrameStream:
     ) -> None:
         """Fill `out` (flat bytes). `on_chunk` gets every piece as it arrives."""
         position, chunk = 0, min(max(LEAST_CHUNK_BYTES, len(out) // 4), CHUNK_BYTES)
+        patience = _Patience(self)
         with _closing_errors():
-            self._sock.settimeout(self._patience())
             while position < len(out):
-                if self.until is not None:
-                    self._sock.settimeout(self._patience())
+                self._sock.settimeout(patience.begin())
                 count = self._sock.recv_into(out[position : position + chunk])
+                patience.moved(count)
                 if count == 0:
                     raise ChannelClosed("the other side closed the connection")
                 if on_chunk is not None:
@@ -167,7 +169,7 @@ class FrameStream:
     def begins(self) -> bool:
         """Wait for the first byte; return False if the other side closes without sending any."""
         with _closing_errors():
-            self._sock.settimeout(self._patience())
+            self._sock.settimeout(_Patience(self).begin())
             return bool(self._sock.recv(1, socket.MSG_PEEK))
 
     def secured(self, wrap: Callable[[socket.socket], ssl.SSLSocket]) -> None:
@@ -175,7 +177,7 @@ class FrameStream:
 
         Raises OSError (ssl.SSLError) if the handshake fails.
         """
-        self._sock.settimeout(self._patience())
+        self._sock.settimeout(_Patience(self).begin())
         self._sock = secure = wrap(self._sock)
         if self._ended:  # closed while `wrap` had taken the socket over
             raise ChannelClosed("this side has closed the connection")
@@ -210,31 +212,22 @@ class FrameStream:
         self.hang_up()
         self._sock.close()
 
-    def _patience(self) -> float | None:
-        """Return the seconds that the next call may wait; None: no limit. Raises TimeoutError if
-        `until` is over."""
-        if self.until is None:
-            return self.timeout_s
-        left_s = self.until - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("it took too long altogether")
-        return left_s if self.timeout_s is None else min(left_s, self.timeout_s)
-
     def _write(self, data: memoryview, flags: int = 0) -> None:
-        """Send `data`. The time limit applies to each piece; `sendall` would apply it to all data,
-        also if they move."""
+        """Send `data`. The time limit applies to each `PROGRESS_BYTES`; `sendall` would apply it to
+        all data, also if they move."""
         # A call sends what has room, but with TLS all that it gets.
-        position, most = 0, TLS_BYTES if isinstance(self._sock, ssl.SSLSocket) else len(data)
+        position, most = 0, PROGRESS_BYTES if isinstance(self._sock, ssl.SSLSocket) else len(data)
+        patience = _Patience(self)
         with _closing_errors():
-            self._sock.settimeout(self._patience())
             while position < len(data):
-                if self.until is not None:
-                    self._sock.settimeout(self._patience())
                 try:
-                    position += self._sock.send(data[position : position + most], flags)
+                    self._sock.settimeout(patience.begin())
+                    count = self._sock.send(data[position : position + most], flags)
                 except OSError:
                     self._end_sending()
                     raise
+                patience.moved(count)
+                position += count
 
     def _end_sending(self) -> None:
         """Send nothing more, because the other side may be inside a frame. Its answer can still be
@@ -244,6 +237,43 @@ class FrameStream:
         plain: Any = super(ssl.SSLSocket, sock) if isinstance(sock, ssl.SSLSocket) else sock
         with contextlib.suppress(OSError, ValueError):
             plain.shutdown(socket.SHUT_WR)
+
+
+class _Patience:
+    """The time that one read or write may still wait.
+
+    Only waiting inside the calls of the socket counts: this process may be slow to use the data.
+    """
+
+    def __init__(self, stream: FrameStream) -> None:
+        self._stream = stream
+        self._left_s, self._moved = stream.timeout_s, 0
+        self._began = 0.0
+
+    def begin(self) -> float | None:
+        """Return the seconds that the next call may wait; None: no limit. Raises TimeoutError if
+        the time is over."""
+        left_s, until = self._left_s, self._stream.until
+        self._began = time.monotonic()
+        if left_s is not None and left_s <= 0:
+            raise TimeoutError(f"fewer than {PROGRESS_BYTES} bytes moved within the time limit")
+        if until is None:
+            return left_s
+        if until <= self._began:
+            raise TimeoutError("it took too long altogether")
+        return until - self._began if left_s is None else min(until - self._began, left_s)
+
+    def moved(self, nbytes: int) -> None:
+        """Count the bytes that the call has moved. Enough bytes renew the time limit."""
+        if self._left_s is None:
+            return
+        waited_s = time.monotonic() - self._began
+        self._moved += nbytes
+        # A call succeeds after its limit only if this process was stopped or starved meanwhile.
+        if self._moved >= PROGRESS_BYTES or waited_s > self._left_s:
+            self._left_s, self._moved = self._stream.timeout_s, 0
+        else:
+            self._left_s -= waited_s
 
 
 class Channel:

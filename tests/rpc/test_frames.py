@@ -7,6 +7,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ import pytest
 
 from elastic.core.protocol import messages as m
 from elastic.domain.errors import ChannelClosed, FieldError
-from elastic.rpc.frames import KINDS, MAX_HEADER_BYTES, Channel, FrameStream, connect_unix
+from elastic.rpc.frames import (
+    KINDS,
+    MAX_HEADER_BYTES,
+    PROGRESS_BYTES,
+    Channel,
+    FrameStream,
+    connect_unix,
+)
 from tests.patience import LONG_S
 
 
@@ -159,6 +167,81 @@ def test_a_link_that_is_slow_makes_progress(kind: type[SlowLink]) -> None:
         assert link.sent.endswith(data)
     with kind(1) as link, pytest.raises(TimeoutError):
         FrameStream(link, timeout_s=10.0).send({}, (memoryview(data),))
+
+
+TRICKLE = 60
+"""Number of bytes that a trickle moves, one by one; all of them take ten time limits."""
+TRICKLE_S = 0.05
+"""Seconds from one byte of a trickle to the next."""
+TRICKLE_LIMIT_S = 0.3
+
+
+class TricklingLink(SlowLink):
+    """A link with room for one byte at a time."""
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        if self._limit_s < TRICKLE_S:
+            raise TimeoutError("timed out")
+        time.sleep(TRICKLE_S)
+        self.sent += data[:1]
+        return 1
+
+
+def test_a_trickle_is_no_progress_of_a_sender() -> None:
+    with TricklingLink(1) as link, pytest.raises(TimeoutError):
+        FrameStream(link, timeout_s=TRICKLE_LIMIT_S).write(memoryview(bytes(TRICKLE)))
+    assert len(link.sent) < TRICKLE / 2
+
+
+def test_a_trickle_is_no_progress_of_a_reader(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """Each byte comes within the time limit, but a large copy would take years."""
+
+    def trickle() -> None:
+        for _ in range(TRICKLE):
+            pair[0].sendall(b"x")
+            time.sleep(TRICKLE_S)
+
+    sender, seen = in_thread(trickle), bytearray()
+    with pytest.raises(TimeoutError):
+        FrameStream(pair[1], TRICKLE_LIMIT_S).read_into(memoryview(bytearray(1 << 20)), seen.extend)
+    assert len(seen) < TRICKLE / 2
+    sender.join(LONG_S)
+
+
+def test_a_slow_sender_makes_progress(pair: tuple[socket.socket, socket.socket]) -> None:
+    """All data take longer than the time limit, and enough of them come within each limit."""
+    pieces, limit_s = 25, 2.0
+
+    def send() -> None:
+        for _ in range(pieces):
+            pair[0].sendall(bytes(PROGRESS_BYTES))
+            time.sleep(0.1)
+
+    sender = in_thread(send)
+    assert len(FrameStream(pair[1], limit_s).read(pieces * PROGRESS_BYTES)) > 0
+    sender.join(LONG_S)
+
+
+class ReadyLink(SlowLink):
+    """A link whose data are there, in small pieces."""
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        return min(len(buffer), 1000)
+
+
+def test_the_time_that_a_reader_needs_itself_does_not_count() -> None:
+    """A busy machine may be slow to use the data; the sender is well."""
+    limit_s, chunks = 0.2, list[int]()
+
+    def use(chunk: memoryview) -> None:
+        chunks.append(len(chunk))
+        time.sleep(limit_s / 2)
+
+    with ReadyLink(1) as link:
+        FrameStream(link, limit_s).read_into(memoryview(bytearray(5000)), use)
+    assert chunks == [1000] * 5
 
 
 def test_close_wakes_a_blocked_reader(pair: tuple[socket.socket, socket.socket]) -> None:

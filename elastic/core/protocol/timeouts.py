@@ -75,9 +75,9 @@ class Timeouts:
     sibling_s: float
     """A worker with a failed TP collective waits this long for an order, then raises the error."""
     bulk_s: float
-    """A transfer between vaults without progress for this long has failed."""
+    """A transfer between vaults has failed if it waits longer for its next 256 KiB, or its rest."""
     serve_s: float
-    """A vault disconnects a client whose request makes no progress for this long."""
+    """A vault disconnects a client whose request waits longer for its next 256 KiB, or its rest."""
     prefetch_s: float
     """After this time a joining node gets a stage even if it has not fetched all state."""
     link_s: float

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ import pytest
 
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
+from elastic.domain import codec
 from elastic.domain.errors import (
+    ChannelClosed,
     FieldError,
     StaleError,
     Unanswered,
     VaultError,
     VaultUnreachable,
 )
-from elastic.rpc.bulk.transfer import VaultClient, split_address
+from elastic.rpc.bulk.transfer import Reply, VaultClient, split_address
 from elastic.rpc.frames import FrameStream
 from elastic.store.shared_memory import checksum
 from tests.agent.vault.copies import LocalWriter, content, gradient, make, put
@@ -195,6 +198,32 @@ def test_a_hung_vault_does_not_hang_its_clients() -> None:
         data = bytes(32 << 20)
         with pytest.raises(Unanswered, match=r"no progress .* while it allocated"):
             client.put([(make(data), memoryview(data))])
+
+
+def test_a_vault_that_sends_a_trickle_makes_no_progress() -> None:
+    """Each byte comes within the time limit, but a copy of 4 GiB would take years."""
+    copy, limit_s, ended = make(bytes(1 << 20)), 0.5, threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        stream = FrameStream(sock, LONG_S)
+        with contextlib.closing(stream), contextlib.suppress(ChannelClosed):
+            stream.receive()
+            stream.begin(codec.encode(Reply()), copy.nbytes)
+            while not ended.wait(limit_s / 10):
+                stream.write(memoryview(b"x"))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
+        serving = pool.submit(serve, listener)
+        client = VaultClient(f"127.0.0.1:{listener.getsockname()[1]}", timeout_s=limit_s)
+        try:
+            reading = pool.submit(client.get, copy)
+            with pytest.raises(VaultError, match="no progress"):
+                reading.result(LONG_S / 4)
+        finally:
+            ended.set()
+            client.close()
+        serving.result(LONG_S)
 
 
 def test_closing_a_client_ends_its_call() -> None:
