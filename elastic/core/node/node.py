@@ -60,7 +60,8 @@ class WorkerState:
     seen: float = 0.0
     """Time of the worker's newest message."""
     active_at: float = 0.0
-    """Time at which `Progress.counter` last changed or the worker last used CPU time."""
+    """Time at which `Progress.counter` last changed, or the worker last used CPU time or waited for
+    storage."""
     cpu_s: float = 0.0
     family_cpu_s: float = 0.0
     """CPU time of the worker's child processes when they last counted as active; 0: unknown."""
@@ -315,20 +316,27 @@ def _moved(worker: WorkerState, now: float) -> WorkerState:
     return replace(worker, signs=worker.signs + 1, moved_at=now, moved_runnable_s=worker.runnable_s)
 
 
-def _with_cpu_signs(state: NodeState, worker: WorkerState, now: float) -> WorkerState:
-    """Count CPU time (`WorkerState.active_at`) as progress of the first step, for some time."""
+def _with_cpu_signs(
+    state: NodeState, known: WorkerState, worker: WorkerState, now: float
+) -> WorkerState:
+    """Count CPU time that `worker` used since `known` as progress of the first step, for some time.
+
+    Disk sleep is no progress: the job must not wait for a disk that hangs.
+    """
     if not worker.first_since:
         return replace(_moved(worker, now), first_since=now)
     known_s = state.first_step_s if worker.attach is not None else 0.0
     limit_s = max(state.limits.stuck_s, known_s * FIRST_STEP_FACTOR) if known_s else FIRST_STEP_S
     counts = worker.in_first_step and now - worker.first_since < limit_s
-    return _moved(worker, now) if counts and worker.active_at == now else worker
+    used = worker.cpu_s > known.cpu_s or worker.family_cpu_s > known.family_cpu_s > 0
+    return _moved(worker, now) if counts and used else worker
 
 
 def with_activity(worker: WorkerState, sample: ProcessSample, now: float) -> WorkerState:
     """Update the worker's activity from the kernel's view of its process.
 
-    A worker that waits for storage counts as active, because the storage is at fault.
+    A worker that waits for storage counts as active, because the storage is at fault. It is not
+    hung, and yet it makes no progress.
     """
     if sample.cpu_s > worker.cpu_s:
         worker = replace(worker, cpu_s=sample.cpu_s, active_at=now)
@@ -697,7 +705,7 @@ def _workers_polled(state: NodeState, event: WorkersPolled, now: float) -> NodeT
         known = state.workers[sample.rank]
         if not known.alive:
             continue
-        worker = _with_cpu_signs(state, with_activity(known, sample, now), now)
+        worker = _with_cpu_signs(state, known, with_activity(known, sample, now), now)
         if worker is not known:
             state = _with_worker(state, sample.rank, worker)
         if worker.attach is None:

@@ -584,6 +584,22 @@ def test_cpu_time_is_progress_until_the_first_step_is_done() -> None:
     assert node_core.heartbeat(moved).signs > before.signs
 
 
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.INSTALLING, Phase.RUNNING, Phase.HALTING])
+def test_disk_sleep_is_neither_a_hang_nor_progress(phase: Phase) -> None:
+    """The disk of one node hangs. Its workers are not killed, but the coordinator sees no signs of
+    progress, so that its watchdog can act."""
+    state, signs = play(*STATES[phase]), list[int]()
+    asleep = node_core.WorkersPolled(
+        tuple(node_core.ProcessSample(rank, False, 1.0, on_disk=True) for rank in (0, 1))
+    )
+    for second in range(200):
+        now = 10.0 + second
+        state, actions, _ = transition(state, asleep, now)
+        assert not actions
+        signs.append(node_core.heartbeat(state).signs)
+    assert len(set(signs[2:])) == 1, "the first poll and the first CPU time are signs"
+
+
 def test_the_first_step_may_not_take_for_ever() -> None:
     state = at(play(*RUN), (10.1, poll(1.0, 1.0)))
     signs = list[int]()
