@@ -33,6 +33,7 @@ from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.backup.protection import Protection
 from elastic.worker.context import WorkerContext
 from elastic.worker.engine.partial import PartialRunner
+from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.engine.step import StepChecks, StepResult, StepRunner
 from elastic.worker.model.layers import Microbatch, tp_sync
 from elastic.worker.profiling.run_profile import EMULATE
@@ -65,6 +66,8 @@ class EpochSession:
         """Rank in this epoch; -1: the plan does not use this worker."""
         if context.unit in self._plan.units():
             self._rank = self._roster.rank(context.unit, context.tp.rank)
+        sync = tp_sync(context.tp) if self._rank >= 0 else None
+        self._agreement = GroupAgreement(sync, self._abandon)
         self._links: Links | None = None
         self._steps: StepRunner | None = None
         self._resumed = False
@@ -183,7 +186,7 @@ class EpochSession:
                 break
             todo, covered = tuple(p.microbatches for p in self._plan.pipelines), {}
         # A tensor-parallel rank that failed in the last step waits in an exchange: take part in it.
-        steps.runner.agreement.check()
+        self._agreement.check()
         if all(replica.version == n_steps for replica in context.replicas.values()):
             self._finish()
 
@@ -277,7 +280,7 @@ class EpochSession:
             tied=context.job.stack.tied,
             optimizer=context.job.optimizer,
             data=self._data,
-            tp_sync=tp_sync(context.tp),
+            agreement=self._agreement,
             protection=context.protection,
             injector=context.injector,
             agent=context.agent,
@@ -345,11 +348,13 @@ class EpochSession:
     def _await_halt(self) -> None:
         """Wait for a newer `Halt`, publish all layers to the local vault, and send `Halted`.
 
-        Returns without `Halted` if the job is over.
+        Returns without `Halted` if the job is over. In both cases no rank of the tensor-parallel
+        group still waits for this one.
         """
         context = self._context
         context.agent.position.update("wait")
         newest = context.agent.await_halt(self._order.epoch)
+        self._agreement.leave()
         if newest is None:
             return
         if context.protection is not None:

@@ -225,9 +225,7 @@ class ModelSteps:
         self._position = self._p.agent.position
         self.step = -1
         self.record: StepRecord | None = None
-        self.runner = SimpleNamespace(
-            started=set(), sent=set(), step=-1, agreement=SimpleNamespace(check=lambda: None)
-        )
+        self.runner = SimpleNamespace(started=set(), sent=set(), step=-1)
         self.timer = SimpleNamespace(take=lambda *_: None)
 
     def run(

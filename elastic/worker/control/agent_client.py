@@ -180,13 +180,16 @@ class AgentClient:
     def begin_epoch(self, epoch: int) -> AbandonSignal:
         """Return the signal that ends `epoch`.
 
-        The signal is already set if a newer epoch was announced, except by a boundary halt.
+        The signal is already set if a newer epoch was announced, except by a boundary halt, or if
+        the job is over.
         """
         with self._lock:
             self._epoch = epoch
             self._abandon = AbandonSignal()
             if self._newest.epoch > epoch and not self._newest.boundary:
                 self._abandon.set(f"epoch {self._newest.epoch}")
+            if self._stopping:
+                self._abandon.set("the job is over")
             return self._abandon
 
     def boundary_requested(self) -> int:

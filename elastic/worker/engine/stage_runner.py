@@ -10,6 +10,7 @@ stage, or several stages under the interleaved schedule.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -52,8 +53,12 @@ class GroupAgreement:
 
     A rank may also have to leave between two checks: a link failed, a wait was abandoned, a copy
     found no room. The others then wait for this rank in an exchange. As a context manager, the
-    agreement takes part in that exchange, once even if nested. Wrap all code that may raise
-    DivergenceError, EpochAbandoned, LinkFailed or VaultError.
+    agreement takes part in that exchange, once even if nested. Wrap code that may raise
+    DivergenceError, EpochAbandoned, LinkFailed or VaultError while the others train.
+
+    Every rank takes part in the same exchanges of an epoch, and the last one is the first in which
+    a rank leaves. So a rank that has not taken part in it calls `leave` at the end: for example, it
+    failed in its installation, and the others wait for it before their first action.
 
     Args:
         sync: sync(flag) -> maximum over the group; None without tensor parallelism.
@@ -77,6 +82,21 @@ class GroupAgreement:
         self.check()
         return flag if self._sync is None else not self._sync(not flag)
 
+    def leave(self) -> None:
+        """Take part in the last exchange, unless this rank has.
+
+        Every rank calls this at the end of an epoch, after it has reported its own error: another
+        rank may be installing, and leave only when a newer epoch is announced.
+        """
+        if not self._settled:
+            with contextlib.suppress(RuntimeError):  # a rank has died; the agent ends this one
+                self._settle()
+
+    def _settle(self) -> None:
+        self._settled = True
+        assert self._sync is not None
+        self._sync(True)
+
     def __enter__(self) -> GroupAgreement:
         return self
 
@@ -85,9 +105,7 @@ class GroupAgreement:
     ) -> None:
         leaves = isinstance(error, (DivergenceError, EpochAbandoned, LinkFailed, VaultError))
         if leaves and not self._settled:
-            self._settled = True
-            assert self._sync is not None
-            self._sync(True)
+            self._settle()
 
 
 class _PostedReceives:
@@ -117,7 +135,7 @@ class StageRunner:
         links: the epoch's links.
         n_microbatches: micro-batches M of the whole step; each loss is weighted by 1 / M.
         data: data(step, index) -> the micro-batch's fields; called on the first and last stage.
-        tp_sync: `sync` of `GroupAgreement`.
+        agreement: the agreement with the tensor-parallel group; None: this rank is alone.
         keep: called with every message that is sent; None: messages are not logged.
     """
 
@@ -128,7 +146,7 @@ class StageRunner:
         *,
         n_microbatches: int,
         data: Callable[[int, int], Microbatch],
-        tp_sync: Callable[[bool], bool] | None = None,
+        agreement: GroupAgreement | None = None,
         keep: Callable[[LoggedMessage], None] | None = None,
     ) -> None:
         self._keep_sent = keep
@@ -136,7 +154,7 @@ class StageRunner:
         self._stages: dict[int, LocalStage] = {}
         """The stages of this run, by number."""
         self._scale, self._data = 1.0 / n_microbatches, data
-        self.agreement = GroupAgreement(tp_sync, links.abandon)
+        self.agreement = agreement or GroupAgreement(None, links.abandon)
         self.step = -1
         """The step that runs, or ran last."""
         self.started: set[int] = set()

@@ -36,7 +36,7 @@ from elastic.worker.engine.injector import FaultInjector
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.sharded_update import ParameterGather
 from elastic.worker.engine.stage import stages_of_rank
-from elastic.worker.engine.stage_runner import StageRunner
+from elastic.worker.engine.stage_runner import GroupAgreement, StageRunner
 from elastic.worker.model.layers import Microbatch, Tied
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.digest import device_kind
@@ -86,8 +86,8 @@ class StepRunner:
     optimizer: OptimizerSpec
     data: Callable[[int, int], Microbatch]
     """data(step, index) -> micro-batch on this device."""
-    tp_sync: Callable[[bool], bool] | None
-    """tp_sync(flag) -> maximum over the tensor-parallel group; None without tensor parallelism."""
+    agreement: GroupAgreement
+    """Agreement with the tensor-parallel group to leave the epoch."""
     protection: Protection
     injector: FaultInjector
     agent: AgentClient
@@ -110,7 +110,7 @@ class StepRunner:
             links,
             n_microbatches=plan.n_microbatches,
             data=self.data,
-            tp_sync=self.tp_sync,
+            agreement=self.agreement,
             keep=log.keep if log is not None else None,
         )
         self._device = device_kind(links.device)
@@ -123,9 +123,7 @@ class StepRunner:
         every = gradients_of(plan.gradients).rounds
         self._incremental: IncrementalAllReduce | None = None
         if every:
-            self._incremental = IncrementalAllReduce(
-                replicas, links, roster, every, self.runner.agreement
-            )
+            self._incremental = IncrementalAllReduce(replicas, links, roster, every, self.agreement)
         self.timer = StepTimer(links.device, lambda: self.protection.sending)
 
     def run(
@@ -148,12 +146,12 @@ class StepRunner:
         self.injector.reach(step, Phase.START)
         self._run_partial_replay(covered)
         self._run_schedule(todo, covered)
-        with self.runner.agreement:
+        with self.agreement:
             reduced, agreed = self._reduce_and_commit()
         self.record = self._judge(agreed)
         lr = self.optimizer.lr(step)
         self._update(reduced, self.record, lr)
-        with self.runner.agreement:
+        with self.agreement:
             self._parameter_gather.gather()
         return StepResult(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
 
@@ -216,11 +214,11 @@ class StepRunner:
         actions = actions_of(pipeline, todo[self._member.pipeline])[self._member.stage]
         if not actions:
             # With actions, the first copies of the epoch are published after a micro-batch.
-            with self.runner.agreement:
+            with self.agreement:
                 self.protection.enter()
         if self._incremental is not None:
             self._position.update("wait", self.step)
-            with self.runner.agreement:
+            with self.agreement:
                 self._incremental.begin(actions, [len(indices) for indices in todo])
         self.runner.run(self.step, actions, covered, self)
         self._stretch()

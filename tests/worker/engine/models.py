@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,7 @@ from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import Links
+from tests.patience import LONG_S
 from tests.planning.schedule.action_text import one_f_one_b
 from tests.worker.engine.rank_processes import Rank
 
@@ -82,6 +84,26 @@ def replicas(
     ]
 
 
+class ThreadGroup:
+    """A tensor-parallel group of threads; `sync` is the maximum of their flags."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=LONG_S)
+        self.flags = [False] * size
+        self.calls = [0] * size
+
+    def sync_of(self, rank: int) -> Callable[[bool], bool]:
+        def sync(flag: bool) -> bool:
+            self.calls[rank] += 1
+            self.flags[rank] = flag
+            self.barrier.wait()
+            found = any(self.flags)
+            self.barrier.wait()
+            return found
+
+        return sync
+
+
 class RecordingHooks:
     """Hooks that record the actions and the finished micro-batches."""
 
@@ -101,7 +123,6 @@ def runner(
     links: Links,
     n_microbatches: int,
     stages: Sequence[LocalStage] | None = None,
-    tp_sync: Callable[[bool], bool] | None = None,
     data: Callable[[int, int], Microbatch] = data,
 ) -> StageRunner:
     return StageRunner(
@@ -109,7 +130,6 @@ def runner(
         links,
         n_microbatches=n_microbatches,
         data=data,
-        tp_sync=tp_sync,
     )
 
 

@@ -19,11 +19,11 @@ from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
-from tests.patience import LONG_S
 from tests.planning.schedule.action_text import one_f_one_b, parse_actions
 from tests.worker.engine.models import (
     PauseBefore,
     RecordingHooks,
+    ThreadGroup,
     data,
     replicas,
     runner,
@@ -170,26 +170,6 @@ def test_ledgers_match_after_losing_a_stage(at: str, done: int) -> None:
             assert ledger <= sent <= started
 
 
-class ThreadGroup:
-    """A tensor-parallel group of threads; `sync` is the maximum of their flags."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=LONG_S)
-        self.flags = [False] * size
-        self.calls = [0] * size
-
-    def sync_of(self, rank: int) -> Callable[[bool], bool]:
-        def sync(flag: bool) -> bool:
-            self.calls[rank] += 1
-            self.flags[rank] = flag
-            self.barrier.wait()
-            found = any(self.flags)
-            self.barrier.wait()
-            return found
-
-        return sync
-
-
 def run_group(
     bodies: list[Callable[[GroupAgreement], None]], abandons: list[AbandonSignal]
 ) -> tuple[list[type[BaseException] | None], list[int]]:
@@ -245,6 +225,51 @@ def test_a_rank_that_fails_between_checks_notifies_the_others_once(error: Except
     assert (found, calls) == ([type(error), EpochAbandoned], [2, 2])
     found, calls = run_group([fail_after_one, fail_after_one], [AbandonSignal(), AbandonSignal()])
     assert (found, calls) == ([type(error)] * 2, [2, 2])
+
+
+def leave(agreement: GroupAgreement) -> None:
+    agreement.leave()
+    agreement.leave()
+
+
+def leave_after_one(agreement: GroupAgreement) -> None:
+    agreement.check()
+    agreement.leave()
+
+
+def fail_and_leave(agreement: GroupAgreement) -> None:
+    try:
+        with agreement:
+            raise LinkFailed((4,), "broken")
+    finally:
+        agreement.leave()
+
+
+@pytest.mark.parametrize(
+    ("other", "error"),
+    [(check_thrice, EpochAbandoned), (leave, None), (fail_and_leave, LinkFailed)],
+)
+def test_a_rank_that_has_left_takes_part_in_the_last_exchange_once(
+    other: Callable[[GroupAgreement], None], error: type[BaseException] | None
+) -> None:
+    """For example, its installation failed, and the other rank has finished its own."""
+    found, counts = run_group([leave, other], [AbandonSignal(), AbandonSignal()])
+    assert (found, counts) == ([None, error], [1, 1])
+
+
+def test_a_rank_may_leave_after_common_exchanges() -> None:
+    bodies: list[Callable[[GroupAgreement], None]] = [leave_after_one, check_thrice]
+    found, calls = run_group(bodies, [AbandonSignal(), AbandonSignal()])
+    assert (found, calls) == ([None, EpochAbandoned], [2, 2])
+
+
+def test_a_rank_leaves_although_the_others_have_died() -> None:
+    """Its agent will end it, too."""
+
+    def broken(flag: bool) -> bool:
+        raise RuntimeError("connection closed by peer")
+
+    GroupAgreement(broken, AbandonSignal()).leave()
 
 
 def test_errors_of_the_user_are_not_shared() -> None:
