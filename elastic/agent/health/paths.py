@@ -25,6 +25,10 @@ from elastic.domain.errors import ElasticError
 from elastic.domain.types import Plan
 from elastic.rpc.bulk.transfer import VaultClient
 
+PROBE_BYTES = 10_000
+"""Bytes of an attempt: more than the largest Ethernet packet. A path may pass handshakes and drop
+large packets in silence, so that the first activation would hang. Larger attempts would need more
+round trips, because a connection begins with ten packets."""
 Report = Callable[[tuple[UnreachablePeer, ...]], object]
 
 
@@ -92,7 +96,7 @@ class PathProber:
                 one.client.disconnect()
             began, error = time.monotonic(), ""
             try:
-                one.client.probe(1)
+                one.client.probe(PROBE_BYTES)
             except ElasticError as problem:
                 error = str(problem)[:MAX_TEXT_LENGTH]
             now = time.monotonic()

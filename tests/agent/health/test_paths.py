@@ -6,7 +6,6 @@ import contextlib
 import queue
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from elastic.agent.health.monitor import Monitor
-from elastic.agent.health.paths import PathProber
+from elastic.agent.health.paths import PROBE_BYTES, PathProber
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
+from elastic.core.node.path_watch import attempt_s, interval_s
 from elastic.core.protocol.health_report import HealthReport, UnreachablePeer
-from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, budget
 from tests.patience import LONG_S
 
 LIMITS = replace(DEFAULT_TIMEOUTS, path_s=2.0)
@@ -60,11 +60,15 @@ def test_a_silent_peer_is_reported_until_it_answers(server: VaultServer, tmp_pat
 
 
 class Firewall:
-    """Forwards connections to an address. New ones are refused once `closed` is set."""
+    """Forwards connections to an address. New ones are refused once `closed` is set.
+
+    `answered`: an answer came back; `asked`: number of bytes that were sent after `closed`.
+    """
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
         self._target, self.closed = (host, int(port)), False
+        self.answered, self.asked = threading.Event(), 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets = [self._listener]
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -79,13 +83,17 @@ class Firewall:
                     continue
                 far = socket.create_connection(self._target)
                 self._sockets += [near, far]
-                for pair in ((near, far), (far, near)):
-                    threading.Thread(target=self._copy, args=pair, daemon=True).start()
+                for ways in ((near, far, True), (far, near, False)):
+                    threading.Thread(target=self._copy, args=ways, daemon=True).start()
 
-    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+    def _copy(self, source: socket.socket, target: socket.socket, asks: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(4096):
+                if asks and self.closed:
+                    self.asked += len(data)
                 target.sendall(data)
+                if not asks:
+                    self.answered.set()
             target.shutdown(socket.SHUT_WR)
 
     def end(self) -> None:
@@ -108,19 +116,26 @@ def test_a_path_that_refuses_only_new_connections_is_reported(
     vaults = {"node1": firewall.address}
     try:
         prober.watch(vaults)
-        time.sleep(1.0)
+        assert firewall.answered.wait(LONG_S)
         firewall.closed = True
         if next_epoch:
             prober.watch(vaults)
-        began = time.monotonic()
         (found,) = reports.get(timeout=LONG_S)
         assert found.peer == "node1"
-        assert not next_epoch or time.monotonic() - began < 2.5 * limits.path_s
+        most = 2 if next_epoch else 10  # one attempt was under way
+        assert firewall.asked < (most + 0.5) * PROBE_BYTES
         firewall.closed = False
         assert reports.get(timeout=LONG_S) == ()
     finally:
         prober.close()
         firewall.end()
+
+
+@pytest.mark.parametrize("silence_s", [0.1, 3.0, 30.0])
+def test_attempts_fit_into_a_small_share_of_a_slow_link(silence_s: float) -> None:
+    """1 Mbit/s: a busy link still has room for the training, and an attempt for delays."""
+    limits, seconds = budget(silence_s), PROBE_BYTES / 125_000
+    assert seconds < attempt_s(limits) / 8 and seconds < interval_s(limits) / 5
 
 
 def test_a_peer_that_left_is_reported_no_more() -> None:
