@@ -127,6 +127,7 @@ class WorkerContext:
                 shard,
                 copy_device=device if device.type == "cuda" else None,
                 on_progress=agent.position.advance,
+                silence_s=settings.timeouts.silence_s,
             ),
             injector=FaultInjector(settings, agent.send),
         )

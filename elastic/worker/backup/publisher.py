@@ -36,6 +36,7 @@ import torch
 import xxhash
 
 from elastic.core.protocol.messages import LocalCopy, Published
+from elastic.core.protocol.timeouts import SILENCE_S
 from elastic.domain.checksum import checksum_problem, copy_checksum
 from elastic.domain.errors import StaleError, VaultFull
 from elastic.domain.types import GRADIENT, LOGS, STATE, Copy
@@ -76,14 +77,16 @@ class Publisher:
         *,
         copy_device: torch.device | None = None,
         on_progress: Callable[[], object] = lambda: None,
+        silence_s: float = SILENCE_S,
     ) -> None:
         """`send` takes announcements for the agent; `shard`: TP rank of this worker's layers.
 
         `directory`: the job's shared memory. `copy_device`: device to copy from in the background;
         None: the main thread copies. `on_progress` is called, in any thread, for each slot, for
-        each copy, and for each chunk of its checksum.
+        each copy, and for each chunk of its checksum. `silence_s`: longest wait for the agent when
+        an epoch has ended.
         """
-        self._on_progress = on_progress
+        self._on_progress, self._silence_s = on_progress, silence_s
         self._send, self._node, self._shard = send, node, shard
         self._pool = SlotPool(Path(directory), slot_prefix(os.getpid()))
         self._rings: dict[RingKey, list[_RingSlot]] = defaultdict(list)
@@ -286,16 +289,16 @@ class Publisher:
         usable = [slot for slot in ring if slot is not final]
         oldest = min(usable, key=lambda slot: slot.bundle, default=None)
         if oldest is None or (oldest.bundle and len(usable) < SLOTS_PER_RING):
-            return self._new_slot(ring, item.nbytes)
+            return self._new_slot(ring, item, abandon)
         if oldest.bundle > self._acked:
             if abandon is None:
-                return self._new_slot(ring, item.nbytes)
+                return self._new_slot(ring, item, abandon)
             self.wait_acked(oldest.bundle, abandon)
         oldest.bundle = 0
         if oldest.slot.capacity < item.nbytes:
             ring.remove(oldest)  # first, because `take` may fail
             self._pool.give(oldest.slot)
-            return self._new_slot(ring, item.nbytes)
+            return self._new_slot(ring, item, abandon)
         return oldest
 
     def _final_gradients(self, ring: list[_RingSlot], item: PendingCopy) -> _RingSlot | None:
@@ -305,28 +308,46 @@ class Publisher:
         before = [slot for slot in ring if slot.bundle and slot.content[0] < item.step]
         return max(before, key=lambda slot: slot.bundle, default=None)
 
-    def _new_slot(self, ring: list[_RingSlot], nbytes: int) -> _RingSlot:
-        try:
-            slot = self._pool.take(nbytes)
-        except VaultFull:
-            if not self._give_up_logs():
-                raise
-            slot = self._pool.take(nbytes)
-        ring.append(_RingSlot(slot))
-        return ring[-1]
+    def _new_slot(
+        self, ring: list[_RingSlot], item: PendingCopy, abandon: AbandonSignal | None
+    ) -> _RingSlot:
+        """Add a slot to the ring. Logged messages, which are optional, make room for all others."""
+        while True:
+            try:
+                slot = self._pool.take(item.nbytes)
+            except VaultFull:
+                if item.kind in LOGS or not self._give_up_logs(abandon):
+                    raise
+                continue
+            ring.append(_RingSlot(slot))
+            return ring[-1]
 
-    def _give_up_logs(self) -> bool:
-        """Free the slots of logged messages, which are optional; return whether there were any.
+    def _give_up_logs(self, abandon: AbandonSignal | None) -> bool:
+        """Free slots of logged messages; return whether there were any.
 
-        No more messages are logged in this epoch. The vault drops a message when its slot is
-        written again.
+        No more messages are logged in this epoch. The agent must have read the announcement of a
+        message before its slot is written again; the vault then drops the message. So wait for the
+        oldest announcement as `publish` does, or for `silence_s` if `abandon` is None.
         """
         self._logs_given_up = True
-        found = [key for key in self._rings if key[0] in LOGS]
-        for key in found:
-            for slot in self._rings.pop(key):
+        rings = [ring for key, ring in self._rings.items() if key[0] in LOGS]
+        oldest = min((slot.bundle for ring in rings for slot in ring), default=None)
+        if oldest is None:
+            return False
+        if abandon is not None:
+            self.wait_acked(oldest, abandon)
+        elif not self._is_acked_soon(oldest):
+            return False
+        for ring in rings:
+            for slot in [slot for slot in ring if slot.bundle <= self._acked]:
+                ring.remove(slot)
                 self._pool.give(slot.slot)
-        return bool(found)
+        return True
+
+    def _is_acked_soon(self, bundle: int) -> bool:
+        """Return whether `bundle` is acknowledged within `silence_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._acked >= bundle, self._silence_s)
 
     def _reclaim(self) -> None:
         """Take back retired slots that the vault has released."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 
 from elastic.agent.vault.vault import Vault
-from elastic.domain.errors import VaultFull
+from elastic.core.protocol.messages import Published
+from elastic.domain.errors import VaultError, VaultFull
 from elastic.domain.types import ACTIVATION, COTANGENT, GRADIENT, LOGS, STATE, Copy
+from elastic.store.shared_memory import slot_capacity
 from elastic.worker.backup.activation_log import ActivationLog, LoggedMessage, read_message
+from elastic.worker.backup.items import PendingCopy
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
@@ -159,6 +163,92 @@ def test_logged_messages_make_room_for_gradients(
     node.vault.check_integrity()
     log_step(log, 1, abandon)
     assert not found(node.vault) and caplog.text.count("not logged any more") == 1
+
+
+class SlowAgent:
+    """An agent that reads the announcements of one worker only when it is told to."""
+
+    def __init__(self, directory: Path) -> None:
+        self._unread: list[Published] = []
+        self.problems: list[str] = []
+        """Announced copies that are not there; an agent would kill its workers."""
+        self.vault = Vault("a", directory / "vault")
+        self.publisher = Publisher(self._unread.append, directory / "slots", "a", silence_s=2.0)
+
+    def has_room_for(self, messages: int) -> None:
+        """Limit the memory of the worker's slots."""
+        nbytes = message(ACTIVATION, 0, 0).nbytes
+        self.publisher._pool.limit = messages * slot_capacity(nbytes)
+
+    def read(self) -> None:
+        """Index and acknowledge all announced copies, as an agent does."""
+        while self._unread:
+            published = self._unread.pop(0)
+            for local in published.copies:
+                try:
+                    self.vault.publish(local)
+                except VaultError as error:
+                    self.problems.append(str(error))
+            self.publisher.on_acked(published.bundle)
+
+
+def a_state() -> PendingCopy:
+    """A state with as many bytes as a message."""
+    one = message(ACTIVATION, 0, 0)
+    return PendingCopy(STATE, 2, 0, one.nbytes, one.write)
+
+
+def test_messages_that_do_not_fit_take_no_slot_of_their_own_bundle(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step's messages are one bundle. The fourth finds no room, so none is announced, and the
+    slots of the others make room for a state."""
+    agent = SlowAgent(tmp_path)
+    agent.has_room_for(messages=3)
+    log = ActivationLog(agent.publisher, 1, in_memory=True)
+    for index in range(M):
+        log.keep(message(ACTIVATION, 0, index))
+    log.flush(None)
+    agent.publisher.publish([a_state()], 1, "", None)
+    agent.read()
+    assert not agent.problems
+    assert [copy.kind for copy in agent.vault.inventory()] == [STATE]
+    assert caplog.text.count("not logged any more") == 1
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["epoch-ended", "in-training"])
+def test_announced_messages_make_room_only_when_the_agent_has_read_them(
+    tmp_path: Path, ended: bool
+) -> None:
+    """Else the agent would look for a message in a slot that holds a state."""
+    agent, abandon = SlowAgent(tmp_path), None if ended else AbandonSignal()
+    agent.has_room_for(messages=3)
+    log = ActivationLog(agent.publisher, 1)
+    for index in range(3):
+        log.keep(message(ACTIVATION, 0, index))
+    log.flush(abandon)
+    reading = threading.Timer(0.05, agent.read)
+    reading.start()
+    agent.publisher.publish([a_state()], 1, "", abandon)
+    reading.join()
+    agent.read()
+    assert not agent.problems
+    assert [copy.kind for copy in agent.vault.inventory()] == [STATE]
+
+
+def test_messages_stay_if_the_agent_does_not_read(tmp_path: Path) -> None:
+    """The end of an epoch does not wait for ever. The agent finds all that was announced."""
+    agent = SlowAgent(tmp_path)
+    agent.has_room_for(messages=3)
+    log = ActivationLog(agent.publisher, 1)
+    for index in range(3):
+        log.keep(message(ACTIVATION, 0, index))
+    log.flush(None)
+    with pytest.raises(VaultFull, match="no room"):
+        agent.publisher.publish([a_state()], 1, "", None)
+    agent.read()
+    assert not agent.problems
+    assert found(agent.vault) == {(ACTIVATION, 0, index) for index in range(3)}
 
 
 def test_the_next_epoch_logs_messages_again(node: MiniNode) -> None:
