@@ -136,8 +136,8 @@ class StepRunner:
             covered: layer -> micro-batches that some holder's ledger has already.
 
         Raises:
-            EpochAbandoned, LinkFailed: the ledgers and versions of the replicas show how far the
-                step came.
+            EpochAbandoned, LinkFailed, VaultError: the ledgers and versions of the replicas show
+                how far the step came.
             DivergenceError: the holders of a layer disagree; no worker has updated.
             NonfiniteError: the gradient norm is infinite or NaN, and the job must stop.
         """
@@ -150,8 +150,8 @@ class StepRunner:
             reduced, agreed = self._reduce_and_commit()
         self.record = self._judge(agreed)
         lr = self.optimizer.lr(step)
-        self._update(reduced, self.record, lr)
         with self.agreement:
+            self._update(reduced, self.record, lr)
             self._parameter_gather.gather()
         return StepResult(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
 

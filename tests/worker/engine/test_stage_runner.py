@@ -33,6 +33,7 @@ from tests.worker.engine.models import (
 )
 from tests.worker.engine.plans import roster_of
 from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
+from tests.worker.engine.thread_group import ThreadGroup
 
 N_LAYERS, M = 4, 5
 CUTS = [[0], [0, 1], [0, 3], [0, 1, 2], [0, 1, 2, 3]]
