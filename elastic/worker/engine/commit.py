@@ -141,7 +141,7 @@ def verify(
     step: int,
     device: int,
 ) -> None:
-    """Wait for all workers, and compare the hashes of all layers after the last step.
+    """Wait for all workers, and compare the hashes of all layers, before or after an update.
 
     Args:
         layers: this worker's layers, in order.

@@ -37,6 +37,7 @@ from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.sharded_update import ParameterGather
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import GroupAgreement, StageRunner
+from elastic.worker.model.gradients import RANGE_TEXT
 from elastic.worker.model.layers import Microbatch, Tied
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.digest import device_kind
@@ -148,6 +149,8 @@ class StepRunner:
         self._run_schedule(todo, covered)
         with self.agreement:
             reduced, agreed = self._reduce_and_commit()
+            if not math.isfinite(agreed.norm) and not self.checks.verifies(step):
+                self.verify(step)  # a wrong replica may be the cause
         self.record = self._judge(agreed)
         lr = self.optimizer.lr(step)
         with self.agreement:
@@ -156,7 +159,7 @@ class StepRunner:
         return StepResult(self.record, agreed.halt_epoch, lr, time.perf_counter() - started)
 
     def verify(self, step: int) -> None:
-        """Wait for all workers after the last step, and compare the holders' parameters.
+        """Wait for all workers, and compare the holders' parameters, unless `verify_every` is 0.
 
         Raises DivergenceError, EpochAbandoned and LinkFailed.
         """
@@ -193,8 +196,10 @@ class StepRunner:
         layers = format_indices(agreed.nonfinite)
         text = f"step {step}: the gradient norm is {agreed.norm}, because of layers {layers}"
         if self.checks.on_nonfinite is OnNonfinite.STOP:
+            reason = f"{text} (loss {agreed.loss})"
+            reason += f"; {RANGE_TEXT}" if self.checks.exact else ""
             remedy = "--on-nonfinite skip leaves such updates out"
-            raise NonfiniteError(f"{text} (loss {agreed.loss}); {remedy}", record)
+            raise NonfiniteError(f"{reason}; {remedy}", record)
         log.warning("%s; the update is %s", text, "left out" if skipped else "made")
         return record
 

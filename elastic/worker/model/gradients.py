@@ -7,29 +7,36 @@ recoveries.
     resolution   2**-44 = 5.7e-14. A float32 gradient of 2**-20 = 1e-6 or more enters without
                  rounding; smaller ones to within 2.9e-14, as good as float32 addition down to
                  about 1e-7.
-    range        |sum| < 2**19. Each accumulator refuses more than 2**13 = 8192, counted as the sum
+    range        |sum| < 2**19. Each accumulator holds less than 2**13 = 8192, counted as the sum
                  of the micro-batches' largest elements, so that up to 64 sums can be added.
 
-With EXACT, a gradient out of range raises GradientError with layer and parameter. A fixed-point
-number cannot be infinite or NaN. Instead, the last element of the sum counts the micro-batches with
-such a gradient in this layer, whose values are left out. The count is added up like the values, so
-it survives sums, copies and recoveries; `norm_sq` returns NaN if it is not 0.
+A fixed-point number cannot be infinite or NaN, nor larger than its range. Instead, the last element
+of the sum counts the micro-batches with such a gradient in this layer, whose values are left out.
+It also counts each sum of accumulators that exceeds the range. The count is added up like the
+values, so it survives sums, copies and recoveries; `norm_sq` returns NaN if it is not 0. No error
+is raised here: the commit decides, after it has compared the replicas, because a wrong replica
+makes such gradients too.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from elastic.domain.errors import ElasticError
 from elastic.domain.types import Accumulate
 
 FRACTION_BITS = 44
 SCALE = 2.0**FRACTION_BITS
 LIMIT = 2.0 ** (63 - FRACTION_BITS - 6)
+RANGE_TEXT = (
+    f"exact accumulation holds finite values up to {LIMIT:g} "
+    "(lower the learning rate, scale the loss, or use --accumulate fast)"
+)
 ALIGN_ELEMENTS = 16
 """Each parameter starts at a multiple of this: at least 64 bytes in float32 and int64."""
 CHUNK_ELEMENTS = 32768
@@ -37,8 +44,7 @@ CHUNK_ELEMENTS = 32768
 DTYPES = {Accumulate.FAST: torch.float32, Accumulate.EXACT: torch.int64}
 
 
-class GradientError(ElasticError):
-    """Raised if a gradient exceeds the range of the accumulator."""
+log = logging.getLogger(__name__)
 
 
 def flat_numel(layout: FlatLayout, accumulate: Accumulate) -> int:
@@ -105,12 +111,10 @@ class Accumulator:
         """Add another accumulator of the same layout, with its part of the used range."""
         self._peaks += other._peaks
         self.flat += other.flat
+        self._count_if_out_of_range()
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add one micro-batch's gradients, in parameter order; None counts as zero.
-
-        Raises GradientError for values out of range on the CPU; on a GPU `check` raises it later.
-        """
+        """Add one micro-batch's gradients, in parameter order; None counts as zero."""
         pairs = [(i, g) for i, g in enumerate(gradients) if g is not None]
         if not pairs:
             return
@@ -118,38 +122,41 @@ class Accumulator:
             flat = [g.reshape(-1) for _, g in pairs]
             torch._foreach_add_([self._parts[i] for i, _ in pairs], flat)
             return
-        peaks = _peaks([g for _, g in pairs]).to(self._peaks)
-        finite = torch.isfinite(peaks).all()
-        self.flat[-1] += (~finite).long()
+        places = [i for i, _ in pairs]
+        before = self._peaks[places]
+        peaks = before + _peaks([g for _, g in pairs]).to(self._peaks)
+        fits = (peaks < LIMIT).all()  # false for NaN
+        self.flat[-1] += (~fits).long()
         on_cpu = self.flat.device.type == "cpu"
-        if on_cpu and not finite:
+        if on_cpu and not fits:
+            self._warn(places, peaks)
             return
-        self._peaks[[i for i, _ in pairs]] += torch.where(finite, peaks, 0.0)
-        if on_cpu:
-            self.check()
+        self._peaks[places] = torch.where(fits, peaks, before)
         for i, gradient in pairs:
-            kept = gradient if on_cpu else torch.where(finite, gradient, 0.0)
+            kept = gradient if on_cpu else torch.where(fits, gradient, 0.0)
             self._add_exact(self._parts[i], kept.reshape(-1))
 
     def merge(self, other: Tensor) -> None:
         """Add the flat tensor of another accumulator of the same layout."""
+        self.flat += other.to(self.flat.device)
         if self.exact:
             tops = _peaks([other[place.start : place.stop] for place in self.layout.ranges])
             self._peaks += (tops.double() / SCALE).to(self._peaks)
-            self.check()
-        self.flat += other.to(self.flat.device)
+            self._count_if_out_of_range()
 
-    def check(self) -> None:
-        """With EXACT, raise GradientError if the sum may be too big."""
-        if not self.exact or bool((self._peaks < LIMIT).all()):
-            return
-        worst = next(i for i, peak in enumerate(self._peaks.tolist()) if not peak < LIMIT)
-        name = self.layout.ranges[worst].name
-        raise GradientError(
-            f"{self.label}: gradient of {name} reaches {self._peaks[worst].item():g}; "
-            f"exact accumulation holds finite values up to {LIMIT:g} "
-            "(lower the learning rate, scale the loss, or use --accumulate fast)"
-        )
+    def _count_if_out_of_range(self) -> None:
+        """With EXACT, count the last sum of accumulators if it may exceed the range."""
+        if self.exact:
+            self.flat[-1] += (~(self._peaks < LIMIT).all()).long()
+
+    def _warn(self, places: Sequence[int], peaks: Tensor) -> None:
+        """Name the parameter whose gradient is out of range, unless one is not finite."""
+        reached = peaks.tolist()
+        if all(math.isfinite(peak) for peak in reached):
+            worst = max(range(len(reached)), key=reached.__getitem__)
+            name = self.layout.ranges[places[worst]].name
+            text = "%s: gradient of %s reaches %g; %s"
+            log.warning(text, self.label, name, reached[worst], RANGE_TEXT)
 
     def _add_exact(self, target: Tensor, gradient: Tensor) -> None:
         size = min(self._chunk, target.numel())
@@ -183,7 +190,7 @@ def to_flat(reduced: Tensor, factor: float = 1.0) -> Tensor:
 def norm_sq(reduced: Tensor, ranges: Iterable[ParameterRange]) -> float:
     """Return the float64 sum of squares over `ranges`, in an order that depends on shapes alone.
 
-    NaN if a gradient in an exact sum was not finite.
+    NaN if an exact sum lacks a gradient that was not finite or out of range.
     """
     unit = 1.0 / SCALE if reduced.dtype == torch.int64 else 1.0
     total = torch.zeros((), dtype=torch.float64, device=reduced.device)

@@ -151,7 +151,6 @@ class LayerReplica(GradientSum):
 
     def start_round(self) -> GradientSum:
         """Return the replica's own sum for an all-reduce; an empty sum replaces it."""
-        self.accumulator.check()
         self._rounds.append(self._detach(self._spare.pop() if self._spare else None))
         return self._rounds[-1]
 
@@ -205,12 +204,10 @@ class LayerReplica(GradientSum):
 
         Parameters that TP ranks do not split count on rank 0 only, tied ones at their first owner.
         """
-        self.accumulator.check()
         return gradients.norm_sq(reduced, self._in_norm)
 
     def update(self, reduced: Tensor, clip: float, lr: float) -> None:
         """Update the state with `clip` times the flat gradient `reduced`; increment the version."""
-        self.accumulator.check()
         self._step(self._portions(gradients.to_flat(reduced, clip)), lr)
 
     @property

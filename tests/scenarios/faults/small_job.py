@@ -1,10 +1,12 @@
 """A job of three small layers whose data or parameters go wrong at a given step.
 
-    small_job.py [--flip NODE STEP [--late]] [--nan STEP MICROBATCH] [--inf STEP MICROBATCH]
+    small_job.py [--flip NODE STEP [--bit BIT] [--late]]
+                 [--nan STEP MICROBATCH] [--inf STEP MICROBATCH]
 
 `--flip` changes one bit of a weight on NODE, once, while it runs the first micro-batch of STEP, or
-`--late` before its update, when the commit has compared all replicas. `--nan` puts a NaN into the
-data of one micro-batch; `--inf` makes its gradient infinite.
+`--late` before its update, when the commit has compared all replicas. BIT is 20, in the mantissa,
+unless another one is given; 30 is the highest bit of the exponent. `--nan` puts a NaN into the data
+of one micro-batch; `--inf` makes its gradient infinite.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from elastic.worker.model.optimizer import adamw
 
 flags = argparse.ArgumentParser()
 flags.add_argument("--flip", nargs=2, default=("", "-1"))
+flags.add_argument("--bit", type=int, default=20)
 flags.add_argument("--late", action="store_true")
 flags.add_argument("--inf", nargs=2, type=int, default=(-1, -1))
 flags.add_argument("--nan", nargs=2, type=int, default=(-1, -1))
@@ -54,7 +57,7 @@ def flip(weight: Tensor, step: int) -> None:
     done = Path(os.environ["ELASTIC_RUN_DIR"], "flipped")
     if os.environ["ELASTIC_NODE"] == node and step == int(when) and not done.exists():
         done.touch()
-        weight.detach().view(torch.int32)[3, 5] ^= 1 << 20
+        weight.detach().view(torch.int32)[3, 5] ^= 1 << arguments.bit
 
 
 def lr(step: int) -> float:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from elastic.core.protocol.messages import Failed, Published
 from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
@@ -18,7 +19,6 @@ from elastic.worker.backup import items
 from elastic.worker.backup.copier import Copier
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.epoch_session import EpochSession
-from elastic.worker.model.gradients import GradientError
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal
 from tests.patience import LONG_S
@@ -179,12 +179,18 @@ def test_update_inputs_do_not_change_with_the_gradients(recorder: Recorder, tmp_
     assert all(recorder.data[UPDATE, n] == expected[n] for n in range(3))
 
 
-def test_a_waiting_caller_gets_the_error_of_a_copy(publisher: Publisher) -> None:
+def test_a_waiting_caller_gets_the_error_of_a_copy(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers, abandon = replicas(), AbandonSignal()
     run(layers, 0, 0)
-    layers[2].accumulator._peaks.fill_(float("inf"))
+
+    def fail(out: torch.Tensor) -> None:
+        raise ElasticError("oops")
+
+    monkeypatch.setattr(layers[2], "write_gradient", fail)
     bundle = publisher.publish_gradients(layers, 0, 1, "b", abandon)
-    with pytest.raises(GradientError):
+    with pytest.raises(ElasticError, match="oops"):
         publisher.wait_acked(bundle, abandon)
-    with pytest.raises(GradientError):
+    with pytest.raises(ElasticError, match="oops"):
         publisher.settle()
