@@ -26,7 +26,7 @@ from elastic.domain.errors import (
     VaultError,
     describe,
 )
-from elastic.domain.types import Accumulate, Plan
+from elastic.domain.types import WHOLE, Accumulate, Plan
 from elastic.planning.plan.rank_map import Roster, roster
 from elastic.planning.plan.schemes import state_of
 from elastic.rpc.link_shaping import shaper_of
@@ -150,16 +150,23 @@ class EpochSession:
         raise error
 
     def _report_divergence(self, error: DivergenceError) -> None:
-        """Report which layers diverged, and whether this worker's replicas equal their copies."""
+        """Report which layers diverged, and what this worker's replicas and copies prove."""
         context = self._context
         sound: list[tuple[str, int, int, bool]] = []
-        unit = context.unit.name
+        portions: list[tuple[str, int, int, int, int]] = []
+        unit, protection = context.unit.name, context.protection
         for layer in dict.fromkeys(one.layer for one in error.found):
             replica = context.replicas.get(layer)
-            if replica is not None and context.protection is not None:
-                known = context.protection.is_sound(replica)
-                sound += [] if known is None else [(unit, layer, replica.shard, known)]
-        self._send(m.Diverged(self._order.epoch, error.step, error.found, tuple(sound)))
+            if replica is None or protection is None:
+                continue
+            known = protection.is_sound(replica)
+            if known is None:
+                continue
+            sound.append((unit, layer, replica.shard, known))
+            if replica.portion != WHOLE and (protection.copied_in_update or not known):
+                portions.append((unit, layer, replica.shard, *replica.portion))
+        found, epoch = error.found, self._order.epoch
+        self._send(m.Diverged(epoch, error.step, found, tuple(sound), tuple(portions)))
 
     def _send(self, message: object) -> None:
         self._context.agent.send(message)

@@ -246,7 +246,7 @@ def _judge_divergence(state: JobState, now: float) -> tuple[JobState, tuple[JobA
     kept = [
         entry
         for entry in state.distrusted
-        if entry.epoch >= state.trimmed or entry.step >= step or entry.places
+        if entry.epoch >= state.trimmed or entry.step >= step or entry.suspects
     ]
     state = state.of(distrusted=(*kept, verdict.distrust))
     state, findings = _blame_divergence(state, verdict, now)
@@ -258,7 +258,7 @@ def _judge_divergence(state: JobState, now: float) -> tuple[JobState, tuple[JobA
     data = {
         "step": step,
         "epoch": verdict.distrust.epoch,
-        "wrong": [list(place) for place in verdict.distrust.places],
+        "wrong": [list(place) for place in verdict.wrong],
         "reason": "; ".join(verdict.reasons),
         "fatal": bool(verdict.fatal),
     }
@@ -270,7 +270,7 @@ def _blame_divergence(
 ) -> tuple[JobState, tuple[JobAction, ...]]:
     """Leave out a node whose replica was proven wrong before: its device is not reliable."""
     actions: tuple[JobAction, ...] = ()
-    for node in dict.fromkeys(node for node, _, _ in verdict.distrust.places):
+    for node in dict.fromkeys(node for node, _, _ in verdict.wrong):
         record = quarantine.record_of(state, node)
         record = replace(record, divergences=record.divergences + 1)
         state = quarantine.with_record(state, node, record)
@@ -378,7 +378,7 @@ def _solve(
         initial_allowed=state.newest_step < 0,
         live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
     )
-    reload = tuple(dict.fromkeys(place for entry in state.distrusted for place in entry.places))
+    reload = tuple(dict.fromkeys(place for entry in state.distrusted for place in entry.suspects))
     return replace(
         assignment,
         store=state.members[plan.units()[0].node].report.store,

@@ -157,6 +157,11 @@ class Diverged:
     """Values of all holders; equal on all workers."""
     sound: tuple[tuple[str, int, int, bool], ...] = ()
     """(name of the worker's unit, layer, TP rank, whether its state equals its newest copy)."""
+    portions: tuple[tuple[str, int, int, int, int], ...] = ()
+    """(name of the worker's unit, layer, TP rank, index, number) of each portion of a shared state
+    of version `step` of which this worker has a right copy, even if its live state is wrong. The
+    copy was made in the last update, before the holders exchanged the parameters, or it differs
+    from the live state, which has changed since."""
 
 
 @dataclass(frozen=True, slots=True)

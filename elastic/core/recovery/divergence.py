@@ -10,11 +10,14 @@ has spoiled those of its whole pipeline.
   wrong. If the rest agrees, the rest is right.
 - Else, if only norms differ, nobody's state is wrong: the step runs again, once. A node that was
   lost meanwhile is wrong if the rest agrees.
+- Else, if the holders share the layer's state and have right copies of all its portions
+  (`Diverged.portions`), all of them load these copies, whoever is wrong.
 - Else the job ends. It never continues on a state without proof. A loss proves nothing.
 
-The copies of a wrong layer are not used as sources, and its live state is loaded anew. A node that
-the next plans do not use keeps the wrong state in its workers, so the entry stays until an epoch
-with the node is protected.
+The copies of a wrong layer are not used as sources, and its live state is loaded anew. Only if it
+is a portion of a shared state, of which no other holder has a copy, its right copy is used. A node
+that the next plans do not use keeps the wrong state in its workers, so the entry stays until an
+epoch with the node is protected.
 """
 
 from __future__ import annotations
@@ -43,10 +46,19 @@ class Distrust:
     places: tuple[Place, ...] = ()
     """Wrong replicas that may still be in a worker's memory. Their states and updates are not
     used."""
+    reload: tuple[Place, ...] = ()
+    """Replicas that may be wrong too, but have right copies, which are used."""
+
+    @property
+    def suspects(self) -> tuple[Place, ...]:
+        """Replicas whose live state must not be used."""
+        return self.places + self.reload
 
     def repaired(self, nodes: Collection[str]) -> Distrust:
         """Return this entry for recoveries after `nodes` have loaded all their layers anew."""
-        return replace(self, places=tuple(place for place in self.places if place[0] not in nodes))
+        places = tuple(place for place in self.places if place[0] not in nodes)
+        reload = tuple(place for place in self.reload if place[0] not in nodes)
+        return replace(self, places=places, reload=reload)
 
     def allows(self, copy: Copy) -> bool:
         """Return whether a recovery may use `copy`."""
@@ -64,6 +76,8 @@ class Verdict:
     distrust: Distrust
     reasons: tuple[str, ...]
     """One text per divergent layer: what differs, and who is wrong by which evidence."""
+    wrong: tuple[Place, ...] = ()
+    """Replicas that are proven wrong."""
     fatal: str = ""
     """Reason to end the job; "": the step runs again."""
 
@@ -86,13 +100,23 @@ def judge(
     first = reports[0]
     found = tuple(dict.fromkeys(one for report in reports for one in report.found))
     sound = {entry[:3]: entry[3] for report in reports for entry in report.sound}
+    portions = {entry[:3]: entry[3:] for report in reports for entry in report.portions}
     places: list[Place] = []
+    proven: list[Place] = []
+    reload: list[Place] = []
     reasons, undecided = [], []
     for one in found:
         wrong, why = _wrong_holders(one, sound, living)
+        proven += [(_node(holder), one.layer, one.shard) for holder in wrong]
+        suspects = wrong
+        if not wrong and one.what == PARAMETERS and _has_all_portions(one, portions):
+            suspects = tuple(holder for holder, _ in one.values)
+            why += ", and all of them load their right copies"
         reasons.append(f"{one.text}; {why}")
-        places += [(_node(holder), one.layer, one.shard) for holder in wrong]
-        if not wrong:
+        for holder in suspects:
+            kept = (holder, one.layer, one.shard) in portions
+            (reload if kept else places).append((_node(holder), one.layer, one.shard))
+        if not suspects:
             undecided.append(one)
     before = sum(entry.step == first.step for entry in earlier)
     fatal = ""
@@ -101,8 +125,21 @@ def judge(
     elif before >= MOST_AT_ONE_STEP:
         fatal = f"the same step diverged {before} times before"
     where = f"step {first.step}: {'; '.join(reasons)}"
-    distrust = Distrust(first.epoch, first.step, tuple(dict.fromkeys(places)))
-    return Verdict(distrust, tuple(reasons), f"{where}; {fatal}" if fatal else "")
+    distrust = Distrust(first.epoch, first.step, _distinct(places), _distinct(reload))
+    ending = f"{where}; {fatal}" if fatal else ""
+    return Verdict(distrust, tuple(reasons), _distinct(proven), ending)
+
+
+def _has_all_portions(
+    one: Divergence, portions: Mapping[tuple[str, int, int], tuple[int, int]]
+) -> bool:
+    """Return whether the holders of a layer together have right copies of its whole state."""
+    held = {portion for place, portion in portions.items() if place[1:] == (one.layer, one.shard)}
+    return any(held >= {(i, number) for i in range(number)} for _, number in held)
+
+
+def _distinct(places: Iterable[Place]) -> tuple[Place, ...]:
+    return tuple(dict.fromkeys(places))
 
 
 def _wrong_holders(

@@ -222,7 +222,7 @@ def summarize(
     """Return the figures of `assignment`. `before`: the plan that it replaces; None: the first
     plan. `lost_nodes`: nodes whose workers are gone."""
     plan, recipes, old = assignment.plan, assignment.recipes, before or assignment.plan
-    network = sum(_network_bytes(plan, node, recipe, lost_nodes) for node, recipe in recipes)
+    network = sum(_network_bytes(assignment, node, recipe, lost_nodes) for node, recipe in recipes)
     network += partial.fetched_bytes(plan, assignment.partial)
     moved = sum(
         not {u.node for u in plan.holders(layer)} <= {u.node for u in old.holders(layer)}
@@ -254,7 +254,7 @@ def _state_source(assignment: Assignment, lost_nodes: Sequence[str]) -> str:
         (node, copy)
         for node, recipe in recipes
         for copy in recipe.states
-        if node in lost_nodes or not _is_live(assignment.plan, node, recipe)
+        if node in lost_nodes or not _is_live(assignment, node, recipe)
     ]
     if any(copy.node != node or copy.owner != node for node, copy in states):
         return "peer"
@@ -263,21 +263,25 @@ def _state_source(assignment: Assignment, lost_nodes: Sequence[str]) -> str:
     return "memory" if any(recipe.states for _, recipe in recipes) else "initial"
 
 
-def _is_live(plan: Plan, node: str, recipe: Recipe) -> bool:
+def _is_live(assignment: Assignment, node: str, recipe: Recipe) -> bool:
     """Return whether living workers on `node` hold the state that the portions of `recipe` give.
 
     They do if they made one of these portions: they received the others after the last update,
-    unless the fault came in between.
+    unless the fault came in between. But a layer that may be wrong is loaded anew.
     """
-    own = portion_of(plan, node, recipe.layer)
+    if (node, recipe.layer, recipe.shard) in assignment.reload:
+        return False
+    own = portion_of(assignment.plan, node, recipe.layer)
     return not recipe.replay and any(
         copy.owner == copy.node == node and copy.portion == own != WHOLE for copy in recipe.states
     )
 
 
-def _network_bytes(plan: Plan, node: str, recipe: Recipe, lost_nodes: Sequence[str]) -> int:
+def _network_bytes(
+    assignment: Assignment, node: str, recipe: Recipe, lost_nodes: Sequence[str]
+) -> int:
     """Return the bytes that `node` must fetch for `recipe`."""
-    live = node not in lost_nodes and _is_live(plan, node, recipe)
+    live = node not in lost_nodes and _is_live(assignment, node, recipe)
     return fetched_bytes(copies_of(replace(recipe, portions=()) if live else recipe), node)
 
 

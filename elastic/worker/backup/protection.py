@@ -259,6 +259,11 @@ class Protection:
         return self._publisher.is_sound(replica)
 
     @property
+    def copied_in_update(self) -> bool:
+        """Whether the newest copies were made in an update, before it ended."""
+        return self._updates > 0 and self._publisher.copies_at_once
+
+    @property
     def sending(self) -> bool:
         """Whether copies are on their way to the peer."""
         return self._publisher.traffic.busy

@@ -186,6 +186,11 @@ class Publisher:
                 self._states[local.copy.layer] = local.copy
         self._send(Published(bundle, tuple(written), peer))
 
+    @property
+    def copies_at_once(self) -> bool:
+        """Whether a copy is made when `publish` returns, not in the background."""
+        return self._copier is None
+
     def is_sound(self, replica: LayerReplica) -> bool | None:
         """Return whether the live state of `replica` equals the newest copy of it.
 

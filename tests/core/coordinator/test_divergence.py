@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from elastic.core.coordinator.transitions import transition
@@ -141,6 +142,29 @@ def test_without_evidence_the_job_ends_with_the_values() -> None:
     for text in (f"step {STEP}", "layer 0", f"{first} has value-of-{first}", f"{second} has value"):
         assert text in after.ending.reason
     assert entries(actions, "divergence")[0]["fatal"]
+
+
+def test_holders_of_a_shared_state_load_its_copies_if_nobody_is_proven_wrong() -> None:
+    """The coordinator asks all of them to load the layer anew, and uses their copies."""
+    state = running()
+    holders = nodes_of(state)
+    reports = [
+        replace(evidence(state, node, True), portions=((node, 0, 0, i, 2),))
+        for i, node in enumerate(holders)
+    ]
+    state, actions, _ = send_report(state, holders[0], diverged=(reports[0],))
+    for node, report in zip(holders, reports, strict=True):
+        state, actions = halted(state, node, diverged=(report,))
+    suspects = tuple((node, 0, 0) for node in holders)
+    assert state.phase is JobPhase.INSTALLING
+    assert state.distrusted == (Distrust(1, STEP, (), suspects),)
+    assignment = assignment_of(state)
+    assert assignment.step == STEP and assignment.reload == suspects
+    assert all(recipe.states for _, recipe in assignment.recipes)
+    (entry,) = entries(actions, "divergence")
+    assert entry["wrong"] == [] and not entry["fatal"]
+    assert "all of them load their right copies" in entry["reason"]
+    assert not protected(state).distrusted[0].suspects
 
 
 def test_old_evidence_is_not_judged_again() -> None:

@@ -73,6 +73,48 @@ def test_without_evidence_the_job_ends(values: str, sound: dict[str, bool]) -> N
     assert verdict.fatal.endswith("no evidence tells which holder is right")
 
 
+def shared(values: str, portions: str, **sound: bool) -> list[Diverged]:
+    """Reports of holders that share the state; `portions`: those with a right copy of theirs."""
+    nodes = "abcdef"[: len(values)]
+    return [
+        replace(one, portions=((node, LAYER, 0, nodes.index(node), len(nodes)),))
+        if node in portions
+        else one
+        for node, one in zip(nodes, report(PARAMETERS, values, **sound), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "portions", "sound", "wrong", "reload"),
+    [
+        ("xy", "ab", {"a": True, "b": True}, "", "ab"),  # in a portion that the wrong holder lacks
+        ("xyxy", "abcd", {}, "", "abcd"),
+        ("xy", "ab", {"a": True, "b": False}, "b", "b"),
+        ("xxy", "abc", {}, "c", "c"),
+    ],
+)
+def test_right_copies_of_a_shared_state_are_used(
+    values: str, portions: str, sound: dict[str, bool], wrong: str, reload: str
+) -> None:
+    """No other holder has a copy of the same portion, so none is left aside."""
+    verdict = judge(shared(values, portions, **sound), "abcd", ())
+    assert not verdict.fatal
+    assert verdict.wrong == tuple((node, LAYER, 0) for node in wrong)
+    suspects = tuple((node, LAYER, 0) for node in reload)
+    distrust = verdict.distrust
+    assert distrust == Distrust(EPOCH, STEP, (), suspects) and distrust.suspects == suspects
+    copies = [state(LAYER, STEP, node, epoch=EPOCH) for node in "ab"]
+    used = allowed([*copies, gradient(LAYER, STEP, {0}, "a", epoch=EPOCH)], [distrust])
+    assert used == tuple(copies), "the step runs again without its old gradients"
+    assert distrust.repaired(reload) == Distrust(EPOCH, STEP)
+
+
+def test_a_portion_without_a_right_copy_ends_the_job() -> None:
+    assert judge(shared("xy", "a", a=True, b=True), "ab", ()).fatal
+    verdict = judge(shared("xxy", "ab"), "abc", ())
+    assert verdict.distrust == Distrust(EPOCH, STEP, (("c", LAYER, 0),)) and not verdict.fatal
+
+
 def test_a_norm_without_evidence_is_computed_once_more() -> None:
     """The state is not in question, so the step may run again; but not for ever."""
     first = judge(report(NORM, "xy"), "ab", ())

@@ -57,6 +57,24 @@ def test_a_flipped_bit_of_one_replica_is_repaired(
     assert recovery["cause_kinds"] == ["divergence"] and recovery["nodes_after"] == 2
 
 
+@pytest.mark.parametrize(
+    ("node", "wrong"), [("node1", []), pytest.param("node0", [["node0", 1, 0]], marks=CHAOS)]
+)
+def test_a_flipped_bit_of_a_shared_state_is_repaired(
+    tmp_path: Path, node: str, wrong: list[object]
+) -> None:
+    """Two nodes share the optimizer state. The flip is in the half of the parameters that node0
+    updates. Only node0 has copies of it; they are used, also if it is the wrong one."""
+    backup = ("--backup", "stream+snapshot/sharded")
+    flags = exact("--nnodes", "2", "--pipelines", "2", *backup)
+    run = elastic_run(tmp_path / "run", flags, [JOB, "--flip", node, "2"])
+    check_same(run, reference(tmp_path))
+    (found,) = run.summary["divergences"]
+    assert (found["step"], found["wrong"], found["fatal"]) == (2, wrong, False)
+    (recovery,) = run.summary["recoveries"]
+    assert recovery["cause_kinds"] == ["divergence"] and recovery["nodes_after"] == 2
+
+
 def test_a_flipped_bit_and_then_a_lost_node(tmp_path: Path) -> None:
     """The parameters are those of the run without both."""
     kill = faults("kill node=0 step=3 microbatch=2")
