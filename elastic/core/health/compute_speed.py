@@ -5,13 +5,15 @@
     slow factor      ratio / reference ratio: 1 at normal speed, 2 if computing takes twice as long
 
 Without a profile the expected times are only proportional to seconds. The reference ratio is then
-the median over other nodes with the same layers, or is taken from the node's own first steps.
+the median over other nodes with the same layers, or is taken from the node's own first steps. The
+former reference ratio of a node that was slow shows whether these steps are slow, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 from statistics import median
 
 SAMPLES, CHANGED = 3, 1.2
@@ -44,6 +46,8 @@ class ComputeSpeed:
     """Slow factor that plans use for this node."""
     profiled: bool = True
     """Whether the user gave a profile; the reference ratio is then 1."""
+    former: float = 0.0
+    """Reference ratio when the node was last found to be slow; 0: it was not slow so far."""
 
     @property
     def wanted(self) -> int:
@@ -87,8 +91,21 @@ def calibrate(speed: ComputeSpeed, same: Sequence[ComputeSpeed]) -> ComputeSpeed
         return replace(speed, unit=median(others))
     if not speed.ratio:
         return speed
+    if not speed.unit:
+        return replace(speed, unit=_first_reference(speed))
     faster = speed.factor == 1.0 and max(r for _, r in speed.samples) <= speed.unit / speed.change
-    return replace(speed, unit=speed.ratio / speed.factor) if faster or not speed.unit else speed
+    return replace(speed, unit=speed.ratio) if faster else speed
+
+
+def _first_reference(speed: ComputeSpeed) -> float:
+    """Return the reference ratio that follows from the first steps of an epoch alone."""
+    if not speed.former:
+        return speed.ratio / speed.factor
+    # The slowdown may have ended, or begun again, together with the epoch.
+    slow = sqrt(speed.factor) if speed.factor > 1.0 else speed.change
+    if speed.ratio < slow * speed.former:
+        return speed.ratio
+    return speed.ratio / speed.factor if speed.factor > 1.0 else speed.former
 
 
 def changed_factor(speed: ComputeSpeed) -> float | None:
@@ -103,7 +120,8 @@ def changed_factor(speed: ComputeSpeed) -> float | None:
     if brief and not speed.profiled:
         return None
     factors = [ratio / speed.unit / speed.factor for _, ratio in speed.samples]
-    if not (min(factors) >= speed.change or max(factors) <= 1 / speed.change):
+    normal = speed.factor > 1.0 and max(factors) * speed.factor < MIN_SLOW_FACTOR
+    if not (normal or min(factors) >= speed.change or max(factors) <= 1 / speed.change):
         return None
     factor = round(speed.ratio / speed.unit, 2)
     factor = factor if factor >= MIN_SLOW_FACTOR else 1.0

@@ -160,6 +160,10 @@ class NodeHealth:
     link: LinkSpeed = field(default_factory=LinkSpeed)
     loaded: float = 1.0
     """Multiplies the node's slow factor in plans, because of a slow link; 1: the link is normal."""
+    slowdowns: int = 0
+    """Number of times that it was found to compute slowly, which determine `slow_until`."""
+    slow_until: float = 0.0
+    """Time at which plans try the node again if it is slow and has no layers."""
 
     def finding(self, kind: FaultClass) -> Finding | None:
         """Return the finding of this class, or None."""
@@ -208,7 +212,7 @@ def quarantine(health: NodeHealth, now: float, limits: HealthLimits) -> tuple[No
     if limits.good_s > 0:
         good = int((now - health.quarantine_changed_at) / limits.good_s)
         known = max(0, health.quarantines - good)
-    seconds = min(limits.quarantine_s * 2.0 ** min(known, 30), limits.quarantine_most_s)
+    seconds = _growing_pause_s(known, limits)
     health = replace(
         health,
         quarantines=known + 1,
@@ -219,6 +223,21 @@ def quarantine(health: NodeHealth, now: float, limits: HealthLimits) -> tuple[No
         departures=(),
     )
     return health, seconds
+
+
+def _growing_pause_s(times: int, limits: HealthLimits) -> float:
+    """Return the length of a quarantine after this many others."""
+    return min(limits.quarantine_s * 2.0 ** min(times, 30), limits.quarantine_most_s)
+
+
+def record_slowdown(health: NodeHealth, now: float, limits: HealthLimits) -> NodeHealth:
+    """Record that the node was found to be slow. If it gets no layers, it is tried again after a
+    pause as long as a quarantine; slowdowns are counted, and forgiven, as quarantines are."""
+    known = health.slowdowns
+    if limits.good_s > 0:
+        known = max(0, known - int(max(0.0, now - health.slow_until) / limits.good_s))
+    until = now + _growing_pause_s(known, limits)
+    return replace(health, slowdowns=known + 1, slow_until=until)
 
 
 def release(health: NodeHealth, now: float) -> NodeHealth:

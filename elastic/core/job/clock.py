@@ -60,6 +60,7 @@ TIMES: dict[type, tuple[str, ...]] = {
         "departures",
         "until",
         "quarantine_changed_at",
+        "slow_until",
         "refused_until",
         "findings",
     ),

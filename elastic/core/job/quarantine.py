@@ -121,11 +121,15 @@ def _release(state: JobState, node: str, now: float, why: str) -> JobTransition:
     state = with_record(state, node, after)
     reason, evidence = f"{node} may be used again: {why}", {"quarantines": after.quarantines}
     entry = _entry(node, Finding(kind, HealthAction.NONE, reason, evidence, now))
-    if node in state.members:
-        mine = state.members[node].report.info.incarnation
-        keys = tuple(key for key in state.considered if key.partition("/")[0] != mine)
-        state = state.of(considered=keys)
-    return state, (entry,), reason
+    return without_considered(state, node), (entry,), reason
+
+
+def without_considered(state: JobState, node: str) -> JobState:
+    """Let the next decision about new nodes consider this node again."""
+    if node not in state.members:
+        return state
+    mine = state.members[node].report.info.incarnation
+    return state.of(considered=tuple(k for k in state.considered if k.partition("/")[0] != mine))
 
 
 def restart_failed_node(

@@ -3,6 +3,9 @@
 A spare takes the place of a slow node if the step is then shorter than with less work for the slow
 node. The replaced node stays a member, as a spare.
 
+Only nodes with layers are measured. A slow node that has none counts as normal again after a pause,
+so that plans can try it. The pauses grow as those of quarantines.
+
 Nodes are slow by their *slow factor*; `elastic.core.health.compute_speed` defines it and the ratio.
 """
 
@@ -14,10 +17,23 @@ from statistics import median
 from typing import NamedTuple
 
 from elastic.core.health.compute_speed import ComputeSpeed, changed_factor
-from elastic.core.health.diagnosis import EXCLUDING_ACTIONS, FaultClass, Finding, HealthAction
+from elastic.core.health.diagnosis import (
+    EXCLUDING_ACTIONS,
+    FaultClass,
+    Finding,
+    HealthAction,
+    record_slowdown,
+)
 from elastic.core.job.epoch_change import begin_change, plan_request
 from elastic.core.job.join_policy import plan_if_feasible
-from elastic.core.job.quarantine import Findings, add_finding, clear_finding, record_of
+from elastic.core.job.quarantine import (
+    Findings,
+    add_finding,
+    clear_finding,
+    record_of,
+    with_record,
+    without_considered,
+)
 from elastic.core.job.state import Cause, CauseKind, JobAction, JobState, JobTransition, LogEntry
 from elastic.core.job.stragglers import predicted_step_s, speed_of
 from elastic.core.policy.remediation import spare_nodes
@@ -45,6 +61,9 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
     """
     if state.plan is None or not state.stable or not state.paces:
         return None
+    again = _try_again(state, now)
+    if again is not None:
+        return again
     changed = []
     for node in state.plan.nodes():
         pace = speed_of(state, node)
@@ -54,10 +73,14 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
     if not changed:
         return None
     new = {
-        state.members[node].report.info.incarnation: replace(pace, factor=factor)
+        state.members[node].report.info.incarnation: with_factor(pace, factor)
         for node, pace, factor in changed
     }
     state = state.of(paces={**state.paces, **new})
+    for node, pace, factor in changed:
+        if pace.factor == 1.0 and factor > 1.0:
+            record = record_slowdown(record_of(state, node), now, state.policy.health)
+            state = with_record(state, node, record)
     best_s, gain, why = _gain(state)
     slow = tuple(node for node, _, factor in changed if factor > 1.0)
     away, instead = _replaceable(state, slow, best_s)
@@ -70,6 +93,30 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
     state, actions, reason = begin_change(state, cause, now, boundary=True)
     reason += instead if away else f"; {why}"
     return state, (*entries, *actions), reason
+
+
+def with_factor(pace: ComputeSpeed, factor: float) -> ComputeSpeed:
+    """Return the speed with a new slow factor. A slow node keeps its reference ratio."""
+    return replace(pace, factor=factor, former=pace.unit if factor > 1.0 else 0.0)
+
+
+def _try_again(state: JobState, now: float) -> JobTransition | None:
+    """Forget that a node is slow which has no layers, after its pause. None: there is none."""
+    assert state.plan is not None
+    used = set(state.plan.nodes())
+    for node in state.members:
+        pace = speed_of(state, node)
+        if node in used or pace.factor == 1.0 or now < record_of(state, node).slow_until:
+            continue
+        key = state.members[node].report.info.incarnation
+        fresh = replace(pace, factor=1.0, samples=(), times=())
+        state = without_considered(state.of(paces={**state.paces, key: fresh}), node)
+        reason = f"it was {pace.factor:.1f}x slower, and is tried again"
+        known, entries = record_of(state, node).finding(FaultClass.HOST), tuple[JobAction, ...]()
+        if known is not None and known.action is HealthAction.REBALANCE:
+            state, entries = clear_finding(state, node, FaultClass.HOST, reason, now)
+        return state, entries, f"{node}: {reason}"
+    return None
 
 
 def _all_slowed(state: JobState, node: str, pace: ComputeSpeed, factor: float) -> bool:

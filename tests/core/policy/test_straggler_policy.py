@@ -17,6 +17,7 @@ from elastic.core.health.compute_speed import (
     changed_factor,
     observe,
 )
+from elastic.core.health.diagnosis import HealthLimits
 from elastic.core.job import join_policy, stragglers
 from elastic.core.job import state as job
 from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, LogEntry, Send
@@ -37,6 +38,11 @@ def seen(*ratios: float, pace: ComputeSpeed | None = None, profiled: bool = True
     for ratio in ratios:
         pace = calibrate(observe(pace, 1, pace.step + 1, ratio), ())
     return pace
+
+
+def slower(pace: ComputeSpeed, factor: float) -> ComputeSpeed:
+    """The speed once plans assume this slow factor."""
+    return straggler_policy.with_factor(pace, factor)
 
 
 def unprofiled(*ratios: float, pace: ComputeSpeed | None = None) -> ComputeSpeed:
@@ -95,11 +101,43 @@ def test_without_a_profile_faster_steps_become_the_reference() -> None:
     assert changed_factor(unprofiled(80.0, pace=pace)) == 2.0
 
 
+def in_epoch(pace: ComputeSpeed, epoch: int, ratio: float) -> ComputeSpeed:
+    """The same speed after more steps without a profile, of this epoch and with this ratio."""
+    for _ in range(2 * SAMPLES_UNPROFILED):
+        pace = calibrate(observe(pace, epoch, pace.step + 1, ratio), ())
+    return pace
+
+
+@pytest.mark.parametrize("slow", [1.5, 3.0])
+def test_without_a_profile_a_slowdown_may_end_with_the_epoch(slow: float) -> None:
+    """The first steps of the next epoch are as fast as before the slowdown, or still slow."""
+    pace = unprofiled(40.0, 40.0 * slow)
+    assert changed_factor(pace) == slow
+    pace = slower(pace, slow)
+    assert changed_factor(in_epoch(pace, 2, 42.0)) == 1.0
+    assert changed_factor(in_epoch(pace, 2, 38.0 * slow)) is None
+    later = in_epoch(in_epoch(pace, 2, 38.0 * slow), 3, 40.0)
+    assert changed_factor(later) == 1.0
+
+
+def test_without_a_profile_a_node_that_is_tried_again_may_still_be_slow() -> None:
+    pace = replace(slower(unprofiled(40.0, 120.0), 3.0), factor=1.0)
+    assert changed_factor(in_epoch(pace, 2, 120.0)) == 3.0
+    assert changed_factor(in_epoch(pace, 2, 42.0)) is None
+
+
 def test_without_a_profile_nodes_with_the_same_layers_are_the_reference() -> None:
     """A node that was always slow is found by comparison with two others."""
     others = [unprofiled(40.0), unprofiled(40.0)]
     assert changed_factor(calibrate(unprofiled(80.0), others)) == 2.0
     assert changed_factor(calibrate(unprofiled(80.0), others[:1])) is None
+
+
+def test_a_node_at_normal_speed_is_no_longer_slow() -> None:
+    """Also if its slow factor was hardly above the least change."""
+    pace = replace(unprofiled(40.0, 60.0), factor=1.5)
+    assert changed_factor(unprofiled(42.0, pace=pace)) == 1.0
+    assert changed_factor(unprofiled(46.0, pace=pace)) is None
 
 
 # ---- the job -----------------------------------------------------------------------------------
@@ -295,6 +333,47 @@ def test_through_the_whole_transition(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state.phase is JobPhase.HALTING and step == 6
     told: list[Any] = [reason for reason in reasons if "2.0x slower" in reason]
     assert len(told) == 1
+
+
+# ---- a slow node without layers ----------------------------------------------------------------
+
+
+def left_out() -> tuple[World, str]:
+    """A job with a profile, and the name of a node that no longer has layers: it was slow for three
+    steps in a row."""
+    limits = HealthLimits(quarantine_s=10.0)
+    made = World(5, 3, steps=4000, shape="auto", min_nodes=3, max_nodes=9, health=limits)
+    made.run(limit=4.0)
+    state = made.coordinator.state
+    assert state.phase is JobPhase.RUNNING and len(plan_of(state).nodes()) == 3
+    node = plan_of(state).nodes()[1]
+    made.coordinator.state = slow_for_three_steps(
+        state.of(policy=replace(state.policy, profile=profile())), node
+    )
+    made.run(limit=8.0)
+    assert node not in plan_of(made.coordinator.state).nodes()
+    return made, node
+
+
+def slow_for_three_steps(state: JobState, node: str) -> JobState:
+    steps = tuple((state.newest_step + number, 2.0) for number in range(SAMPLES))
+    pace = ComputeSpeed(plan_of(state).epoch, steps, (1.0, 2.0, 3.0), steps[-1][0], unit=1.0)
+    return state.of(paces={state.members[node].report.info.incarnation: pace})
+
+
+def test_a_slow_node_without_layers_is_tried_again_after_growing_pauses() -> None:
+    made, node = left_out()
+    for number in range(2):
+        slow_at = made.now
+        while node not in plan_of(made.coordinator.state).nodes() and made.now < slow_at + 300.0:
+            made.run(limit=made.now + 1.0)
+        pause_s = 10.0 * 2.0**number
+        assert pause_s - 5.0 < made.now - slow_at < pause_s + 5.0, number
+        assert stragglers.slowdowns(made.coordinator.state) == ()
+        made.run(limit=made.now + 5.0)
+        made.coordinator.state = slow_for_three_steps(made.coordinator.state, node)
+        made.run(limit=made.now + 3.0)
+        assert node not in plan_of(made.coordinator.state).nodes()
 
 
 # ---- class and action --------------------------------------------------------------------------
