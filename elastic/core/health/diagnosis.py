@@ -77,9 +77,8 @@ class HealthLimits:
     """After this many crashes of one node without a finished step between them, the job ends if
     the node cannot be quarantined."""
     fatal_nodes: int = 3
-    fatal_share: float = 0.25
-    """If this many nodes, and this fraction of all nodes, have `crashes` crashes each without a
-    finished step between them, the job ends, because the nodes are not the cause."""
+    """The script is at fault if workers of this many nodes crash, one node after another or on a
+    majority, and no step is finished between (`elastic.core.policy.remediation`)."""
     departures: int = 3
     """After this many losses within `window_s`, a node is quarantined."""
     window_s: float = 600.0
@@ -128,11 +127,15 @@ class NodeHealth:
 
     crashes: tuple[float, ...] = ()
     """Times of crashes and hangs of its workers, within the last `window_s`."""
+    crash_cause: str = ""
+    """Cause of the newest crash."""
     stuck: int = 0
     """Number of crashes and hangs since step `stuck_at` was finished, while training needed the
     node."""
     stuck_at: int = -1
     """Newest finished step at the last crash; -1: no step was finished."""
+    stuck_moves: int = 0
+    """How often the crashes in this step had moved to other nodes when this node's began."""
     departures: tuple[float, ...] = ()
     """Times of the node's losses, within the last `window_s`."""
     quarantines: int = 0

@@ -44,6 +44,12 @@ def is_quarantined(state: JobState, node: str) -> bool:
     return record_of(state, node).quarantined
 
 
+def is_crash_looping(state: JobState, record: NodeHealth) -> bool:
+    """Return whether workers of a node that training needed crashed repeatedly since the newest
+    step was finished."""
+    return record.stuck >= state.policy.health.crashes and record.stuck_at >= state.newest_step
+
+
 def _entry(node: str, finding: Finding) -> LogEntry:
     data = {
         "node": node,
@@ -79,9 +85,13 @@ def clear_finding(
 
 
 def release_expired(state: JobState, now: float) -> JobTransition | None:
-    """End a quarantine whose time is over. The node is then considered like a new member."""
+    """End a quarantine whose time is over. The node is then considered like a new member.
+
+    A node whose workers crashed repeatedly in one step stays out until that step is finished. If
+    another node crashes in the step, the first one was not the cause.
+    """
     for node, record in state.health.items():
-        if record.quarantined and now >= record.until:
+        if record.quarantined and now >= record.until and not is_crash_looping(state, record):
             return _release(state, node, now, "the quarantine is over")
     return None
 

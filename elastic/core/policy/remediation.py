@@ -5,6 +5,17 @@ memory, clock, links) and measured compute speeds (`elastic.core.policy.straggle
 `elastic.core.health.diagnosis` classifies each observation. A remedy that needs another plan is
 applied at the end of a step, like every planned change. A node is not quarantined if no plan fits
 without the node, or if half of the other nodes have the same problem at the same time.
+
+**Crashes** end the job if the script is at fault, not the nodes. Then they follow the work. Within
+one step, workers crash repeatedly
+
+- on one node after another (`HealthLimits.fatal_nodes`): each began to crash under a plan without
+  the nodes before. Nodes of a broken rack begin at the same time, so they count as one;
+- or on most nodes. The same device error counts even once, if one node had it twice;
+- or on a node that the job cannot do without.
+
+Errors of links are no evidence against the node or the script that reports them. If all nodes but
+one report them, that one is left out.
 """
 
 from __future__ import annotations
@@ -71,12 +82,17 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     needed = _is_needed(state, node)
     if not needed:  # such crashes keep no step from being finished
         record = replace(record, stuck=before.stuck, stuck_at=before.stuck_at)
+    elif 0 < crashes == record.stuck:
+        record = replace(record, stuck_moves=_moves(state))
+    if crashes:
+        record = replace(record, crash_cause=report.cause)
     state = with_record(state, node, record)
-    hopeless = ""
-    if needed and not absent_nodes.are_majority(state):
-        hopeless = _hopeless(state, node) or _same_everywhere(state, node, report.cause)
-    if hopeless:
-        reason = f"{hopeless}; {node}: {report.cause}"
+    accused = _accused_by_links(state, node)
+    at_fault = ""
+    if needed and not accused and not absent_nodes.are_majority(state):
+        at_fault = _script_at_fault(state, node)
+    if at_fault:
+        reason = f"{at_fault}; {node}: {report.cause}"
         return end_job(state, JobPhase.FAILED, EXIT_FAILURE, reason)
     evidence: dict[str, Any] = {
         "cause": report.cause,
@@ -91,7 +107,15 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
         why = f"{report.cause}: its workers are started again"
         kind = FaultClass.DEVICE if device and not record.quarantined else FaultClass.PROCESS
         return add_finding(state, node, Finding(kind, HealthAction.RESTART, why, evidence, now))
-    excuse = _excuse(state, node, _crash_times, limits.crashes)
+    if accused:
+        reason = f"workers of all other nodes report errors of their links; {node}: {report.cause}"
+        leave = Finding(FaultClass.DEVICE, _away(state, accused), reason, dict(evidence), now)
+        state, left = add_finding(state, accused, leave)
+        why = f"{report.cause}: {accused} is the likely cause"
+        restart = Finding(FaultClass.DEVICE, HealthAction.RESTART, why, evidence, now)
+        state, restarted = add_finding(state, node, restart)
+        return state, (*restarted, *left)
+    excuse = _excuse(state, node, _crash_times_of(report.cause), limits.crashes)
     if excuse:
         finding = Finding(FaultClass.PROCESS, HealthAction.RESTART, excuse, evidence, now)
         return add_finding(state, node, finding)
@@ -120,22 +144,72 @@ def _is_needed(state: JobState, node: str) -> bool:
     return node in state.plan.nodes() and not quarantine.is_quarantined(state, node)
 
 
-def _hopeless(state: JobState, node: str) -> str:
+def _crashed(state: JobState) -> dict[str, NodeHealth]:
+    """Return the records of the members whose workers crashed since the newest step was finished,
+    while training needed them."""
+    records = {node: record_of(state, node) for node in state.members}
+    newest = state.newest_step
+    return {n: one for n, one in records.items() if one.stuck and one.stuck_at >= newest}
+
+
+def _moves(state: JobState) -> int:
+    """Return how often the crashes of this step have moved, for a node whose crashes begin now. The
+    plan must be without the nodes whose workers crash repeatedly, else they may be the cause."""
+    loops = {node: one for node, one in state.health.items() if _counts_as_loop(state, one)}
+    if state.plan is None or not loops or any(node in loops for node in state.plan.nodes()):
+        return 0
+    return 1 + max(one.stuck_moves for one in loops.values())
+
+
+def _counts_as_loop(state: JobState, record: NodeHealth) -> bool:
+    return quarantine.is_crash_looping(state, record) and not is_link_error(record.crash_cause)
+
+
+def _script_at_fault(state: JobState, node: str) -> str:
     """Return the reason to end the job instead of restarting the workers of `node`; "": none."""
-    limits, newest = state.policy.health, state.newest_step
-    stuck = {
-        n: one.stuck for n, one in state.health.items() if one.stuck and one.stuck_at >= newest
-    }
-    looping = sorted(name for name, times in stuck.items() if times >= limits.crashes)
-    if len(looping) >= max(limits.fatal_nodes, limits.fatal_share * len(state.members)):
-        return f"workers crash on {' '.join(looping)}, and no step is finished between"
-    times = stuck.get(node, 0)
+    limits, record = state.policy.health, record_of(state, node)
+    moved = record.stuck_moves >= limits.fatal_nodes - 1
+    members = len(state.members)
+    most = max(2, min(members, max(limits.fatal_nodes, members // 2 + 1)))
+    loops = [one for one, other in _crashed(state).items() if _counts_as_loop(state, other)]
+    for text, nodes in (
+        ("workers crash on", loops),
+        ("the same device error occurs on", _with_the_same_device_error(state, record)),
+    ):
+        if node in nodes and (moved or len(nodes) >= most):
+            return f"{text} {' '.join(sorted(nodes))}, and no step is finished between"
+    times = record.stuck if record.stuck_at >= state.newest_step else 0
     if times < limits.hopeless:
         return ""
-    same = _with_the_same(state, node, _crash_times, limits.crashes)
-    excuse = _excuse(_with_all_ready(state, same), node, _crash_times, limits.crashes)
+    times_of = _crash_times_of(record.crash_cause)
+    same = _with_the_same(state, node, times_of, limits.crashes)
+    excuse = _excuse(_with_all_ready(state, same), node, times_of, limits.crashes)
     text = f"workers crashed {times} times, and no step was finished between; {excuse}"
     return text if excuse else ""
+
+
+def _with_the_same_device_error(state: JobState, record: NodeHealth) -> tuple[str, ...]:
+    """Return the nodes that had the device error of `record` in this step (numbers in its text may
+    differ); (): it is no device error, or no node had it twice."""
+    cause = record.crash_cause
+    if not is_device_error(cause) or is_link_error(cause):
+        return ()
+    text, crashed = _without_numbers(cause), _crashed(state)
+    same = {n: one for n, one in crashed.items() if _without_numbers(one.crash_cause) == text}
+    return tuple(same) if any(one.stuck > 1 for one in same.values()) else ()
+
+
+def _accused_by_links(state: JobState, node: str) -> str:
+    """Return the only node of the plan whose workers report no error of a link, if those of all
+    others do, and a plan fits without it; "": there is none. `node` is one of the others."""
+    reports = {n for n, one in _crashed(state).items() if is_link_error(one.crash_cause)}
+    if state.plan is None or node not in reports:
+        return ""
+    rest = [other for other in state.plan.nodes() if other not in reports]
+    several = len(state.plan.nodes()) > len(rest) + 1
+    if len(rest) != 1 or not several:
+        return ""
+    return rest[0] if _feasible_without(_with_all_ready(state, ()), rest[0]) else ""
 
 
 def _with_all_ready(state: JobState, looping: Collection[str]) -> JobState:
@@ -150,32 +224,8 @@ def _with_all_ready(state: JobState, looping: Collection[str]) -> JobState:
     return state.of(members=members)
 
 
-def _same_everywhere(state: JobState, node: str, cause: str) -> str:
-    """Return the reason to end the job if the script is at fault; "": it is not.
-
-    It is at fault if workers crashed with the same device error on all nodes, or on the number of
-    nodes that `HealthLimits` calls fatal, and one node had the error twice since the newest step.
-    """
-    if not is_device_error(cause) or is_link_error(cause):
-        return ""
-    limits, text = state.policy.health, _without_numbers(cause)
-    crashes = {node: record_of(state, node).stuck}
-    for other in state.members:
-        record = record_of(state, other)
-        seen = [record.finding(kind) for kind in (FaultClass.DEVICE, FaultClass.PROCESS)]
-        texts = [_without_numbers(one.evidence.get("cause", "")) for one in seen if one is not None]
-        if other != node and record.stuck and record.stuck_at >= state.newest_step:
-            crashes |= {other: record.stuck} if text in texts else {}
-    fatal = max(limits.fatal_nodes, limits.fatal_share * len(state.members))
-    needed = max(2, min(len(state.members), fatal))
-    if len(crashes) < needed or sum(crashes.values()) <= len(crashes):
-        return ""
-    names = " ".join(sorted(crashes))
-    return f"the same device error occurs on {names}, and no step is finished between"
-
-
-def _without_numbers(text: object) -> str:
-    return re.sub(r"\d+", "#", str(text))
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "#", text)
 
 
 def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:
@@ -212,8 +262,15 @@ def _with_the_same(
     return tuple(other for other, times in others.items() if sum(at >= since for at in times) >= 2)
 
 
-def _crash_times(record: NodeHealth) -> tuple[float, ...]:
-    return record.crashes
+def _crash_times_of(cause: str) -> ProblemTimes:
+    """Return the times of crashes that compare with one of this cause. Any crash may lead to errors
+    of links on other nodes, so these excuse no other crash."""
+
+    def times_of(record: NodeHealth) -> tuple[float, ...]:
+        follows = is_link_error(record.crash_cause) and not is_link_error(cause)
+        return () if follows else record.crashes
+
+    return times_of
 
 
 def _departure_times(record: NodeHealth) -> tuple[float, ...]:

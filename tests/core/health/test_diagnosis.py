@@ -205,16 +205,41 @@ def test_endless_crashes_in_one_step_end_the_job() -> None:
     }
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 8])
-def test_crashes_of_one_node_after_another_end_the_job(nodes: int) -> None:
-    """Each node is quarantined in turn, but after three the nodes are not the cause."""
-    state, crashes = running(nodes), 0
+def replanned(state: JobState) -> JobState:
+    """All workers are back, and the nodes that are not quarantined train."""
+    members = {
+        node: replace(
+            mb, report=replace(mb.report, phase=NodePhase.RUNNING, able=True, epoch=state.epoch)
+        )
+        for node, mb in state.members.items()
+    }
+    state = state.of(members=members, phase=JobPhase.RUNNING, change=None)
+    return state.of(plan=make_plan(plan_request(state, state.epoch)))
+
+
+@pytest.mark.parametrize("text", [ECC, "signal 11"])
+@pytest.mark.parametrize("nodes", [2, 3, 8, 16])
+def test_crashes_of_one_node_after_another_end_the_job(nodes: int, text: str) -> None:
+    """The work of each quarantined node makes the next one crash. The third is not the cause."""
+    state, crashes = running(nodes, nodes), 0
     while state.ending is None:
-        node = next(n for n in plan_of(state).nodes() if not quarantine.is_quarantined(state, n))
-        state, _ = crash_workers(state, node, ECC)
+        state = replanned(state)
+        state, _ = crash_workers(state, plan_of(state).nodes()[0], text)
         crashes += 1
         assert crashes <= LIMITS.crashes * LIMITS.fatal_nodes
-    assert ECC in state.ending.reason and "no step" in state.ending.reason
+    assert text in state.ending.reason and "no step" in state.ending.reason
+
+
+def test_a_finished_step_between_shows_that_the_nodes_are_the_cause() -> None:
+    """Three broken nodes of eight are left out, one after another."""
+    state = running(8, 8)
+    for _ in range(LIMITS.fatal_nodes):
+        node = plan_of(state).nodes()[0]
+        for _ in range(LIMITS.crashes):
+            state, _ = crash_workers(replanned(state), node, ECC)
+        assert quarantine.is_quarantined(state, node)
+        state = finish_step(replanned(state))
+    assert state.ending is None
 
 
 NO_ROOM = "VaultFull: no room for a copy of 4096 bytes"
@@ -312,16 +337,85 @@ def test_the_same_device_error_on_both_nodes_ends_the_job() -> None:
     assert "no step is finished between" in why
 
 
-def test_crashes_of_few_of_many_nodes_do_not_end_the_job() -> None:
-    """One broken switch is no reason to end a large job."""
-    state = running(16)
-    for node in ("node0", "node1", "node2"):
-        for _ in range(LIMITS.crashes):
-            state, _ = crash_workers(state, node, ECC)
-    assert state.ending is None
+@pytest.mark.parametrize("text", [ECC, "CUDA driver initialization failed", "signal 11"])
+def test_crashes_of_a_minority_do_not_end_the_job(text: str) -> None:
+    """One broken rack or switch is no reason to end a large job."""
+    state = running(12, 12)
+    crashing = plan_of(state).nodes()[:3]
     for _ in range(LIMITS.crashes):
-        state, _ = crash_workers(state, "node3", ECC)
-    assert state.ending is not None and "node0 node1 node2 node3" in state.ending.reason
+        for node in crashing:
+            state, _ = crash_workers(state, node, text)
+    assert state.ending is None
+    assert all(quarantine.is_quarantined(state, node) for node in crashing)
+
+
+def test_repeated_crashes_of_most_nodes_end_the_job() -> None:
+    """The third of five nodes is one too many, although all crash under the same plan."""
+    state = running(5)
+    first, second, third, _ = plan_of(state).nodes()
+    for _ in range(LIMITS.crashes):
+        for node in (first, second):
+            state, _ = crash_workers(state, node, "signal 11")
+    state, _ = crash_workers(state, third, "signal 11", LIMITS.crashes - 1)
+    assert state.ending is None
+    state, _ = crash_workers(state, third, "signal 11")
+    names = " ".join(sorted((first, second, third)))
+    assert state.ending is not None and f"workers crash on {names}" in state.ending.reason
+
+
+def test_nodes_that_crash_at_the_same_time_count_as_one() -> None:
+    """Those that take their place crash, too, and at last the nodes are not the cause."""
+    state, rounds = running(12, 12), 0
+    while state.ending is None:
+        state, rounds = replanned(state), rounds + 1
+        nodes = plan_of(state).nodes()
+        for _ in range(LIMITS.crashes):
+            for node in nodes[:2]:
+                if state.ending is None:
+                    state, _ = crash_workers(state, node, "signal 11")
+    assert rounds == LIMITS.fatal_nodes
+
+
+def test_the_same_device_error_on_a_minority_does_not_end_the_job() -> None:
+    """One of three nodes has it twice."""
+    state = running(12, 12)
+    bad = plan_of(state).nodes()[:3]
+    for node in (*bad, bad[0]):
+        state, _ = crash_workers(state, node, ECC)
+    assert state.ending is None
+
+
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:94, remote process exited or network error"
+
+
+@pytest.mark.parametrize("own", ["", "signal 9"])
+def test_link_errors_of_all_other_nodes_accuse_the_last_one(own: str) -> None:
+    """It is the cause, whether its own workers crash or not, and the others train without it."""
+    state = running(4)
+    bad, *good = plan_of(state).nodes()
+    for _ in range(LIMITS.crashes):
+        state = replanned(state)
+        if own:
+            state, _ = crash_workers(state, bad, own)
+        for node in good:
+            state, _ = crash_workers(state, node, NCCL)
+    assert state.ending is None and quarantine.is_quarantined(state, bad)
+    assert not any(quarantine.is_quarantined(state, node) for node in good)
+    state = replanned(state)
+    assert set(plan_of(state).nodes()) == set(good)
+    for node in good:  # without the node nothing is better
+        state, _ = crash_workers(state, node, NCCL)
+    assert state.ending is not None and NCCL in state.ending.reason
+
+
+def test_link_errors_of_nodes_in_turn_do_not_end_the_job() -> None:
+    """The neighbours of one bad node crash, and so do those that take their place."""
+    state = running(8, 8)
+    for number in range(LIMITS.fatal_nodes):
+        for _ in range(LIMITS.crashes):
+            state = replanned(state)
+            state, _ = crash_workers(state, plan_of(state).nodes()[0], NCCL)
+        assert state.ending is None, number
 
 
 def test_a_fall_back_to_an_older_step_does_not_reset_the_count() -> None:

@@ -18,7 +18,13 @@ from elastic.core.policy import remediation
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain import codec
-from tests.core.health.test_diagnosis import LIMITS, crash_workers, health_notes, running
+from tests.core.health.test_diagnosis import (
+    LIMITS,
+    crash_workers,
+    finish_step,
+    health_notes,
+    running,
+)
 from tests.core.state_access import change_of
 
 
@@ -58,10 +64,21 @@ def test_a_node_is_considered_again_after_its_quarantine() -> None:
     )
     state, _, _ = transition(state, job.Tick(), record.until - 0.1)
     assert quarantine.is_quarantined(state, "node1") and state.considered
-    state, actions, _ = transition(state, job.Tick(), record.until + 0.1)
+    state, actions, _ = transition(finish_step(state), job.Tick(), record.until + 0.1)
     assert not quarantine.is_quarantined(state, "node1") and state.joining == ("node1",)
     (note,) = health_notes(actions)
     assert note["action"] == "none" and "may be used again" in note["reason"]
+
+
+def test_a_node_that_crashed_repeatedly_in_a_step_stays_out_until_the_step_is_finished() -> None:
+    """If other nodes crash in the same step without it, the node was not the cause."""
+    state, _ = crash_workers(running(), "node1", "signal 11", LIMITS.crashes)
+    until = quarantine.record_of(state, "node1").until
+    state = settled(state, without="node1")
+    state, _, _ = transition(state, job.Tick(), until + 3600.0)
+    assert quarantine.is_quarantined(state, "node1")
+    state, _, _ = transition(finish_step(state), job.Tick(), state.updated_at + 0.1)
+    assert not quarantine.is_quarantined(state, "node1")
 
 
 def settled(state: JobState, without: str) -> JobState:
