@@ -191,7 +191,7 @@ def nodes(state: job.JobState) -> list[dict[str, Any]]:
             "phase": mb.report.phase.value,
             "role": "stage" if node in held else "spare",
             "connected": mb.connected,
-            "draining": mb.draining,
+            "draining": mb.drain_deadline > 0,
             "notice": "" if mb.notice is None else f"{mb.notice.kind} ({mb.notice.provider})",
             "domain": mb.report.info.domain,
             "device": mb.report.info.device,

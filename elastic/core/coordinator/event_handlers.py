@@ -223,19 +223,6 @@ def _agent_failed(state: JobState, event: m.AgentFailed, now: float) -> JobTrans
     return state, (entry,), f"{event.node}: its agent failed: {event.error}"
 
 
-def _drain_requested(state: JobState, event: DrainRequested, now: float) -> JobTransition:
-    member = state.members.get(event.node)
-    if member is None or (member.draining and member.notice is None):
-        problem = "already draining" if member else "no such node"
-        return state, (), f"drain of {event.node}: {problem}"
-    deadline = now + event.deadline_s
-    if member.draining:
-        deadline = min(deadline, member.drain_deadline)
-    member = replace(member, draining=True, drain_deadline=deadline, notice=None)
-    entry = LogEntry("drain", {"node": event.node, "deadline_s": event.deadline_s})
-    return with_member(state, member), (entry,), f"drain of {event.node} requested"
-
-
 def _step_finished(state: JobState, event: m.StepDone, now: float) -> JobTransition:
     step, present = event.record.step, state.assignment
     if event.epoch > state.epoch:
@@ -308,7 +295,7 @@ EVENT_HANDLERS: dict[type, Callable[[JobState, Any, float], JobTransition]] = {
     Heartbeats: _heartbeats,
     ConnectionClosed: _connection_closed,
     PortRefused: _port_refused,
-    DrainRequested: _drain_requested,
+    DrainRequested: drain.drain_requested,
     m.Notice: drain.notice_received,
     m.StepDone: _step_finished,
     m.CheckpointPart: checkpoints.part_reported,

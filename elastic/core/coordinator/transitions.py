@@ -415,7 +415,7 @@ def _halting(state: JobState, now: float) -> JobTransition | None:
 def _notice_ends(state: JobState, now: float) -> Cause | None:
     """Return the cause to halt at once if a draining node's deadline is too near, else None."""
     for member in state.members.values():
-        if member.draining and _must_leave(state, member, now):
+        if member.draining and drain.must_leave(state, member, now):
             return Cause(CauseKind.NOTICE, f"notice of {member.node} runs out", (member.node,))
     return None
 
@@ -526,24 +526,22 @@ def _complete_change(state: JobState) -> JobTransition | None:
     return state.of(change=None, recovered_at=min(resumed)), (action,), "training goes on"
 
 
-def _must_leave(state: JobState, member: Member, now: float) -> bool:
-    """Return whether the deadline of a draining node is near."""
-    return now >= member.drain_deadline - state.limits.leave_s
-
-
 def _drain(state: JobState, now: float) -> JobTransition | None:
     """Move layers and backups away from draining nodes. Then release these nodes, after the
     checkpoints that they may be writing."""
     assert state.plan is not None
+    settled = drain.settle(state, now)
+    if settled is not None:
+        return settled
     used = {*state.plan.nodes(), *(peer for _, peer in state.plan.peers)}
     for node, member in state.members.items():
         if not member.draining:
             continue
         if node in used:
-            in_time = not _must_leave(state, member, now)
+            in_time = not drain.must_leave(state, member, now)
             return begin_change(state, drain.drain_cause(state), now, boundary=in_time)
         writing = member.report.writing or checkpoints.may_be_writing(state)
-        writes = writing and not _must_leave(state, member, now)
+        writes = writing and not drain.must_leave(state, member, now)
         # A disconnected node would miss the order and join again.
         if state.trimmed >= state.epoch and member.connected and not writes:
             state, actions = drain.release(state, member, now)
@@ -577,6 +575,7 @@ def _paused(state: JobState, now: float) -> JobTransition | None:
     return (
         quarantine.release_expired(state, now)
         or quarantine.restart_failed_node(state, now)
+        or drain.settle(state, now)
         or resume_if_feasible(state, now)
         or quarantine.restart_quarantined_node(state, now)
     )

@@ -95,7 +95,10 @@ class Member:
     """Time at which the connection closed; after a failover, the time until which the node may
     reconnect."""
     draining: bool = False
+    """Whether plans leave the node out, because it is to leave."""
     drain_deadline: float = 0.0
+    """Time at which the node is to have left; 0: it is not to leave. If it is not `draining`, its
+    drain waits, because no plan fits without the node (`elastic.core.policy.drain`)."""
     expected_end: float = 0.0
     """Time at which the node is expected to leave; 0: unknown."""
     notice: Notice | None = None
@@ -419,6 +422,8 @@ class JobState:
     may be lost."""
     considered: tuple[str, ...] = ()
     """Keys (`join_policy.member_key`) of members that the running plan uses or leaves aside."""
+    drains_settled: tuple[str, ...] = ()
+    """Members and drains for which it was decided which drains wait."""
     joining: tuple[str, ...] = ()
     """Nodes that fetch state in the background before a plan uses them."""
     joining_sources: tuple[tuple[str, tuple[tuple[int, int, str], ...]], ...] = ()

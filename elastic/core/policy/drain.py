@@ -8,19 +8,25 @@
 
 A plan leaves out all draining nodes, so many notices lead to one change. A repeated notice changes
 nothing, unless its deadline is earlier or only the new notice is final.
+
+A drain pauses no job before its deadline is near: it waits until then if no plan fits without the
+node. If several nodes are to leave, and not all can, those with the earliest deadlines go first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from elastic.core.job.epoch_change import begin_change, candidates
+from elastic.core.job.epoch_change import begin_change, candidates, plan_request
 from elastic.core.job.join_policy import member_key, with_expected_end, without_member
 from elastic.core.job.membership import with_member
 from elastic.core.job.state import (
     Cause,
     CauseKind,
+    DrainRequested,
     JobAction,
+    JobPhase,
     JobState,
     JobTransition,
     LogEntry,
@@ -29,7 +35,8 @@ from elastic.core.job.state import (
 )
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NoticeKind
-from elastic.domain.errors import EXIT_DRAINED
+from elastic.domain.errors import EXIT_DRAINED, InfeasiblePlan
+from elastic.planning.search.search import make_plan
 
 RELEASED = 256
 """Number of released nodes that are kept in the state."""
@@ -55,7 +62,7 @@ def notice_received(state: JobState, event: m.Notice, now: float) -> JobTransiti
 
 def _leave(state: JobState, member: Member, event: m.Notice, now: float) -> JobTransition:
     deadline = now + max(0.0, event.deadline_s)
-    first, earlier = not member.draining, member.notice
+    first, earlier = not member.drain_deadline, member.notice
     sooner = deadline < member.drain_deadline - SAME_S
     becomes_final = event.final and earlier is not None and not earlier.final
     if not (first or sooner or becomes_final):
@@ -66,7 +73,8 @@ def _leave(state: JobState, member: Member, event: m.Notice, now: float) -> JobT
     if first or earlier is not None:
         final = not first and earlier is not None and earlier.final
         notice = replace(event, final=event.final or final)
-    member = replace(member, draining=True, drain_deadline=deadline, notice=notice)
+    draining = first or member.draining
+    member = replace(member, draining=draining, drain_deadline=deadline, notice=notice)
     reason = f"{member.node} leaves within {max(0.0, event.deadline_s):.3g} s ({_source(event)})"
     entries = [_entry(event, reason)]
     if first:
@@ -81,7 +89,7 @@ def _hint(state: JobState, member: Member, event: m.Notice, now: float) -> JobTr
         state, stays, why = _withdrawn(state, member, now)
         state, actions, reason = _hint(state, state.members[member.node], event, now)
         return state, (*stays, *actions), f"{why}; {reason}"
-    if member.draining or member.notice is not None:
+    if member.drain_deadline or member.notice is not None:
         return state, (), f"notice of {member.node}: known"
     end = now + max(0.0, event.deadline_s)
     end = min(member.expected_end, end) if member.expected_end > now else end
@@ -99,6 +107,101 @@ def _withdrawn(state: JobState, member: Member, now: float) -> JobTransition:
     state = with_member(state, with_expected_end(stays, now)).of(considered=considered)
     reason = f"{member.node} stays after all ({_source(notice)})"
     return state, (_entry(notice, reason),), reason
+
+
+def drain_requested(state: JobState, event: DrainRequested, now: float) -> JobTransition:
+    """Record the user's request to drain a node, or an earlier deadline of it."""
+    member, deadline = state.members.get(event.node), now + event.deadline_s
+    if member is None:
+        return state, (), f"drain of {event.node}: no such node"
+    known = member.drain_deadline
+    if known and member.notice is None and deadline >= known - SAME_S:
+        return state, (), f"drain of {event.node}: already draining"
+    deadline, draining = min(deadline, known or deadline), member.draining or not known
+    member = replace(member, draining=draining, drain_deadline=deadline, notice=None)
+    entry = LogEntry("drain", {"node": event.node, "deadline_s": event.deadline_s})
+    return with_member(state, member), (entry,), f"drain of {event.node} requested"
+
+
+def must_leave(state: JobState, member: Member, now: float) -> bool:
+    """Return whether the deadline of a node that is to leave is near."""
+    return now >= member.drain_deadline - state.limits.leave_s
+
+
+def settle(state: JobState, now: float) -> JobTransition | None:
+    """Decide which drains wait, if the members or the drains have changed."""
+    leaving = [mb for mb in state.members.values() if mb.drain_deadline]
+    if not leaving:
+        return None
+    situation = _situation(state, leaving, now)
+    if situation == state.drains_settled:
+        return None
+    runs = state.plan if state.phase is JobPhase.RUNNING else None
+    used = runs.nodes() if runs is not None else state.members
+    late = {mb.node for mb in leaving if mb.node not in used or must_leave(state, mb, now)}
+    by_deadline = sorted(leaving, key=lambda mb: mb.drain_deadline)
+    order = [mb.node for mb in by_deadline if mb.node not in late]
+    count, why = _most_that_can_leave(state, late, order)
+    going = {*late, *order[:count]}
+    entries: list[JobAction] = []
+    for member in leaving:
+        draining = member.node in going
+        state = with_member(state, replace(member, draining=draining))
+        if member.draining and not draining:
+            left_s = round(member.drain_deadline - now, 3)
+            entries.append(
+                LogEntry("drain", {"node": member.node, "deadline_s": left_s, "waits": why})
+            )
+    waiting = " ".join(str(entry.data["node"]) for entry in entries if isinstance(entry, LogEntry))
+    leaving = [state.members[mb.node] for mb in leaving]
+    state = state.of(drains_settled=_situation(state, leaving, now))
+    return state, tuple(entries), f"drain of {waiting} waits: {why}" if waiting else ""
+
+
+def _situation(state: JobState, leaving: Collection[Member], now: float) -> tuple[str, ...]:
+    """Return all that the decision about drains depends on, apart from the order of deadlines."""
+    free = candidates(_without(state, ()))
+    drains = (f"{mb.node} {mb.draining} {must_leave(state, mb, now)}" for mb in leaving)
+    return (*sorted(mb.report.info.incarnation for mb in free), *drains)
+
+
+def _most_that_can_leave(
+    state: JobState, late: Collection[str], order: Sequence[str]
+) -> tuple[int, str]:
+    """Return how many nodes of `order` can leave, besides those that are `late`, and why no more
+    can."""
+    known, too_many, why = 0, len(order) + 1, ""
+    while too_many - known > 1:
+        count = (known + too_many) // 2 if why else len(order)
+        problem = _problem_without(state, {*late, *order[:count]})
+        if problem:
+            too_many, why = count, problem
+        else:
+            known = count
+    return known, why
+
+
+def _problem_without(state: JobState, nodes: Collection[str]) -> str:
+    """Return why no plan fits without these nodes; "": one does."""
+    trial = _without(state, nodes)
+    if not candidates(trial):
+        return "no other node can take a stage"
+    try:
+        make_plan(plan_request(trial, state.epoch + 1))
+    except InfeasiblePlan as error:
+        return str(error)
+    return ""
+
+
+def _without(state: JobState, nodes: Collection[str]) -> JobState:
+    """Return the state if these nodes alone drain. All quarantines are over, because they end if no
+    plan fits otherwise."""
+    changed = {
+        node: replace(mb, draining=node in nodes)
+        for node, mb in state.members.items()
+        if mb.draining != (node in nodes)
+    }
+    return state.of(members={**state.members, **changed}, health={})
 
 
 def _source(notice: m.Notice) -> str:

@@ -150,8 +150,8 @@ def test_a_node_that_fails_again_in_its_quarantine_begins_anew_after_a_pause() -
 
 
 def draining(member: job.Member) -> job.Member:
-    """The node can take no stage."""
-    return replace(member, draining=True, drain_deadline=1e9)
+    """The node can take no stage, because it must leave now."""
+    return replace(member, draining=True, drain_deadline=1.0)
 
 
 @pytest.mark.parametrize("trained", [True, False])

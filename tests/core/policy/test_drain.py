@@ -9,6 +9,8 @@ import pytest
 from elastic.core.coordinator.authorization import check_message
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
+from elastic.core.job.epoch_change import plan_request
+from elastic.core.job.join_policy import plan_if_feasible
 from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
 from elastic.core.node import notice_tracker
 from elastic.core.node.notice_tracker import NoticeTracker, ProviderNotice
@@ -17,7 +19,8 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NoticeKind
 from elastic.domain.codec import dumps, loads
 from tests.core.coordinator.test_transitions import halt, running, send_report, sent
-from tests.core.state_access import plan_of
+from tests.core.health.test_diagnosis import planned, short_of_memory
+from tests.core.state_access import change_of, plan_of
 
 LEAVE, HINT, NONE = NoticeKind.LEAVE, NoticeKind.HINT, NoticeKind.NONE
 
@@ -178,7 +181,7 @@ def test_a_withdrawn_notice_ends_the_drain() -> None:
 def test_a_paused_job_continues_when_the_notices_are_withdrawn() -> None:
     state = running()
     for node in ("node0", "node1", "node2"):
-        state, *_ = transition(state, notice(state, node), state.updated_at)
+        state, *_ = transition(state, notice(state, node, deadline_s=1.0), state.updated_at)
     for node in ("node0", "node1", "node2"):
         state = halt(state, node)
     assert state.phase is JobPhase.PAUSED
@@ -191,11 +194,8 @@ def test_a_notice_withdrawn_while_no_coordinator_is_connected_ends_the_drain(hin
     """The withdrawal, and a hint that follows it, reach the coordinator with the reconnect."""
     state = running()
     info, now = state.members["node1"].report.info, state.updated_at
-    for node in ("node0", "node1", "node2"):
-        state, *_ = transition(state, notice(state, node), now)
-    for node in ("node0", "node1", "node2"):
-        state = halt(state, node)
-    assert state.phase is JobPhase.PAUSED
+    state, *_ = transition(state, notice(state, "node1"), now)
+    assert state.members["node1"].drain_deadline
     told = (ProviderNotice("aws", "aws:1", LEAVE, now + 60.0),)
     left = (ProviderNotice("aws", "aws:2", HINT, now + 600.0),) if hint else ()
     tracker, _ = notice_tracker.source_read(NoticeTracker(), "aws", told)
@@ -205,8 +205,124 @@ def test_a_notice_withdrawn_while_no_coordinator_is_connected_ends_the_drain(hin
         again = notice_tracker.notice_message("node1", info.incarnation, action.notice, now)
         state, *_ = transition(state, again, now)
     member = state.members["node1"]
-    assert not member.draining and state.phase is JobPhase.HALTING
+    assert not member.draining and not member.drain_deadline
     assert member.expected_end == pytest.approx(now + 600.0 if hint else 0.0)
+# ---- drains of nodes that the job needs --------------------------------------------------------
+
+
+def two_of_three() -> tuple[JobState, job.Member]:
+    """Two nodes train, which are both needed, and a third one that may join."""
+    state = short_of_memory(3)
+    third = state.members["node2"]
+    two = {node: mb for node, mb in state.members.items() if node != "node2"}
+    return planned(state.of(members=two)), third
+
+
+def ticked(state: JobState, seconds: float) -> tuple[JobState, tuple[job.JobAction, ...]]:
+    """The state after a while, in which all nodes are heard."""
+    actions: tuple[job.JobAction, ...] = ()
+    until = state.updated_at + seconds
+    while state.updated_at < until:
+        now = min(until, state.updated_at + 0.4)
+        beats = tuple(
+            job.Heartbeat(node, mb.report.info.incarnation, mb.report.step, 0, signs=int(now * 9))
+            for node, mb in state.members.items()
+        )
+        state, more, _ = transition(state, job.Heartbeats(beats), now)
+        actions += more
+    return state, actions
+
+
+@pytest.mark.parametrize("user", [True, False])
+def test_a_drain_of_a_needed_node_waits_until_its_deadline(user: bool) -> None:
+    state, _ = two_of_three()
+    drain = job.DrainRequested("node1", 60.0) if user else notice(state, "node1")
+    state, actions, reason = transition(state, drain, state.updated_at)
+    assert "drain of node1 waits" in reason and state.phase is JobPhase.RUNNING
+    asked, waits = entries(actions, "drain")
+    assert "waits" not in asked and waits["node"] == "node1" and "memory" in str(waits["waits"])
+    epoch, left_s = state.epoch, state.limits.leave_s
+    state, actions = ticked(state, 59.0 - left_s)
+    assert (state.phase, state.epoch, actions) == (JobPhase.RUNNING, epoch, ())
+    state, actions = ticked(state, 1.5)
+    assert sent(actions, m.Halt)[0] == m.Halt(epoch + 1) and state.members["node1"].draining
+
+
+def test_a_drain_that_waits_begins_when_a_node_comes() -> None:
+    state, third = two_of_three()
+    state, _, _ = transition(state, job.DrainRequested("node1", 600.0), state.updated_at)
+    state = state.of(members={**state.members, "node2": third})
+    state, actions = ticked(state, 0.4)
+    assert sent(actions, m.Halt)[0] == m.Halt(state.epoch, boundary=True)
+    assert change_of(state).causes[-1].text == "drain node1"
+
+
+def test_a_fault_during_the_wait_of_a_drain_pauses_no_job() -> None:
+    """Workers of the other node crash. The plan still has the node."""
+    state, _ = two_of_three()
+    state, _, _ = transition(state, job.DrainRequested("node1", 600.0), state.updated_at)
+    state, _, _ = transition(state, crashed(state, "node0"), state.updated_at + 0.1)
+    assert state.phase is JobPhase.HALTING
+    assert plan_if_feasible(plan_request(state, state.epoch)) is None, "its workers start"
+    member = state.members["node0"]
+    back = replace(member, report=replace(member.report, phase=NodePhase.IDLE, able=True))
+    state = state.of(members={**state.members, "node0": back})
+    assert plan_if_feasible(plan_request(state, state.epoch)) is not None
+
+
+def crashed(state: JobState, node: str) -> m.NodeReport:
+    report = state.members[node].report
+    return replace(report, phase=NodePhase.STARTING, able=False, crash_count=1, cause="signal 9")
+
+
+def test_of_several_drains_those_begin_that_can() -> None:
+    """The one with the earlier deadline. The other one waits for its turn."""
+    state = planned(short_of_memory(3))
+    first, second = plan_of(state).nodes()
+    spare = next(node for node in state.members if node not in (first, second))
+    late, *_ = transition(state, notice(state, first, deadline_s=600.0), state.updated_at)
+    assert late.members[first].draining and late.phase is JobPhase.HALTING
+    both, *_ = transition(
+        late.of(phase=JobPhase.RUNNING, change=None),
+        notice(late, second, deadline_s=60.0),
+        late.updated_at,
+    )
+    waits = {node: not mb.draining and mb.drain_deadline > 0 for node, mb in both.members.items()}
+    assert waits == {first: True, second: False, spare: False}
+
+
+def test_a_job_that_paused_for_drains_resumes_until_their_deadlines() -> None:
+    """All notices come while the nodes halt for the first one."""
+    state = running()
+    for node in ("node0", "node1", "node2"):
+        state, *_ = transition(state, notice(state, node), state.updated_at)
+    phases = []
+    for node in ("node0", "node1", "node2"):
+        report = replace(state.members[node].report, epoch=state.epoch, phase=NodePhase.HALTED)
+        state, actions, _ = transition(state, report, state.updated_at + 0.01)
+        phases += [entry["phase"] for entry in entries(actions, "phase")]
+    assert phases == ["paused", "halting"] and change_of(state).causes[-1].kind.value == "resume"
+
+
+def test_a_drain_of_the_user_can_be_shortened() -> None:
+    state, _ = two_of_three()
+    state, _, _ = transition(state, job.DrainRequested("node1", 600.0), state.updated_at)
+    _, actions, reason = transition(state, job.DrainRequested("node1", 900.0), state.updated_at)
+    assert "already draining" in reason and not actions
+    state, _, _ = transition(state, job.DrainRequested("node1", 60.0), state.updated_at)
+    assert state.members["node1"].drain_deadline == pytest.approx(state.updated_at + 60.0)
+    assert state.phase is JobPhase.RUNNING, "it waits"
+    state, actions, _ = transition(state, job.DrainRequested("node1", 0.0), state.updated_at)
+    assert sent(actions, m.Halt)[0] == m.Halt(state.epoch)
+
+
+def test_a_notice_of_a_node_whose_drain_waits_can_be_taken_back() -> None:
+    state, _ = two_of_three()
+    state, *_ = transition(state, notice(state, "node1"), state.updated_at)
+    after, actions, reason = transition(state, notice(state, "node1"), state.updated_at)
+    assert "known" in reason and not actions and after == state
+    state, _, reason = transition(state, notice(state, "node1", NONE), state.updated_at)
+    assert "stays after all" in reason and not state.members["node1"].drain_deadline
 
 
 def test_a_notice_does_not_change_a_drain_of_the_user() -> None:
