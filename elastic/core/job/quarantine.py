@@ -145,11 +145,19 @@ def without_considered(state: JobState, node: str) -> JobState:
 def restart_failed_node(
     state: JobState, now: float, needed: Collection[str] = ()
 ) -> JobTransition | None:
-    """Let a node whose workers crashed too often join anew after its quarantine, unless the present
+    """Let a node whose workers crashed too often join anew after a quarantine, unless the present
     plan needs the node. The node keeps its vault, and is absent until it is back."""
     for node in _failed_nodes(state):
-        if node not in needed and not is_quarantined(state, node):
+        record = record_of(state, node)
+        if node in needed or record.quarantined:
+            continue
+        if max(record.crashes, default=0.0) <= record.quarantine_changed_at:
             return _begin_anew(state, node, now)
+        # Its crashes led to no quarantine, because other nodes had them at the same time.
+        why = f"its workers crashed too often: {state.members[node].report.cause}"
+        finding = Finding(FaultClass.HOST, HealthAction.QUARANTINE, why, {}, now)
+        state, entries = add_finding(state, node, finding)
+        return state, entries, f"{node}: {why}"
     return None
 
 

@@ -3,8 +3,9 @@
 Observations come from node reports (crashes, hangs), losses, health reports (devices, disks,
 memory, clock, links) and measured compute speeds (`elastic.core.policy.straggler_policy`).
 `elastic.core.health.diagnosis` classifies each observation. A remedy that needs another plan is
-applied at the end of a step, like every planned change. A node is not quarantined if no plan fits
-without the node, or if half of the other nodes have the same problem at the same time.
+applied at the end of a step, like every planned change. A node that training needs is not
+quarantined if no plan fits without the node, or if half of the other nodes have the same problem at
+the same time.
 
 **Crashes** end the job if the script is at fault, not the nodes. Then they follow the work. Within
 one step, workers crash repeatedly
@@ -115,7 +116,7 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
         restart = Finding(FaultClass.DEVICE, HealthAction.RESTART, why, evidence, now)
         state, restarted = add_finding(state, node, restart)
         return state, (*restarted, *left)
-    excuse = _excuse(state, node, _crash_times_of(report.cause), limits.crashes)
+    excuse = _excuse(state, node, _crash_times_of(report.cause), limits.crashes) if needed else ""
     if excuse:
         finding = Finding(FaultClass.PROCESS, HealthAction.RESTART, excuse, evidence, now)
         return add_finding(state, node, finding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -23,9 +24,10 @@ from tests.core.health.test_diagnosis import (
     crash_workers,
     finish_step,
     health_notes,
+    planned,
     running,
 )
-from tests.core.state_access import change_of
+from tests.core.state_access import change_of, plan_of
 
 
 def test_quarantines_double_up_to_the_limit_and_are_forgiven() -> None:
@@ -147,6 +149,55 @@ def test_a_node_that_fails_again_in_its_quarantine_begins_anew_after_a_pause() -
     pause_s = LIMITS.quarantine_s
     assert quarantine.restart_quarantined_node(state, began + 100.0 + pause_s - 0.1) is None
     assert quarantine.restart_quarantined_node(state, began + 100.0 + pause_s + 0.1) is not None
+
+
+def test_spares_that_crash_for_ever_begin_anew_after_growing_pauses() -> None:
+    """They crash at the same time, and training does not need them."""
+    state = running(3, 1)
+    state = state.of(plan=replace(plan_of(state), peers=()))  # they keep no backups
+    (holder,) = plan_of(state).nodes()
+    spares = [node for node in state.members if node != holder]
+    begun: dict[str, list[float]] = {node: [] for node in spares}
+    began = state.updated_at
+    while state.updated_at - began < 400.0:
+        state = finish_step(state)
+        incarnation = state.members[holder].report.info.incarnation
+        beat = job.Heartbeat(holder, incarnation, state.newest_step, 0, signs=state.newest_step)
+        state, _, _ = transition(state, beat, state.updated_at + 0.1)
+        for node in spares:
+            was = state.members[node].report
+            count = was.crash_count + 1
+            phase = NodePhase.FAILED if count > LIMITS.crashes else NodePhase.STARTING
+            report = replace(was, phase=phase, able=False, crash_count=count, cause="signal 11")
+            report = report if was.phase is not NodePhase.FAILED else was
+            state, actions, _ = transition(state, report, state.updated_at + 0.5)
+            orders = [a for a in actions if isinstance(a, Send)]
+            for name in (a.node for a in orders if isinstance(a.message, m.Fenced)):
+                begun[name].append(state.updated_at - began)
+                info = replace(was.info, node=name, incarnation=f"{name}.{len(begun[name])}")
+                fresh = m.NodeReport(info, NodePhase.EMPTY, 0)
+                state, _, _ = transition(state, fresh, state.updated_at)
+        assert state.ending is None and state.phase is JobPhase.RUNNING
+    for times in begun.values():
+        pauses = [later - earlier for earlier, later in pairwise([0.0, *times])]
+        wanted = [LIMITS.quarantine_s * 2.0**number for number in range(len(pauses))]
+        assert len(pauses) == 3 and pauses == pytest.approx(wanted, abs=8.0)
+
+
+def test_a_failed_node_that_is_excused_begins_anew_after_a_pause() -> None:
+    """The others crashed at the same time, and train again."""
+    state = planned(running(), "node1")
+    record = replace(NodeHealth(), crashes=(state.updated_at,), quarantine_changed_at=1.0)
+    failed = replace(state.members["node1"].report, phase=NodePhase.FAILED, able=False)
+    members = {**state.members, "node1": replace(state.members["node1"], report=failed)}
+    state = quarantine.with_record(state.of(members=members), "node1", record)
+    began = state.updated_at
+    state, actions, _ = transition(state, job.Tick(), began + 0.1)
+    assert quarantine.is_quarantined(state, "node1") and "node1" in state.members
+    (note,) = health_notes(actions)
+    assert note["action"] == "quarantine" and "crashed too often" in note["reason"]
+    state, _, reason = transition(state, job.Tick(), began + LIMITS.quarantine_s + 0.2)
+    assert "it begins anew" in reason and "node1" not in state.members
 
 
 def draining(member: job.Member) -> job.Member:
