@@ -94,8 +94,8 @@ RANKS = 1 << 16
 only the launch that published the bundle."""
 EXIT_GRACE_S = 10.0
 """Time that workers get to end by themselves when the job is over."""
-FREED_BYTES_PER_S = 64 << 20
-"""Lower bound of the rate at which the kernel frees memory, also in a virtual machine."""
+FREE_GIB_S = 16.0
+"""Upper bound of the time in which the kernel frees 1 GiB of memory, also in a virtual machine."""
 AT_WORK = (NodePhase.INSTALLING, NodePhase.RUNNING, NodePhase.HALTING)
 """Phases in which the next report comes soon, and writing is normal."""
 REPORTING_NO_COPIES = (
@@ -687,8 +687,8 @@ class NodeAgent:
             self.left.append("checkpoints")
         self._finish("replicator", self._replicator.close, self._config.timeouts.bulk_s + CLOSE_S)
         self._finish("server", self._server.close, self._config.timeouts.serve_s + CLOSE_S)
-        memory_bytes = self._vault.nbytes + self._vault.allocated_bytes
-        limit_s = CLOSE_S + memory_bytes / FREED_BYTES_PER_S
+        memory_gib = (self._vault.nbytes + self._vault.allocated_bytes) / (1 << 30)
+        limit_s = CLOSE_S + FREE_GIB_S * memory_gib
         self._finish("vault", self._vault.close, limit_s)
         self._finish("memory", self._memory.close, limit_s)
         self._cut.heal(all_cuts=True)

@@ -57,6 +57,7 @@ CONSTANTS = {
     "agent/service.py CLOSE_S": "program",
     "agent/service.py CONSOLE_S": "program",
     "agent/service.py EXIT_GRACE_S": "program",
+    "agent/service.py FREE_GIB_S": "program",
     "agent/service.py POLL_S": "interval",
     "agent/vault/checkpoints.py CLOSE_S": "program",
     "background.py READ_S": "interval",

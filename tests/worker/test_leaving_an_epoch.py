@@ -21,7 +21,7 @@ from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.transport.cancellation import AbandonSignal, LinkFailed
 from tests.patience import LONG_S
-from tests.worker.engine.models import ThreadGroup
+from tests.worker.engine.thread_group import ThreadGroup
 
 PLAN = """plan epoch=1 layers=2 microbatches=1 tp=2 backup=stream+snapshot
 pipeline 0 microbatches=0: a[0:2]

@@ -207,6 +207,8 @@ def test_a_notice_withdrawn_while_no_coordinator_is_connected_ends_the_drain(hin
     member = state.members["node1"]
     assert not member.draining and not member.drain_deadline
     assert member.expected_end == pytest.approx(now + 600.0 if hint else 0.0)
+
+
 # ---- drains of nodes that the job needs --------------------------------------------------------
 
 

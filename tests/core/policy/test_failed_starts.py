@@ -169,7 +169,7 @@ def test_a_node_that_fails_before_any_worker_attaches_is_left_out() -> None:
     bench = Start()
     bench.exit("node3")
     bench.wait(20.0)
-    assert bench.state.phase is JobPhase.LAUNCHED and bench.state.ending is None
+    assert bench.state.spec is None and bench.state.ending is None, "it may use elastic"
     for name in ("node0", "node1", "node2"):
         bench.attach(name)
     bench.wait(1.0)

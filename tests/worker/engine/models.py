@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,7 +17,6 @@ from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import Links
-from tests.patience import LONG_S
 from tests.planning.schedule.action_text import one_f_one_b
 from tests.worker.engine.rank_processes import Rank
 
@@ -82,26 +80,6 @@ def replicas(
     return [
         build_replica(model, i, TensorParallel(), optimizer, accumulate, 5, device) for i in layers
     ]
-
-
-class ThreadGroup:
-    """A tensor-parallel group of threads; `sync` is the maximum of their flags."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=LONG_S)
-        self.flags = [False] * size
-        self.calls = [0] * size
-
-    def sync_of(self, rank: int) -> Callable[[bool], bool]:
-        def sync(flag: bool) -> bool:
-            self.calls[rank] += 1
-            self.flags[rank] = flag
-            self.barrier.wait()
-            found = any(self.flags)
-            self.barrier.wait()
-            return found
-
-        return sync
 
 
 class RecordingHooks:

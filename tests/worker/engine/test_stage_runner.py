@@ -23,7 +23,6 @@ from tests.planning.schedule.action_text import one_f_one_b, parse_actions
 from tests.worker.engine.models import (
     PauseBefore,
     RecordingHooks,
-    ThreadGroup,
     data,
     replicas,
     runner,

@@ -17,6 +17,7 @@ from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import TrainingPosition
 from elastic.worker.engine.partial import PartialRunner
+from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.engine.step import StepRunner
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.worker.engine.models import single_rank_links
@@ -45,7 +46,7 @@ class Worker:
             tied=(),
             optimizer=sgd(),
             data=microbatch,
-            tp_sync=group.sync_of(rank),
+            agreement=GroupAgreement(group.sync_of(rank), abandon),
             protection=Protection(
                 self.publisher, PLAN, "node0", self.layers, abandon, lambda message: None, ()
             ),
