@@ -36,6 +36,7 @@ def test_an_epoch_that_begins_after_the_end_of_the_job_is_abandoned(tmp_path: Pa
         client._receive(message, lambda acked: None)
     assert isinstance(client.next_order(), m.Install)
     assert client.begin_epoch(1).is_set()
+    client._channel.close()
     client.close()
 
 
