@@ -71,7 +71,9 @@ def observe(
     """Add the ratio of one step, measured at time `at` in seconds. The first step of an epoch
     discards the samples of the epoch before."""
     if epoch != speed.epoch:
-        return replace(speed, epoch=epoch, step=step, samples=(), times=(), unit=0.0)
+        former = speed.former or (speed.unit if speed.factor > 1.0 else 0.0)
+        fresh = replace(speed, epoch=epoch, step=step, samples=(), times=())
+        return replace(fresh, unit=0.0, former=former)
     if step <= speed.step:
         return speed
     samples, times = (*speed.samples, (step, ratio)), (*speed.times, at)

@@ -79,6 +79,8 @@ class HealthLimits:
     fatal_nodes: int = 3
     """The script is at fault if workers of this many nodes crash, one node after another or on a
     majority, and no step is finished between (`elastic.core.policy.remediation`)."""
+    fatal_share: float = 0.25
+    """Not used any more; it is removed with the next protocol version."""
     departures: int = 3
     """After this many losses within `window_s`, a node is quarantined."""
     window_s: float = 600.0
