@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,21 @@ def test_faults_are_recorded_at_the_end_with_their_times(tmp_path: Path) -> None
         ("fault", 10, 50.0),
     ]
     assert last["kind"] == "end"
+
+
+def test_the_end_has_the_time_of_its_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk hangs, and takes the event later."""
+    records, hangs = RunRecords(tmp_path), threading.Event()
+    records._disk.post(lambda: hangs.wait(LONG_S))
+    monkeypatch.setattr(time, "time", lambda: 50.0)
+    records.end(0, "all 0 steps done", "")
+    monkeypatch.setattr(time, "time", lambda: 80.0)
+    hangs.set()
+    assert records.ended.wait(LONG_S)
+    (event,) = read_events(tmp_path / "events.jsonl")
+    assert (event["kind"], event["at"]) == ("end", 50.0)
 
 
 def step(number: int, ledgers: int = 3, norm: float = 1.0, **more: bool) -> list[dict[str, Any]]:

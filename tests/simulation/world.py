@@ -307,6 +307,8 @@ class World:
         self.moved_at = 0.0
         """Time of the newest step."""
         self.ended_at: float | None = None
+        self.first_ended_at: float | None = None
+        """Time at which the first agent ended by itself; None: none did."""
         self.stalled = False
         """Whether the run was ended because no step came."""
         self.lead_code: int | None = None
@@ -459,6 +461,8 @@ class World:
 
     def _agent_ended(self, process: Process) -> None:
         """An agent that must leave before its workers have attached ends at once."""
+        if self._ended_alone(process) and self.first_ended_at is None:
+            self.first_ended_at = self.scheduler.now
         if process.code == EXIT_TERMINATED:
             left = oracles.Injected("left", self.scheduler.now, math.inf, process.host.name)
             self.faults.append(left)
@@ -783,8 +787,9 @@ class World:
             for one in self.faults
         )
         unwritten = bad_disk and "checkpoint" in reason
-        events = self.events  # the disk may have taken exit.json long after the end
-        ended = min((e["at"] for e in oracles.of(events, "end")), default=self.ended_at or 0.0)
+        events = self.events  # a disk may have taken exit.json long after the end, and no event
+        times = [e["at"] for e in oracles.of(events, "end")]
+        ended = min([self.ended_at or 0.0, self.first_ended_at or math.inf, *times])
         no_room = oracles.out_of_memory(events, self.faults, ended, reason)
         lost = code == EXIT_UNRECOVERABLE and layers_lost(self)
         if not (lost or unwritten or no_room):

@@ -298,13 +298,14 @@ class RunRecords:
     def end(self, code: int, reason: str, params_sha256: str) -> None:
         """Write the summary of a finished job, then exit.json, for which the launcher waits; then
         set `ended`."""
-        self._post(partial(self._end, code, reason, params_sha256))
+        self._post(partial(self._end, code, reason, params_sha256, time.time()))
         self._disk.post(self.ended.set)
 
-    def _end(self, code: int, reason: str, params_sha256: str) -> None:
+    def _end(self, code: int, reason: str, params_sha256: str, at: float) -> None:
         for fired in sorted((self.run_dir / "faults").glob("*.fired"), key=lambda p: int(p.stem)):
             self._events.append("fault", {"number": int(fired.stem)}, at=fired.stat().st_mtime)
-        self.event("end", {"code": code, "reason": reason, "params_sha256": params_sha256})
+        end = {"code": code, "reason": reason, "params_sha256": params_sha256}
+        self._events.append("end", end, at)
         self._events.write()
         try_write(self.run_dir / "summary.json", self._write_summary)
         text = json.dumps({"code": code, "reason": reason}) + "\n"
