@@ -6,10 +6,11 @@ A thread per peer asks, so that one path that hangs delays no other. The rules a
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from elastic.core.node.path_watch import (
     PathWatch,
@@ -24,6 +25,8 @@ from elastic.core.protocol.timeouts import Timeouts
 from elastic.domain.errors import ElasticError
 from elastic.domain.types import Plan
 from elastic.rpc.bulk.transfer import VaultClient
+from elastic.rpc.security.rejections import Reason
+from elastic.rpc.security.tls import rejection_reason
 
 PROBE_BYTES = 10_000
 """Bytes of an attempt: more than the largest Ethernet packet. A path may pass handshakes and drop
@@ -90,15 +93,14 @@ class PathProber:
     def _ask(self, one: _Watched) -> None:
         """Ask one peer until its watch ends."""
         while not one.ended.is_set():
-            if one.new_epoch.is_set() or one.watch.needs_new_connection:
+            if one.new_epoch.is_set():
                 one.new_epoch.clear()
-                one.watch = replace(one.watch, answers=0)
                 one.client.disconnect()
             began, error = time.monotonic(), ""
             try:
                 one.client.probe(PROBE_BYTES)
             except ElasticError as problem:
-                error = str(problem)[:MAX_TEXT_LENGTH]
+                error = "" if _concerns_certificates(problem) else str(problem)[:MAX_TEXT_LENGTH]
             now = time.monotonic()
             one.watch = attempted(one.watch, error, began, now, self._limits)
             self._update()
@@ -117,6 +119,14 @@ class PathProber:
                 return
             self._unreachable = found
             self._report(found)  # under the lock, so that reports keep their order
+
+
+def _concerns_certificates(problem: ElasticError) -> bool:
+    """Return whether the peer answered, but one of the two refuses the other's certificate. Then
+    the path is well; the job tells of certificates otherwise, and open connections go on."""
+    causes = (problem.__cause__, problem.__cause__ and problem.__cause__.__cause__)
+    refused = (cause for cause in causes if isinstance(cause, ssl.SSLError))
+    return any(rejection_reason(one) in (Reason.EXPIRED, Reason.WRONG_CA) for one in refused)
 
 
 def _places(found: tuple[UnreachablePeer, ...]) -> list[tuple[str, str]]:

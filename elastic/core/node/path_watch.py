@@ -1,8 +1,8 @@
 """Watch of the paths to other nodes: when a peer counts as unreachable, and which peers are asked.
 
 The agent asks the vault of each peer for an answer at intervals, over a connection that stays open.
-Each tenth attempt, the first one of an epoch, and each one after a failure use a new connection,
-because a path may refuse new connections while open ones live. Connections need both directions of
+The first attempt of an epoch and each one after a failure use a new connection, because a path may
+refuse new connections while open ones live. Connections need both directions of
 a path, so a path that loses the packets of one direction fails for both nodes. A firewall may
 refuse only the connections that one of the two nodes opens; then this node alone fails.
 
@@ -24,8 +24,6 @@ ATTEMPT_SHARE = 0.4
 """Timeout of an attempt as a fraction of `Timeouts.path_s`: two attempts fit after an interval."""
 MIN_FAILURES = 2
 """Minimum number of failed attempts in a row; the last ones use new connections."""
-MAX_ANSWERS = 10
-"""Number of answers over a connection, after which a new one is opened."""
 MAX_WATCHED = 32
 """Maximum number of peers that a node asks."""
 
@@ -42,12 +40,6 @@ class PathWatch:
     """Number of failed attempts since the last answer."""
     error: str = ""
     """Error of the last attempt."""
-    answers: int = 0
-    """Number of answers over the present connection."""
-
-    @property
-    def needs_new_connection(self) -> bool:
-        return self.answers >= MAX_ANSWERS
 
     def silent_s(self, now: float, limits: Timeouts) -> float:
         """Return the seconds since the last answer if the peer is unreachable, else 0."""
@@ -75,10 +67,9 @@ def attempted(
     """
     late = began - watch.ended > interval_s(limits) + limits.starved_s
     slow = now - began > attempt_s(limits) + limits.starved_s
-    answers = 0 if error else watch.answers % MAX_ANSWERS + 1
     if not error or late or slow:
-        return PathWatch(now, now, error=error, answers=answers)
-    return replace(watch, ended=now, failures=watch.failures + 1, error=error, answers=0)
+        return PathWatch(now, now, error=error)
+    return replace(watch, ended=now, failures=watch.failures + 1, error=error)
 
 
 def peers_to_watch(

@@ -49,16 +49,6 @@ def test_one_slow_attempt_is_no_proof() -> None:
     assert watch.failures == 1 and not watch.silent_s(100.0, LIMITS)
 
 
-def test_each_tenth_attempt_needs_a_new_connection() -> None:
-    watch, needs = PathWatch(0.0, 0.0), list[bool]()
-    for now in range(25):
-        needs.append(watch.needs_new_connection)
-        watch = attempted(watch, "", float(now), now + 0.1, LIMITS)
-    assert [at for at, one in enumerate(needs) if one] == [10, 20]
-    failed = attempted(watch, "refused", 25.0, 25.1, LIMITS)
-    assert failed.answers == 0, "the connection is closed after an error"
-
-
 @pytest.mark.parametrize("where", ["between attempts", "in an attempt"])
 def test_a_node_that_was_delayed_itself_blames_nobody(where: str) -> None:
     watch = fail_for(0.7 * LIMITS.path_s, 0.0)
