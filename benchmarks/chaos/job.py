@@ -231,9 +231,23 @@ class NetworkJob(Job):
         """The coordinator has ended, and so have the agents, or they had their time."""
         if self.processes[COORDINATOR].poll() is None:
             return False
-        self._coordinator_ended = self._coordinator_ended or time.monotonic()
+        if not self._coordinator_ended:
+            self._coordinator_ended = time.monotonic()
+            self._end_strangers()
         late = time.monotonic() - self._coordinator_ended > AGENTS_END_S
         return late or all(process.poll() is not None for process in self.processes.values())
+
+    def _end_strangers(self) -> None:
+        """Tell the agents to end that began too late to join. They know of no end of the job, and
+        would wait for a coordinator; a scheduler ends them with the job."""
+        joined = {event["node"] for event in events_of(self.run_dir) if event["kind"] == "joined"}
+        strangers = self.processes.keys() - {COORDINATOR} - joined
+        for process in self.everything():
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                launches = words[1:4] == ["-m", "elastic", "agent"]
+                if launches and words[words.index("--node") + 1] in strangers:
+                    process.terminate()
 
     def close(self) -> None:
         super().close()

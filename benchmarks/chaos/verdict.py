@@ -18,7 +18,13 @@ from typing import Any, Protocol
 from benchmarks.chaos.case import Case
 from benchmarks.chaos.injector import Injection
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec
-from elastic.domain.errors import EXIT_DRAINED, EXIT_OK, EXIT_UNRECOVERABLE, ElasticError
+from elastic.domain.errors import (
+    EXIT_DRAINED,
+    EXIT_OK,
+    EXIT_TERMINATED,
+    EXIT_UNRECOVERABLE,
+    ElasticError,
+)
 from elastic.domain.types import Plan
 from elastic.planning.plan.plan import parse_plan
 from tests.scenarios.checkpoints import verified_sha256
@@ -167,6 +173,8 @@ def _right_codes(run: Finished, node: str) -> set[int]:
     codes = {EXIT_OK}
     if any(event["node"] == node for event in _of(run.events, "drained")):
         codes.add(EXIT_DRAINED)
+    if not any(event["node"] == node for event in _of(run.events, "joined")):
+        codes.add(EXIT_TERMINATED)  # it began too late to join, and was told to end
     if any(name == node for _, name in run.destroyed):
         codes |= {-signal.SIGKILL, 128 + signal.SIGKILL}
     return codes

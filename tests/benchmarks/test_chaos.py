@@ -121,6 +121,7 @@ def finished(**changes: Any) -> Finished:
 
 BOTH = [(3.0, "node1"), (3.1, "node2")]
 LOST = {"at": 3.0, "kind": "lost", "node": "node2", "why": "silent"}
+JOINED = {"at": 0.5, "kind": "joined", "node": "node0"}
 DRAINED = {"at": 3.0, "kind": "drained", "node": "node0"}
 RETURN = {"at": 3.0, "kind": "lost-steps", "why": "layer 1"}
 
@@ -155,6 +156,8 @@ FULL = [Injection(parse_outer("full disk=checkpoints step=3"), 3.0)]
         (finished(agent_codes={"node0": 1}), FAILED, "agent of node0 ended with exit code 1"),
         (finished(agent_codes={"node0": 4}), FAILED, "exit code 4"),
         (finished(agent_codes={"node0": 4}, events=[*finished().events, DRAINED]), RIGHT, ""),
+        (finished(agent_codes={"node3": 143}), RIGHT, ""),  # it began too late
+        (finished(agent_codes={"node0": 143}, events=[*finished().events, JOINED]), FAILED, "143"),
         (finished(agent_codes={"node0": 137}), FAILED, "exit code 137"),
         (finished(agent_codes={"node0": 137}, destroyed=[(3.0, "node0")]), RIGHT, ""),
         (finished(agent_codes={"node0": None}, injections=CUT), RIGHT, ""),
