@@ -74,7 +74,11 @@ def stand_by(
 
 class LeaseKeeper:
     """Renews the lease on a separate thread until closed. `on_lost(error)` is called once, on that
-    thread, if another coordinator took the lease."""
+    thread, if another coordinator took the lease.
+
+    A coordinator that is not `ready` within `ready_s` seconds may wait for a disk that hangs on its
+    machine alone. Then the lease is not renewed until it is, so that another one can lead.
+    """
 
     def __init__(
         self,
@@ -82,9 +86,11 @@ class LeaseKeeper:
         lease: Lease,
         now: Callable[[], float],
         on_lost: Callable[[ElasticError], object],
+        ready_s: float,
     ) -> None:
         self._store, self._lease, self._now, self._on_lost = store, lease, now, on_lost
         self._renewed, self._closed = time.monotonic(), threading.Event()
+        self._ready_s, self.ready = ready_s, threading.Event()
         threading.Thread(target=self._run, name="lease", daemon=True).start()
 
     @property
@@ -95,11 +101,17 @@ class LeaseKeeper:
     def close(self) -> None:
         """Stop the renewals. Idempotent."""
         self._closed.set()
+        self.ready.set()
 
     def _run(self) -> None:
         failures, every_s = 0, self._lease.ttl_s / RENEWALS
+        until = time.monotonic() + self._ready_s
         while not self._closed.wait(min(retry_s(failures), every_s) if failures else every_s):
             began = time.monotonic()
+            if began > until and not self.ready.is_set():
+                text = "the run cannot begin for %g s: a disk may hang. The lease is not renewed"
+                log.error(text, self._ready_s)
+                self.ready.wait()
             try:
                 self._store.renew(self._lease, self._now())
                 self._renewed, failures = began, 0

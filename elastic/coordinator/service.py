@@ -125,12 +125,14 @@ class Coordinator:
         """Events that the former coordinator may not have written."""
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter(self._dismiss)
         # The first state takes long if there are many checkpoints, or if their disk is slow.
-        self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put)
+        ready_s = config.timeouts.preflight_disk_s
+        self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put, ready_s)
         try:
             self._load()
         except BaseException:
             self._keeper.close()
             raise
+        self._keeper.ready.set()
         self._commits = CheckpointCommits(
             Path(config.checkpoint_dir), self._events.put, self._events.put, self._state.run
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import threading
 import time
 from pathlib import Path
@@ -18,7 +20,7 @@ from elastic.coordinator.records.state_saver import StateSaver
 from elastic.core.job.state import JobState, Policy, Send
 from elastic.core.protocol.messages import Halt
 from elastic.domain.errors import ElasticError, StaleError
-from elastic.store.interface import Entry, Lease, StoreError, StoreUnavailable
+from elastic.store.interface import Conflict, Entry, Lease, StoreError, StoreUnavailable
 from tests.patience import LONG_S
 from tests.store.memory import MemoryStore
 
@@ -216,12 +218,29 @@ def test_a_keeper_renews_the_lease_and_reports_its_loss() -> None:
         lost.append(error)
         told.set()
 
-    keeper = LeaseKeeper(store, lease, now, on_lost)
+    keeper = LeaseKeeper(store, lease, now, on_lost, LONG_S)
     assert renewed.wait(LONG_S) and not lost
     store.acquire("b", 60.0, 200.0)
     assert told.wait(LONG_S)
     assert isinstance(lost[0], StaleError)
     keeper.close()
+
+
+def test_a_leader_that_is_not_ready_in_time_keeps_the_lease_no_longer() -> None:
+    """Its disk hangs. Another coordinator takes the lease, and the first one is told."""
+    store, lost = MemoryStore(), queue.Queue[ElasticError]()
+    lease = store.acquire("a", 0.1, time.monotonic())
+    keeper = LeaseKeeper(store, lease, time.monotonic, lost.put, 0.2)
+    end = time.monotonic() + LONG_S
+    second = None
+    while second is None:
+        assert time.monotonic() < end, "the lease is renewed for ever"
+        with contextlib.suppress(Conflict):
+            second = store.acquire("b", 60.0, time.monotonic())
+        time.sleep(0.01)
+    assert lost.empty()
+    keeper.ready.set()
+    assert isinstance(lost.get(timeout=LONG_S), StaleError)
 
 
 def test_an_unexpected_error_does_not_end_the_renewals(
@@ -236,7 +255,7 @@ def test_an_unexpected_error_does_not_end_the_renewals(
         renewed.set()
 
     monkeypatch.setattr(store, "renew", renew)
-    keeper = LeaseKeeper(store, lease, lambda: 50.0, lambda error: None)
+    keeper = LeaseKeeper(store, lease, lambda: 50.0, lambda error: None, LONG_S)
     assert renewed.wait(LONG_S)
     keeper.close()
     assert "KeyError: 'lease'" in caplog.text

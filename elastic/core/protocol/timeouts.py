@@ -110,7 +110,8 @@ class Timeouts:
     preflight_s: float = 10.0
     """The pre-flight waits this long for an answer of the coordinator, or of a peer's vault."""
     preflight_disk_s: float = 60.0
-    """The pre-flight waits this long for all directories of the node together."""
+    """The pre-flight waits this long for all directories of the node together. A coordinator keeps
+    the lease this long before it has read or made the state of the run."""
     trial_cpu_s: float = 300.0
     """CPU time after which the trial of the devices in the pre-flight counts as endless."""
 
