@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -211,10 +212,7 @@ class _Groups:
         kills, end = _kills(group), time.monotonic() + OOM_S
         while not _limit(group) and time.monotonic() < end:
             time.sleep(0.05)
-        hog = subprocess.Popen(
-            [sys.executable, "-c", HOG],
-            preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None,
-        )
+        hog = subprocess.Popen([sys.executable, "-c", HOG], preexec_fn=partial(_enter, group))
         while _kills(group) == kills and time.monotonic() < end:
             time.sleep(0.005)
         if _kills(group) == kills:
@@ -233,6 +231,13 @@ class _Groups:
                     (GROUPS / "cgroup.procs").write_text(pid)
                 group.rmdir()
         return self._unharmed
+
+
+def _enter(group: Path) -> None:
+    """Let this process use the memory of the group. It is the kernel's second victim, so that the
+    kernel kills nobody else before the limit is lifted."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    Path("/proc/self/oom_score_adj").write_text("900")
 
 
 def _limit(group: Path) -> bool:
