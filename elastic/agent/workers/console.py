@@ -125,11 +125,11 @@ class Console:
 
     def __init__(self, descriptors: tuple[int, int] = (1, 2)) -> None:
         """`descriptors`: those of the two streams; -1: none."""
-        names = ((STDOUT, "console-out"), (STDERR, "console-err"))
-        self._streams = {
-            stream: _Stream(descriptor, name)
-            for (stream, name), descriptor in zip(names, descriptors, strict=True)
-        }
+        out, err = descriptors
+        first = _Stream(out, "console-out")
+        # two threads would tear lines of each other where both write to one pipe
+        second = first if _is_same_file(out, err) else _Stream(err, "console-err")
+        self._streams = {STDOUT: first, STDERR: second}
 
     def put(self, stream: int, data: bytes) -> None:
         """Print to STDOUT or STDERR. Wait at most ROOM_S for a reader that is slow."""
@@ -145,3 +145,10 @@ class Console:
         return all(
             stream.flush(max(0.0, until - time.monotonic())) for stream in self._streams.values()
         )
+
+
+def _is_same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:  # one of them is closed
+        return False

@@ -132,6 +132,19 @@ def test_errors_are_shown_while_nobody_reads_the_output(pipe: Pipe) -> None:
     os.close(with_pager.read_end)
 
 
+def test_lines_of_both_streams_stay_whole_on_one_pipe(pipe: Pipe) -> None:
+    """As with `elastic run 2>&1 | tee`."""
+    console = Console((pipe.write_end, os.dup(pipe.write_end)))
+    lines = {stream: b"%d" % stream * 20_000 + b"\n" for stream in (STDOUT, STDERR)}
+    for _ in range(50):
+        for stream, line in lines.items():
+            console.put(stream, line)
+    size = sum(map(len, lines.values())) * 50
+    while len(pipe.text) < size:
+        pipe.text += os.read(pipe.read_end, 4096)
+    assert set(pipe.text.splitlines(keepends=True)) == set(lines.values())
+
+
 def test_a_log_disk_that_hangs_stops_no_worker(
     make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
