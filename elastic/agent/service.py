@@ -47,7 +47,7 @@ from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.agent.workers.channels import WorkerChannels
-from elastic.agent.workers.console import Console
+from elastic.agent.workers.console import STALL_S, Console
 from elastic.agent.workers.processes import KILL_S, WorkerExit, WorkerGroup, agent_socket
 from elastic.background import ends_within
 from elastic.command_line import Command, flag, read_flags
@@ -83,8 +83,9 @@ from elastic.telemetry import configure_logging, write_last_words
 log = logging.getLogger("elastic.agent")
 CLOSE_S = 5.0
 """Longest wait for the end of a part of the agent, in addition to its own limits."""
-CONSOLE_S = 1.0
-"""Longest wait for the console at the end of the agent."""
+OUTPUT_S = 10.0
+"""Longest wait at the end of the agent for log files of workers on a slow disk, and for a slow
+reader of the console, each."""
 PING_BEATS = 2
 """Intervals between heartbeats per ping at least, so that pings of large jobs are no burden."""
 POLL_S = 0.1
@@ -678,6 +679,7 @@ class NodeAgent:
         if self._group is not None:
             self._starter.post(partial(self._end_workers, self._group))
         limit_s = self._config.shutdown_timeout_s + EXIT_GRACE_S + KILL_S + CLOSE_S
+        limit_s += _output_s(self._config)
         self._finish("starter", self._starter.close, limit_s)
         self._finish("notices", self._notices.close)
         self._finish("session", self._session.close)
@@ -710,6 +712,12 @@ class NodeAgent:
         if self._exit_code == 0 and not group.wait(EXIT_GRACE_S):
             log.warning("workers did not end within %g s", EXIT_GRACE_S)
         group.terminate(self._config.shutdown_timeout_s)
+        group.save_output(_output_s(self._config))
+
+
+def _output_s(config: JobConfig) -> float:
+    """Return OUTPUT_S, or less: the launcher kills an agent after the timeout for a shutdown."""
+    return max(STALL_S, min(OUTPUT_S, config.shutdown_timeout_s / 3))
 
 
 def _node_info(args: SimpleNamespace, config: JobConfig) -> NodeInfo:
@@ -747,7 +755,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ElasticError as error:
         console.say(str(error))
         write_last_words(config.run_dir, args.node, str(error))
-        console.flush(CONSOLE_S)
+        console.finish(_output_s(config))
         return error.exit_code
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stop())
@@ -761,7 +769,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.say(f"{args.node}: {describe(error)}")
         agent.failed(error)
         code = EXIT_FAILURE
-    console.flush(CONSOLE_S)
+    console.finish(_output_s(config))
     if agent.left:
         log.error("%s ends without its %s", args.node, ", ".join(agent.left))
         end_log()

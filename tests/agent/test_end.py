@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +74,34 @@ def test_a_log_file_of_a_worker_cannot_be_opened(agent: NodeAgent) -> None:
     assert run(agent, m.Stop(0, "the job is over")) == 0
     assert agent.left == ["starter"]
     release(folder / "stdout.log")
+
+
+def test_a_slow_disk_gets_the_last_output_of_workers(
+    agent: NodeAgent, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs seconds for what is left when the worker has ended."""
+    monkeypatch.setattr(service, "OUTPUT_S", LONG_S)
+    nbytes, piece, got = 400_000, 1 << 16, bytearray()
+    agent._config = make_config(
+        f"print('x' * {nbytes - 1})", preflight="off", shutdown_timeout_s=3 * LONG_S
+    )
+    folder = agent._config.log_path("node0", 0, 0)
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "stdout.log")
+    disk = os.open(folder / "stdout.log", os.O_RDWR)
+
+    def take() -> None:
+        while len(got) < nbytes:
+            got.extend(os.read(disk, piece))
+            time.sleep(0.4)
+
+    agent._apply(LAUNCH)
+    assert wait_until(lambda: agent._group and agent._group.pids and not agent._group.alive())
+    threading.Thread(target=take, daemon=True).start()
+    assert run(agent, m.Stop(0, "the job is over")) == 0
+    assert len(got) >= nbytes - 2 * piece and not agent.left  # the pipe holds the rest
+    assert wait_until(lambda: len(got) == nbytes)
+    os.close(disk)
 
 
 def test_the_last_words_cannot_be_written(agent: NodeAgent, tmp_path: Path) -> None:

@@ -7,16 +7,19 @@ stopped, or when the cable of an ssh session is pulled. Neither the agent nor a 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from math import inf
 
 from elastic.config import STDERR, STDOUT
 from elastic.rpc.control.event_loop import run_callback
 
+log = logging.getLogger("elastic.agent")
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 MAX_WAITING_BYTES = 16 << 20
 """Output is dropped while more than this waits."""
@@ -24,6 +27,8 @@ ROOM_BYTES = 1 << 20
 """Output is accepted again when there is room for so many bytes."""
 ROOM_S = 1.0
 """Longest wait for this room, once. A reader or a disk that only is slow loses no output."""
+STALL_S = 1.0
+"""A reader or a disk that takes nothing for this time is not waited for at the end."""
 ITEM_BYTES = 512
 """Memory of a queued write, besides its data."""
 
@@ -34,6 +39,8 @@ class BoundedWriter:
     def __init__(self, name: str) -> None:
         self._writes: deque[tuple[int, Callable[[], object]]] = deque()
         self._waiting_bytes, self._behind, self._ended = 0, False, False
+        self._written = 0
+        """Number of writes that are done."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -59,10 +66,16 @@ class BoundedWriter:
             self._queue(0, last)
             self._ended = True
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until everything is written; return False after `timeout_s`."""
+    def flush(self, timeout_s: float, stall_s: float = inf) -> bool:
+        """Wait until everything is written; return False after `timeout_s`, or when no write ends
+        for `stall_s`."""
+        until = time.monotonic() + timeout_s
         with self._changed:
-            return bool(self._changed.wait_for(lambda: not self._writes, timeout_s))
+            while self._writes:
+                written, wait_s = self._written, min(stall_s, until - time.monotonic())
+                if not self._changed.wait_for(lambda: self._written != written, wait_s):  # noqa: B023
+                    return False
+            return True
 
     def _queue(self, nbytes: int, write: Callable[[], object]) -> None:
         """Add a write. The caller holds the lock."""
@@ -84,6 +97,7 @@ class BoundedWriter:
             with self._changed:  # only now is it written
                 self._writes.popleft()
                 self._waiting_bytes -= nbytes
+                self._written += 1
                 self._changed.notify_all()
 
 
@@ -93,20 +107,55 @@ class _Stream:
     def __init__(self, descriptor: int, name: str) -> None:
         self._descriptor, self._writer = descriptor, BoundedWriter(name)
         self._lock, self._lost = threading.Lock(), 0
+        self._given, self._handled = 0, 0
+        """Bytes that were given to the writer, and those that it has printed or dropped."""
+        self._dropping = False
+        """Whether the writer drops what it gets."""
         self.flush = self._writer.flush
         self._writer.start()
 
     def put(self, data: bytes, wait_s: float) -> None:
         with self._lock:
             lost, self._lost = self._lost, 0
-        if not self._writer.post(partial(self._write, data, lost), len(data), wait_s):
-            with self._lock:
+        posted = self._writer.post(partial(self._write, data, lost), len(data), wait_s)
+        with self._lock:
+            if posted:
+                self._given += lost + len(data)
+            else:
                 self._lost += lost + len(data)
 
+    def finish(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` until all is printed, as long as somebody reads. Then drop the
+        rest, and print its size if somebody still reads."""
+        if self.flush(timeout_s, STALL_S):
+            return
+        with self._lock:
+            log.warning(
+                "the console lacks its last %d bytes", self._given - self._handled + self._lost
+            )
+        self._dropping = True
+        self._writer.end(self._print_lost)
+        self.flush(STALL_S)
+
     def _write(self, data: bytes, lost: int) -> None:
+        nbytes = lost + len(data)
+        if self._dropping:
+            with self._lock:
+                self._lost += nbytes
+        else:
+            self._print(_note(lost) + data if lost else data)
+        with self._lock:
+            self._handled += nbytes
+
+    def _print_lost(self) -> None:
+        """Print the size of what was dropped at the end."""
+        self._dropping = False
+        with self._lock:
+            lost, self._lost = self._lost, 0
         if lost:
-            note = f"{lost} bytes of output are missing here, because nobody read them"
-            data = f"\nelastic agent: {note}\n".encode() + data
+            self._print(_note(lost))
+
+    def _print(self, data: bytes) -> None:
         try:
             while data and self._descriptor >= 0:
                 data = data[os.write(self._descriptor, data) :]
@@ -145,6 +194,18 @@ class Console:
         return all(
             stream.flush(max(0.0, until - time.monotonic())) for stream in self._streams.values()
         )
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for a reader that is slow, and STALL_S for one that does not
+        read. Then drop the rest. Only for the end of this process."""
+        until = time.monotonic() + timeout_s
+        for stream in dict.fromkeys(self._streams.values()):
+            stream.finish(max(0.0, until - time.monotonic()))
+
+
+def _note(lost: int) -> bytes:
+    note = f"{lost} bytes of output are missing here, because nobody read them"
+    return f"\nelastic agent: {note}\n".encode()
 
 
 def _is_same_file(one: int, other: int) -> bool:

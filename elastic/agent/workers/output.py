@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from elastic.agent.workers.console import ROOM_S, BoundedWriter, Console
+from elastic.agent.workers.console import ROOM_S, STALL_S, BoundedWriter, Console
 from elastic.background import BackgroundReading
 from elastic.config import STDERR, STDOUT, JobConfig
 
@@ -52,6 +52,10 @@ class _Pipe:
     """The newest output, at most _LAST_BYTES."""
     skipped: int = 0
     """Bytes that were not given to the writer since it accepted the last ones."""
+    given: int = 0
+    """Bytes that were given to the writer."""
+    handled: int = 0
+    """Those of them that it has written or dropped. Only the writer's thread changes it."""
     dropped: int = 0
     """Bytes that the log file has lost since writing began to fail; 0: writing succeeds. Only for
     the writer's thread."""
@@ -86,6 +90,7 @@ class _Pipe:
         """Give data to the writer of the log file; drop it while the disk takes nothing."""
         if self.writer.post(partial(self._write, data, self.skipped), len(data), ROOM_S):
             self.skipped = 0
+            self.given += len(data)
             return
         if not self.skipped:
             log.warning("output is lost: the disk of %s takes nothing", self.log.name)
@@ -94,6 +99,7 @@ class _Pipe:
     def _write(self, data: bytes, skipped: int) -> None:
         """Write to the log file; drop data while its disk fails."""
         self.dropped += skipped
+        nbytes = len(data)
         try:
             while data:
                 data = data[self.log.write(data) :]
@@ -107,6 +113,7 @@ class _Pipe:
                     "%s can be written again; %d bytes are missing", self.log.name, self.dropped
                 )
                 self.dropped = 0
+        self.handled += nbytes
 
 
 class Output:
@@ -159,6 +166,19 @@ class Output:
         self._thread.join(timeout_s)
         self._writer.flush(max(0.0, until - time.monotonic()))
         self._console.flush(max(0.0, until - time.monotonic()))
+
+    def save(self, timeout_s: float) -> None:
+        """After `finish`, wait up to `timeout_s` for a disk that is slow, and STALL_S for one that
+        takes nothing. Then log how many bytes each log file lacks. Only for the end of this
+        process: it ends the threads that write."""
+        until = time.monotonic() + timeout_s
+        if self._thread.is_alive():  # it waits for room, both in the log files and the console
+            self._thread.join(min(timeout_s, 2 * ROOM_S))
+        if not self._writer.flush(max(0.0, until - time.monotonic()), STALL_S):
+            for pipe in self._pipes.values():
+                missing = pipe.given - pipe.handled + pipe.dropped + pipe.skipped
+                if missing:
+                    log.warning("%s lacks its last %d bytes", pipe.log.name, missing)
 
     def _route(self, path: Path, local_rank: int, bit: int, names: dict[str, str]) -> int:
         config, log = self._config, path.open("ab", buffering=0)

@@ -272,6 +272,10 @@ class WorkerGroup:
                 self._ended(WorkerExit(rank, pids[rank], -signal.SIGKILL))
         self._finish()
 
+    def save_output(self, timeout_s: float) -> None:
+        """Wait for the log files, see `Output.save`. Only for the end of the agent."""
+        self._output.save(timeout_s)
+
     def _await_exit(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
         error = ""

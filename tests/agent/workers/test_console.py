@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -185,6 +186,75 @@ def test_the_log_names_the_file_whose_disk_takes_nothing(
 def read_all(descriptor: int) -> None:
     while os.read(descriptor, 1 << 16):
         pass
+
+
+def test_a_slow_log_disk_gets_the_last_lines_of_a_worker(make_config: MakeConfig) -> None:
+    """They are written after the group has ended."""
+    config = make_config(CHATTY)
+    descriptor = hanging(config, "stdout.log")
+    group = WorkerGroup(config, LAUNCH, PLACE, lambda ended: None, Console((-1, -1)))
+    group.start()
+    assert group.wait(LONG_S)
+    group.kill()
+    lines = "".join(f"line {i} {'x' * 80}\n" for i in range(LINES)).encode()
+    got = bytearray()
+    reader = threading.Thread(target=read_slowly, args=(descriptor, got, len(lines)), daemon=True)
+    reader.start()
+    group.save_output(LONG_S)
+    reader.join(LONG_S)
+    assert got == lines
+    os.close(descriptor)
+
+
+def test_the_end_names_the_log_file_that_lacks_lines(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(CHATTY)
+    descriptor = hanging(config, "stdout.log")
+    group = WorkerGroup(config, LAUNCH, PLACE, lambda ended: None, Console((-1, -1)))
+    group.start()
+    assert group.wait(LONG_S)
+    group.kill()
+    group.save_output(LONG_S)
+    assert re.search(r"stdout\.log lacks its last \d{6} bytes", caplog.text)
+    os.close(descriptor)
+
+
+def test_a_slow_reader_gets_the_last_lines(pipe: Pipe) -> None:
+    """It needs longer for all of them than a reader that does not read is waited for."""
+    console, got = Console((pipe.write_end, -1)), bytearray()
+    data = b"x" * (1 << 16)
+    for _ in range(40):
+        console.put(STDOUT, data)
+    args = (pipe.read_end, got, 40 * len(data), 0.05)
+    reader = threading.Thread(target=read_slowly, args=args, daemon=True)
+    reader.start()
+    console.finish(LONG_S)
+    reader.join(LONG_S)
+    assert got == data * 40
+
+
+def test_the_end_drops_what_a_slow_reader_did_not_get(
+    pipe: Pipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    console, data = Console((pipe.write_end, -1)), b"x" * (1 << 16)
+    for _ in range(100):
+        console.put(STDOUT, data)
+    reader = threading.Thread(target=pipe.read, args=(b"read them\n",), daemon=True)
+    os.read(pipe.read_end, 1)
+    threading.Timer(0.2, reader.start).start()
+    console.finish(0.0)
+    reader.join(LONG_S)
+    found = re.fullmatch(rb"(x*)\nelastic agent: (\d+) bytes of output are missing.*\n", pipe.text)
+    assert found is not None
+    assert 1 + len(found[1]) + int(found[2]) == 100 * len(data)
+    assert "the console lacks its last" in caplog.text
+
+
+def read_slowly(descriptor: int, got: bytearray, nbytes: int, pause_s: float = 0.1) -> None:
+    while len(got) < nbytes:
+        got += os.read(descriptor, 1 << 16)
+        time.sleep(pause_s)
 
 
 def test_a_writer_survives_an_error() -> None:
