@@ -413,9 +413,10 @@ def _halting(state: JobState, now: float) -> JobTransition | None:
 
 
 def _notice_ends(state: JobState, now: float) -> Cause | None:
-    """Return the cause to halt at once if a draining node's deadline is too near, else None."""
+    """Return the cause to halt at once if the deadline of a drain is too near, else None. The drain
+    may wait."""
     for member in state.members.values():
-        if member.draining and drain.must_leave(state, member, now):
+        if member.drain_deadline and drain.must_leave(state, member, now):
             return Cause(CauseKind.NOTICE, f"notice of {member.node} runs out", (member.node,))
     return None
 

@@ -9,9 +9,9 @@ import pytest
 from elastic.core.coordinator.authorization import check_message
 from elastic.core.coordinator.transitions import transition
 from elastic.core.job import state as job
-from elastic.core.job.epoch_change import plan_request
+from elastic.core.job.epoch_change import begin_change, plan_request
 from elastic.core.job.join_policy import plan_if_feasible
-from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
+from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, LogEntry, Send
 from elastic.core.node import notice_tracker
 from elastic.core.node.notice_tracker import NoticeTracker, ProviderNotice
 from elastic.core.policy import drain
@@ -270,6 +270,20 @@ def test_a_fault_during_the_wait_of_a_drain_pauses_no_job() -> None:
     back = replace(member, report=replace(member.report, phase=NodePhase.IDLE, able=True))
     state = state.of(members={**state.members, "node0": back})
     assert plan_if_feasible(plan_request(state, state.epoch)) is not None
+
+
+def test_a_planned_change_does_not_hide_the_deadline_of_a_drain_that_waits() -> None:
+    """The change waits for the end of a long step."""
+    state, _ = two_of_three()
+    state, _, _ = transition(state, job.DrainRequested("node1", 60.0), state.updated_at)
+    cause = Cause(CauseKind.BACKUP, "another scheme is better")
+    state, _, _ = begin_change(state, cause, state.updated_at, boundary=True)
+    epoch, left_s = state.epoch, state.limits.leave_s
+    state, actions = ticked(state, 59.0 - left_s)
+    assert (state.epoch, actions) == (epoch, ())
+    state, actions = ticked(state, 1.5)
+    assert sent(actions, m.Halt)[0] == m.Halt(epoch + 1)
+    assert change_of(state).causes[-1].text == "notice of node1 runs out"
 
 
 def crashed(state: JobState, node: str) -> m.NodeReport:
