@@ -405,6 +405,9 @@ def _halting(state: JobState, now: float) -> JobTransition | None:
     )
     if not halted or restart_policy.is_waiting(state, now):
         return None
+    settled = drain.settle(state, now)
+    if settled is not None:
+        return settled
     if not change.boundary:
         verdict = progress_watchdog.retry(state, now)
         if verdict is not None or progress_watchdog.is_paused(state, now):

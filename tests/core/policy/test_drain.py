@@ -286,6 +286,19 @@ def test_a_planned_change_does_not_hide_the_deadline_of_a_drain_that_waits() -> 
     assert change_of(state).causes[-1].text == "notice of node1 runs out"
 
 
+def test_a_node_that_came_while_nodes_halted_lets_the_drain_begin_with_the_next_plan() -> None:
+    """So the leaving node gets no layers that the epoch after would move away."""
+    state, third = two_of_three()
+    state, _, _ = transition(state, job.DrainRequested("node1", 60.0), state.updated_at)
+    cause = Cause(CauseKind.CONTACT, "contact lost")
+    state, _, _ = begin_change(state, cause, state.updated_at)
+    state = state.of(members={**state.members, "node2": third})
+    for node in state.members:
+        state = halt(state, node)
+    assert state.phase is JobPhase.INSTALLING
+    assert state.members["node1"].draining and set(plan_of(state).nodes()) == {"node0", "node2"}
+
+
 def crashed(state: JobState, node: str) -> m.NodeReport:
     report = state.members[node].report
     return replace(report, phase=NodePhase.STARTING, able=False, crash_count=1, cause="signal 9")
@@ -307,17 +320,16 @@ def test_of_several_drains_those_begin_that_can() -> None:
     assert waits == {first: True, second: False, spare: False}
 
 
-def test_a_job_that_paused_for_drains_resumes_until_their_deadlines() -> None:
-    """All notices come while the nodes halt for the first one."""
+def test_notices_of_all_nodes_pause_no_job_before_a_deadline() -> None:
+    """All notices come while the nodes halt for the first one. One of the drains waits."""
     state = running()
     for node in ("node0", "node1", "node2"):
         state, *_ = transition(state, notice(state, node), state.updated_at)
-    phases = []
     for node in ("node0", "node1", "node2"):
-        report = replace(state.members[node].report, epoch=state.epoch, phase=NodePhase.HALTED)
-        state, actions, _ = transition(state, report, state.updated_at + 0.01)
-        phases += [entry["phase"] for entry in entries(actions, "phase")]
-    assert phases == ["paused", "halting"] and change_of(state).causes[-1].kind.value == "resume"
+        state = halt(state, node)
+    assert state.phase is JobPhase.INSTALLING
+    (last,) = plan_of(state).nodes()
+    assert [node for node, mb in state.members.items() if not mb.draining] == [last]
 
 
 def test_a_drain_of_the_user_can_be_shortened() -> None:
