@@ -507,9 +507,11 @@ def _records(state: JobState) -> tuple[StepRecord, ...]:
 
 
 def consider_joining(state: JobState, now: float) -> JobTransition | None:
-    """Let new nodes that the planner would use fetch state in the background."""
+    """Let new nodes that the planner would use fetch state in the background. A disconnected node
+    outside the plan takes no place from them: it may be dead. It is considered when it is back."""
     assert state.plan is not None
-    able, used = candidates(state), frozenset(state.plan.nodes())
+    used = frozenset(state.plan.nodes())
+    able = [mb for mb in candidates(state) if mb.connected or mb.node in used]
     if state.reconsider_at and now >= state.reconsider_at:
         state = state.of(considered=(), reconsider_at=0.0)
     considered = frozenset(state.considered)
@@ -519,7 +521,8 @@ def consider_joining(state: JobState, now: float) -> JobTransition | None:
         return None
     state = state.of(considered=(*state.considered, *map(join_policy.member_key, new)))
     try:
-        request = plan_request(state, state.epoch + 1)
+        request, here = plan_request(state, state.epoch + 1), {mb.node for mb in able}
+        request = replace(request, nodes=tuple(n for n in request.nodes if n.node in here))
         choice = join_policy.plan_for_joining(state, request, fresh, now)
     except InfeasiblePlan as error:
         return state, (), f"{' '.join(fresh)} stay spare: {error}"

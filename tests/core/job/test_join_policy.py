@@ -102,6 +102,16 @@ def test_only_those_new_nodes_that_stay_are_used() -> None:
     assert note.data["nodes"] == ["node8"]
 
 
+def test_a_new_node_is_used_although_another_one_dies_before_the_decision() -> None:
+    """The plan has room for one of them. The dead one is a member until it is known to be lost."""
+    state, _, _ = join(running(), "node8")
+    dead = replace(state.members["node8"], connected=False)
+    state = state.of(members={**state.members, "node8": dead}, joining=())
+    state = state.of(policy=replace(state.policy, max_nodes=3))
+    after, _, _ = join(state, "node9")
+    assert "node8" in after.members and after.joining == ("node9",)
+
+
 def test_a_changed_expected_stay_is_considered_again() -> None:
     state, _, _ = join(
         running().of(pauses=LONG_PAUSES, node_seconds=1e7), "node9", lifetime_s=120.0
