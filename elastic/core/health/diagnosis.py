@@ -129,6 +129,8 @@ class NodeHealth:
 
     crashes: tuple[float, ...] = ()
     """Times of crashes and hangs of its workers, within the last `window_s`."""
+    link_crashes: tuple[float, ...] = ()
+    """Times of crashes that were errors of links; other nodes may have caused them."""
     crash_cause: str = ""
     """Cause of the newest crash."""
     stuck: int = 0
@@ -197,12 +199,30 @@ def is_new(health: NodeHealth, finding: Finding) -> bool:
 
 
 def record_crash(
-    health: NodeHealth, now: float, limits: HealthLimits, count: int = 1, step: int = -1
+    health: NodeHealth,
+    now: float,
+    limits: HealthLimits,
+    count: int = 1,
+    step: int = -1,
+    link: bool = False,
 ) -> NodeHealth:
-    """Record `count` more crashes of the node's workers; `step`: the job's newest finished step."""
+    """Record `count` more crashes of the node's workers; `step`: the job's newest finished step;
+    `link`: they were errors of links."""
     stuck = count if step > health.stuck_at else health.stuck + count
     crashes = (*_recent(health.crashes, now, limits), *(now,) * count)[-64:]
-    return replace(health, crashes=crashes, stuck=stuck, stuck_at=max(step, health.stuck_at))
+    links = (*health.link_crashes, now) if link and count else health.link_crashes
+    return replace(
+        health,
+        crashes=crashes,
+        link_crashes=tuple(at for at in links if at in crashes),
+        stuck=stuck,
+        stuck_at=max(step, health.stuck_at),
+    )
+
+
+def own_crashes(health: NodeHealth) -> int:
+    """Return the number of counted crashes that were no errors of links."""
+    return sum(at not in health.link_crashes for at in health.crashes)
 
 
 def record_departure(health: NodeHealth, now: float, limits: HealthLimits) -> NodeHealth:

@@ -16,7 +16,7 @@ one step, workers crash repeatedly
 - or on a node that the job cannot do without.
 
 Errors of links are no evidence against the node or the script that reports them. If all nodes but
-one report them, that one is left out.
+one report them, and one of them repeatedly within a step, that one is left out.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     node, limits = report.info.node, state.policy.health
     crashes = report.crash_count - was.crash_count - _ordered_restarts(state, was, report)
     before, step = record_of(state, node), state.newest_step
-    record = diagnosis.record_crash(before, now, limits, crashes, step)
+    link = is_link_error(report.cause)
+    record = diagnosis.record_crash(before, now, limits, crashes, step, link)
     needed = _is_needed(state, node)
     if not needed:  # such crashes keep no step from being finished
         record = replace(record, stuck=before.stuck, stuck_at=before.stuck_at)
@@ -102,7 +103,7 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     }
     if report.detect_s:
         evidence["detect_s"] = round(report.detect_s, 3)
-    loops = len(record.crashes) >= limits.crashes or report.phase is NodePhase.FAILED
+    loops = _loops(state, record, needed) or report.phase is NodePhase.FAILED
     device = is_device_error(report.cause)
     if not loops or record.quarantined:
         why = f"{report.cause}: its workers are started again"
@@ -127,6 +128,16 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     why = f"{times}: starting them again does not help; the last cause: {report.cause}"
     kind = FaultClass.DEVICE if device else FaultClass.HOST
     return add_finding(state, node, Finding(kind, _away(state, node), why, evidence, now))
+
+
+def _loops(state: JobState, record: NodeHealth, needed: bool) -> bool:
+    """Return whether the node's workers crashed repeatedly. Errors of links in several steps do not
+    count: crashes of other nodes may have caused them, and they kept no step from being finished.
+    """
+    number = state.policy.health.crashes
+    if needed and not quarantine.is_crash_looping(state, record):
+        return diagnosis.own_crashes(record) >= number
+    return len(record.crashes) >= number
 
 
 def _ordered_restarts(state: JobState, was: NodeReport, report: NodeReport) -> int:

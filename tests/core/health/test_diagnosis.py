@@ -408,6 +408,23 @@ def test_link_errors_of_all_other_nodes_accuse_the_last_one(own: str) -> None:
     assert state.ending is not None and NCCL in state.ending.reason
 
 
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("nodes", [3, 4])
+def test_one_kill_after_another_quarantines_no_node(nodes: int, last: bool) -> None:
+    """Each is in another step, and workers of the other nodes report errors of their links. The
+    report of the killed node comes first or last."""
+    state = running(nodes)
+    names = plan_of(state).nodes()
+    for victim in (*names, *names):
+        state = finish_step(replanned(state))
+        others = [node for node in names if node != victim]
+        for node in [*others, victim] if last else [victim, *others]:
+            cause = "worker 0 ended with signal 9" if node == victim else NCCL
+            state, _ = crash_workers(state, node, cause)
+        assert not any(quarantine.is_quarantined(state, node) for node in names), victim
+    assert state.ending is None
+
+
 def test_link_errors_of_nodes_in_turn_do_not_end_the_job() -> None:
     """The neighbours of one bad node crash, and so do those that take their place."""
     state = running(8, 8)
