@@ -61,6 +61,7 @@ class TrainingJob:
             self.accumulate,
             self.spec.seed,
             device,
+            n_microbatches=self.spec.n_microbatches,
             empty=empty,
             portion=portion,
         )

@@ -37,7 +37,7 @@ from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.sharded_update import ParameterGather
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import GroupAgreement, StageRunner
-from elastic.worker.model.gradients import RANGE_TEXT
+from elastic.worker.model.gradients import exact_limit, range_text
 from elastic.worker.model.layers import Microbatch, Tied
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.digest import device_kind
@@ -197,7 +197,9 @@ class StepRunner:
         text = f"step {step}: the gradient norm is {agreed.norm}, because of layers {layers}"
         if self.checks.on_nonfinite is OnNonfinite.STOP:
             reason = f"{text} (loss {agreed.loss})"
-            reason += f"; {RANGE_TEXT}" if self.checks.exact else ""
+            if self.checks.exact:
+                limit = exact_limit(self.plan.n_microbatches, self.tied)
+                reason += f"; {range_text(limit)}"
             remedy = "--on-nonfinite skip leaves such updates out"
             raise NonfiniteError(f"{reason}; {remedy}", record)
         log.warning("%s; the update is %s", text, "left out" if skipped else "made")

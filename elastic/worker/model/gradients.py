@@ -7,15 +7,16 @@ recoveries.
     resolution   2**-44 = 5.7e-14. A float32 gradient of 2**-20 = 1e-6 or more enters without
                  rounding; smaller ones to within 2.9e-14, as good as float32 addition down to
                  about 1e-7.
-    range        |sum| < 2**19. Each accumulator holds less than 2**13 = 8192, counted as the sum
-                 of the micro-batches' largest elements, so that up to 64 sums can be added.
+    range        |sum| < 2**19. Each element of a micro-batch's gradient (weighted by 1 / M) must
+                 be below `exact_limit`: 2**13 = 8192, or less with more than 64 micro-batches.
+                 Each micro-batch is in a sum at most once, so no sum can overflow.
 
 A fixed-point number cannot be infinite or NaN, nor larger than its range. Instead, the last element
 of the sum counts the micro-batches with such a gradient in this layer, whose values are left out.
-It also counts each sum of accumulators that exceeds the range. The count is added up like the
-values, so it survives sums, copies and recoveries; `norm_sq` returns NaN if it is not 0. No error
-is raised here: the commit decides, after it has compared the replicas, because a wrong replica
-makes such gradients too.
+Each micro-batch is judged alone, so the verdict does not depend on the plan. The count is added up
+like the values, so it survives sums, copies and recoveries; `norm_sq` returns NaN if it is not 0.
+No error is raised here: the commit decides, after it has compared the replicas, because a wrong
+replica makes such gradients too.
 """
 
 from __future__ import annotations
@@ -32,11 +33,9 @@ from elastic.domain.types import Accumulate
 
 FRACTION_BITS = 44
 SCALE = 2.0**FRACTION_BITS
-LIMIT = 2.0 ** (63 - FRACTION_BITS - 6)
-RANGE_TEXT = (
-    f"exact accumulation holds finite values up to {LIMIT:g} "
-    "(lower the learning rate, scale the loss, or use --accumulate fast)"
-)
+RANGE_BITS = 63 - FRACTION_BITS
+MIN_TERM_BITS = 6
+"""The limit of one gradient leaves room for at least 2**6 = 64 terms in a sum."""
 ALIGN_ELEMENTS = 16
 """Each parameter starts at a multiple of this: at least 64 bytes in float32 and int64."""
 CHUNK_ELEMENTS = 32768
@@ -50,6 +49,22 @@ log = logging.getLogger(__name__)
 def flat_numel(layout: FlatLayout, accumulate: Accumulate) -> int:
     """Return the elements of a gradient sum: those of the parameters, and the count (EXACT)."""
     return layout.numel + (ALIGN_ELEMENTS if accumulate is Accumulate.EXACT else 0)
+
+
+def exact_limit(n_microbatches: int, tied: Sequence[Sequence[object]] = ()) -> float:
+    """Return the limit of each element of one micro-batch's gradient with EXACT.
+
+    `tied`: the owners of each tied tensor, whose sum has a term per micro-batch and owner. The
+    limit depends on the job alone, not on the plan.
+    """
+    n_terms = n_microbatches * max((len(group) for group in tied), default=1)
+    return 2.0 ** (RANGE_BITS - max(MIN_TERM_BITS, (n_terms - 1).bit_length()))
+
+
+def range_text(limit: float) -> str:
+    """Return the explanation and the remedy for a gradient that exceeds `limit`."""
+    remedy = "lower the learning rate, scale the loss, or use --accumulate fast"
+    return f"exact accumulation holds gradients of a micro-batch below {limit:g} ({remedy})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,30 +103,28 @@ class Accumulator:
     """Gradient sum of one layer. `flat` is int64 (exact) or float32 (fast), with zero padding."""
 
     def __init__(
-        self, layout: FlatLayout, accumulate: Accumulate, device: torch.device, label: str
+        self,
+        layout: FlatLayout,
+        accumulate: Accumulate,
+        device: torch.device,
+        label: str,
+        limit: float,
     ) -> None:
-        self.layout, self.label, self._accumulate = layout, label, accumulate
+        """`limit`: see `exact_limit`; FAST ignores it."""
+        self.layout, self.label, self.limit, self._accumulate = layout, label, limit, accumulate
         self.exact = accumulate is Accumulate.EXACT
         size = flat_numel(layout, accumulate)
         self.flat = torch.zeros(size, dtype=DTYPES[accumulate], device=device)
         self._parts = [self.flat[place.start : place.stop] for place in layout.ranges]
-        self._peaks = torch.zeros(len(layout.ranges), device=device)
         largest = max((place.stop - place.start for place in layout.ranges), default=0)
         self._chunk = CHUNK_ELEMENTS if device.type == "cpu" else max(largest, 1)
 
     def clear(self) -> None:
         self.flat.zero_()
-        self._peaks.zero_()
 
     def new_empty(self) -> Accumulator:
         """Return an empty accumulator of the same layout, type and device."""
-        return Accumulator(self.layout, self._accumulate, self.flat.device, self.label)
-
-    def absorb(self, other: Accumulator) -> None:
-        """Add another accumulator of the same layout, with its part of the used range."""
-        self._peaks += other._peaks
-        self.flat += other.flat
-        self._count_if_out_of_range()
+        return Accumulator(self.layout, self._accumulate, self.flat.device, self.label, self.limit)
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients, in parameter order; None counts as zero."""
@@ -123,15 +136,13 @@ class Accumulator:
             torch._foreach_add_([self._parts[i] for i, _ in pairs], flat)
             return
         places = [i for i, _ in pairs]
-        before = self._peaks[places]
-        peaks = before + _peaks([g for _, g in pairs]).to(self._peaks)
-        fits = (peaks < LIMIT).all()  # false for NaN
+        peaks = _peaks([g for _, g in pairs]).float()
+        fits = (peaks < self.limit).all()  # false for NaN
         self.flat[-1] += (~fits).long()
         on_cpu = self.flat.device.type == "cpu"
         if on_cpu and not fits:
             self._warn(places, peaks)
             return
-        self._peaks[places] = torch.where(fits, peaks, before)
         for i, gradient in pairs:
             kept = gradient if on_cpu else torch.where(fits, gradient, 0.0)
             self._add_exact(self._parts[i], kept.reshape(-1))
@@ -139,15 +150,6 @@ class Accumulator:
     def merge(self, other: Tensor) -> None:
         """Add the flat tensor of another accumulator of the same layout."""
         self.flat += other.to(self.flat.device)
-        if self.exact:
-            tops = _peaks([other[place.start : place.stop] for place in self.layout.ranges])
-            self._peaks += (tops.double() / SCALE).to(self._peaks)
-            self._count_if_out_of_range()
-
-    def _count_if_out_of_range(self) -> None:
-        """With EXACT, count the last sum of accumulators if it may exceed the range."""
-        if self.exact:
-            self.flat[-1] += (~(self._peaks < LIMIT).all()).long()
 
     def _warn(self, places: Sequence[int], peaks: Tensor) -> None:
         """Name the parameter whose gradient is out of range, unless one is not finite."""
@@ -156,7 +158,7 @@ class Accumulator:
             worst = max(range(len(reached)), key=reached.__getitem__)
             name = self.layout.ranges[places[worst]].name
             text = "%s: gradient of %s reaches %g; %s"
-            log.warning(text, self.label, name, reached[worst], RANGE_TEXT)
+            log.warning(text, self.label, name, reached[worst], range_text(self.limit))
 
     def _add_exact(self, target: Tensor, gradient: Tensor) -> None:
         size = min(self._chunk, target.numel())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from elastic.domain.types import WHOLE, Accumulate, Portion
-from elastic.worker.model.gradients import Accumulator, FlatLayout
+from elastic.worker.model.gradients import Accumulator, FlatLayout, exact_limit
 from elastic.worker.model.layers import LayerStack, TensorParallel
 from elastic.worker.model.optimizer import LayerOptimizer, OptimizerSpec
 from elastic.worker.replica.replica import LayerReplica, shard_dim
@@ -20,22 +20,28 @@ def build_replica(
     seed: int,
     device: torch.device,
     *,
+    n_microbatches: int = 1,
     empty: bool = False,
     portion: Portion = WHOLE,
 ) -> LayerReplica:
-    """Return a replica of layer `index` at version 0; `empty`: with arbitrary values to replace."""
+    """Return a replica of layer `index` at version 0.
+
+    `n_microbatches`: micro-batches of a step, over all pipelines. `empty`: with arbitrary values to
+    replace.
+    """
     module = (stack.build_empty if empty else stack.build)(index, device, tp)
     module.train()
     parameters = list(module.named_parameters())
     outside_norm = {name for group in stack.tied for layer, name in group[1:] if layer == index}
     if tp.rank > 0:
         outside_norm |= {name for name, parameter in parameters if shard_dim(parameter) < 0}
+    limit = exact_limit(n_microbatches, stack.tied)
     return LayerReplica(
         index,
         tp,
         module,
         LayerOptimizer(parameters, optimizer, empty=empty, portion=portion),
-        Accumulator(FlatLayout.of(parameters), accumulate, device, f"layer {index}"),
+        Accumulator(FlatLayout.of(parameters), accumulate, device, f"layer {index}", limit),
         seed=seed,
         outside_norm=frozenset(outside_norm),
     )

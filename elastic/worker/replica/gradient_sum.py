@@ -47,7 +47,7 @@ class GradientSum:
 
     def absorb(self, other: GradientSum) -> None:
         """Add another sum of the same layer, with its ledger and losses."""
-        self.accumulator.absorb(other.accumulator)
+        self.accumulator.merge(other.gradient)
         self.ledger |= other.ledger
         self.losses.update(other.losses)
 

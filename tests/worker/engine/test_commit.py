@@ -219,7 +219,7 @@ def disagree(rank: Rank) -> tuple[str, str]:
     links, member = rank.open(), ROSTER.members[rank.rank]
     digests = dict.fromkeys(member.layers, 9 + (rank.rank == 3))
     mine = contributions(ROSTER)[rank.rank]
-    empty = Accumulator(FlatLayout((), 0), Accumulate.FAST, torch.device("cpu"), "")
+    empty = Accumulator(FlatLayout((), 0), Accumulate.FAST, torch.device("cpu"), "", 1.0)
     held = [
         GradientSum(index, empty, set(layer.ledger), dict(mine.losses))
         for index, layer in zip(member.layers, mine.layers, strict=True)
@@ -245,7 +245,7 @@ def test_all_ranks_learn_who_disagrees() -> None:
 def gather_and_decide(rank: Rank) -> Commit:
     mine = contributions(ROSTER, norm=0.1)[rank.rank]
     layers = list(zip(ROSTER.members[rank.rank].layers, mine.layers, strict=True))
-    empty = Accumulator(FlatLayout((), 0), Accumulate.FAST, torch.device("cpu"), "")
+    empty = Accumulator(FlatLayout((), 0), Accumulate.FAST, torch.device("cpu"), "", 1.0)
     held = [
         GradientSum(index, empty, set(layer.ledger), dict(mine.losses)) for index, layer in layers
     ]

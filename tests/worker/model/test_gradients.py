@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from elastic.domain.types import Accumulate
 from elastic.worker.model.gradients import (
-    LIMIT,
     SCALE,
     Accumulator,
     FlatLayout,
+    exact_limit,
     norm_sq,
     to_flat,
 )
@@ -22,11 +22,12 @@ from tests.worker.model.toy_model import CPU
 SHAPES = [("a", (3, 5)), ("b", (1,)), ("empty", (0, 4)), ("c", (2, 3, 4)), ("scalar", ())]
 LAYOUT = FlatLayout.of((name, torch.empty(shape)) for name, shape in SHAPES)
 RANGES = {place.name: place for place in LAYOUT.ranges}
+LIMIT = exact_limit(1)
 finite = st.floats(-100, 100, width=32)
 
 
-def accumulator(accumulate: Accumulate = Accumulate.EXACT) -> Accumulator:
-    return Accumulator(LAYOUT, accumulate, CPU, "layer 3")
+def accumulator(accumulate: Accumulate = Accumulate.EXACT, n_microbatches: int = 1) -> Accumulator:
+    return Accumulator(LAYOUT, accumulate, CPU, "layer 3", exact_limit(n_microbatches))
 
 
 def gradients(seed: int, size: float = 1.0) -> list[torch.Tensor]:
@@ -110,7 +111,7 @@ def test_sum_matches_float64(accumulate: Accumulate, dtype: torch.dtype) -> None
 def test_chunked_work_equals_whole_work() -> None:
     layout = FlatLayout.of([("big", torch.empty(100_001))])
     gradient = torch.randn(100_001, generator=torch.Generator().manual_seed(0))
-    sums = Accumulator(layout, Accumulate.EXACT, CPU, "layer 0")
+    sums = Accumulator(layout, Accumulate.EXACT, CPU, "layer 0", LIMIT)
     sums.add([gradient])
     assert torch.equal(sums.flat[:100_001], (gradient.double() * SCALE).round().long())
     assert not sums.flat[100_001:].any()
@@ -130,8 +131,8 @@ def test_a_warning_names_layer_and_parameter_of_a_gradient_out_of_range(
     sums, term = accumulator(), gradients(0)
     term[3][1, 2, 3] = bad
     sums.add(term)
-    text = f"layer 3: gradient of c reaches {abs(bad):g}; exact accumulation holds finite values "
-    assert text in caplog.text
+    text = f"layer 3: gradient of c reaches {abs(bad):g}; exact accumulation holds gradients of a "
+    assert f"{text}micro-batch below 8192 (" in caplog.text
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, LIMIT, -2 * LIMIT, 3e38])
@@ -148,7 +149,7 @@ def test_a_gradient_that_cannot_be_held_is_counted(bad: float) -> None:
     assert math.isnan(norm_sq(sums.flat, LAYOUT.ranges)) and sums.flat[-1] == 1
     assert torch.equal(sums.flat[: LAYOUT.numel], twice.flat[: LAYOUT.numel]), "others are kept"
     other.merge(sums.flat)
-    other.absorb(sums)
+    other.merge(sums.flat)
     other.merge(twice.flat)
     assert other.flat[-1] == 2 and math.isnan(norm_sq(other.flat, LAYOUT.ranges))
     assert math.isfinite(norm_sq(twice.flat, LAYOUT.ranges))
@@ -156,32 +157,31 @@ def test_a_gradient_that_cannot_be_held_is_counted(bad: float) -> None:
     assert norm_sq(other.flat, LAYOUT.ranges) == 0.0
 
 
-def test_sums_and_merges_use_up_the_range() -> None:
-    """A merge beyond the range keeps the values, so that a replayed update has the same bits."""
-    term = [torch.full(shape, LIMIT * 0.375) for _, shape in SHAPES]
-    whole, other = accumulator(), accumulator()
-    for part in (whole, other):
-        part.add(term)
-        part.add(term)
-        assert math.isfinite(norm_sq(part.flat, LAYOUT.ranges))
-    absorbed = accumulator()
-    absorbed.absorb(whole)
-    absorbed.absorb(other)
-    whole.merge(other.flat)
-    for part in (whole, absorbed):
-        assert math.isnan(norm_sq(part.flat, LAYOUT.ranges))
-        assert part.flat[0] == 4 * LIMIT * 0.375 * SCALE
-    other.add(term)
-    assert math.isnan(norm_sq(other.flat, LAYOUT.ranges)), "a third term is too much"
-    assert other.flat[0] == 2 * LIMIT * 0.375 * SCALE
-    other.clear()
-    other.add(term)
-    assert other.flat[0] == LIMIT * 0.375 * SCALE and other.flat[-1] == 0
+@pytest.mark.parametrize("n_microbatches", [2, 64, 100])
+def test_a_sum_in_range_does_not_depend_on_the_plan(n_microbatches: int) -> None:
+    """One pipeline or many, from copies or not: the same micro-batches are judged alike."""
+    at_most = torch.tensor(exact_limit(n_microbatches)).nextafter(torch.tensor(0.0))
+    term = [at_most.expand(shape) for _, shape in SHAPES]
+    together, merged = (accumulator(n_microbatches=n_microbatches) for _ in range(2))
+    for _ in range(n_microbatches):
+        together.add(term)
+        alone = merged.new_empty()
+        alone.add(term)
+        merged.merge(alone.flat)
+    assert torch.equal(together.flat, merged.flat)
+    assert together.flat[0] == n_microbatches * int(at_most.double() * SCALE)
+    assert math.isfinite(norm_sq(together.flat, LAYOUT.ranges))
 
 
-def test_sixty_four_full_accumulators_do_not_overflow() -> None:
-    full = torch.tensor([int((LIMIT - 1) * SCALE)])
-    assert int((full * 64).item()) == 64 * int(full.item()) < 1 << 63
+@pytest.mark.parametrize("n_microbatches", [1, 3, 64, 65, 100, 4096])
+@pytest.mark.parametrize("n_owners", [1, 2, 3])
+def test_a_sum_of_all_microbatches_and_owners_does_not_overflow(
+    n_microbatches: int, n_owners: int
+) -> None:
+    limit = exact_limit(n_microbatches, [["owner"] * n_owners] if n_owners > 1 else [])
+    assert limit == 8192 if n_microbatches * n_owners <= 64 else limit < 8192
+    below = torch.tensor(limit).nextafter(torch.tensor(0.0)).double()
+    assert n_microbatches * n_owners * int(below * SCALE) < 1 << 63
 
 
 def test_no_gradients_at_all() -> None:
