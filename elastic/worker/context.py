@@ -150,9 +150,9 @@ class WorkerContext:
 
     def on_acked(self, acked: m.BundleAcknowledged) -> None:
         """Pass an acknowledgement to publisher and protection. Called in the receiving thread."""
-        self.publisher.on_acked(acked.bundle, acked.kept)
+        counts = self.publisher.on_acked(acked.bundle, acked.kept)
         protection = self.protection
-        if protection is not None:
+        if counts and protection is not None:
             protection.on_acked(acked.bundle, acked.kept)
 
     def build_replica(self, layer: int, empty: bool, portion: Portion = WHOLE) -> LayerReplica:

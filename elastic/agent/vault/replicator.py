@@ -4,7 +4,8 @@ One thread sends the bundles. A bundle is acknowledged when the peer has all of 
 that cannot be delivered is *held*: the thread retries with growing pauses and reports the failure
 every few seconds, until `reset` drops the bundle at the end of the epoch. If the peer has no room,
 or can store no copies at all, the bundle is given up but acknowledged, so that training goes on. A
-bundle without a peer is acknowledged when it is the first in the queue. An unexpected error holds a
+bundle without a peer is acknowledged when it is the first in the queue; an empty one is a probe and
+acknowledged at once, because its worker's earlier bundles are read. An unexpected error holds a
 bundle like any other, because training waits for the acknowledgement.
 """
 
@@ -118,7 +119,10 @@ class Replicator:
 
     def submit(self, worker: int, published: Published) -> None:
         """Queue a bundle whose copies are in the vault. A bundle for a peer is dropped if any of
-        its copies belongs to a past epoch."""
+        its copies belongs to a past epoch. A probe is acknowledged in the caller's thread."""
+        if not published.peer and not published.copies:
+            self._acked(worker, published.bundle, True)
+            return
         with self._changed:
             stale = any(local.copy.epoch < self._epoch for local in published.copies)
             if self._closed or (published.peer and stale):

@@ -95,6 +95,10 @@ class Publisher:
         self._sequence = time.monotonic_ns() // 1000
         """Number of the newest copy. It starts above the numbers of this node's past workers."""
         self._bundle, self._acked = 0, 0
+        self._probes: set[int] = set()
+        """Numbers of empty bundles, which the agent answers as soon as it has read them."""
+        self._read = 0
+        """The newest probe that was answered."""
         self._changed = threading.Condition()
         self._copier = Copier(copy_device, self._on_failed) if copy_device is not None else None
         self._failed: BaseException | None = None
@@ -235,12 +239,21 @@ class Publisher:
 
     # ---- acknowledgements ----
 
-    def on_acked(self, bundle: int, kept: bool = True) -> None:
-        """Record that all bundles up to `bundle` are whole, or refused (`kept` is false)."""
+    def on_acked(self, bundle: int, kept: bool = True) -> bool:
+        """Record that all bundles up to `bundle` are whole, or refused (`kept` is false).
+
+        Return false for the answer to a probe, which says nothing about other bundles.
+        """
+        with self._changed:
+            if bundle in self._probes:
+                self._read = max(self._read, bundle)
+                self._changed.notify_all()
+                return False
         self.traffic.acked(bundle, kept)
         with self._changed:
             self._acked = max(self._acked, bundle)
             self._changed.notify_all()
+        return True
 
     def wait_acked(self, bundle: int, abandon: AbandonSignal) -> None:
         """Wait until `bundle` is acknowledged.
@@ -332,7 +345,9 @@ class Publisher:
 
         No more messages are logged in this epoch. The agent must have read the announcement of a
         message before its slot is written again; the vault then drops the message. So wait for the
-        oldest announcement as `publish` does, or for `silence_s` if `abandon` is None.
+        oldest announcement as `publish` does. If `abandon` is None, that may never be acknowledged:
+        a bundle for a dead peer is held before it, or the agent has dropped both. So wait up to
+        `silence_s` for the answer to a probe.
         """
         self._logs_given_up = True
         rings = [ring for key, ring in self._rings.items() if key[0] in LOGS]
@@ -341,18 +356,30 @@ class Publisher:
             return False
         if abandon is not None:
             self.wait_acked(oldest, abandon)
-        elif not self._is_acked_soon(oldest):
+        elif self._acked < oldest and not self._has_read_all():
             return False
+        read = max(self._acked, self._read)
         for ring in rings:
-            for slot in [slot for slot in ring if slot.bundle <= self._acked]:
+            for slot in [slot for slot in ring if slot.bundle <= read]:
                 ring.remove(slot)
                 self._pool.give(slot.slot)
         return True
 
-    def _is_acked_soon(self, bundle: int) -> bool:
-        """Return whether `bundle` is acknowledged within `silence_s`."""
+    def _has_read_all(self) -> bool:
+        """Return whether the agent answers a new probe within `silence_s`.
+
+        It reads announcements in order, so by then it has read all others.
+        """
+        self._bundle += 1
+        probe = self._bundle
+        self._probes.add(probe)
+        announce = partial(self._announce, self._bundle, "")
+        if self._copier is None:
+            announce([])
+        else:
+            self._copier.start([], announce)
         with self._changed:
-            return self._changed.wait_for(lambda: self._acked >= bundle, self._silence_s)
+            return self._changed.wait_for(lambda: self._read >= probe, self._silence_s)
 
     def _reclaim(self) -> None:
         """Take back retired slots that the vault has released."""

@@ -59,16 +59,27 @@ def test_bundles_arrive_and_are_acknowledged_in_order(
 def test_local_bundles_wait_their_turn(pair: list[MiniNode], writer: LocalWriter) -> None:
     a, _ = pair
     book = a.replicator.vaults
-    a.take(Published(1, (), ""))
+    a.take(bundle(writer, 1, peer=""))
     assert a.acked.get(timeout=LONG_S) == (0, 1)
     a.replicator.vaults = {}
     a.take(bundle(writer, 2))
-    a.take(Published(3, (), ""))
+    a.take(bundle(writer, 3, peer=""))
     failed = a.failed.get(timeout=LONG_S)
     assert failed[:2] == (2, "b") and "no vault of b is known" in str(failed[2])
     assert a.replicator.pending == 2 and a.acked.empty()
     a.replicator.vaults = book
     assert [a.acked.get(timeout=LONG_S) for _ in range(2)] == [(0, 2), (0, 3)]
+
+
+def test_an_empty_bundle_is_answered_before_a_held_one(
+    pair: list[MiniNode], writer: LocalWriter
+) -> None:
+    a, _ = pair
+    a.replicator.vaults = {}
+    a.take(bundle(writer, 1))
+    a.failed.get(timeout=LONG_S)
+    a.take(Published(2, (), ""))
+    assert a.acked.get(timeout=LONG_S) == (0, 2) and a.replicator.pending == 1
 
 
 def test_a_peer_that_dies_is_reported_once_and_never_acknowledged(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.vault import Vault
 from elastic.core.protocol.messages import Published
 from elastic.domain.errors import VaultError, VaultFull
@@ -249,6 +250,38 @@ def test_messages_stay_if_the_agent_does_not_read(tmp_path: Path) -> None:
     agent.read()
     assert not agent.problems
     assert found(agent.vault) == {(ACTIVATION, 0, index) for index in range(3)}
+
+
+@pytest.mark.parametrize("dropped", [True, False], ids=["dropped", "queued"])
+def test_messages_behind_a_held_bundle_make_room_at_a_halt(tmp_path: Path, dropped: bool) -> None:
+    """A bundle for a dead peer is held, so those of the messages are never acknowledged."""
+
+    def publish(published: Published) -> None:
+        for local in published.copies:
+            vault.publish(local)
+        replicator.submit(0, published)
+
+    def answer(_: int, bundle: int, kept: bool) -> None:
+        publisher.on_acked(bundle, kept)
+
+    vault, abandon, one = Vault("a", tmp_path / "vault"), AbandonSignal(), a_state()
+    publisher = Publisher(publish, tmp_path / "slots", "a", silence_s=2.0)
+    publisher._pool.limit = 4 * slot_capacity(one.nbytes)
+    replicator = Replicator(vault, answer, lambda *_: None)
+    gradient = PendingCopy(GRADIENT, 2, 0, one.nbytes, one.write, frozenset({0}))
+    publisher.publish([gradient], 1, "b", abandon)
+    log = ActivationLog(publisher, 1)
+    for index in range(3):
+        log.keep(message(ACTIVATION, 0, index))
+    log.flush(abandon)
+    assert replicator.pending == 2
+    if dropped:
+        replicator.reset(2)
+    publisher.publish([a_state()], 1, "", None)
+    assert dropped or publisher._acked == 0, "the peer does not have the gradient"
+    assert {copy.kind for copy in vault.inventory()} == {GRADIENT, STATE}
+    assert vault.check_integrity() == ()
+    replicator.close()
 
 
 def test_the_next_epoch_logs_messages_again(node: MiniNode) -> None:
