@@ -230,6 +230,9 @@ class NoOutput:
     def finish(self, timeout_s: float = 1.0) -> None:
         pass
 
+    def save(self, timeout_s: float) -> None:
+        pass
+
     def last_error_line(self, folder: Any) -> str:
         return ""
 
