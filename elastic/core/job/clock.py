@@ -57,6 +57,7 @@ TIMES: dict[type, tuple[str, ...]] = {
     JobFailure: ("at",),
     NodeHealth: (
         "crashes",
+        "link_crashes",
         "departures",
         "until",
         "quarantine_changed_at",

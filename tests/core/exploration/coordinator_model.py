@@ -344,6 +344,7 @@ def _health(record: NodeHealth, shift: Any) -> NodeHealth:
     return _with(
         record,
         crashes=(NOW,) * len(record.crashes),
+        link_crashes=(NOW,) * len(record.link_crashes),
         departures=(NOW,) * len(record.departures),
         until=shift(record.until) if record.quarantined else 0.0,
         quarantine_changed_at=NOW if record.quarantine_changed_at else 0.0,
