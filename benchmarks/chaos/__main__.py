@@ -95,6 +95,7 @@ def carry_out(case: Case, folder: Path) -> Finished:
             injector.close()
         ended = job.ended()
         processes = _left(job) if ended else ()
+        files = job.files_left()
         codes = job.codes()
     finally:
         job.close()
@@ -104,7 +105,6 @@ def carry_out(case: Case, folder: Path) -> Finished:
     summary = verdict.read_json(job.run_dir / "summary.json")
     if head is not None and case.place == "network":
         head = int(summary.get("exit_code", head))
-    files = job.left.read_text().splitlines() if job.left.exists() else []
     whole, damaged = verdict.read_checkpoints(job.checkpoints)
     return Finished(
         case=case,

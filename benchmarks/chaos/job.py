@@ -39,7 +39,7 @@ LEAVING = (FaultKind.KILL, FaultKind.DRAIN, FaultKind.PARTITION)
 _WRAPPER = (
     f"mount -t tmpfs -o size={MEMORY_SIZE} tmpfs {SHARED_MEMORY} || exit 70\n"
     'left=$1; shift; "$@"; code=$?\n'
-    f'find {SHARED_MEMORY} "$TMPDIR" -mindepth 1 -maxdepth 1 -name "*elastic*" >> "$left"\n'
+    f'find {SHARED_MEMORY} -mindepth 1 -maxdepth 1 -name "*elastic*" >> "$left"\n'
     "exit $code"
 )
 
@@ -56,7 +56,7 @@ class Job:
         """`folder` is made; its path should be short."""
         self.case, self.folder = case, folder
         self.left = folder / "left.txt"
-        """Files in shared memory and the temporary directory that are left after the end."""
+        """Names of files in shared memory that are left after the end; see `files_left`."""
         self.checkpoints = folder / "checkpoints"
         self.tmp = folder / "tmp"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -114,6 +114,12 @@ class Job:
 
     def ended(self) -> bool:
         raise NotImplementedError
+
+    def files_left(self) -> list[str]:
+        """Files in shared memory and the temporary directory that are left after the end. All nodes
+        have one temporary directory, so call this when all have ended."""
+        memory = self.left.read_text().splitlines() if self.left.exists() else []
+        return [*memory, *(str(path) for path in self.tmp.glob("*elastic*"))]
 
     def codes(self) -> dict[str, int | None]:
         return {name: process.poll() for name, process in self.processes.items()}

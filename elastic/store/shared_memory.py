@@ -72,10 +72,13 @@ def fallback_of(directory: Path) -> Path:
 
 
 def remove_fallbacks(directory: Path) -> None:
-    """Remove the folders on disk that `fallback_of` returns for all folders in `directory`."""
+    """Remove the folders on disk of all folders in `directory` (`fallback_of`), also those of other
+    processes: `tempfile` passes over a directory whose disk is full."""
     name = glob.escape(fallback_of(directory).name)
-    for path in Path(tempfile.gettempdir()).glob(f"{name}+*"):
-        shutil.rmtree(path, ignore_errors=True)
+    given = (os.environ.get(variable) for variable in ("TMPDIR", "TEMP", "TMP"))
+    for place in {tempfile.gettempdir(), *filter(None, given), "/tmp", "/var/tmp"}:
+        for path in Path(place).glob(f"{name}+*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def slot_capacity(nbytes: int) -> int:

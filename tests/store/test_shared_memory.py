@@ -178,6 +178,20 @@ def test_jobs_do_not_share_their_fallback(tmp_path: Path, monkeypatch: pytest.Mo
     assert [place.exists() for place in places] == [False, True, True]
 
 
+def test_folders_on_a_disk_that_is_full_at_the_end_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process asks for the temporary directory for the first time then, and gets another."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "full"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    folder = fallback_of(tmp_path / "elastic-0" / "node0")
+    folder.mkdir(parents=True)
+    (folder / "worker-1-0.slot").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    remove_fallbacks(tmp_path / "elastic-0")
+    assert not folder.exists()
+
+
 def test_a_limit_holds_and_free_slots_make_room(tmp_path: Path) -> None:
     pool = SlotPool(tmp_path / "slots", "x-", limit=100_000)
     first, second = pool.take(40_000), pool.take(40_000)
