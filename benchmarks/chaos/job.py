@@ -87,7 +87,7 @@ class Job:
         return [self.memory(node), *([self.tmp] if name == "memory-and-tmp" else [])]
 
     def agent(self, node: str) -> psutil.Process | None:
-        """The agent of a node; None: it does not run."""
+        """Return the agent of a node, or None if it does not run."""
         for process in self.everything():
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
@@ -96,7 +96,7 @@ class Job:
         return None
 
     def coordinator(self) -> psutil.Process | None:
-        """The leading coordinator; None: none runs."""
+        """Return the leading coordinator, or None if none runs."""
         with contextlib.suppress(OSError, ValueError, psutil.Error):
             text = (self.run_dir / "coordinator.json").read_text()
             process = psutil.Process(int(json.loads(text)["pid"]))

@@ -179,15 +179,19 @@ class NodeAgent:
         self._workers = WorkerChannels(
             agent_socket(config, self._node), later(self._handle_worker), self._launched
         )
-        self._session = CoordinatorSession(
-            coordinator,
+        self._session = self._new_session()
+
+    def _new_session(self) -> CoordinatorSession:
+        later = self._later
+        return CoordinatorSession(
+            self._coordinator,
             on_message=later(self._handle_order),
             sender=self._node,
             on_up=later(self._handle_connected),
             on_down=later(self._handle_disconnected),
             on_refused=later(self._handle_refused),
-            keepalive_s=config.timeouts.keepalive_s,
-            ping_s=PING_BEATS * config.heartbeat_s,
+            keepalive_s=self._config.timeouts.keepalive_s,
+            ping_s=PING_BEATS * self._config.heartbeat_s,
         )
 
     def _later(self, handler: Callable[..., object]) -> Callable[..., None]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic.agent.network_cut import NetworkCut
-from tests.kubernetes.network import Network, missing
+from tests.kubernetes.network import Network, missing, python_in
 from tests.patience import LONG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,19 +64,13 @@ def network() -> Iterator[Network]:
         yield made
 
 
-def run_in(space: str, program: str, *words: str) -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", space, sys.executable, "-c", program, *words]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE)
-
-
 def test_a_cut_drops_the_packets_of_open_and_of_new_connections(network: Network) -> None:
     (here, own), (there, peer) = network.add("a"), network.add("b")
-    with run_in(there, ECHO) as server:
+    with python_in(there, ECHO) as server:
         try:
             assert server.stdout is not None
             port = server.stdout.readline().strip()
-            with run_in(here, CLIENT, own, peer, port, str(LONG_S)) as client:
+            with python_in(here, CLIENT, own, peer, port, str(LONG_S)) as client:
                 found, _ = client.communicate(timeout=LONG_S)
         finally:
             server.kill()

@@ -11,6 +11,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 SWITCH, MAIN, ISLAND = "switch", "br0", "br1"
@@ -160,3 +161,11 @@ class Network:
 def _etc(space: str) -> Path:
     """Folder that `ip netns exec` mounts over /etc for this namespace."""
     return Path("/etc/netns") / space
+
+
+def python_in(space: str, program: str, *words: str) -> subprocess.Popen[str]:
+    """Start a Python program in a namespace, with pipes for its input and output."""
+    command = ["ip", "netns", "exec", space, sys.executable, "-c", program, *words]
+    root = Path(__file__).resolve().parents[2]
+    env, pipe = {**os.environ, "PYTHONPATH": str(root)}, subprocess.PIPE
+    return subprocess.Popen(command, env=env, text=True, stdin=pipe, stdout=pipe)

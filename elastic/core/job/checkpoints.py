@@ -247,8 +247,8 @@ def committed(state: JobState, event: CheckpointCommitted) -> JobTransition:
 def commit_failed(state: JobState, event: CheckpointFailed) -> JobTransition:
     """Record that a checkpoint could not be committed.
 
-    If the agents do not write it, because it was whole when the epoch began, but training repeats
-    its steps, a new epoch lets them write it (`cause_to_write_again`).
+    Agents do not write a checkpoint that was whole when the epoch began. If training repeats its
+    steps, a new epoch lets them write it again (`cause_to_write_again`).
     """
     present, step = state.assignment, event.step
     if _is_distrusted(state, step):

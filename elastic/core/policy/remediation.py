@@ -131,8 +131,10 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
 
 
 def _loops(state: JobState, record: NodeHealth, needed: bool) -> bool:
-    """Return whether the node's workers crashed repeatedly. Errors of links in several steps do not
-    count: crashes of other nodes may have caused them, and they kept no step from being finished.
+    """Return whether the node's workers crashed repeatedly.
+
+    Errors of links count only if they repeat within one step. Otherwise crashes of other nodes may
+    have caused them.
     """
     number = state.policy.health.crashes
     if needed and not quarantine.is_crash_looping(state, record):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kubernetes.network import Network, missing
+from tests.kubernetes.network import Network, missing, python_in
 from tests.patience import LONG_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,22 +46,15 @@ def network() -> Iterator[Network]:
         yield made
 
 
-def run_in(space: str, program: str, *words: str) -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", space, sys.executable, "-c", program, *words]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=env, text=True, stdin=pipe, stdout=pipe)
-
-
 def test_a_path_that_drops_large_packets_is_reported(network: Network, tmp_path: Path) -> None:
     """Handshakes pass there, and the first activation would hang."""
     (here, _), (there, peer) = network.add("a"), network.add("b")
     network.drop_large(there, 1000)
-    with run_in(there, SERVE, peer, str(tmp_path)) as server:
+    with python_in(there, SERVE, peer, str(tmp_path)) as server:
         try:
             assert server.stdout is not None
             address = server.stdout.readline().strip()
-            with run_in(here, ASK, address, str(LONG_S)) as client:
+            with python_in(here, ASK, address, str(LONG_S)) as client:
                 found, _ = client.communicate(timeout=2 * LONG_S)
         finally:
             server.kill()

@@ -188,14 +188,20 @@ def read_all(descriptor: int) -> None:
         pass
 
 
-def test_a_slow_log_disk_gets_the_last_lines_of_a_worker(make_config: MakeConfig) -> None:
-    """They are written after the group has ended."""
-    config = make_config(CHATTY)
-    descriptor = hanging(config, "stdout.log")
+def ended_group(config: JobConfig) -> WorkerGroup:
+    """Workers that have ended, whose output goes to log files alone."""
     group = WorkerGroup(config, LAUNCH, PLACE, lambda ended: None, Console((-1, -1)))
     group.start()
     assert group.wait(LONG_S)
     group.kill()
+    return group
+
+
+def test_a_slow_log_disk_gets_the_last_lines_of_a_worker(make_config: MakeConfig) -> None:
+    """They are written after the group has ended."""
+    config = make_config(CHATTY)
+    descriptor = hanging(config, "stdout.log")
+    group = ended_group(config)
     lines = "".join(f"line {i} {'x' * 80}\n" for i in range(LINES)).encode()
     got = bytearray()
     reader = threading.Thread(target=read_slowly, args=(descriptor, got, len(lines)), daemon=True)
@@ -211,10 +217,7 @@ def test_the_end_names_the_log_file_that_lacks_lines(
 ) -> None:
     config = make_config(CHATTY)
     descriptor = hanging(config, "stdout.log")
-    group = WorkerGroup(config, LAUNCH, PLACE, lambda ended: None, Console((-1, -1)))
-    group.start()
-    assert group.wait(LONG_S)
-    group.kill()
+    group = ended_group(config)
     group.save_output(LONG_S)
     assert re.search(r"stdout\.log lacks its last \d{6} bytes", caplog.text)
     os.close(descriptor)
