@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from elastic.agent.health import devices, disks, preflight
-from elastic.agent.workers import output, processes
+from elastic.agent.workers import console, output, processes
 from elastic.coordinator import port_watch
 from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.health_report import DiskSpace
@@ -332,6 +332,8 @@ def _replacements(world: Any) -> dict[Any, Any]:
         devices.Devices: NoDevices,
         preflight.local_checks: local_checks,
         processes.process_sample: sample,
+        # Its number of threads depends on the descriptors of this process.
+        console.Console: partial(console.Console, (-1, -1)),
         output.Output: NoOutput,
         links.Links: world.links,
         step.StepRunner: world.steps,

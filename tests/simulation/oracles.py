@@ -35,6 +35,8 @@ HELD_S = 3.0
 """Events that were held back while the store was away are written at most this long afterwards."""
 WRITING_S = 15.0
 """A node or a disk that fails this long after a checkpoint became due may prevent it."""
+FORGOTTEN_S = 0.6
+"""The store loses writes of at most this time when its coordinator is killed."""
 DESTROYS = ("power", "kill", "back", "left")
 FOR_GOOD = ("power", "kill", "left", "unwritten")
 """Faults without an end."""
@@ -76,8 +78,7 @@ def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -
     for event in of(events, "lost"):
         node, at = str(event["node"]), float(event["at"])
         own = [fault for fault in faults if fault.node == node and _begins(fault) <= at]
-        joins = (one["at"] for one in of(events, "joined") if one["node"] == node)
-        joined = max((join for join in joins if join < at), default=0.0)  # of this incarnation
+        joined = _joined(events, faults, node, at)
         decided = _decided_from(faults, at)
         if not (
             _destroyed(own, joined, decided, at)
@@ -91,6 +92,23 @@ def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -
 
 def _begins(fault: Injected) -> float:
     return fault.at - (ENDING_S if fault.kind == "left" else 0.0)
+
+
+def _joined(
+    events: Sequence[dict[str, Any]], faults: Sequence[Injected], node: str, at: float
+) -> float:
+    """Return when the incarnation joined that is lost at this time. The store may have forgotten
+    that another one joined since."""
+    forgets = [fault.at for fault in faults if fault.kind == "lead-amnesia" and fault.at <= at]
+    joins = (one["at"] for one in of(events, "joined") if one["node"] == node)
+    return max(
+        (
+            join
+            for join in joins
+            if join < at and not any(join <= lost <= join + FORGOTTEN_S for lost in forgets)
+        ),
+        default=0.0,
+    )
 
 
 def _known_lost(events: Sequence[dict[str, Any]], event: dict[str, Any]) -> bool:

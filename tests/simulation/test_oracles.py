@@ -68,6 +68,15 @@ def test_a_loss_that_the_store_forgot_is_found_again() -> None:
     assert healthy_lost([*before, joined, again], pause)
 
 
+def test_the_store_forgot_that_another_incarnation_joined() -> None:
+    killed, forgets = Injected("back", 1.2, 3.7, "node1"), Injected("lead-amnesia", 5.4, 11.4, "")
+    events = [*lost(1.5, joined=1.2), *lost(16.2, joined=5.3)]
+    assert not healthy_lost(events, [killed, forgets])
+    assert healthy_lost(events, [killed])
+    assert healthy_lost(events, [killed, dataclasses.replace(forgets, at=6.4)])
+    assert healthy_lost(events, [killed, dataclasses.replace(forgets, at=5.2)])
+
+
 def test_an_agent_that_ends_closes_its_connections_a_moment_before() -> None:
     assert not healthy_lost(lost(5.0), [Injected("left", 5.05, math.inf, "node1")])
     assert healthy_lost(lost(5.0), [Injected("left", 5.5, math.inf, "node1")])

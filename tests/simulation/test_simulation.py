@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
+import subprocess
+import sys
 import time
 
 import pytest
@@ -76,6 +78,17 @@ def test_a_seed_decides_everything() -> None:
     assert _plain(first) == _plain(second) and first.switches == second.switches
     other = run(dataclasses.replace(scenario, seed=scenario.seed + 1))
     assert _plain(other) != _plain(first)
+
+
+def test_a_seed_decides_everything_in_any_process() -> None:
+    """Here and in a process whose two streams of output are one pipe."""
+    command = [sys.executable, "-m", "tests.simulation", "--seed", "1551285366", "--trail"]
+    done = subprocess.run(
+        command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    trail = _plain(run(scenario_of(1551285366)))
+    printed = re.sub(r"elastic-simulation-\w+", "", done.stdout)
+    assert printed.startswith("\n".join(trail) + "\n1 seeds in ")
 
 
 def _plain(outcome: Outcome) -> list[str]:
