@@ -305,7 +305,9 @@ class ProgressWatch:
     signs: dict[str, ProgressSign] = field(default_factory=dict)
     """Newest sign of progress per node."""
     stalls: int = 0
-    """Number of stalls since the last progress. Each one doubles the bound."""
+    """Number of stalls since the last progress. Each one that is acted on doubles the bound."""
+    only_reported: int = 0
+    """Number of those that were reported, and not acted on."""
     reminded: bool = False
     """Whether missed orders were repeated in this stall."""
     orders: dict[str, RestartOrders] = field(default_factory=dict)

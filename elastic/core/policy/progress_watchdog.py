@@ -5,8 +5,8 @@ The rules of `elastic.core.coordinator.transitions` call it with every event and
 **Stalls** (`check_progress`). While a plan is feasible, the job waits for nodes: for those that
 have not acknowledged the order to halt, that have not installed the plan, or that train. The job is
 stalled if the phase, the epoch and the finished step stay, and none of these nodes shows a sign of
-progress for `Timeouts.progress_s` (`Timeouts.stuck_s` before the first step). Each stall doubles
-the bound until a step is finished or a new node joins. At half of the bound, and
+progress for `Timeouts.progress_s` (`Timeouts.stuck_s` before the first step). Each stall that is
+acted on doubles the bound until a step is finished or a new node joins. At half of the bound, and
 when a node reconnects, missed orders are repeated. At the bound, the evidence decides:
 
     evidence                                          remedy
@@ -160,6 +160,7 @@ def member_joined(state: JobState, node: str, now: float, *, known: bool) -> Job
     )
     if not known:
         watch = replace(watch, attempts=0, retry_at=_earliest(watch.failed_times), stalls=0)
+        watch = replace(watch, only_reported=0)
     return state.of(watch=watch)
 
 
@@ -276,7 +277,14 @@ def check_progress(state: JobState, now: float) -> JobTransition | None:
 def _bound_s(state: JobState) -> float:
     limits = state.limits
     first_s = limits.progress_s if state.seen.step_s else max(limits.progress_s, limits.stuck_s)
-    return first_s * 2.0 ** min(state.watch.stalls, MAX_DOUBLINGS)
+    return first_s * _patience(state)
+
+
+def _patience(state: JobState) -> float:
+    """Return the factor on the bound. A stall that is only reported leaves it as it is, so that
+    three times the bound passes until workers that all spin are restarted."""
+    watch = state.watch
+    return 2.0 ** min(watch.stalls - watch.only_reported, MAX_DOUBLINGS)
 
 
 def _patient_s(state: JobState) -> float:
@@ -284,7 +292,7 @@ def _patient_s(state: JobState) -> float:
     assert state.spec is not None
     last = state.newest_step + 1 >= state.spec.n_steps
     bound_s = max(state.limits.progress_s, state.limits.stuck_s) * (LAST_STEP_FACTOR if last else 1)
-    return bound_s * 2.0 ** min(state.watch.stalls, MAX_DOUBLINGS)
+    return bound_s * _patience(state)
 
 
 def _sign_at(state: JobState, node: str) -> float:
@@ -417,7 +425,9 @@ def _report(
 ) -> JobTransition:
     text = "; ".join(f"{node}: {why}" for node, why in found.items())
     reason = f"no progress for {quiet_s:.1f} s: {text}"
-    return _acted(state, now), (_entry(state, found, action, quiet_s),), reason
+    state = _acted(state, now)
+    watch = replace(state.watch, only_reported=state.watch.only_reported + 1)
+    return state.of(watch=watch), (_entry(state, found, action, quiet_s),), reason
 
 
 def _blame(

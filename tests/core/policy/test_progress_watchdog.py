@@ -192,13 +192,27 @@ def test_what_most_nodes_do_is_reported_before_all_are_restarted() -> None:
     bench = Bench(trained())
     for node in NODES:
         bench.spin(node)
-    assert not restarts(bench.wait(22.0))
+    assert not restarts(bench.wait(11.0))
     assert [stall["action"] for stall in bench.kinds("stalled")] == ["wait"]
-    assert not restarts(bench.wait(20.0))
+    assert not restarts(bench.wait(8.0))
     assert [stall["action"] for stall in bench.kinds("stalled")] == ["wait", "wait"]
-    assert sorted(restarts(bench.wait(12.0))) == sorted(NODES)
+    assert sorted(restarts(bench.wait(8.0))) == sorted(NODES)
     assert not any(quarantine.is_quarantined(bench.state, node) for node in NODES)
     assert bench.state.phase is JobPhase.HALTING
+
+
+def test_workers_that_all_spin_after_a_restart_have_twice_the_time() -> None:
+    bench = Bench(trained())
+    for node in NODES:
+        bench.spin(node)
+    bench.wait(23.0)
+    ordered = sorted(restarts(bench.actions))
+    assert ordered == sorted(NODES)
+    bench.actions.clear()
+    bench.wait(13.0)
+    assert not bench.kinds("stalled")
+    bench.wait(4.0)
+    assert bench.kinds("stalled")
 
 
 def test_the_only_node_is_restarted_but_not_left_out() -> None:
@@ -542,7 +556,7 @@ def test_ordered_restarts_are_no_crashes() -> None:
             bench.obey(node)
             bench.move(node)
     assert bench.state.ending is None
-    assert all(bench.state.members[node].report.crash_count in (4, 5) for node in NODES)
+    assert all(bench.state.members[node].report.crash_count in (5, 6) for node in NODES)
     for node in NODES:
         record = quarantine.record_of(bench.state, node)
         assert (record.stuck, record.crashes, record.quarantined) == (0, (), False)
