@@ -10,13 +10,15 @@ A plan leaves out all draining nodes, so many notices lead to one change. A repe
 nothing, unless its deadline is earlier or only the new notice is final.
 
 A drain pauses no job before its deadline is near: it waits until then if no plan fits without the
-node. If several nodes are to leave, and not all can, those with the earliest deadlines go first.
+node. If several nodes are to leave, and not all can, they are considered in the order of their
+deadlines. A node that must stay holds back no later one that can leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from math import inf
 
 from elastic.core.job.epoch_change import begin_change, candidates, plan_request
 from elastic.core.job.join_policy import member_key, with_expected_end, without_member
@@ -141,21 +143,20 @@ def settle(state: JobState, now: float) -> JobTransition | None:
     late = {mb.node for mb in leaving if mb.node not in used or must_leave(state, mb, now)}
     by_deadline = sorted(leaving, key=lambda mb: mb.drain_deadline)
     order = [mb.node for mb in by_deadline if mb.node not in late]
-    count, why = _most_that_can_leave(state, late, order)
-    going = {*late, *order[:count]}
+    waits = _drains_that_wait(state, late, order)
     entries: list[JobAction] = []
+    reasons: dict[str, list[str]] = {}
     for member in leaving:
-        draining = member.node in going
-        state = with_member(state, replace(member, draining=draining))
-        if member.draining and not draining:
+        node, why = member.node, waits.get(member.node, "")
+        state = with_member(state, replace(member, draining=not why))
+        if member.draining and why:
             left_s = round(member.drain_deadline - now, 3)
-            entries.append(
-                LogEntry("drain", {"node": member.node, "deadline_s": left_s, "waits": why})
-            )
-    waiting = " ".join(str(entry.data["node"]) for entry in entries if isinstance(entry, LogEntry))
+            entries.append(LogEntry("drain", {"node": node, "deadline_s": left_s, "waits": why}))
+            reasons.setdefault(why, []).append(node)
     leaving = [state.members[mb.node] for mb in leaving]
     state = state.of(drains_settled=_situation(state, leaving, now))
-    return state, tuple(entries), f"drain of {waiting} waits: {why}" if waiting else ""
+    texts = (f"drain of {' '.join(nodes)} waits: {why}" for why, nodes in reasons.items())
+    return state, tuple(entries), "; ".join(texts)
 
 
 def _situation(state: JobState, leaving: Collection[Member], now: float) -> tuple[str, ...]:
@@ -165,20 +166,46 @@ def _situation(state: JobState, leaving: Collection[Member], now: float) -> tupl
     return (*sorted(mb.report.info.incarnation for mb in free), *drains)
 
 
-def _most_that_can_leave(
+def _drains_that_wait(
     state: JobState, late: Collection[str], order: Sequence[str]
-) -> tuple[int, str]:
-    """Return how many nodes of `order` can leave, besides those that are `late`, and why no more
-    can."""
-    known, too_many, why = 0, len(order) + 1, ""
-    while too_many - known > 1:
-        count = (known + too_many) // 2 if why else len(order)
-        problem = _problem_without(state, {*late, *order[:count]})
-        if problem:
-            too_many, why = count, problem
+) -> dict[str, str]:
+    """Return the nodes of `order` whose drains wait, and why.
+
+    Each node may leave with which, and with all those that are `late` or leave before it, a plan
+    still fits. If all can leave, that is one search for a plan. Otherwise they are tried in halves,
+    with fewer than two searches per node.
+    """
+    going, waits = frozenset(late), dict[str, str]()
+    groups, failed = [tuple(order)], dict[frozenset[str], str]()
+    while groups:
+        group = groups.pop()
+        for node in group:
+            like = next((other for other in waits if _as_needed(state, node, other)), None)
+            if like is not None:
+                waits[node] = waits[like]
+        group = tuple(node for node in group if node not in waits)
+        trial = going | set(group)
+        problem = failed.get(trial) or (_problem_without(state, trial) if group else "")
+        if not problem:
+            going = trial
+        elif len(group) == 1:
+            waits[group[0]] = problem
         else:
-            known = count
-    return known, why
+            failed[trial], half = problem, len(group) // 2
+            groups += [group[half:], group[:half]]
+    return waits
+
+
+def _as_needed(state: JobState, node: str, other: str) -> bool:
+    """Return whether no plan fits without `node` if none fits without `other`: it has the same
+    devices, and no less memory. Without this, 64 notices in a job that needs all nodes would take
+    127 searches."""
+    if state.paths:
+        return False  # a plan may leave one of the two out anyway
+    one, two = (state.members[name].report for name in (node, other))
+    same_kind = (one.info.device, one.info.workers) == (two.info.device, two.info.workers)
+    no_less = (one.info.memory_bytes or inf) >= (two.info.memory_bytes or inf)
+    return one.able == two.able and same_kind and no_less
 
 
 def _problem_without(state: JobState, nodes: Collection[str]) -> str:

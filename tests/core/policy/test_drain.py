@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic.core.coordinator.authorization import check_message
 from elastic.core.coordinator.transitions import transition
@@ -18,6 +21,8 @@ from elastic.core.policy import drain
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase, NoticeKind
 from elastic.domain.codec import dumps, loads
+from elastic.domain.errors import InfeasiblePlan
+from elastic.planning.search.search import PlanRequest
 from tests.core.coordinator.test_transitions import halt, running, send_report, sent
 from tests.core.health.test_diagnosis import planned, short_of_memory
 from tests.core.state_access import change_of, plan_of
@@ -318,6 +323,82 @@ def test_of_several_drains_those_begin_that_can() -> None:
     )
     waits = {node: not mb.draining and mb.drain_deadline > 0 for node, mb in both.members.items()}
     assert waits == {first: True, second: False, spare: False}
+
+
+def test_a_needed_node_holds_back_no_drain_of_another_one() -> None:
+    """No plan fits without the large node, which has the earliest deadline."""
+    state = with_memory(running(), {"node0": 400, "node1": 60, "node2": 60})
+    state = planned(state.of(policy=replace(state.policy, shape="auto")))
+    state, *_ = transition(state, notice(state, "node0", deadline_s=600.0), state.updated_at)
+    assert not state.members["node0"].draining and state.phase is JobPhase.RUNNING
+    state, _, reason = transition(
+        state, notice(state, "node1", deadline_s=3600.0), state.updated_at
+    )
+    assert state.members["node1"].draining and "drain node1 (aws)" in reason
+    assert state.phase is JobPhase.HALTING and not state.members["node0"].draining
+
+
+def with_memory(state: JobState, memory: dict[str, int]) -> JobState:
+    """The job with members that have this memory, and are otherwise alike."""
+    (like, *_) = state.members.values()
+    members = {}
+    for rank, (node, size) in enumerate(memory.items()):
+        info = replace(like.report.info, node=node, incarnation=f"{node}.1", memory_bytes=size)
+        members[node] = replace(like, report=replace(like.report, info=info), rank=rank)
+    return state.of(members=members)
+
+
+class Searches:
+    """Searches for plans: one fits if the nodes have `needed` bytes of memory together."""
+
+    def __init__(self, needed: int) -> None:
+        self.needed, self.count = needed, 0
+
+    def __call__(self, request: PlanRequest) -> None:
+        self.count += 1
+        if not self.fits(info.memory_bytes for info in request.nodes):
+            raise InfeasiblePlan("memory is short")
+
+    def fits(self, memory: Iterable[int]) -> bool:
+        return sum(memory) >= self.needed
+
+
+def notices_of_all(
+    memory: dict[str, int], searches: Searches, monkeypatch: pytest.MonkeyPatch
+) -> set[str]:
+    """The nodes that stay when all get a notice, in this order of their deadlines."""
+    state = with_memory(running(), memory).of(phase=JobPhase.HALTING)
+    members = {
+        node: replace(mb, drain_deadline=state.updated_at + 600.0 + mb.rank, draining=True)
+        for node, mb in state.members.items()
+    }
+    monkeypatch.setattr(drain, "make_plan", searches)
+    settled = drain.settle(state.of(members=members), state.updated_at)
+    assert settled is not None
+    return {node for node, mb in settled[0].members.items() if not mb.draining}
+
+
+@given(memory=st.lists(st.integers(1, 4), min_size=1, max_size=12), needed=st.integers(1, 30))
+def test_each_node_leaves_with_which_a_plan_still_fits(memory: list[int], needed: int) -> None:
+    nodes, searches = {f"node{i}": size for i, size in enumerate(memory)}, Searches(needed)
+    with pytest.MonkeyPatch.context() as patched:
+        stays = notices_of_all(nodes, searches, patched)
+    rest = dict(nodes)
+    for node in nodes:
+        if searches.fits(size for other, size in rest.items() if other != node):
+            del rest[node]
+    assert stays == set(rest) and searches.count < 2 * len(nodes)
+
+
+@pytest.mark.parametrize(
+    ("needed", "most"), [(1, 8), (4 * 32, 12), (4 * 63, 16), (4 * 64, 8), (4 * 65, 8)]
+)
+def test_notices_of_many_like_nodes_take_few_searches_for_plans(
+    needed: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches = Searches(needed)
+    stays = notices_of_all({f"node{i}": 4 for i in range(64)}, searches, monkeypatch)
+    assert len(stays) == min(64, -(-needed // 4)) and searches.count <= most
 
 
 def test_notices_of_all_nodes_pause_no_job_before_a_deadline() -> None:
