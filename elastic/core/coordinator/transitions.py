@@ -581,7 +581,7 @@ def _paused(state: JobState, now: float) -> JobTransition | None:
         or quarantine.restart_failed_node(state, now)
         or drain.settle(state, now)
         or resume_if_feasible(state, now)
-        or quarantine.restart_quarantined_node(state, now)
+        or quarantine.restart_needed_node(state, now)
     )
 
 

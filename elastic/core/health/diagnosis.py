@@ -149,6 +149,9 @@ class NodeHealth:
     """End of the newest quarantine."""
     quarantine_changed_at: float = 0.0
     """Time at which a quarantine last began or ended."""
+    anew_after: int | None = None
+    """Newest finished step when its agent last began anew because its workers crashed too often;
+    -1: no step was finished; None: it never did."""
     refusals: int = 0
     """Number of consecutive failed pre-flights."""
     refused_until: float = 0.0

@@ -161,13 +161,16 @@ def restart_failed_node(
     return None
 
 
-def restart_quarantined_node(state: JobState, now: float) -> JobTransition | None:
-    """Let such a node join anew during its quarantine, because no plan fits the other nodes. It has
-    a pause of `quarantine_s` after its last crash."""
+def restart_needed_node(state: JobState, now: float) -> JobTransition | None:
+    """Let such a node join anew during its quarantine, because the job is paused and no plan fits
+    the other nodes: at once; if no step was finished since it last did, `quarantine_s` after its
+    last crash."""
     for node in _failed_nodes(state):
         record = record_of(state, node)
         since = max((record.quarantine_changed_at, *record.crashes))
-        if record.quarantined and now - since >= state.policy.health.quarantine_s:
+        repeated = record.anew_after is not None and record.anew_after >= state.newest_step
+        waits = repeated and now - since < state.policy.health.quarantine_s
+        if record.quarantined and not waits:
             return _begin_anew(state, node, now)
     return None
 
@@ -185,5 +188,7 @@ def _begin_anew(state: JobState, node: str, now: float) -> JobTransition:
     why = "its workers crashed too often: it begins anew"
     cause = {"cause": state.members[node].report.cause}
     entry = _entry(node, Finding(FaultClass.PROCESS, HealthAction.RESTART, why, cause, now))
+    record = replace(record_of(state, node), anew_after=state.newest_step)
+    state = with_record(state, node, record)
     state = with_absent(without_member(state, node, now), node, now)
     return state, (entry, Send(node, m.Fenced(why))), f"{node}: {why}"

@@ -115,8 +115,8 @@ def test_a_quarantine_ends_if_no_other_node_is_left() -> None:
 
 
 @pytest.mark.parametrize("former", [0, 6])
-def test_a_failed_node_begins_anew_in_a_paused_job(former: int) -> None:
-    """No plan fits without it. It keeps its vault. Its quarantine is over, or lasts for an hour."""
+def test_a_failed_node_that_a_paused_job_needs_begins_anew_at_once(former: int) -> None:
+    """It keeps its vault. Its quarantine lasts for half a minute, or for half an hour."""
     state = settled(running(2), "")
     record = replace(NodeHealth(), quarantines=former, quarantine_changed_at=state.updated_at)
     state = quarantine.with_record(state, "node1", record)
@@ -129,26 +129,45 @@ def test_a_failed_node_begins_anew_in_a_paused_job(former: int) -> None:
     state = state.of(phase=JobPhase.PAUSED, change=change, blocked=(), members={
         "node1": state.members["node1"], "node0": draining(state.members["node0"])
     })  # fmt: skip
-    state, actions, _ = transition(state, job.Tick(), began + LIMITS.quarantine_s - 0.1)
-    assert "node1" in state.members and not actions
-    state, actions, reason = transition(state, job.Tick(), began + LIMITS.quarantine_s + 0.1)
+    state, actions, reason = transition(state, job.Tick(), began + 0.1)
     assert "it begins anew" in reason and "node1" not in state.members
     fenced = [a for a in actions if isinstance(a, Send) and isinstance(a.message, m.Fenced)]
     assert [send.node for send in fenced] == ["node1"]
     assert [node for node, _ in state.absent] == ["node1"], "it will be back with its copies"
 
 
-def test_a_node_that_fails_again_in_its_quarantine_begins_anew_after_a_pause() -> None:
+def test_a_failed_node_without_a_quarantine_begins_anew_at_once_in_a_paused_job() -> None:
+    """No plan fitted without it when it crashed."""
+    state = settled(running(2), "")
+    report = replace(state.members["node1"].report, phase=NodePhase.FAILED, able=False)
+    members = {
+        "node0": draining(state.members["node0"]),
+        "node1": replace(state.members["node1"], report=report),
+    }
+    began = state.updated_at
+    record = replace(NodeHealth(), crashes=(began,), quarantine_changed_at=1.0)
+    state = quarantine.with_record(state, "node1", record)
+    state = state.of(phase=JobPhase.PAUSED, members=members, blocked=())
+    state, _, reason = transition(state, job.Tick(), began + 0.1)
+    assert "it begins anew" in reason and "node1" not in state.members
+    assert quarantine.is_quarantined(state, "node1"), "so that the next pause is longer"
+
+
+def test_a_node_that_fails_again_without_progress_begins_anew_after_a_pause() -> None:
+    """No step was finished since it last began anew. A finished step ends the pause."""
     state = settled(running(2), "")
     began = state.updated_at
     record = replace(NodeHealth(), quarantined=True, until=began + 3600.0, crashes=(began + 100.0,))
-    state = quarantine.with_record(state, "node1", replace(record, quarantine_changed_at=began))
+    record = replace(record, quarantine_changed_at=began, anew_after=state.newest_step)
+    state = quarantine.with_record(state, "node1", record)
     member = state.members["node1"]
     failed = replace(member.report, phase=NodePhase.FAILED, able=False)
     state = state.of(members={**state.members, "node1": replace(member, report=failed)})
     pause_s = LIMITS.quarantine_s
-    assert quarantine.restart_quarantined_node(state, began + 100.0 + pause_s - 0.1) is None
-    assert quarantine.restart_quarantined_node(state, began + 100.0 + pause_s + 0.1) is not None
+    assert quarantine.restart_needed_node(state, began + 100.0 + pause_s - 0.1) is None
+    again = quarantine.restart_needed_node(state, began + 100.0 + pause_s + 0.1)
+    assert again is not None and again[0].health["node1"].anew_after == state.newest_step
+    assert quarantine.restart_needed_node(finish_step(state), began + 100.0) is not None
 
 
 def test_spares_that_crash_for_ever_begin_anew_after_growing_pauses() -> None:
