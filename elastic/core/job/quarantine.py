@@ -177,11 +177,7 @@ def restart_needed_node(state: JobState, now: float) -> JobTransition | None:
 
 def _failed_nodes(state: JobState) -> list[str]:
     """Return the members whose workers crashed too often."""
-    return [
-        node
-        for node, mb in state.members.items()
-        if mb.report.phase is NodePhase.FAILED and node in state.health
-    ]
+    return [node for node, mb in state.members.items() if mb.report.phase is NodePhase.FAILED]
 
 
 def _begin_anew(state: JobState, node: str, now: float) -> JobTransition:

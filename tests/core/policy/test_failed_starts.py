@@ -153,6 +153,14 @@ class Start:
     def attach(self, name: str) -> None:
         self._apply(name, agent.WorkerMessage(0, m.Attach(0, 1, make_spec(4, 3, 5, 1), "x:1")))
 
+    def train(self) -> None:
+        """The workers of the plan install it, and compute a micro-batch."""
+        epoch = self.state.epoch
+        for message in (m.Ready(epoch, 0.0, 0.0), m.Protected(epoch), m.Resumed(epoch, self.now)):
+            for name in _plan_of(self.state):
+                self._apply(name, agent.WorkerMessage(0, message))
+        assert self.state.stable
+
     def _event(self, event: Any) -> None:
         self.state, actions, _ = transition(self.state, event, self.now)
         for action in actions:
@@ -175,6 +183,19 @@ def test_a_node_that_fails_before_any_worker_attaches_is_left_out() -> None:
     bench.wait(1.0)
     assert bench.state.phase is JobPhase.INSTALLING
     assert set(_plan_of(bench.state)) == {"node0", "node1", "node2"}
+
+
+def test_a_node_that_failed_before_any_worker_attached_begins_anew_once_the_others_train() -> None:
+    """Nothing is known about its health: it had no pre-flight."""
+    bench = Start()
+    bench.exit("node3")
+    for name in ("node0", "node1", "node2"):
+        bench.attach(name)
+    bench.wait(1.0)
+    assert "node3" not in bench.state.health
+    bench.train()
+    bench.wait(1.0)
+    assert "node3" not in bench.state.members, "it joins again as another incarnation"
 
 
 @pytest.mark.parametrize("others", [0, 1, None])
