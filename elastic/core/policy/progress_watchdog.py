@@ -36,8 +36,9 @@ no crash (`elastic.core.policy.remediation`).
 has failed. `PAUSES_S` are the pauses before the next attempts: at most five epochs per minute. The
 first pause is left out, or ends, if a bad path explains the failures (`EXPLAINED_ATTEMPT`). A node
 that is blamed alone for two failed epochs is left out; of several that are blamed equally often,
-one in turn. Nobody is blamed for an epoch that a bad path explains. If all nodes report the same
-error, the job ends with its text: after `MAX_ATTEMPTS` attempts if the error lasts, after
+one in turn. Nobody is blamed for an epoch that a bad path or a crash explains: the crashes of a
+node are counted elsewhere (`elastic.core.policy.remediation`). If all nodes report the same error,
+the job ends with its text: after `MAX_ATTEMPTS` attempts if the error lasts, after
 `PATIENT_ATTEMPTS` if it may not. A lost or leaving node is no failure: a node that is lost again
 and again is quarantined. A node that joins clears only its own blame. One with a new name also ends
 the pause, as does the loss of a node that took part, but at most `MOST_FAILED` epochs fail within a
@@ -125,6 +126,8 @@ NO_FAILURE = (
     CauseKind.RESUME,
 )
 """Causes that end an epoch, or a pause of the job, without a failure."""
+CRASHES = (CauseKind.WORKER, CauseKind.HANG)
+"""Causes that explain why the workers of other nodes lost contact."""
 UNWATCHED = (JobPhase.WAITING, JobPhase.FINISHED, JobPhase.FAILED)
 READY = (NodePhase.RUNNING, NodePhase.FINISHED)
 
@@ -578,7 +581,7 @@ def epoch_began(state: JobState, now: float) -> tuple[JobState, tuple[JobAction,
     pause_s = max(pause_s, _earliest(failed) - now)
     # The former blame may come from other bad paths, which are found a moment later.
     blamed = {} if explained else dict(watch.blamed)
-    for node in () if explained else _blamed(state):
+    for node in () if explained or cause.kind in CRASHES else _blamed(state):
         blamed[node] = blamed.get(node, 0) + 1
     # Only nodes that took part in the epoch could repeat their former error.
     took_part = state.plan.nodes() if state.plan is not None else ()

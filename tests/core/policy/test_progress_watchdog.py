@@ -689,6 +689,27 @@ def test_an_error_of_contact_on_all_nodes_never_ends_the_job(error: str) -> None
     assert bench.state.ending is None and bench.state.watch.attempts == 12
 
 
+@pytest.mark.parametrize(
+    "accused", [("node0", "node1", "node2"), ("node2", "node2", "node2"), ("node1", "node2", "")]
+)
+def test_one_kill_after_another_in_a_step_leaves_no_node_out(accused: tuple[str, ...]) -> None:
+    """Workers of the three nodes are killed. In each epoch one report of lost contact comes before
+    that of the crash. It may accuse a node that only closed its links, or be of no use at all."""
+    bench = Bench(trained())
+    for victim, suspect in zip(NODES, accused, strict=True):
+        accuser = next(node for node in NODES if node not in (victim, suspect))
+        suspects = (suspect,) if suspect else ()
+        bench.report(accuser, suspects=suspects, failures=("LinkFailed: reset by peer",))
+        crash(bench, victim)
+        bench.report(victim, phase=NodePhase.HALTED, able=True)
+        bench.wait(1.0)
+        for node in plan_of(bench.state).nodes():
+            bench.report(node, phase=NodePhase.RUNNING, suspects=(), failures=())
+        assert bench.state.phase is JobPhase.RUNNING
+    assert bench.state.watch.attempts == 3 and bench.state.ending is None
+    assert not any(quarantine.is_quarantined(bench.state, node) for node in NODES)
+
+
 def test_an_error_that_may_pass_ends_the_job_only_after_real_pauses() -> None:
     bench, text = Bench(trained()), "VaultError: layer 3: no record of step 7"
     while bench.state.ending is None:
