@@ -138,6 +138,11 @@ class NodeHealth:
     node."""
     stuck_at: int = -1
     """Newest finished step at the last crash; -1: no step was finished."""
+    link_plans: tuple[int, ...] = ()
+    """Epoch of the plan at each crash in `stuck` that was an error of a link."""
+    fault_plans: tuple[int, ...] = ()
+    """Epochs of the newest plans that had the node when it was lost, or when its workers ended by
+    another cause than an error of a link."""
     stuck_moves: int = 0
     """How often the crashes in this step had moved to other nodes when this node's began."""
     departures: tuple[float, ...] = ()
@@ -208,19 +213,29 @@ def record_crash(
     count: int = 1,
     step: int = -1,
     link: bool = False,
+    epoch: int = -1,
 ) -> NodeHealth:
     """Record `count` more crashes of the node's workers; `step`: the job's newest finished step;
-    `link`: they were errors of links."""
-    stuck = count if step > health.stuck_at else health.stuck + count
+    `link`: they were errors of links; `epoch`: epoch of the plan."""
+    known = health if step <= health.stuck_at else replace(health, stuck=0, link_plans=())
     crashes = (*_recent(health.crashes, now, limits), *(now,) * count)[-64:]
     links = (*health.link_crashes, now) if link and count else health.link_crashes
     return replace(
         health,
         crashes=crashes,
         link_crashes=tuple(at for at in links if at in crashes),
-        stuck=stuck,
+        stuck=known.stuck + count,
         stuck_at=max(step, health.stuck_at),
+        link_plans=(*known.link_plans, *(epoch,) * (count if link else 0))[-64:],
     )
+
+
+def record_fault(health: NodeHealth, epoch: int) -> NodeHealth:
+    """Record that the node was lost, or that its workers ended by a cause of their own, under the
+    plan of this epoch."""
+    if epoch in health.fault_plans:
+        return health
+    return replace(health, fault_plans=(*health.fault_plans, epoch)[-FAULT_PLANS:])
 
 
 def own_crashes(health: NodeHealth) -> int:
@@ -393,6 +408,8 @@ def clock_skew(health: NodeHealth, limits: HealthLimits) -> tuple[str, Evidence]
     return f"its clock is {abs(skew):.1f} s {direction}", {"clock_s": round(skew, 3)}
 
 
+FAULT_PLANS = 8
+"""Number of plans in `NodeHealth.fault_plans`."""
 CLOCK_SAMPLES = 5
 """Number of clock differences kept per node."""
 

@@ -6,7 +6,8 @@ new state and entries of the event log.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from elastic.core.health import diagnosis
@@ -44,10 +45,32 @@ def is_quarantined(state: JobState, node: str) -> bool:
     return record_of(state, node).quarantined
 
 
-def is_crash_looping(state: JobState, record: NodeHealth) -> bool:
-    """Return whether workers of a node that training needed crashed repeatedly since the newest
-    step was finished."""
-    return record.stuck >= state.policy.health.crashes and record.stuck_at >= state.newest_step
+def crashes_in_step(state: JobState, nodes: Iterable[str]) -> dict[str, int]:
+    """Return the number of crashes of each of `nodes` that training needed, since the newest step
+    was finished: those that were errors of links or the others, whichever are more. Nodes without
+    such crashes are left out.
+
+    An error of a link does not count if another node of the same plan had a fault of its own: the
+    error follows from it. The report of the error may come first.
+    """
+    known = ((node, record_of(state, node)) for node in nodes)
+    records = {node: one for node, one in known if one.stuck and one.stuck_at >= state.newest_step}
+    faults = Counter[int]()
+    if any(record.link_plans for record in records.values()):
+        faults.update(epoch for one in state.health.values() for epoch in one.fault_plans)
+    crashes: dict[str, int] = {}
+    for node, record in records.items():
+        mine = record.fault_plans
+        links = sum(faults[epoch] == (epoch in mine) for epoch in record.link_plans)
+        crashes[node] = max(record.stuck - len(record.link_plans), links)
+    return {node: count for node, count in crashes.items() if count}
+
+
+def crash_looping_nodes(state: JobState, nodes: Iterable[str]) -> list[str]:
+    """Return the nodes whose workers crashed repeatedly since the newest step was finished, while
+    training needed them."""
+    crashes = crashes_in_step(state, nodes).items()
+    return [node for node, count in crashes if count >= state.policy.health.crashes]
 
 
 def _entry(node: str, finding: Finding) -> LogEntry:
@@ -91,7 +114,7 @@ def release_expired(state: JobState, now: float) -> JobTransition | None:
     another node crashes in the step, the first one was not the cause.
     """
     for node, record in state.health.items():
-        if record.quarantined and now >= record.until and not is_crash_looping(state, record):
+        if record.quarantined and now >= record.until and not crash_looping_nodes(state, [node]):
             return _release(state, node, now, "the quarantine is over")
     return None
 

@@ -15,14 +15,15 @@ one step, workers crash repeatedly
 - or on most nodes. The same device error counts even once, if one node had it twice;
 - or on a node that the job cannot do without.
 
-Errors of links are no evidence against the node or the script that reports them. If all nodes but
-one report them, and one of them repeatedly within a step, that one is left out.
+Errors of links are no evidence against the node or the script that reports them, and do not count
+at all if another node of the same plan was lost or crashed by another cause. If all nodes but one
+report them, and one of them repeatedly within a step, that one is left out.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -40,7 +41,14 @@ from elastic.core.job import absent_nodes, quarantine
 from elastic.core.job.epoch_change import begin_change, candidates, plan_request
 from elastic.core.job.join_policy import plan_if_feasible
 from elastic.core.job.membership import end_job
-from elastic.core.job.quarantine import Findings, add_finding, clear_finding, record_of, with_record
+from elastic.core.job.quarantine import (
+    Findings,
+    add_finding,
+    clear_finding,
+    crashes_in_step,
+    record_of,
+    with_record,
+)
 from elastic.core.job.reachability import paths_reported
 from elastic.core.job.state import (
     Cause,
@@ -79,11 +87,14 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     node, limits = report.info.node, state.policy.health
     crashes = report.crash_count - was.crash_count - _ordered_restarts(state, was, report)
     before, step = record_of(state, node), state.newest_step
-    link = is_link_error(report.cause)
-    record = diagnosis.record_crash(before, now, limits, crashes, step, link)
+    link, epoch = is_link_error(report.cause), state.plan.epoch if state.plan is not None else -1
+    record = diagnosis.record_crash(before, now, limits, crashes, step, link, epoch)
+    if not link:
+        record = _with_fault(state, node, record)
     needed = _is_needed(state, node)
     if not needed:  # such crashes keep no step from being finished
-        record = replace(record, stuck=before.stuck, stuck_at=before.stuck_at)
+        known = (before.stuck, before.stuck_at, before.link_plans)
+        record = replace(record, stuck=known[0], stuck_at=known[1], link_plans=known[2])
     elif 0 < crashes == record.stuck:
         record = replace(record, stuck_moves=_moves(state))
     if crashes:
@@ -103,7 +114,7 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     }
     if report.detect_s:
         evidence["detect_s"] = round(report.detect_s, 3)
-    loops = _loops(state, record, needed) or report.phase is NodePhase.FAILED
+    loops = _loops(state, node, needed) or report.phase is NodePhase.FAILED
     device = is_device_error(report.cause)
     if not loops or record.quarantined:
         why = f"{report.cause}: its workers are started again"
@@ -130,14 +141,21 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     return add_finding(state, node, Finding(kind, _away(state, node), why, evidence, now))
 
 
-def _loops(state: JobState, record: NodeHealth, needed: bool) -> bool:
+def _with_fault(state: JobState, node: str, record: NodeHealth) -> NodeHealth:
+    """Return the record with a fault of the node itself, if the present plan has the node."""
+    if state.plan is None or node not in state.plan.nodes():
+        return record
+    return diagnosis.record_fault(record, state.plan.epoch)
+
+
+def _loops(state: JobState, node: str, needed: bool) -> bool:
     """Return whether the node's workers crashed repeatedly.
 
-    Errors of links count only if they repeat within one step. Otherwise crashes of other nodes may
-    have caused them.
+    Errors of links count only if they repeat within one step, and if no fault of another node
+    explains them.
     """
-    number = state.policy.health.crashes
-    if needed and not quarantine.is_crash_looping(state, record):
+    number, record = state.policy.health.crashes, record_of(state, node)
+    if needed and not quarantine.crash_looping_nodes(state, [node]):
         return diagnosis.own_crashes(record) >= number
     return len(record.crashes) >= number
 
@@ -161,22 +179,25 @@ def _is_needed(state: JobState, node: str) -> bool:
 def _crashed(state: JobState) -> dict[str, NodeHealth]:
     """Return the records of the members whose workers crashed since the newest step was finished,
     while training needed them."""
-    records = {node: record_of(state, node) for node in state.members}
-    newest = state.newest_step
-    return {n: one for n, one in records.items() if one.stuck and one.stuck_at >= newest}
+    return {node: record_of(state, node) for node in crashes_in_step(state, state.members)}
 
 
 def _moves(state: JobState) -> int:
     """Return how often the crashes of this step have moved, for a node whose crashes begin now. The
     plan must be without the nodes whose workers crash repeatedly, else they may be the cause."""
-    loops = {node: one for node, one in state.health.items() if _counts_as_loop(state, one)}
+    loops = _loops_of_own(state, state.health)
     if state.plan is None or not loops or any(node in loops for node in state.plan.nodes()):
         return 0
     return 1 + max(one.stuck_moves for one in loops.values())
 
 
-def _counts_as_loop(state: JobState, record: NodeHealth) -> bool:
-    return quarantine.is_crash_looping(state, record) and not is_link_error(record.crash_cause)
+def _loops_of_own(state: JobState, nodes: Iterable[str]) -> dict[str, NodeHealth]:
+    """Return the records of the nodes whose workers crash repeatedly, and not by errors of
+    links."""
+    records = {
+        node: record_of(state, node) for node in quarantine.crash_looping_nodes(state, nodes)
+    }
+    return {node: one for node, one in records.items() if not is_link_error(one.crash_cause)}
 
 
 def _script_at_fault(state: JobState, node: str) -> str:
@@ -185,14 +206,14 @@ def _script_at_fault(state: JobState, node: str) -> str:
     moved = record.stuck_moves >= limits.fatal_nodes - 1
     members = len(state.members)
     most = max(2, min(members, max(limits.fatal_nodes, members // 2 + 1)))
-    loops = [one for one, other in _crashed(state).items() if _counts_as_loop(state, other)]
+    loops = tuple(_loops_of_own(state, state.members))
     for text, nodes in (
         ("workers crash on", loops),
         ("the same device error occurs on", _with_the_same_device_error(state, record)),
     ):
         if node in nodes and (moved or len(nodes) >= most):
             return f"{text} {' '.join(sorted(nodes))}, and no step is finished between"
-    times = record.stuck if record.stuck_at >= state.newest_step else 0
+    times = crashes_in_step(state, [node]).get(node, 0)
     if times < limits.hopeless:
         return ""
     times_of = _crash_times_of(record.crash_cause)
@@ -246,6 +267,7 @@ def node_lost(state: JobState, node: str, why: str, now: float) -> Findings:
     """Record the loss of a node. A node that was lost repeatedly is quarantined when it returns."""
     limits = state.policy.health
     record = diagnosis.record_departure(record_of(state, node), now, limits)
+    record = _with_fault(state, node, record)
     state = _without_old_records(with_record(state, node, record), now)
     times = len(record.departures)
     if record.quarantined or times < limits.departures:

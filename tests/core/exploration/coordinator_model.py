@@ -345,6 +345,7 @@ def _health(record: NodeHealth, shift: Any) -> NodeHealth:
         record,
         crashes=(NOW,) * len(record.crashes),
         link_crashes=(NOW,) * len(record.link_crashes),
+        fault_plans=(),  # they matter for errors of links only, which the model does not have
         departures=(NOW,) * len(record.departures),
         until=shift(record.until) if record.quarantined else 0.0,
         quarantine_changed_at=NOW if record.quarantine_changed_at else 0.0,

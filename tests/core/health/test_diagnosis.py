@@ -403,8 +403,12 @@ def test_link_errors_of_all_other_nodes_accuse_the_last_one(own: str) -> None:
     assert not any(quarantine.is_quarantined(state, node) for node in good)
     state = replanned(state)
     assert set(plan_of(state).nodes()) == set(good)
-    for node in good:  # without the node nothing is better
-        state, _ = crash_workers(state, node, NCCL)
+    # Without the node nothing is better. Its own crashes have explained the errors until now.
+    for _ in range(LIMITS.hopeless if own else 1):
+        assert state.ending is None
+        for node in good:
+            state, _ = crash_workers(state, node, NCCL)
+        state = state if state.ending is not None else replanned(state)
     assert state.ending is not None and NCCL in state.ending.reason
 
 
@@ -423,6 +427,41 @@ def test_one_kill_after_another_quarantines_no_node(nodes: int, last: bool) -> N
             state, _ = crash_workers(state, node, cause)
         assert not any(quarantine.is_quarantined(state, node) for node in names), victim
     assert state.ending is None
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize(("nodes", "times"), [(3, 1), (6, 1), (8, 2)])
+def test_one_kill_after_another_in_a_step_quarantines_no_node(
+    nodes: int, times: int, last: bool
+) -> None:
+    """The step is never finished. All other nodes report errors of their links each time."""
+    state = running(nodes)
+    names = plan_of(state).nodes()
+    for victim in names * times:
+        state = replanned(state)
+        others = [node for node in names if node != victim]
+        for node in [*others, victim] if last else [victim, *others]:
+            cause = "worker 0 ended with signal 9" if node == victim else NCCL
+            state, _ = crash_workers(state, node, cause)
+            assert state.ending is None, (victim, node)
+        assert not any(quarantine.is_quarantined(state, node) for node in names), victim
+
+
+def test_one_loss_after_another_in_a_step_accuses_no_other_node() -> None:
+    """The nodes that stay report errors of their links before each loss is known."""
+    state = running(9)
+    stays = plan_of(state).nodes()[-1]
+    for _ in range(LIMITS.hopeless + 1):
+        state = replanned(state)
+        lost, *others = sorted(plan_of(state).nodes(), key=lambda node: node == stays)
+        for node in others:
+            state, _ = crash_workers(state, node, NCCL)
+        incarnation = state.members[lost].report.info.incarnation
+        for event in (job.ConnectionClosed, job.PortRefused):
+            state, _, _ = transition(state, event(lost, incarnation), state.updated_at + 0.1)
+        assert lost not in state.members and state.ending is None
+        assert not any(quarantine.is_quarantined(state, node) for node in state.members)
+    assert quarantine.record_of(state, stays).stuck == LIMITS.hopeless + 1
 
 
 def test_link_errors_of_nodes_in_turn_do_not_end_the_job() -> None:
