@@ -276,16 +276,18 @@ def _release_order(node: str, ends: bool) -> JobAction:
 
 
 def replace_hinted_nodes(state: JobState, now: float) -> JobTransition | None:
-    """Let spares replace the nodes that have a hint, at the end of the step."""
+    """Let spares replace the nodes that have a hint, at the end of the step: as many as there are
+    spares, first those that are expected to go first."""
     assert state.plan is not None
     if not state.stable:
         return None
     held = set(state.plan.nodes())
     members = state.members.values()
-    hinted = [mb for mb in members if mb.node in held and _hinted(mb) and not mb.hint_used]
+    waiting = [mb for mb in members if mb.node in held and _hinted(mb) and not mb.hint_used]
     able = [mb for mb in candidates(state) if mb.connected and mb.node not in held]
     spares = [mb for mb in able if mb.notice is None]
-    if not hinted or not spares:
+    hinted = sorted(waiting, key=lambda mb: mb.expected_end)[: len(spares)]
+    if not hinted:
         return None
     for member in hinted:
         state = with_member(state, replace(member, hint_used=True))

@@ -498,6 +498,20 @@ def test_a_spare_replaces_a_node_with_a_hint() -> None:
     assert "node1" in state.members, "it stays a spare"
 
 
+def test_a_second_spare_replaces_the_second_node_with_a_hint() -> None:
+    """Two nodes have a hint when the first spare comes. It replaces the one that goes first."""
+    state = with_spare()
+    spare = state.members["node3"]
+    state = state.of(members={n: mb for n, mb in state.members.items() if n != "node3"})
+    for node, end_s in (("node1", 900.0), ("node2", 600.0)):
+        state, *_ = transition(state, notice(state, node, HINT, end_s), state.updated_at)
+    state = state.of(members={**state.members, "node3": spare})
+    state, _, reason = transition(state, job.Tick(), state.updated_at)
+    assert "node2 may go, node3 can step in" in reason
+    used = [node for node, mb in state.members.items() if mb.hint_used]
+    assert used == ["node2"], "the hint of node1 counts for the next spare"
+
+
 def test_notices_of_unknown_and_former_members_change_nothing() -> None:
     state = running()
     for event in (m.Notice("nobody", "x", LEAVE), m.Notice("node1", "former", LEAVE)):
