@@ -93,8 +93,8 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
         record = _with_fault(state, node, record)
     needed = _is_needed(state, node)
     if not needed:  # such crashes keep no step from being finished
-        known = (before.stuck, before.stuck_at, before.link_plans)
-        record = replace(record, stuck=known[0], stuck_at=known[1], link_plans=known[2])
+        record = replace(record, stuck=before.stuck, stuck_at=before.stuck_at)
+        record = replace(record, link_plans=before.link_plans)
     elif 0 < crashes == record.stuck:
         record = replace(record, stuck_moves=_moves(state))
     if crashes:
@@ -508,7 +508,8 @@ def _link_slow(state: JobState, node: str, evidence: dict[str, Any], now: float)
     peer, slower = evidence["peer"], evidence["factor"]
     evidence = {**evidence, "steps_slower": round(decision.slowdown, 2)}
     if decision.action is HealthAction.REBALANCE:
-        record = replace(record_of(state, node), loaded=decision.slowdown)
+        record = diagnosis.record_slowdown(record_of(state, node), now, state.policy.health)
+        record = replace(record, loaded=decision.slowdown)
         text = f"link of {node} to {peer} is {slower:.1f}x slower"
         state = with_record(state, node, record).of(rebalance=text)
     reason = f"copies to {peer} go {slower:.1f}x slower than usual; {decision.reason}"

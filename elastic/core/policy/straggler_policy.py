@@ -4,7 +4,8 @@ A spare takes the place of a slow node if the step is then shorter than with les
 node. The replaced node stays a member, as a spare.
 
 Only nodes with layers are measured. A slow node that has none counts as normal again after a pause,
-so that plans can try it. The pauses grow as those of quarantines.
+so that plans can try it; so does a node with a slow link, which sends no copies then. The pauses
+grow as those of quarantines.
 
 Nodes are slow by their *slow factor*; `elastic.core.health.compute_speed` defines it and the ratio.
 """
@@ -59,11 +60,13 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
 
     The new slow factors are stored, so the same measurements lead to one decision only.
     """
-    if state.plan is None or not state.stable or not state.paces:
+    if state.plan is None or not state.stable:
         return None
     again = _try_again(state, now)
     if again is not None:
         return again
+    if not state.paces:
+        return None
     changed = []
     for node in state.plan.nodes():
         pace = speed_of(state, node)
@@ -104,17 +107,22 @@ def _try_again(state: JobState, now: float) -> JobTransition | None:
     """Forget that a node is slow which has no layers, after its pause. None: there is none."""
     assert state.plan is not None
     used = set(state.plan.nodes())
-    for node in state.members:
-        pace = speed_of(state, node)
-        if node in used or pace.factor == 1.0 or now < record_of(state, node).slow_until:
+    for node, member in state.members.items():
+        pace, record = speed_of(state, node), record_of(state, node)
+        factor = pace.factor * record.loaded
+        if node in used or factor == 1.0 or now < record.slow_until:
             continue
-        key = state.members[node].report.info.incarnation
-        fresh = replace(pace, factor=1.0, samples=(), times=())
-        state = without_considered(state.of(paces={**state.paces, key: fresh}), node)
-        reason = f"it was {pace.factor:.1f}x slower, and is tried again"
-        known, entries = record_of(state, node).finding(FaultClass.HOST), tuple[JobAction, ...]()
-        if known is not None and known.action is HealthAction.REBALANCE:
-            state, entries = clear_finding(state, node, FaultClass.HOST, reason, now)
+        if pace.factor != 1.0:
+            fresh = replace(pace, factor=1.0, samples=(), times=())
+            state = state.of(paces={**state.paces, member.report.info.incarnation: fresh})
+        state = without_considered(with_record(state, node, replace(record, loaded=1.0)), node)
+        reason = f"it was {factor:.1f}x slower, and is tried again"
+        entries: tuple[JobAction, ...] = ()
+        for kind in (FaultClass.HOST, FaultClass.LINK):
+            known = record.finding(kind)
+            if known is not None and known.action is HealthAction.REBALANCE:
+                state, more = clear_finding(state, node, kind, reason, now)
+                entries += more
         return state, entries, f"{node}: {reason}"
     return None
 

@@ -19,10 +19,12 @@ from elastic.core.health.diagnosis import (
 )
 from elastic.core.health.link_speed import LinkSpeed, record_rate, slow_factor
 from elastic.core.job import quarantine
+from elastic.core.job import state as job
 from elastic.core.job.state import JobState
 from elastic.core.policy import slow_link as slowlink
 from elastic.core.protocol.health_report import HealthReport, LinkTraffic
 from tests.core.health.test_diagnosis import halts, health_notes, running
+from tests.core.state_access import plan_of
 
 MIB, LIMITS = float(1 << 20), HealthLimits()
 """Rates below make a copy of 1 MiB take hours; delays of milliseconds have their own test."""
@@ -161,10 +163,12 @@ def test_a_slow_link_that_costs_time_takes_a_spare() -> None:
 
 
 def test_without_a_spare_the_plan_changes_if_that_is_better() -> None:
-    _state, actions = play(running(3), PROPER + BROKEN, LONGER)
+    state, actions = play(running(3), PROPER + BROKEN, LONGER)
     (note,) = health_notes(actions)
     assert note["action"] in ("rebalance", "quarantine") and halts(actions) == [True]
     assert "after the change" in note["reason"]
+    if note["action"] == "rebalance":
+        assert quarantine.record_of(state, "node1").slow_until > state.updated_at
 
 
 def test_the_decision_waits_for_measured_steps() -> None:
@@ -195,6 +199,23 @@ def test_smaller_copies_do_not_make_a_relieved_link_healthy() -> None:
     state, actions = play(state, PROPER, ALIKE)
     assert [note["evidence"] for note in health_notes(actions)] == [{"well": True}]
     assert quarantine.record_of(state, "node1").loaded == 1.0 and halts(actions) == [True]
+
+
+def test_a_relieved_node_without_layers_is_tried_again_after_a_pause() -> None:
+    """It sends no copies, so no report can show that its link is well."""
+    state = running(3, most=2)
+    spare = next(node for node in state.members if node not in plan_of(state).nodes())
+    state = relieved(state, spare)
+    until = state.updated_at + 30.0
+    record = replace(quarantine.record_of(state, spare), slow_until=until)
+    state = quarantine.with_record(state, spare, record).of(paces={})
+    state, _, _ = transition(state, job.Tick(), until - 0.1)
+    assert quarantine.record_of(state, spare).loaded == 2.0
+    state, actions, _ = transition(state, job.Tick(), until + 0.1)
+    (note,) = health_notes(actions)
+    assert (note["class"], note["evidence"]) == ("link", {"well": True})
+    assert "2.0x slower, and is tried again" in note["reason"]
+    assert quarantine.record_of(state, spare).loaded == 1.0
 
 
 def test_a_new_spare_replaces_a_relieved_node() -> None:
