@@ -132,6 +132,7 @@ def attention(state: job.JobState) -> str:
     if state.missing is not None:
         missing = state.missing
         texts.append(f"{missing.error}; waiting for {' '.join(missing.nodes)}")
+    texts += filter(None, [progress_watchdog.attention(state)])
     return "; ".join(texts)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from elastic.core.protocol.messages import NodePhase
+from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS
 from tests.simulation.oracles import of
 from tests.simulation.test_simulation import QUIET, check
 from tests.simulation.world import Fault, Outcome, Scenario, World, run, scenario_of
@@ -125,6 +126,29 @@ def test_a_job_survives_one_lost_node_while_the_run_directory_hangs() -> None:
     steps = [one["at"] for one in of(outcome.events, "step")]
     assert len(steps) == 12 and steps[-1] < 20.0, "nobody waits for the disk"
     assert of(outcome.events, "end")[0]["at"] > 40.0, "the last records do"
+
+
+def test_the_end_waits_for_a_disk_that_all_nodes_share() -> None:
+    """It hangs when the last checkpoint is written. The wait is reported, and no epoch begins."""
+    hang_s = DEFAULT_TIMEOUTS.disk_s + 10.0
+    faults = tuple(Fault("disk-hang", 4.3, node, 0, hang_s) for node in range(3))
+    outcome = run(dataclasses.replace(QUIET, faults=faults))
+    check(outcome)
+    assert outcome.code == 0 and len(of(outcome.events, "halt")) == 1, outcome.text()
+    (late,) = of(outcome.events, "checkpoint-late")
+    assert "have written no part for 30 s" in late["why"] and late["step"] == QUIET.steps
+    assert of(outcome.events, "end")[0]["at"] < 4.3 + hang_s + 5.0, outcome.text()
+
+
+def test_training_does_not_wait_for_disks() -> None:
+    """Not even for those of all nodes and of the coordinator: only checkpoints are late."""
+    faults = [Fault("disk-hang", 4.3, node, 0, 40.0) for node in range(3)]
+    faults.append(Fault("lead-hang", 4.3, 0, 0, 40.0))
+    outcome = run(dataclasses.replace(QUIET, steps=60, faults=tuple(faults)))
+    check(outcome)
+    assert outcome.code == 0 and len(of(outcome.events, "halt")) == 1, outcome.text()
+    steps = [event["at"] for event in of(outcome.events, "step")]
+    assert max(after - before for before, after in itertools.pairwise(steps)) < 2.0
 
 
 def test_healthy_nodes_never_end_a_job() -> None:

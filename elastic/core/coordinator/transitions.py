@@ -152,6 +152,7 @@ def apply_rules(state: JobState, now: float) -> JobTransition:
             _regain_epoch,
             review_paths,
             RULES[state.phase][0],
+            _last_checkpoint,
             progress_watchdog.check_progress,
         )
         if state.failure is not None or state.finished is not None:
@@ -296,6 +297,14 @@ def _finished(state: JobState, finished: m.Finished, now: float) -> JobTransitio
     if problem:
         return _end_job(state, JobPhase.FAILED, EXIT_FAILURE, f"{text}, but {problem}", sha)
     return final_checkpoint.replace_writers(state, now)
+
+
+def _last_checkpoint(state: JobState, now: float) -> JobTransition | None:
+    """Wait for the parts of the last checkpoint for a limited time."""
+    problem = final_checkpoint.hopeless(state, now)
+    if problem:
+        return _end_job(state, JobPhase.FAILED, EXIT_FAILURE, f"all steps done, but {problem}")
+    return final_checkpoint.check(state, now)
 
 
 def _end_job(
@@ -554,8 +563,10 @@ def _drain(state: JobState, now: float) -> JobTransition | None:
 
 
 def _join(state: JobState, now: float) -> JobTransition | None:
-    """Let nodes that the planner would use fetch state, then change the plan at a step's end."""
-    if state.change is not None or state.trimmed < state.epoch:
+    """Let nodes that the planner would use fetch state, then change the plan at a step's end. After
+    the last step no node joins: one that was left out may have the disk that hangs."""
+    changing = state.change is not None or state.trimmed < state.epoch
+    if changing or final_checkpoint.is_last_step_done(state):
         return None
     if not state.joining:
         return consider_joining(state, now)

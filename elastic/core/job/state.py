@@ -293,6 +293,23 @@ class RestartOrders:
 
 
 @dataclass(frozen=True, slots=True)
+class FinalWait:
+    """Wait for the parts of the last checkpoint, or for its commit, after the last step
+    (`elastic.core.policy.final_checkpoint`)."""
+
+    mark: str = ""
+    """Epoch and number of parts on disk."""
+    since: float = 0.0
+    """Time at which `mark` last changed."""
+    parts: int = 0
+    """Number of parts on disk."""
+    reported: bool = False
+    """Whether people were told of the wait."""
+    attempts: int = 0
+    """Number of epochs that were begun because parts did not come, since the newest part."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProgressWatch:
     """Progress of the job, for `elastic.core.policy.progress_watchdog`. Times are in seconds."""
 
@@ -325,6 +342,8 @@ class ProgressWatch:
     failures: dict[str, str] = field(default_factory=dict)
     """Error of each node in the newest failed epoch that it took part in, if it accused no other
     node."""
+    final: FinalWait | None = None
+    """Wait for the last checkpoint; None: a step is missing, or the checkpoint is durable."""
 
 
 @dataclass(frozen=True, slots=True)

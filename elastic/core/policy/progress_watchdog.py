@@ -17,14 +17,13 @@ when a node reconnects, missed orders are repeated. At the bound, the evidence d
                                                         restarted, and no node is left out
     all wait for each other                           after `stuck_s` a new epoch; in the next
                                                         stall it leaves out the node that others
-                                                        accuse, those whose parts of the last
-                                                        checkpoint are missing, or the node that
-                                                        stopped first
+                                                        accuse, or the node that stopped first
     a worker has not attached, and uses no CPU time   its workers are restarted, in every phase;
                                                         the pauses grow until they attach
 
 A node that is not heard is no evidence: its lease decides about it. If only the commit of the last
-checkpoint is missing, the job waits for no node. While the coordinator doubts
+checkpoint is missing, the job waits for no node. If parts of this checkpoint are missing,
+`elastic.core.policy.final_checkpoint` decides about nodes that wait. While the coordinator doubts
 its own network (`elastic.core.job.liveness`), nothing counts as a stall, and the bound begins anew
 afterwards.
 
@@ -193,6 +192,7 @@ def _progressed(state: JobState, watch: ProgressWatch) -> ProgressWatch:
         step=watch.step,
         signs=watch.signs,
         orders={node: orders for node, orders in watch.orders.items() if node in starting},
+        final=watch.final,
     )
 
 
@@ -237,18 +237,21 @@ def excused(state: JobState, seconds: float) -> JobState:
     watch = state.watch
     signs = {node: replace(sign, at=sign.at + seconds) for node, sign in watch.signs.items()}
     since = watch.since + seconds if watch.since else 0.0
-    return state.of(watch=replace(watch, since=since, signs=signs))
+    final = watch.final and replace(watch.final, since=watch.final.since + seconds)
+    return state.of(watch=replace(watch, since=since, signs=signs, final=final))
 
 
 def restarted(state: JobState, until: float) -> JobState:
     """Forget all signs, after a failover of the coordinator or while it doubts its own network.
     Nodes have `until` to report again."""
-    return state.of(watch=replace(state.watch, since=until, signs={}, reminded=False))
+    final = state.watch.final and replace(state.watch.final, since=until)
+    return state.of(watch=replace(state.watch, since=until, signs={}, reminded=False, final=final))
 
 
 def orders_held(state: JobState, now: float) -> JobState:
-    """Begin the bound anew, because no order reaches a node while the store is away."""
-    return state.of(watch=replace(state.watch, since=now))
+    """Begin the bounds anew, because no order reaches a node while the store is away."""
+    final = state.watch.final and replace(state.watch.final, since=now)
+    return state.of(watch=replace(state.watch, since=now, final=final))
 
 
 # ---- stalls ----
@@ -369,7 +372,8 @@ def _end_stall(
         if common and state.watch.stalls < 2:
             return _report(state, found, "wait", quiet_s, now)
         return _blame(state, found, quiet_s, now, common=common)
-    if quiet_s < _patient_s(state):
+    parts_missing = state.phase is JobPhase.RUNNING and final_checkpoint.late_writers(state)
+    if parts_missing or quiet_s < _patient_s(state):
         return None
     suspects = _suspects(state, heard, oldest)
     if _halts_at_once(state):
@@ -400,9 +404,6 @@ def _suspects(state: JobState, heard: Collection[str], oldest: str) -> dict[str,
     most = max(sorted(set(accused) & set(heard)), key=accused.count, default="")
     if most:
         return {most: "others lost contact with it"}
-    late = [node for node in final_checkpoint.late_writers(state) if node in heard]
-    if late and state.phase is JobPhase.RUNNING:
-        return dict.fromkeys(late, "its part of the last checkpoint is missing")
     return {oldest: f"it stopped first ({_activity(state, oldest) or 'activity unknown'})"}
 
 
@@ -714,6 +715,11 @@ def _common_failure(state: JobState) -> str:
 
 
 # ---- for people ----
+
+
+def attention(state: JobState) -> str:
+    """Return the text about a long wait for the last checkpoint; "": there is none."""
+    return final_checkpoint.attention(state)
 
 
 def summary(state: JobState, now: float) -> dict[str, Any]:

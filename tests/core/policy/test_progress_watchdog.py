@@ -24,7 +24,6 @@ from elastic.domain import codec
 from elastic.domain.errors import Unanswered, VaultUnreachable, describe
 from elastic.domain.types import NodeInfo, Plan, StepRecord, Unit
 from tests.core.coordinator.test_transitions import entries, halt, running, sent
-from tests.core.job.test_checkpoints import pipeline, slots_of
 from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
 from tests.core.world.world import Fault, World
 
@@ -276,48 +275,6 @@ def test_the_end_of_the_job_has_more_time() -> None:
     assert not bench.wait(590.0)
     bench.wait(15.0)
     assert bench.state.epoch == 2
-
-
-def finishing(*writers: str) -> Bench:
-    """All steps are done. The parts of the last checkpoint that `writers` write are on disk."""
-    state = pipeline()
-    bench = Bench(state.of(spec=replace(spec_of(state), checkpoint_every=100), start_s=0.5))
-    for node in writers:
-        bench.apply(m.CheckpointPart(400, slots_of(state, node), 1, node))
-    for node in sorted(state.members, reverse=True):
-        done = m.Finished(400, "sha" if node == "node0" else "")
-        bench.report(node, phase=NodePhase.FINISHED, finished=done)
-    return bench
-
-
-def test_nobody_is_blamed_for_a_commit_that_hangs() -> None:
-    """The disk of the coordinator does not answer."""
-    bench = finishing(*NODES)
-    assert job.CommitCheckpoint(400) in bench.actions
-    bench.wait(2000.0)
-    assert bench.state.phase is JobPhase.RUNNING and not bench.kinds("stalled")
-
-
-def test_a_node_that_does_not_write_the_last_checkpoint_is_the_suspect() -> None:
-    """Its disk hangs. The others stopped first."""
-    bench = finishing("node0", "node2")
-    bench.wait(1.0, "node1")
-    bench.wait(62.0)
-    (cause,) = change_of(bench.state).causes
-    assert cause.nodes == ("node1",)
-    assert "its part of the last checkpoint is missing" in cause.text
-
-
-@pytest.mark.parametrize(("writers", "left_out"), [(NODES[::2], ["node1"]), (NODES[:1], [])])
-def test_nodes_that_do_not_write_are_left_out_unless_most_do_not(
-    writers: tuple[str, ...], left_out: list[str]
-) -> None:
-    """Most of the nodes may use the same disk."""
-    bench = finishing(*writers)
-    bench.state = bench.state.of(watch=replace(bench.state.watch, stalls=1))
-    bench.wait(122.0)
-    assert bench.state.epoch == 2
-    assert [node for node in NODES if quarantine.is_quarantined(bench.state, node)] == left_out
 
 
 def test_an_agent_that_counts_no_signs_is_not_blamed() -> None:
