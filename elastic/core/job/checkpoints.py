@@ -85,7 +85,8 @@ def part_reported(state: JobState, part: m.CheckpointPart, now: float) -> JobTra
     if is_complete(state, before):
         return state, (), ""
     # The assignment may be older than the part, if the store has lost it.
-    epochs = {step: known for step, known in state.checkpoint_epochs if step in pending}
+    kept = {*pending, *durable_steps(state)}
+    epochs = {step: known for step, known in state.checkpoint_epochs if step in kept}
     epochs[part.step] = max(part.epoch, epochs.get(part.step, 0))
     whole = is_complete(state, slots)
     if whole:
@@ -191,6 +192,23 @@ def newest_written(state: JobState) -> int:
     return max([newest_step(state), *whole])
 
 
+def is_of_other_history(state: JobState) -> bool:
+    """Return whether training went back behind the newest durable checkpoint after its files were
+    complete. The version was then computed again, with other last bits in floating point."""
+    if state.checkpoint is None:
+        return False
+    step = newest_step(state)
+    complete_in = dict(state.checkpoint_epochs).get(step, 0)
+    return any(epoch > complete_in and start < step for epoch, start in state.starts)
+
+
+def adopted_history(state: JobState, epoch: int) -> JobState:
+    """Return the state after `epoch` has begun with nothing but the newest durable checkpoint, so
+    that this version is of the history that training continues."""
+    epochs = {**dict(state.checkpoint_epochs), newest_step(state): epoch}
+    return state.of(checkpoint_epochs=tuple(sorted(epochs.items())))
+
+
 def commits_to_repeat(state: JobState) -> tuple[CommitCheckpoint, ...]:
     """Return the commits that may not have been finished: by a former coordinator, or because the
     disk failed before this epoch."""
@@ -260,9 +278,11 @@ def commit_failed(state: JobState, event: CheckpointFailed) -> JobTransition:
     return _part_failed(state, part)
 
 
-def starts_with(state: JobState, step: int) -> lineage.Starts:
-    """Return `Assignment.starts` of the present epoch, which begins at `step`."""
-    return (*lineage.with_start(state.starts, state.epoch, step), *state.rewritten)
+def starts_with(state: JobState, step: int, *, alone: bool = False) -> lineage.Starts:
+    """Return `Assignment.starts` of the present epoch, which begins at `step`; `alone`: with a
+    checkpoint of another history, as if training had gone back behind this step."""
+    first = step - 1 if alone else step
+    return (*lineage.with_start(state.starts, state.epoch, first), *state.rewritten)
 
 
 def began_epoch(state: JobState, assignment: Assignment) -> JobState:

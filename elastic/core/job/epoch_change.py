@@ -23,6 +23,7 @@ workers add the gradients and extend the ledgers (`elastic.worker.replica.replic
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
@@ -301,7 +302,7 @@ def _choose(
         except (InfeasiblePlan, Unrecoverable) as problem:
             error = error or problem
             continue
-        if not any(recipe.checkpoint for _, recipe in assignment.recipes):
+        if not _reads_checkpoint(assignment):
             return trial, choice, assignment
         found = found or (trial, choice, assignment)
     if found is None:
@@ -368,26 +369,36 @@ def _solve(
     reported = (copy for copy in copies if (copy.node, copy.key) not in hidden)
     proven = lineage.proven(reported, state.starts, newest_epoch=state.epoch, trimmed=state.trimmed)
     inventory = divergence.allowed(proven, state.distrusted)
-    assignment = recovery.solve(
-        plan=plan,
+    solve = partial(
+        recovery.solve,
         spec=state.spec,
-        inventory=inventory,
-        records=_records(state),
         vaults=tuple((mb.node, mb.report.info.vault) for mb in state.members.values()),
         checkpoint=state.checkpoint,
         initial_allowed=state.newest_step < 0,
         live={mb.node: h.step for mb in state.members.values() for h in mb.report.halted},
     )
+    assignment = solve(plan=plan, inventory=inventory, records=_records(state))
     reload = tuple(dict.fromkeys(place for entry in state.distrusted for place in entry.suspects))
+    alone = _reads_checkpoint(assignment) and checkpoints.is_of_other_history(state)
+    if alone:
+        why = "all layers are read from it, because copies of this version were computed again"
+        plan = replace(plan, reason=f"{assignment.plan.reason}; {why}")
+        assignment = solve(plan=plan, inventory=(), records=())
+        assignment = replace(assignment, plan=plan)
+        reload = tuple((node, one.layer, one.shard) for node, one in assignment.recipes)
     return replace(
         assignment,
         store=state.members[plan.units()[0].node].report.store,
         reload=reload,
         rescued=checkpoints.copies_to_rescue(state, plan, assignment.step, inventory),
         checkpointed=checkpoints.newest_written(state),
-        starts=checkpoints.starts_with(state, assignment.step),
+        starts=checkpoints.starts_with(state, assignment.step, alone=alone),
         run=state.run,
     )
+
+
+def _reads_checkpoint(assignment: recovery.Assignment) -> bool:
+    return any(recipe.checkpoint for _, recipe in assignment.recipes)
 
 
 def _install(
@@ -398,6 +409,9 @@ def _install(
     summary = recovery.summarize(assignment, change.old_plan, change.lost)
     change = _with_figures(state, change, assignment, summary)
     fallback = [recipe.checkpoint for _, recipe in assignment.recipes if recipe.checkpoint]
+    first = assignment.step
+    if fallback and checkpoints.is_of_other_history(state):
+        first, state = first - 1, checkpoints.adopted_history(state, state.epoch)
     unlogged = () if fallback else _unlogged_step(state, assignment, change.decided)
     newest = assignment.step - 1
     state = checkpoints.began_epoch(state, assignment).of(
@@ -411,7 +425,7 @@ def _install(
             join_policy.member_key(mb) for mb in state.members.values() if mb.report.able
         ),
         reconsider_at=0.0,
-        starts=lineage.with_start(state.starts, state.epoch, assignment.step),
+        starts=lineage.with_start(state.starts, state.epoch, first),
         missing=None,
         logged_step=newest if unlogged else min(state.logged_step, newest),
     )

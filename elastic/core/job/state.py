@@ -411,7 +411,8 @@ class JobState:
     """(step, layers and portions on disk) of checkpoints that are being written, oldest first."""
     checkpoint_epochs: tuple[tuple[int, int], ...] = ()
     """(step, newest epoch of its parts, or in which it became complete) of checkpoints that are
-    being written or committed."""
+    being written, committed, or durable. For a durable one it is the epoch to whose history it
+    belongs."""
     checkpoint_writers: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """(step, nodes that wrote its parts) of the newest durable checkpoint and of later ones."""
     rewritten: tuple[tuple[int, int], ...] = ()

@@ -29,6 +29,8 @@ from elastic.domain.types import (
     StepRecord,
 )
 from tests.core.coordinator.test_transitions import entries, halt, running, samples, send_report
+from tests.core.recovery.copies import gradient as gradient_of
+from tests.core.recovery.copies import state as copy_of
 from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
 from tests.core.world.world import World
 
@@ -353,6 +355,82 @@ def test_the_end_waits_for_a_writer_that_reconnects(cut: str) -> None:
     while silent.phase is JobPhase.RUNNING:
         silent, waited_s = apply(silent, job.Tick())[0], waited_s + 0.01
     assert waited_s == pytest.approx(state.limits.lease_s, rel=0.4)
+
+
+# ---- a checkpoint of another history ----
+
+
+def fallen_back(complete_in: int) -> tuple[JobState, int]:
+    """Epoch 2 went back behind a checkpoint, computed its version again, and lost layer 3. The
+    files were complete in the epoch `complete_in`. Return the state and the step."""
+    state = saving(4)
+    step = state.newest_step + 5
+    if complete_in == 1:
+        state, _, _ = apply(state, part(step))
+    state = after_a_loss(state)
+    assert assignment_of(state).step < step
+    if complete_in == 2:
+        state, _, _ = apply(state, part(step, epoch=2))
+    state, _, _ = apply(state, job.CheckpointCommitted("/c/v", step))
+    for node in state.members:
+        state, _, _ = send_report(state, node, phase=NodePhase.RUNNING, epoch=2)
+    state, _, _ = apply(state, part(step + 4, HALVES[0], epoch=2))
+    return _without_layer_3(state, step), step
+
+
+def _without_layer_3(state: JobState, step: int) -> JobState:
+    """All workers crash in the step after `step`; copies of three layers are left."""
+    crashed = plan_of(state).nodes()[0]
+    state, _, _ = send_report(state, crashed, phase=NodePhase.STARTING, cause="oops", able=False)
+    assert state.phase is JobPhase.HALTING
+    epoch = state.epoch
+    for node in state.members:
+        copies = [copy_of(layer, step, node, epoch=epoch - 1) for layer in range(3)]
+        copies += [gradient_of(layer, step, {0}, node, epoch=epoch - 1) for layer in range(3)]
+        found, halted = tuple(copies), (m.Halted(epoch, step),)
+        phase = NodePhase.HALTED
+        state, _, _ = send_report(
+            state, node, phase=phase, epoch=epoch, inventory=found, halted=halted, able=True
+        )
+    assert state.phase is JobPhase.INSTALLING and assignment_of(state).step == step
+    return state
+
+
+def _from_checkpoint(state: JobState) -> set[int]:
+    return {one.layer for _, one in assignment_of(state).recipes if one.checkpoint}
+
+
+def test_a_checkpoint_of_the_same_history_gives_the_layers_that_are_lost() -> None:
+    state, step = fallen_back(2)
+    assignment = assignment_of(state)
+    assert _from_checkpoint(state) == {3} and not assignment.reload
+    assert assignment.covered[0] == (0, frozenset({0})), "the survivors' gradients count"
+    assert assignment.starts[-1] == (3, step)
+
+
+def test_a_checkpoint_of_another_history_is_not_mixed_with_copies() -> None:
+    """Epoch 1 completed it. The bits of its version may differ from those of epoch 2."""
+    state, step = fallen_back(1)
+    assignment = assignment_of(state)
+    assert _from_checkpoint(state) == {0, 1, 2, 3}
+    places = {(node, one.layer, one.shard) for node, one in assignment.recipes}
+    assert set(assignment.reload) == places, "no worker keeps its live state"
+    assert not any(one.states or one.gradients for _, one in assignment.recipes)
+    assert not any(indices for _, indices in assignment.covered)
+    assert "all layers are read from it" in assignment.plan.reason
+    undone = [copy_of(0, step, epoch=2), gradient_of(0, step, {0}, epoch=2)]
+    assert all(lineage.is_undone(copy, assignment.starts) for copy in undone)
+    assert not lineage.is_undone(copy_of(0, step, epoch=3), assignment.starts)
+    assert state.starts == assignment.starts
+
+
+def test_copies_that_were_made_of_a_checkpoint_are_of_its_history() -> None:
+    """Epoch 3 began with the checkpoint alone, so its copies and the checkpoint go together."""
+    state, step = fallen_back(1)
+    for node in state.members:
+        state, _, _ = send_report(state, node, phase=NodePhase.RUNNING, epoch=3)
+    state = _without_layer_3(state, step)
+    assert _from_checkpoint(state) == {3} and not assignment_of(state).reload
 
 
 # ---- states of lost nodes ----
