@@ -120,7 +120,8 @@ class Coordinator:
         """Members that could not be told the end of the job; they may still reconnect."""
         self._rules_due = self._to_save = self._adopted = self._yields = False
         self._warned = False
-        self._passed_over: tuple[dict[str, Any], ...] = ()
+        self._resumed: tuple[job.LogEntry, ...] = ()
+        """Events about the checkpoints that a new run found."""
         self._former_log: tuple[str, ...] = ()
         """Events that the former coordinator may not have written."""
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter(self._dismiss)
@@ -177,7 +178,7 @@ class Coordinator:
             self._adopted = True
         else:
             run = f"{self._config.job_id}.{self._lease.token}"
-            self._state, self._passed_over = run_directory.initial_state(self._config, run)
+            self._state, self._resumed = run_directory.initial_state(self._config, run)
             value, before = codec.dumps(self._state).encode(), entry.revision if entry else None
             entry = self._store.put_if(STATE_KEY, value, before, self._lease.token)
             self._run.begin(run, self._lease.token)
@@ -252,8 +253,8 @@ class Coordinator:
         text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
         self._records.announce(text)
         self._log_event("coordinator", text)
-        for problem in self._passed_over:
-            self._log_event("checkpoint-unusable", problem)
+        for entry in self._resumed:
+            self._log_event(entry.kind, entry.data)
         if self._config.certs and self._config.nproc_per_node * self._config.max_nodes > 1:
             self._log_event("unencrypted", {"what": "workers", "why": tls.WORKERS})
             log.warning("%s", tls.WORKERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,16 +18,17 @@ from elastic.core.job import state as job
 from elastic.core.protocol.version import PROTOCOL
 from elastic.domain.errors import CorruptCheckpoint, FieldError
 from elastic.store import checkpoint_directory
+from elastic.store.checkpoint_directory import Manifest
 
 log = logging.getLogger("elastic.coordinator")
 
 
 def initial_state(
     config: JobConfig, run: str = "", wait: Callable[[float], object] = time.sleep
-) -> tuple[job.JobState, tuple[dict[str, Any], ...]]:
+) -> tuple[job.JobState, tuple[job.LogEntry, ...]]:
     """Return the state of the new run named `run`, with the checkpoints that it can resume, if any;
-    and fields of `checkpoint-unusable` events about newer ones. Removes no files of unfinished
-    checkpoints, because another coordinator may lead by now.
+    and events about the one that it resumes, and about newer ones that are damaged. Removes no
+    files of unfinished checkpoints, because another coordinator may lead by now.
 
     `wait(seconds)` makes a pause: a commit of the former run may hold the directory for a while.
     Raises CorruptCheckpoint if none of the checkpoints to resume is complete, and FieldError if the
@@ -45,10 +47,47 @@ def initial_state(
     if not found:
         remedy = "; ".join(map(str, problems)) or "it holds no checkpoint"
         raise CorruptCheckpoint("--resume", config.resume, remedy)
+    found, note = _of_one_job(config, run, found)
     known = tuple((str(path), manifest.step) for path, manifest in found)
     resumed = checkpoint_directory.saved_model(*found[0])
     state = state.of(checkpoint=known[0], older_checkpoints=known[1:], resumed=resumed)
-    return state, tuple({"path": error.value, "why": error.remedy} for error in problems)
+    unusable = [{"path": error.value, "why": error.remedy} for error in problems]
+    path, manifest = found[0]
+    data = {"path": str(path), "step": manifest.step, "run": manifest.run, "note": note}
+    entries = [job.LogEntry("checkpoint-unusable", problem) for problem in unusable]
+    return state, (*entries, job.LogEntry("checkpoint-resumed", data))
+
+
+def _of_one_job(
+    config: JobConfig, run: str, found: list[tuple[Path, Manifest]]
+) -> tuple[list[tuple[Path, Manifest]], str]:
+    """Return those of the checkpoints, newest first, that a run may resume, and a note if they are
+    of another job, or if newer ones are.
+
+    Several jobs may write to one `--checkpoint-dir`: checkpoints of this job come first, else those
+    of the job that wrote the newest one. A directory that the user names otherwise, or that belongs
+    to the run directory, is taken as it is.
+    """
+    directory = Path(config.checkpoint_dir)
+    if Path(config.resume) != directory or Path(config.run_dir) in directory.parents:
+        return found, ""
+    mine, newest = job_name(run), found[0][1]
+    own = [one for one in found if job_name(one[1].run) == mine]
+    if not own:
+        other = job_name(newest.run)
+        others = [one for one in found if job_name(one[1].run) == other]
+        return others, f"another job wrote it, since {directory} has no checkpoint of this one"
+    if own[0][1] is newest:
+        return own, ""
+    return own, f"that of step {newest.step} is of another job, run {newest.run or 'unknown'}"
+
+
+def job_name(run: str) -> str:
+    """Return the name that the user gave a job (`--rdzv-id`), from the name of a run; "": no name,
+    or an unknown run. The name of a run is NAME-TOKEN.TERM, or TOKEN.TERM without a name."""
+    job_id = run.rpartition(".")[0]
+    token = re.fullmatch(r"(?:(.*)-)?[0-9a-f]{6}", job_id)
+    return job_id if token is None else token[1] or ""
 
 
 def discard_former(directory: Path, run: str) -> None:

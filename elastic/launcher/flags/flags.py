@@ -120,7 +120,8 @@ OURS = (
     flag("--checkpoint-dir", type=FOLDER,
          help="directory of durable checkpoints (default RUN_DIR/checkpoints)"),
     flag("--resume", metavar="DIR",
-         help="start from this checkpoint; auto: from the newest in --checkpoint-dir, if any"),
+         help="start from this checkpoint; auto: from the newest of this job in --checkpoint-dir, "
+              "if any"),
     flag("--domain", type=NAMES,
          help="failure domain of this node; with --standalone one for each, comma-separated"),
     flag("--profile", type=PROFILE, help="file of `elastic profile`, from which plans are made"),

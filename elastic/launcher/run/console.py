@@ -167,6 +167,12 @@ def _checkpoint_unusable_line(event: Entry) -> str:
     return f"warning: {_field(event, 'path')} is passed over: {event.get('why', '')}"
 
 
+def _checkpoint_resumed_line(event: Entry) -> str:
+    what = f"continues from the checkpoint of step {_field(event, 'step')}"
+    text = f"{what} of run {event.get('run') or 'unknown'}, {_field(event, 'path')}"
+    return f"warning: {text}: {event['note']}" if event.get("note") else text
+
+
 def _checkpoint_lost_line(event: Entry) -> str:
     where = f" on {event['node']}" if event.get("node") else ""
     return f"warning: no checkpoint of step {_field(event, 'step')}{where}: {event.get('why', '')}"
@@ -271,6 +277,7 @@ EVENT_LINES: dict[str, Callable[[Entry], str]] = {
     "copy-corrupt": _corrupt_line,
     "keeper-failed": _keeper_failed_line,
     "checkpoint-unusable": _checkpoint_unusable_line,
+    "checkpoint-resumed": _checkpoint_resumed_line,
     "checkpoint-lost": _checkpoint_lost_line,
     "checkpoint-late": _checkpoint_late_line,
     "health": _health_line,

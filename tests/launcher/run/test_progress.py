@@ -159,6 +159,14 @@ def test_reports() -> None:
             {"kind": "paused", "why": "1 node, but 2 are needed"},
             "paused: 1 node, but 2 are needed; the job continues when a plan fits",
         ),
+        (
+            {"kind": "checkpoint-resumed", "step": 4, "path": "/c/4", "run": "a.1", "note": ""},
+            "continues from the checkpoint of step 4 of run a.1, /c/4",
+        ),
+        (
+            {"kind": "checkpoint-resumed", "step": 4, "path": "/c", "run": "", "note": "odd"},
+            "warning: continues from the checkpoint of step 4 of run unknown, /c: odd",
+        ),
         ({"kind": "certificate", "reason": "tls.crt expires"}, "warning: tls.crt expires"),
         (
             {"kind": "agent-failed", "node": "node2", "error": "OSError: no room"},
