@@ -15,8 +15,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from elastic.background import READ_S, BackgroundReading, ends_within
 from elastic.core.protocol.election import owns_saved_state, retry_s
 from elastic.domain.errors import ElasticError, StaleError
 from elastic.store.interface import Conflict, Lease, Store, StoreUnavailable
@@ -132,16 +134,19 @@ class RunMembership:
 
     The state of a finished job stays in the store for standbys that have not noticed the end, and a
     later job may use the same job name. The name of the run distinguishes the two jobs. It is kept
-    in the run directory for restarted coordinators.
+    in the run directory for restarted coordinators. The disk of this directory may hang, so nobody
+    waits for it longer than `READ_S`.
     """
 
     def __init__(self, store: Store, run_dir: Path) -> None:
-        self._store, self._file = store, run_dir / "store-run"
+        self._store, self._file, self._known = store, run_dir / "store-run", ""
+        self._reading = BackgroundReading("name of the run", self._read, "")
 
     @property
     def name(self) -> str:
         """Name of the run; "": no run yet."""
-        return self._file.read_text().strip() if self._file.exists() else ""
+        self._known = self._known or self._reading.read()
+        return self._known
 
     def join_current(self) -> None:
         """Join the unfinished run in the store, if any, unless this coordinator has a run."""
@@ -176,8 +181,14 @@ class RunMembership:
         self._store.put_if(key, name.encode(), present.revision if present else None, token)
 
     def _join(self, run: str) -> None:
-        if self.name == run:  # no write, which could fail on a full disk
-            return
+        if self.name != run:
+            self._known = run
+            ends_within(READ_S, "record of the run's name", partial(self._write, run))
+
+    def _read(self) -> str:
+        return self._file.read_text().strip() if self._file.exists() else ""
+
+    def _write(self, run: str) -> None:
         draft = self._file.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(run + "\n")
         draft.replace(self._file)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic import lifeline
+from elastic.background import BackgroundReading
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
 from elastic.coordinator.certificate_watch import CertificateWatch
@@ -511,8 +512,10 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     # lease again, so one that fails whenever it leads does not keep the others from leading.
     holder = f"{config.job_id}/{slot}.{os.getpid()}" if config.standbys else config.job_id
     run_dir, clock, store = Path(config.run_dir), WallClock(), open_store(config)
+    end_file = run_dir / "exit.json"
     run, name = RunMembership(store, run_dir), run_directory.coordinator_name(slot)
     metrics = CoordinatorMetrics(config.job_id, clock.now)
+    ended = BackgroundReading("end of the job", partial(run_directory.read_json, end_file), {})
     served = serve(metrics.registry, config, name, "coordinator", metrics_port)
     ttl_s = SHARED_LEASE_S if config.store.shared else LEASE_S
     given_up = 0
@@ -524,8 +527,8 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
         run_directory.write_pid(run_dir, slot)
         while True:
             lease = stand_by(store, run, holder, ttl_s, clock.now)
-            result = run_directory.read_json(run_dir / "exit.json")
-            if config.store.shared and result:  # another coordinator has ended the job
+            result = ended.read() if config.store.shared else {}
+            if result:  # another coordinator has ended the job
                 return int(result.get("code", EXIT_FAILURE))
             began = time.monotonic()
             try:

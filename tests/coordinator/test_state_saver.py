@@ -287,3 +287,28 @@ def test_runs_with_the_same_name(tmp_path: Path) -> None:
     later.begin("second", token)
     assert RunMembership(store, folders[2]).adopt(), "started again, it knows its run"
     assert standby.adopt() and standby.name == "second"
+
+
+def test_nobody_waits_for_the_disk_that_has_the_name_of_the_run(tmp_path: Path) -> None:
+    """A standby, a coordinator that takes over, and one that ends the job. A named pipe without a
+    reader or writer stands for a disk that hangs."""
+    store = MemoryStore()
+    token = store.acquire("a", 10.0, 0.0).token
+    leader, standby = (RunMembership(store, tmp_path) for _ in range(2))
+    leader.begin("first", token)
+    standby.join_current()
+    (tmp_path / "store-run").unlink()
+    for name in ("store-run", f"store-run.{os.getpid()}.tmp"):
+        os.mkfifo(tmp_path / name)
+    done = threading.Event()
+
+    def work() -> None:
+        standby.join_current()
+        assert standby.adopt() and standby.name == "first"
+        leader.end(token)
+        leader.begin("second", token)
+        assert RunMembership(store, tmp_path).adopt() and leader.name == "second"
+        done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    assert done.wait(LONG_S)
