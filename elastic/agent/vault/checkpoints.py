@@ -9,7 +9,8 @@ wait for it, the next one is given up.
 
 The state after the last step is always a checkpoint. Workers wait for this checkpoint only: its
 bundles are acknowledged when the files are on disk. The coordinator waits for it, too, before it
-ends the job.
+ends the job, but one of the former version (protocol 1) does not: it ends the job as soon as the
+workers are done.
 
 If an epoch begins at an earlier step than states that were written, training repeats these steps.
 The writer then forgets these states, drops those in its queue, and writes the new ones.
