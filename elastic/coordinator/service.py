@@ -512,10 +512,10 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     # lease again, so one that fails whenever it leads does not keep the others from leading.
     holder = f"{config.job_id}/{slot}.{os.getpid()}" if config.standbys else config.job_id
     run_dir, clock, store = Path(config.run_dir), WallClock(), open_store(config)
-    end_file = run_dir / "exit.json"
     run, name = RunMembership(store, run_dir), run_directory.coordinator_name(slot)
     metrics = CoordinatorMetrics(config.job_id, clock.now)
-    ended = BackgroundReading("end of the job", partial(run_directory.read_json, end_file), {})
+    read_end = partial(run_directory.read_json, run_dir / "exit.json")
+    ended: BackgroundReading[dict[str, Any]] = BackgroundReading("end of the job", read_end, {})
     served = serve(metrics.registry, config, name, "coordinator", metrics_port)
     ttl_s = SHARED_LEASE_S if config.store.shared else LEASE_S
     given_up = 0
