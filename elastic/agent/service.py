@@ -503,7 +503,9 @@ class NodeAgent:
         if self._absence.since and self._exit_code is None:
             self._consider_the_end()
         if self._gate.open and not self._notices.parked:
-            self._send(replace(core.heartbeat(self._state), rtt_s=self._session.rtt_s))
+            beat = core.heartbeat(self._state)
+            signs = beat.signs + self._checkpoints.final_files
+            self._send(replace(beat, signs=signs, rtt_s=self._session.rtt_s))
 
     def _tell(self, text: str) -> None:
         """Print a line about the coordinator, which the launcher of a standalone job reports."""

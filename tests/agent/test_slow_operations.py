@@ -195,6 +195,17 @@ def test_a_copy_for_a_checkpoint_is_made_slowly(
     assert list(Path(node.agent._config.checkpoint_dir).rglob("*.s*"))
 
 
+def test_files_of_the_last_checkpoint_are_signs_of_progress(node: RunningAgent) -> None:
+    """Otherwise a slow disk would look like one that hangs."""
+    vault, writer, data = node.agent._vault, node.agent._checkpoints, layer_run(0, 2)
+    copy = put(vault, make(data, layer=0, step=2, epoch=9), data)
+    before, writer.steps, written = node.coordinator.heartbeats().signs, 2, threading.Event()
+    writer._rescue(Plan(1, N_LAYERS, 1, 1, ()), copy)
+    writer.then(written.set)
+    assert written.wait(LONG_S)
+    assert node.coordinator.heartbeats().signs == before + 1
+
+
 def test_a_copy_is_verified_slowly(node: RunningAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = put(node.agent._vault, make(content(1), epoch=9), content(1))
     slow = Slow(lambda data: "0")

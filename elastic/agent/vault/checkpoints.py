@@ -71,6 +71,9 @@ class CheckpointWriter:
         """Number of steps of the job."""
         self.final = False
         """Whether this node's part of the last checkpoint is queued or written."""
+        self.final_files = 0
+        """Number of files of the last checkpoint that were written: a sign of progress, because a
+        slow disk may need long for all of a part."""
         self._plan: Plan | None = None
         self._job_run = ""
         """`Assignment.run`. A writer serves one run: a node that joins another gets a new one."""
@@ -256,6 +259,7 @@ class CheckpointWriter:
                     patience_s=self._patience_s if copy.step == self.steps else 0.0,
                     held=lambda error: self._failed(str(error.__cause__ or error)),
                 )
+                self.final_files += copy.step == self.steps
         except (ElasticError, OSError) as error:
             self._give_up(copies, error, str(error.__cause__ or error))
             return

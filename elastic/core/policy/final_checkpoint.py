@@ -4,7 +4,7 @@ The workers wait until their parts of this checkpoint are on disk. If a node can
 the node is quarantined, and the others write the whole checkpoint in a new epoch.
 
 A disk may also hang without an error. The wait begins anew with each part, and with each sign of
-progress of a node whose part is missing (`check`):
+progress of a node whose part is missing, such as a file of a part (`check`):
 
     after     what happens
     disk_s    the wait is reported: an event, and a text in the status

@@ -169,6 +169,22 @@ def test_the_last_step_is_always_a_checkpoint_and_can_be_waited_for(node: Node) 
     assert [order.get(timeout=LONG_S) for _ in range(2)] == ["slow", "2 on disk"]
 
 
+def test_each_file_of_the_last_checkpoint_is_progress(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow disk needs long for a part of many layers."""
+    write, seen = checkpoint_directory.write_part, list[int]()
+
+    def watched(*args: Any) -> Any:
+        seen.append(node.writer.final_files)
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint_directory, "write_part", watched)
+    node.announce(4, 0, 1)
+    node.announce(5, 0, 1)
+    assert len(node.written()) == 2 and seen == [0, 0, 0, 1] and node.writer.final_files == 2
+
+
 def test_a_disk_that_refuses_costs_that_checkpoint(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
