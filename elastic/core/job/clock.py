@@ -14,6 +14,7 @@ from elastic.core.health.diagnosis import Finding, NodeHealth
 from elastic.core.health.path_fault import PathFault
 from elastic.core.job.state import (
     EpochChange,
+    FinalWait,
     JobFailure,
     JobState,
     Member,
@@ -53,7 +54,8 @@ TIMES: dict[type, tuple[str, ...]] = {
     MissingCopies: ("since",),
     ProgressSign: ("at",),
     RestartOrders: ("at",),
-    ProgressWatch: ("since", "signs", "orders", "retry_at", "failed_times"),
+    ProgressWatch: ("since", "signs", "orders", "retry_at", "failed_times", "final"),
+    FinalWait: ("since",),
     JobFailure: ("at",),
     NodeHealth: (
         "crashes",
