@@ -47,11 +47,11 @@ from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
 from elastic.agent.workers.channels import WorkerChannels
-from elastic.agent.workers.console import STALL_S, Console
 from elastic.agent.workers.processes import KILL_S, WorkerExit, WorkerGroup, agent_socket
 from elastic.background import ends_within
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
+from elastic.console import STALL_S, Console
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, parse_fault

@@ -17,9 +17,9 @@ from typing import BinaryIO
 import pytest
 
 from elastic.agent.vault.server import VaultServer
-from elastic.agent.workers.console import Console
 from elastic.agent.workers.processes import WorkerGroup
 from elastic.config import STDERR, JobConfig
+from elastic.console import Console
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import JoinRefused
 from elastic.core.protocol.messages import NodePhase

@@ -30,8 +30,9 @@ from typing import Any
 
 import psutil
 
+from elastic import console
 from elastic.agent.health import devices, disks, preflight
-from elastic.agent.workers import console, output, processes
+from elastic.agent.workers import output, processes
 from elastic.coordinator import port_watch
 from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.health_report import DiskSpace

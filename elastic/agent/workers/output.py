@@ -24,9 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from elastic.agent.workers.console import ROOM_S, STALL_S, BoundedWriter, Console
 from elastic.background import BackgroundReading
 from elastic.config import STDERR, STDOUT, JobConfig
+from elastic.console import ROOM_S, STALL_S, BoundedWriter, Console
 
 log = logging.getLogger("elastic.agent")
 _CHUNK_BYTES = 1 << 16

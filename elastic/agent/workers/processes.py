@@ -23,9 +23,9 @@ from pathlib import Path
 import psutil
 
 from elastic import lifeline
-from elastic.agent.workers.console import Console
 from elastic.agent.workers.output import Output
 from elastic.config import JobConfig
+from elastic.console import Console
 from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.fault_spec import dump_faults
 from elastic.core.protocol.messages import Launch

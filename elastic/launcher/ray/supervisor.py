@@ -6,9 +6,7 @@ The coordinator runs beside the launcher, so RUN_DIR is on the user's machine.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -181,8 +179,7 @@ class ClusterSupervisor(Supervisor):
                 file.seek(offset)
                 file.write(data)
             if name == CONSOLE.format(node=agent.name):
-                with contextlib.suppress(OSError):  # the reader has gone; the job continues
-                    os.write(self._view.output or sys.stdout.fileno(), data)
+                self._view.put(data)
 
 
 def agent_spec(config: JobConfig, machine: fleet.Machine, node: str, coordinator: str) -> AgentSpec:

@@ -1,21 +1,31 @@
 """Console of `elastic run`: a progress bar on a terminal, plain lines elsewhere.
 
-The job continues if the console fails: output that cannot be written is lost.
+The job continues if nobody reads the console, or if it fails: a thread prints (`elastic.console`),
+and no method here waits for it, except `close`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any
+
+from elastic.config import STDERR, STDOUT
+from elastic.console import Console
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 CHUNK = 1 << 16
 """Most bytes of the workers' output that are printed at once."""
 QUIET_S = 1.0
 """At the end, the workers' output is printed until nothing comes for this long."""
+LAST_OUTPUT_S = 10.0
+"""Longest wait for the last output at the end, if its reader is slow."""
 Entry = dict[str, Any]
 """A line of progress.jsonl or events.jsonl."""
 
@@ -43,8 +53,8 @@ class ProgressLines:
     output: int | None = None
     """Descriptor for the agents' output; None: they inherit the streams of this process."""
 
-    def __init__(self, file: TextIO | None = None) -> None:
-        self._file = file or sys.stderr
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._phase = ""
         self._newest = (0, 0)
         """(epoch, step) of the last printed step."""
@@ -63,74 +73,133 @@ class ProgressLines:
         self._phase = phase or self._phase
 
     def note(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the reader has gone, or the disk is full
-            print(f"elastic: {text}", file=self._file, flush=True)
+        self._console.say(text)
+
+    def put(self, data: bytes) -> None:
+        """Print output of an agent that has no descriptor."""
+        self._console.put_at_once(STDOUT, data)
 
     def close(self) -> None:
+        """Wait for the last lines, for a limited time."""
+        self._console.finish(LAST_OUTPUT_S)
+
+
+class _Terminal:
+    """Standard error, as a file for tqdm. Writing does not wait."""
+
+    encoding = "utf-8"
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def write(self, text: str) -> int:
+        self._console.put_at_once(STDERR, text.encode(errors="replace"))
+        return len(text)
+
+    def flush(self) -> None:
         """Do nothing."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that tqdm asks for the width of the terminal."""
+        return sys.stderr.fileno()
 
 
 class ProgressBar:
     """Progress of the job as a bar on a terminal. The output of the workers is printed above it."""
 
-    def __init__(self) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=None, unit="step", dynamic_ncols=True, leave=True, file=sys.stderr)
+    def __init__(self, console: Console) -> None:
+        self._console, self._bar = console, _make_bar(_Terminal(console))
         self._shown: Entry = {}
         self._lock = threading.Lock()
-        self._console, self.output = os.pipe()
+        """Guards the bar and the last, unfinished line; never held while the terminal prints."""
+        self._rest, self._closing = b"", False
+        self._pipe, self.output = os.pipe()
         """`output`: descriptor for the agents' standard output and error."""
         self._passed = 0
-        """Number of chunks of output that were printed."""
+        """Number of chunks of output that were passed on."""
         self._relay = threading.Thread(target=self._pass_on, name="console", daemon=True)
         self._relay.start()
 
     def update(self, entry: Entry) -> None:
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
             self._shown |= {key: value for key, value in entry.items() if value not in (None, "")}
             if self._shown.get("steps"):
                 self._bar.total = self._shown["steps"]
             self._bar.n = self._shown.get("step", 0)
             self._bar.set_description_str(str(self._shown.get("phase", "")), refresh=False)
             self._bar.set_postfix_str(describe(self._shown), refresh=False)
-            self._bar.refresh(nolock=True)  # an error would leave the lock of tqdm held
+            if self._console.flush(0.0):  # else bars would queue up; the next one comes soon
+                self._bar.refresh(nolock=True)
 
     def note(self, text: str) -> None:
-        with self._lock, contextlib.suppress(OSError):
-            self._bar.write(f"elastic: {text}", file=sys.stderr)
+        with self._lock:
+            self._print(STDERR, f"elastic: {text}\n".encode(errors="replace"))
+
+    def put(self, data: bytes) -> None:
+        """Print output of agents, as many whole lines as there are."""
+        with self._lock:
+            whole, newline, self._rest = (self._rest + data).rpartition(b"\n")
+            if newline:
+                self._print(STDOUT, whole + newline)
 
     def close(self) -> None:
-        """Print the rest of the output. A process that outlives the job may hold the pipe open, so
-        this ends when nothing comes for `QUIET_S`."""
+        """Print the rest of the output, for a limited time. A process that outlives the job may
+        hold the pipe open, so this also ends when nothing comes for `QUIET_S`."""
+        until = time.monotonic() + LAST_OUTPUT_S
         os.close(self.output)
-        passed = -1
-        while self._relay.is_alive() and passed != self._passed:
+        self._closing, passed = True, -1
+        while self._relay.is_alive() and passed != self._passed and time.monotonic() < until:
             passed = self._passed
             self._relay.join(QUIET_S)
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
+            if self._rest:
+                self._print(STDOUT, self._rest + b"\n")
             self._bar.close()
+        self._console.finish(max(0.0, until - time.monotonic()))
 
     def _pass_on(self) -> None:
-        """Print what comes through the pipe, as many whole lines at a time as there are."""
-        rest = b""
-        with open(self._console, "rb", buffering=0) as pipe:
+        """Print what comes through the pipe. While nobody reads the terminal it stays in the pipe,
+        and the agents keep what they can."""
+        with open(self._pipe, "rb", buffering=0) as pipe:
             while chunk := pipe.read(CHUNK):
-                whole, newline, rest = (rest + chunk).rpartition(b"\n")
-                if newline:
-                    self._print(whole)
+                self.put(chunk)
                 self._passed += 1
-        if rest:
-            self._print(rest)
+                while not self._closing and not self._console.flush(QUIET_S):
+                    pass
 
-    def _print(self, lines: bytes) -> None:
-        with self._lock, contextlib.suppress(OSError):
-            self._bar.write(lines.decode(errors="replace"), file=sys.stdout)
+    def _print(self, stream: int, lines: bytes) -> None:
+        """Print lines above the bar. The caller holds the lock."""
+        self._bar.clear(nolock=True)
+        self._console.put_at_once(stream, lines)
+        self._bar.refresh(nolock=True)
+
+
+def _make_bar(file: _Terminal) -> tqdm[Any]:
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]  # it takes no type at run time
+        monitor_interval = 0  # tqdm's own thread is not needed
+
+    return Bar(total=None, unit="step", dynamic_ncols=True, leave=True, file=file)
 
 
 def make_view() -> ProgressBar | ProgressLines:
     """Return a bar if both standard output and error are terminals, else lines."""
-    return ProgressBar() if sys.stderr.isatty() and sys.stdout.isatty() else ProgressLines()
+    console, streams = Console(program="elastic"), (sys.stderr, sys.stdout)
+    terminal = all(stream is not None and stream.isatty() for stream in streams)
+    return ProgressBar(console) if terminal else ProgressLines(console)
+
+
+class NoteHandler(logging.Handler):
+    """Prints warnings of the libraries as lines for the user: logging itself would wait for a
+    console that nobody reads."""
+
+    def __init__(self, note: Callable[[str], object]) -> None:
+        super().__init__(logging.WARNING)
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._note(f"warning: {record.getMessage()}")
 
 
 # ---- events ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from elastic.launcher.run.event_tail import read_object
 from elastic.launcher.run.metrics_endpoint import metrics_flag
 from elastic.telemetry import read_last_words
 
+log = logging.getLogger(__name__)
 SETTLED_S = 10.0
 """A coordinator that ends sooner than this after its start had a short life."""
 FIRST_FAILURES, MAX_FAILURES = 3, 8
@@ -105,8 +107,7 @@ class Child:
                 self.returncode = self._process.wait(KILL_S)
             except subprocess.TimeoutExpired:
                 self.returncode = -signal.SIGKILL
-                text = f"{self.name} was killed, but does not end: it may wait for a disk"
-                print(f"elastic: warning: {text}", file=sys.stderr)
+                log.warning("%s was killed, but does not end: it may wait for a disk", self.name)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

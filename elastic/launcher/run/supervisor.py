@@ -12,10 +12,10 @@ the coordinator's files every --monitor-interval.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -34,7 +34,7 @@ from elastic.domain.errors import (
 )
 from elastic.launcher.flags.addresses import AddressState, address_state, local_address
 from elastic.launcher.flags.request import LOOPBACK, Request
-from elastic.launcher.run.console import EVENT_LINES, event_line, make_view
+from elastic.launcher.run.console import EVENT_LINES, NoteHandler, event_line, make_view
 from elastic.launcher.run.event_tail import Follower, read_object
 from elastic.launcher.run.injected import LauncherFaults
 from elastic.launcher.run.metrics_endpoint import check_free, first_agent, metrics_flag
@@ -68,8 +68,6 @@ def launch(request: Request) -> int:
 @contextlib.contextmanager
 def open_run_dir(request: Request) -> Iterator[RunDir]:
     """Open the run directory of a launcher, and set the security settings of this process."""
-    if request.guard.warning:
-        print(f"elastic: {request.guard.warning}", file=sys.stderr)
     run_dir = RunDir(request)
     try:
         tls.use(tls.load(run_dir.path, run_dir.config.certs, run_dir.config.certs_name))
@@ -145,8 +143,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Run until the job ends here; return the exit code."""
-        with self._signals_handled() as wake:
+        with self._signals_handled() as wake, self._warnings_noted():
             try:
+                if self._request.guard.warning:
+                    self._view.note(self._request.guard.warning)
                 self._start()
                 while self._code is None:
                     interval = FAULT_POLL_S if self._faults else self._config.monitor_interval_s
@@ -320,6 +320,15 @@ class Supervisor:
     def _kill_all(self) -> None:
         for child in (*self._agents, *self._coordinators.children):
             child.kill()
+
+    @contextlib.contextmanager
+    def _warnings_noted(self) -> Iterator[None]:
+        handler = NoteHandler(self._view.note)
+        logging.getLogger().addHandler(handler)
+        try:
+            yield
+        finally:
+            logging.getLogger().removeHandler(handler)
 
     # ---- signals ----
 

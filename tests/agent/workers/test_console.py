@@ -6,6 +6,9 @@ import contextlib
 import os
 import queue
 import re
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.workers import console as console_module
-from elastic.agent.workers.console import BoundedWriter, Console
+from elastic import console as console_module
 from elastic.agent.workers.processes import WorkerExit, WorkerGroup
 from elastic.config import STDERR, STDOUT, JobConfig
+from elastic.console import BoundedWriter, Console
 from elastic.core.protocol.messages import Launch
 from elastic.domain.types import NodeInfo
 from tests.launcher.helpers import wait_until
@@ -132,6 +135,31 @@ def test_errors_are_shown_while_nobody_reads_the_output(pipe: Pipe) -> None:
     console.say("a line")
     assert terminal.read(b"\n") == "elastic agent: a line\n"
     os.close(with_pager.read_end)
+
+
+def test_a_stream_that_another_process_has_made_non_blocking(pipe: Pipe) -> None:
+    """A terminal is shared; its flags are, too."""
+    os.set_blocking(pipe.write_end, False)
+    console, data = Console((pipe.write_end, -1)), b"x" * 200_000 + b"the end\n"
+    console.put(STDOUT, data)
+    assert not console.flush(0.01)
+    assert pipe.read(b"the end\n").encode() == data
+
+
+def test_a_closed_stream_is_not_taken_for_the_next_file(tmp_path: Path) -> None:
+    """As with `elastic run 2>&-`: the next file that is opened gets its number."""
+    code = """
+        import os
+        from elastic.console import Console
+        assert os.open("file", os.O_CREAT | os.O_WRONLY) == 2
+        console = Console()
+        console.say("a line")
+        assert console.flush(10)
+    """
+    command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, textwrap.dedent(code)]
+    root = Path(__file__).resolve().parents[3]
+    subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)})
+    assert (tmp_path / "file").read_text() == ""
 
 
 def test_lines_of_both_streams_stay_whole_on_one_pipe(pipe: Pipe) -> None:

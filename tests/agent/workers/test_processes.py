@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from elastic.agent.workers import processes
-from elastic.agent.workers.console import Console
 from elastic.agent.workers.output import Output
 from elastic.agent.workers.processes import (
     IDLE_S,
@@ -32,6 +31,7 @@ from elastic.agent.workers.processes import (
     worker_environment,
 )
 from elastic.config import JobConfig, WorkerCommand
+from elastic.console import Console
 from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.fault_spec import load_faults, parse_fault
 from elastic.core.protocol.messages import Launch
@@ -411,7 +411,7 @@ AGENT = """
 import sys, signal
 from elastic import lifeline
 from elastic.config import load_config
-from elastic.agent.workers.console import Console
+from elastic.console import Console
 from elastic.agent.workers.processes import WorkerGroup
 from elastic.core.protocol.messages import Launch
 from elastic.domain.types import NodeInfo

@@ -2,8 +2,8 @@
 
 Arguments of the unused script control them: finish=CODE, serve, fail, leaves, outdated (the
 coordinator cannot read the saved state), unable (the coordinator fails after it has written its
-process id), broken (agents end with an error), and after=N, which
-delays `finish` to the N-th start of the coordinator.
+process id), broken (agents end with an error), loud (a child of each agent prints 1 MB), and
+after=N, which delays `finish` to the N-th start of the coordinator.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def coordinator() -> None:
         raise SystemExit(EXIT_INCOMPATIBLE)
     host, _, port = args.address.rpartition(":")
     listener = socket.create_server((host, int(port)))
-    (run_dir / "coordinator.json").write_text(
-        json.dumps({"address": args.address, "pid": os.getpid()})
-    )
+    draft = run_dir / "coordinator.tmp"
+    draft.write_text(json.dumps({"address": args.address, "pid": os.getpid()}))
+    draft.replace(run_dir / "coordinator.json")
     _append(
         run_dir / "progress.jsonl",
         json.dumps(
@@ -65,7 +65,8 @@ def agent() -> None:
         write_last_words(config.run_dir, args.node, "OSError: no room for the socket")
         raise SystemExit(1)
     signal.signal(signal.SIGUSR1, (lambda *_: sys.exit(0)) if leaves else signal.SIG_IGN)
-    child = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 60 & wait; sleep 60"])
+    loud = "yes | head -c 1000000 &" if "loud" in config.command.args else ""
+    child = subprocess.Popen(["sh", "-c", f"trap '' TERM; {loud} sleep 60 & wait; sleep 60"])
     facts = {"node": args.node, "domain": args.domain, "pids": [os.getpid(), child.pid]}
     _append(Path(config.run_dir) / "agents.jsonl", json.dumps(facts))
     signal.pause()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import os
-import sys
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic.config import JobConfig, claim_fault
+from elastic.console import Console
 from elastic.core.protocol.fault_spec import parse_fault
 from elastic.launcher.commands.queries import as_text
 from elastic.launcher.run.console import (
@@ -39,9 +38,9 @@ def entry(step: int, phase: str = "running", **more: object) -> dict[str, object
     }
 
 
-def test_lines() -> None:
-    text = io.StringIO()
-    view = ProgressLines(text)
+def test_lines(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "console", os.O_CREAT | os.O_WRONLY)
+    view = ProgressLines(Console((-1, descriptor), "elastic"))
     view.update(entry(0, "launched"))
     view.update(entry(1, loss=2.5, tokens_per_s=12345.6, epoch=1))
     view.update(entry(2, loss=2.25, epoch=1))
@@ -50,7 +49,8 @@ def test_lines() -> None:
     view.update(entry(2, "halting"))
     view.update(entry(1, loss=2.4, epoch=2))  # fell back to a checkpoint
     view.close()
-    assert text.getvalue().splitlines() == [
+    os.close(descriptor)
+    assert (tmp_path / "console").read_text().splitlines() == [
         "elastic: launched at step 0: 3 nodes, plan 2+1",
         "elastic: step 1/9: loss 2.5000, 12,346 tokens/s, 3 nodes, plan 2+1",
         "elastic: step 2/9: loss 2.2500, 3 nodes, plan 2+1",
@@ -59,48 +59,65 @@ def test_lines() -> None:
     ]
 
 
-class Failing(io.StringIO):
-    """A stream that cannot be written while it has an `error`."""
-
-    error: OSError | None = None
-
-    def write(self, text: str) -> int:
-        if self.error is not None:
-            raise self.error
-        return super().write(text)
-
-
-ERRORS = [OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EIO, errno.EPIPE)]
+@pytest.fixture(params=["full disk", "no reader", "no terminal"])
+def failing(request: pytest.FixtureRequest) -> Iterator[Console]:
+    """A console that cannot be written: errors ENOSPC, EPIPE and EIO."""
+    if request.param == "full disk":
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read, descriptor = os.pipe() if request.param == "no reader" else os.openpty()
+        os.close(read)
+    yield Console((descriptor, descriptor), "elastic")
+    os.close(descriptor)
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=str)
-def test_lines_that_cannot_be_written_are_lost(error: OSError) -> None:
-    text = Failing()
-    view = ProgressLines(text)
-    text.error = error
+def test_lines_that_cannot_be_written_are_lost(failing: Console) -> None:
+    view = ProgressLines(failing)
     view.update(entry(1, loss=2.5, epoch=1))
-    text.error = None
-    view.update(entry(2, loss=2.25, epoch=1))
-    assert text.getvalue() == "elastic: step 2/9: loss 2.2500, 3 nodes, plan 2+1\n"
+    view.note("lost")
+    view.put(b"output of an agent\n")
+    view.close()
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=str)
-def test_a_bar_on_a_terminal_that_fails(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_on_a_terminal_that_fails(failing: Console) -> None:
     """The agents' output is read on. Otherwise they would wait for room in the pipe."""
-    out, terminal = Failing(), Failing()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    view = ProgressBar()
-    out.error = terminal.error = error
+    view = ProgressBar(failing)
     view.update(entry(1, loss=2.5, epoch=1))
     view.note("lost")
     for _ in range(4):  # more than a pipe holds
         os.write(view.output, b"a line of a worker\n" * 3000)
-    out.error = terminal.error = None
-    view.note("all is well")
-    os.write(view.output, b"the last line\n")
     view.close()
-    assert out.getvalue().endswith("the last line\n")
+
+
+def test_output_is_printed_above_the_bar(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "console", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    view = ProgressBar(Console((descriptor, descriptor), "elastic"))
+    view.update(entry(4, loss=2.5))
+    os.write(view.output, b"a line of a worker\nhalf")
+    view.note("a note")
+    os.write(view.output, b" a line\nthe last line")
+    view.close()
+    text = (tmp_path / "console").read_text()
+    lines = {line.rpartition("\r")[2].strip() for line in text.split("\n")}
+    assert {"a line of a worker", "half a line", "elastic: a note", "the last line"} <= lines
+    assert "4/9" in text and "loss 2.5000" in text
+    os.close(descriptor)
+
+
+def test_bars_do_not_queue_up_while_nobody_reads() -> None:
+    read, write = os.pipe()
+    view = ProgressBar(Console((write, write), "elastic"))
+    view.put(b"a line of a worker\n" * 10_000)
+    for step in range(1000):
+        view.update(entry(step, phase=f"phase{step}"))
+    text = b""
+    while b"the end" not in text:
+        view.note("the end")
+        text += os.read(read, 1 << 20)
+    assert len(set(re.findall(rb"phase\d+", text))) < 10
+    view.close()
+    os.close(write)
+    os.close(read)
 
 
 def test_follower_reads_on_after_an_error(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -40,7 +42,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
-    """start(script arguments, flags...) starts a launcher with stand-ins in tmp_path/runs/a."""
+    """start(script arguments, flags...) starts a launcher with stand-ins in tmp_path/runs/a.
+    `console`: descriptor of its output; None: a pipe for each stream."""
     (tmp_path / "script.py").write_text("")
     launchers: list[subprocess.Popen[str]] = []
 
@@ -49,12 +52,13 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
         *flags: str,
         run: str = "runs/a",
         mode: tuple[str, ...] = ("--standalone", "--nnodes", "2"),
+        console: int | None = None,
     ) -> subprocess.Popen[str]:
         given = [*mode, "--run-dir", run, "--shutdown-timeout", "0.3", *flags]
+        streams = subprocess.PIPE if console is None else console
         launcher = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, *given, "script.py", *words.split()],
-            cwd=tmp_path, env=environment, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
+            cwd=tmp_path, env=environment, stdout=streams, stderr=streams, text=True,
         )  # fmt: skip
         launchers.append(launcher)
         return launcher
@@ -83,6 +87,81 @@ def pids(run_dir: Path) -> list[int]:
 
 def memory(run_dir: Path) -> Path:
     return Path(json.loads((run_dir / "config.json").read_text())["memory_dir"])
+
+
+@pytest.fixture(params=["pipe", "terminal"])
+def unread(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    """(read, write) ends of a console that nobody reads, as in `elastic run | less`, after Ctrl-S,
+    or on a dead ssh session."""
+    read, write = os.pipe() if request.param == "pipe" else os.openpty()
+    yield read, write
+    os.close(read)
+
+
+def full(descriptor: int) -> bool:
+    """Return whether a write would wait for a reader."""
+    return not select.select([], [descriptor], [], 0)[1]
+
+
+def kill_coordinator(run_dir: Path) -> None:
+    """Kill the coordinator, and wait for the next one."""
+    before = pids(run_dir)[0]
+    os.kill(before, signal.SIGKILL)
+    assert wait_until(lambda: pids(run_dir)[0] != before)
+
+
+def rest_of(read: int, write: int) -> str:
+    """Close the write end of a console; return what the other end still has."""
+    os.close(write)
+    found = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while data := os.read(read, 1 << 16):
+            found += data
+    return found.decode()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_a_launcher_whose_output_nobody_reads(
+    start: Start, tmp_path: Path, unread: tuple[int, int], number: int, code: int
+) -> None:
+    launcher, run = start("serve loud", console=unread[1]), tmp_path / "runs" / "a"
+    assert wait_until(lambda: up(run) and full(unread[1]))
+    for _ in range(2):  # the second time comes after a line that could not be printed
+        kill_coordinator(run)
+    launcher.send_signal(number)
+    assert launcher.wait(LONG_S) == code
+    assert wait_until(lambda: all(gone(pid) for pid in pids(run))) and not memory(run).exists()
+    assert "y\n" in rest_of(*unread).replace("\r", "")
+
+
+def test_a_job_ends_while_nobody_reads_the_output(
+    start: Start, tmp_path: Path, unread: tuple[int, int]
+) -> None:
+    launcher, run = start("finish=3 after=3 loud", console=unread[1]), tmp_path / "runs" / "a"
+    assert wait_until(lambda: up(run) and full(unread[1]))
+    for _ in range(2):
+        kill_coordinator(run)
+    assert launcher.wait(LONG_S) == 3
+    assert wait_until(lambda: all(gone(pid) for pid in pids(run))) and not memory(run).exists()
+    os.close(unread[1])
+
+
+def test_lines_that_waited_are_printed_when_somebody_reads(start: Start, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"." * 4096)
+    os.set_blocking(write, True)
+    launcher, run = start("finish=0 after=2", console=write), tmp_path / "runs" / "a"
+    assert wait_until(lambda: up(run))
+    os.kill(pids(run)[0], signal.SIGKILL)
+    assert wait_until(lambda: (run / "exit.json").exists())
+    text = rest_of(read, write).lstrip(".")
+    assert launcher.wait(LONG_S) == 0
+    assert text.startswith("elastic: node0, node1; run directory ")
+    assert "the coordinator ended (SIGKILL)" in text and text.endswith("acted out\n")
+    os.close(read)
 
 
 @pytest.mark.parametrize("code", [0, 3])

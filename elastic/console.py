@@ -1,7 +1,8 @@
 """Writes output on threads of their own, because a console or a disk may take nothing for hours.
 
 Nobody reads the console while a pager shows its first page, after Ctrl-S, while the launcher is
-stopped, or when the cable of an ssh session is pulled. Neither the agent nor a worker waits for it.
+stopped, or when the cable of an ssh session is pulled. Neither launcher, coordinator, agent nor
+worker waits for it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
+import sys
 import threading
 import time
 from collections import deque
@@ -19,7 +22,7 @@ from math import inf
 from elastic.config import STDERR, STDOUT
 from elastic.rpc.control.event_loop import run_callback
 
-log = logging.getLogger("elastic.agent")
+log = logging.getLogger(__name__)
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 MAX_WAITING_BYTES = 16 << 20
 """Output is dropped while more than this waits."""
@@ -104,8 +107,9 @@ class BoundedWriter:
 class _Stream:
     """One of the two output streams of the console. Any thread may call `put`."""
 
-    def __init__(self, descriptor: int, name: str) -> None:
+    def __init__(self, descriptor: int, name: str, program: str) -> None:
         self._descriptor, self._writer = descriptor, BoundedWriter(name)
+        self._program = program
         self._lock, self._lost = threading.Lock(), 0
         self._given, self._handled = 0, 0
         """Bytes that were given to the writer, and those that it has printed or dropped."""
@@ -130,9 +134,8 @@ class _Stream:
         if self.flush(timeout_s, STALL_S):
             return
         with self._lock:
-            log.warning(
-                "the console lacks its last %d bytes", self._given - self._handled + self._lost
-            )
+            missing = self._given - self._handled + self._lost
+        log.warning("the console lacks its last %d bytes", missing)
         self._dropping = True
         self._writer.end(self._print_lost)
         self.flush(STALL_S)
@@ -143,7 +146,7 @@ class _Stream:
             with self._lock:
                 self._lost += nbytes
         else:
-            self._print(_note(lost) + data if lost else data)
+            self._print(self._note(lost) + data if lost else data)
         with self._lock:
             self._handled += nbytes
 
@@ -153,12 +156,19 @@ class _Stream:
         with self._lock:
             lost, self._lost = self._lost, 0
         if lost:
-            self._print(_note(lost))
+            self._print(self._note(lost))
+
+    def _note(self, lost: int) -> bytes:
+        note = f"{lost} bytes of output are missing here, because nobody read them"
+        return f"\n{self._program}: {note}\n".encode()
 
     def _print(self, data: bytes) -> None:
         try:
             while data and self._descriptor >= 0:
-                data = data[os.write(self._descriptor, data) :]
+                try:
+                    data = data[os.write(self._descriptor, data) :]
+                except BlockingIOError:  # another process has made it non-blocking
+                    select.select([], [self._descriptor], [])
         except OSError as error:
             if error.errno not in _NO_ROOM:  # a console that is a file may have room later
                 self._descriptor = -1  # nobody reads the console; the log file has everything
@@ -172,21 +182,29 @@ class Console:
     tried again with the next output.
     """
 
-    def __init__(self, descriptors: tuple[int, int] = (1, 2)) -> None:
-        """`descriptors`: those of the two streams; -1: none."""
-        out, err = descriptors
-        first = _Stream(out, "console-out")
+    def __init__(
+        self, descriptors: tuple[int, int] | None = None, program: str = "elastic agent"
+    ) -> None:
+        """`descriptors`: those of the two streams; -1: none; None: those of this process.
+        `program`: prefix of lines for the user."""
+        out, err = _own_descriptors() if descriptors is None else descriptors
+        self._program = program
+        first = _Stream(out, "console-out", program)
         # two threads would tear lines of each other where both write to one pipe
-        second = first if _is_same_file(out, err) else _Stream(err, "console-err")
+        second = first if _is_same_file(out, err) else _Stream(err, "console-err", program)
         self._streams = {STDOUT: first, STDERR: second}
 
     def put(self, stream: int, data: bytes) -> None:
         """Print to STDOUT or STDERR. Wait at most ROOM_S for a reader that is slow."""
         self._streams[stream].put(data, ROOM_S)
 
+    def put_at_once(self, stream: int, data: bytes) -> None:
+        """Print to STDOUT or STDERR. Never wait."""
+        self._streams[stream].put(data, 0.0)
+
     def say(self, text: str) -> None:
         """Print a line to standard error. Never wait."""
-        self._streams[STDERR].put(f"elastic agent: {text}\n".encode(), 0.0)
+        self.put_at_once(STDERR, f"{self._program}: {text}\n".encode(errors="replace"))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all output is printed; return False if that takes longer than `timeout_s`."""
@@ -203,9 +221,10 @@ class Console:
             stream.finish(max(0.0, until - time.monotonic()))
 
 
-def _note(lost: int) -> bytes:
-    note = f"{lost} bytes of output are missing here, because nobody read them"
-    return f"\nelastic agent: {note}\n".encode()
+def _own_descriptors() -> tuple[int, int]:
+    """Return the descriptors of standard output and error. The number of a stream that was closed
+    before this process began may be that of another file now; -1 stands for it."""
+    return -1 if sys.__stdout__ is None else 1, -1 if sys.__stderr__ is None else 2
 
 
 def _is_same_file(one: int, other: int) -> bool:
