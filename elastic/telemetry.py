@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -111,19 +112,30 @@ class _LogFile:
                     line = line[os.write(self._fd, line) :]
 
 
+class _LogQueue(QueueHandler):
+    """Queues the records. One that cannot be formatted is reported in the log, too: logging prints
+    such errors to standard error, which may be a console that nobody reads."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        where, error = f"{record.pathname}:{record.lineno}", sys.exc_info()[1]
+        text = f"a line of {where} cannot be logged: {error!r}"
+        values = {"name": record.name, "levelname": "ERROR", "levelno": logging.ERROR, "msg": text}
+        self.enqueue(logging.makeLogRecord(values))
+
+
 def configure_logging(path: Path) -> Callable[[], None]:
     """Send all logs and warnings of this process to the file `path`, creating its folder.
 
-    A thread writes the file, so that nobody waits for its disk. An exception that ends a thread is
-    logged. Returns a function that writes the queued lines and ends the log, as the end of the
-    interpreter does.
+    A thread writes the file, so that nobody waits for its disk. An exception that ends a thread, or
+    that Python ignores, is logged. Nothing is printed to standard error. Returns a function that
+    writes the queued lines and ends the log, as the end of the interpreter does.
     """
     file = _LogFile(path)
-    handler = QueueHandler(file.records)
+    handler = _LogQueue(file.records)
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
     logging.captureWarnings(True)
     atexit.register(file.stop)
-    threading.excepthook = _log_thread_error
+    threading.excepthook, sys.unraisablehook = _log_thread_error, _log_ignored_error
     return file.stop
 
 
@@ -131,6 +143,12 @@ def _log_thread_error(error: threading.ExceptHookArgs) -> None:
     name = error.thread.name if error.thread is not None else "?"
     found = (error.exc_type, error.exc_value or error.exc_type(), error.exc_traceback)
     logging.getLogger("elastic").error("the thread %s has ended by an error", name, exc_info=found)
+
+
+def _log_ignored_error(error: sys.UnraisableHookArgs) -> None:
+    found = (error.exc_type, error.exc_value or error.exc_type(), error.exc_traceback)
+    what = error.err_msg or "an error is ignored in"
+    logging.getLogger("elastic").error("%s %r", what, error.object, exc_info=found)
 
 
 def last_words_of(run_dir: str | Path, name: str) -> Path:

@@ -21,6 +21,7 @@ import resource
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, astuple, replace
@@ -32,6 +33,7 @@ from elastic import lifeline
 from elastic.background import BackgroundReading
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
+from elastic.console import Console
 from elastic.coordinator.certificate_watch import CertificateWatch
 from elastic.coordinator.event_queue import SWITCH_S, EventQueue, WallClock
 from elastic.coordinator.leadership import (
@@ -91,6 +93,9 @@ LINGER_S = 5.0
 """Longest wait for agents to disconnect, or to reconnect first, after the end of the job."""
 RECORDS_S = 600.0
 """Longest further wait for a disk that hangs and must take the records of the end."""
+OUTPUT_S = 10.0
+"""Longest wait for a slow disk that takes the error of this process, which the launcher keeps in
+coordinator.out."""
 FLAGS = [
     flag("--run-dir", required=True),
     flag("--address", default="127.0.0.1:0"),
@@ -564,16 +569,21 @@ def main(argv: list[str] | None = None) -> int:
     write_last_words(config.run_dir, name, "")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
+    console = Console(program="elastic coordinator")
     try:
         tls.use(tls.load(config.run_dir, config.certs, config.certs_name))
         return lead(config, args.address, args.slot, args.metrics_port)
     except ElasticError as error:
-        print(f"elastic coordinator: {error}", file=sys.stderr)
         write_last_words(config.run_dir, name, str(error))
-        return error.exit_code
+        console.say(str(error))
+        code = error.exit_code
     except Exception as error:
+        log.exception("the coordinator ends")
         write_last_words(config.run_dir, name, describe(error))
-        raise
+        console.say(traceback.format_exc().rstrip())
+        code = EXIT_FAILURE
+    console.finish(OUTPUT_S)
+    return code
 
 
 if __name__ == "__main__":

@@ -114,26 +114,37 @@ def text_with(path: Path, part: str) -> str:
     return path.read_text()
 
 
+class Broken:
+    """An object whose end fails. Nobody gets the error; Python prints it to standard error, which
+    may be a console that nobody reads."""
+
+    def __del__(self) -> None:
+        raise ValueError("broken")
+
+
 def test_text_log(tmp_path: Path) -> None:
     handlers, level = list(logging.root.handlers), logging.root.level
-    hook = threading.excepthook
+    hooks = threading.excepthook, sys.unraisablehook
     try:
         configure_logging(tmp_path / "logs" / "agent.log")
         log = logging.getLogger("elastic.agent")
         log.info("node %d", 3)
         logging.getLogger("elsewhere").debug("not shown")
         warnings.warn("from a library", stacklevel=1)
-        first = text_with(tmp_path / "logs" / "agent.log", "from a library")
+        log.info("%d", "no number")
+        Broken()
+        first = text_with(tmp_path / "logs" / "agent.log", "ValueError: broken")
         configure_logging(tmp_path / "other.log")
         log.warning("moved")
         assert text_with(tmp_path / "other.log", "WARNING elastic.agent: moved")
     finally:
-        threading.excepthook = hook
+        threading.excepthook, sys.unraisablehook = hooks
         logging.captureWarnings(False)
         logging.root.handlers[:] = handlers
         logging.root.setLevel(level)
     assert "INFO elastic.agent: node 3" in first
-    assert "not shown" not in first
+    assert "from a library" in first and "not shown" not in first
+    assert "cannot be logged: TypeError" in first
     assert (tmp_path / "logs" / "agent.log").read_text() == first
 
 

@@ -94,6 +94,7 @@ CONSTANTS = {
     "coordinator/service.py ANSWER_S": "person",
     "coordinator/service.py LINGER_S": "program",
     "coordinator/service.py MAX_TICK_S": "interval",
+    "coordinator/service.py OUTPUT_S": "program",
     "coordinator/service.py RECORDS_S": "program",
     "coordinator/service.py TICK_S": "interval",
     "core/coordinator/authorization.py MAX_DEADLINE_S": "provider",

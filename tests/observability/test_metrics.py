@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import importlib.util
 import json
 import re
 import socket
 import ssl
+import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +20,11 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic import metrics
 from elastic.agent.metrics import GAUGES, AgentMetrics
 from elastic.config import JobConfig
 from elastic.coordinator.metrics import CoordinatorMetrics, CoordinatorStatus
@@ -326,6 +331,42 @@ def test_served_and_announced_until_it_is_closed(make_config: Callable[..., JobC
     served.close()
     assert not path.exists()
     assert serve(agent().registry, config, "node0", "agent", -1) is None
+
+
+class LargePage:
+    """Collector of more samples than the buffers of a connection hold."""
+
+    def collect(self) -> Iterator[Metric]:
+        found = GaugeMetricFamily("large", "...", labels=("text",))
+        for number in range(50_000):
+            found.add_metric((f"{number} {'x' * 200}",), number)
+        yield found
+
+
+def test_readers_that_stall_delay_no_scrape(
+    make_config: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are disconnected after some time."""
+    monkeypatch.setattr(metrics, "SILENT_S", 0.5)
+    registry = CollectorRegistry()
+    registry.register(LargePage())
+    served = serve(registry, make_config(), "node0", "agent", 0)
+    assert served is not None
+    where = "127.0.0.1", int(served.address.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        stalled = [stack.enter_context(socket.socket()) for _ in range(4)]
+        for number, sock in enumerate(stalled):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(where)
+            if number % 2:
+                sock.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        with urllib.request.urlopen(f"http://{served.address}/metrics", timeout=LONG_S) as answer:
+            assert answer.read().endswith(b" 49999.0\n")
+        served_by = [thread for thread in threading.enumerate() if "process_request" in thread.name]
+        for thread in served_by:
+            thread.join(LONG_S)
+        assert not any(thread.is_alive() for thread in served_by)
+    served.close()
 
 
 def test_with_certificates_only_members_may_read(

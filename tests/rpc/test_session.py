@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +30,10 @@ from elastic.rpc.control.envelope import (
     encode_body,
     from_wire,
     pack,
+    pack_call,
     unpack,
 )
+from elastic.rpc.control.server import CALL_THREADS
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
@@ -228,6 +233,62 @@ def test_noise_on_the_port_does_not_hurt(server: ServerBench) -> None:
         while sock.recv(65536):
             continue
     assert call(server.address, "echo", {"a": 1}) == {"a": 1}
+
+
+@contextmanager
+def deaf(address: str) -> Iterator[str]:
+    """Address of a proxy to `address` that passes on only the first bytes of each answer."""
+    host, _, port = address.rpartition(":")
+    ends: list[socket.socket] = []
+
+    def serve(one: socket.socket) -> None:
+        other = socket.create_connection((host, int(port)))
+        ends.extend((one, other))
+        threading.Thread(target=forward, args=(one, other), daemon=True).start()
+        left = 4096  # enough for the connection to open
+        with suppress(OSError):
+            while left > 0 and (data := other.recv(left)):
+                one.sendall(data)
+                left -= len(data)
+
+    def forward(one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        for end in ends:
+            end.close()
+
+
+def test_clients_that_read_nothing_delay_nobody(server: ServerBench, connect: Connect) -> None:
+    """More of them than the server has threads for calls."""
+    with deaf(server.address) as address, grpc.insecure_channel(address) as channel:
+        stub = CoordinatorStub(channel)
+        nothing = iter(queue.SimpleQueue[Envelope | None]().get, None)
+        stream = stub.session(nothing, metadata=[ANNOUNCEMENT])
+        session = server.accepted()
+        for _ in range(64):
+            assert session.send(Stop(0, "x" * (1 << 20)), 1)
+        question = pack_call("repeat", {"text": "x", "times": 4 << 20})
+        asked = [stub.call.future(question) for _ in range(2 * CALL_THREADS)]
+        client = connect("node3")
+        client.expect("up")
+        server.accepted().send(Halt(5), 5)
+        assert client.expect("message")[0] == Halt(5)
+        assert client.session.send(Heartbeat("node3", "i", 7, 2), 4)
+        assert server.message()[0] == Heartbeat("node3", "i", 7, 2)
+        assert call(server.address, "echo", {"a": 1}) == {"a": 1}
+        assert not any(one.done() for one in asked) and session.open
+        stream.cancel()
 
 
 def test_a_failing_callback_does_not_stop_the_others(server: ServerBench, connect: Connect) -> None:
