@@ -431,14 +431,14 @@ def _dismantle(staging: Path, before: int, run: str) -> None:
     if found and found.run == run and any(part.epoch < before for part in found.parts):
         staging.mkdir(exist_ok=True)
         _remove_before(final, before, run)
-        for file in final.glob("layer-*"):
+        for file in sorted(final.glob("layer-*")):
             os.replace(file, staging / file.name)
         shutil.rmtree(final, ignore_errors=True)
 
 
 def _remove_before(path: Path, epoch: int, run: str) -> None:
     """Remove the files of epochs before `epoch`, except those of other runs."""
-    for record in [_record_in(file) for file in path.glob("layer-*.json")]:
+    for record in [_record_in(file) for file in sorted(path.glob("layer-*.json"))]:
         if record.epoch < epoch and record.run in ("", run):
             (path / _record_name(record.name)).unlink(missing_ok=True)
             (path / record.name).unlink(missing_ok=True)
@@ -475,7 +475,7 @@ def finish_commits(directory: Path | str) -> None:
     if not directory.is_dir():
         return
     with _locked(directory):
-        for replaced in directory.glob("step-*.replaced"):
+        for replaced in sorted(directory.glob("step-*.replaced")):
             final = replaced.with_suffix("")
             if final.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
@@ -490,13 +490,13 @@ def discard_incomplete(directory: Path | str, run: str = "") -> None:
     if not directory.is_dir():
         return
     with _locked(directory):
-        for staging in directory.glob("step-*.tmp"):
+        for staging in sorted(directory.glob("step-*.tmp")):
             if not (run and _has_files_of(staging, run)):
                 shutil.rmtree(staging, ignore_errors=True)
 
 
 def _has_files_of(staging: Path, run: str) -> bool:
-    for file in staging.glob("layer-*.json"):
+    for file in sorted(staging.glob("layer-*.json")):
         with contextlib.suppress(FieldError):  # a damaged entry tells nothing
             if _record_in(file).run == run:
                 return True
@@ -620,7 +620,7 @@ def _one_division(parts: Sequence[CheckpointFile]) -> tuple[CheckpointFile, ...]
 def _remove_others(staging: Path, manifest: Manifest) -> None:
     """Remove files that do not belong to the checkpoint: of undone epochs, or of other runs."""
     kept = {name for part in manifest.parts for name in (part.name, _record_name(part.name))}
-    for file in staging.iterdir():
+    for file in sorted(staging.iterdir()):
         if file.name not in kept and file.name.startswith("layer-"):
             file.unlink(missing_ok=True)
 

@@ -11,13 +11,17 @@ import concurrent.futures
 import contextlib
 import errno
 import fcntl
+import functools
+import importlib
 import inspect
 import logging
 import os
+import pkgutil
 import queue
 import socket
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -30,6 +34,7 @@ from typing import Any
 
 import psutil
 
+import elastic
 from elastic import console
 from elastic.agent.health import devices, disks, preflight
 from elastic.agent.workers import output, processes
@@ -39,7 +44,7 @@ from elastic.core.protocol.health_report import DiskSpace
 from elastic.rpc import frames
 from elastic.rpc.bulk import transfer
 from elastic.rpc.control import client, event_loop, server
-from elastic.rpc.security import rejections
+from elastic.rpc.security import rejections, tls
 from elastic.store import open_store
 from elastic.worker.engine import step
 from elastic.worker.transport import links
@@ -55,7 +60,8 @@ from tests.simulation.primitives import Executor, Queues, SimFuture, Threading, 
 from tests.simulation.scheduler import Killed, Process, Scheduler
 
 SHELLS = (
-    *("agent", "background", "coordinator", "lifeline", "metrics", "rpc", "store", "telemetry"),
+    *("agent", "background", "console", "coordinator", "lifeline", "metrics", "rpc", "store"),
+    "telemetry",
     "worker",
 )
 DISK_BYTES = 100 << 30
@@ -260,6 +266,17 @@ class OfProcess:
         return getattr(local[self._name], name)
 
 
+class OfThisRun:
+    """Stands in for a module, but only for the threads of the run. A thread that an earlier test
+    has left gets the real module."""
+
+    def __init__(self, scheduler: Scheduler, real: Any, stand_in: Any) -> None:
+        self._scheduler, self._real, self._stand_in = scheduler, real, stand_in
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stand_in if self._scheduler.runs_here() else self._real, name)
+
+
 class Trail(logging.Handler):
     """Writes logs to the trail, and notes unexpected errors."""
 
@@ -269,7 +286,7 @@ class Trail(logging.Handler):
         self.errors: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._scheduler.ending:
+        if self._scheduler.ending or not self._scheduler.runs_here():
             return
         task = self._scheduler.current
         where = f"{task.process.name}/{task.name}" if task is not None else "-"
@@ -305,7 +322,7 @@ def _replacements(world: Any) -> dict[Any, Any]:
         scheduler.sleep(scheduler.uniform(0.02, 0.2))
         return [], 100.0
 
-    return {
+    modules: dict[Any, Any] = {
         threading: threads,
         queue: Queues(scheduler),
         time: clock,
@@ -315,7 +332,14 @@ def _replacements(world: Any) -> dict[Any, Any]:
         uuid: Uuids(scheduler),
         psutil: NoProcesses(),
         subprocess: SimpleNamespace(Popen=Popen, DEVNULL=None),
-        traceback: SimpleNamespace(print_exc=lambda: None, print_exception=lambda error: None),
+        tempfile: SimpleNamespace(gettempdir=lambda: str(world.directory / "disk")),
+        traceback: SimpleNamespace(
+            format_exc=traceback.format_exc,
+            print_exc=lambda: None,
+            print_exception=lambda error: None,
+        ),
+    }
+    return {real: OfThisRun(scheduler, real, found) for real, found in modules.items()} | {
         time.monotonic: clock.monotonic,
         time.time: clock.time,
         time.perf_counter: clock.perf_counter,
@@ -341,11 +365,17 @@ def _replacements(world: Any) -> dict[Any, Any]:
     }
 
 
-def _modules() -> Iterator[Any]:
-    for name, module in sorted(sys.modules.items()):
-        parts = name.split(".")
-        if parts[0] == "elastic" and len(parts) > 1 and parts[1] in SHELLS:
-            yield module
+@functools.cache
+def _modules() -> tuple[Any, ...]:
+    """Import all modules of the shells that can be imported here. One that is imported during a run
+    would have the real names in this run, and the stand-ins of this run in later ones."""
+    found = []
+    for info in pkgutil.walk_packages(elastic.__path__, "elastic.", onerror=lambda name: None):
+        parts = info.name.split(".")
+        if parts[1] in SHELLS and parts[-1] != "__main__":
+            with contextlib.suppress(ImportError):  # an extra is missing
+                found.append(importlib.import_module(info.name))
+    return tuple(found)
 
 
 def _functions(module: Any) -> Iterator[FunctionType]:
@@ -361,9 +391,10 @@ def _functions(module: Any) -> Iterator[FunctionType]:
 @contextlib.contextmanager
 def installed(world: Any) -> Iterator[Trail]:
     """Run the shells in `world` meanwhile."""
+    modules = _modules()
     table = {id(real): stand_in for real, stand_in in _replacements(world).items()}
     undo: list[Callable[[], object]] = []
-    for module in _modules():
+    for module in modules:
         for function in _functions(module):
             defaults = function.__defaults__
             if defaults and any(id(value) in table for value in defaults):
@@ -385,6 +416,7 @@ def installed(world: Any) -> Iterator[Trail]:
     # The order of a set of streams must be the same in each run of a seed.
     undo.append(partial(delattr, frames.FrameStream, "__hash__"))
     setattr(frames.FrameStream, "__hash__", lambda stream: hash(stream._sock))  # noqa: B010
+    undo.append(partial(tls.use, tls.use(tls.SecuritySettings())))  # an earlier test's
     trail = Trail(world.scheduler)
     root = logging.getLogger("elastic")
     before = root.handlers, root.level, root.propagate

@@ -116,6 +116,12 @@ class Scheduler:
         self._tasks: list[Task] = []
         self._driver = _thread.allocate_lock()
         self._driver.acquire()
+        self._idents = {_thread.get_ident()}
+        """Identifiers of the real threads of this run."""
+
+    def runs_here(self) -> bool:
+        """Return whether the calling thread is of this run, and none that an earlier test left."""
+        return _thread.get_ident() in self._idents
 
     # ---- events ----
 
@@ -160,6 +166,7 @@ class Scheduler:
         return task
 
     def _body(self, task: Task) -> None:
+        self._idents.add(_thread.get_ident())
         task.baton.acquire()
         try:
             if not self.ending:
@@ -171,6 +178,7 @@ class Scheduler:
         except BaseException as error:  # noqa: BLE001 - the oracle of the run judges it
             self.crashed(task.process, error)
         task.ended = True
+        self._idents.discard(_thread.get_ident())  # another thread may get it
         if self.ending:
             return
         for joiner in task.joiners:

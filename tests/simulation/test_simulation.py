@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -75,25 +76,48 @@ def test_a_seed_decides_everything() -> None:
     faults = (Fault("cut-path", 4.0, 0, 1, 6.0), Fault("kill", 4.5, 1, 0, 0.0))
     scenario = dataclasses.replace(QUIET, faults=faults)
     first, second = run(scenario), run(scenario)
-    assert _plain(first) == _plain(second) and first.switches == second.switches
+    assert first.trail == second.trail and first.switches == second.switches
     other = run(dataclasses.replace(scenario, seed=scenario.seed + 1))
-    assert _plain(other) != _plain(first)
+    assert other.trail != first.trail
+
+
+OTHER_PROCESS = """
+import os, sys, threading
+from elastic import background
+from elastic.launcher.run import supervisor
+from elastic.rpc.security import tls
+from tests.simulation import world
+
+def remain():
+    while not over.is_set():
+        background.time.sleep(0.001)
+        background.threading.Thread(target=background.time.monotonic).start()
+        background.log.warning("an earlier test left this thread")
+
+over = threading.Event()
+left = threading.Thread(target=remain)
+left.start()
+tls.use(tls.SecuritySettings(token="left by an earlier test"))
+world.BASE = os.getcwd()
+trail = world.run(world.scenario_of(int(sys.argv[1]))).trail
+over.set()
+left.join()
+print("BEGIN", *trail, sep="\\n")
+"""
 
 
 def test_a_seed_decides_everything_in_any_process() -> None:
-    """Here and in a process whose two streams of output are one pipe."""
-    command = [sys.executable, "-m", "tests.simulation", "--seed", "1551285366", "--trail"]
-    done = subprocess.run(
-        command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    trail = _plain(run(scenario_of(1551285366)))
-    printed = re.sub(r"elastic-simulation-\w+", "", done.stdout)
-    assert printed.startswith("\n".join(trail) + "\n1 seeds in ")
-
-
-def _plain(outcome: Outcome) -> list[str]:
-    """The trail without the name of the temporary directory."""
-    return [re.sub(r"elastic-simulation-\w+", "", line) for line in outcome.trail]
+    """Here, and in a process with other hashes, environment, folder, modules, threads and security
+    settings, whose two streams of output are one pipe."""
+    environ = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7", "TMPDIR": "/tmp"}
+    command = [sys.executable, "-c", OTHER_PROCESS, "1551285366"]
+    with tempfile.TemporaryDirectory(prefix="a-longer-name") as folder:
+        done = subprocess.run(
+            command, check=True, text=True, cwd=folder, env=environ,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    trail = run(scenario_of(1551285366)).trail
+    assert done.stdout.partition("BEGIN\n")[2].splitlines() == "\n".join(trail).splitlines()
 
 
 # ---- faults ----

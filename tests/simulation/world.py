@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import json
 import math
+import os
 import random
 import shutil
 import tempfile
@@ -49,6 +50,10 @@ from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.store import SimStore, StoreMachine
 
 PORT = 7000
+BASE = "/dev/shm" if Path("/dev/shm").is_dir() else ""
+"""Folder of the directories of the runs; "": that of temporary files."""
+PATH_CHARS, RANDOM_CHARS = 120, 8
+"""Length of the path of a run's directory, and of the part that `tempfile` chooses."""
 WATCH_S = oracles.NOTICED_S
 PROGRESS_S, LONG_S = 25.0, 100.0
 """After the last fault, a step or the end of the job comes within this time. The second limit
@@ -853,8 +858,12 @@ class _Links:
 
 @contextlib.contextmanager
 def _directory() -> Iterator[Path]:
-    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    path = Path(tempfile.mkdtemp(prefix="elastic-simulation-", dir=base))
+    """Make a directory. Its path has always the same length: messages have paths, and their size
+    decides when they arrive."""
+    base = os.path.abspath(BASE or tempfile.gettempdir())
+    fixed = PATH_CHARS - len(f"{base}/") - RANDOM_CHARS
+    path = Path(tempfile.mkdtemp(prefix="elastic-simulation-".ljust(fixed, "_"), dir=base))
+    assert len(str(path)) == PATH_CHARS, f"the path is too long: {path}"
     try:
         yield path
     finally:
@@ -879,7 +888,7 @@ def run(scenario: Scenario, observe: Callable[[World], object] = lambda world: N
     return Outcome(
         scenario=scenario,
         problems=problems,
-        trail=world.scheduler.trail,
+        trail=[line.replace(str(directory), "") for line in world.scheduler.trail],
         code=world.lead_code,
         simulated_s=simulated_s,
         real_s=time.perf_counter() - began,

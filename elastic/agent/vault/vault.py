@@ -316,7 +316,7 @@ class Vault:
                 self._forget(path)
         for directory, prefix in gone:
             announced = [path for path in known if Path(path).name.startswith(prefix)]
-            for path in {*announced, *map(str, directory.glob(f"{prefix}*"))}:
+            for path in sorted({*announced, *map(str, directory.glob(f"{prefix}*"))}):
                 with self._lock:
                     if path in self._keys_by_path:
                         continue
