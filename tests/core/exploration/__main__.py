@@ -51,14 +51,15 @@ def known_results(path: Path | None) -> list[dict[str, Any]]:
 
 def searches(args: argparse.Namespace) -> Iterator[Search]:
     size = (args.nodes, args.steps, args.fine, args.from_start, args.lost_writes)
+    reduced = not args.all_orders
     if args.together:
-        yield Search(tuple(args.kinds), args.faults, True, *size)
+        yield Search(tuple(args.kinds), args.faults, True, *size, reduced)
         return
     choices = combinations_with_replacement(args.kinds, args.faults)
     for kinds in sorted(choices, key=lambda chosen: prod(STATES[kind] for kind in chosen)):
         # A node returns only after a crash.
         if set(kinds) != {"return"}:
-            yield Search(kinds, args.faults, False, *size)
+            yield Search(kinds, args.faults, False, *size, reduced)
 
 
 def parse() -> argparse.Namespace:
@@ -74,6 +75,7 @@ def parse() -> argparse.Namespace:
     add("--most-states", type=int, default=0, help="stop after so many; 0: never")
     add("--memory", type=float, default=8.0, help="GiB for all searches at a time")
     add("--together", action="store_true", help="one search over all kinds, not one per choice")
+    add("--all-orders", action="store_true", help="also orders of steps that make no difference")
     add("--python", action="store_true", help="search without compiled code, which is slower")
     add("--jobs", type=int, default=1, help="searches at a time")
     add("--results", type=Path, help="file of results, one a line; to continue later")

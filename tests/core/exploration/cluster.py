@@ -35,13 +35,15 @@ from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState, Policy
 from elastic.core.node import node as node_core
 from elastic.core.protocol import messages as m
-from elastic.domain.types import Assignment
+from elastic.core.protocol.messages import NodePhase
+from elastic.domain.types import STATE, Assignment, Copy
 from tests.core.exploration import coordinator_model as coordinator
 from tests.core.exploration.node_model import (
     TRAINS,
     Effects,
     Node,
     NodeModel,
+    Vault,
     Worker,
     WorkerPhase,
     stored,
@@ -70,6 +72,10 @@ KINDS = (
 )
 """Kinds of faults."""
 OVER = (JobPhase.FINISHED, JobPhase.FAILED)
+QUIET = (WorkerPhase.ABSENT, WorkerPhase.IDLE, WorkerPhase.LEFT)
+"""Phases of a worker that waits for an order."""
+NEVER = 2**30
+"""Epoch that no job reaches."""
 
 
 class LinkPhase(IntEnum):
@@ -119,6 +125,63 @@ class Successor(NamedTuple):
     """Kind of the fault; "": none."""
 
 
+class OrderKind(IntEnum):
+    """Kinds of orders that may arrive sooner or later (`Cluster.first`)."""
+
+    TRIM = 1
+    """Old copies are removed from the vault."""
+    INSTALL = 2
+    HALT = 3
+    ECHO = 4
+    """The node only reports again."""
+
+
+class QuietOrder(NamedTuple):
+    """An order that a node may receive sooner or later (`Cluster.first`)."""
+
+    kind: OrderKind
+    epoch: int = 0
+
+    def allows(self, epoch: int, loads: bool) -> bool:
+        """Whether another node may depend on this one in an epoch, and load from it."""
+        match self.kind:
+            case OrderKind.TRIM:
+                return epoch >= self.epoch and not loads
+            case OrderKind.INSTALL:
+                return epoch in (self.epoch, NEVER)
+            case OrderKind.HALT:
+                return epoch == NEVER
+        return True
+
+
+def _quiet(node: Node, order: Any, after: Node, sent: list[Any]) -> QuietOrder | None:
+    """Return the kind of an order if no other step of the node depends on when it arrives."""
+    worker, new = node.worker, after.worker
+    if worker.phase in TRAINS:
+        # Reports of these phases have no copies, and the worker writes only newer copies.
+        silent = node.agent.phase in (NodePhase.INSTALLING, NodePhase.RUNNING, NodePhase.FINISHED)
+        trims = isinstance(order, m.Trim) and worker.state_epoch >= order.epoch
+        return QuietOrder(OrderKind.TRIM, order.epoch) if silent and trims else None
+    if worker.phase not in QUIET or after.agent.info != node.agent.info or not after.alive:
+        return None
+    if isinstance(order, m.Trim):
+        return QuietOrder(OrderKind.TRIM, order.epoch)
+    newest = _newest(after.vault) == _newest(node.vault)  # otherwise a prefetch may depend on it
+    copies = any(isinstance(x, m.NodeReport) and x.inventory for x in sent)
+    if after == node and not copies:
+        return QuietOrder(OrderKind.ECHO)
+    if isinstance(order, m.Install):
+        undone = {copy for copy, _ in node.vault - after.vault} & _sources(order.assignment)
+        starts = new.phase is WorkerPhase.LOADING and not sent
+        waits = new == worker and after.agent.phase is NodePhase.IDLE and not copies
+        if (starts or waits) and after.vault <= node.vault and newest and not undone:
+            return QuietOrder(OrderKind.INSTALL, order.epoch)
+    halts = isinstance(order, m.Halt) and after.agent.epoch == order.epoch
+    if halts and new.phase in QUIET and newest:
+        return QuietOrder(OrderKind.HALT, order.epoch)
+    return None
+
+
 class Violation(AssertionError):
     """A promise that a step has broken."""
 
@@ -144,6 +207,27 @@ def _has_left(alive: bool, worker: Worker, epoch: int) -> bool:
     if not alive or worker.phase <= WorkerPhase.STARTING or worker.epoch > epoch:
         return True
     return worker.epoch == epoch and worker.phase in (WorkerPhase.LEFT, WorkerPhase.IDLE)
+
+
+def _sources(assignment: Assignment) -> set[Copy]:
+    """Return the copies that an assignment loads."""
+    recipes = [recipe for _, recipe in assignment.recipes]
+    copies = [copy for r in recipes for copy in (r.state, *r.replay, *r.gradients)]
+    return {copy for copy in copies if copy is not None}
+
+
+def _newest(vault: Vault) -> dict[int, Copy]:
+    """Return the newest state of each layer."""
+    states = sorted(
+        (c for c, _ in vault if c.kind == STATE), key=lambda c: (c.step, c.epoch, c.key)
+    )
+    return {copy.layer: copy for copy in states}
+
+
+def _concerned(assignment: Assignment) -> set[str]:
+    """Return the nodes that compute, keep copies, or are loaded from."""
+    keepers = {keeper for _, keeper in assignment.plan.peers}
+    return {*assignment.plan.nodes(), *keepers, *(copy.node for copy in _sources(assignment))}
 
 
 class Workers(dict[int, int]):
@@ -174,12 +258,14 @@ class Cluster:
         until_end: bool = False,
         coarse: bool = False,
         lost_writes: int = 1,
+        reduced: bool = False,
     ) -> None:
         """`sequences`: kinds of the faults in their order; without, all sequences of `kinds`.
 
         `lost_writes`: most last writes that the store loses at a time.
+        `reduced`: leave out orders of steps that make no difference (`first`).
         """
-        self.lost_writes = lost_writes
+        self.lost_writes, self.reduced = lost_writes, reduced
         self.coarse = coarse
         self.until_end = until_end
         if sequences is None:
@@ -192,7 +278,7 @@ class Cluster:
         self.names = tuple(f"node{i}" for i in range(nodes))
         self.index = {name: i for i, name in enumerate(self.names)}
         self.spec = make_spec(2, 1, steps)
-        self.model = NodeModel(self.spec)
+        self.model = NodeModel(self.spec, keeps_assignments="lost save" not in self.kinds)
         self.policy = Policy(min_nodes=2, max_nodes=max_nodes, shape="1", backup="stream+snapshot")
         self.states: Table[JobState] = Table()
         self.nodes: Table[Node] = Table()
@@ -229,6 +315,8 @@ class Cluster:
         self.team = cache(self._team)
         self.link_event = cache(self._link_event)
         self.pair_faults = cache(self._pair_faults)
+        self.quiet_order = cache(self._quiet_order)
+        self.interest = cache(self._interest)
         self.next_kinds = cache(self._next_kinds)
 
     def keep_no_outcomes(self) -> None:
@@ -416,10 +504,107 @@ class Cluster:
         found += slow
         if state[0]:
             found += self._faults(state)
+        if self.reduced:
+            found = [one._replace(state=self.settled(one.state)) for one in found]
         return found
 
     def is_over(self, cs: int) -> bool:
         return self.states.values[cs].phase in OVER
+
+    # ---- the reduction: docs/design/exploration.md, "Order of steps" ----
+
+    def settled(self, state: State) -> State:
+        """Return the state after all orders for which it makes no difference when they arrive."""
+        while (i := self.first(state)) >= 0:
+            _, _, *after = self.solo(*state[HEAD + 2 * i : HEAD + 2 * i + 2])[0]
+            state = self._with(state, i, *after)
+        return state
+
+    def first(self, state: State) -> int:
+        """Return the index of a node that may receive its oldest order at once; -1: none.
+
+        No step of another part depends on whether the order comes before or after it.
+        """
+        if not self.reduces(state[:HEAD]):
+            return -1
+        pairs = [state[at : at + 2] for at in range(HEAD, len(state), 2)]
+        for i, pair in enumerate(pairs):
+            order = self.quiet_order(*pair)
+            if order is None or not self._waits_for(state[2], i, pair[0], order):
+                continue
+            others = [self.interest(*pair)[i] for j, pair in enumerate(pairs) if j != i]
+            if all(order.allows(*interest) for interest in others):
+                return i
+        return -1
+
+    def reduces(self, head: State) -> bool:
+        """Whether orders arrive at once if it makes no difference: no more faults can happen."""
+        return self.reduced and head[0] == 0
+
+    def _waits_for(self, cs: int, i: int, number: int, order: QuietOrder) -> bool:
+        """Whether the coordinator makes no assignment that concerns the node before its next step.
+
+        A new epoch needs its report. The assignment of the present epoch may be sent again, but no
+        longer after an order to trim.
+        """
+        state, agent = self.states.values[cs], self.nodes.values[number].agent
+        if self.member_incarnation(cs, i) != agent.info.incarnation:
+            return False
+        if order.kind is OrderKind.ECHO:
+            return True
+        if agent.epoch == state.epoch:
+            trimmed = order.kind is not OrderKind.TRIM or self.has_trimmed(cs)
+            return order.epoch == state.epoch and order.kind is not OrderKind.HALT and trimmed
+        behind = agent.epoch < state.epoch and order.epoch <= state.epoch
+        return behind and state.phase is JobPhase.HALTING
+
+    def has_trimmed(self, cs: int) -> bool:
+        state = self.states.values[cs]
+        return state.trimmed == state.epoch
+
+    def _quiet_order(self, number: int, link: int) -> QuietOrder | None:
+        """Return the oldest order if it may arrive sooner or later, as far as this pair matters."""
+        node, value = self.nodes.values[number], self.links.values[link]
+        waits = node.alive and value.phase is LinkPhase.OPEN and value.down
+        if not waits or node.refused or node.prefetch or self.model.may_leave(node.worker):
+            return None
+        reports = [self.messages.values[x] for x in value.up]
+        if any(isinstance(x, m.NodeReport) and x.info != node.agent.info for x in reports):
+            return None
+        after, numbers = self.order(number, value.down[0])
+        sent = [self.messages.values[x] for x in numbers]
+        order = self.messages.values[value.down[0]]
+        return _quiet(node, order, self.nodes.values[after], sent)
+
+    def _interest(self, number: int, link: int) -> tuple[tuple[int, bool], ...]:
+        """Return how the worker of this node may depend on each node.
+
+        (the epoch in which it looks at the other node, or loads from its vault, or writes to it;
+        -1: in several epochs, NEVER: in none; whether it may load from it)
+        """
+        node = self.nodes.values[number]
+        known = list[tuple[int, Assignment]]()
+        epochs = [NEVER] * len(self.names)
+        loads = set[str]()
+        if node.alive:
+            worker = node.worker
+            orders = [self.messages.values[x] for x in self.links.values[link].down]
+            if node.prefetch is not None or any(isinstance(x, m.Prefetch) for x in orders):
+                loads |= {*self.names}
+            if worker.phase is WorkerPhase.LOADING or worker.phase in TRAINS:
+                known.append((worker.epoch, self.model.assignments[worker.assignment]))
+            known += [(x.epoch, x.assignment) for x in orders if isinstance(x, m.Install)]
+        for epoch, assignment in known:
+            if node.name not in assignment.plan.nodes():
+                continue
+            if epoch > worker.epoch or worker.phase is WorkerPhase.LOADING:
+                loads |= {copy.node for copy in _sources(assignment)}
+            for name in _concerned(assignment):
+                i = self.index[name]
+                epochs[i] = epoch if epochs[i] in (NEVER, epoch) else -1
+        return tuple((epoch, name in loads) for epoch, name in zip(epochs, self.names, strict=True))
+
+    # ---- joint steps, continued ----
 
     def _fast(self, state: State) -> Iterator[Successor]:
         for i, name in enumerate(self.names):
@@ -865,6 +1050,8 @@ class Cluster:
             else:
                 i, number = action
                 message = self.messages.values[number]
+                if self.reduces(head):
+                    self._check_reduction(cs, i, message, head)
                 if isinstance(message, m.Install):
                     known = dict(self.promises.values[after[4]])
                     if message.epoch not in known and head[1] <= 1:
@@ -874,6 +1061,40 @@ class Cluster:
                 if isinstance(message, m.Fenced):
                     ops.append((i, ("unknown", 0)))
         return Outcome(self._living(tuple(after)), tuple(ops), step)
+
+    def _check_reduction(self, cs: int, i: int, message: Any, head: State) -> None:
+        """Check what `first` relies on: when the coordinator sends orders that let workers load."""
+        state = self.states.values[cs]
+        if isinstance(message, m.Prefetch):
+            assert state.assignment is not None
+            stages = [stage for _, _, stage in state.assignment.plan.stages()]
+            held = {(layer, stage.unit.node) for stage in stages for layer in stage.layers}
+            old = {x for x, mb in state.members.items() if mb.report.epoch < state.epoch}
+            sources = {(layer, name) for layer, _, name in message.sources if name not in old}
+            assert len(sources) == len(message.sources) and sources <= held, "an old copy is read"
+        if not isinstance(message, m.Install):
+            return
+        epoch, plan = message.epoch, message.assignment.plan
+        concerned = _concerned(message.assignment)
+        if epoch not in dict(self.promises.values[head[4]]):
+            members = {x for x, mb in state.members.items() if mb.report.epoch >= epoch}
+            late = sorted(concerned - members)
+            assert not late, f"epoch {epoch} begins without reports of {late}"
+        holder = self.names[i] in plan.nodes()
+        assert not (holder and state.trimmed == epoch), f"epoch {epoch} was trimmed"
+
+    def _check_members(self, before: int, after: list[int]) -> None:
+        """Check that no member is dropped while its reports wait: `first` relies on it.
+
+        Heartbeats of former members are answered only if no report waits.
+        """
+        for i, number in enumerate(after[HEAD::2]):
+            link = self.links.values[after[HEAD + 2 * i + 1]]
+            own = self.incarnation(number)
+            stays = self.member_incarnation(after[2], i) == own
+            waits = link.phase is LinkPhase.OPEN and link.up
+            if waits and not stays and self.member_incarnation(before, i) == own:
+                raise Violation("the reduction knows no dropped member whose reports wait")
 
     def _tell_others(self, cs: int, end: job.JobFinished) -> Iterator[tuple[int, Op]]:
         """The end is told to connected nodes that are not members."""
@@ -892,6 +1113,8 @@ class Cluster:
         for i, op in outcome.ops:
             at = HEAD + 2 * i + 1
             after[at] = self.changed(after[at], op)
+        if self.reduces(state[:HEAD]):
+            self._check_members(state[2], after)
         if outcome.step >= 0:
             for i, number in enumerate(after[HEAD::2]):
                 version = self.version(number)

@@ -150,6 +150,7 @@ class NativeExplorer:
         )
         flags = sum(1 << bit for bit, holds in enumerate(facts) if holds)
         solo = cluster.solo(n, link)
+        order, interest = cluster.quiet_order(n, link), cluster.interest(n, link)
         faults = cluster.pair_faults(n, link, cluster.kinds)
         return [
             n,
@@ -159,6 +160,9 @@ class NativeExplorer:
             cluster.version(n) + 1,
             NONE if event is None else self.events.number(event),
             self._pair_of(n, popped),
+            node.agent.epoch + 1,
+            *((int(order.kind), order.epoch + 1) if order is not None else (0, 0)),
+            *(x for epoch, loads in interest for x in (epoch + 1, loads)),
             len(solo),
             *(x for _, slow, *after in solo for x in (self._pair_of(*after), int(slow))),
             len(faults),
@@ -171,9 +175,12 @@ class NativeExplorer:
 
     def _head(self, number: int, *_: int) -> Iterator[int]:
         cluster, head = self.cluster, self.heads.values[number]
-        phase = cluster.states.values[head[2]].phase
+        job_state = cluster.states.values[head[2]]
+        phase = job_state.phase
         ends = cluster.until_end and cluster.is_over(head[2])
-        yield ends + 2 * (phase is JobPhase.WAITING)
+        flags = ends + 2 * (phase is JobPhase.WAITING) + 4 * cluster.reduces(head)
+        yield flags + 8 * cluster.has_trimmed(head[2]) + 16 * (phase is JobPhase.HALTING)
+        yield job_state.epoch + 1
         over = cluster.is_over(head[2])
         kinds = cluster.next_kinds(head[0]) if not over else frozenset[str]()
         yield sum(1 << KINDS.index(kind) for kind in kinds)

@@ -149,8 +149,9 @@ def record_of(step: int) -> StepRecord | None:
 class NodeModel:
     """Steps of nodes. Holds the facts that are equal on all nodes of a job."""
 
-    def __init__(self, spec: JobSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: JobSpec, *, keeps_assignments: bool = False) -> None:
+        """`keeps_assignments`: the coordinator never forgets that it has sent an assignment."""
+        self.spec, self.keeps_assignments = spec, keeps_assignments
         self.assignments: list[Assignment] = []
         self._numbers: dict[Assignment, int] = {}
 
@@ -174,7 +175,10 @@ class NodeModel:
 
     def report(self, node: Node) -> m.NodeReport:
         report = core.report(node.agent)
-        if report.phase not in REPORTING_NO_COPIES:
+        # A spare that has its assignment reports its copies again before they are used.
+        installed = self.keeps_assignments and 0 < node.agent.epoch == node.agent.installed
+        spare = installed and report.phase is NodePhase.IDLE
+        if report.phase not in REPORTING_NO_COPIES and not spare:
             copies = sorted((copy for copy, _ in node.vault), key=lambda copy: copy.key)
             report = replace(report, inventory=tuple(copies))
         return report

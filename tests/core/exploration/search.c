@@ -26,8 +26,10 @@ typedef unsigned __int128 u128;
 /* What Python is asked for. The comments say what the answer has. */
 enum {
     PAIR,    /* (pair): node, link, flags, incarnation, version + 1, event, pair after it,
-                n, n * (pair, slow), n, n * (kind, pair, crashes) */
-    HEAD,    /* (head): flags, mask of kinds, incarnation of each member,
+                epoch of the agent, kind of a quiet order or 0, epoch of the order,
+                for each node: epoch of its interest in it, whether it loads from it,
+                n, n * (pair, slow), n, n * (kind, pair, crashes). These epochs are one higher. */
+    HEAD,    /* (head): flags, epoch + 1, mask of kinds, incarnation of each member,
                 n, n * (kind, start of a takeover) */
     TEAM,    /* (node 0, ...): broken, n, n * (index, node, messages, peer or NONE, its node) */
     EVENT,   /* (head, index, event): outcome */
@@ -46,7 +48,13 @@ enum { O_NONE, O_BROKEN, O_ENDS, O_NORMAL };
 /* flags of a pair */
 enum { ALIVE = 1, HEARD = 2, CUT = 4, STARTING = 8, BEATS = 16, UP = 32 };
 /* flags of a head */
-enum { OVER = 1, WAITING = 2 };
+enum { OVER = 1, WAITING = 2, REDUCES = 4, TRIMMED = 8, HALTING = 16 };
+/* places in the description of a pair or head; n is the number of nodes */
+enum { AGENT_EPOCH = 7, ORDER, ORDER_EPOCH, INTEREST, NEVER = (1 << 30) + 1 };
+#define SOLO (INTEREST + 2 * n)
+enum { MEMBERS = 3 };
+/* kinds of quiet orders */
+enum { TRIM = 1, INSTALL, HALT, ECHO };
 
 typedef int (*Ask)(int what, u32 a, u32 b, u32 c, u32 d);
 
@@ -169,6 +177,7 @@ static int apply(Search *s, u32 at, u32 *to) {
     u32 *o = s->pool + at;
     if (o[0] == O_NONE) return 1;
     if (o[0] == O_BROKEN) return -1;
+    u32 before = s->head_at[to[0]];
     to[0] = o[1];
     if (o[0] == O_ENDS) {
         for (u32 i = 0; i < s->nodes; i++) to[1 + i] = 0;
@@ -181,6 +190,16 @@ static int apply(Search *s, u32 at, u32 *to) {
         TRY(changed);
         to[1 + i] = s->pool[changed];
     }
+    if (s->pool[before] & REDUCES) {
+        u32 head = described(s, &s->head_at, &s->heads, HEAD, to[0]);
+        TRY(head);
+        for (u32 i = 0; i < s->nodes; i++) {
+            u32 pair = described(s, &s->pair_at, &s->pairs, PAIR, to[1 + i]);
+            TRY(pair);
+            u32 *p = s->pool + pair, *member = s->pool + MEMBERS + i;
+            if ((p[2] & UP) && member[before] == p[3] && member[head] != p[3]) return -1;
+        }
+    }
     if (step) {
         u32 head = described(s, &s->head_at, &s->heads, HEAD, to[0]);
         TRY(head);
@@ -188,14 +207,63 @@ static int apply(Search *s, u32 at, u32 *to) {
             u32 pair = described(s, &s->pair_at, &s->pairs, PAIR, to[1 + i]);
             TRY(pair);
             u32 *p = s->pool + pair;
-            if (p[3] == s->pool[head + 2 + i] && p[4] > step) return -1;
+            if (p[3] == s->pool[head + MEMBERS + i] && p[4] > step) return -1;
         }
     }
     return 0;
 }
 
-/* Find all next states. Returns their number; -1: a promise is broken; -2: Python failed. */
-static int expand(Search *s, const u32 *state, int with_faults) {
+/* Whether a quiet order of kind `kind` may arrive before the steps of another node, which depends on
+the receiver in `epoch` (`QuietOrder.allows`). */
+static int allows(u32 kind, u32 order, u32 epoch, u32 loads) {
+    switch (kind) {
+    case TRIM: return epoch >= order && !loads;
+    case INSTALL: return epoch == order || epoch == NEVER;
+    case HALT: return epoch == NEVER;
+    default: return 1;
+    }
+}
+
+/* Whether the coordinator makes no assignment that concerns the node before its next step
+(`Cluster._waits_for`). */
+static int waits_for(const u32 *h, u32 i, const u32 *p) {
+    u32 kind = p[ORDER], order = p[ORDER_EPOCH], agent = p[AGENT_EPOCH], epoch = h[1];
+    if (h[MEMBERS + i] != p[3]) return 0;
+    if (kind == ECHO) return 1;
+    if (agent == epoch)
+        return order == epoch && kind != HALT && (kind != TRIM || (h[0] & TRIMMED));
+    return agent < epoch && order <= epoch && (h[0] & HALTING);
+}
+
+/* Let all orders arrive for which it makes no difference when they do (`Cluster.settled`). Returns
+0, or -2: Python failed. */
+static int settle(Search *s, u32 *state) {
+    u32 n = s->nodes, head = described(s, &s->head_at, &s->heads, HEAD, state[0]);
+    TRY(head);
+    if (!(s->pool[head] & REDUCES)) return 0;
+    for (u32 i = 0; i < n;) {
+        u32 pair[MOST_WORDS], quiet = 1;
+        for (u32 j = 0; j < n; j++) {
+            pair[j] = described(s, &s->pair_at, &s->pairs, PAIR, state[1 + j]);
+            TRY(pair[j]);
+        }
+        const u32 *h = s->pool + head, *p = s->pool + pair[i];
+        quiet = p[ORDER] && waits_for(h, i, p);
+        for (u32 j = 0; quiet && j < n; j++) {
+            const u32 *other = s->pool + pair[j] + INTEREST + 2 * i;
+            if (j != i) quiet = allows(p[ORDER], p[ORDER_EPOCH], other[0], other[1]);
+        }
+        if (quiet) {
+            state[1 + i] = p[SOLO + 1];
+            i = 0;
+        } else
+            i++;
+    }
+    return 0;
+}
+
+/* Find all next states, before quiet orders arrive. Returns their number; -1: a promise is broken; -2: Python failed. */
+static int unsettled(Search *s, const u32 *state, int with_faults) {
     u32 n = s->nodes, head = described(s, &s->head_at, &s->heads, HEAD, state[0]);
     u32 pair[MOST_WORDS], mask = 0, fast = 0, flags = 0, limit;
     int made;
@@ -218,11 +286,11 @@ static int expand(Search *s, const u32 *state, int with_faults) {
             fast++;
         }
         p = s->pool + pair[i];
-        for (u32 k = 0, m = p[7]; k < m; k++) {
-            emit(s, state, NONE)[1 + i] = p[8 + 2 * k];
-            fast += !p[9 + 2 * k];
+        for (u32 k = 0, m = p[SOLO]; k < m; k++) {
+            emit(s, state, NONE)[1 + i] = p[SOLO + 1 + 2 * k];
+            fast += !p[SOLO + 2 + 2 * k];
         }
-        if ((p[2] & BEATS) && p[3] != s->pool[head + 2 + i]) {
+        if ((p[2] & BEATS) && p[3] != s->pool[head + MEMBERS + i]) {
             u32 at = look(s, BEAT, state[0], i, p[0], 0), after;
             TRY(at);
             if (s->pool[at] != NONE) {
@@ -232,7 +300,7 @@ static int expand(Search *s, const u32 *state, int with_faults) {
             }
         }
         p = s->pool + pair[i];
-        if ((p[2] & HEARD) && p[3] == s->pool[head + 2 + i]) mask |= 1u << i;
+        if ((p[2] & HEARD) && p[3] == s->pool[head + MEMBERS + i]) mask |= 1u << i;
     }
     {
         u32 nodes[4] = {0, 0, 0, 0};
@@ -262,10 +330,10 @@ static int expand(Search *s, const u32 *state, int with_faults) {
         if ((made = apply(s, at, to)) < 0) return made;
         if (made) s->n_found--;
     }
-    u32 kinds = s->pool[head + 1];
+    u32 kinds = s->pool[head + 2];
     if (!with_faults || !kinds) return s->n_found;
     for (u32 i = 0; i < n; i++) {
-        u32 *p = s->pool + pair[i], m = p[7], faults = 8 + 2 * m;
+        u32 *p = s->pool + pair[i], m = p[SOLO], faults = SOLO + 1 + 2 * m;
         for (u32 k = 0, many = p[faults]; k < many; k++) {
             u32 f[3], at, *to;
             memcpy(f, s->pool + pair[i] + faults + 1 + 3 * k, 12);
@@ -293,8 +361,8 @@ static int expand(Search *s, const u32 *state, int with_faults) {
             to[1 + i] = s->pool[at];
         }
     }
-    for (u32 k = 0, m = s->pool[head + 2 + n]; k < m; k++) {
-        u32 kind = s->pool[head + 3 + n + 2 * k], which = s->pool[head + 4 + n + 2 * k];
+    for (u32 k = 0, m = s->pool[head + MEMBERS + n]; k < m; k++) {
+        u32 kind = s->pool[head + MEMBERS + 1 + n + 2 * k], which = s->pool[head + MEMBERS + 2 + n + 2 * k];
         u32 *to = emit(s, state, kind), at;
         for (u32 i = 0; i < n; i++) {
             at = look(s, ON_ALL, state[1 + i], 1, 0, 0);
@@ -312,6 +380,14 @@ static int expand(Search *s, const u32 *state, int with_faults) {
             s->found[k][0] = s->pool[at];
         }
     return s->n_found;
+}
+
+/* Find all next states. Returns the same. */
+static int expand(Search *s, const u32 *state, int with_faults) {
+    int n = unsettled(s, state, with_faults);
+    for (int k = 0; k < n; k++)
+        if (settle(s, s->found[k]) < 0) return -2;
+    return n;
 }
 
 /* ---- the states ---- */

@@ -43,6 +43,8 @@ class Search:
     from_start: bool
     lost_writes: int = 1
     """Most last writes that the store loses at a time."""
+    reduced: bool = True
+    """Whether orders of steps are left out that make no difference."""
 
     @property
     def name(self) -> str:
@@ -58,6 +60,7 @@ class Search:
             coarse=not self.fine,
             until_end=not self.fine,
             lost_writes=self.lost_writes,
+            reduced=self.reduced,
         )
 
     def key(self, *ignored: str) -> dict[str, Any]:

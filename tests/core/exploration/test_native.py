@@ -15,11 +15,14 @@ from tests.core.exploration.native import NativeExplorer
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
-def compare(nodes: int, *sequences: tuple[str, ...], from_start: bool = False) -> Result:
+def compare(
+    nodes: int, *sequences: tuple[str, ...], from_start: bool = False, reduced: bool = False
+) -> Result:
     """Do both searches, and compare all their figures."""
 
     def cluster() -> Cluster:
-        return Cluster(nodes, 0, sequences=frozenset(sequences), coarse=True, until_end=True)
+        kinds = frozenset(sequences)
+        return Cluster(nodes, 0, sequences=kinds, coarse=True, until_end=True, reduced=reduced)
 
     one, two = cluster(), cluster()
     found = Explorer(one).run(one.start if from_start else one.running())
@@ -35,9 +38,15 @@ def compare(nodes: int, *sequences: tuple[str, ...], from_start: bool = False) -
     return other
 
 
+@pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("kind", ["drop", "duplicate", "takeover", "lost save"])
-def test_both_searches_find_the_same_after_one_fault(kind: str) -> None:
-    assert compare(3, (kind,)).faults[kind] > 10
+def test_both_searches_find_the_same_after_one_fault(kind: str, reduced: bool) -> None:
+    assert compare(3, (kind,), reduced=reduced).faults[kind] > 10
+
+
+def test_both_searches_leave_out_the_same_orders() -> None:
+    every, few = (compare(2, ("worker crash",), reduced=reduced) for reduced in (False, True))
+    assert few.states < every.states / 2
 
 
 def test_both_searches_find_the_same_after_two_faults() -> None:
@@ -48,3 +57,4 @@ def test_both_searches_find_the_same_stuck_states(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(event_handlers, "_missed_orders", lambda state, node: ())
     monkeypatch.setattr(progress_watchdog, "check_progress", lambda state, now: None)
     assert compare(2, ("drop",), from_start=True).stuck
+    assert compare(2, ("drop",), from_start=True, reduced=True).stuck
