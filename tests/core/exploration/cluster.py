@@ -154,8 +154,11 @@ class QuietOrder(NamedTuple):
         return True
 
 
-def _quiet(node: Node, order: Any, after: Node, sent: list[Any]) -> QuietOrder | None:
-    """Return the kind of an order if no other step of the node depends on when it arrives."""
+def _quiet(node: Node, order: Any, after: Node, reports: bool, copies: bool) -> QuietOrder | None:
+    """Return the kind of an order if no other step of the node depends on when it arrives.
+
+    `reports`: whether the node answers with a report; `copies`: whether this has its copies.
+    """
     worker, new = node.worker, after.worker
     if worker.phase in TRAINS:
         # Reports of these phases have no copies, and the worker writes only newer copies.
@@ -167,12 +170,11 @@ def _quiet(node: Node, order: Any, after: Node, sent: list[Any]) -> QuietOrder |
     if isinstance(order, m.Trim):
         return QuietOrder(OrderKind.TRIM, order.epoch)
     newest = _newest(after.vault) == _newest(node.vault)  # otherwise a prefetch may depend on it
-    copies = any(isinstance(x, m.NodeReport) and x.inventory for x in sent)
     if after == node and not copies:
         return QuietOrder(OrderKind.ECHO)
     if isinstance(order, m.Install):
         undone = {copy for copy, _ in node.vault - after.vault} & _sources(order.assignment)
-        starts = new.phase is WorkerPhase.LOADING and not sent
+        starts = new.phase is WorkerPhase.LOADING and not reports
         waits = new == worker and after.agent.phase is NodePhase.IDLE and not copies
         if (starts or waits) and after.vault <= node.vault and newest and not undone:
             return QuietOrder(OrderKind.INSTALL, order.epoch)
@@ -571,10 +573,10 @@ class Cluster:
         reports = [self.messages.values[x] for x in value.up]
         if any(isinstance(x, m.NodeReport) and x.info != node.agent.info for x in reports):
             return None
-        after, numbers = self.order(number, value.down[0])
-        sent = [self.messages.values[x] for x in numbers]
-        order = self.messages.values[value.down[0]]
-        return _quiet(node, order, self.nodes.values[after], sent)
+        order, (number, sent) = value.down[0], self.order(number, value.down[0])
+        after = self.nodes.values[number]
+        copies = bool(sent) and self.model.reports_copies(after.agent)
+        return _quiet(node, self.messages.values[order], after, bool(sent), copies)
 
     def _interest(self, number: int, link: int) -> tuple[tuple[int, bool], ...]:
         """Return how the worker of this node may depend on each node.

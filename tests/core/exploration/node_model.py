@@ -175,13 +175,16 @@ class NodeModel:
 
     def report(self, node: Node) -> m.NodeReport:
         report = core.report(node.agent)
-        # A spare that has its assignment reports its copies again before they are used.
-        installed = self.keeps_assignments and 0 < node.agent.epoch == node.agent.installed
-        spare = installed and report.phase is NodePhase.IDLE
-        if report.phase not in REPORTING_NO_COPIES and not spare:
+        if self.reports_copies(node.agent):
             copies = sorted((copy for copy, _ in node.vault), key=lambda copy: copy.key)
             report = replace(report, inventory=tuple(copies))
         return report
+
+    def reports_copies(self, agent: core.NodeState) -> bool:
+        # A spare that has its assignment reports its copies again before they are used.
+        installed = self.keeps_assignments and 0 < agent.epoch == agent.installed
+        spare = installed and agent.phase is NodePhase.IDLE
+        return agent.phase not in REPORTING_NO_COPIES and not spare
 
     def connected(self, node: Node) -> Effects:
         """The agent has a new connection to the coordinator."""

@@ -213,8 +213,8 @@ static int apply(Search *s, u32 at, u32 *to) {
     return 0;
 }
 
-/* Whether a quiet order of kind `kind` may arrive before the steps of another node, which depends on
-the receiver in `epoch` (`QuietOrder.allows`). */
+/* Whether a quiet order may arrive before the steps of another node, which depends on the receiver
+in `epoch` (`QuietOrder.allows`). */
 static int allows(u32 kind, u32 order, u32 epoch, u32 loads) {
     switch (kind) {
     case TRIM: return epoch >= order && !loads;
@@ -262,7 +262,8 @@ static int settle(Search *s, u32 *state) {
     return 0;
 }
 
-/* Find all next states, before quiet orders arrive. Returns their number; -1: a promise is broken; -2: Python failed. */
+/* Find all next states, before quiet orders arrive. Returns their number; -1: a promise is broken;
+-2: Python failed. */
 static int unsettled(Search *s, const u32 *state, int with_faults) {
     u32 n = s->nodes, head = described(s, &s->head_at, &s->heads, HEAD, state[0]);
     u32 pair[MOST_WORDS], mask = 0, fast = 0, flags = 0, limit;
@@ -362,7 +363,8 @@ static int unsettled(Search *s, const u32 *state, int with_faults) {
         }
     }
     for (u32 k = 0, m = s->pool[head + MEMBERS + n]; k < m; k++) {
-        u32 kind = s->pool[head + MEMBERS + 1 + n + 2 * k], which = s->pool[head + MEMBERS + 2 + n + 2 * k];
+        const u32 *start = s->pool + head + MEMBERS + n + 1 + 2 * k;
+        u32 kind = start[0], which = start[1];
         u32 *to = emit(s, state, kind), at;
         for (u32 i = 0; i < n; i++) {
             at = look(s, ON_ALL, state[1 + i], 1, 0, 0);
