@@ -179,6 +179,10 @@ class NodeHealth:
     """Number of times that it was found to compute slowly, which determine `slow_until`."""
     slow_until: float = 0.0
     """Time at which plans try the node again if it is slow and has no layers."""
+    keeper_failures: int = 0
+    """Number of times that its vault could store no copies, which determine `keeps_after`."""
+    keeps_after: float = 0.0
+    """Time at which plans let it keep copies again after its vault could store none."""
 
     def finding(self, kind: FaultClass) -> Finding | None:
         """Return the finding of this class, or None."""
@@ -276,11 +280,24 @@ def _growing_pause_s(times: int, limits: HealthLimits) -> float:
 def record_slowdown(health: NodeHealth, now: float, limits: HealthLimits) -> NodeHealth:
     """Record that the node was found to be slow. If it gets no layers, it is tried again after a
     pause as long as a quarantine; slowdowns are counted, and forgiven, as quarantines are."""
-    known = health.slowdowns
-    if limits.good_s > 0:
-        known = max(0, known - int(max(0.0, now - health.slow_until) / limits.good_s))
+    known = _not_forgiven(health.slowdowns, health.slow_until, now, limits)
     until = now + _growing_pause_s(known, limits)
     return replace(health, slowdowns=known + 1, slow_until=until)
+
+
+def record_keeper_failure(health: NodeHealth, now: float, limits: HealthLimits) -> NodeHealth:
+    """Record that the vault of the node could store no copies. It is tried again after a pause, as
+    a slow node is."""
+    known = _not_forgiven(health.keeper_failures, health.keeps_after, now, limits)
+    after = now + _growing_pause_s(known, limits)
+    return replace(health, keeper_failures=known + 1, keeps_after=after)
+
+
+def _not_forgiven(count: int, until: float, now: float, limits: HealthLimits) -> int:
+    """Return how many of `count` events still count, whose newest pause ended at `until`."""
+    if limits.good_s <= 0:
+        return count
+    return max(0, count - int(max(0.0, now - until) / limits.good_s))
 
 
 def release(health: NodeHealth, now: float) -> NodeHealth:

@@ -64,6 +64,7 @@ TIMES: dict[type, tuple[str, ...]] = {
         "until",
         "quarantine_changed_at",
         "slow_until",
+        "keeps_after",
         "refused_until",
         "findings",
     ),

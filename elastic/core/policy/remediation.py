@@ -450,7 +450,31 @@ def keeper_failed(state: JobState, note: BackupNote, now: float) -> Findings:
     )
     evidence = {"owner": note.owner, "error": note.detail}
     finding = Finding(FaultClass.STORAGE, HealthAction.REBALANCE, reason, evidence, now)
-    return add_finding(state, note.keeper, finding)
+    record = record_of(state, note.keeper)
+    record = diagnosis.record_keeper_failure(record, now, state.policy.health)
+    return add_finding(with_record(state, note.keeper, record), note.keeper, finding)
+
+
+def _try_keepers_again(state: JobState, now: float) -> JobTransition | None:
+    """Let vaults keep copies again after a pause, because memory may be free again. The plan is
+    changed for it only if a node has no peer that keeps its copies."""
+    due = {
+        member.report.info.incarnation: node
+        for node, member in state.members.items()
+        if member.report.info.incarnation in state.poor_keepers
+        and now >= record_of(state, node).keeps_after
+    }
+    if not due or state.plan is None:
+        return None
+    left = tuple(one for one in state.poor_keepers if one not in due)
+    reason = f"{' '.join(due.values())} may keep copies of other nodes again"
+    short = set(state.plan.nodes()) - {owner for owner, _ in state.plan.peers}
+    state = state.of(poor_keepers=left, rebalance=reason if short else state.rebalance)
+    entries: tuple[JobAction, ...] = ()
+    for node in due.values():
+        state, more = clear_finding(state, node, FaultClass.STORAGE, reason, now)
+        entries += more
+    return state, entries, reason
 
 
 def _check_host(state: JobState, node: str, report: HealthReport, now: float) -> Findings:
@@ -543,6 +567,9 @@ def apply_remedies(state: JobState, now: float) -> JobTransition | None:
         return over
     if not state.stable or state.plan is None:
         return None
+    again = _try_keepers_again(state, now)
+    if again is not None:
+        return again
     used = (*state.plan.nodes(), *(peer for _, peer in state.plan.peers))
     node = next((node for node in used if quarantine.is_quarantined(state, node)), None)
     if node is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastic.core.coordinator.transitions import transition
+from elastic.core.health import diagnosis
 from elastic.core.job import checkpoints
 from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState
@@ -909,6 +910,32 @@ def test_a_note_about_a_former_vault_does_not_blame_the_new_one() -> None:
     assert entries(actions, "keeper-failed"), "people may want to know"
     after, _, _ = apply(state, replace(note, vault=vault))
     assert after.poor_keepers == (state.members[keeper].report.info.incarnation,)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_vault_that_stored_nothing_is_tried_again_after_a_pause(short: bool) -> None:
+    """Memory may be free again. Of two nodes no other can keep the copies."""
+    state = running()
+    owner, keeper = plan_of(state).peers[0]
+    state, _, _ = apply(state, m.BackupNote(m.KEEPER_FAILED, owner, keeper, "no slot"))
+    record, incarnation = state.health[keeper], state.members[keeper].report.info.incarnation
+    first_s = record.keeps_after - state.updated_at
+    again = diagnosis.record_keeper_failure(record, state.updated_at, state.policy.health)
+    assert first_s > 0 and again.keeps_after - state.updated_at > 1.5 * first_s
+
+    plan = plan_of(running())
+    plan = replace(plan, peers=tuple(pair for pair in plan.peers if not short or pair[0] != owner))
+    until = state.updated_at + 0.5
+    health = {keeper: replace(record, keeps_after=until)}
+    state = running().of(plan=plan, poor_keepers=(incarnation,), health=health)
+    state, actions, _ = transition(state, job.Tick(), until - 0.1)
+    assert state.poor_keepers and not entries(actions, "health")
+    state, actions, _ = transition(state, job.Tick(), until + 0.1)
+    (note,) = entries(actions, "health")
+    assert note["evidence"] == {"well": True} and "may keep copies" in note["reason"]
+    assert state.poor_keepers == ()
+    state, _, _ = transition(state, job.Tick(), until + 0.2)
+    assert (state.phase is JobPhase.HALTING and change_of(state).boundary) is short
 
 
 # ---- the end with an error ----
