@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,20 +81,43 @@ class Series:
     values: list[float] = field(default_factory=list)
     newest: int = 0
     """Number of the newest sample; those of all series are counted together."""
+    kinds: list[Counter[str]] = field(default_factory=list)
+    """What the samples consist of, for descriptors."""
 
     @property
     def before(self) -> float:
-        quarter = max(1, len(self.values) // 4)
-        return statistics.median(self.values[quarter : 2 * quarter] or self.values)
+        return statistics.median(_second_quarter(self.values))
 
     @property
     def after(self) -> float:
-        return statistics.median(self.values[-max(1, len(self.values) // 4) :])
+        return statistics.median(_last_quarter(self.values))
+
+    @property
+    def growth(self) -> str:
+        """Say from how much it grew to how much, and which kinds did."""
+        text = f"{self.name}: {self.figure} from {self.before:g} to {self.after:g}"
+        parts = []
+        for kind in sorted(set().union(*self.kinds)):
+            counts = [one[kind] for one in self.kinds]
+            before = statistics.median(_second_quarter(counts))
+            after = statistics.median(_last_quarter(counts))
+            if before != after:
+                parts.append(f"{kind} from {before:g} to {after:g}")
+        return f"{text} ({', '.join(parts)})" if parts else text
 
     @property
     def flat(self) -> bool:
         fraction, amount = TOLERANCES[self.figure]
         return self.after - self.before <= max(fraction * self.before, amount)
+
+
+def _second_quarter(values: Sequence[float]) -> Sequence[float]:
+    quarter = max(1, len(values) // 4)
+    return values[quarter : 2 * quarter] or values
+
+
+def _last_quarter(values: Sequence[float]) -> Sequence[float]:
+    return values[-max(1, len(values) // 4) :]
 
 
 class SoakJob:
@@ -260,12 +284,14 @@ class Sampler:
     def _sample_process(self, name: str, process: psutil.Process) -> None:
         self._add(name, process.pid, "memory", process.memory_full_info().uss / MIB)
         self._add(name, process.pid, "threads", process.num_threads())
-        self._add(name, process.pid, "descriptors", descriptors(process.pid))
+        kinds = descriptors(process.pid)
+        self._add(name, process.pid, "descriptors", kinds.total()).kinds.append(kinds)
 
-    def _add(self, name: str, pid: int, figure: str, value: float) -> None:
+    def _add(self, name: str, pid: int, figure: str, value: float) -> Series:
         series = self._series.setdefault((name, pid, figure), Series(name, figure))
         series.values.append(value)
         series.newest = len(self._loads)
+        return series
 
     def newest(self) -> list[Series]:
         """Return the series of the newest process of each name."""
@@ -345,14 +371,23 @@ def size(path: Path) -> int:
     return total
 
 
-def descriptors(pid: int) -> int:
-    """Return the number of open files of a process, without the slots of its shared memory: their
-    number follows the plan, and their bytes are counted. Deleted slots count."""
-    found = 0
+def descriptors(pid: int) -> Counter[str]:
+    """Return the number of open files of a process by kind, without the slots of its shared memory:
+    their number follows the plan, and their bytes are counted. Deleted slots count."""
+    found = Counter[str]()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            found += not os.readlink(link).endswith(".slot")
+            target = os.readlink(link)
+            if not target.endswith(".slot"):
+                found[_kind_of(target)] += 1
     return found
+
+
+def _kind_of(target: str) -> str:
+    """Return the kind of a file by the target of its link in /proc."""
+    if target.endswith(".slot (deleted)"):
+        return "deleted slots"
+    return "files" if target.startswith("/") else target.partition(":")[0]
 
 
 def prune(checkpoints: Path, kept: int = 2) -> None:
@@ -494,8 +529,7 @@ def rows(done: Soaked, minutes: float, load: int) -> list[Row]:
 
 def verdict(done: Soaked) -> str:
     """Return what was wrong; "": nothing."""
-    wrong = [f"{s.name}: {s.figure} from {s.before:g} to {s.after:g}" for s in done.series
-             if not s.flat]  # fmt: skip
+    wrong = [series.growth for series in done.series if not series.flat]
     wrong += [f"left: {item}" for item in done.left]
     wrong += [f"{name} did not live until the end" for name in done.absent]
     if done.longest_s > done.longest_limit_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +49,10 @@ def test_the_verdict_names_what_grew_and_what_is_left() -> None:
     grown = Series("coordinator", "threads", [float(i) for i in range(100)], newest=100)
     done = soaked(grown, left=["a vault"])
     assert verdict(done) == "coordinator: threads from 37 to 87; left: a vault"
+    kinds = [Counter(socket=3, pipe=5 + i) for i in range(100)]
+    files = [float(one.total()) for one in kinds]
+    text = verdict(soaked(Series("coordinator", "descriptors", files, 100, kinds)))
+    assert text == "coordinator: descriptors from 45 to 95 (pipe from 42 to 92)"
     missed = [row.metric for row in rows(done, 1.0, 8) if row.met == "missed"]
     assert missed == ["processes and files left", "coordinator: threads, growth until the last"]
 
