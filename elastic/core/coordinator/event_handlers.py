@@ -60,6 +60,8 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
     member = state.members.get(node)
     if member is None or member.report.info.incarnation != report.info.incarnation:
         return _new_incarnation(state, report, now)
+    state = excuse_common_silence(state, now)
+    member = state.members[node]
     was, returns = member.report, not member.connected
     if report.epoch < was.epoch:
         return state, (), f"{node}: stale report of epoch {report.epoch}"
@@ -183,7 +185,11 @@ def _heartbeats(state: JobState, event: Heartbeats, now: float) -> JobTransition
         report = member.report
         if (report.step, report.microbatch) != (beat.step, beat.microbatch):
             report = replace(report, step=beat.step, microbatch=beat.microbatch)
-        members[beat.node] = replace(member, seen=now, excused_s=0.0, report=report, refused=False)
+        # An excuse may have moved this time to now or later; the message is newer.
+        closed_at = member.closed_at if member.closed_at < now else member.seen
+        members[beat.node] = replace(
+            member, seen=now, excused_s=0.0, closed_at=closed_at, report=report, refused=False
+        )
         accepted.append(beat)
     if accepted:
         state = progress_watchdog.heartbeats_seen(state.of(members=members), accepted, now)

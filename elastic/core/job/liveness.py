@@ -21,7 +21,8 @@ another coordinator may take the lead, this one gives it up when nobody was hear
 once before a doubt with a minority ends: the other one may reach all nodes.
 
 **A short time in which nobody is heard** is no silence of a single node either: meanwhile nobody is
-lost because of silence. The same time again does not count, because TCP sends lost packets again
+lost because of silence. Nor does it count as the time of a closed connection, because the node
+could not reconnect. The same time again does not count, because TCP sends lost packets again
 after pauses that double (RFC 6298): the next attempt may come as late after the failure as the
 failure was long. At most one lease is excused.
 
@@ -133,15 +134,17 @@ def _quiet_s(state: JobState, now: float) -> float:
 
 
 def excuse_common_silence(state: JobState, now: float) -> JobState:
-    """Excuse the members if nobody was heard for some time. Call this when a message arrives. The
-    time of a doubt is excused at its end."""
+    """Excuse the members if nobody was heard for some time: it is neither silence nor time without
+    a connection. Call this when a message arrives. The time of a doubt is excused at its end."""
     quiet_s = _quiet_s(state, state.doubt_since or now)
     if quiet_s < QUIET_BEATS * state.limits.heartbeat_s:
         return state
 
     def excused(member: Member) -> Member:
         most_s = min(2 * quiet_s, state.limits.lease_s - member.excused_s, member.silence_s(now))
-        return replace(member, excused_s=member.excused_s + max(0.0, most_s))
+        more_s = max(0.0, most_s)
+        closed_at = member.closed_at + (0.0 if _is_back(member) else more_s)
+        return replace(member, excused_s=member.excused_s + more_s, closed_at=closed_at)
 
     return state.of(members={node: excused(mb) for node, mb in state.members.items()})
 

@@ -300,7 +300,7 @@ def test_a_closed_and_accused_node_is_lost_soon() -> None:
     incarnation = state.members["node0"].report.info.incarnation
     beat = job.Heartbeat("node0", incarnation, 3, 1)
     for _ in range(2):
-        state, _, reason = transition(state, job.Tick(), state.updated_at + 0.4)
+        state, _, reason = transition(state, beat, state.updated_at + 0.4)
         assert not reason, "no epoch begins before the evidence is complete"
     _after, _, reason = transition(state, beat, state.updated_at + 0.3)
     assert "node1 lost: connection closed and neighbours lost contact" in reason

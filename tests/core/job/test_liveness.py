@@ -371,6 +371,58 @@ def test_a_silent_node_is_lost_soon_although_others_reconnect() -> None:
     assert story.lost == [("n3", "silent")]
 
 
+@pytest.mark.parametrize("quiet_s", [1.2, 1.4, 1.48])
+@pytest.mark.parametrize("nodes", [3, 4])
+@pytest.mark.parametrize("first", ["report", "heartbeat"])
+def test_a_time_in_which_nobody_is_heard_is_no_time_of_a_closed_connection(
+    nodes: int, quiet_s: float, first: str
+) -> None:
+    """The coordinator's own cable is out, and meanwhile the network resets the connections of one
+    node, so that a neighbour accuses it. It returns a moment after the others."""
+    story = Story(waiting(nodes))
+    story.live(1.0, story.names)
+    story.live(0.3)
+    story.close("n0")
+    story.live(quiet_s - 0.3)
+    if first == "report":
+        accuse(story, "n1", "n0")
+        story.live(0.3, story.names[1:])
+    else:
+        story.live(0.1, story.names[1:])
+        accuse(story, "n1", "n0")
+        story.live(0.2, story.names[1:])
+    assert not story.lost
+
+
+@pytest.mark.parametrize("others_s", [0.0, 0.1])
+def test_a_node_is_back_with_its_first_heartbeat_after_a_time_without_anybody(
+    others_s: float,
+) -> None:
+    """Its report is large, and takes longer."""
+    story = Story(waiting(3))
+    story.live(1.0, story.names)
+    story.live(0.3)
+    story.close("n0")
+    story.live(0.9)
+    story.live(others_s, story.names[1:])
+    story.event(Heartbeat("n0", "n0-1", 0, 0))
+    accuse(story, "n1", "n0")
+    story.live(2.5, story.names[1:])
+    assert not story.lost
+    story.live(1.0, story.names[1:])
+    assert story.lost == [("n0", "silent")]
+
+
+def test_a_node_that_died_while_nobody_was_heard_is_lost_soon_afterwards() -> None:
+    story = Story(waiting(3))
+    story.live(1.0, story.names)
+    story.close("n0")
+    story.live(1.2)
+    accuse(story, "n1", "n0")
+    story.live(2.0, story.names[1:])
+    assert story.lost == [("n0", "closed")]
+
+
 def test_after_a_doubt_late_nodes_have_time_to_return() -> None:
     story = Story(waiting(5))
     story.live(8.0)
