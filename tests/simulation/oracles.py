@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastic.core.policy.progress_watchdog import NO_FAILURE
+
 LEASE_S = 3.0
 """A node that is silent this long may be lost."""
 HEARTBEAT_S = 0.5
@@ -43,7 +45,6 @@ FOR_GOOD = ("power", "kill", "left", "unwritten")
 SILENCES = ("pause", "cut-out", "cut-in")
 DELAYS = ("store-away", "lead-pause", "lead-cut", "lead-kill", "lead-amnesia")
 """Faults after which the coordinator hears late of a finished step."""
-NO_FAILURE = ("lost", "drain", "notice", "join", "start")
 
 
 @dataclass(frozen=True)
@@ -192,28 +193,37 @@ def checkpoints_missing(
     faults: Sequence[Injected],
     due: Sequence[int],
     complete: frozenset[int],
+    reports: Mapping[int, Sequence[Reported]],
 ) -> list[str]:
     """Every due checkpoint is there. One that is not the last may be reported as lost, if a fault
     of a disk, or the loss of a node, hit the time in which it was written. So does a node that is
-    well, but was cut off and was not back at the end."""
-    absent = _absent_since(events)
-    named = {event["step"]: event["why"] for event in of(events, "checkpoint-lost")}
+    well, but was cut off and was not back at the end. The cause comes before the report."""
+    absent = _absent_since(events, faults)
+    lost = {event["step"]: event for event in of(events, "checkpoint-lost")}
     wrong = []
     for step in due:
         if step in complete:
             continue
+        window = _finished(events, reports.get(step - 1, ()), step)
+        why = lost[step]["why"] if step in lost else None
         if step == due[-1]:
-            wrong.append(f"the checkpoint of the last step, {step}, is missing: {named.get(step)}")
-        elif step not in named and not _hit(events, faults, step, LEAD_DISK):
-            wrong.append(f"the checkpoint of step {step} is missing, and no event names it")
-        elif absent < _finished(events, faults, step)[0] and not _hit(
-            events,
-            faults,
-            step,
-            (*DESTROYS, "unwritten", *DISK, *LEAD_DISK),
-        ):
-            wrong.append(f"the checkpoint of step {step} was given up: {named[step]}")
+            wrong.append(f"the checkpoint of the last step, {step}, is missing: {why}")
+        elif step not in lost:
+            if not _hit(faults, window, LEAD_DISK):
+                wrong.append(f"the checkpoint of step {step} is missing, and no event names it")
+        elif not _may_be_given_up(faults, window, absent, lost[step]["at"]):
+            wrong.append(f"the checkpoint of step {step} was given up: {why}")
     return wrong
+
+
+def _may_be_given_up(
+    faults: Sequence[Injected], window: tuple[float, float], absent: Sequence[float], at: float
+) -> bool:
+    """Return whether the checkpoint of a step that was finished in `window` could be given up at
+    this time: before, a node was lost for good, or a fault hit the time in which it was written."""
+    before = [fault for fault in faults if _begins(fault) <= at]
+    kinds = (*DESTROYS, "unwritten", *DISK, *LEAD_DISK)
+    return any(window[0] <= gone <= at for gone in absent) or _hit(before, window, kinds)
 
 
 def steps_unreported(
@@ -260,8 +270,10 @@ def out_of_memory(
 ) -> bool:
     """Whether the job ended at `end` because nodes had no memory for their own copies: half of
     them, or the one without which there is no plan."""
+    # Nobody decides while no coordinator hears the nodes, which crashed before.
+    crashed = _decided_from(faults, end, DELAYS)
     memory = (fault for fault in faults if fault.kind in MEMORY)
-    full = {fault.node for fault in memory if fault.at < end < fault.until + NOTICED_S}
+    full = {f.node for f in memory if f.at < end and crashed < f.until + NOTICED_S}
     if not full or not ("SlotError" in reason or "VaultFull" in reason):
         return False
     here = members_at_end(events)
@@ -279,36 +291,38 @@ def members_at_end(events: Sequence[dict[str, Any]]) -> frozenset[str]:
     return frozenset(here)
 
 
-def _absent_since(events: Sequence[dict[str, Any]]) -> float:
-    """Return the time at which the last node was lost that was not back at the end; -1: none."""
+def _absent_since(
+    events: Sequence[dict[str, Any]], faults: Sequence[Injected]
+) -> tuple[float, ...]:
+    """Return when the nodes were lost that were not back at the end. A join that the store has
+    forgotten is none."""
+    forgets = [fault.at for fault in faults if fault.kind == "lead-amnesia"]
     absent: dict[str, float] = {}
     for event in events:
         if event["kind"] == "lost":
             absent[event["node"]] = event["at"]
-        elif event["kind"] == "joined":
+        elif event["kind"] == "joined" and not any(
+            0 <= at - event["at"] <= FORGOTTEN_S for at in forgets
+        ):
             absent.pop(event["node"], None)
-    return max(absent.values(), default=-1.0)
+    return tuple(absent.values())
 
 
 def _finished(
-    events: Sequence[dict[str, Any]], faults: Sequence[Injected], step: int
+    events: Sequence[dict[str, Any]], reports: Sequence[Reported], step: int
 ) -> tuple[float, float]:
-    """Return the first and the last time at which the step before checkpoint `step` may have been
-    finished."""
-    finished = [event["at"] for event in of(events, "step") if event["step"] == step - 1]
-    first, last = min(finished, default=0.0), max(finished, default=float("inf"))
-    return _decided_from(faults, first, DELAYS), last
+    """Return when the step before checkpoint `step` was first finished, by the reports to agents,
+    and when a coordinator last heard it. Before, the checkpoint may wait in the queue of an
+    agent."""
+    heard = [event["at"] for event in of(events, "step") if event["step"] == step - 1]
+    first = min((report.at for report in reports), default=0.0)
+    return first, max(heard, default=float("inf"))
 
 
-def _hit(
-    events: Sequence[dict[str, Any]],
-    faults: Sequence[Injected],
-    step: int,
-    kinds: Sequence[str],
-) -> bool:
+def _hit(faults: Sequence[Injected], window: tuple[float, float], kinds: Sequence[str]) -> bool:
     """Whether such a fault was there when the checkpoint was due, or soon afterwards. One for good
     came then, or shortly before."""
-    first, last = _finished(events, faults, step)
+    first, last = window
     return any(
         fault.kind in kinds
         and fault.at <= last + WRITING_S

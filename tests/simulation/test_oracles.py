@@ -127,14 +127,27 @@ def test_five_epochs_per_minute_are_the_limit() -> None:
     assert not too_many_epochs(epochs(["contact"] * 6, 13.0))
     assert not too_many_epochs(epochs(["contact"] * 6, 1.0, steps=(2,)))
     assert not too_many_epochs(epochs(["contact", "lost", "join"] * 3, 1.0))
+    assert not too_many_epochs(epochs(["contact"] * 5 + ["resume"], 1.0)), "no failure"
 
 
 STEPS = [{"kind": "step", "at": 10.0 * step, "step": step - 1} for step in (2, 4, 6)]
-NAMED = [*STEPS, {"kind": "checkpoint-lost", "step": 4, "why": "no space"}]
+REPORTS = {step: [Reported(10.0 * (step + 1), "node0")] for step in (1, 3, 5)}
 
 
-def missing(events: list[dict[str, Any]], *faults: Injected, complete: set[int]) -> list[str]:
-    return checkpoints_missing(events, faults, (2, 4, 6), frozenset(complete))
+def given_up(at: float) -> dict[str, Any]:
+    return {"kind": "checkpoint-lost", "at": at, "step": 4, "why": "no space"}
+
+
+NAMED = [*STEPS, given_up(70.0)]
+
+
+def missing(
+    events: list[dict[str, Any]],
+    *faults: Injected,
+    complete: set[int],
+    reports: Mapping[int, Sequence[Reported]] = REPORTS,
+) -> list[str]:
+    return checkpoints_missing(events, faults, (2, 4, 6), frozenset(complete), reports)
 
 
 def test_a_disk_fault_excuses_only_the_checkpoint_of_its_time() -> None:
@@ -155,6 +168,39 @@ def test_a_node_that_is_gone_excuses_only_the_checkpoint_of_its_time(kind: str) 
     assert not missing(NAMED, Injected(kind, 38.0, math.inf, "node1"), complete={2, 6})
     assert not missing(NAMED, Injected(kind, 42.0, math.inf, "node1"), complete={2, 6})
     assert missing(NAMED, Injected(kind, 58.0, math.inf, "node1"), complete={2, 6})
+
+
+def test_only_a_fault_before_a_checkpoint_is_given_up_explains_it() -> None:
+    early = [*STEPS, given_up(40.1)]
+    slow = Injected("disk-slow", 54.9, 55.2, "node2")
+    assert not missing(NAMED, slow, complete={2, 6})
+    assert missing(early, slow, complete={2, 6})
+    gone = {"kind": "lost", "at": 59.0, "node": "node1"}
+    assert not missing([*NAMED, gone], complete={2, 6})
+    assert missing([*early, gone], complete={2, 6})
+
+
+def test_the_report_of_a_checkpoint_is_lost_with_the_queue_of_its_agent() -> None:
+    """The step is finished at 40.0 s. The coordinator hears of it a second later, because the
+    connections of a node were reset, and another node is killed meanwhile and returns."""
+    back = Injected("back", 40.1, 40.4, "node1")
+    late = [*STEPS, {"kind": "step", "at": 41.0, "step": 3}, given_up(46.0)]
+    late.remove(STEPS[1])
+    assert not missing(late, back, complete={2, 6})
+    assert missing(late, back, complete={2, 6}, reports={3: [Reported(40.5, "node0")]})
+
+
+def test_a_missing_checkpoint_without_an_event_needs_a_bad_disk_of_the_coordinator() -> None:
+    assert not missing(STEPS, Injected("lead-disk", 39.0, 45.0, ""), complete={2, 6})
+    assert missing(STEPS, Injected("lead-disk", 1.0, 3.0, ""), complete={2, 6})
+
+
+def test_a_node_whose_last_join_was_forgotten_is_not_back() -> None:
+    joined = {"kind": "joined", "at": 45.0, "node": "node1"}
+    events = [*STEPS, {"kind": "lost", "at": 42.0, "node": "node1"}, joined, given_up(46.0)]
+    assert missing(events, complete={2, 6})
+    assert not missing(events, Injected("lead-amnesia", 45.3, 51.0, ""), complete={2, 6})
+    assert missing(events, Injected("lead-amnesia", 47.0, 51.0, ""), complete={2, 6})
 
 
 def test_a_node_that_is_not_back_at_the_end_excuses_what_it_had_to_write() -> None:
@@ -193,6 +239,9 @@ def test_only_a_majority_without_memory_may_end_the_job() -> None:
     assert not out_of_memory(joined, [one], 20.0, why)
     assert out_of_memory(joined, [one], 20.0, f"{why}; no plan fits without it")
     assert not out_of_memory(joined, [one, two], 40.0, why)
+    away = Injected("lead-pause", 29.0, 35.0, "")
+    assert out_of_memory(joined, [one, two, away], 36.0, why), "it was decided late"
+    assert not out_of_memory(joined, [one, two, dataclasses.replace(away, at=33.0)], 36.0, why)
     assert not out_of_memory(joined, [one, two], 20.0, "workers crashed 4 times; OSError")
     lost_one = {"kind": "lost", "at": 9.0, "node": "node2"}
     assert out_of_memory([*joined, lost_one], [one], 20.0, why)

@@ -14,10 +14,12 @@ import pytest
 
 from elastic.agent.service import NodeAgent
 from elastic.coordinator.records.run_records import RunRecords
+from elastic.coordinator.service import Coordinator
 from elastic.core.coordinator import transitions
 from elastic.core.job import epoch_change, liveness
 from elastic.core.job.state import JobState, LossKind
 from elastic.core.policy import progress_watchdog
+from elastic.core.protocol.messages import Stop
 from elastic.domain.errors import Unrecoverable, VaultError
 from elastic.store import checkpoint_directory
 from elastic.worker.transport.cancellation import LinkFailed
@@ -27,6 +29,7 @@ from tests.simulation.network import Endpoint, Network, connect
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.worker import ModelLinks, ModelSteps
 from tests.simulation.world import (
+    LONG_S,
     PATHS,
     TRAINING_S,
     WRITER,
@@ -316,6 +319,42 @@ def test_an_agent_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch, shar
     assert not run(cut).problems
     monkeypatch.setattr(NodeAgent, "_consider_the_end", lambda self: None)
     assert any("still there" in text for text in run(cut).problems)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_agent_that_is_not_told_of_the_end_is_found(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """It is connected, and waits for a coordinator. It may read the record of the end."""
+    send = Coordinator._send
+
+    def forgets(self: Coordinator, node: str, message: object, epoch: int) -> None:
+        if not (isinstance(message, Stop) and node == "node1"):
+            send(self, node, message, epoch)
+
+    monkeypatch.setattr(Coordinator, "_send", forgets)
+    problems = run(dataclasses.replace(QUIET, shared=shared)).problems
+    assert any("still there" in text for text in problems) is not shared
+
+
+@pytest.mark.parametrize(
+    ("fault", "longer"),
+    [
+        (Fault("kill", 3.0, 3, 0, 0.0), False),
+        (Fault("lead-kill", 3.0, 0, 0, 0.3), True),
+        (Fault("lead-pause", 3.0, 0, 0, 15.0), True),
+    ],
+    ids=lambda one: one.kind if isinstance(one, Fault) else "",
+)
+def test_silent_nodes_prolong_the_wait_if_a_coordinator_took_over(
+    monkeypatch: pytest.MonkeyPatch, fault: Fault, longer: bool
+) -> None:
+    """The bound on progress is longer after two nodes were lost silently."""
+    bounds: list[float] = []
+    monkeypatch.setattr(World, "judge", lambda world: bounds.append(world._progress_s()))
+    kills = (Fault("kill", 4.0, 0, 0, 0.0), Fault("kill", 4.0, 0, 0, 0.0))
+    run(dataclasses.replace(QUIET, nodes=5, coordinators=2, steps=40, faults=(fault, *kills)))
+    assert (bounds[0] >= LONG_S) is longer
 
 
 def test_a_wrong_final_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,8 @@ and after two nodes were lost silently, because the coordinator blames itself fo
 if it hears a minority."""
 LEAVE_S = 90.0
 """All processes end within this time after the job."""
+SETTLED_S = 6.0
+"""After all faults, agents and coordinators agree this much later whether they are connected."""
 ORPHAN_S = DEFAULT_TIMEOUTS.orphan_s + 30.0
 """The same for an agent that is cut off, and cannot read that the job is over."""
 SCHEMES = (
@@ -312,6 +314,8 @@ class World:
         self.moved_at = 0.0
         """Time of the newest step."""
         self.ended_at: float | None = None
+        self._within_reach: set[str] = set()
+        """Nodes whose agents were connected to a coordinator when the job ended."""
         self.first_ended_at: float | None = None
         """Time at which the first agent ended by itself; None: none did."""
         self.stalled = False
@@ -689,6 +693,8 @@ class World:
         if self.ended_at is None:
             self.slowest_s = max(self.slowest_s, self._waits_s(now))
             self.ended_at = now if self._exit_written() else None
+            if self.ended_at is not None:
+                self._within_reach = {name for name in self.agents if self._is_connected(name)}
         if self.ended_at is not None:
             left = self._left()
             if not left:
@@ -707,16 +713,24 @@ class World:
             return
         self.scheduler.at(WATCH_S, self._watch)
 
+    def _is_connected(self, name: str) -> bool:
+        service = self.agents[name].local.get("service")
+        return service is not None and not service._absence.since
+
     def _left(self) -> list[str]:
         everything = [*self.agents.values(), *self.workers.values(), *self.leads.values()]
         return [one.name for one in everything if one.alive]
 
     def _leave_s(self, name: str) -> float:
         """Return how long the process may be there after the end. An agent that could not hear of
-        it waits for a coordinator."""
-        agent = self.agents.get(name.removeprefix("worker-of-"))
+        it waits for a coordinator. One that was connected in a network that was well heard of it,
+        although it has no connection afterwards."""
+        node = name.removeprefix("worker-of-")
+        agent = self.agents.get(node)
         service = agent.local.get("service") if agent is not None else None
-        if service is None or not service._absence.since:
+        was_well = not self.faults or self.well_at + SETTLED_S < (self.ended_at or 0.0)
+        told = was_well and node in self._within_reach
+        if service is None or told or not service._absence.since:
             return LEAVE_S
         # One that was never connected does not trust the record of the job's end.
         reads_the_end = self.scenario.shared and service._connected
@@ -742,10 +756,9 @@ class World:
         return bound_s + float(pauses[-1])
 
     def _silent_kinds(self) -> tuple[str, ...]:
-        """Return the faults after which a node is only silent. A coordinator that has not reached
-        the port of an agent before does not take a refusal for a proof."""
-        restarted = any(kind in self._injected for kind in ("lead-kill", "lead-amnesia"))
-        return VAULT_LOST if restarted else ("power",)
+        """Return the faults after which a node is only silent. A coordinator that took the job over
+        may not have reached the port of an agent before, and takes no refusal for a proof then."""
+        return VAULT_LOST if oracles.of(self.events, "adopted") else ("power",)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -813,7 +826,7 @@ class World:
         every, steps = self.spec.checkpoint_every, self.spec.n_steps
         due = sorted({*range(every, steps + 1, every), steps}) if every else []
         complete = frozenset(step for step in due if self._readable(step))
-        for text in oracles.checkpoints_missing(events, self.faults, due, complete):
+        for text in oracles.checkpoints_missing(events, self.faults, due, complete, self.reports):
             self.violation(text)
         left = [p.name for p in Path(self.config.memory_dir).glob("*") if self._clean(p.name)]
         if left:
