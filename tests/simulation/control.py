@@ -31,6 +31,7 @@ from elastic.rpc.control.envelope import Envelope, from_wire, pack, to_wire, unp
 from elastic.rpc.control.event_loop import Dispatcher, run_callback
 from elastic.rpc.control.reconnect_pauses import ReconnectPauses
 from elastic.rpc.control.round_trips import PING_S, SAMPLES, RoundTrips
+from tests.simulation.losses import LossWatch
 from tests.simulation.network import Endpoint, Listener, connect
 from tests.simulation.primitives import Executor, SimFuture, SimpleQueue, SimThread, process_of
 from tests.simulation.scheduler import Process, Scheduler
@@ -172,6 +173,7 @@ class SimServer:
     def __init__(
         self,
         scheduler: Scheduler,
+        losses: LossWatch,
         address: str,
         *,
         on_open: Callable[[Any], object],
@@ -183,11 +185,11 @@ class SimServer:
         **_: Any,
     ) -> None:
         self.scheduler, self.loop, self.term = scheduler, loop_of(scheduler), term
-        self.encoder = BroadcastEncoder()
+        self.encoder, self._losses = BroadcastEncoder(), losses
         self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
         self._on_call, self._keepalive_s = on_call, keepalive_s
         self._pool = Executor(scheduler, 4, "rpc-call")
-        process = process_of(scheduler)
+        process = self._process = process_of(scheduler)
         port = split(address)[1]
         if port in process.host.ports:
             raise FieldError("address", address, "a free port of this machine is needed")
@@ -241,7 +243,9 @@ class SimServer:
                 if envelope.term > self.term():
                     session.wire.close(str(StaleError(f"{session} knows term {envelope.term}")))
                     return
-                run_callback(partial(self._on_message, session, unpack(envelope), envelope))
+                message = unpack(envelope)
+                self._losses.heard(self._process.pid, message, self.scheduler.now)
+                run_callback(partial(self._on_message, session, message, envelope))
 
     def _answer(self, wire: _Wire, kind: str, body: dict[str, Any]) -> None:
         try:

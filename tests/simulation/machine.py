@@ -39,6 +39,7 @@ from elastic import console
 from elastic.agent.health import devices, disks, preflight
 from elastic.agent.workers import output, processes
 from elastic.coordinator import port_watch
+from elastic.core.coordinator import transitions
 from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.health_report import DiskSpace
 from elastic.rpc import frames
@@ -318,6 +319,9 @@ def _replacements(world: Any) -> dict[Any, Any]:
     def pool(workers: int = 1, name: str = "pool") -> Executor:
         return Executor(scheduler, workers, name)
 
+    def pid() -> int:
+        return process_of(scheduler).pid
+
     def local_checks(*_: Any, **__: Any) -> tuple[list[Any], float]:
         scheduler.sleep(scheduler.uniform(0.02, 0.2))
         return [], 100.0
@@ -349,7 +353,9 @@ def _replacements(world: Any) -> dict[Any, Any]:
         event_loop.event_loop: partial(loop_of, scheduler),
         client.CoordinatorSession: partial(SimCoordinatorSession, scheduler),
         client.call: partial(call, scheduler),
-        server.Server: partial(SimServer, scheduler),
+        server.Server: partial(SimServer, scheduler, world.losses),
+        transitions.record_event: world.losses.watched(transitions.record_event, pid),
+        transitions.apply_rules: world.losses.watched(transitions.apply_rules, pid),
         port_watch.PortWatch: partial(SimPortWatch, scheduler),
         open_store.open_store: world.open_store,
         rejections.REJECTIONS: OfProcess(scheduler, "rejections", rejections.Rejections),

@@ -14,6 +14,7 @@ port on which nobody listens is refused; one to a host without power, or over a 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import socket as real_socket
 from collections import deque
@@ -283,7 +284,7 @@ class Listener:
         self.host, self.process, self.port = host, process, port
         self.backlog: deque[tuple[Endpoint, tuple[str, int]]] = deque()
         self.waiters: list[Task] = []
-        self.closed = False
+        self.closed_at = math.inf
         self.on_connect: Callable[[], object] | None = None
         host.ports[port] = self
 
@@ -298,8 +299,12 @@ class Listener:
         if self.on_connect is not None:
             self.on_connect()
 
+    @property
+    def closed(self) -> bool:
+        return self.closed_at < math.inf
+
     def close(self) -> None:
-        self.closed = True
+        self.closed_at = min(self.closed_at, self.host.network.scheduler.now)
         if self.host.ports.get(self.port) is self:
             del self.host.ports[self.port]
         self.changed()

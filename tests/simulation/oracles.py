@@ -12,20 +12,10 @@ from typing import Any
 
 from elastic.core.policy.progress_watchdog import NO_FAILURE
 
-LEASE_S = 3.0
-"""A node that is silent this long may be lost."""
-HEARTBEAT_S = 0.5
-LONGEST_PAUSE_S = 2.0
-"""Longest pause before the network sends a lost packet again."""
-CLOSED_S = 0.15
-"""A node whose connection is closed, and with which its neighbours lost contact, is lost after this
-time."""
-ENDING_S = 0.1
-"""An agent that ends closes its connections at most this long before."""
 FLIGHT_S = 1.0
 """The last messages of a node that was destroyed arrive at most this long afterwards."""
 LATE_S = 6.0
-"""A loss by silence is noticed at most this long after its cause is over."""
+"""A coordinator hears the nodes at most this long after a fault that kept it from that."""
 NOTICED_S = 1.0
 """The end of a job is noticed at most this long afterwards."""
 MEMORY = ("memory-full", "no-slots")
@@ -37,8 +27,6 @@ HELD_S = 3.0
 """Events that were held back while the store was away are written at most this long afterwards."""
 WRITING_S = 15.0
 """A node or a disk that fails this long after a checkpoint became due may prevent it."""
-FORGOTTEN_S = 0.6
-"""The store loses writes of at most this time when its coordinator is killed."""
 DESTROYS = ("power", "kill", "back", "left")
 FOR_GOOD = ("power", "kill", "left", "unwritten")
 """Faults without an end."""
@@ -73,98 +61,11 @@ def of(events: Iterable[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["kind"] == kind]
 
 
-def healthy_lost(events: Sequence[dict[str, Any]], faults: Sequence[Injected]) -> list[str]:
-    """No healthy node is lost."""
-    wrong = []
-    for event in of(events, "lost"):
-        node, at = str(event["node"]), float(event["at"])
-        own = [fault for fault in faults if fault.node == node and _begins(fault) <= at]
-        joined = _joined(events, faults, node, at)
-        decided = _decided_from(faults, at)
-        if not (
-            _destroyed(own, joined, decided, at)
-            or _silenced(own, decided, at)
-            or _reset_while_cut(own, at)
-            or _known_lost(events, event)
-        ):
-            wrong.append(f"{node} was lost at {at:.3f} although it was well: {event['why']}")
-    return wrong
-
-
-def _begins(fault: Injected) -> float:
-    return fault.at - (ENDING_S if fault.kind == "left" else 0.0)
-
-
-def _joined(
-    events: Sequence[dict[str, Any]], faults: Sequence[Injected], node: str, at: float
-) -> float:
-    """Return when the incarnation joined that is lost at this time. The store may have forgotten
-    that another one joined since."""
-    forgets = [fault.at for fault in faults if fault.kind == "lead-amnesia" and fault.at <= at]
-    joins = (one["at"] for one in of(events, "joined") if one["node"] == node)
-    return max(
-        (
-            join
-            for join in joins
-            if join < at and not any(join <= lost <= join + FORGOTTEN_S for lost in forgets)
-        ),
-        default=0.0,
-    )
-
-
-def _known_lost(events: Sequence[dict[str, Any]], event: dict[str, Any]) -> bool:
-    """Whether the node was drained, or lost before it came back, and has not joined since: the
-    store forgot it."""
-    before = events[: next(i for i, one in enumerate(events) if one is event)]
-    own = (one["kind"] for one in before if one.get("node") == event["node"])
-    last = [kind for kind in own if kind in ("joined", "lost", "drained")][-1:]
-    return last in (["drained"], ["lost"])
-
-
-def _decided_from(
-    faults: Sequence[Injected], at: float, kinds: Sequence[str] = ("store-away",)
-) -> float:
-    """Return the earliest time of what an event reports. The coordinator writes its events when the
-    store has its state."""
-    away = (fault for fault in faults if fault.kind in kinds)
+def _decided_from(faults: Sequence[Injected], at: float) -> float:
+    """Return the earliest time of the cause of an event. Meanwhile no coordinator could hear it, or
+    write to the store."""
+    away = (fault for fault in faults if fault.kind in DELAYS)
     return min((f.at for f in away if f.at <= at <= f.until + HELD_S), default=at)
-
-
-def _destroyed(faults: Sequence[Injected], joined: float, decided: float, at: float) -> bool:
-    """Whether the agent was dead, had just returned, or has not joined again since then. The
-    decision was between `decided` and `at`."""
-    own = (fault for fault in faults if fault.kind in DESTROYS and _begins(fault) <= at)
-    return any(
-        decided <= fault.until + LATE_S or joined <= max(fault.until, fault.at + FLIGHT_S)
-        for fault in own
-    )
-
-
-def _silenced(faults: Sequence[Injected], decided: float, at: float) -> bool:
-    """Whether the node was silent for a lease, with the pause before its packets are sent again.
-    The decision was between `decided` and `at`."""
-    began = ended = -1.0
-    for fault in sorted((f for f in faults if f.kind in SILENCES), key=lambda f: f.at):
-        if fault.at > ended + LONGEST_PAUSE_S + HEARTBEAT_S:
-            began = fault.at
-        ended = max(ended, fault.until)
-        length_s = ended - began
-        silence_s = length_s + min(length_s, LONGEST_PAUSE_S) + HEARTBEAT_S
-        if silence_s >= LEASE_S and began <= at and decided <= ended + LATE_S:
-            return True
-    return False
-
-
-def _reset_while_cut(faults: Sequence[Injected], at: float) -> bool:
-    """Whether the connections of the node were reset while its network was cut, so that it could
-    not return within the short time of a node with which its neighbours lost contact too."""
-    cuts = [fault for fault in faults if fault.kind in ("cut-out", "cut-in")]
-    return any(
-        cut.at <= reset.at and reset.at + CLOSED_S <= cut.until and at <= cut.until + LATE_S
-        for reset in faults
-        if reset.kind == "reset"
-        for cut in cuts
-    )
 
 
 def too_many_epochs(events: Sequence[dict[str, Any]]) -> list[str]:
@@ -194,11 +95,14 @@ def checkpoints_missing(
     due: Sequence[int],
     complete: frozenset[int],
     reports: Mapping[int, Sequence[Reported]],
+    members: frozenset[str],
 ) -> list[str]:
     """Every due checkpoint is there. One that is not the last may be reported as lost, if a fault
     of a disk, or the loss of a node, hit the time in which it was written. So does a node that is
-    well, but was cut off and was not back at the end. The cause comes before the report."""
-    absent = _absent_since(events, faults)
+    well, but was cut off and was not one of the `members` at the end. The cause comes before the
+    report."""
+    last = {event["node"]: event["at"] for event in of(events, "lost")}
+    absent = [at for node, at in last.items() if node not in members]
     lost = {event["step"]: event for event in of(events, "checkpoint-lost")}
     wrong = []
     for step in due:
@@ -221,7 +125,7 @@ def _may_be_given_up(
 ) -> bool:
     """Return whether the checkpoint of a step that was finished in `window` could be given up at
     this time: before, a node was lost for good, or a fault hit the time in which it was written."""
-    before = [fault for fault in faults if _begins(fault) <= at]
+    before = [fault for fault in faults if fault.at <= at]
     kinds = (*DESTROYS, "unwritten", *DISK, *LEAD_DISK)
     return any(window[0] <= gone <= at for gone in absent) or _hit(before, window, kinds)
 
@@ -271,7 +175,7 @@ def out_of_memory(
     """Whether the job ended at `end` because nodes had no memory for their own copies: half of
     them, or the one without which there is no plan."""
     # Nobody decides while no coordinator hears the nodes, which crashed before.
-    crashed = _decided_from(faults, end, DELAYS)
+    crashed = _decided_from(faults, end)
     memory = (fault for fault in faults if fault.kind in MEMORY)
     full = {f.node for f in memory if f.at < end and crashed < f.until + NOTICED_S}
     if not full or not ("SlotError" in reason or "VaultFull" in reason):
@@ -289,23 +193,6 @@ def members_at_end(events: Sequence[dict[str, Any]]) -> frozenset[str]:
         elif event["kind"] in ("lost", "drained"):
             here.discard(event["node"])
     return frozenset(here)
-
-
-def _absent_since(
-    events: Sequence[dict[str, Any]], faults: Sequence[Injected]
-) -> tuple[float, ...]:
-    """Return when the nodes were lost that were not back at the end. A join that the store has
-    forgotten is none."""
-    forgets = [fault.at for fault in faults if fault.kind == "lead-amnesia"]
-    absent: dict[str, float] = {}
-    for event in events:
-        if event["kind"] == "lost":
-            absent[event["node"]] = event["at"]
-        elif event["kind"] == "joined" and not any(
-            0 <= at - event["at"] <= FORGOTTEN_S for at in forgets
-        ):
-            absent.pop(event["node"], None)
-    return tuple(absent.values())
 
 
 def _finished(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import _thread
 import heapq
 import itertools
+import math
 import random
 import threading
 import traceback
@@ -35,6 +36,8 @@ class Process:
         self.scheduler, self.name, self.host = scheduler, name, host
         self.pid = scheduler.next_pid()
         self.alive, self.stopped = True, False
+        self.stops: list[tuple[float, float]] = []
+        """(begin, end) of the times in which no thread ran."""
         self.code: int | None = None
         self.local: dict[str, Any] = {}
         """Objects of which a real process has one, such as its event loop."""
@@ -74,10 +77,14 @@ class Process:
 
     def stop(self) -> None:
         """Run no thread until `resume`."""
-        self.stopped = True
+        if not self.stopped:
+            self.stopped = True
+            self.stops.append((self.scheduler.now, math.inf))
 
     def resume(self) -> None:
-        self.stopped = False
+        if self.stopped:
+            self.stopped = False
+            self.stops[-1] = self.stops[-1][0], self.scheduler.now
         frozen, self.frozen = self.frozen, []
         for task, woken in frozen:
             self.scheduler.push(self.scheduler.jitter(), task, task.token, woken)

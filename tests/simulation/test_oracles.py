@@ -13,101 +13,10 @@ from tests.simulation.oracles import (
     Injected,
     Reported,
     checkpoints_missing,
-    healthy_lost,
     out_of_memory,
     steps_unreported,
     too_many_epochs,
 )
-
-
-def lost(at: float, joined: float = -1.0) -> list[dict[str, Any]]:
-    """A loss of node1; `joined`: a join before it."""
-    found = [{"kind": "joined", "at": joined, "node": "node1"}] if joined >= 0 else []
-    return [*found, {"kind": "lost", "at": at, "node": "node1", "why": "silent"}]
-
-
-@pytest.mark.parametrize(
-    ("fault", "at", "right"),
-    [
-        (Injected("power", 5.0, 1e9, "node1"), 60.0, True),
-        (Injected("power", 5.0, 1e9, "node1"), 4.0, False),
-        (Injected("power", 5.0, 1e9, "node0"), 8.0, False),
-        (Injected("back", 5.0, 6.0, "node1"), 8.0, True),
-        (Injected("back", 5.0, 6.0, "node1"), 30.0, True),
-        (Injected("cut-out", 5.0, 11.0, "node1"), 8.5, True),
-        (Injected("cut-out", 5.0, 6.0, "node1"), 8.5, False),
-        (Injected("pause", 5.0, 11.0, "node1"), 30.0, False),
-        (Injected("cut-pair", 5.0, 20.0, "node1"), 10.0, False),
-        (Injected("reset", 5.0, 5.0, "node1"), 5.5, False),
-        (Injected("disk-full", 5.0, 20.0, "node1"), 10.0, False),
-        (Injected("lead-cut", 5.0, 20.0, ""), 10.0, False),
-        (Injected("lead-pause", 5.0, 20.0, ""), 10.0, False),
-    ],
-)
-def test_only_silence_and_death_explain_a_loss(fault: Injected, at: float, right: bool) -> None:
-    assert healthy_lost(lost(at), [fault]) == [] or not right
-    assert bool(healthy_lost(lost(at), [fault])) is not right
-
-
-def test_a_loss_is_written_when_the_store_is_back() -> None:
-    cut, away = Injected("cut-out", 7.0, 13.0, "node1"), Injected("store-away", 5.0, 21.0, "")
-    assert not healthy_lost(lost(22.0), [cut, away])
-    assert healthy_lost(lost(22.0), [cut]) and healthy_lost(lost(22.0), [away])
-    assert healthy_lost(lost(30.0), [cut, away])
-
-
-def test_a_loss_that_the_store_forgot_is_found_again() -> None:
-    """A paused node is lost, and its next incarnation joins a coordinator that knows only the
-    former one."""
-    pause = [Injected("pause", 2.0, 8.0, "node1")]
-    again = {"kind": "lost", "at": 20.9, "node": "node1", "why": "came back", "loss": "replaced"}
-    before = lost(4.8, joined=0.4)
-    assert not healthy_lost([*before, again], pause)
-    assert not healthy_lost([*before, {**again, "loss": "silent"}], pause)
-    joined = {"kind": "joined", "at": 8.4, "node": "node1"}
-    assert healthy_lost([*before, joined, again], pause)
-
-
-def test_the_store_forgot_that_another_incarnation_joined() -> None:
-    killed, forgets = Injected("back", 1.2, 3.7, "node1"), Injected("lead-amnesia", 5.4, 11.4, "")
-    events = [*lost(1.5, joined=1.2), *lost(16.2, joined=5.3)]
-    assert not healthy_lost(events, [killed, forgets])
-    assert healthy_lost(events, [killed])
-    assert healthy_lost(events, [killed, dataclasses.replace(forgets, at=6.4)])
-    assert healthy_lost(events, [killed, dataclasses.replace(forgets, at=5.2)])
-
-
-def test_an_agent_that_ends_closes_its_connections_a_moment_before() -> None:
-    assert not healthy_lost(lost(5.0), [Injected("left", 5.05, math.inf, "node1")])
-    assert healthy_lost(lost(5.0), [Injected("left", 5.5, math.inf, "node1")])
-    assert healthy_lost(lost(5.0), [Injected("kill", 5.05, math.inf, "node1")])
-
-
-def test_a_drained_node_that_the_store_forgot_is_lost() -> None:
-    drained = {"kind": "drained", "at": 4.0, "node": "node1"}
-    joined = {"kind": "joined", "at": 5.0, "node": "node1"}
-    assert not healthy_lost([drained, *lost(9.0)], [])
-    assert healthy_lost([drained, joined, *lost(9.0)], [])
-
-
-def test_a_former_incarnation_is_lost_late() -> None:
-    """The coordinator hears nobody until the killed node has returned."""
-    back = [Injected("back", 5.0, 6.0, "node1")]
-    assert not healthy_lost(lost(30.0, joined=1.0), back)
-    assert healthy_lost(lost(30.0, joined=7.0), back)
-
-
-def test_a_reset_while_the_node_is_cut_off_is_a_loss_soon() -> None:
-    cut, reset = Injected("cut-in", 5.0, 6.0, "node1"), Injected("reset", 5.1, 5.1, "node1")
-    assert not healthy_lost(lost(5.4), [cut, reset])
-    assert healthy_lost(lost(5.4), [cut]) and healthy_lost(lost(5.4), [reset])
-    assert healthy_lost(lost(5.4), [cut, Injected("reset", 5.9, 5.9, "node1")])
-
-
-def test_two_cuts_with_a_short_gap_are_one_silence() -> None:
-    cuts = [Injected("cut-in", 5.0, 6.0, "node1"), Injected("cut-out", 7.0, 8.0, "node1")]
-    assert not healthy_lost(lost(9.0), cuts)
-    assert healthy_lost(lost(9.0), cuts[:1]) and healthy_lost(lost(9.0), cuts[1:])
 
 
 def epochs(kinds: list[str], pause_s: float, steps: tuple[int, ...] = ()) -> list[dict[str, Any]]:
@@ -146,8 +55,12 @@ def missing(
     *faults: Injected,
     complete: set[int],
     reports: Mapping[int, Sequence[Reported]] = REPORTS,
+    members: Sequence[str] = ("node0",),
 ) -> list[str]:
-    return checkpoints_missing(events, faults, (2, 4, 6), frozenset(complete), reports)
+    due = (2, 4, 6)
+    return checkpoints_missing(
+        events, faults, due, frozenset(complete), reports, frozenset(members)
+    )
 
 
 def test_a_disk_fault_excuses_only_the_checkpoint_of_its_time() -> None:
@@ -195,18 +108,13 @@ def test_a_missing_checkpoint_without_an_event_needs_a_bad_disk_of_the_coordinat
     assert missing(STEPS, Injected("lead-disk", 1.0, 3.0, ""), complete={2, 6})
 
 
-def test_a_node_whose_last_join_was_forgotten_is_not_back() -> None:
-    joined = {"kind": "joined", "at": 45.0, "node": "node1"}
-    events = [*STEPS, {"kind": "lost", "at": 42.0, "node": "node1"}, joined, given_up(46.0)]
-    assert missing(events, complete={2, 6})
-    assert not missing(events, Injected("lead-amnesia", 45.3, 51.0, ""), complete={2, 6})
-    assert missing(events, Injected("lead-amnesia", 47.0, 51.0, ""), complete={2, 6})
-
-
 def test_a_node_that_is_not_back_at_the_end_excuses_what_it_had_to_write() -> None:
+    """The store may have forgotten that it joined."""
     gone = [*NAMED, {"kind": "lost", "at": 45.0, "node": "node1"}]
+    joined = [*gone, {"kind": "joined", "at": 50.0, "node": "node1"}]
     assert not missing(gone, complete={2, 6})
-    assert missing([*gone, {"kind": "joined", "at": 50.0, "node": "node1"}], complete={2, 6})
+    assert not missing(joined, complete={2, 6})
+    assert missing(joined, complete={2, 6}, members=("node0", "node1"))
     before = {"kind": "lost", "at": 35.0, "node": "node1"}
     assert missing([*NAMED, before], complete={2, 6}), "it was lost before the step"
 

@@ -255,18 +255,37 @@ def test_a_checkpoint_that_is_given_up_without_a_fault_is_found(
     assert any("checkpoint of step 2 was given up" in text for text in run(QUIET).problems)
 
 
-def test_the_loss_of_a_healthy_node_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    survey = liveness.survey
+@pytest.mark.parametrize(
+    "faults",
+    [
+        (),
+        (Fault("store-away", 2.5, 0, 0, 6.0),),
+        (Fault("cut-pair", 2.5, 1, 0, 6.0),),
+        (Fault("lead-cut", 2.5, 1, 0, 0.3),),
+        (Fault("back", 2.5, 1, 0, 0.3),),
+    ],
+    ids=lambda faults: "-".join(fault.kind for fault in faults) or "none",
+)
+def test_the_loss_of_a_healthy_node_is_found(
+    monkeypatch: pytest.MonkeyPatch, faults: tuple[Fault, ...]
+) -> None:
+    """The coordinator is blind for node1 in the second step, or soon after its return."""
+    survey, seen = liveness.survey, list[str]()
+    returns = any(fault.kind == "back" for fault in faults)
 
     def blind(state: JobState, now: float) -> liveness.Survey:
         found = survey(state, now)
-        if state.newest_step != 1 or state.epoch > 1 or "node1" not in state.members:
+        if "node1" not in state.members:
             return found
+        incarnation = state.members["node1"].report.info.incarnation
+        seen.extend([incarnation] if incarnation not in seen else [])
+        is_blind = len(seen) == 2 if returns else len(seen) == 1 and state.newest_step >= 1
         loss = liveness.Loss("node1", LossKind.SILENT, "blind", proven=False)
-        return dataclasses.replace(found, losses=(loss,))
+        return dataclasses.replace(found, losses=(loss,)) if is_blind else found
 
     monkeypatch.setattr(liveness, "survey", blind)
-    assert "node1 was lost" in run(QUIET).problems[0]
+    problems = run(dataclasses.replace(QUIET, faults=faults)).problems
+    assert any("node1 was lost" in text for text in problems)
 
 
 def test_epochs_without_a_pause_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

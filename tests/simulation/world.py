@@ -42,10 +42,11 @@ from elastic.domain.types import Accumulate, JobSpec, LayerSpec
 from elastic.store import checkpoint_directory
 from elastic.telemetry import read_events
 from tests.simulation import oracles, worker
+from tests.simulation.losses import Life, LossWatch, healthy_lost
 from tests.simulation.machine import installed
 from tests.simulation.model import expected_run, expected_sha256
-from tests.simulation.network import Host, Network, Trouble
-from tests.simulation.primitives import WALL_S
+from tests.simulation.network import Host, Listener, Network, Trouble
+from tests.simulation.primitives import WALL_S, process_of
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.store import SimStore, StoreMachine
 
@@ -296,6 +297,11 @@ class World:
         self._injected: Counter[str] = Counter()
         self.faults: list[oracles.Injected] = []
         """What was carried out."""
+        self.losses = LossWatch()
+        self._cuts: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        """Per node: (begin, end) of the times in which its own cable was out."""
+        self._hangs: defaultdict[str, list[float]] = defaultdict(list)
+        """Per node: times at which a worker hung."""
         self.left_s = 0.0
         """Time from the end of the job to that of the last process."""
         self.slowest_s = 0.0
@@ -461,7 +467,7 @@ class World:
             Path(config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
 
         def main() -> int:
-            agent = agent_service.NodeAgent(config, self.addresses, info)
+            agent = _Agent(self, config, self.addresses, info)
             process.local["service"] = agent
             return agent.run()
 
@@ -470,11 +476,29 @@ class World:
 
     def _agent_ended(self, process: Process) -> None:
         """An agent that must leave before its workers have attached ends at once."""
+        drained = any(f.kind == "drain" and f.node == process.host.name for f in self.faults)
+        left = drained and process.code in (EXIT_DRAINED, EXIT_TERMINATED)
+        self._life_ended(process, process.code == -9 or left or self.losses.job_ends)
         if self._ended_alone(process) and self.first_ended_at is None:
             self.first_ended_at = self.scheduler.now
         if process.code == EXIT_TERMINATED:
-            left = oracles.Injected("left", self.scheduler.now, math.inf, process.host.name)
-            self.faults.append(left)
+            life: Life = process.local["life"]
+            self.faults.append(oracles.Injected("left", life.ended, math.inf, life.node))
+
+    def incarnation_began(self, agent: agent_service.NodeAgent) -> None:
+        """The agent of the running process began to be another incarnation of its node."""
+        process, info = process_of(self.scheduler), agent._state.info
+        self._life_ended(process, by_fault=False)
+        life = Life(info.node, process.stops, self._cuts[info.node], self._hangs[info.node])
+        self.losses.lives[info.incarnation] = process.local["life"] = life
+        process.local["vault"] = process.host.ports[int(info.vault.rpartition(":")[2])]
+
+    def _life_ended(self, process: Process, by_fault: bool) -> None:
+        """The vault of an agent that ends may be closed a moment before."""
+        life: Life | None = process.local.get("life")
+        if life is not None:
+            vault: Listener = process.local["vault"]
+            life.ended, life.by_fault = min(self.scheduler.now, vault.closed_at), by_fault
 
     # ---- faults ----
 
@@ -586,6 +610,8 @@ class World:
                 self.faults.append(left)
 
     def _hurt_worker(self, fault: Fault, process: Process) -> None:
+        if fault.kind in HANGS:
+            self._hangs[process.host.name].append(self.scheduler.now)
         match fault.kind:
             case "worker-kill":
                 self._injected[fault.kind] += 1
@@ -600,6 +626,8 @@ class World:
                 process.end(-9)
 
     def _hurt_links(self, fault: Fault, host: Host, other: Host) -> None:
+        if fault.kind in ("cut-out", "cut-in"):
+            self._cuts[host.name].append((self.scheduler.now, self.scheduler.now + fault.seconds))
         network, seconds = self.network, fault.seconds
         everybody = [*self.lead_hosts, *(one.host for one in self.agents.values())]
         match fault.kind:
@@ -778,7 +806,7 @@ class World:
 
     def judge(self) -> None:
         end, events = self._exit_written(), self.events
-        for text in oracles.healthy_lost(events, self.faults):
+        for text in healthy_lost(self.losses.losses, self.losses.lives):
             self.violation(text)
         for text in oracles.too_many_epochs(events):
             self.violation(text)
@@ -826,7 +854,10 @@ class World:
         every, steps = self.spec.checkpoint_every, self.spec.n_steps
         due = sorted({*range(every, steps + 1, every), steps}) if every else []
         complete = frozenset(step for step in due if self._readable(step))
-        for text in oracles.checkpoints_missing(events, self.faults, due, complete, self.reports):
+        members = self.losses.last_members
+        for text in oracles.checkpoints_missing(
+            events, self.faults, due, complete, self.reports, members
+        ):
             self.violation(text)
         left = [p.name for p in Path(self.config.memory_dir).glob("*") if self._clean(p.name)]
         if left:
@@ -859,6 +890,18 @@ class World:
         """Whether the agent of `node` ended by itself, so that it had to clean up."""
         process = self.agents.get(node)
         return process is not None and process.code == 0
+
+
+class _Agent(agent_service.NodeAgent):
+    """Tells the world about its incarnations."""
+
+    def __init__(self, world: World, *rest: Any) -> None:
+        self._world = world
+        super().__init__(*rest)
+
+    def _begin_incarnation(self) -> None:
+        super()._begin_incarnation()
+        self._world.incarnation_began(self)
 
 
 class _Links:
