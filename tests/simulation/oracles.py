@@ -40,7 +40,8 @@ class Injected:
     """A fault that was carried out; `until`: its end. Times are simulated.
 
     The kinds `left` and `unwritten`: an agent ended at once because it was told to, or had no time
-    to write a checkpoint before it left.
+    to write a checkpoint before it left. `unrecorded`: a coordinator ended while its disk was bad,
+    so it could not write its last events.
     """
 
     kind: str
@@ -113,7 +114,7 @@ def checkpoints_missing(
         if step == due[-1]:
             wrong.append(f"the checkpoint of the last step, {step}, is missing: {why}")
         elif step not in lost:
-            if not _hit(faults, window, LEAD_DISK):
+            if not _hit(faults, window, ("unrecorded",)):
                 wrong.append(f"the checkpoint of step {step} is missing, and no event names it")
         elif not _may_be_given_up(faults, window, absent, lost[step]["at"]):
             wrong.append(f"the checkpoint of step {step} was given up: {why}")
@@ -139,7 +140,7 @@ def steps_unreported(
     """Return the steps that no event reports, although an agent with their report could do it.
 
     Two agents have the report of a step (`reports`). Both may be destroyed before a coordinator
-    hears them.
+    hears them, or the coordinator may not be able to write the event.
     """
     known = {event["step"] for event in of(events, "step")}
     return [
@@ -148,21 +149,37 @@ def steps_unreported(
         if step not in known
         and not (
             reports.get(step)
-            and all(_lost_with_its_agent(faults, report) for report in reports[step])
+            and all(
+                _lost_with_its_agent(faults, report) or _unrecorded(faults, report)
+                for report in reports[step]
+            )
         )
     ]
+
+
+def _unrecorded(faults: Sequence[Injected], report: Reported) -> bool:
+    """Whether a coordinator may have heard of the step while it could not write the event."""
+    until = _heard_until(faults, report)
+    bad = (fault for fault in faults if fault.kind == "unrecorded")
+    return any(report.at <= fault.until and fault.at <= until for fault in bad)
+
+
+def _heard_until(faults: Sequence[Injected], report: Reported) -> float:
+    """Return the latest time at which a coordinator hears the report. Faults may keep it from
+    that."""
+    heard_late = [
+        fault.until + LATE_S
+        for fault in faults
+        if (fault.kind in DELAYS or (fault.kind in SILENCES and fault.node == report.node))
+        and fault.at <= report.at + FLIGHT_S <= fault.until + LATE_S
+    ]
+    return max([report.at + FLIGHT_S, *heard_late])
 
 
 def _lost_with_its_agent(faults: Sequence[Injected], report: Reported) -> bool:
     """Whether the agent was destroyed soon afterwards, or before a fault ended that kept
     coordinators from hearing it."""
-    heard_late = [
-        fault
-        for fault in faults
-        if (fault.kind in DELAYS or (fault.kind in SILENCES and fault.node == report.node))
-        and fault.at <= report.at + FLIGHT_S <= fault.until + LATE_S
-    ]
-    until = max([report.at + FLIGHT_S, *(fault.until + LATE_S for fault in heard_late)])
+    until = _heard_until(faults, report)
     return any(
         fault.kind in DESTROYS and fault.node == report.node and report.at <= fault.at <= until
         for fault in faults

@@ -104,8 +104,10 @@ def test_the_report_of_a_checkpoint_is_lost_with_the_queue_of_its_agent() -> Non
 
 
 def test_a_missing_checkpoint_without_an_event_needs_a_bad_disk_of_the_coordinator() -> None:
-    assert not missing(STEPS, Injected("lead-disk", 39.0, 45.0, ""), complete={2, 6})
-    assert missing(STEPS, Injected("lead-disk", 1.0, 3.0, ""), complete={2, 6})
+    """It was bad until the coordinator ended."""
+    assert not missing(STEPS, Injected("unrecorded", 39.0, 45.0, ""), complete={2, 6})
+    assert missing(STEPS, Injected("unrecorded", 1.0, 3.0, ""), complete={2, 6})
+    assert missing(STEPS, Injected("lead-disk", 39.0, 45.0, ""), complete={2, 6})
 
 
 def test_a_node_that_is_not_back_at_the_end_excuses_what_it_had_to_write() -> None:
@@ -137,6 +139,10 @@ def test_a_step_is_missing_only_if_both_reports_were_lost_before_anybody_heard_t
     assert not unreported(*soon)
     assert unreported(cut, first, dataclasses.replace(second, at=30.0)), "it was heard again"
     assert unreported(cut, first, second, reports={}), "nobody reported it"
+    unwritten = Injected("unrecorded", 15.0, 25.0, "")
+    assert not unreported(cut, unwritten) and not unreported(dataclasses.replace(unwritten, at=9.0))
+    assert unreported(unwritten), "it was written before"
+    assert unreported(dataclasses.replace(unwritten, at=3.0, until=8.0))
 
 
 def test_only_a_majority_without_memory_may_end_the_job() -> None:

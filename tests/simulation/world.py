@@ -62,6 +62,10 @@ holds after a worker hung, because it may be silent for `Timeouts.stuck_s` befor
 (and spin for `Timeouts.progress_s`, five times a step, afterwards),
 and after two nodes were lost silently, because the coordinator blames itself for `Timeouts.doubt_s`
 if it hears a minority."""
+EARLIER_S = 10.0
+"""A fault whose effect comes after a step was at most this long before the step."""
+UNRECOVERABLE_S = DEFAULT_TIMEOUTS.return_s + LONG_S
+"""A job whose copies were lost ends within this time, in which their nodes may return."""
 LEAVE_S = 90.0
 """All processes end within this time after the job."""
 SETTLED_S = 6.0
@@ -431,6 +435,10 @@ class World:
 
     def _lead_ended(self, slot: int, process: Process) -> None:
         """The launcher starts a coordinator that crashed again."""
+        now = self.scheduler.now
+        for fault in [one for one in self.faults if one.kind in oracles.LEAD_DISK]:
+            if fault.at <= now <= fault.until + WATCH_S:
+                self.faults.append(dataclasses.replace(fault, kind="unrecorded"))
         if process.code == 1 and not self._exit_written():
             pause_s = self.scheduler.uniform(0.5, 5.0)
             self.scheduler.at(pause_s, lambda: self._start_lead(slot))
@@ -734,7 +742,7 @@ class World:
                 self.violation(f"still there {self.left_s:g} s after the end: {late}")
                 self.scheduler.over = True
                 return
-        elif self._waits_s(now) > PROGRESS_S and self._waits_s(now) > self._progress_s():
+        elif self._is_stalled(now):
             self.stalled = True
             self._no_progress()
             self.scheduler.over = True
@@ -764,24 +772,50 @@ class World:
         reads_the_end = self.scenario.shared and service._connected
         return LEAVE_S if reads_the_end else ORPHAN_S
 
-    def _no_progress(self) -> None:
+    def _is_stalled(self, now: float) -> bool:
+        """Whether the job has waited too long for a step, or for its end if copies were lost."""
+        waits_s = self._waits_s(now)
+        if waits_s <= PROGRESS_S or waits_s <= self._progress_s():
+            return False
+        return waits_s > UNRECOVERABLE_S or not self._must_end()
+
+    def _must_end(self) -> bool:
+        """Whether copies were lost, so that the coordinator ends the job after a wait. It waits
+        without limit for a majority of nodes that may live."""
+        coordinator = any(one.alive for one in self.leads.values())
+        silent = {one.node for one in self.faults if one.kind in self._silent_kinds()}
+        few = 2 * len(silent) < len(self.agents)
+        return bool(coordinator and few and self._well_agents() and layers_lost(self))
+
+    def _well_agents(self) -> list[str]:
+        """Return the nodes that are there and stay, if they are enough for the job."""
         leaving = {one.node for one in self.faults if one.kind == "drain"}
         here = [name for name, one in self.agents.items() if one.alive]
         agents = [name for name in here if name not in leaving]
         too_few = not self.moved_at and len(agents) < self.config.min_nodes
-        if agents and not too_few and not layers_lost(self):
-            self.violation(f"no step for {self._progress_s():g} s although {agents} are well")
+        return [] if too_few else agents
+
+    def _no_progress(self) -> None:
+        if agents := self._well_agents():
+            waits = f"{self._waits_s(self.scheduler.now):g} s although {agents} are well"
+            if self._must_end():
+                self.violation(f"no end for {waits}: {layers_lost(self)}")
+            elif not layers_lost(self):
+                self.violation(f"no step for {waits}")
 
     def _waits_s(self, now: float) -> float:
         return now - max(self.moved_at, self.well_at)
 
     def _progress_s(self) -> float:
-        """Return the longest wait for a step. The job may pause before another attempt."""
-        hung = any(one.kind in HANGS for one in self.faults)
-        silent = sum(one.kind in self._silent_kinds() for one in self.faults)
+        """Return the longest wait for a step. The job may pause before another attempt. What
+        happened before the newest step is over."""
+        since = self.moved_at - EARLIER_S
+        faults = [fault for fault in self.faults if fault.at > since]
+        hung = any(one.kind in HANGS for one in faults)
+        silent = sum(one.kind in self._silent_kinds() for one in faults)
         bound_s = LONG_S if hung or silent > 1 else PROGRESS_S
-        pauses = [0.0, *(e["pause_s"] for e in self.events if e["kind"] == "retry")]
-        return bound_s + float(pauses[-1])
+        retries = [one for one in oracles.of(self.events, "retry") if one["at"] > since]
+        return bound_s + float(retries[-1]["pause_s"] if retries else 0.0)
 
     def _silent_kinds(self) -> tuple[str, ...]:
         """Return the faults after which a node is only silent. A coordinator that took the job over
@@ -844,12 +878,12 @@ class World:
     def _judge_success(self, events: list[dict[str, Any]]) -> None:
         last = oracles.of(events, "end")
         if not last:
-            if not any(one.kind in oracles.LEAD_DISK for one in self.faults):
+            if not any(one.kind == "unrecorded" for one in self.faults):
                 self.violation("there is no event of the end")
         elif last[-1]["params_sha256"] != expected_sha256(self.spec):
             self.violation("the final state is not that of a run without failures")
         unknown = oracles.steps_unreported(events, self.faults, self.spec.n_steps, self.reports)
-        if unknown and not any(one.kind in oracles.LEAD_DISK for one in self.faults):
+        if unknown:
             self.violation(f"steps {unknown} were not reported")
         every, steps = self.spec.checkpoint_every, self.spec.n_steps
         due = sorted({*range(every, steps + 1, every), steps}) if every else []
