@@ -60,8 +60,9 @@ def _node_reported(state: JobState, report: m.NodeReport, now: float) -> JobTran
     member = state.members.get(node)
     if member is None or member.report.info.incarnation != report.info.incarnation:
         return _new_incarnation(state, report, now)
-    state = excuse_common_silence(state, now)
-    member = state.members[node]
+    if member.connected:  # one that returns has sent a heartbeat before
+        state = excuse_common_silence(state, now)
+        member = state.members[node]
     was, returns = member.report, not member.connected
     if report.epoch < was.epoch:
         return state, (), f"{node}: stale report of epoch {report.epoch}"
