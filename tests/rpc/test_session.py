@@ -20,7 +20,13 @@ import pytest
 
 from elastic.core.protocol.messages import Halt, Heartbeat, Stop, Trim
 from elastic.domain.errors import FieldError
-from elastic.rpc.control.client import ANNOUNCEMENT, CoordinatorSession, CoordinatorStub, call
+from elastic.rpc.control.client import (
+    ANNOUNCEMENT,
+    ENDED,
+    CoordinatorSession,
+    CoordinatorStub,
+    call,
+)
 from elastic.rpc.control.envelope import (
     MAX_BODY_BYTES,
     MAX_CALL_BYTES,
@@ -161,7 +167,8 @@ def test_replaced_coordinator_loses_its_sessions(server: ServerBench, connect: C
     server.term = 4
     client.session.send(Heartbeat("node0", "", 0, 0), 0)
     (reason,) = client.expect("down")
-    assert reason == "this coordinator has term 4, node0 knows 5"
+    # gRPC loses the coordinator's reason if a ping is being written at this moment
+    assert reason in ("this coordinator has term 4, node0 knows 5", ENDED)
     assert server.expect("close") == (session,)
 
 

@@ -64,6 +64,9 @@ from elastic.rpc.security.token_proof import answer, digest, new_nonce, proved
 log = logging.getLogger(__name__)
 ANNOUNCEMENT = (PROTOCOL_KEY, version_text(SESSION_VERSION))
 """Metadata of a session of this version."""
+ENDED = "the coordinator ended the stream"
+STATUS_LOST = "Internal error from Core"
+"""Text of grpc.aio for a stream whose status it lost: the coordinator ended it during a write."""
 
 
 class CoordinatorStub:
@@ -268,7 +271,7 @@ class CoordinatorSession:
                     continue
                 newest = envelope.sequence
                 self._receive(address, envelope)
-            reason = "the coordinator ended the stream"
+            reason = ENDED
         except grpc.aio.AioRpcError as error:
             reason = self._failure(address, error)
         except FieldError as error:
@@ -314,6 +317,8 @@ class CoordinatorSession:
             if _text_of(sent, TERM):
                 self._refusal(address, version_in(_text_of(sent, PROTOCOL_KEY)))
         reason = error.details() or str(error.code())
+        if reason == STATUS_LOST:
+            reason = ENDED
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             REJECTIONS.count("agent", Reason.TOKEN, address, reason)
         return with_expiry(reason, self._secure.certificates)
