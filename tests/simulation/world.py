@@ -281,6 +281,33 @@ class Outcome:
         return "\n".join([f"seed {self.scenario.seed}: {self.scenario}", *self.problems])
 
 
+def _config_of(scenario: Scenario, directory: Path) -> JobConfig:
+    """Make the folders of a job; return its configuration."""
+    run_dir = directory / "run"
+    (run_dir / "logs").mkdir(parents=True)
+    (run_dir / "checkpoints").mkdir()
+    count = scenario.coordinators
+    grace_s = scenario.grace_s if count == 1 else 0.0
+    return JobConfig(
+        job_id="sim",
+        run_dir=str(run_dir),
+        memory_dir=str(directory / "memory"),
+        checkpoint_dir=str(run_dir / "checkpoints"),
+        command=WorkerCommand(script="train.py"),
+        min_nodes=scenario.nodes,
+        max_nodes=9,
+        max_restarts=3,
+        local_nodes=scenario.nodes,
+        standalone=not grace_s,
+        coordinators=count,
+        store=StoreSpec(url="etcd://store:2379") if count > 1 else StoreSpec(),
+        backup=scenario.backup,
+        accumulate=Accumulate.EXACT,
+        verify_every=scenario.verify_every,
+        grace_s=grace_s,
+    )
+
+
 class World:
     def __init__(self, scenario: Scenario, directory: Path) -> None:
         self.scenario, self.directory = scenario, directory
@@ -336,29 +363,7 @@ class World:
         self.workers: dict[int, Process] = {}
         self.leads: dict[int, Process] = {}
         self._cpu: Counter[int] = Counter()
-        run_dir = directory / "run"
-        (run_dir / "logs").mkdir(parents=True)
-        (run_dir / "checkpoints").mkdir()
-        count = scenario.coordinators
-        grace_s = scenario.grace_s if count == 1 else 0.0
-        self.config = JobConfig(
-            job_id="sim",
-            run_dir=str(run_dir),
-            memory_dir=str(directory / "memory"),
-            checkpoint_dir=str(run_dir / "checkpoints"),
-            command=WorkerCommand(script="train.py"),
-            min_nodes=scenario.nodes,
-            max_nodes=9,
-            max_restarts=3,
-            local_nodes=scenario.nodes,
-            standalone=not grace_s,
-            coordinators=count,
-            store=StoreSpec(url="etcd://store:2379") if count > 1 else StoreSpec(),
-            backup=scenario.backup,
-            accumulate=Accumulate.EXACT,
-            verify_every=scenario.verify_every,
-            grace_s=grace_s,
-        )
+        self.config, count = _config_of(scenario, directory), scenario.coordinators
         self.lead_hosts = [self.network.add_host(f"lead{i}", f"10.0.1.{i}") for i in range(count)]
         self.addresses = ",".join(f"{host.address}:{PORT}" for host in self.lead_hosts)
         for slot in range(count):
