@@ -150,6 +150,7 @@ def test_logs_come_here_and_printed_lines_to_the_console(
     logs = tmp_path / "run" / "logs"
     assert (logs / "node0" / "0" / "0" / "stdout.log").read_text() == "one two"
     assert not (tmp_path / "x").exists() and not (tmp_path / "run" / "x").exists()
+    assert supervisor._view._console.flush(60.0), "lines are printed by a thread"
     assert capfd.readouterr().out == "said\n"
     assert notes[-2:] == [
         "node0: no room",
