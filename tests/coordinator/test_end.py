@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from elastic.config import JobConfig
 from elastic.domain.errors import EXIT_FAILURE, EXIT_USAGE
 from elastic.telemetry import read_last_words
 from tests.patience import LONG_S
+from tests.pipes import full_pipe
 
 MAIN = """
 import sys
@@ -53,12 +53,7 @@ def test_it_ends_while_its_output_is_not_taken(
     make_config: Callable[..., JobConfig], error: str, code: int, words: str
 ) -> None:
     config = make_config()
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(write, b"." * 4096)
-    os.set_blocking(write, True)
+    read, write = full_pipe()
     assert main(config, error, write) == code
     assert read_last_words(config.run_dir, "coordinator") == words
     os.close(read)

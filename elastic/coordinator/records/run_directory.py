@@ -144,7 +144,7 @@ def overwrite_file(path: Path, text: str) -> None:
 
 
 def try_write(path: Path, write: Callable[[], object]) -> None:
-    """Call `write`, which writes `path`; only log a failure, as training does not need the file."""
+    """Call `write`, which writes `path`. Only log a failure: training needs no such file."""
     try:
         write()
     except (OSError, FieldError) as error:

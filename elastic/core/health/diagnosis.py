@@ -294,7 +294,8 @@ def record_keeper_failure(health: NodeHealth, now: float, limits: HealthLimits) 
 
 
 def _not_forgiven(count: int, until: float, now: float, limits: HealthLimits) -> int:
-    """Return how many of `count` events still count, whose newest pause ended at `until`."""
+    """Return how many of `count` events are not forgiven yet. One is forgiven for each `good_s` since
+    `until`, the end of the newest pause."""
     if limits.good_s <= 0:
         return count
     return max(0, count - int(max(0.0, now - until) / limits.good_s))

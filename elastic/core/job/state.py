@@ -646,7 +646,7 @@ class LogEntry:
 
 @dataclass(frozen=True, slots=True)
 class ChangeCompleted:
-    """Figures of a completed epoch change, as an order to record them."""
+    """Orders the coordinator to record the figures of a completed epoch change."""
 
     change: EpochChange
     nodes_after: int

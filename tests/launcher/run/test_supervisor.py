@@ -21,6 +21,7 @@ from elastic.launcher.run.rundir import free_port
 from tests.agent.vault.checkpoints import whole
 from tests.launcher.helpers import gone, wait_until
 from tests.patience import LONG_S
+from tests.pipes import full_pipe
 
 LAUNCHER = """
 import os, sys
@@ -147,12 +148,7 @@ def test_a_job_ends_while_nobody_reads_the_output(
 
 
 def test_lines_that_waited_are_printed_when_somebody_reads(start: Start, tmp_path: Path) -> None:
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(write, b"." * 4096)
-    os.set_blocking(write, True)
+    read, write = full_pipe()
     launcher, run = start("finish=0 after=2", console=write), tmp_path / "runs" / "a"
     assert wait_until(lambda: up(run))
     os.kill(pids(run)[0], signal.SIGKILL)
