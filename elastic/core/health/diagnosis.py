@@ -294,8 +294,8 @@ def record_keeper_failure(health: NodeHealth, now: float, limits: HealthLimits) 
 
 
 def _not_forgiven(count: int, until: float, now: float, limits: HealthLimits) -> int:
-    """Return how many of `count` events are not forgiven yet: after the newest pause, which ended at
-    `until`, one is forgiven every `good_s`."""
+    """Return how many of `count` events are not forgiven yet. The newest pause ended at `until`;
+    since then, one event is forgiven every `good_s`."""
     if limits.good_s <= 0:
         return count
     return max(0, count - int(max(0.0, now - until) / limits.good_s))
