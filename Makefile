@@ -12,7 +12,7 @@ RUNS ?= 5
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test tools check bench soak fault-soak chaos chaos-runs explore \
-	fault-points simulate clean
+	partitions fault-points simulate clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -62,6 +62,9 @@ fault-soak: setup ## an hour of training under load with a fault every 20 s: not
 
 chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos
+
+partitions: setup ## every pair, direction and phase of a partial partition; continues where it ended
+	$(BIN)/python -m tests.scenarios.network
 
 EXPLORE := $(BIN)/python -m tests.core.exploration --results benchmarks/results/exploration.jsonl
 explore: setup ## every interleaving of a small job with two faults, for hours; continues where it ended

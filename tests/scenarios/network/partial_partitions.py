@@ -15,6 +15,7 @@ from pathlib import Path
 
 from elastic.planning.plan.plan import parse_plan
 from tests.scenarios.network.job import NetworkJob
+from tests.scenarios.paced import paced_reference
 
 NODES = 4
 NAMES = tuple(f"node{i}" for i in range(NODES))
@@ -179,3 +180,30 @@ def continued(job: NetworkJob, case: Case, began: float) -> Figures:
         longest_s=max(later - earlier for earlier, later in itertools.pairwise(ends)),
         step_s=max(e["seconds"] for e in steps if e["at"] <= began),
     )
+
+
+def heal(job: NetworkJob, case: Case) -> None:
+    for node, peer in case.cuts:
+        job.heal(node, peer, silently=case.silently)
+
+
+def check_end(job: NetworkJob, pair: Pair, folder: Path) -> None:
+    """After the path is well, all nodes are used again, and nothing was lost."""
+    job.wait_for("a plan with all nodes", lambda: len(job.planned()) == NODES)
+    assert job.path_events(pair)[-1]["evidence"].get("well"), "no event says that the path is well"
+    summary = job.finish()
+    assert not job.events("lost"), f"lost: {job.events('lost')}"
+    reference = paced_reference(folder).summary["params_sha256"]
+    assert summary["params_sha256"] == reference, "other parameters than without a fault"
+
+
+def check_case(case: Case, folder: Path) -> Figures:
+    """The training continues without one of the two, and with all nodes once the path is well."""
+    with started(folder, case) as job:
+        began = cut_off(job, case)
+        figures = continued(job, case, began)
+        print(f"{case}: {figures}")
+        assert figures.longest_s <= figures.limit_s, f"{figures}\n{job.output()}"
+        heal(job, case)
+        check_end(job, case.pair, folder)
+    return figures

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.kubernetes.network import missing
-from tests.scenarios.network.job import NetworkJob
 from tests.scenarios.network.partial_partitions import (
     CASES,
-    NODES,
     PHASES,
     Case,
+    check_case,
+    check_end,
     continued,
     cut_off,
+    heal,
     started,
 )
-from tests.scenarios.paced import paced_reference
 
 EACH = 2
 """Number of cases of each phase that a run of `make chaos` draws."""
@@ -34,15 +34,6 @@ def namespaces() -> None:
     why = missing()
     if why:
         pytest.skip(why)
-
-
-def check_end(job: NetworkJob, pair: tuple[str, str], folder: Path) -> None:
-    """After the path is well, all nodes are used again, and nothing was lost."""
-    job.wait_for("a plan with all nodes", lambda: len(job.planned()) == NODES)
-    assert job.path_events(pair)[-1]["evidence"].get("well")
-    summary = job.finish()
-    assert not job.events("lost"), "nobody is lost"
-    assert summary["params_sha256"] == paced_reference(folder).summary["params_sha256"]
 
 
 def test_training_continues_without_one_of_the_two(tmp_path: Path) -> None:
@@ -60,22 +51,6 @@ def test_training_continues_without_one_of_the_two(tmp_path: Path) -> None:
         assert len(job.events("plan")) == 2, "one change of plan is enough"
         heal(job, case)
         check_end(job, pair, tmp_path)
-
-
-def check_case(case: Case, folder: Path) -> None:
-    """The training continues without one of the two, and with all nodes once the path is well."""
-    with started(folder, case) as job:
-        began = cut_off(job, case)
-        figures = continued(job, case, began)
-        print(f"{case}: {figures}")
-        assert figures.longest_s <= figures.limit_s, f"{figures}\n{job.output()}"
-        heal(job, case)
-        check_end(job, case.pair, folder)
-
-
-def heal(job: NetworkJob, case: Case) -> None:
-    for node, peer in case.cuts:
-        job.heal(node, peer, silently=case.silently)
 
 
 @pytest.mark.chaos
