@@ -40,7 +40,7 @@ from tests.simulation.scheduler import Process
 def main(world: Any, process: Process, env: dict[str, str]) -> int:
     """Run a worker until the job is over; return its exit code."""
     if world.mute_starts[process.host.name]:
-        world.mute_starts[process.host.name].pop().hit()
+        world.hang(world.mute_starts[process.host.name].pop())
         process.local["mute"] = True
         world.scheduler.pause(None)
     world.scheduler.sleep(world.scheduler.uniform(0.2, 1.0))
@@ -278,7 +278,7 @@ class ModelSteps:
         local = self._links.process.local
         # The CPU time of an epoch's first step counts as progress, for ten minutes.
         while "spins" in local and local.get("epoch") == self._links.epoch:
-            local["spins"].hit()
+            world.hang(local["spins"])
             world.scheduler.sleep(0.2)
         layers = self._member.layers
         above, below = max(layers) + 1, min(layers)

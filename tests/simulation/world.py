@@ -344,6 +344,8 @@ class World:
         """Hosts of coordinators whose cables are out, and until when."""
         self.mute_starts: dict[str, list[Trouble]] = defaultdict(list)
         """Per node: one entry for each of its next workers that hangs before it attaches."""
+        self._hung_at: list[float] = []
+        """Times at which workers began to spin, or hung before they attached."""
         self._troubles: list[tuple[str, Trouble]] = []
         """(kind of fault, trouble) of faults that count when something has met them."""
         self.well_at = 0.0
@@ -594,6 +596,12 @@ class World:
         self._troubles.append((fault.kind, trouble))
         return trouble
 
+    def hang(self, trouble: Trouble) -> None:
+        """A worker meets a fault and hangs."""
+        if not trouble.hits:
+            self._hung_at.append(self.scheduler.now)
+        trouble.hit()
+
     def _hurt_node(self, fault: Fault, process: Process) -> None:
         kind, seconds = fault.kind, fault.seconds
         host: Host = process.host
@@ -816,7 +824,7 @@ class World:
         happened before the newest step is over."""
         since = self.moved_at - EARLIER_S
         faults = [fault for fault in self.faults if fault.at > since]
-        hung = any(one.kind in HANGS for one in faults)
+        hung = any(one.kind in HANGS for one in faults) or any(at > since for at in self._hung_at)
         silent = sum(one.kind in self._silent_kinds() for one in faults)
         bound_s = LONG_S if hung or silent > 1 else PROGRESS_S
         retries = [one for one in oracles.of(self.events, "retry") if one["at"] > since]
