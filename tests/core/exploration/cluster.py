@@ -59,6 +59,8 @@ SLOW_S = 5.0
 CUT_S = 500.0
 """Most time that passes while a connection is cut: less than a job waits for lost nodes."""
 LONG_S = 1000.0
+MOST_WAITING = 16
+"""Most messages that may wait on one connection."""
 KINDS = (
     "drop",
     "duplicate",
@@ -473,13 +475,20 @@ class Cluster:
                 value = Link(LinkPhase.STALE, False, (), down)
             case "takeover" | "takeover of a dead node":
                 value = Link(LinkPhase.CLOSED)
-        return self.links.number(value)
+        return self._numbered(value)
 
     def _reported(self, link: int, sent: tuple[int, ...]) -> int:
         """Add messages of the node; they are lost if the connection is not open."""
         value = self.links.values[link]
         if value.phase in (LinkPhase.OPEN, LinkPhase.CUT):
             value = value._replace(up=value.up + sent)
+        return self._numbered(value)
+
+    def _numbered(self, value: Link) -> int:
+        """Fail if messages pile up: then the search would not end."""
+        most = max(len(value.up), len(value.down))
+        if most > MOST_WAITING:
+            raise RuntimeError(f"{most} messages wait on one connection: are they without a limit?")
         return self.links.number(value)
 
     def _popped(self, link: int, upward: bool, twice: bool) -> int:
@@ -821,8 +830,14 @@ class Cluster:
                     yield Successor(f"{name}: heartbeat of a former member", after)
 
     def may_beat(self, node: int, link: int) -> bool:
+        """Return whether the coordinator may answer a heartbeat of a node that is no member.
+
+        A heartbeat takes time, in which most messages arrive. Without this limit a node that is
+        refused could get one more answer each time, and the number of states would be infinite.
+        """
         value = self.links.values[link]
-        return self.nodes.values[node].alive and value.phase is LinkPhase.OPEN and not value.up
+        waits = not value.up and len(value.down) < 2
+        return self.nodes.values[node].alive and value.phase is LinkPhase.OPEN and waits
 
     def beat_answer(self, cs: int, i: int, node: int) -> int:
         """Return the answer to the heartbeat of a node that is not a member; -1: none."""

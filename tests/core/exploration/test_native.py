@@ -8,6 +8,7 @@ import pytest
 
 from elastic.core.coordinator import event_handlers
 from elastic.core.policy import progress_watchdog
+from tests.core.exploration import cluster
 from tests.core.exploration.cluster import Cluster
 from tests.core.exploration.explorer import Explorer, Result
 from tests.core.exploration.native import NativeExplorer
@@ -20,11 +21,11 @@ def compare(
 ) -> Result:
     """Do both searches, and compare all their figures."""
 
-    def cluster() -> Cluster:
+    def new_cluster() -> Cluster:
         kinds = frozenset(sequences)
         return Cluster(nodes, 0, sequences=kinds, coarse=True, until_end=True, reduced=reduced)
 
-    one, two = cluster(), cluster()
+    one, two = new_cluster(), new_cluster()
     found = Explorer(one).run(one.start if from_start else one.running())
     native = NativeExplorer(two)
     other = native.run(two.start if from_start else two.running())
@@ -58,3 +59,12 @@ def test_both_searches_find_the_same_stuck_states(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(progress_watchdog, "check_progress", lambda state, now: None)
     assert compare(2, ("drop",), from_start=True).stuck
     assert compare(2, ("drop",), from_start=True, reduced=True).stuck
+
+
+def test_messages_that_pile_up_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search with a queue that grows for ever says so, and is not taken for a large one."""
+    monkeypatch.setattr(cluster, "MOST_WAITING", 1)
+    for found in (Explorer, NativeExplorer):
+        job = Cluster(2, 1, coarse=True, until_end=True)
+        with pytest.raises(RuntimeError, match="2 messages wait on one connection"):
+            found(job).run(job.running())
