@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,13 @@ FLAGS = [
 ]
 
 
+@dataclass(frozen=True)
+class StreamOpened:
+    """An agent has connected."""
+
+    session: ClientSession
+
+
 class Coordinator:
     """Decides about the job for one term. All state changes are made by the thread in `run`."""
 
@@ -121,6 +128,8 @@ class Coordinator:
         self._store, self._lease, self._run = store, lease, run
         self._now, self._ending, self._rules_s = self._clock.now(), 0.0, 0.0
         self._events = EventQueue(self._clock.now, self._tick_interval_s)
+        self._streams: set[ClientSession] = set()
+        """Open connections, also of nodes that have not sent anything on them yet."""
         self._sessions: dict[str, ClientSession] = {}
         self._unaware: set[str] = set()
         """Members that could not be told the end of the job; they may still reconnect."""
@@ -153,7 +162,7 @@ class Coordinator:
         REJECTIONS.subscribe(self._events.put)
         self._server = Server(
             address,
-            on_open=lambda session: None,
+            on_open=lambda session: self._events.put(StreamOpened(session)),
             on_message=self._events.receive,
             on_close=self._events.receive,
             on_call=self._call,
@@ -235,7 +244,7 @@ class Coordinator:
     def _may_leave(self) -> bool:
         """Return whether the nodes know that the job is over, and its records are written. Both are
         waited for, up to a limit."""
-        now, waits = self._clock.now(), self._sessions or self._unaware
+        now, waits = self._clock.now(), self._streams or self._unaware
         if waits and now <= self._ending:
             return False
         if self._records.ended.is_set() or now > self._ending + RECORDS_S:
@@ -282,6 +291,8 @@ class Coordinator:
             self._log_event(item.kind, item.data)
         elif isinstance(item, RejectionNotice):
             self._rejected(m.RefusalNote("coordinator", *astuple(item)))
+        elif isinstance(item, StreamOpened):
+            self._connected(item.session)
         elif isinstance(item, tuple):
             self._handle_message(*item)
         elif isinstance(item, job.Tick):
@@ -332,7 +343,18 @@ class Coordinator:
         """Hold a record of a rejection, which is written after the next decision."""
         self._saver.hold(None, partial(self._records.event, "refused", asdict(note)))
 
+    def _connected(self, session: ClientSession) -> None:
+        self._streams.add(session)
+        if self._ending:
+            self._tell_the_end(session)
+
+    def _tell_the_end(self, session: ClientSession) -> None:
+        if self._state.ending is not None:
+            code, reason = self._state.ending.code, self._state.ending.reason
+            session.send(m.Stop(code, reason), self._state.epoch)
+
     def _disconnected(self, session: ClientSession) -> None:
+        self._streams.discard(session)
         for node in [n for n, s in self._sessions.items() if s is session]:
             del self._sessions[node]
             member = self._state.members.get(node)
@@ -478,9 +500,11 @@ class Coordinator:
         self._records.end(action.code, action.reason, action.params_sha256)
         with contextlib.suppress(StoreUnavailable, StoreError):
             self._run.end(self._lease.token)
-        for node in [node for node in self._sessions if node not in self._state.members]:
-            # This node was released. Members get the order from `end_job`.
-            self._send(node, m.Stop(action.code, action.reason), self._state.epoch)
+        # Members get the order from `end_job`. The others were released, or dropped and have not
+        # joined again yet; some of them have not sent anything on their new connection.
+        members = {self._sessions.get(node) for node in self._state.members}
+        for session in self._streams - members:
+            self._tell_the_end(session)
         self._unaware = self._state.members.keys() - self._sessions.keys()
         self._ending = self._clock.now() + LINGER_S
 

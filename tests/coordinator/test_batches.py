@@ -17,7 +17,7 @@ from elastic.coordinator.leadership import RunMembership
 from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.coordinator.queries import status
 from elastic.coordinator.records import state_saver as saving
-from elastic.coordinator.service import Coordinator
+from elastic.coordinator.service import Coordinator, StreamOpened
 from elastic.core.job.state import ProgressWatch, Tick
 from elastic.core.protocol.messages import Failed, Heartbeat, NodePhase, NodeReport
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
@@ -250,6 +250,28 @@ def test_the_end_waits_for_members_that_are_cut_off(bench: Bench) -> None:
     bench.sessions["c"] = FakeSession("c")
     bench.take(attached("c"))
     assert bench.sessions["c"].sent == ["Stop"] and not coordinator._unaware
+
+
+def test_the_end_is_told_on_every_open_connection(bench: Bench) -> None:
+    """Also to a node that was dropped, and checks itself before it joins again."""
+    bench.take(*map(came, "abc"))
+    bench.take(*map(attached, "abc"))
+    strangers: list[Any] = [FakeSession(node) for node in "def"]
+    members: list[Any] = list(bench.sessions.values())
+    silent, late, gone = strangers
+    coordinator = bench.coordinator
+    for session in (*members, silent, gone):
+        coordinator._handle(StreamOpened(session))
+    coordinator._handle((gone, None))
+    bench.take(replace(attached("a"), failed=Failed("bad", 7)))
+    assert silent.sent == ["Stop"] and not gone.sent
+    assert all(session.sent.count("Stop") == 1 for session in members)
+    coordinator._handle(StreamOpened(late))
+    assert late.sent == ["Stop"]
+    assert not coordinator._may_leave(), "they have not closed their connections"
+    for session in (*members, silent, late):
+        coordinator._handle((session, None))
+    assert coordinator._records.ended.wait(LONG_S) and coordinator._may_leave()
 
 
 def test_ticks_say_that_orders_are_held(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
