@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from elastic.agent import network_cut
 from elastic.agent.network_cut import NetworkCut
+from elastic.agent.service import NodeAgent
+from elastic.config import JobConfig
+from elastic.core.protocol import messages as m
+from elastic.domain.types import NodeInfo
 from tests.kubernetes.network import Network, missing, python_in
 from tests.patience import LONG_S
 
@@ -85,3 +91,27 @@ def test_a_cut_drops_the_packets_of_open_and_of_new_connections(network: Network
 def test_a_node_is_never_cut_off_from_itself(caplog: pytest.LogCaptureFixture) -> None:
     NetworkCut("127.0.0.1").begin("node1", "127.0.0.1:1", 1.0)
     assert "has the address of this node: not cut" in caplog.text
+
+
+def test_an_agent_cuts_the_path_to_the_peer_of_the_fault(
+    make_config: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker tells its agent that the point of the fault is reached. The end of the agent ends
+    the cut."""
+    routes: list[tuple[str, str]] = []
+
+    def change(what: str, address: str) -> bool:
+        routes.append((what, address))
+        return True
+
+    monkeypatch.setattr(network_cut, "_route", change)
+    agent = NodeAgent(make_config(preflight="off"), "127.0.0.1:1", NodeInfo("node0", "", ""))
+    try:
+        agent._replicator.vaults = {"node1": "10.99.0.2:7000", "node2": "10.99.0.3:7000"}
+        fault = "cut node=node0 peer=node2 step=3 duration=3600"
+        agent._handle_worker(agent._generation, 0, m.FaultReached(fault, time.time()))
+        agent._poll()
+        assert routes == [("add", "10.99.0.3")]
+    finally:
+        agent._close()
+    assert routes == [("add", "10.99.0.3"), ("del", "10.99.0.3")]
