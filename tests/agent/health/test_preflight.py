@@ -254,15 +254,21 @@ def test_a_peer_that_is_behind_a_bad_path_is_a_reason() -> None:
     assert not peer.ok and peer.fatal and "no vault of 1 peers can be reached" in peer.remedy
 
 
-def test_the_limits_are_those_of_the_budget() -> None:
+def test_the_limits_are_those_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two questions to the coordinator, and the measurement of a peer."""
     given: list[float] = []
 
     def ask(address: str, kind: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         given.append(timeout_s)
-        return {"peers": [], "now": time.time()}
+        return {"peers": [{"node": "b", "vault": "127.0.0.1:1"}], "now": time.time()}
 
+    def connect(address: str, *, timeout_s: float, **more: Any) -> None:
+        given.append(timeout_s)
+        raise UsageError("not measured here")
+
+    monkeypatch.setattr(preflight, "VaultClient", connect)
     network_checks("host:1", "a", ask=ask, limits=budget(30.0))
-    assert given == [budget(30.0).preflight_s] * 2 == [100.0] * 2
+    assert given == [budget(30.0).preflight_s] * 3 == [100.0] * 3
 
 
 def address_of(server: socket.socket) -> str:
