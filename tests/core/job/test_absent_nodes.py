@@ -15,6 +15,7 @@ from elastic.core.job import state as job
 from elastic.core.job.state import JobPhase, JobState, LogEntry, Send
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
+from elastic.core.recovery.lineage import with_start
 from elastic.domain.errors import EXIT_UNRECOVERABLE, Unrecoverable
 from tests.core.state_access import assignment_of, change_of, plan_of, spec_of
 from tests.core.world.world import World
@@ -156,6 +157,29 @@ def test_the_copies_of_a_node_that_returns_are_used() -> None:
     assert before - 1 <= assignment_of(state).step <= before
     used = {copy.node for _, r in assignment_of(state).recipes for copy in r.states}
     assert "node1" in used, "its vault is a source"
+
+
+@pytest.mark.parametrize("undone", [False, True])
+def test_copies_of_steps_that_were_undone_are_not_used(undone: bool) -> None:
+    """Since node1 was cut off in epoch 1, another epoch began: at the version that its copies give,
+    or two steps before. Then its states and gradients are of another history."""
+    state = waiting()
+    version = assignment_of(restored(state)).step
+    first = version - 2 if undone else version
+    after = restored(state.of(starts=with_start(state.starts, state.epoch, first)))
+    if undone:
+        assert after.phase is JobPhase.PAUSED and after.missing is not None
+        assert "no copy of state" in after.missing.error
+    else:
+        assert after.phase is JobPhase.INSTALLING and assignment_of(after).step == version
+
+
+def restored(state: JobState) -> JobState:
+    """node1 returns, and all nodes halt."""
+    state, _, _ = transition(state, returning(state, "node1"), state.updated_at + 0.1)
+    report = replace(returning(state, "node1"), epoch=state.epoch, phase=NodePhase.STARTING)
+    state, _, _ = transition(state, report, state.updated_at + 0.01)
+    return halted(state, "node0")[0]
 
 
 def test_the_copies_of_absent_nodes_do_not_matter_once_the_rest_is_protected() -> None:
