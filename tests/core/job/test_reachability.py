@@ -13,7 +13,11 @@ from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.health.path_fault import PathFault, pair_of
 from elastic.core.job import quarantine, reachability
 from elastic.core.job import state as job
-from elastic.core.job.epoch_change import candidates, resume_if_feasible
+from elastic.core.job.epoch_change import (
+    _solve_over_good_paths,
+    candidates,
+    resume_if_feasible,
+)
 from elastic.core.job.reachability import covers, forbidden_fetches
 from elastic.core.job.state import CauseKind, JobPhase, JobState, LogEntry
 from elastic.core.protocol.health_report import HealthReport, UnreachablePeer
@@ -277,6 +281,31 @@ def test_fetches_over_a_bad_path_are_seen() -> None:
     ):
         assert forbidden_fetches(bad, changed) == hidden
         assert forbidden_fetches(state, changed) == frozenset()
+
+
+def test_copies_behind_a_bad_path_are_fetched_from_another_node() -> None:
+    """Each node takes layers of which it has no copy: their holder and its keeper, the next node,
+    have them."""
+    world = World(5, 4, steps=400, shape="1", backup="stream+snapshot")
+    world.run(limit=4.0)
+    state = world.coordinator.state
+    members = {
+        node: replace(mb, report=replace(mb.report, inventory=world.agents[node].inventory()))
+        for node, mb in state.members.items()
+    }
+    state, plan = state.of(members=members), plan_of(state)
+    stages = plan.pipelines[0].stages
+    moved = tuple(replace(one, unit=stages[at - 2].unit) for at, one in enumerate(stages))
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=moved),))
+    chosen = _solve_over_good_paths(state, plan, "")
+    fetches = {(node, one.node) for node, recipe in chosen.recipes for one in recipe.states}
+    assert len(fetches) >= 4 and all(node != holder for node, holder in fetches)
+    for fetch in fetches:
+        fault = PathFault(pair_of(*fetch), (fetch,), "no answer", state.updated_at)
+        bad = state.of(paths=(fault,))
+        assert forbidden_fetches(bad, chosen)
+        other = _solve_over_good_paths(bad, plan, "a bad path")
+        assert other.step == chosen.step and not forbidden_fetches(bad, other)
 
 
 def test_a_paused_job_tries_every_choice_of_nodes_to_leave_out() -> None:
