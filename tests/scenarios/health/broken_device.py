@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -20,9 +21,24 @@ STEP, MICROBATCH = 2, 1
 ECC = "CUDA error: uncorrectable ECC error encountered"
 LOOP = "loop"
 """As `--text`: an endless loop in place of an error."""
+HANG = "hang"
+"""As `--text`: the worker hangs before it attaches."""
 IO_ERROR = "[Errno 5] Input/output error"
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 21474836480 bytes."
 """An error of a node whose memory other processes use."""
+
+
+def is_due(flags: argparse.Namespace) -> bool:
+    """Return whether this worker breaks now: on the given node, and not more often than given."""
+    if flags.node not in ("any", os.environ["ELASTIC_NODE"]):
+        return False
+    for time in range(flags.times):
+        try:
+            Path(os.environ["ELASTIC_RUN_DIR"], f"broke-{time}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return True
+    return False
 
 
 class Layer(nn.Module):
@@ -34,28 +50,19 @@ class Layer(nn.Module):
         self._flags = flags
 
     def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
-        if (microbatch.step, microbatch.index) == (STEP, MICROBATCH):
+        if (microbatch.step, microbatch.index) == (STEP, MICROBATCH) and self._flags.text != HANG:
             self._break()
         return torch.tanh(self.weight(microbatch.fields["x"] if hidden is None else hidden))
 
     def _break(self) -> None:
-        if self._flags.node not in ("any", os.environ["ELASTIC_NODE"]):
+        text = self._flags.text
+        if not is_due(self._flags):
             return
-        for time in range(self._flags.times):
-            try:
-                Path(os.environ["ELASTIC_RUN_DIR"], f"broke-{time}").touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            while self._flags.text == LOOP:
-                pass
-            if self._flags.text == IO_ERROR:
-                raise OSError(5, "Input/output error")
-            kind = (
-                torch.OutOfMemoryError
-                if self._flags.text.startswith("CUDA out of")
-                else RuntimeError
-            )
-            raise kind(self._flags.text)
+        while text == LOOP:
+            pass
+        if text == IO_ERROR:
+            raise OSError(5, "Input/output error")
+        raise (torch.OutOfMemoryError if text.startswith("CUDA out of") else RuntimeError)(text)
 
 
 class Loss(Layer):
@@ -74,6 +81,8 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--text", default=ECC)
     flags = parser.parse_args()
+    while flags.text == HANG and is_due(flags):
+        signal.pause()
     Trainer(
         stack=ListStack([lambda: Layer(flags)] * 3 + [lambda: Loss(flags)], seed=3),
         optimizer=adamw(0.01),

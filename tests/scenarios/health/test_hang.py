@@ -15,7 +15,7 @@ import pytest
 
 from tests.patience import LONG_S
 from tests.scenarios.harness import ROOT, Run, elastic_run
-from tests.scenarios.health.broken_device import LOOP
+from tests.scenarios.health.broken_device import HANG, LOOP
 from tests.scenarios.shared import SCRIPT, exact, faults, made_once, reference
 
 BURN = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10000))"
@@ -68,6 +68,19 @@ def test_a_worker_in_an_endless_loop_is_restarted(tmp_path: Path) -> None:
     assert "CPU time without progress" in stalled[0]["evidence"]["node1"]
     (recovery,) = run.summary["recoveries"]
     assert "node1" in recovery["cause"] and "no progress of the job" in recovery["cause"]
+
+
+def test_a_worker_that_hangs_before_it_attaches_is_restarted(tmp_path: Path) -> None:
+    """It sends nothing and uses no CPU time, while the others wait to begin."""
+    script = ["-m", "tests.scenarios.health.broken_device"]
+    flags = exact("--nnodes", "3", "--pipelines", "1")
+    run = elastic_run(tmp_path / "run", flags, [*script, "--node", "node1", "--text", HANG])
+    assert run.code == 0, run.output
+    whole = made_once(tmp_path, exact("--nnodes", "1"), script)
+    assert run.summary["params_sha256"] == whole.summary["params_sha256"]
+    stalled = [e for e in run.events if e["kind"] == "stalled"]
+    assert [(e["suspects"], e["action"]) for e in stalled] == [(["node1"], "restart")], stalled
+    assert not [e for e in run.events if e["kind"] == "lost"]
 
 
 def agent_log(run: Run, node: str) -> list[str]:
