@@ -64,7 +64,7 @@ chaos: setup ## long random fault campaigns
 	$(BIN)/python -m pytest -m chaos
 
 partitions: setup ## every pair, direction and phase of a partial partition; continues where it ended
-	$(BIN)/python -m tests.scenarios.network
+	$(BIN)/python -m benchmarks.partial_partitions
 
 EXPLORE := $(BIN)/python -m tests.core.exploration --results benchmarks/results/exploration.jsonl
 explore: setup ## every interleaving of a small job with two faults, for hours; continues where it ended

@@ -214,6 +214,17 @@ and at the first step that a node reports to it.""",
         units=(("nodes", "nodes"), ("epoch", "changes")),
     ),
     Section(
+        name="partial_partitions",
+        title="Partial partitions",
+        context="""\
+Two of four nodes cannot reach each other, and both reach the coordinator. Each node is a network
+namespace. All 216 cases: six pairs; one direction, the other or both; a blackhole route or a silent
+drop by the switch; cut during training, reduction, commit, halting, installing or joining. Training
+must go on within 10 s and a step; once the path is well, all nodes are used again and the
+parameters are those of a run without a fault.""",
+        rows="longest time",
+    ),
+    Section(
         name="chaos",
         title="Random runs with random faults",
         context="""\
