@@ -31,6 +31,7 @@ from elastic.domain.errors import FieldError
 from elastic.store import checkpoint_directory
 from elastic.telemetry import read_events
 from tests.disks import fill, small_disk
+from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
 
 STATE = JobState(policy=Policy())
@@ -177,8 +178,12 @@ def test_a_failing_file_is_not_retried_at_each_event(
     assert [event["kind"] for event in read_events(path)] == ["x", "x", "records-late"]
 
 
-def test_exit_json_is_written_on_a_full_disk(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_exit_json_is_written_on_a_full_disk(
+    disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """exit.json uses the reserved space; only the summary is missing."""
+    monkeypatch.setattr(records, "ROOM_S", 0.2)
+    monkeypatch.setattr(records, "ROOM_POLL_S", 0.05)
     made = RunRecords(disk)
     assert made.flush(LONG_S)
     fill(disk)
@@ -189,6 +194,31 @@ def test_exit_json_is_written_on_a_full_disk(disk: Path, caplog: pytest.LogCaptu
     assert "summary.json cannot be written" in caplog.text
     made.close()
     assert "lacks its last" in caplog.text
+
+
+def test_the_end_waits_for_room(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A disk that has room again soon has the last events and the summary before exit.json."""
+    made = RunRecords(disk)
+    assert made.flush(LONG_S)
+    filler = fill(disk)
+    made.end(0, "all steps done", "")
+    assert wait_until(lambda: "the end waits" in caplog.text)
+    assert not made.ended.is_set() and not (disk / "exit.json").exists()
+    filler.unlink()
+    assert made.ended.wait(LONG_S)
+    assert (disk / "exit.json").exists()
+    assert json.loads((disk / "summary.json").read_text())["exit_code"] == 0
+    assert logged(disk)[-1][0] in ("end", "records-late")
+    made.close()
+
+
+def test_a_coordinator_that_ends_does_not_wait_for_room(disk: Path) -> None:
+    made = RunRecords(disk)
+    assert made.flush(LONG_S)
+    fill(disk)
+    made.end(0, "all steps done", "")
+    made.close()
+    assert made.ended.wait(LONG_S) and not (disk / "summary.json").exists()
 
 
 def test_the_leader_is_announced_on_a_full_disk(

@@ -89,6 +89,8 @@ CONSTANTS = {
     "coordinator/port_watch.py FIRST_PAUSE_S": "interval",
     "coordinator/port_watch.py LAST_PAUSE_S": "interval",
     "coordinator/records/run_records.py CLOSE_S": "program",
+    "coordinator/records/run_records.py ROOM_POLL_S": "program",
+    "coordinator/records/run_records.py ROOM_S": "program",
     "coordinator/records/state_saver.py MAX_DELAY_S": "interval",
     "coordinator/records/state_saver.py MIN_DELAY_S": "interval",
     "coordinator/service.py ANSWER_S": "person",

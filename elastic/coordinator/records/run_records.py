@@ -41,6 +41,10 @@ RECORDED = 4096
 """Number of finished steps that are remembered, so that each is recorded once."""
 DRAFT_BYTES = 4096
 """Disk space reserved at the start for exit.json."""
+ROOM_S = 30.0
+"""At the end of the job, the last events and the summary wait this long for a disk that is full."""
+ROOM_POLL_S = 0.5
+"""Pause between two attempts meanwhile."""
 CLOSE_S = 5.0
 """`RunRecords.close` waits this long for the disk."""
 
@@ -83,6 +87,11 @@ class RetryingEventLog:
                 return
             self._asked = True
         self._post(self.write)
+
+    @property
+    def waits(self) -> bool:
+        """Whether events are not written yet."""
+        return bool(self._unwritten)
 
     def give_up(self) -> None:
         """Write no further line, because another coordinator may write them now."""
@@ -192,6 +201,7 @@ class RunRecords:
         """(epoch, step) of the newest steps that were recorded."""
         self._draft = run_dir / "exit.draft"
         self._closed = self._given_up = False
+        self._closing = threading.Event()
         self.ended = threading.Event()
         """Set when the records of the end are written, or were refused."""
         draft = partial(replace_file, self._draft, " " * DRAFT_BYTES)
@@ -210,6 +220,7 @@ class RunRecords:
         if self._closed:
             return
         self._closed = True
+        self._closing.set()
         self._disk.post(self._events.close)
         self._disk.post(self._progress.close)
         if not self.flush(CLOSE_S):
@@ -306,10 +317,31 @@ class RunRecords:
             self._events.append("fault", {"number": int(fired.stem)}, at=fired.stat().st_mtime)
         end = {"code": code, "reason": reason, "params_sha256": params_sha256}
         self._events.append("end", end, at)
-        self._events.write()
-        try_write(self.run_dir / "summary.json", self._write_summary)
+        self._write_last_records()
         text = json.dumps({"code": code, "reason": reason}) + "\n"
         try_write(self.run_dir / "exit.json", lambda: self._write_exit(text))
+
+    def _write_last_records(self) -> None:
+        """Write the last events and the summary. If the disk is full, try again for a while."""
+        until, waits = time.monotonic() + ROOM_S, False
+        while problem := self._try_last_records():
+            if not waits:
+                log.error("the end waits up to %g s for room: %s", ROOM_S, problem)
+            waits = True
+            if time.monotonic() > until or self._closing.wait(ROOM_POLL_S):
+                log.error("%s", problem)
+                return
+
+    def _try_last_records(self) -> str:
+        """Return the error that another attempt may remove; "": there is none."""
+        self._events.write()
+        try:
+            self._write_summary()
+        except OSError as error:
+            return f"summary.json cannot be written: {error}"
+        except FieldError as error:
+            log.error("summary.json cannot be written: %s", error)
+        return f"{self._events.path} cannot be written" if self._events.waits else ""
 
     def _write_summary(self) -> None:
         summary = summarize(read_events(self.run_dir / "events.jsonl"))
