@@ -54,7 +54,12 @@ class Outbox:
         """Drop the steps and checkpoints that a return to an older step has undone, and notes about
         backups and failures of earlier epochs."""
         step, starts = install.assignment.step, lineage.starts_of(install.assignment)
-        steps = [d for d in self._steps if d.record.step < step or d.epoch >= install.epoch]
+        steps = [
+            done
+            for done in self._steps
+            if (done.record.step < step or done.epoch >= install.epoch)
+            and not any(done.epoch < epoch and first <= done.record.step for epoch, first in starts)
+        ]
         self._others = [
             o
             for o in self._others

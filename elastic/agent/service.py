@@ -133,6 +133,8 @@ class NodeAgent:
         """Calls for the agent's thread. Signal handlers also put calls here."""
         self._directory = Path(config.memory_dir) / self._node
         self._outbox = Outbox()
+        self._rejoined = False
+        """Whether the coordinator may have refused the outbox, because this node was no member."""
         self._former_writers: list[CheckpointWriter] = []
         """Writers of former incarnations that are not done."""
         self._told_of_writing = False
@@ -548,8 +550,10 @@ class NodeAgent:
     def _enter(self, install: m.Install) -> None:
         epoch, assignment = install.epoch, install.assignment
         self._outbox.enter(install)
-        for part in self._outbox.parts:  # the coordinator may have dropped them in between
-            self._send(part)
+        # The coordinator may have dropped the parts in between.
+        for message in list(self._outbox) if self._rejoined else self._outbox.parts:
+            self._send(message)
+        self._rejoined = False
         self._vault.enter(epoch, assignment.step)
         self._replicator.enter(epoch, assignment)
         self._checkpoints.enter(assignment)
@@ -627,6 +631,7 @@ class NodeAgent:
             self._memory.post(self._vault.close)
             self._open_vault()
         self._workers.clear()
+        self._rejoined = True
         self._begin_incarnation()
         self._report()
         self._notices.resend()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic.agent.outbox import MAX_CHECKPOINTS, MAX_NOTES, Outbox
 from elastic.core.protocol import messages as m
 from elastic.domain.types import Assignment, Pipeline, Plan, Stage, StepRecord, Unit
 
-PLAN = Plan(3, 1, 1, 1, (Pipeline((Stage(Unit("a"), 0, 1),), (0,)),))
+PLAN = Plan(2, 1, 1, 1, (Pipeline((Stage(Unit("a"), 0, 1),), (0,)),))
 
 
 def finished(step: int, epoch: int) -> m.StepDone:
@@ -37,6 +39,15 @@ def test_undone_steps_are_not_resent() -> None:
     kept = [finished(0, 1), finished(1, 1), finished(2, 2), m.CheckpointPart(2, ((0, 0),), 1)]
     assert outbox.parts == (m.CheckpointPart(2, ((0, 0),), 1),)
     assert list(outbox) == kept, "the same order again removes nothing"
+
+
+def test_steps_that_others_have_repeated_meanwhile_are_not_resent() -> None:
+    """A node finished steps 2 and 3 in epoch 1. Epoch 2 began at step 3, and epoch 4 at step 5."""
+    outbox = Outbox()
+    for step in range(4):
+        outbox.add(finished(step, 1))
+    outbox.enter(m.Install(4, Assignment(replace(PLAN, epoch=4), 5, starts=((2, 3), (4, 5)))))
+    assert list(outbox) == [finished(step, 1) for step in range(3)]
 
 
 def test_a_note_about_backups_is_resent_in_its_epoch_only() -> None:

@@ -19,8 +19,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from elastic.core.job.state import PortRefused
+from elastic.core.protocol import messages as m
 from elastic.core.protocol.election import accepts_term
-from elastic.domain.errors import ElasticError, FieldError, StaleError, UsageError
+from elastic.domain.errors import (
+    EXIT_DRAINED,
+    ElasticError,
+    FieldError,
+    StaleError,
+    UsageError,
+)
 from elastic.rpc.control.broadcast import BroadcastEncoder
 from elastic.rpc.control.channel_options import (
     CONNECT_TIMEOUT_S,
@@ -37,6 +44,8 @@ from tests.simulation.primitives import Executor, SimFuture, SimpleQueue, SimThr
 from tests.simulation.scheduler import Process, Scheduler
 
 Address = tuple[str, int]
+KNOWN_S = 0.5
+"""A coordinator that ends may not know of a stream that was opened less than this before."""
 
 
 def split(address: str) -> Address:
@@ -148,6 +157,8 @@ class SimServerSession:
         self._server, self.sender, self.peer = server, sender, peer
         self.wire: _Wire | None = None
         self.open = True
+        self.opened_at, self.told = server.scheduler.now, False
+        """When the stream was opened, and whether the end of the job was told on it."""
         self._numbers = itertools.count(1)
 
     def __repr__(self) -> str:
@@ -157,6 +168,8 @@ class SimServerSession:
         if not self.open:
             return False
         server = self._server
+        if isinstance(message, m.Stop) and message.code != EXIT_DRAINED:
+            self.told = server.ends_job = True
         envelope = server.encoder.pack(message, term=server.term(), epoch=epoch, node=self.sender)
         server.loop.call_soon_threadsafe(self._write, envelope)
         return True
@@ -194,7 +207,8 @@ class SimServer:
         if port in process.host.ports:
             raise FieldError("address", address, "a free port of this machine is needed")
         self.address = address
-        self._wires: dict[_Wire, None] = {}
+        self._wires: dict[_Wire, SimServerSession] = {}
+        self.ends_job = False
         self._listener = Listener(process.host, process, port)
         self._listener.on_connect = lambda: self.loop.wake_with(self._accept)
 
@@ -204,7 +218,10 @@ class SimServer:
         done = SimFuture(self.scheduler)
 
         def end() -> None:
-            for wire in list(self._wires):
+            for wire, session in list(self._wires.items()):
+                known = session.told or session.opened_at > self.scheduler.now - KNOWN_S
+                if self.ends_job and session.sender and session.open and not known:
+                    self._process.local.setdefault("untold", []).append(session.sender)
                 wire.close("the server ends")
             done.set_result(None)
 
@@ -218,7 +235,7 @@ class SimServer:
             session = SimServerSession(self, "", f"{where[0]}:{where[1]}")
             item, ended = partial(self._item, session), partial(self._ended, session)
             session.wire = _Wire(self.loop, end, self._keepalive_s, item, ended)
-            self._wires[session.wire] = None
+            self._wires[session.wire] = session
 
     def _ended(self, session: SimServerSession, reason: str) -> None:
         if session.wire is not None:

@@ -859,6 +859,9 @@ class World:
             self.violation(text)
         for event in oracles.of(events, "divergence"):
             self.violation(f"no bit was wrong: {event['reason']}")
+        for lead in self.leads.values():
+            for node in lead.local.get("untold", ()):
+                self.violation(f"{lead.name} did not tell {node}, which was connected, the end")
         if not end:
             alone = sorted(name for name, one in self.agents.items() if self._ended_alone(one))
             if alone or not self.stalled:
