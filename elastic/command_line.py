@@ -70,7 +70,11 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[PATH] = ctx.command_path
-        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        try:
+            given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # a missing value has none
+            raise
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         flags = {name for option in options for name in option.opts if name.startswith("--")}
         for option in options:

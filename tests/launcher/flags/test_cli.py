@@ -136,6 +136,32 @@ def test_wrong_other_commands(
     assert sorted(place.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("rnu", "run"), ("state", "status"), ("plna", "plan"), ("prefligth", "preflight")],
+)
+def test_a_mistyped_command_is_suggested(
+    capsys: pytest.CaptureFixture[str], typed: str, meant: str
+) -> None:
+    assert cli.main([typed, "--json"]) == 2
+    err = capsys.readouterr().err
+    assert f"Did you mean '{meant}'?" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["run", "--nnodes"], ["status", "--run-dir"], ["certs", "--out"]]
+)
+def test_a_missing_value_names_the_command(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert cli.main(words) == 2
+    command, flag = words
+    text = (
+        f"elastic {command}: Option '{flag}' requires an argument. (see `elastic {command} --help`)"
+    )
+    assert capsys.readouterr().err == f"{text}\n"
+
+
 def test_status_of_a_run_that_is_over(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "coordinator.json").write_text('{"address": "127.0.0.1:1"}')
     (place / "exit.json").write_text('{"code": 3, "reason": "too much was lost"}')
