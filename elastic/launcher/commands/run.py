@@ -10,7 +10,7 @@ from typing import Any
 from elastic.command_line import ParsedType, flag
 from elastic.core.protocol.fault_spec import node_id
 from elastic.domain.errors import FieldError, needs_extra
-from elastic.launcher.flags.flags import RAY, RunCommand
+from elastic.launcher.flags.flags import RAY, SECTIONS, UNUSED_BY_SERVICES, RunCommand
 from elastic.launcher.flags.request import Request, request
 from elastic.launcher.flags.validators import ENDPOINT, ENDPOINTS
 
@@ -45,8 +45,7 @@ def _service_request(field: str, endpoint: str, flags: dict[str, Any]) -> Reques
     if flags["standalone"]:
         remedy = f"it does not go with {field}; use `elastic run --standalone`"
         raise FieldError("--standalone", "on", remedy)
-    backend = "c10d" if flags["rdzv_backend"] == "static" else flags["rdzv_backend"]
-    changed = {"rdzv_endpoint": endpoint, "rdzv_backend": backend}
+    changed = {"rdzv_endpoint": endpoint, "rdzv_backend": "c10d"}
     return request(SimpleNamespace(**{**flags, **changed}), os.environ)
 
 
@@ -64,11 +63,12 @@ COORDINATOR = flag("--coordinator", type=ENDPOINTS, required=True, allow_from_au
                    help="address of the coordinator, or of several")
 NODE = flag("--node", type=ParsedType("NAME", _node), allow_from_autoenv=False,
             help="name of this node (default: from the host's name)")
-run = RunCommand("run", _run, "Train a script or module on elastic nodes.", {"Ray's flags": RAY})
+run = RunCommand(
+    "run", _run, "Train a script or module on elastic nodes.", {**SECTIONS, "Ray's flags": RAY})
 coordinator = RunCommand(
     "coordinator", _coordinator, "Run a coordinator alone; it is started again if it dies.",
-    {"coordinator's flags": (ADDRESS,)})
+    {"coordinator's flags": (ADDRESS,), **SECTIONS}, UNUSED_BY_SERVICES)
 agent = RunCommand(
     "agent", _agent, "Run one agent that joins a coordinator elsewhere.",
-    {"agent's flags": (COORDINATOR, NODE)})
+    {"agent's flags": (COORDINATOR, NODE), **SECTIONS}, UNUSED_BY_SERVICES)
 # fmt: on

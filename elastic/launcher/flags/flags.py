@@ -204,13 +204,29 @@ Sections = Mapping[str, Sequence[click.Option]]
 SECTIONS: Sections = {"torchrun's flags": TORCHRUN, "elastic's flags": OURS}
 
 
+UNUSED_BY_SERVICES = (
+    "--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--standalone", "--node-rank",
+    "--master-addr", "--master-port", "--coordinators",
+)  # fmt: skip
+"""Flags of `elastic run` that only tell how nodes find their coordinator. `elastic coordinator`
+and `elastic agent` accept them, for variables that hold for several commands, and do not use them:
+they have an address of their own."""
+
+
 class RunCommand(Command):
-    """A command that takes the flags of `elastic run`, the flags in `sections`, and a script."""
+    """A command that takes the flags in `sections`, in this order, and a script."""
 
     def __init__(
-        self, name: str, callback: Callable[..., int], help: str, sections: Sections
+        self,
+        name: str,
+        callback: Callable[..., int],
+        help: str,
+        sections: Sections,
+        unused: Sequence[str] = (),
     ) -> None:
-        self.sections = {**SECTIONS, **sections}
+        """`unused`: flags that have no effect and are not in the help."""
+        self.sections = sections
+        self.unused = frozenset(unused)
         params = [option for options in self.sections.values() for option in options]
         super().__init__(
             name,
@@ -223,9 +239,8 @@ class RunCommand(Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, options in self.sections.items():
+            used = (option for option in options if option.opts[0] not in self.unused)
             with formatter.section(title):
-                formatter.write_dl(
-                    [row for row in (o.get_help_record(ctx) for o in options) if row]
-                )
+                formatter.write_dl([row for row in (o.get_help_record(ctx) for o in used) if row])
         with formatter.section("Options"):
             formatter.write_dl([("-h, --help", "Show this message and exit.")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from elastic.core.protocol.fault_spec import parse_fault
 from elastic.domain.errors import FieldError, UsageError
 from elastic.launcher import cli
 from elastic.launcher.commands.run import run
-from elastic.launcher.flags.flags import OURS, RAY, TORCHRUN
+from elastic.launcher.flags.flags import OURS, RAY, TORCHRUN, UNUSED_BY_SERVICES
 from elastic.launcher.run.supervisor import agent_args
 from tests.agent.vault.checkpoints import whole
 from tests.launcher.flags.wrong_flags import WRONG_FLAGS
@@ -372,6 +373,24 @@ def test_help_is_quick_and_imports_nothing_heavy(environment: dict[str, str]) ->
     )
     assert json.loads(done.stdout.splitlines()[-1]) == []
     assert "--nproc-per-node" in done.stdout and "--fault" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "own"), [("coordinator", "--address"), ("agent", "--coordinator")]
+)
+def test_the_help_of_a_service_begins_with_its_own_flags(
+    capsys: pytest.CaptureFixture[str], command: str, own: str
+) -> None:
+    assert cli.main([command, "--help"]) == 0
+    flags = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert flags[0] == own and "--max-restarts" in flags and "--run-dir" in flags
+    assert not set(UNUSED_BY_SERVICES) & set(flags)
+
+
+def test_run_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--help"]) == 0
+    flags = re.findall(r"^ .*?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert {flag.opts[0] for flag in (*TORCHRUN, *OURS, *RAY)} <= set(flags)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
