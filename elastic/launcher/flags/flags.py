@@ -15,6 +15,7 @@ from elastic.config import LOG_PREFIX, PREFLIGHTS, SCHEDULES
 from elastic.core.protocol import compression
 from elastic.domain.types import VERIFY_EVERY
 from elastic.launcher.flags.ray_options import ADDRESS, RESOURCES
+from elastic.launcher.flags.request import ETCD_BACKENDS
 from elastic.launcher.flags.validators import (
     ACCUMULATE,
     BINDING,
@@ -44,8 +45,10 @@ TORCHRUN = (
     flag("--nnodes", type=NODES, default="1:1", help="number of nodes, or MIN:MAX"),
     flag("--nproc-per-node", metavar="N", default="1",
          help="workers per node: a number, auto, cpu or gpu"),
-    flag("--rdzv-backend", type=Choice(["static", "c10d", "elastic"]), default="static",
-         help="kind of rendezvous; c10d and elastic are the same here"),
+    flag("--rdzv-backend", type=Choice(["static", "c10d", "elastic", *ETCD_BACKENDS]),
+         default="static",
+         help="kind of rendezvous; c10d and elastic are the same here, etcd and etcd-v2 too with "
+              "--standalone; --store keeps the state in etcd"),
     flag("--rdzv-endpoint", metavar="HOST:PORT,...",
          help="address of the coordinator, or of several; the machine that owns one starts it"),
     flag("--rdzv-id", type=NAME, default="none", help="name of the job, seen by the workers"),

@@ -27,6 +27,8 @@ from elastic.planning.cost.profile import LinkProfile
 from elastic.store import checkpoint_directory
 
 LOOPBACK = "127.0.0.1"
+ETCD_BACKENDS = ("etcd", "etcd-v2")
+"""torchrun's backends whose --rdzv-endpoint is etcd's address, not the coordinator's."""
 # fmt: off
 SAME_NAME = (
     "compress", "coordinators", "max_restarts", "metrics_host", "pipelines", "preflight", "role",
@@ -65,6 +67,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
     if flags.profile is not None and flags.emulate is not None:
         remedy = "it gives the profile already: leave out --profile"
         raise FieldError("--emulate", flags.emulate.model, remedy)
+    _check_backend(flags)
     low, high = flags.nnodes
     ray = ray_options(flags)
     standalone = ray is None and _standalone(flags, high)
@@ -142,6 +145,18 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
 
 
 # ---- nodes, workers and addresses ----
+
+
+def _check_backend(flags: SimpleNamespace) -> None:
+    """Refuse a rendezvous through etcd, except with --standalone, which has its own coordinator."""
+    if flags.rdzv_backend in ETCD_BACKENDS and not flags.standalone:
+        endpoint = flags.rdzv_endpoint or "HOST:2379"
+        remedy = (
+            "nodes meet at the coordinator, not in etcd: give --rdzv-backend c10d and "
+            "--rdzv-endpoint COORDINATOR:29400, the address of one of the machines; "
+            f"--store etcd://{endpoint.removeprefix('http://')} keeps the job's state in etcd"
+        )
+        raise FieldError("--rdzv-backend", flags.rdzv_backend, remedy)
 
 
 def _nproc(text: str, environ: Mapping[str, str]) -> int:

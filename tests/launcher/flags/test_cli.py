@@ -264,6 +264,12 @@ def test_the_scripts_arguments_are_its_own(place: Path) -> None:
     assert read("--nnodes=1", "-m", "json.tool", "-m", *words).config.command.args == ("-m", *words)
 
 
+@pytest.mark.parametrize("backend", ["static", "c10d", "elastic", "etcd", "etcd-v2"])
+def test_every_backend_of_torchrun_goes_with_standalone(place: Path, backend: str) -> None:
+    config = read("--standalone", "--nnodes", "2", "--rdzv-backend", backend, "script.py").config
+    assert config.standalone and not config.coordinator and not config.store.shared
+
+
 def test_streams_as_torchrun_takes_them(place: Path) -> None:
     for words in (("-r", "3"), ("-r3",), ("-r=3",), ("--redirects=3",)):
         assert read(*words, "script.py").config.redirects == (3,)

@@ -11,6 +11,8 @@ WRONG_FLAGS = [
     (["--nproc_per_node", "1.5"], "--nproc-per-node"),
     (["--rdzv-backend", "zeus"], "--rdzv-backend"),
     (["--rdzv-backend", "c10d"], "--rdzv-endpoint"),
+    (["--rdzv-backend", "etcd", "--rdzv-endpoint", "etcd:2379"], "--store etcd://etcd:2379"),
+    (["--rdzv-backend", "etcd-v2"], "--rdzv-backend c10d"),
     (["--rdzv-endpoint", "host:port"], "--rdzv-endpoint"),
     (["--rdzv-endpoint", "host:99999"], "--rdzv-endpoint"),
     (["--rdzv-endpoint", "a b:1"], "--rdzv-endpoint"),
