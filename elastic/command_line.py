@@ -84,6 +84,10 @@ class Command(click.Command):
                 raise click.BadOptionUsage(_flag_of(option), text, ctx)
         return super().parse_args(ctx, args)
 
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """Return the first sentence of the help. It is wrapped, never cut."""
+        return super().get_short_help_str(sys.maxsize)
+
 
 def flag(*names: str, **more: Any) -> click.Option:
     """Return an option with these names; `more` are the arguments of click.Option."""

@@ -16,6 +16,7 @@ from elastic_sim.steps.policies import policy_classes
 from elastic_sim.traces import trace as traces
 from elastic_sim.traces.trace import Event, read
 
+from elastic.domain.version import VERSION
 from tests.patience import LONG_S
 
 HEADER = "seconds,event,node,zone,type,notice\n"
@@ -35,6 +36,22 @@ PRICES = [
 
 def run(*words: str) -> Result:
     return CliRunner().invoke(main, list(words))
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(flag: str) -> None:
+    assert run(flag).output == f"elastic-sim {VERSION}\n"
+
+
+def test_it_runs_as_a_module() -> None:
+    words = [sys.executable, "-m", "elastic_sim", "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LONG_S)
+    assert (done.returncode, done.stdout) == (0, f"elastic-sim {VERSION}\n")
+
+
+def test_no_help_is_cut() -> None:
+    for words in ([], ["traces"]):
+        assert "..." not in run(*words, "--help").output.partition("Commands:")[2]
 
 
 def test_statistics(tmp_path: Path) -> None:

@@ -139,8 +139,8 @@ OURS = (
     flag("--link", type=LINK,
          help='make links between local nodes slow, as "bandwidth=1Gbit latency=1ms"'),
     flag("--store",
-         help="where coordinators keep state: an SQLite file here, or "
-              "etcd://HOST:PORT[,HOST:PORT...]"),
+         help="where several coordinators keep state: etcd://HOST:PORT[,HOST:PORT...] (default: "
+              "one coordinator, with an SQLite file in RUN_DIR)"),
     flag("--store-ca", type=FILE,
          help="file of certificates that etcd's must come from; the connection is TLS then"),
     flag("--store-cert", type=FILE, help="file of the certificate to show to etcd"),
