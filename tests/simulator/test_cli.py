@@ -260,7 +260,7 @@ def test_repairs_are_listed(tmp_path: Path) -> None:
         (("traces", "generate", "t.csv", "--diurnal", "nan"), "market.diurnal"),
         (("traces", "generate", "t.csv", "--diurnal", "2"), "market.diurnal"),
         (("traces", "generate", "t.csv", "--inference", "40"), "least"),
-        (("traces", "generate", "no/such/folder/t.csv"), "must be writable"),
+        (("traces", "generate", "no/such/folder/t.csv"), "cannot be written"),
         (("traces", "generate", "t.csv", "--like", "absent.csv"), "readable text"),
         (("traces", "import", "spot-prices", "good.csv", "t.csv"), "need a bid"),
         (("traces", "import", "spot-prices", "prices.json", "t.csv", "--bid", "nan"), "--bid"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from elastic.command_line import Command
+from elastic.command_line import Command, file_errors, output_file
 from elastic.config import SCHEDULES
 from elastic.domain.errors import FieldError, InfeasiblePlan, UsageError
 from elastic.domain.types import Plan
@@ -67,7 +67,8 @@ def plan(**flags: Any) -> int:
         return show({"plan": format_plan(checked), "reason": checked.reason}, args.json)
     if out is not None:
         title = f"{answer['model']} on {answer['cluster']}"
-        out.write_text(picture(found, title), encoding="utf-8")
+        with file_errors("--svg", args.svg):
+            out.write_text(picture(found, title), encoding="utf-8")
         answer["svg"] = str(out)
     return show(answer, args.json)
 
@@ -175,12 +176,9 @@ def _read(field: str, path: Path) -> str:
 def _picture_file(name: str | None) -> Path | None:
     if name is None:
         return None
-    path = Path(name)
-    if path.suffix != ".svg":
+    if Path(name).suffix != ".svg":
         raise FieldError("--svg", name, "give a name that ends in .svg; the file is replaced")
-    if path.is_dir() or not path.parent.is_dir():
-        raise FieldError("--svg", name, "give a file in a directory that exists")
-    return path
+    return output_file("--svg", name)
 
 
 # ---- output ----

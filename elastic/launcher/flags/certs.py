@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from elastic.command_line import Command, ParsedType
+from elastic.command_line import Command, ParsedType, file_errors, make_folder
 from elastic.domain.errors import FieldError
 from elastic.launcher.flags.validators import FOLDER
 from elastic.rpc.security.tls import CA, CERT, KEY
@@ -68,7 +68,9 @@ def certs(out: Path, hosts: list[tuple[str, ...]], days: int, ca_days: int, forc
     if existing and not force:
         remedy = "it has a certificate; leave it out, or renew it with --force"
         raise FieldError("--hosts", existing[0], remedy)
-    make_certificates(out, hosts, days=days, ca_days=ca_days)
+    make_folder("--out", out)
+    with file_errors("--out", out):
+        make_certificates(out, hosts, days=days, ca_days=ca_days)
     for names in hosts:
         carried = ", ".join(dict.fromkeys((*names, *LOCAL_NAMES)))
         print(f"{out / _folder(names[0])}: {carried}, {days} days")
@@ -201,9 +203,13 @@ def _write(path: Path, data: bytes, mode: int) -> None:
     """Write the file atomically, with `mode` set before the first byte is written."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
-        file.write(data)
-    os.replace(draft, path)
+    try:
+        with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _folder(name: str) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+from elastic.command_line import file_errors
 from elastic.config import FILE, JobConfig, load_config
 from elastic.core.protocol.fault_spec import FaultKind
 from elastic.core.protocol.store_spec import StoreSpec
@@ -239,8 +240,9 @@ def _run_dir(flags: SimpleNamespace, token: str) -> tuple[Path, bool]:
     if flags.run_dir is None:
         return folder("--run-dir", f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{token}"), False
     path: Path = flags.run_dir
-    if not path.exists() or not any(path.iterdir()):
-        return path, False
+    with file_errors("--run-dir", path):
+        if not path.exists() or not any(path.iterdir()):
+            return path, False
     problem = ""
     if flags.resume is None:
         problem = "it is not empty; give a new one, or --resume auto"
@@ -258,7 +260,14 @@ def _run_dir(flags: SimpleNamespace, token: str) -> tuple[Path, bool]:
 
 def _resume(text: str | None, checkpoints: Path) -> str:
     """Return the directory to resume from; "": without --resume, or with auto and no checkpoint."""
-    if text is None or (text == "auto" and not _holds_checkpoint(checkpoints)):
+    if text is None:
+        return ""
+    with file_errors("--resume", text, "read"):
+        return _checkpoint(text, checkpoints)
+
+
+def _checkpoint(text: str, checkpoints: Path) -> str:
+    if text == "auto" and not _holds_checkpoint(checkpoints):
         return ""
     path = checkpoints if text == "auto" else Path(os.path.abspath(os.path.expanduser(text)))
     if not path.is_dir():

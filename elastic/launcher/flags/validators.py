@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from click import Choice
 
-from elastic.command_line import ParsedType, time_of
+from elastic.command_line import ParsedType, file_errors, time_of
 from elastic.config import FILE as CONFIG_FILE
 from elastic.config import load_config
 from elastic.core.protocol.fault_spec import parse_fault
@@ -178,13 +178,23 @@ def folder(flag: str, text: str) -> Path:
     """Return the absolute path of a directory that exists or can be created."""
     if not text.strip() or "\0" in text:
         raise FieldError(flag, text, "give a directory")
-    path = Path(os.path.abspath(os.path.expanduser(text)))
-    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    with file_errors(flag, text):
+        path = Path(os.path.abspath(os.path.expanduser(text)))
+        existing = next(parent for parent in (path, *path.parents) if _is_there(parent))
     if not existing.is_dir():
         raise FieldError(flag, text, f"{existing} is not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise FieldError(flag, text, f"{existing} is not writable; change that or give another")
     return path
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether `path` exists, be it a link to nothing. Raises OSError if it cannot exist."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def read_profile(flag: str, text: str) -> Profile:

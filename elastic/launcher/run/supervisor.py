@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from elastic.command_line import file_problem
 from elastic.config import JobConfig
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec
 from elastic.domain.errors import (
@@ -62,7 +63,12 @@ def launch(request: Request) -> int:
     host = LOOPBACK if config.standalone else config.local_addr or local_address(addresses[0])
     check_free(config, len(hosted), len(request.nodes))
     with open_run_dir(request) as run_dir:
-        return Supervisor(request, run_dir, ",".join(addresses), hosted, host).run()
+        try:
+            return Supervisor(request, run_dir, ",".join(addresses), hosted, host).run()
+        except OSError as error:
+            if not (problem := file_problem(error)):
+                raise
+            raise ElasticError(f"the launcher cannot go on: {problem}") from error
 
 
 @contextlib.contextmanager

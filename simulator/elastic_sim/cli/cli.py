@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from elastic.command_line import TIME, CommandLine
+from elastic.command_line import OUTPUT, TIME, CommandLine
 from elastic.domain.codec import dumps
 from elastic.domain.errors import FieldError
 from elastic.domain.version import VERSION
@@ -17,7 +17,6 @@ from elastic_sim.cli.commands import advise, policies, replay, sweep
 from elastic_sim.cli.options import (
     BULK,
     FILE,
-    OUTPUT,
     RATE,
     PerNode,
     mtbf_of,
