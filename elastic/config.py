@@ -22,6 +22,7 @@ from elastic.domain.errors import FieldError, UsageError
 from elastic.domain.types import VERIFY_EVERY, Accumulate, OnNonfinite
 from elastic.planning.cost.profile import LinkProfile, Profile
 from elastic.planning.plan.schemes import refuse_useless
+from elastic.planning.plan.shape import parse_shape
 
 FILE = "config.json"
 LOG_PREFIX = "[${node}:${rank}]: "
@@ -341,10 +342,7 @@ def _check_notices(config: JobConfig) -> None:
 def _check_schemes(config: JobConfig) -> None:
     if config.backup != "auto":
         refuse_useless(config.backup, config.pipelines)
-    depths = r"[1-9]\d{0,4}(\+[1-9]\d{0,4})*"
-    if config.pipelines != "auto" and not re.fullmatch(depths, config.pipelines):
-        remedy = "auto, a number of pipelines as 2, or their depths as 2+2"
-        raise FieldError("--pipelines", config.pipelines, remedy)
+    parse_shape(config.pipelines, "--pipelines")
     exact = config.accumulate is Accumulate.EXACT
     if exact and config.on_nonfinite is OnNonfinite.CONTINUE:
         remedy = "stop or skip with --accumulate exact, whose sums hold finite values only"

@@ -18,6 +18,7 @@ from elastic.launcher.flags.ray_options import ADDRESS, RESOURCES
 from elastic.launcher.flags.request import ETCD_BACKENDS
 from elastic.launcher.flags.validators import (
     ACCUMULATE,
+    BACKUP,
     BINDING,
     CERTS,
     CONF,
@@ -33,6 +34,7 @@ from elastic.launcher.flags.validators import (
     NONFINITE,
     PROFILE,
     RANKS,
+    SHAPE,
     SIGNALS,
     SIZE,
     SIZES,
@@ -98,7 +100,7 @@ TORCHRUN = (
 OURS = (
     flag("--run-dir", type=FOLDER,
          help="directory of this run (default ./runs/TIME-ID; ./runs/latest points at it)"),
-    flag("--backup", default="auto",
+    flag("--backup", type=BACKUP, default="auto",
          help="auto, none, or GRADIENTS+STATE: stream, stream:K, reduce, reduce:K, log or "
               "recompute, + snapshot, replica or replay:N, with /sharded after it where "
               "pipelines share optimizer state"),
@@ -110,7 +112,8 @@ OURS = (
     flag("--on-nonfinite", type=NONFINITE, default="stop",
          help="what to do if a gradient norm is infinite or NaN: end the job, leave the update "
               "out, or update"),
-    flag("--pipelines", default="auto", help="auto, a number of pipelines, or their depths as 2+2"),
+    flag("--pipelines", type=SHAPE, default="auto",
+         help="auto, a number of pipelines, or their depths as 2+2"),
     flag("--schedule", type=Choice(SCHEDULES), default="auto",
          help="order of the micro-batches in a pipeline"),
     flag("--node-memory", type=SIZES,

@@ -25,6 +25,7 @@ from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.validators import Guard, folder, slug, streams
 from elastic.planning.cost.profile import LinkProfile
+from elastic.planning.plan.shape import check_shape
 from elastic.store import checkpoint_directory
 
 LOOPBACK = "127.0.0.1"
@@ -65,14 +66,11 @@ class Request:
 def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
     """Return the job that the flags ask for. Raises FieldError for the first wrong flag."""
     command = check_command(flags)
-    if flags.profile is not None and flags.emulate is not None:
-        remedy = "it gives the profile already: leave out --profile"
-        raise FieldError("--emulate", flags.emulate.model, remedy)
-    _check_backend(flags)
+    nproc = _nproc(flags.nproc_per_node, environ)
+    _check_combinations(flags, nproc)
     low, high = flags.nnodes
     ray = ray_options(flags)
     standalone = ray is None and _standalone(flags, high)
-    nproc = _nproc(flags.nproc_per_node, environ)
     token = secrets.token_hex(3)
     job_id = token if flags.rdzv_id == "none" else f"{slug(flags.rdzv_id)}-{token}"
     run_dir, in_place = _run_dir(flags, token)
@@ -145,19 +143,23 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
     )
 
 
-# ---- nodes, workers and addresses ----
-
-
-def _check_backend(flags: SimpleNamespace) -> None:
-    """Refuse a rendezvous through etcd, except with --standalone, which has its own coordinator."""
+def _check_combinations(flags: SimpleNamespace, nproc: int) -> None:
+    """Raise FieldError for flags that do not go together."""
+    if flags.profile is not None and flags.emulate is not None:
+        remedy = "it gives the profile already: leave out --profile"
+        raise FieldError("--emulate", flags.emulate.model, remedy)
+    check_shape(flags.pipelines, flags.nnodes[1], nproc, "--pipelines")
     if flags.rdzv_backend in ETCD_BACKENDS and not flags.standalone:
-        endpoint = flags.rdzv_endpoint or "HOST:2379"
+        endpoint = (flags.rdzv_endpoint or "HOST:2379").removeprefix("http://")
         remedy = (
             "nodes meet at the coordinator, not in etcd: give --rdzv-backend c10d and "
             "--rdzv-endpoint COORDINATOR:29400, the address of one of the machines; "
-            f"--store etcd://{endpoint.removeprefix('http://')} keeps the job's state in etcd"
+            f"--store etcd://{endpoint} keeps the job's state in etcd"
         )
         raise FieldError("--rdzv-backend", flags.rdzv_backend, remedy)
+
+
+# ---- nodes, workers and addresses ----
 
 
 def _nproc(text: str, environ: Mapping[str, str]) -> int:

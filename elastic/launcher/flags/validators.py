@@ -29,6 +29,8 @@ from elastic.core.protocol.timeouts import SILENCE_S, budget
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, OnNonfinite
 from elastic.planning.cost.profile import LinkProfile, Profile, parse_profile
+from elastic.planning.plan.schemes import schemes_of
+from elastic.planning.plan.shape import parse_shape
 from elastic.planning.plan.units import duration_of, rate_of, size_of
 from elastic.rpc.security import tls
 
@@ -215,6 +217,17 @@ def _certs(flag: str, text: str) -> str:
     return str(path)
 
 
+def _shape(flag: str, text: str) -> str:
+    parse_shape(text, flag)
+    return text
+
+
+def _backup(flag: str, text: str) -> str:
+    if text not in ("auto", "none", "off"):
+        schemes_of(text, flag)
+    return text
+
+
 def _several(read: Callable[[str, str], Any]) -> Callable[[str, str], tuple[Any, ...]]:
     """Return a parser of comma-separated values, each of which `read` parses."""
     return lambda flag, text: tuple(read(flag, part.strip()) for part in text.split(","))
@@ -233,6 +246,7 @@ NAMES, TIMES = ParsedType("NAME,...", _several(_name)), ParsedType("TIME,...", _
 FILE, FOLDER = ParsedType("FILE", _file), ParsedType("DIR", folder)
 PROFILE, CERTS = ParsedType("FILE", read_profile), ParsedType("DIR", _certs)
 CONF, LINK = ParsedType("KEY=VALUE,...", _conf), ParsedType("LINK", _link)
+SHAPE, BACKUP = ParsedType("SHAPE", _shape), ParsedType("SCHEMES", _backup)
 FAULT = ParsedType("SPEC", lambda _, text: parse_fault(text))
 SOURCES = ParsedType("SOURCE,...", lambda _, text: parse_sources(text))
 

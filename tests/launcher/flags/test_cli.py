@@ -264,6 +264,20 @@ def test_the_scripts_arguments_are_its_own(place: Path) -> None:
     assert read("--nnodes=1", "-m", "json.tool", "-m", *words).config.command.args == ("-m", *words)
 
 
+@pytest.mark.parametrize("pipelines", ["auto", "2", "4", "1+1", "4+4", "3+1+2"])
+def test_shapes_that_a_job_may_have(place: Path, pipelines: str) -> None:
+    words = ["--standalone", "--nnodes", "1:4", "--nproc-per-node", "2"]
+    assert read(*words, "--pipelines", pipelines, "script.py").config.pipelines == pipelines
+
+
+@pytest.mark.parametrize("flag", ["--backup", "--pipelines"])
+def test_a_wrong_scheme_is_told_before_a_wrong_script(
+    place: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert cli.main(["run", flag, "snapshott", "no-such.py"]) == 2
+    assert capsys.readouterr().err.startswith(f"elastic run: {flag}: 'snapshott'")
+
+
 @pytest.mark.parametrize("backend", ["static", "c10d", "elastic", "etcd", "etcd-v2"])
 def test_every_backend_of_torchrun_goes_with_standalone(place: Path, backend: str) -> None:
     config = read("--standalone", "--nnodes", "2", "--rdzv-backend", backend, "script.py").config

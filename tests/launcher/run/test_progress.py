@@ -184,6 +184,11 @@ def test_reports() -> None:
             {"kind": "checkpoint-resumed", "step": 4, "path": "/c", "run": "", "note": "odd"},
             "warning: continues from the checkpoint of step 4 of run unknown, /c: odd",
         ),
+        (
+            {"kind": "plan", "shape": "1+1", "instead_of": "3+1"},
+            "warning: --pipelines 3+1 does not fit; the plan is 1+1",
+        ),
+        ({"kind": "plan", "shape": "1+1", "instead_of": ""}, ""),
         ({"kind": "certificate", "reason": "tls.crt expires"}, "warning: tls.crt expires"),
         (
             {"kind": "agent-failed", "node": "node2", "error": "OSError: no room"},
