@@ -37,7 +37,7 @@ from elastic.launcher.flags.addresses import AddressState, address_state, local_
 from elastic.launcher.flags.request import LOOPBACK, Request
 from elastic.launcher.run.console import EVENT_LINES, NoteHandler, event_line, make_view
 from elastic.launcher.run.event_tail import Follower, read_object
-from elastic.launcher.run.injected import LauncherFaults
+from elastic.launcher.run.injected import LauncherFaults, missed_faults
 from elastic.launcher.run.metrics_endpoint import check_free, first_agent, metrics_flag
 from elastic.launcher.run.processes import Child, Coordinators
 from elastic.launcher.run.rundir import RunDir, free_port
@@ -299,6 +299,10 @@ class Supervisor:
         """
         finished = self._hosting and (self._path / "exit.json").exists()
         self._read_files()
+        if self._code == EXIT_OK:
+            names = [agent.name for agent in self._agents]
+            for spec in missed_faults(self._config, names, self._hosting):
+                self._view.note(f"warning: the fault {spec.text!r} did not happen")
         if self._reason:  # below the progress that was written before it
             self._view.note(self._reason)
         timeout_s = self._config.shutdown_timeout_s
