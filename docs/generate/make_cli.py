@@ -36,6 +36,7 @@ To use several machines, run the same command on each of them. The machine that 
   `--a-b`, as for torchrun.
 - A wrong flag, value or file ends the command with exit code 2 and one line on standard error,
   before it starts or writes anything.
+- A flag that has no effect in the job, and a variable `PET_...` of no flag, cause a warning.
 - TIME is a number of seconds, or text such as 10us, 30s, 2m or 1h. SIZE is a number of bytes, or
   text such as 500MB or 16GiB. A value that ends in `,...` may be a list.
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +14,15 @@ from elastic.core.protocol.fault_spec import node_id
 from elastic.domain.errors import FieldError, needs_extra
 from elastic.launcher.flags.flags import RAY, SECTIONS, UNUSED_BY_SERVICES, RunCommand
 from elastic.launcher.flags.request import Request, request
+from elastic.launcher.flags.unused import unused_flags, unused_variables
 from elastic.launcher.flags.validators import ENDPOINT, ENDPOINTS
 
 
 def _run(**flags: Any) -> int:
-    return _launch(request(SimpleNamespace(**flags), os.environ))
+    given = SimpleNamespace(**flags)
+    task = request(given, os.environ)
+    _warn(given, task)
+    return _launch(task)
 
 
 def _coordinator(address: str, **flags: Any) -> int:
@@ -46,7 +52,16 @@ def _service_request(field: str, endpoint: str, flags: dict[str, Any]) -> Reques
         remedy = f"it does not go with {field}; use `elastic run --standalone`"
         raise FieldError("--standalone", "on", remedy)
     changed = {"rdzv_endpoint": endpoint, "rdzv_backend": "c10d"}
-    return request(SimpleNamespace(**{**flags, **changed}), os.environ)
+    given = SimpleNamespace(**{**flags, **changed})
+    task = request(given, os.environ)
+    _warn(given, task, UNUSED_BY_SERVICES)
+    return task
+
+
+def _warn(flags: SimpleNamespace, task: Request, unused: Sequence[str] = ()) -> None:
+    """Print a line for each flag and variable that has no effect."""
+    for text in unused_flags(flags, task.config, unused) + unused_variables(os.environ):
+        print(f"elastic: warning: {text}", file=sys.stderr)
 
 
 def _node(flag: str, text: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import click
 from click import Choice, IntRange
+from click.core import ParameterSource
 
 from elastic.command_line import TIME, Command, flag
 from elastic.config import LOG_PREFIX, PREFLIGHTS, SCHEDULES
@@ -242,6 +243,17 @@ class RunCommand(Command):
             options_metavar="[flags]",
             context_settings={"auto_envvar_prefix": "PET", "allow_interspersed_args": False},
         )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words; the parameter `given` has the flags that are on the command line."""
+        rest = super().parse_args(ctx, args)
+        ctx.params["given"] = frozenset(
+            param.opts[0]
+            for param in self.params
+            if isinstance(param, click.Option)
+            and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+        )
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, options in self.sections.items():
