@@ -26,10 +26,9 @@ def unused_flags(
 
     `unused`: flags that the command never uses.
     """
-    why = dict.fromkeys(
-        unused, "this command is told the coordinator's address by a flag of its own"
-    )
-    why |= {flag: text for flag, idle, text in _rules(flags, config) if idle}
+    own = "this command is told the coordinator's address by a flag of its own"
+    why = {flag: text for flag, idle, text in _rules(flags, config) if idle}
+    why |= dict.fromkeys(unused, own)
     found = [f"{flag} has no effect: {text}" for flag, text in why.items() if flag in flags.given]
     if "--rdzv-conf" in flags.given and "--rdzv-conf" not in why:
         keys = [key for key in flags.rdzv_conf if key != HOSTING_KEY]
