@@ -1,22 +1,26 @@
-"""Common style of the commands `elastic` and `elastic-sim`: flags, help and errors.
+"""Common style of the commands `elastic` and `elastic-sim`: flags, files, help and errors.
 
 Flags may be written --a-b or --a_b. A usage error is one line on standard error,
-`PROG COMMAND: message`.
+`PROG COMMAND: message`. An error of a file or directory is a usage error: `file_errors` names the
+flag that gave it, and `CommandLine.run` reports those that no flag gave.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import click
 
-from elastic.domain.errors import EXIT_INTERRUPTED, EXIT_OK, ElasticError
+from elastic.domain.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, ElasticError, FieldError
 from elastic.planning.plan.units import duration_of
 
 PATH = "elastic.command_line.path"
@@ -59,7 +63,86 @@ def time_of(flag: str, text: str) -> float:
     return duration_of(flag, text)
 
 
-TIME = ParsedType("TIME", time_of)
+# ---- files and directories ----
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+TRIAL_BYTES = 4096
+
+
+def file_problem(error: OSError) -> str:
+    """Return path and reason of an error of a file; "": it is of something else, as a socket."""
+    if isinstance(error, FileNotFoundError) and error.filename is None and _is_cwd_gone():
+        return "the working directory is gone: change to another"
+    reason = error.strerror or str(error)
+    if error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {reason}"
+    return reason if error.errno in NO_ROOM else ""
+
+
+def _is_cwd_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+@contextmanager
+def file_errors(flag: str, given: object, done: str = "written") -> Iterator[None]:
+    """Raise FieldError for an error of a file inside the block: `flag` gave the path `given`.
+
+    `done`: "written" or "read", for the text.
+    """
+    try:
+        yield
+    except OSError as error:
+        problem = file_problem(error)
+        if not problem:
+            raise
+        why = problem.removeprefix(f"{given}: ")
+        raise FieldError(flag, str(given), f"it cannot be {done} ({why}); give another") from error
+
+
+def make_folder(flag: str, path: Path, *, may_be_full: bool = False) -> None:
+    """Create directory `path` if it is missing, and make sure that files can be written there.
+
+    `may_be_full`: a lack of room is no error. Raises FieldError.
+    """
+    with file_errors(flag, path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _try_to_write(path)
+        except OSError as error:
+            if not (may_be_full and error.errno in NO_ROOM):
+                raise
+
+
+def _try_to_write(folder: Path) -> None:
+    """Write a nameless file into `folder` and remove it. Raises OSError."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(TRIAL_BYTES))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from None
+
+
+def output_file(flag: str, text: str) -> Path:
+    """Return the path of a file that can be written. Raises FieldError. No file is made here."""
+    with file_errors(flag, text):
+        path = Path(text).expanduser()
+        if path.is_dir():
+            raise FieldError(flag, text, "it is a directory; name a file")
+        if not path.exists():
+            if not path.parent.is_dir():
+                remedy = f"the directory {path.parent} does not exist; make it first"
+                raise FieldError(flag, text, remedy)
+            _try_to_write(path.parent)
+        elif not os.access(path, os.W_OK):
+            raise FieldError(flag, text, "it is not writable; change that or give another")
+    return path
+
+
+TIME, OUTPUT = ParsedType("TIME", time_of), ParsedType("FILE", output_file)
 
 
 class Command(click.Command):
@@ -70,7 +153,11 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[PATH] = ctx.command_path
-        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        try:
+            given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # a missing value has none
+            raise
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         flags = {name for option in options for name in option.opts if name.startswith("--")}
         for option in options:
@@ -79,6 +166,10 @@ class Command(click.Command):
                 text = f"Option {_flag_of(option)!r} requires an argument, but {value!r} follows."
                 raise click.BadOptionUsage(_flag_of(option), text, ctx)
         return super().parse_args(ctx, args)
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """Return the first sentence of the help. It is wrapped, never cut."""
+        return super().get_short_help_str(sys.maxsize)
 
 
 def flag(*names: str, **more: Any) -> click.Option:
@@ -125,6 +216,11 @@ class CommandLine(click.Group):
         except BrokenPipeError:  # The reader of the output is gone.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_OK
+        except OSError as error:
+            if not (problem := file_problem(error)):
+                raise
+            print(f"{command}: {problem}", file=sys.stderr)
+            return EXIT_USAGE
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
 

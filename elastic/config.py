@@ -22,6 +22,7 @@ from elastic.domain.errors import FieldError, UsageError
 from elastic.domain.types import VERIFY_EVERY, Accumulate, OnNonfinite
 from elastic.planning.cost.profile import LinkProfile, Profile
 from elastic.planning.plan.schemes import refuse_useless
+from elastic.planning.plan.shape import parse_shape
 
 FILE = "config.json"
 LOG_PREFIX = "[${node}:${rank}]: "
@@ -249,13 +250,18 @@ def claim_fault(run_dir: str | Path, number: int) -> bool:
     A process claims a fault right before it carries it out, so that restarted workers do not repeat
     it.
     """
-    folder = Path(run_dir) / "faults"
-    folder.mkdir(exist_ok=True)
+    mark = fault_mark(run_dir, number)
+    mark.parent.mkdir(exist_ok=True)
     try:
-        os.close(os.open(folder / f"{number}.fired", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
         return False
     return True
+
+
+def fault_mark(run_dir: str | Path, number: int) -> Path:
+    """Return the file that exists once fault `number` was claimed."""
+    return Path(run_dir) / "faults" / f"{number}.fired"
 
 
 def _check(config: JobConfig) -> None:
@@ -341,10 +347,7 @@ def _check_notices(config: JobConfig) -> None:
 def _check_schemes(config: JobConfig) -> None:
     if config.backup != "auto":
         refuse_useless(config.backup, config.pipelines)
-    depths = r"[1-9]\d{0,4}(\+[1-9]\d{0,4})*"
-    if config.pipelines != "auto" and not re.fullmatch(depths, config.pipelines):
-        remedy = "auto, a number of pipelines as 2, or their depths as 2+2"
-        raise FieldError("--pipelines", config.pipelines, remedy)
+    parse_shape(config.pipelines, "--pipelines")
     exact = config.accumulate is Accumulate.EXACT
     if exact and config.on_nonfinite is OnNonfinite.CONTINUE:
         remedy = "stop or skip with --accumulate exact, whose sums hold finite values only"
@@ -387,12 +390,18 @@ def _check_devices(config: JobConfig) -> None:
 
 def _check_faults(config: JobConfig) -> None:
     joins = sum(spec.kind is FaultKind.JOIN for spec in config.faults)
-    names = {f"node{i}" for i in range(config.local_nodes + joins)}
+    static = bool(config.coordinator and config.master_addr)
+    named = config.standalone or static  # else agents have names of hosts
+    number = config.local_nodes + joins if config.standalone else config.max_nodes
+    names = {f"node{i}" for i in range(number)}
     for spec in config.faults:
-        if config.standalone and spec.node and spec.node not in names:
-            last = len(names) - 1
-            known = f"this job has node0 to node{last}" if last else "this job has only node0"
-            raise FieldError("--fault node", spec.node, known)
+        for role, node in (("node", spec.node), ("peer", spec.peer)):
+            if named and node and node not in names:
+                last = number - 1
+                known = f"this job has node0 to node{last}" if last else "this job has only node0"
+                raise FieldError(f"--fault {role}", node, known)
+        if spec.peer and spec.peer == spec.node:
+            raise FieldError("--fault peer", spec.peer, "another node than node=")
         if spec.worker is not None and spec.worker >= config.nproc_per_node:
             remedy = f"a local rank below {config.nproc_per_node}"
             raise FieldError("--fault worker", spec.worker, remedy)

@@ -10,7 +10,7 @@ import click
 
 from elastic.domain import errors
 from elastic.launcher.cli import elastic
-from elastic.launcher.flags.flags import SECTIONS, RunCommand
+from elastic.launcher.flags.flags import SECTIONS, UNUSED_BY_SERVICES, RunCommand
 
 OUT = Path(__file__).parents[1] / "guide" / "cli.md"
 HEAD = """# Command line
@@ -36,6 +36,7 @@ To use several machines, run the same command on each of them. The machine that 
   `--a-b`, as for torchrun.
 - A wrong flag, value or file ends the command with exit code 2 and one line on standard error,
   before it starts or writes anything.
+- A flag that has no effect in the job, and a variable `PET_...` of no flag, cause a warning.
 - TIME is a number of seconds, or text such as 10us, 30s, 2m or 1h. SIZE is a number of bytes, or
   text such as 500MB or 16GiB. A value that ends in `,...` may be a list.
 """
@@ -110,8 +111,12 @@ def command_part(path: str, command: click.Command) -> str:
     own = [
         option for name, rows in command.sections.items() if name not in SECTIONS for option in rows
     ]
-    rows = table(map(option_row, own))
-    return f"{title}\n\nIt takes the flags of `elastic run` except Ray's, and these:\n\n{rows}"
+    rows, unused = (
+        table(map(option_row, own)),
+        ", ".join(f"`{name}`" for name in UNUSED_BY_SERVICES),
+    )
+    others = f"the flags of `elastic run`, except Ray's, but has no use for {unused}"
+    return f"{title}\n\n{rows}\nIt also takes {others}.\n"
 
 
 def example_part() -> str:

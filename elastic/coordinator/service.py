@@ -434,7 +434,8 @@ class Coordinator:
         match action:
             case job.LogEntry("plan", data):
                 if self._state.plan is not None:
-                    self._record("plan", plan_entry(self._state.plan, data))
+                    entry = plan_entry(self._state.plan, data, self._config.pipelines)
+                    self._record("plan", entry)
             case job.LogEntry(kind, data):
                 self._record(kind, data)
             case job.ChangeCompleted() if not action.change.starts_job:

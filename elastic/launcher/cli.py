@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import UserDict
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -38,25 +40,27 @@ Try:
 """
 
 
+class CommandsOnUse(UserDict[str, Any]):
+    """The subcommands in COMMANDS, by name. An access to one imports its module."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        module = import_module(f"elastic.launcher.{COMMANDS[name][0]}")
+        command: click.Command = getattr(module, name)
+        return command
+
+
 class Elastic(CommandLine):
     """Group of the subcommands in COMMANDS."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module = import_module(f"elastic.launcher.{COMMANDS[cmd_name][0]}")
-        command: click.Command = getattr(module, cmd_name)
-        return command
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
-@click.group("elastic", cls=Elastic, epilog=EXAMPLE)
+@click.group("elastic", cls=Elastic, commands=CommandsOnUse(COMMANDS), epilog=EXAMPLE)
 @click.version_option(VERSION, "-V", "--version", message="%(prog)s %(version)s")
 def elastic() -> None:
     """Fault-tolerant elastic training. `elastic COMMAND --help` shows the flags of a command."""

@@ -22,7 +22,7 @@ from elastic.domain.types import WHOLE, Accumulate, JobSpec, Portion, Unit
 from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import AgentClient, WorkerSettings
-from elastic.worker.engine.injector import FaultInjector
+from elastic.worker.engine.injector import FaultInjector, check_faults
 from elastic.worker.model.device import choose_device
 from elastic.worker.model.layers import LayerStack, Microbatch, TensorParallel
 from elastic.worker.model.optimizer import OptimizerSpec
@@ -95,10 +95,12 @@ class WorkerContext:
     def attach(cls, settings: WorkerSettings, job: TrainingJob) -> WorkerContext:
         """Prepare the device, connect to the agent, and register this worker there.
 
-        Raises FieldError if the job does not fit the profile or the number of workers per node.
+        Raises FieldError if the job does not fit the profile, the number of workers per node or the
+        injected faults.
         """
         spec = job.spec
         check_profile(settings, spec)
+        check_faults(settings.faults, spec)
         if settings.local_world_size % spec.tp:
             remedy = f"it must divide the {settings.local_world_size} workers of a node"
             raise FieldError("tp", spec.tp, remedy)

@@ -138,6 +138,7 @@ CONSTANTS = {
     "launcher/run/processes.py PAUSE_S": "interval",
     "launcher/run/processes.py RETRY_S": "interval",
     "launcher/run/processes.py SETTLED_S": "program",
+    "launcher/run/rundir.py HANGING_S": "person",
     "launcher/run/supervisor.py FAULT_POLL_S": "interval",
     "metrics.py FAST_S": "decision",
     "metrics.py RECOVERY_S": "decision",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import stat
 from pathlib import Path
@@ -12,6 +13,7 @@ from cryptography import x509
 from elastic.config import FILE
 from elastic.domain.errors import FieldError
 from elastic.launcher import cli
+from elastic.launcher.flags.certs import make_certificates
 from elastic.launcher.flags.request import Request
 from elastic.launcher.flags.validators import is_loopback
 from elastic.launcher.run.rundir import RunDir
@@ -54,6 +56,47 @@ def test_an_authority_and_hosts_are_made_added_and_renewed(
     (out / "ca.key").write_bytes((out / "node1" / "tls.key").read_bytes())
     assert cli.main([*made, "node4"]) == 2
     assert "do not belong together" in capsys.readouterr().err
+
+
+def ends(path: Path) -> datetime.datetime:
+    return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+
+
+@pytest.mark.parametrize(
+    ("ca_days", "words", "field"),
+    [
+        (None, ["--days", "900", "--ca-days", "10"], "--days"),
+        (None, ["--ca-days", "364"], "--days"),
+        (30, [], "--days"),
+        (30, ["--days", "31"], "--days"),
+        (30, ["--days", "9", "--ca-days", "90"], "--ca-days"),
+        (-1, ["--days", "1"], "--out"),
+        (0.5, ["--days", "1"], "--out"),
+    ],
+)
+def test_no_certificate_outlives_its_authority(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    ca_days: float | None,
+    words: list[str],
+    field: str,
+) -> None:
+    out = tmp_path / "certs"
+    if ca_days is not None:
+        make_certificates(out, [], ca_days=ca_days)
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["certs", "--out", str(out), "--hosts", "new", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"elastic certs: {field}: ") and len(err.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_certificate_may_last_as_long_as_its_authority(tmp_path: Path) -> None:
+    words = ["certs", "--out", str(tmp_path), "--days", "9"]
+    assert cli.main([*words, "--ca-days", "9"]) == 0
+    assert cli.main([*words[:-1], "8", "--hosts", "later"]) == 0
+    assert ends(tmp_path / "later" / "tls.crt") <= ends(tmp_path / "ca.crt")
+    assert ends(tmp_path / "localhost" / "tls.crt") <= ends(tmp_path / "ca.crt")
 
 
 def read(place: Path, *words: str, **environ: str) -> Request:

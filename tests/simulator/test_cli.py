@@ -16,6 +16,7 @@ from elastic_sim.steps.policies import policy_classes
 from elastic_sim.traces import trace as traces
 from elastic_sim.traces.trace import Event, read
 
+from elastic.domain.version import VERSION
 from tests.patience import LONG_S
 
 HEADER = "seconds,event,node,zone,type,notice\n"
@@ -35,6 +36,22 @@ PRICES = [
 
 def run(*words: str) -> Result:
     return CliRunner().invoke(main, list(words))
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(flag: str) -> None:
+    assert run(flag).output == f"elastic-sim {VERSION}\n"
+
+
+def test_it_runs_as_a_module() -> None:
+    words = [sys.executable, "-m", "elastic_sim", "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LONG_S)
+    assert (done.returncode, done.stdout) == (0, f"elastic-sim {VERSION}\n")
+
+
+def test_no_help_is_cut() -> None:
+    for words in ([], ["traces"]):
+        assert "..." not in run(*words, "--help").output.partition("Commands:")[2]
 
 
 def test_statistics(tmp_path: Path) -> None:
@@ -243,7 +260,7 @@ def test_repairs_are_listed(tmp_path: Path) -> None:
         (("traces", "generate", "t.csv", "--diurnal", "nan"), "market.diurnal"),
         (("traces", "generate", "t.csv", "--diurnal", "2"), "market.diurnal"),
         (("traces", "generate", "t.csv", "--inference", "40"), "least"),
-        (("traces", "generate", "no/such/folder/t.csv"), "must be writable"),
+        (("traces", "generate", "no/such/folder/t.csv"), "cannot be written"),
         (("traces", "generate", "t.csv", "--like", "absent.csv"), "readable text"),
         (("traces", "import", "spot-prices", "good.csv", "t.csv"), "need a bid"),
         (("traces", "import", "spot-prices", "prices.json", "t.csv", "--bid", "nan"), "--bid"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from elastic.domain.types import JobSpec, Plan
 from elastic.planning.plan.plan import format_plan
+from elastic.planning.plan.shape import nearest_shape
 
 PLAN_FIELDS = ("step", "reason", "todo", "partial")
 """Fields of a `plan` log entry that events.jsonl keeps."""
@@ -103,9 +104,15 @@ def job_entry(spec: JobSpec) -> dict[str, Any]:
     }
 
 
-def plan_entry(plan: Plan, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a new plan in the event log. `entry`: data of its log entry."""
+def plan_entry(plan: Plan, entry: Mapping[str, Any], pipelines: str) -> dict[str, Any]:
+    """Return the fields of a new plan in the event log.
+
+    `entry`: data of its log entry. `pipelines`: the requested shape; the field `instead_of` is this
+    shape if the plan has another.
+    """
     return {
+        "shape": plan_shape(plan),
+        "instead_of": pipelines if nearest_shape(pipelines, plan) else "",
         "text": format_plan(plan),
         "backup": {"gradients": plan.gradients, "state": plan.state, "reason": plan.reason},
         "epoch": plan.epoch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from math import isfinite
@@ -11,17 +12,19 @@ from typing import Any
 
 import click
 
-from elastic.command_line import Command
+from elastic.command_line import Command, file_errors, output_file
 from elastic.config import SCHEDULES
 from elastic.domain.errors import FieldError, InfeasiblePlan, UsageError
 from elastic.domain.types import Plan
 from elastic.launcher.commands.queries import Answer, query, query_options, show
+from elastic.launcher.flags.validators import SHAPE
 from elastic.planning.capacity import capacity
 from elastic.planning.capacity.cluster import Cluster, parse_cluster
 from elastic.planning.capacity.report import PipelineReport, Report, UnitReport, picture, report
 from elastic.planning.capacity.svg import seconds
 from elastic.planning.cost.profile import Profile, parse_profile
 from elastic.planning.plan.plan import format_plan, parse_plan, validate_plan
+from elastic.planning.plan.shape import nearest_shape
 from elastic.planning.search.search import PlanRequest, make_plan
 
 GIB = float(1 << 30)
@@ -35,7 +38,9 @@ Alternatives = tuple[tuple[str, float], ...]
 @query_options
 @click.argument("file", required=False)
 @click.option("--cluster", metavar="CLUSTER.toml", help="predict the plan in FILE on this cluster")
-@click.option("--shape", help="pipelines: auto, their number (2), or the depth of each (3+1)")
+@click.option(
+    "--shape", type=SHAPE, help="pipelines: auto, their number (2), or the depth of each (3+1)"
+)
 @click.option("--schedule", type=click.Choice(SCHEDULES),
               help="order of the micro-batches in a pipeline")  # fmt: skip
 @click.option("--without", metavar="NODES", help="plan as if these nodes were gone, as node3,node4")
@@ -67,7 +72,8 @@ def plan(**flags: Any) -> int:
         return show({"plan": format_plan(checked), "reason": checked.reason}, args.json)
     if out is not None:
         title = f"{answer['model']} on {answer['cluster']}"
-        out.write_text(picture(found, title), encoding="utf-8")
+        with file_errors("--svg", args.svg):
+            out.write_text(picture(found, title), encoding="utf-8")
         answer["svg"] = str(out)
     return show(answer, args.json)
 
@@ -81,6 +87,8 @@ def _for_cluster(args: SimpleNamespace, path: Path, text: str) -> tuple[Answer, 
     request = replace(capacity.plan_request(cluster, profile), **given)
     best = _best_plan(path, request)
     if args.without is None and args.add is None:
+        if error := _misfit(args, request.shape, best):
+            raise error
         others = capacity.alternatives(request, best)
         return _answer(args, path, cluster, profile, best, others)
     _, before = _answer(args, path, cluster, profile, best, ())
@@ -91,6 +99,8 @@ def _for_cluster(args: SimpleNamespace, path: Path, text: str) -> tuple[Answer, 
     request = capacity.plan_request(cluster, profile)
     request = replace(request, **given, dead=gone, current=best, epoch=2)
     best = _best_plan(path, request)
+    if error := _misfit(args, request.shape, best):  # training would go on with it
+        print(f"elastic plan: warning: {error}", file=sys.stderr)
     others = capacity.alternatives(request, best)
     answer, found = _answer(args, path, cluster, profile, best, others, gone)
     if args.json:
@@ -108,6 +118,17 @@ def _best_plan(path: Path, request: PlanRequest) -> Plan:
         return make_plan(request)
     except InfeasiblePlan as error:
         raise UsageError(f"{path}: {error}") from error
+
+
+def _misfit(args: SimpleNamespace, shape: str, found: Plan) -> FieldError | None:
+    """Return the error of a plan that has another shape than the requested one."""
+    nearest = nearest_shape(shape, found)
+    if not nearest:
+        return None
+    nodes = len({unit.node for unit in found.units()}) + len(found.spares)
+    size = f"{nodes} nodes, {found.n_layers} layers and {found.n_microbatches} micro-batches"
+    field = "model.shape" if args.shape is None else "--shape"
+    return FieldError(field, shape, f"{size} allow {nearest} instead; give that, or auto")
 
 
 def _predicted(args: SimpleNamespace, text: str) -> tuple[Answer, Report]:
@@ -175,12 +196,9 @@ def _read(field: str, path: Path) -> str:
 def _picture_file(name: str | None) -> Path | None:
     if name is None:
         return None
-    path = Path(name)
-    if path.suffix != ".svg":
+    if Path(name).suffix != ".svg":
         raise FieldError("--svg", name, "give a name that ends in .svg; the file is replaced")
-    if path.is_dir() or not path.parent.is_dir():
-        raise FieldError("--svg", name, "give a file in a directory that exists")
-    return path
+    return output_file("--svg", name)
 
 
 # ---- output ----

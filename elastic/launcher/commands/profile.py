@@ -19,7 +19,7 @@ from typing import Any
 import click
 from click import IntRange
 
-from elastic.command_line import Command
+from elastic.command_line import Command, file_errors, make_folder, output_file
 from elastic.domain import codec
 from elastic.domain.errors import EXIT_OK, EXIT_USAGE, ElasticError, FieldError, UsageError
 from elastic.launcher.flags.script import check_command
@@ -79,9 +79,10 @@ def profile(**given: Any) -> int:
     found = _measure(flags, check_command(flags).argv()) if flags.script else None
     links = _probe(flags) if flags.links else None
     result = _together(flags, known, found, links)
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    draft.write_text(format_profile(result) + "\n")
-    os.replace(draft, target)
+    with file_errors("--into" if flags.into else "--out", target):
+        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        draft.write_text(format_profile(result) + "\n")
+        os.replace(draft, target)
     print((_as_json if flags.json else _as_text)(target, result, found))
     return EXIT_OK
 
@@ -105,15 +106,12 @@ def _check(flags: SimpleNamespace) -> Profile | None:
 
 
 def _target(flags: SimpleNamespace) -> Path:
-    if flags.into is not None:
-        return Path(flags.into).expanduser()
-    target = Path(flags.out or OUT).expanduser()
-    if target.is_dir() or not target.parent.is_dir():
-        raise FieldError("--out", str(target), "give a file in a directory that exists")
-    if target.exists() and not flags.force:
-        raise FieldError("--out", str(target), "it exists; give another, or --force")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise FieldError("--out", str(target), f"{target.parent} is not writable")
+    """Return the file to write, which replaces one of the same name."""
+    flag, name = ("--into", flags.into) if flags.into is not None else ("--out", flags.out or OUT)
+    target = output_file(flag, name)
+    if target.exists() and flags.into is None and not flags.force:
+        raise FieldError(flag, str(target), "it exists; give another, or --force")
+    make_folder(flag, target.parent)
     return target
 
 

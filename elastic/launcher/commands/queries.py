@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from elastic.command_line import TIME, Command
+from elastic.command_line import OUTPUT, TIME, Command
 from elastic.config import load_config
 from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.launcher.flags.validators import CERTS, ENDPOINTS, HOST, client_security
@@ -123,13 +123,11 @@ def _drain_self(run_dir: Path, deadline_s: float) -> Answer:
 
 @click.command(cls=Command)
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("out", type=OUTPUT)
 @click.option("--force", is_flag=True, help="replace OUT if it exists")
 @JSON
 def export(checkpoint: Path, out: Path, force: bool, json: bool) -> int:
     """Write the parameters of CHECKPOINT, a directory step-..., to the safetensors file OUT."""
-    if not out.parent.is_dir():
-        raise FieldError("OUT", str(out), "give a file in a directory that exists")
     if out.exists() and not force:
         raise FieldError("OUT", str(out), "it exists; give another, or --force")
     from elastic.worker.replica.export import export_checkpoint

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +12,17 @@ from typing import Any
 from elastic.command_line import ParsedType, flag
 from elastic.core.protocol.fault_spec import node_id
 from elastic.domain.errors import FieldError, needs_extra
-from elastic.launcher.flags.flags import RAY, RunCommand
+from elastic.launcher.flags.flags import RAY, SECTIONS, UNUSED_BY_SERVICES, RunCommand
 from elastic.launcher.flags.request import Request, request
+from elastic.launcher.flags.unused import unused_flags, unused_variables
 from elastic.launcher.flags.validators import ENDPOINT, ENDPOINTS
 
 
 def _run(**flags: Any) -> int:
-    return _launch(request(SimpleNamespace(**flags), os.environ))
+    given = SimpleNamespace(**flags)
+    task = request(given, os.environ)
+    _warn(given, task)
+    return _launch(task)
 
 
 def _coordinator(address: str, **flags: Any) -> int:
@@ -45,9 +51,17 @@ def _service_request(field: str, endpoint: str, flags: dict[str, Any]) -> Reques
     if flags["standalone"]:
         remedy = f"it does not go with {field}; use `elastic run --standalone`"
         raise FieldError("--standalone", "on", remedy)
-    backend = "c10d" if flags["rdzv_backend"] == "static" else flags["rdzv_backend"]
-    changed = {"rdzv_endpoint": endpoint, "rdzv_backend": backend}
-    return request(SimpleNamespace(**{**flags, **changed}), os.environ)
+    changed = {"rdzv_endpoint": endpoint, "rdzv_backend": "c10d"}
+    given = SimpleNamespace(**{**flags, **changed})
+    task = request(given, os.environ)
+    _warn(given, task, UNUSED_BY_SERVICES)
+    return task
+
+
+def _warn(flags: SimpleNamespace, task: Request, unused: Sequence[str] = ()) -> None:
+    """Print a line for each flag and variable that has no effect."""
+    for text in unused_flags(flags, task.config, unused) + unused_variables(os.environ):
+        print(f"elastic: warning: {text}", file=sys.stderr)
 
 
 def _node(flag: str, text: str) -> str:
@@ -64,11 +78,12 @@ COORDINATOR = flag("--coordinator", type=ENDPOINTS, required=True, allow_from_au
                    help="address of the coordinator, or of several")
 NODE = flag("--node", type=ParsedType("NAME", _node), allow_from_autoenv=False,
             help="name of this node (default: from the host's name)")
-run = RunCommand("run", _run, "Train a script or module on elastic nodes.", {"Ray's flags": RAY})
+run = RunCommand(
+    "run", _run, "Train a script or module on elastic nodes.", {**SECTIONS, "Ray's flags": RAY})
 coordinator = RunCommand(
     "coordinator", _coordinator, "Run a coordinator alone; it is started again if it dies.",
-    {"coordinator's flags": (ADDRESS,)})
+    {"coordinator's flags": (ADDRESS,), **SECTIONS}, UNUSED_BY_SERVICES)
 agent = RunCommand(
     "agent", _agent, "Run one agent that joins a coordinator elsewhere.",
-    {"agent's flags": (COORDINATOR, NODE)})
+    {"agent's flags": (COORDINATOR, NODE), **SECTIONS}, UNUSED_BY_SERVICES)
 # fmt: on

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from elastic.command_line import Command, ParsedType
+from elastic.command_line import Command, ParsedType, file_errors, make_folder
 from elastic.domain.errors import FieldError
 from elastic.launcher.flags.validators import FOLDER
 from elastic.rpc.security.tls import CA, CERT, KEY
@@ -68,11 +68,41 @@ def certs(out: Path, hosts: list[tuple[str, ...]], days: int, ca_days: int, forc
     if existing and not force:
         remedy = "it has a certificate; leave it out, or renew it with --force"
         raise FieldError("--hosts", existing[0], remedy)
-    make_certificates(out, hosts, days=days, ca_days=ca_days)
+    _check_validity(out, days, ca_days)
+    make_folder("--out", out)
+    with file_errors("--out", out):
+        make_certificates(out, hosts, days=days, ca_days=ca_days)
     for names in hosts:
         carried = ", ".join(dict.fromkeys((*names, *LOCAL_NAMES)))
         print(f"{out / _folder(names[0])}: {carried}, {days} days")
     return 0
+
+
+def _check_validity(out: Path, days: int, ca_days: int) -> None:
+    """Raise FieldError if certificates would outlive their authority, or --ca-days has no effect.
+
+    A certificate is accepted only while its authority is valid too.
+    """
+    if not (out / CA).exists():
+        if days > ca_days:
+            remedy = f"the new authority is valid for {ca_days} days: at most that, or --ca-days"
+            raise FieldError("--days", days, remedy)
+        return
+    given = click.get_current_context().get_parameter_source("ca_days")
+    if given is click.core.ParameterSource.COMMANDLINE:
+        remedy = (
+            f"it is for a new authority, and {out} has one: leave it out, or give another --out"
+        )
+        raise FieldError("--ca-days", ca_days, remedy)
+    with file_errors("--out", out, "read"):
+        authority, _ = _authority(out, ca_days)
+    left = (authority.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
+    if left < 1:
+        remedy = "its authority has expired: make a new one in another directory"
+        raise FieldError("--out", str(out), remedy)
+    if days > left:
+        remedy = f"the authority in {out} is valid for {left} more days: at most that"
+        raise FieldError("--days", days, f"{remedy}, or make a new one in another directory")
 
 
 def make_certificates(
@@ -120,16 +150,17 @@ def _authority(out: Path, days: float) -> Authority:
 def _new_authority(days: float) -> Authority:
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("elastic authority")
-    return _draft(name, name, key, key, days).sign(key, hashes.SHA256()), key
+    return _draft(name, name, key, key, _after(days)).sign(key, hashes.SHA256()), key
 
 
 def _issue(target: Path, authority: Authority, names: Sequence[str], days: float) -> None:
     root, root_key = authority
     key = ec.generate_private_key(ec.SECP256R1())
+    ends = min(_after(days), root.not_valid_after_utc)
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     alternatives = [_general_name(name) for name in dict.fromkeys((*names, *LOCAL_NAMES))]
     builder = (
-        _draft(_name(names[0]), root.subject, key, root_key, days)
+        _draft(_name(names[0]), root.subject, key, root_key, ends)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
     )
@@ -146,12 +177,11 @@ def _draft(
     issuer: x509.Name,
     key: ec.EllipticCurvePrivateKey,
     signer: ec.EllipticCurvePrivateKey,
-    days: float,
+    ends: datetime.datetime,
 ) -> x509.CertificateBuilder:
     """Return an unsigned certificate of `subject`: an authority's if `key` is `signer`."""
     authority = key is signer
     now = datetime.datetime.now(datetime.UTC)
-    ends = now + datetime.timedelta(days=days)
     own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     issuers = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     usage = x509.KeyUsage(
@@ -181,6 +211,10 @@ def _draft(
     )
 
 
+def _after(days: float) -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+
+
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
@@ -201,9 +235,13 @@ def _write(path: Path, data: bytes, mode: int) -> None:
     """Write the file atomically, with `mode` set before the first byte is written."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
-        file.write(data)
-    os.replace(draft, path)
+    try:
+        with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _folder(name: str) -> str:

@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import click
 from click import Choice, IntRange
+from click.core import ParameterSource
 
 from elastic.command_line import TIME, Command, flag
 from elastic.config import LOG_PREFIX, PREFLIGHTS, SCHEDULES
 from elastic.core.protocol import compression
 from elastic.domain.types import VERIFY_EVERY
 from elastic.launcher.flags.ray_options import ADDRESS, RESOURCES
+from elastic.launcher.flags.request import ETCD_BACKENDS
 from elastic.launcher.flags.validators import (
     ACCUMULATE,
+    BACKUP,
     BINDING,
     CERTS,
     CONF,
@@ -32,6 +35,7 @@ from elastic.launcher.flags.validators import (
     NONFINITE,
     PROFILE,
     RANKS,
+    SHAPE,
     SIGNALS,
     SIZE,
     SIZES,
@@ -44,8 +48,10 @@ TORCHRUN = (
     flag("--nnodes", type=NODES, default="1:1", help="number of nodes, or MIN:MAX"),
     flag("--nproc-per-node", metavar="N", default="1",
          help="workers per node: a number, auto, cpu or gpu"),
-    flag("--rdzv-backend", type=Choice(["static", "c10d", "elastic"]), default="static",
-         help="kind of rendezvous; c10d and elastic are the same here"),
+    flag("--rdzv-backend", type=Choice(["static", "c10d", "elastic", *ETCD_BACKENDS]),
+         default="static",
+         help="kind of rendezvous; c10d and elastic are the same here, etcd and etcd-v2 too with "
+              "--standalone; --store keeps the state in etcd"),
     flag("--rdzv-endpoint", metavar="HOST:PORT,...",
          help="address of the coordinator, or of several; the machine that owns one starts it"),
     flag("--rdzv-id", type=NAME, default="none", help="name of the job, seen by the workers"),
@@ -95,7 +101,7 @@ TORCHRUN = (
 OURS = (
     flag("--run-dir", type=FOLDER,
          help="directory of this run (default ./runs/TIME-ID; ./runs/latest points at it)"),
-    flag("--backup", default="auto",
+    flag("--backup", type=BACKUP, default="auto",
          help="auto, none, or GRADIENTS+STATE: stream, stream:K, reduce, reduce:K, log or "
               "recompute, + snapshot, replica or replay:N, with /sharded after it where "
               "pipelines share optimizer state"),
@@ -107,7 +113,8 @@ OURS = (
     flag("--on-nonfinite", type=NONFINITE, default="stop",
          help="what to do if a gradient norm is infinite or NaN: end the job, leave the update "
               "out, or update"),
-    flag("--pipelines", default="auto", help="auto, a number of pipelines, or their depths as 2+2"),
+    flag("--pipelines", type=SHAPE, default="auto",
+         help="auto, a number of pipelines, or their depths as 2+2"),
     flag("--schedule", type=Choice(SCHEDULES), default="auto",
          help="order of the micro-batches in a pipeline"),
     flag("--node-memory", type=SIZES,
@@ -136,8 +143,8 @@ OURS = (
     flag("--link", type=LINK,
          help='make links between local nodes slow, as "bandwidth=1Gbit latency=1ms"'),
     flag("--store",
-         help="where coordinators keep state: an SQLite file here, or "
-              "etcd://HOST:PORT[,HOST:PORT...]"),
+         help="where several coordinators keep state: etcd://HOST:PORT[,HOST:PORT...] (default: "
+              "one coordinator, with an SQLite file in RUN_DIR)"),
     flag("--store-ca", type=FILE,
          help="file of certificates that etcd's must come from; the connection is TLS then"),
     flag("--store-cert", type=FILE, help="file of the certificate to show to etcd"),
@@ -204,13 +211,29 @@ Sections = Mapping[str, Sequence[click.Option]]
 SECTIONS: Sections = {"torchrun's flags": TORCHRUN, "elastic's flags": OURS}
 
 
+UNUSED_BY_SERVICES = (
+    "--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--standalone", "--node-rank",
+    "--master-addr", "--master-port", "--coordinators",
+)  # fmt: skip
+"""Flags of `elastic run` that only tell how nodes find their coordinator. `elastic coordinator`
+and `elastic agent` accept them, for variables that hold for several commands, and do not use them:
+they have an address of their own."""
+
+
 class RunCommand(Command):
-    """A command that takes the flags of `elastic run`, the flags in `sections`, and a script."""
+    """A command that takes the flags in `sections`, in this order, and a script."""
 
     def __init__(
-        self, name: str, callback: Callable[..., int], help: str, sections: Sections
+        self,
+        name: str,
+        callback: Callable[..., int],
+        help: str,
+        sections: Sections,
+        unused: Sequence[str] = (),
     ) -> None:
-        self.sections = {**SECTIONS, **sections}
+        """`unused`: flags that have no effect and are not in the help."""
+        self.sections = sections
+        self.unused = frozenset(unused)
         params = [option for options in self.sections.values() for option in options]
         super().__init__(
             name,
@@ -221,11 +244,21 @@ class RunCommand(Command):
             context_settings={"auto_envvar_prefix": "PET", "allow_interspersed_args": False},
         )
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words; the parameter `given` has the flags that are on the command line."""
+        rest = super().parse_args(ctx, args)
+        ctx.params["given"] = frozenset(
+            param.opts[0]
+            for param in self.params
+            if isinstance(param, click.Option)
+            and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
+        )
+        return rest
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, options in self.sections.items():
+            used = (option for option in options if option.opts[0] not in self.unused)
             with formatter.section(title):
-                formatter.write_dl(
-                    [row for row in (o.get_help_record(ctx) for o in options) if row]
-                )
+                formatter.write_dl([row for row in (o.get_help_record(ctx) for o in used) if row])
         with formatter.section("Options"):
             formatter.write_dl([("-h, --help", "Show this message and exit.")])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+from elastic.command_line import file_errors
 from elastic.config import FILE, JobConfig, load_config
 from elastic.core.protocol.fault_spec import FaultKind
 from elastic.core.protocol.store_spec import StoreSpec
@@ -24,9 +25,12 @@ from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.validators import Guard, folder, slug, streams
 from elastic.planning.cost.profile import LinkProfile
+from elastic.planning.plan.shape import check_shape
 from elastic.store import checkpoint_directory
 
 LOOPBACK = "127.0.0.1"
+ETCD_BACKENDS = ("etcd", "etcd-v2")
+"""torchrun's backends whose --rdzv-endpoint is etcd's address, not the coordinator's."""
 # fmt: off
 SAME_NAME = (
     "compress", "coordinators", "max_restarts", "metrics_host", "pipelines", "preflight", "role",
@@ -62,13 +66,11 @@ class Request:
 def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
     """Return the job that the flags ask for. Raises FieldError for the first wrong flag."""
     command = check_command(flags)
-    if flags.profile is not None and flags.emulate is not None:
-        remedy = "it gives the profile already: leave out --profile"
-        raise FieldError("--emulate", flags.emulate.model, remedy)
+    nproc = _nproc(flags.nproc_per_node, environ)
+    _check_combinations(flags, nproc)
     low, high = flags.nnodes
     ray = ray_options(flags)
     standalone = ray is None and _standalone(flags, high)
-    nproc = _nproc(flags.nproc_per_node, environ)
     token = secrets.token_hex(3)
     job_id = token if flags.rdzv_id == "none" else f"{slug(flags.rdzv_id)}-{token}"
     run_dir, in_place = _run_dir(flags, token)
@@ -139,6 +141,22 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         ray=ray,
         guard=guard,
     )
+
+
+def _check_combinations(flags: SimpleNamespace, nproc: int) -> None:
+    """Raise FieldError for flags that do not go together."""
+    if flags.profile is not None and flags.emulate is not None:
+        remedy = "it gives the profile already: leave out --profile"
+        raise FieldError("--emulate", flags.emulate.model, remedy)
+    check_shape(flags.pipelines, flags.nnodes[1], nproc, "--pipelines")
+    if flags.rdzv_backend in ETCD_BACKENDS and not flags.standalone:
+        endpoint = (flags.rdzv_endpoint or "HOST:2379").removeprefix("http://")
+        remedy = (
+            "nodes meet at the coordinator, not in etcd: give --rdzv-backend c10d and "
+            "--rdzv-endpoint COORDINATOR:29400, the address of one of the machines; "
+            f"--store etcd://{endpoint} keeps the job's state in etcd"
+        )
+        raise FieldError("--rdzv-backend", flags.rdzv_backend, remedy)
 
 
 # ---- nodes, workers and addresses ----
@@ -224,8 +242,9 @@ def _run_dir(flags: SimpleNamespace, token: str) -> tuple[Path, bool]:
     if flags.run_dir is None:
         return folder("--run-dir", f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{token}"), False
     path: Path = flags.run_dir
-    if not path.exists() or not any(path.iterdir()):
-        return path, False
+    with file_errors("--run-dir", path):
+        if not path.exists() or not any(path.iterdir()):
+            return path, False
     problem = ""
     if flags.resume is None:
         problem = "it is not empty; give a new one, or --resume auto"
@@ -243,7 +262,14 @@ def _run_dir(flags: SimpleNamespace, token: str) -> tuple[Path, bool]:
 
 def _resume(text: str | None, checkpoints: Path) -> str:
     """Return the directory to resume from; "": without --resume, or with auto and no checkpoint."""
-    if text is None or (text == "auto" and not _holds_checkpoint(checkpoints)):
+    if text is None:
+        return ""
+    with file_errors("--resume", text, "read"):
+        return _checkpoint(text, checkpoints)
+
+
+def _checkpoint(text: str, checkpoints: Path) -> str:
+    if text == "auto" and not _holds_checkpoint(checkpoints):
         return ""
     path = checkpoints if text == "auto" else Path(os.path.abspath(os.path.expanduser(text)))
     if not path.is_dir():

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from click import Choice
 
-from elastic.command_line import ParsedType, time_of
+from elastic.command_line import ParsedType, file_errors, time_of
 from elastic.config import FILE as CONFIG_FILE
 from elastic.config import load_config
 from elastic.core.protocol.fault_spec import parse_fault
@@ -29,6 +29,8 @@ from elastic.core.protocol.timeouts import SILENCE_S, budget
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, OnNonfinite
 from elastic.planning.cost.profile import LinkProfile, Profile, parse_profile
+from elastic.planning.plan.schemes import schemes_of
+from elastic.planning.plan.shape import parse_shape
 from elastic.planning.plan.units import duration_of, rate_of, size_of
 from elastic.rpc.security import tls
 
@@ -178,13 +180,23 @@ def folder(flag: str, text: str) -> Path:
     """Return the absolute path of a directory that exists or can be created."""
     if not text.strip() or "\0" in text:
         raise FieldError(flag, text, "give a directory")
-    path = Path(os.path.abspath(os.path.expanduser(text)))
-    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    with file_errors(flag, text):
+        path = Path(os.path.abspath(os.path.expanduser(text)))
+        existing = next(parent for parent in (path, *path.parents) if _is_there(parent))
     if not existing.is_dir():
         raise FieldError(flag, text, f"{existing} is not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise FieldError(flag, text, f"{existing} is not writable; change that or give another")
     return path
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether `path` exists, be it a link to nothing. Raises OSError if it cannot exist."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def read_profile(flag: str, text: str) -> Profile:
@@ -205,6 +217,17 @@ def _certs(flag: str, text: str) -> str:
     return str(path)
 
 
+def _shape(flag: str, text: str) -> str:
+    parse_shape(text, flag)
+    return text
+
+
+def _backup(flag: str, text: str) -> str:
+    if text not in ("auto", "none", "off"):
+        schemes_of(text, flag)
+    return text
+
+
 def _several(read: Callable[[str, str], Any]) -> Callable[[str, str], tuple[Any, ...]]:
     """Return a parser of comma-separated values, each of which `read` parses."""
     return lambda flag, text: tuple(read(flag, part.strip()) for part in text.split(","))
@@ -223,6 +246,7 @@ NAMES, TIMES = ParsedType("NAME,...", _several(_name)), ParsedType("TIME,...", _
 FILE, FOLDER = ParsedType("FILE", _file), ParsedType("DIR", folder)
 PROFILE, CERTS = ParsedType("FILE", read_profile), ParsedType("DIR", _certs)
 CONF, LINK = ParsedType("KEY=VALUE,...", _conf), ParsedType("LINK", _link)
+SHAPE, BACKUP = ParsedType("SHAPE", _shape), ParsedType("SCHEMES", _backup)
 FAULT = ParsedType("SPEC", lambda _, text: parse_fault(text))
 SOURCES = ParsedType("SOURCE,...", lambda _, text: parse_sources(text))
 

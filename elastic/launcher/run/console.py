@@ -336,6 +336,13 @@ def _retry_line(event: Entry) -> str:
     return f"warning: attempt {attempt} failed: {cause}; next attempt {when}"
 
 
+def _plan_line(event: Entry) -> str:
+    """Return a warning if the plan has another shape than --pipelines asks for."""
+    if not event.get("instead_of"):
+        return ""
+    return f"warning: --pipelines {event['instead_of']} does not fit; the plan is {event['shape']}"
+
+
 EVENT_LINES: dict[str, Callable[[Entry], str]] = {
     "stalled": _stalled_line,
     "retry": _retry_line,
@@ -355,6 +362,7 @@ EVENT_LINES: dict[str, Callable[[Entry], str]] = {
     "doubt-over": _doubt_over_line,
     "halt": _halt_line,
     "paused": _paused_line,
+    "plan": _plan_line,
     "certificate": _certificate_line,
     "agent-failed": _agent_failed_line,
     "refused": _refused_line,

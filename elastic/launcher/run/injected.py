@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from elastic.config import JobConfig, claim_fault
+from elastic.config import JobConfig, claim_fault, fault_mark
 from elastic.core.protocol.fault_spec import LAUNCHER_KINDS, FaultKind, FaultSpec, launcher_due
 
 RECOVERING = ("halting", "installing")
 """Phases of a job during an epoch change."""
 OVER = ("finished", "failed")
+
+
+def missed_faults(config: JobConfig, nodes: Sequence[str], hosting: bool) -> list[FaultSpec]:
+    """Return the faults that were due on this machine, and that nobody carried out.
+
+    `nodes`: agents of this machine; `hosting`: whether its launcher carries out LAUNCHER_KINDS.
+    """
+    return [
+        spec
+        for number, spec in enumerate(config.faults)
+        if (hosting if spec.kind in LAUNCHER_KINDS else spec.node in nodes)
+        and not fault_mark(config.run_dir, number).exists()
+    ]
 
 
 class LauncherFaults:

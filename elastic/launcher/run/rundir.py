@@ -9,10 +9,13 @@ import os
 import random
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from elastic.command_line import file_errors, make_folder
+from elastic.config import JobConfig
 from elastic.domain.errors import FieldError, UsageError
 from elastic.launcher.flags.request import LOOPBACK, Request
 from elastic.launcher.flags.validators import PRIVATE_CERTS, TOKEN_VARIABLE
@@ -23,15 +26,30 @@ KEPT = ("checkpoints", "launcher.lock")
 """Entries that are not moved when a run directory is used again."""
 PORTS, ATTEMPTS = range(20_000, 32_000), 100
 """Ports of services without a given port, and how many of them to try."""
+HANGING_S = 2.0
+"""Longest wait for a directory on another disk at the start."""
 
 
 class RunDir:
     """A run directory that its launcher uses: created, locked, with config.json."""
 
     def __init__(self, request: Request) -> None:
-        """Create and lock the directory. Raises FieldError if another launcher uses it."""
+        """Create and lock the directory.
+
+        Raises FieldError if another launcher uses it, or if a directory of the job cannot be
+        written.
+        """
         self.path = Path(request.config.run_dir)
-        self.path.mkdir(parents=True, exist_ok=True)
+        _make_folders(request.config)
+        with file_errors("--run-dir", self.path):
+            self._prepare(request)
+        self._memory = Path(self.config.memory_dir)
+        with file_errors("shared memory", self._memory.parent):
+            remove_stale(self._memory.parent.glob("elastic-*/"), ".lock")
+            self._memory_lock = _make_memory(self._memory)
+
+    def _prepare(self, request: Request) -> None:
+        """Lock the directory, move an earlier run aside, and write the files of this one."""
         self._lock = locked(self.path / "launcher.lock")
         if self._lock is None:
             raise FieldError("--run-dir", str(self.path), "a run is using it; give another")
@@ -53,9 +71,6 @@ class RunDir:
 
             make_private(self.path / PRIVATE_CERTS, self.config.certs_name)
         os.environ.pop(TOKEN_VARIABLE, None)  # children must not inherit it
-        self._memory = Path(self.config.memory_dir)
-        remove_stale(self._memory.parent.glob("elastic-*/"), ".lock")
-        self._memory_lock = _make_memory(self._memory)
         _point_latest(self.path)
 
     def close(self) -> None:
@@ -109,6 +124,36 @@ def locked(path: Path, *, create: bool = True) -> int | None:
         pass
     os.close(descriptor)  # another process has the lock, or the path is another file now
     return None
+
+
+def _make_folders(config: JobConfig) -> None:
+    """Create the directories of the job that its user named, the run directory last.
+
+    A full disk of checkpoints is no error: training goes on without new ones, with a warning.
+    """
+    run_dir, checkpoints = Path(config.run_dir), Path(config.checkpoint_dir)
+    if not checkpoints.is_relative_to(run_dir):
+        _make_in_time("--checkpoint-dir", checkpoints)
+    if not Path(config.log_dir).is_relative_to(run_dir):
+        make_folder("--log-dir", Path(config.log_dir))
+    make_folder("--run-dir", run_dir)
+
+
+def _make_in_time(flag: str, path: Path) -> None:
+    """Create a directory that may be full. A disk that hangs is left to the pre-flight."""
+    problems: list[FieldError] = []
+
+    def make() -> None:
+        try:
+            make_folder(flag, path, may_be_full=True)
+        except FieldError as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=make, name="make-folder", daemon=True)
+    thread.start()
+    thread.join(HANGING_S)
+    if problems:
+        raise problems[0]
 
 
 def _move_aside(path: Path) -> None:

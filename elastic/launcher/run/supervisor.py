@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from elastic.command_line import file_problem
 from elastic.config import JobConfig
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec
 from elastic.domain.errors import (
@@ -36,7 +37,7 @@ from elastic.launcher.flags.addresses import AddressState, address_state, local_
 from elastic.launcher.flags.request import LOOPBACK, Request
 from elastic.launcher.run.console import EVENT_LINES, NoteHandler, event_line, make_view
 from elastic.launcher.run.event_tail import Follower, read_object
-from elastic.launcher.run.injected import LauncherFaults
+from elastic.launcher.run.injected import LauncherFaults, missed_faults
 from elastic.launcher.run.metrics_endpoint import check_free, first_agent, metrics_flag
 from elastic.launcher.run.processes import Child, Coordinators
 from elastic.launcher.run.rundir import RunDir, free_port
@@ -62,7 +63,12 @@ def launch(request: Request) -> int:
     host = LOOPBACK if config.standalone else config.local_addr or local_address(addresses[0])
     check_free(config, len(hosted), len(request.nodes))
     with open_run_dir(request) as run_dir:
-        return Supervisor(request, run_dir, ",".join(addresses), hosted, host).run()
+        try:
+            return Supervisor(request, run_dir, ",".join(addresses), hosted, host).run()
+        except OSError as error:
+            if not (problem := file_problem(error)):
+                raise
+            raise ElasticError(f"the launcher cannot go on: {problem}") from error
 
 
 @contextlib.contextmanager
@@ -293,6 +299,10 @@ class Supervisor:
         """
         finished = self._hosting and (self._path / "exit.json").exists()
         self._read_files()
+        if self._code == EXIT_OK:
+            names = [agent.name for agent in self._agents]
+            for spec in missed_faults(self._config, names, self._hosting):
+                self._view.note(f"warning: the fault {spec.text!r} did not happen")
         if self._reason:  # below the progress that was written before it
             self._view.note(self._reason)
         timeout_s = self._config.shutdown_timeout_s

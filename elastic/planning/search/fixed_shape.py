@@ -1,8 +1,8 @@
-"""Shapes with given depths: parsing, fitting to the nodes, and plans on one kind of node.
+"""Shapes with given depths: fitting to the nodes, and plans on one kind of node.
 
-A shape is given as "auto", as a number of pipelines ("2") or as their depths ("3+1"). A depth is a
-number of stages. A node with several units takes that many neighbouring stages of one pipeline,
-because a node never holds a layer twice.
+A shape is a number of pipelines or their depths (`elastic.planning.plan.shape`). A node with
+several units takes that many neighbouring stages of one pipeline, because a node never holds a
+layer twice.
 
 `solve` makes plans of given depths on clusters that are too large for the exact search. It cuts
 each depth so that the slowest stage is as fast as possible, and divides the micro-batches.
@@ -10,15 +10,14 @@ each depth so that the slowest stage is as fast as possible, and divides the mic
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
-from elastic.domain.errors import FieldError
 from elastic.planning.cost.cost_model import CostModel, pipeline_seconds
+from elastic.planning.plan.shape import Depths, format_depths, nodes_for, parse_shape
 from elastic.planning.schedule import microbatch_split as batches
 from elastic.planning.search.evaluate import largest_tail, step_seconds
 from elastic.planning.search.layer_partition import LayerPartitioner
@@ -26,8 +25,6 @@ from elastic.planning.search.problem import PipelineShape, Problem, Solution
 
 MAX_EVEN_SHAPES = 3
 """Maximum number of even shapes that are solved, the best estimates first."""
-
-Depths = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +44,7 @@ class ShapeLimits:
 
     def nodes_for(self, depth: int) -> int:
         """Return the number of nodes that a pipeline of `depth` stages takes."""
-        return -(-depth // self.per_node)
+        return nodes_for(depth, self.per_node)
 
     def even(self, pipelines: int) -> Depths:
         """Return depths that use all nodes as evenly as possible, none deeper than the layers."""
@@ -55,21 +52,6 @@ class ShapeLimits:
         return tuple(
             min((base + (i < more)) * self.per_node, self.n_layers) for i in range(pipelines)
         )
-
-
-def parse_shape(text: str) -> Depths | int | None:
-    """Return a number of pipelines, or their depths; None for auto. Raises FieldError."""
-    if text == "auto":
-        return None
-    if not re.fullmatch(r"[1-9]\d{0,5}(\+[1-9]\d{0,5})*", text):
-        remedy = "auto, a number of pipelines (2), or the depth of each (3+1)"
-        raise FieldError("pipelines", text, remedy)
-    parts = tuple(int(part) for part in text.split("+"))
-    return parts if len(parts) > 1 else parts[0]
-
-
-def format_depths(depths: Depths) -> str:
-    return "+".join(map(str, depths))
 
 
 def candidate_depths(shape: str, limits: ShapeLimits) -> Iterator[tuple[Depths, str]]:

@@ -11,8 +11,8 @@ from elastic.planning.backup.backup_cost import Weighing
 from elastic.planning.backup.peer_assignment import natural
 from elastic.planning.cost.profile import LinkProfile, Profile, profile_of
 from elastic.planning.plan.schemes import schemes_of
+from elastic.planning.plan.shape import parse_shape
 from elastic.planning.schedule.schedule import SCHEDULES
-from elastic.planning.search.fixed_shape import parse_shape
 
 MAX_NODES_BOTH_SHARES = 128
 """Maximum nodes for which shapes are searched for several fractions of streamed gradients."""

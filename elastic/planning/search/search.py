@@ -21,6 +21,7 @@ from elastic.planning.backup.peer_assignment import natural
 from elastic.planning.cost.cost_model import CostModel, cost_model
 from elastic.planning.cost.node_kinds import NodeKinds, classify_nodes
 from elastic.planning.cost.predict import Prediction, predict
+from elastic.planning.plan.shape import Depths, format_depths
 from elastic.planning.schedule.schedule import ONE_F_ONE_B, ZERO_BUBBLE
 from elastic.planning.search import (
     assemble,
@@ -31,7 +32,7 @@ from elastic.planning.search import (
     fixed_shape,
     incremental,
 )
-from elastic.planning.search.fixed_shape import Depths, ShapeLimits, format_depths
+from elastic.planning.search.fixed_shape import ShapeLimits
 from elastic.planning.search.infeasibility import explain_infeasible
 from elastic.planning.search.problem import PipelineShape, Problem, Solution
 from elastic.planning.search.request import PlanRequest, check_request, select_nodes

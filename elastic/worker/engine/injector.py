@@ -5,17 +5,31 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elastic.config import claim_fault
 from elastic.core.protocol import messages as m
-from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, Phase, due
+from elastic.core.protocol.fault_spec import FLAG, FaultKind, FaultSpec, Phase, due
+from elastic.domain.errors import FieldError
+from elastic.domain.types import JobSpec
 from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.control.agent_client import WorkerSettings
 
 _LAUNCHER_FAULTS = (FaultKind.KILL_COORDINATOR, FaultKind.DRAIN, FaultKind.JOIN)
 """Kinds of faults that the launcher carries out; a worker carries out all others."""
+
+
+def check_faults(faults: Sequence[FaultSpec], spec: JobSpec) -> None:
+    """Raise FieldError for a fault at a step or micro-batch that the job does not have."""
+    for fault in faults:
+        for name, given, number in (
+            ("step", fault.step, spec.n_steps),
+            ("microbatch", fault.microbatch or 0, spec.n_microbatches),
+        ):
+            if given >= number:
+                remedy = f"this job has {number}, numbered from 0 to {number - 1}"
+                raise FieldError(f"{FLAG} {name}", given, f"{remedy} (in {fault.text!r})")
 
 
 class FaultInjector:

@@ -9,14 +9,14 @@ from typing import Any
 
 import click
 
-from elastic.command_line import TIME, CommandLine
+from elastic.command_line import OUTPUT, TIME, CommandLine
 from elastic.domain.codec import dumps
 from elastic.domain.errors import FieldError
+from elastic.domain.version import VERSION
 from elastic_sim.cli.commands import advise, policies, replay, sweep
 from elastic_sim.cli.options import (
     BULK,
     FILE,
-    OUTPUT,
     RATE,
     PerNode,
     mtbf_of,
@@ -37,6 +37,7 @@ from elastic_sim.traces.statistics import Statistics, statistics
 
 
 @click.group("elastic-sim", cls=CommandLine)
+@click.version_option(VERSION, "-V", "--version", message="%(prog)s %(version)s")
 def main() -> None:
     """Simulate training on spot markets: traces, policies, sweeps, and published values."""
 

@@ -13,12 +13,11 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from elastic.command_line import Command
+from elastic.command_line import OUTPUT, Command
 from elastic.domain.errors import EXIT_INTERRUPTED, FieldError
 from elastic_sim.cli.options import (
     FILE,
     JSON,
-    OUTPUT,
     RATE,
     WANTED,
     PerNode,

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from elastic.command_line import TIME, ParsedType, time_of
+from elastic.command_line import OUTPUT, TIME, ParsedType, file_errors, time_of
 from elastic.domain.errors import FieldError
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.traces.generate import Market
@@ -73,20 +73,9 @@ def _bulk(flag: str, text: str) -> tuple[tuple[int, float], ...]:
     return found
 
 
-def _output(flag: str, text: str) -> Path:
-    """Parse the path of an output file. Raises FieldError if no file can be there."""
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise FieldError(flag, text, f"the folder {path.parent} does not exist; make it first")
-    if path.is_dir():
-        raise FieldError(flag, text, "it is a folder; name a file")
-    return path
-
-
 RATE = ParsedType("TIME[/node]", _rate)
 FILE = click.Path(path_type=Path)
 BULK = ParsedType("SIZE[:WEIGHT],...", _bulk)
-OUTPUT = ParsedType("PATH", _output)
 
 
 Callback = Callable[..., None]
@@ -223,7 +212,5 @@ def write_json(out: Path | None, value: dict[str, Any]) -> None:
 
 def write_output(out: Path, text: str) -> None:
     """Write a file. Raises FieldError."""
-    try:
+    with file_errors("output", out):
         out.write_text(text)
-    except OSError as error:
-        raise FieldError("output", str(out), f"it must be writable: {error}") from error

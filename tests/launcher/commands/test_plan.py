@@ -99,8 +99,38 @@ def test_shape_and_schedule_can_be_asked_for(
     plan = parse_plan(found["plan"])
     assert len(plan.pipelines) == 1 and plan.pipelines[0].schedule == "1f1b"
     assert found["step_s"] >= answer(capsys, "small.toml")["step_s"]
-    assert "pipelines: 'x'" in refused(capsys, "small.toml", "--shape", "x")
+    assert "--shape: 'x'" in refused(capsys, "small.toml", "--shape", "x")
     assert "schedule" in refused(capsys, "small.toml", "--schedule", "gpipe")
+
+
+@pytest.mark.parametrize(
+    ("shape", "nearest"),
+    [
+        ("99", "allow 3 instead"),
+        ("4", "allow 3 instead"),
+        ("99+1", "allow 2+1 instead"),
+        ("1+1", "allow 2+1 instead"),
+        ("1+1+1+1", "allow 1+1+1 instead"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], shape: str, nearest: str
+) -> None:
+    err = refused(capsys, "small.toml", "--shape", shape)
+    assert err.startswith(f"elastic plan: --shape: '{shape}' is not usable: 3 nodes, 26 layers")
+    assert nearest in err and len(err.splitlines()) == 1
+    (place / "small.toml").write_text(SMALL.replace("[[nodes]]", f'shape = "{shape}"\n[[nodes]]'))
+    assert f"model.shape: '{shape}'" in refused(capsys, "small.toml")
+
+
+def test_the_shape_after_a_loss_is_that_of_the_training(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "small.toml", "--shape", "2+1", "--without", "node2"]) == 0
+    out, err = capsys.readouterr()
+    assert "1+1 instead" in err and len(err.splitlines()) == 1 and "pipeline 1" in out
+    assert main(["plan", "small.toml", "--shape", "2", "--add", "1xA40"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_picture_of_every_pipeline(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

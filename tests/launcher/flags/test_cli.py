@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from elastic.core.protocol.fault_spec import parse_fault
 from elastic.domain.errors import FieldError, UsageError
 from elastic.launcher import cli
 from elastic.launcher.commands.run import run
-from elastic.launcher.flags.flags import OURS, RAY, TORCHRUN
+from elastic.launcher.flags.flags import OURS, RAY, TORCHRUN, UNUSED_BY_SERVICES
 from elastic.launcher.run.supervisor import agent_args
 from tests.agent.vault.checkpoints import whole
 from tests.launcher.flags.wrong_flags import WRONG_FLAGS
@@ -136,6 +137,32 @@ def test_wrong_other_commands(
     assert sorted(place.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("rnu", "run"), ("state", "status"), ("plna", "plan"), ("prefligth", "preflight")],
+)
+def test_a_mistyped_command_is_suggested(
+    capsys: pytest.CaptureFixture[str], typed: str, meant: str
+) -> None:
+    assert cli.main([typed, "--json"]) == 2
+    err = capsys.readouterr().err
+    assert f"Did you mean '{meant}'?" in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["run", "--nnodes"], ["status", "--run-dir"], ["certs", "--out"]]
+)
+def test_a_missing_value_names_the_command(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert cli.main(words) == 2
+    command, flag = words
+    text = (
+        f"elastic {command}: Option '{flag}' requires an argument. (see `elastic {command} --help`)"
+    )
+    assert capsys.readouterr().err == f"{text}\n"
+
+
 def test_status_of_a_run_that_is_over(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "coordinator.json").write_text('{"address": "127.0.0.1:1"}')
     (place / "exit.json").write_text('{"code": 3, "reason": "too much was lost"}')
@@ -235,6 +262,26 @@ def test_the_scripts_arguments_are_its_own(place: Path) -> None:
     assert read("--standalone", "script.py", *words).config.command.args == words
     assert read("--", "script.py", *words).config.command.args == words
     assert read("--nnodes=1", "-m", "json.tool", "-m", *words).config.command.args == ("-m", *words)
+
+
+@pytest.mark.parametrize("pipelines", ["auto", "2", "4", "1+1", "4+4", "3+1+2"])
+def test_shapes_that_a_job_may_have(place: Path, pipelines: str) -> None:
+    words = ["--standalone", "--nnodes", "1:4", "--nproc-per-node", "2"]
+    assert read(*words, "--pipelines", pipelines, "script.py").config.pipelines == pipelines
+
+
+@pytest.mark.parametrize("flag", ["--backup", "--pipelines"])
+def test_a_wrong_scheme_is_told_before_a_wrong_script(
+    place: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert cli.main(["run", flag, "snapshott", "no-such.py"]) == 2
+    assert capsys.readouterr().err.startswith(f"elastic run: {flag}: 'snapshott'")
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d", "elastic", "etcd", "etcd-v2"])
+def test_every_backend_of_torchrun_goes_with_standalone(place: Path, backend: str) -> None:
+    config = read("--standalone", "--nnodes", "2", "--rdzv-backend", backend, "script.py").config
+    assert config.standalone and not config.coordinator and not config.store.shared
 
 
 def test_streams_as_torchrun_takes_them(place: Path) -> None:
@@ -346,6 +393,24 @@ def test_help_is_quick_and_imports_nothing_heavy(environment: dict[str, str]) ->
     )
     assert json.loads(done.stdout.splitlines()[-1]) == []
     assert "--nproc-per-node" in done.stdout and "--fault" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "own"), [("coordinator", "--address"), ("agent", "--coordinator")]
+)
+def test_the_help_of_a_service_begins_with_its_own_flags(
+    capsys: pytest.CaptureFixture[str], command: str, own: str
+) -> None:
+    assert cli.main([command, "--help"]) == 0
+    flags = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert flags[0] == own and "--max-restarts" in flags and "--run-dir" in flags
+    assert not set(UNUSED_BY_SERVICES) & set(flags)
+
+
+def test_run_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--help"]) == 0
+    flags = re.findall(r"^ .*?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert {flag.opts[0] for flag in (*TORCHRUN, *OURS, *RAY)} <= set(flags)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

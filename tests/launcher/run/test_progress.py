@@ -23,7 +23,7 @@ from elastic.launcher.run.console import (
     recovery_line,
 )
 from elastic.launcher.run.event_tail import Follower, read_object
-from elastic.launcher.run.injected import LauncherFaults
+from elastic.launcher.run.injected import LauncherFaults, missed_faults
 
 
 def entry(step: int, phase: str = "running", **more: object) -> dict[str, object]:
@@ -184,6 +184,11 @@ def test_reports() -> None:
             {"kind": "checkpoint-resumed", "step": 4, "path": "/c", "run": "", "note": "odd"},
             "warning: continues from the checkpoint of step 4 of run unknown, /c: odd",
         ),
+        (
+            {"kind": "plan", "shape": "1+1", "instead_of": "3+1"},
+            "warning: --pipelines 3+1 does not fit; the plan is 1+1",
+        ),
+        ({"kind": "plan", "shape": "1+1", "instead_of": ""}, ""),
         ({"kind": "certificate", "reason": "tls.crt expires"}, "warning: tls.crt expires"),
         (
             {"kind": "agent-failed", "node": "node2", "error": "OSError: no room"},
@@ -233,6 +238,18 @@ def test_faults_by_progress(make_config: Callable[..., JobConfig]) -> None:
     assert due(3, "halting") == ["kill-coordinator phase=recovery after=1"]
     assert due(4, "running") == ["drain node=0 step=4"]
     assert due(9, "finished") == [] and not faults
+
+
+def test_faults_that_did_not_happen(make_config: Callable[..., JobConfig]) -> None:
+    texts = ("kill node=1 step=3", "kill node=7", "join step=9", "stop node=0", "drain node=7")
+    config = make_config(faults=tuple(parse_fault(text) for text in texts), standalone=False)
+    assert claim_fault(config.run_dir, 3)
+
+    def missed(hosting: bool) -> list[str]:
+        return [spec.text for spec in missed_faults(config, ["node0", "node1"], hosting)]
+
+    assert missed(hosting=True) == ["kill node=1 step=3", "join step=9", "drain node=7"]
+    assert missed(hosting=False) == ["kill node=1 step=3"]
 
 
 def test_a_fault_is_claimed_once(tmp_path: Path) -> None:
