@@ -10,7 +10,6 @@ and of its weight part. Equal layers are measured once.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -34,18 +33,16 @@ from elastic.worker.replica.replica import LayerReplica, shard_dim
 def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
     """Measure all layers. TP rank 0 writes the result to the file that the request names.
 
-    The file `settings.measure` holds the request. Raises SystemExit with code 2 if the number of
-    workers per node is not `tp`.
+    The file `settings.measure` holds the request. Raises FieldError if the number of workers per
+    node is not `tp`.
     """
     order = codec.loads(MeasurementRequest, Path(settings.measure).read_bytes())
     if settings.local_world_size != job.spec.tp:
-        error = FieldError(
+        raise FieldError(
             "--nproc-per-node",
             settings.local_world_size,
             f"the script's layers run on tp {job.spec.tp}",
         )
-        print(f"elastic profile: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code)
     device = choose_device(settings.local_rank)
     tp = job.stack.tensor_parallel(settings.local_rank, job.spec.tp, settings.tp_store, device)
     microbatch = job.data(0, 0)
