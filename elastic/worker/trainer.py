@@ -23,7 +23,7 @@ from elastic.worker.model.checks import description, whole_number
 from elastic.worker.model.data_source import DataSource
 from elastic.worker.model.layers import LayerStack, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
-from elastic.worker.profiling.measure import measure_job
+from elastic.worker.profiling.measure import measure_job, note_progress
 from elastic.worker.profiling.run_profile import select_stack
 from elastic.worker.script_exit import begin_training, watch_script
 from elastic.worker.transport.device_fault import crash_on_node_fault
@@ -87,6 +87,8 @@ class Trainer:
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 0)
         tokens = whole_number("tokens_per_microbatch", tokens_per_microbatch, 0)
         self._settings = WorkerSettings.from_environment()
+        if self._settings.measure:
+            note_progress(self._settings, "waiting for the script to call Trainer.run()")
         stack = select_stack(self._settings, stack)
         optimizer.lr(0)  # raises FieldError for a result that is no number
         accumulate = Accumulate(self._settings.accumulate)

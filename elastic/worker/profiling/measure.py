@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -36,7 +37,7 @@ def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
     The file `settings.measure` holds the request. Raises FieldError if the number of workers per
     node is not `tp`.
     """
-    order = codec.loads(MeasurementRequest, Path(settings.measure).read_bytes())
+    order = _request(settings)
     if settings.local_world_size != job.spec.tp:
         raise FieldError(
             "--nproc-per-node",
@@ -47,10 +48,24 @@ def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
     tp = job.stack.tensor_parallel(settings.local_rank, job.spec.tp, settings.tp_store, device)
     microbatch = job.data(0, 0)
     fields = {name: tensor.to(device) for name, tensor in microbatch.fields.items()}
-    measured = _LayerMeasurement(job, device, tp, order).run(Microbatch(0, 0, fields))
+    note = partial(note_progress, settings)
+    measured = _LayerMeasurement(job, device, tp, order, note).run(Microbatch(0, 0, fields))
     if tp.rank == 0:
         _write_result(order, job.spec, device, measured)
     job.stack.release()
+
+
+def note_progress(settings: WorkerSettings, text: str) -> None:
+    """Let `elastic profile` print what this process does. Called first when a Trainer is made."""
+    if settings.local_rank == 0:
+        progress = Path(_request(settings).progress)
+        draft = progress.with_suffix(".tmp")
+        draft.write_text(text)
+        os.replace(draft, progress)
+
+
+def _request(settings: WorkerSettings) -> MeasurementRequest:
+    return codec.loads(MeasurementRequest, Path(settings.measure).read_bytes())
 
 
 def _write_result(
@@ -79,9 +94,16 @@ class _LayerMeasurement:
     """Measures one job's layers on one device."""
 
     def __init__(
-        self, job: TrainingJob, device: torch.device, tp: TensorParallel, order: MeasurementRequest
+        self,
+        job: TrainingJob,
+        device: torch.device,
+        tp: TensorParallel,
+        order: MeasurementRequest,
+        note: Callable[[str], None],
     ) -> None:
+        """`note(text)` is called before each layer."""
         self._job, self._device, self._tp, self._order = job, device, tp, order
+        self._note = note
 
     def run(self, microbatch: Microbatch) -> list[tuple[LayerSpec, int]]:
         """Return per layer (measured values, index of the equal layer that was measured)."""
@@ -93,6 +115,7 @@ class _LayerMeasurement:
             replica = job.replica(index, self._tp, self._device)
             key = index if index in (0, last) else _signature(replica, hidden)
             if key not in known:
+                self._note(f"measuring layer {index + 1} of {last + 1}")
                 known[key] = self._measure(replica, hidden, microbatch)
             layer, measured_index, hidden = known[key]
             results.append((layer, measured_index))
