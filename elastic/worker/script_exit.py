@@ -55,9 +55,18 @@ def user_place(trace: TracebackType | None) -> str:
     while trace is not None:
         code, module = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__", ""))
         if module.partition(".")[0] != _PACKAGE:
-            place = f"{os.path.relpath(code.co_filename)}:{trace.tb_lineno}: "
+            place = f"{_short(code.co_filename)}:{trace.tb_lineno}: "
         trace = trace.tb_next
     return place
+
+
+def _short(path: str) -> str:
+    """Return `path` relative to the working directory, if it is below it."""
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the directory is gone
+        return path
+    return path if relative.startswith(os.pardir) else relative
 
 
 def _on_uncaught(
