@@ -147,7 +147,8 @@ def _measure(flags: SimpleNamespace, argv: tuple[str, ...]) -> Measurement:
         codes = _run(flags, argv, folder, str(path), progress)
         if any(codes):
             code = next(code for code in codes if code)
-            when = "" if progress() else " before it made a Trainer"
+            told = code == EXIT_USAGE or progress()
+            when = "" if told else " before it made a Trainer"
             text = f"the script ended with {code}{when}; its output is above"
             raise (UsageError if code == EXIT_USAGE else ElasticError)(text)
         if not Path(order.out).exists():
