@@ -46,8 +46,8 @@ EXITS = """
 | code | meaning |
 | --- | --- |
 | {EXIT_OK} | The job is done. |
-| {EXIT_FAILURE} | The job failed: an error in the script or in elastic; see the last line. |
-| {EXIT_USAGE} | A flag, file, message or checkpoint is wrong. Nothing was trained. |
+| {EXIT_FAILURE} | The job, or the script after it, failed; see the last line. |
+| {EXIT_USAGE} | A flag, file, message, checkpoint or object of the script is wrong. |
 | {EXIT_UNRECOVERABLE} | State was lost with all its copies, and there is no checkpoint. |
 | {EXIT_DRAINED} | This node was drained. The job continues without it. |
 | {EXIT_JOB_FAILED} | `elastic coordinator` or `agent`: the job failed; a restart would fail too. |

@@ -63,6 +63,7 @@ from elastic.domain.errors import (
     EXIT_FAILURE,
     EXIT_INCOMPATIBLE,
     EXIT_INTERRUPTED,
+    EXIT_JOB_FAILED,
     EXIT_TERMINATED,
     ElasticError,
     VaultError,
@@ -720,10 +721,23 @@ class NodeAgent:
             self.left.append("last words")
 
     def _end_workers(self, group: WorkerGroup) -> None:
-        if self._exit_code == 0 and not group.wait(EXIT_GRACE_S):
-            log.warning("workers did not end within %g s", EXIT_GRACE_S)
+        if self._exit_code == 0:
+            if not group.wait(EXIT_GRACE_S):
+                log.warning("workers did not end within %g s", EXIT_GRACE_S)
+            self._check_exits(group.failures())
         group.terminate(self._config.shutdown_timeout_s)
         group.save_output(_output_s(self._config))
+
+    def _check_exits(self, failed: Sequence[WorkerExit]) -> None:
+        """After a job that succeeded: end with an error if the script failed after its training.
+        Workers that had not trained may fail because this agent ends."""
+        if not failed or self._state.finished is None:
+            return
+        rank, error = failed[0].local_rank, failed[0].error
+        ended = f"worker {rank}: exit code {failed[0].returncode}{f': {error}' if error else ''}"
+        self._last_words = f"the script failed after the training: {ended}"
+        self._exit_code = EXIT_JOB_FAILED
+        log.error("%s", self._last_words)
 
 
 def _output_s(config: JobConfig) -> float:

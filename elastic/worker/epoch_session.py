@@ -23,6 +23,7 @@ from elastic.domain.errors import (
     LedgerError,
     MissingCheckpoint,
     NonfiniteError,
+    UsageError,
     VaultError,
     describe,
 )
@@ -136,7 +137,7 @@ class EpochSession:
         code = error.exit_code if isinstance(error, ElasticError) else EXIT_FAILURE
         replicas = self._context.replicas.values()
         failed = m.Failed(
-            describe(error),
+            str(error) if isinstance(error, UsageError) else describe(error),
             code,
             self._context.settings.local_rank,
             record=error.record if isinstance(error, NonfiniteError) else None,

@@ -19,11 +19,27 @@ from elastic.domain.types import Accumulate, JobSpec
 from elastic.worker.context import TrainingJob, WorkerContext
 from elastic.worker.control.agent_client import WorkerSettings, connect_agent
 from elastic.worker.epoch_session import EpochSession
+from elastic.worker.model.checks import description, whole_number
+from elastic.worker.model.data_source import DataSource
 from elastic.worker.model.layers import LayerStack, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
-from elastic.worker.profiling.measure import measure_job
+from elastic.worker.profiling.measure import measure_job, note_progress
 from elastic.worker.profiling.run_profile import select_stack
+from elastic.worker.script_exit import begin_training, watch_script
 from elastic.worker.transport.device_fault import crash_on_node_fault
+
+STACK = (
+    "a LayerStack, as ListStack([lambda: Layer(8, 64), lambda: Layer(64, 1)], seed=0); "
+    "docs/guide/custom-model.md shows how to cut a model into layers"
+)
+OPTIMIZER = (
+    "an OptimizerSpec, as OptimizerSpec(factory=torch.optim.Adam, lr=lambda step: 0.003); "
+    "the runtime makes one optimizer per layer"
+)
+MOST_MICROBATCHES = 1_000_000
+"""Largest number of micro-batches per step; plans and reports list each of them."""
+
+watch_script()
 
 
 class Trainer:
@@ -44,7 +60,7 @@ class Trainer:
         tokens_per_microbatch: for the reported tokens per second; 0 if unknown.
         checkpoint_every: steps between two checkpoints; 0 for none.
 
-    Raises FieldError for a number out of range, and UsageError outside `elastic run`.
+    Raises FieldError for an argument that is not usable, and UsageError outside `elastic run`.
     """
 
     def __init__(
@@ -60,16 +76,21 @@ class Trainer:
         tokens_per_microbatch: int = 0,
         checkpoint_every: int = 0,
     ) -> None:
-        for name, value, least in (
-            ("steps", steps, 1),
-            ("microbatches", microbatches, 1),
-            ("tp", tp, 1),
-            ("checkpoint_every", checkpoint_every, 0),
-        ):
-            if value < least:
-                raise FieldError(name, value, f"a whole number from {least} up")
+        if not isinstance(stack, LayerStack):
+            raise FieldError("stack", description(stack), STACK)
+        if not isinstance(optimizer, OptimizerSpec):
+            raise FieldError("optimizer", description(optimizer), OPTIMIZER)
+        source = DataSource(data)
+        steps = whole_number("steps", steps, 1)
+        microbatches = whole_number("microbatches", microbatches, 1, MOST_MICROBATCHES)
+        seed, tp = whole_number("seed", seed), whole_number("tp", tp, 1)
+        checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 0)
+        tokens = whole_number("tokens_per_microbatch", tokens_per_microbatch, 0)
         self._settings = WorkerSettings.from_environment()
+        if self._settings.measure:
+            note_progress(self._settings, "waiting for the script to call Trainer.run()")
         stack = select_stack(self._settings, stack)
+        optimizer.lr(0)  # raises FieldError for a result that is no number
         accumulate = Accumulate(self._settings.accumulate)
         spec = JobSpec(
             layers=stack.specs(accumulate, optimizer),
@@ -77,7 +98,7 @@ class Trainer:
             n_steps=steps,
             tp=tp,
             seed=seed,
-            tokens_per_microbatch=tokens_per_microbatch,
+            tokens_per_microbatch=tokens,
             tied=tuple((group[0][0], owner[0]) for group in stack.tied for owner in group[1:]),
             checkpoint_every=checkpoint_every,
             contents=stack.contents(),
@@ -86,7 +107,7 @@ class Trainer:
         self._job = TrainingJob(
             stack=stack,
             optimizer=optimizer,
-            data=data,
+            data=source,
             accumulate=accumulate,
             spec=spec,
         )
@@ -94,8 +115,10 @@ class Trainer:
     def run(self) -> None:
         """Train until the job is done. Under `elastic profile`, measure the layers instead.
 
-        Raises SystemExit with the job's exit code if the job failed.
+        Raises UsageError if this process has trained before, and SystemExit with the job's exit
+        code if the job failed.
         """
+        begin_training()
         if self._settings.measure:
             measure_job(self._settings, self._job)
             return

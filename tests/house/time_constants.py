@@ -122,6 +122,7 @@ CONSTANTS = {
     "core/policy/progress_watchdog.py PAUSES_S": "interval",
     "core/protocol/election.py RETRY_FIRST_S": "interval",
     "core/protocol/election.py RETRY_LAST_S": "interval",
+    "launcher/commands/profile.py TELL_S": "person",
     "launcher/commands/queries.py DRAIN_POLL_S": "interval",
     "launcher/commands/watch.py NO_ANSWER_S": "person",
     "launcher/flags/addresses.py RESOLVE_INTERVAL_S": "interval",

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic.core.protocol.messages import Diverged, Published
 from elastic.domain.errors import DivergenceError
@@ -17,7 +17,7 @@ from elastic.planning.plan.plan import parse_plan
 from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.epoch_session import EpochSession
-from elastic.worker.model.layers import ListStack
+from elastic.worker.model.layers import ListStack, Microbatch
 from elastic.worker.model.optimizer import adamw
 from elastic.worker.replica.build import build_replica
 from elastic.worker.transport.cancellation import AbandonSignal
@@ -28,7 +28,16 @@ PLAN = parse_plan(
     "pipeline 0 microbatches=0: a[0:1]\n"
     "pipeline 1 microbatches=1: b[0:1]\n"
 )
-STACK = ListStack([lambda: nn.Linear(16, 16, bias=False)], 1)
+
+
+class Layer(nn.Linear):
+    """A layer whose forward pass no test runs."""
+
+    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
+        raise NotImplementedError
+
+
+STACK = ListStack([lambda: Layer(16, 16, bias=False)], 1)
 SECOND = 1, 2
 """Portion of node b: elements 128 to 255."""
 

@@ -200,7 +200,7 @@ class WorkerGroup:
         self._output, self._descendants = Output(config, console), DescendantSampler()
         self._changed = threading.Condition()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._exits: set[int] = set()
+        self._exits: dict[int, WorkerExit] = {}
         self._finishing, self._finished = threading.Lock(), False
         self.tp_store = str(
             Path(config.memory_dir, info.node, f"store-{launch.restart}-{uuid.uuid4().hex[:8]}")
@@ -233,6 +233,11 @@ class WorkerGroup:
         """Return the local ranks of the workers that have not ended."""
         with self._changed:
             return tuple(rank for rank in sorted(self._processes) if rank not in self._exits)
+
+    def failures(self) -> tuple[WorkerExit, ...]:
+        """Return the exits with an error code, by local rank; no signal is among them."""
+        with self._changed:
+            return tuple(one for _, one in sorted(self._exits.items()) if one.returncode > 0)
 
     def samples(self) -> tuple[ProcessSample, ...]:
         """Return the kernel's view of each worker that has not ended."""
@@ -289,7 +294,7 @@ class WorkerGroup:
         with self._changed:
             if ended.local_rank in self._exits:
                 return
-            self._exits.add(ended.local_rank)
+            self._exits[ended.local_rank] = ended
             last = len(self._exits) == self._config.nproc_per_node
             self._changed.notify_all()
         self._on_exit(ended)

@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +24,10 @@ from click import IntRange
 from elastic.command_line import Command, file_errors, make_folder, output_file
 from elastic.domain import codec
 from elastic.domain.errors import EXIT_OK, EXIT_USAGE, ElasticError, FieldError, UsageError
+from elastic.launcher.flags.request import LOOPBACK
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.validators import ACCUMULATE, read_profile
+from elastic.launcher.run.rundir import free_port
 from elastic.planning.cost.profile import (
     LinkProfile,
     Measurement,
@@ -35,6 +39,8 @@ from elastic.planning.cost.profile import (
 )
 
 OUT = "profile.json"
+TELL_S = 4.0
+"""Interval between two lines about what is measured."""
 PROBE = "elastic.worker.transport.link_probe"
 
 
@@ -123,33 +129,51 @@ def _measure(flags: SimpleNamespace, argv: tuple[str, ...]) -> Measurement:
     with tempfile.TemporaryDirectory(prefix="elastic-profile-") as folder:
         order = MeasurementRequest(
             out=str(Path(folder) / "measured.json"),
+            progress=str(Path(folder) / "progress"),
             device=flags.device or "",
             repeat=flags.repeat,
             warmup=flags.warmup,
         )
         path = Path(folder) / "order.json"
         path.write_text(codec.dumps(order))
-        codes = _run(flags, argv, folder, str(path))
+
+        def progress() -> str:
+            """Return what the script's Trainer does; "": the script has not made one yet."""
+            done = Path(order.progress)
+            return done.read_text() if done.exists() else ""
+
+        codes = _run(flags, argv, folder, str(path), progress)
         if any(codes):
             code = next(code for code in codes if code)
-            text = f"the script ended with {code}; its output is above"
+            told = code == EXIT_USAGE or progress()
+            when = "" if told else " before it made a Trainer"
+            text = f"the script ended with {code}{when}; its output is above"
             raise (UsageError if code == EXIT_USAGE else ElasticError)(text)
         if not Path(order.out).exists():
-            remedy = "it ended without a Trainer; give a script that uses elastic"
+            ended = "it ended before Trainer.run()" if progress() else "it made no Trainer"
+            remedy = f"{ended}; give a script that uses elastic and calls Trainer(...).run()"
             raise FieldError("SCRIPT", flags.script, remedy)
         return codec.loads(Measurement, Path(order.out).read_bytes())
 
 
-def _run(flags: SimpleNamespace, argv: tuple[str, ...], folder: str, order: str) -> list[int]:
+def _run(
+    flags: SimpleNamespace,
+    argv: tuple[str, ...],
+    folder: str,
+    order: str,
+    progress: Callable[[], str],
+) -> list[int]:
     """Run the script's processes, with output to standard error; return their exit codes."""
-    processes = []
+    port = free_port()
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(flags.nproc_per_node):
-            env = {**os.environ, **_environment(flags, folder, order, rank)}
+            env = {**os.environ, **_environment(flags, folder, order, rank, port)}
             processes.append(
                 subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
             )
-        return [process.wait() for process in processes]
+        waiting = f"waiting for {flags.script} to make its Trainer"
+        return [_wait(process, lambda: progress() or waiting) for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
@@ -157,13 +181,29 @@ def _run(flags: SimpleNamespace, argv: tuple[str, ...], folder: str, order: str)
                 process.wait()
 
 
-def _environment(flags: SimpleNamespace, folder: str, order: str, rank: int) -> dict[str, str]:
+def _wait(process: subprocess.Popen[bytes], activity: Callable[[], str]) -> int:
+    """Wait for `process`, and print what it does every TELL_S; return its exit code."""
+    began = time.monotonic()
+    while True:
+        try:
+            return process.wait(TELL_S)
+        except subprocess.TimeoutExpired:
+            line = f"elastic profile: {activity()} ({time.monotonic() - began:.0f} s)"
+            print(line, file=sys.stderr, flush=True)
+
+
+def _environment(
+    flags: SimpleNamespace, folder: str, order: str, rank: int, port: int
+) -> dict[str, str]:
     """Return the variables that torchrun and the agent set for the worker of a single node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(flags.nproc_per_node),
         "LOCAL_WORLD_SIZE": str(flags.nproc_per_node),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
         "ELASTIC_MEASURE": order,
         "ELASTIC_AGENT": "",
         "ELASTIC_NODE": "node0",
@@ -178,10 +218,13 @@ def _environment(flags: SimpleNamespace, folder: str, order: str, rank: int) -> 
 def _probe(flags: SimpleNamespace) -> dict[str, Any]:
     """Measure the link between two processes; return the measurements by name."""
     words = [sys.executable, "-m", PROBE, str(flags.repeat)]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=False)
-    if done.returncode:
-        raise ElasticError(f"the link could not be measured ({PROBE} ended with {done.returncode})")
-    found: dict[str, Any] = json.loads(done.stdout)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+        code = _wait(process, lambda: "measuring the link")
+        assert process.stdout is not None
+        output = process.stdout.read()
+    if code:
+        raise ElasticError(f"the link could not be measured ({PROBE} ended with {code})")
+    found: dict[str, Any] = json.loads(output)
     return found
 
 

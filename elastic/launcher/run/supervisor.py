@@ -312,11 +312,22 @@ class Supervisor:
             self._await(wake, self._agents, timeout_s)
         for agent in self._agents:
             agent.kill()
+        if self._code == EXIT_OK:
+            self._check_exits()
         leader = self._coordinators.leader() if finished else None
         for child in self._coordinators.children:
             if child is not leader:
                 child.terminate()
         self._await(wake, self._coordinators.children, timeout_s)
+
+    def _check_exits(self) -> None:
+        """After a job that succeeded: fail if the script failed after its training."""
+        failed = [agent for agent in self._agents if agent.returncode == EXIT_JOB_FAILED]
+        for agent in failed:
+            if agent.name not in self._reported:
+                why = read_last_words(self._path, agent.name) or agent.how
+                self._view.note(f"{agent.name}: {why}")
+            self._code = EXIT_JOB_FAILED if self._request.as_service else EXIT_FAILURE
 
     def _await(self, wake: int, children: Sequence[Child], timeout_s: float) -> bool:
         """Wait until the children have ended; return False after the timeout or another signal."""

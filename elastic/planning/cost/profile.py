@@ -180,6 +180,8 @@ class MeasurementRequest:
 
     out: str
     """File for the resulting `Measurement` as JSON."""
+    progress: str
+    """File for a line about what is measured at present; the script's Trainer creates it."""
     device: str = ""
     """Name of the device type; "": the device's own name."""
     repeat: int = 20

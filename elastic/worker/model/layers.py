@@ -13,14 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from elastic.domain.errors import FieldError
+from elastic.domain.errors import FieldError, describe
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.worker.model import rng as randomness
+from elastic.worker.model.checks import Described, check_callable, description, whole_number
 from elastic.worker.model.gradients import DTYPES, FlatLayout, flat_numel
+from elastic.worker.model.layer_checks import check_module
 from elastic.worker.model.optimizer import OptimizerSpec
 
 Tied = tuple[tuple[tuple[int, str], ...], ...]
 """Groups of (layer, parameter name) that are one tensor."""
+BUILDER = "each entry must be a function that builds the layer anew, as lambda: Layer(64, 64)"
+TIED = "groups of (layer, parameter name), as (((0, 'weight'), (3, 'weight')),)"
 ADAM_BYTES = 8
 """Assumed optimizer bytes per element if no optimizer is given: two float32 moments."""
 
@@ -160,20 +164,27 @@ def layer_spec(
 class ListStack(LayerStack):
     """The user's own layers, one builder function per layer, without tensor parallelism.
 
-    Builders draw initial values from torch's default generator. A builder must build the same
-    module on each call. Raises FieldError for an empty list or an unknown tied parameter.
+    Builders draw initial values from torch's default generator. A builder must build a new, equal
+    module on each call, also on the meta device. Raises FieldError for an entry that is no builder
+    and for a wrong `tied`.
     """
 
     def __init__(
         self, builders: Sequence[Callable[[], nn.Module]], seed: int, tied: Tied = ()
     ) -> None:
-        if not builders:
+        if isinstance(builders, nn.Module) or not isinstance(builders, Iterable):
+            raise FieldError("builders", description(builders), f"a list of builders: {BUILDER}")
+        self.builders = tuple(builders)
+        if not self.builders:
             raise FieldError("builders", builders, "at least one layer is needed")
-        self.builders, self.seed, self.tied = tuple(builders), seed, tied
-        for layer, name in (owner for group in tied for owner in group):
-            known = 0 <= layer < len(builders)
-            if not known or name not in dict(self._on_meta(layer).named_parameters()):
-                raise FieldError("tied", (layer, name), "no such layer or parameter")
+        for index, builder in enumerate(self.builders):
+            if isinstance(builder, nn.Module):
+                raise FieldError(f"builders[{index}]", description(builder), BUILDER)
+            check_callable(f"builders[{index}]", builder, 0, BUILDER)
+        self.seed = whole_number("seed", seed)
+        self._described: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        self.tied = tied
+        self._check_tied()
 
     @property
     def n_layers(self) -> int:
@@ -199,16 +210,46 @@ class ListStack(LayerStack):
     ) -> tuple[LayerSpec, ...]:
         described = []
         for index in range(self.n_layers):
-            parameters = list(self._on_meta(index).named_parameters())
+            parameters = self._parameters(index)
             forward_s = 2e-9 * (sum(p.numel() for _, p in parameters) + 1)
             described.append(layer_spec(parameters, accumulate, optimizer, forward_s=forward_s))
         return tuple(described)
 
     def contents(self) -> tuple[str, ...]:
-        return tuple(
-            describe_parameters(self._on_meta(index).named_parameters())
-            for index in range(self.n_layers)
-        )
+        return tuple(describe_parameters(self._parameters(index)) for index in range(self.n_layers))
+
+    def _check_tied(self) -> None:
+        """Raise FieldError unless each group of `tied` names equal parameters of these layers."""
+        groups = self.tied if isinstance(self.tied, Sequence) else None
+        if groups is None or not all(_is_tied_group(group) for group in groups):
+            raise FieldError("tied", self.tied, TIED)
+        for group in groups:
+            shapes = set()
+            for layer, name in group:
+                known = dict(self._parameters(layer)) if 0 <= layer < self.n_layers else {}
+                if name not in known:
+                    raise FieldError("tied", (layer, name), "no such layer or parameter")
+                shapes.add((tuple(known[name].shape), known[name].dtype))
+            if len(shapes) > 1:
+                found = " and ".join(sorted(str(shape) for shape, _ in shapes))
+                remedy = "tied parameters need the same shape and type"
+                raise FieldError("tied", group, f"{remedy}: these have the shapes {found}")
+
+    def _parameters(self, index: int) -> list[tuple[str, nn.Parameter]]:
+        """Return names and parameters of layer `index` on the meta device, without values. Raises
+        FieldError if its module is not usable, or if the builder does not build an equal one."""
+        if index not in self._described:
+            module, again = self._on_meta(index), self._on_meta(index)
+            field = f"builders[{index}]"
+            check_module(index, module)
+            if module is again:
+                raise FieldError(field, Described("the same module at each call"), BUILDER)
+            found = list(module.named_parameters())
+            if describe_parameters(found) != describe_parameters(again.named_parameters()):
+                remedy = "each call must build the same parameters, because any node may call it"
+                raise FieldError(field, Described("another module at the second call"), remedy)
+            self._described[index] = found
+        return self._described[index]
 
     def _initial(self, index: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -216,8 +257,26 @@ class ListStack(LayerStack):
             return self.builders[index]()
 
     def _on_meta(self, index: int) -> nn.Module:
-        with torch.device("meta"):
-            return self.builders[index]()
+        try:
+            with torch.device("meta"):
+                return self.builders[index]()
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            remedy = "it also runs on the meta device, where tensors have no values: compute sizes"
+            what = Described(f"a builder that reads values of tensors ({describe(error)})")
+            raise FieldError(f"builders[{index}]", what, f"{remedy} without tensors") from error
+
+
+def _is_tied_group(group: object) -> bool:
+    """Return whether `group` is a sequence of (layer, parameter name)."""
+    return isinstance(group, Sequence) and all(
+        isinstance(owner, Sequence)
+        and len(owner) == 2
+        and isinstance(owner[0], int)
+        and isinstance(owner[1], str)
+        for owner in group
+    )
 
 
 def _holds_constants(module: nn.Module) -> bool:

@@ -7,22 +7,39 @@ an update does not depend on earlier steps except through the state.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from elastic.domain.errors import FieldError
-from elastic.domain.state_layout import span
+from elastic.domain.errors import ElasticError, FieldError, describe
+from elastic.domain.state_layout import GRAIN, span
 from elastic.domain.types import WHOLE, Portion
 from elastic.planning.plan.schemes import SHARDED
+from elastic.worker.model.checks import Described, check_callable, description
 
+FACTORY = (
+    "a function of the parameter groups that returns a torch optimizer of these parameters, as "
+    "lambda groups: torch.optim.AdamW(groups)"
+)
+GROUPS = (
+    "a function of [(name, parameter), ...] that returns groups, as "
+    'lambda named: [{"params": [p for _, p in named], "weight_decay": 0.1}]'
+)
+RATE = "a function of the step, as lambda step: 0.003"
+ANY_OPTIMIZER = (
+    "each layer has an optimizer of its own, which must accept parameters of any shape and a step "
+    "without closure, as torch.optim.AdamW does"
+)
 ParameterGroups = list[dict[str, Any]]
 LearningRate = Callable[[int], float]
 """Learning rate as a function of the step."""
@@ -64,10 +81,15 @@ class OptimizerSpec:
     then can the holders of a layer share the optimizer's state."""
 
     def __post_init__(self) -> None:
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise FieldError(
-                "clip_norm", self.clip_norm, "a positive number, or None for no clipping"
-            )
+        check_callable("OptimizerSpec.factory", self.factory, 1, FACTORY)
+        check_callable("OptimizerSpec.groups", self.groups, 1, GROUPS)
+        check_callable("OptimizerSpec.lr", self.lr, 1, RATE)
+        object.__setattr__(self, "lr", _checked_rate(self.lr))
+        clip = self.clip_norm
+        number = isinstance(clip, Real) and not isinstance(clip, bool)
+        if clip is not None and not (number and 0 < clip < math.inf):
+            remedy = "a positive number, or None for no clipping"
+            raise FieldError("clip_norm", description(clip), remedy)
 
     def check(self, *, shared: bool) -> None:
         """Raise FieldError if holders are to share the optimizer's state (`shared`) and cannot."""
@@ -87,8 +109,12 @@ class OptimizerSpec:
 
     def describe(self) -> str:
         """Return the optimizer's class and state in a short text, by which a checkpoint of another
-        optimizer is recognized."""
+        optimizer is recognized. Raises FieldError if the optimizer is not usable."""
         tiny = self._tiny(torch.bfloat16 if self.master_weights else torch.float32)
+        if self.elementwise and not _is_elementwise(self):
+            kind = type(tiny.optimizer).__name__
+            remedy = f"{kind} updates an element by the gradients of others: leave it out"
+            raise FieldError("OptimizerSpec.elementwise", True, remedy)
         keys = {key for _, key, _ in tiny.tensors()} | {p.rsplit("/", 1)[1] for p in tiny.extra()}
         masters = ["float32 masters"] if tiny.masters else []
         state = ", ".join([*sorted(keys), *masters]) or "no state"
@@ -97,7 +123,8 @@ class OptimizerSpec:
     def _tiny(self, dtype: torch.dtype) -> LayerOptimizer:
         """Return the optimizer of a tiny layer after one step."""
         tiny = LayerOptimizer([("tiny", Parameter(torch.zeros(4, 4, dtype=dtype)))], self)
-        tiny.step([torch.zeros(4, 4)], 0.0)
+        with _own_errors_of(f"the step of {type(tiny.optimizer).__name__}"):
+            tiny.step([torch.zeros(4, 4)], 0.0)
         return tiny
 
 
@@ -130,7 +157,10 @@ class LayerOptimizer:
                     master if empty else master.copy_(parameter.detach())
                 )
         self.targets: dict[str, Parameter] = {**self.parameters, **self.masters}
-        self.optimizer = spec.factory(self._groups(spec, dict(parameters)))
+        groups = self._groups(spec, dict(parameters))
+        with _own_errors_of("an optimizer"):
+            self.optimizer = spec.factory(groups)
+        self._check_optimizer()
         self._initial = [self._scalars(group) for group in self.optimizer.param_groups]
 
     def portion_of(self, tensor: Tensor) -> Tensor:
@@ -143,7 +173,7 @@ class LayerOptimizer:
     def _groups(self, spec: OptimizerSpec, whole: Mapping[str, Parameter]) -> ParameterGroups:
         """Return the spec's groups, with whole parameters replaced by the update targets."""
         target_of = {id(parameter): self.targets[name] for name, parameter in whole.items()}
-        groups = [{**g, "params": list(g["params"])} for g in spec.groups(list(whole.items()))]
+        groups = _read_groups(spec.groups(list(whole.items())))
         held = [id(p) for group in groups for p in group["params"]]
         if sorted(held) != sorted(target_of):
             remedy = "every parameter of the layer, and no other, must be in exactly one group"
@@ -153,6 +183,17 @@ class LayerOptimizer:
         return [
             {**group, "params": [target_of[id(p)] for p in group["params"]]} for group in groups
         ]
+
+    def _check_optimizer(self) -> None:
+        """Raise FieldError unless the factory returned an optimizer of the update targets."""
+        made: object = self.optimizer
+        if not isinstance(made, torch.optim.Optimizer):
+            what = Described(f"a function that returns {description(made)}")
+            raise FieldError("OptimizerSpec.factory", what, FACTORY)
+        held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
+        if held != {id(target) for target in self.targets.values()}:
+            what = Described(f"{type(made).__name__} of other parameters")
+            raise FieldError("OptimizerSpec.factory", what, FACTORY)
 
     def step(self, gradients: Sequence[Tensor], lr: float) -> None:
         """Update in place from `gradients`: float32, in parameter order, this portion of each."""
@@ -217,6 +258,69 @@ class LayerOptimizer:
     def _scalars(group: dict[str, Any]) -> dict[str, Any]:
         simple = (bool, int, float, str)
         return {k: v for k, v in group.items() if k != "lr" and isinstance(v, simple)}
+
+
+def _read_groups(given: object) -> ParameterGroups:
+    """Return the result of `OptimizerSpec.groups` with lists of parameters. Raises FieldError."""
+    groups: ParameterGroups = []
+    for group in given if isinstance(given, Iterable) else [given]:
+        known: dict[str, Any] = dict(group) if isinstance(group, Mapping) else {}
+        params = known.get("params")
+        if isinstance(params, Tensor) or not isinstance(params, Iterable):
+            what = Described(f"a function that returns {description(given)}")
+            raise FieldError("OptimizerSpec.groups", what, GROUPS)
+        groups.append({**known, "params": list(params)})
+    return groups
+
+
+def _checked_rate(lr: LearningRate) -> LearningRate:
+    """Return `lr` with a check of its results."""
+
+    @functools.wraps(lr, updated=())
+    def rate(step: int) -> float:
+        found: object = lr(step)
+        number = isinstance(found, Real) and not isinstance(found, bool)
+        if not number or not 0 <= float(found) < math.inf:  # type: ignore[arg-type]
+            remedy = "return a finite number from 0 up, as lambda step: 0.003 does"
+            raise FieldError(f"OptimizerSpec.lr({step})", description(found), remedy)
+        return float(found)  # type: ignore[arg-type]
+
+    return rate
+
+
+@contextmanager
+def _own_errors_of(what: str) -> Iterator[None]:
+    """Raise FieldError for an error that torch raised, or that no line of the script raised: the
+    script's optimizer needs something that it cannot have."""
+    try:
+        yield
+    except ElasticError:
+        raise
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        place = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+        if place.split(".")[0] not in ("torch", "elastic"):
+            raise
+        failed = Described(f"{what} that fails with {describe(error)}")
+        raise FieldError("OptimizerSpec.factory", failed, ANY_OPTIMIZER) from error
+
+
+def _is_elementwise(spec: OptimizerSpec) -> bool:
+    """Return whether the two halves of a tensor are updated as the whole tensor is."""
+    start = torch.linspace(-1.0, 1.0, 2 * GRAIN).view(2, GRAIN)
+    results: list[Tensor] = []
+    for portions in ((WHOLE,), ((0, 2), (1, 2))):
+        parts = []
+        for portion in portions:
+            one = LayerOptimizer([("tiny", Parameter(start.clone()))], spec, portion=portion)
+            for step in (1, 2):
+                one.step([one.portion_of((start * step).cos())], 0.01)
+            parts += [parameter.detach().reshape(-1) for parameter in one.parameters.values()]
+        results.append(torch.cat(parts))
+    whole, halves = results
+    return torch.allclose(whole, halves)
 
 
 def constant(lr: float) -> LearningRate:

@@ -10,8 +10,8 @@ and of its weight part. Equal layers are measured once.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -34,26 +34,38 @@ from elastic.worker.replica.replica import LayerReplica, shard_dim
 def measure_job(settings: WorkerSettings, job: TrainingJob) -> None:
     """Measure all layers. TP rank 0 writes the result to the file that the request names.
 
-    The file `settings.measure` holds the request. Raises SystemExit with code 2 if the number of
-    workers per node is not `tp`.
+    The file `settings.measure` holds the request. Raises FieldError if the number of workers per
+    node is not `tp`.
     """
-    order = codec.loads(MeasurementRequest, Path(settings.measure).read_bytes())
+    order = _request(settings)
     if settings.local_world_size != job.spec.tp:
-        error = FieldError(
+        raise FieldError(
             "--nproc-per-node",
             settings.local_world_size,
             f"the script's layers run on tp {job.spec.tp}",
         )
-        print(f"elastic profile: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code)
     device = choose_device(settings.local_rank)
     tp = job.stack.tensor_parallel(settings.local_rank, job.spec.tp, settings.tp_store, device)
     microbatch = job.data(0, 0)
     fields = {name: tensor.to(device) for name, tensor in microbatch.fields.items()}
-    measured = _LayerMeasurement(job, device, tp, order).run(Microbatch(0, 0, fields))
+    note = partial(note_progress, settings)
+    measured = _LayerMeasurement(job, device, tp, order, note).run(Microbatch(0, 0, fields))
     if tp.rank == 0:
         _write_result(order, job.spec, device, measured)
     job.stack.release()
+
+
+def note_progress(settings: WorkerSettings, text: str) -> None:
+    """Let `elastic profile` print what this process does. Called first when a Trainer is made."""
+    if settings.local_rank == 0:
+        progress = Path(_request(settings).progress)
+        draft = progress.with_suffix(".tmp")
+        draft.write_text(text)
+        os.replace(draft, progress)
+
+
+def _request(settings: WorkerSettings) -> MeasurementRequest:
+    return codec.loads(MeasurementRequest, Path(settings.measure).read_bytes())
 
 
 def _write_result(
@@ -82,9 +94,16 @@ class _LayerMeasurement:
     """Measures one job's layers on one device."""
 
     def __init__(
-        self, job: TrainingJob, device: torch.device, tp: TensorParallel, order: MeasurementRequest
+        self,
+        job: TrainingJob,
+        device: torch.device,
+        tp: TensorParallel,
+        order: MeasurementRequest,
+        note: Callable[[str], None],
     ) -> None:
+        """`note(text)` is called before each layer."""
         self._job, self._device, self._tp, self._order = job, device, tp, order
+        self._note = note
 
     def run(self, microbatch: Microbatch) -> list[tuple[LayerSpec, int]]:
         """Return per layer (measured values, index of the equal layer that was measured)."""
@@ -96,6 +115,7 @@ class _LayerMeasurement:
             replica = job.replica(index, self._tp, self._device)
             key = index if index in (0, last) else _signature(replica, hidden)
             if key not in known:
+                self._note(f"measuring layer {index + 1} of {last + 1}")
                 known[key] = self._measure(replica, hidden, microbatch)
             layer, measured_index, hidden = known[key]
             results.append((layer, measured_index))

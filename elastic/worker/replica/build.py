@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from elastic.domain.types import WHOLE, Accumulate, Portion
 from elastic.worker.model.gradients import Accumulator, FlatLayout, exact_limit
+from elastic.worker.model.layer_checks import check_module
 from elastic.worker.model.layers import LayerStack, TensorParallel
 from elastic.worker.model.optimizer import LayerOptimizer, OptimizerSpec
 from elastic.worker.replica.replica import LayerReplica, shard_dim
@@ -27,10 +29,12 @@ def build_replica(
     """Return a replica of layer `index` at version 0.
 
     `n_microbatches`: micro-batches of a step, over all pipelines. `empty`: with arbitrary values to
-    replace.
+    replace. Raises FieldError if the module or the optimizer is not usable.
     """
     module = (stack.build_empty if empty else stack.build)(index, device, tp)
-    module.train()
+    if isinstance(module, nn.Module):
+        module.train()
+    check_module(index, module)
     parameters = list(module.named_parameters())
     outside_norm = {name for group in stack.tied for layer, name in group[1:] if layer == index}
     if tp.rank > 0:
@@ -44,6 +48,7 @@ def build_replica(
         Accumulator(FlatLayout.of(parameters), accumulate, device, f"layer {index}", limit),
         seed=seed,
         outside_norm=frozenset(outside_norm),
+        last=index == stack.n_layers - 1,
     )
 
 

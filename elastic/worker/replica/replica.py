@@ -14,6 +14,7 @@ from elastic.domain.types import WHOLE, Portion
 from elastic.worker.model import gradients
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.gradients import Accumulator, FlatLayout
+from elastic.worker.model.layer_checks import LayerChecks
 from elastic.worker.model.layers import Microbatch, TensorParallel
 from elastic.worker.model.optimizer import LayerOptimizer
 from elastic.worker.model.state_codec import (
@@ -47,8 +48,10 @@ class LayerReplica(GradientSum):
         *,
         seed: int,
         outside_norm: frozenset[str] = frozenset(),
+        last: bool = False,
     ) -> None:
-        """`outside_norm`: names of parameters that another worker counts in the gradient norm."""
+        """`outside_norm`: names of parameters that another worker counts in the gradient norm.
+        `last`: whether the layer returns the loss."""
         super().__init__(index, accumulator)
         self.shard, self.tp_size, self.module, self.seed = tp.rank, tp.size, module, seed
         self.version = 0
@@ -69,15 +72,17 @@ class LayerReplica(GradientSum):
         self._in_norm = [place for place in self.layout.ranges if place.name not in outside_norm]
         self._parameters = dict(module.named_parameters())
         self._plan: StatePlan | None = None
+        self._checks = LayerChecks(index, module, last=last)
 
     # ---- a micro-batch ----
 
     def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
-        """Run the layer with random numbers keyed by (seed, step, micro-batch, layer)."""
+        """Run the layer with random numbers keyed by (seed, step, micro-batch, layer). Raises
+        FieldError if the layer breaks the rules of `LayerStack`."""
         step, index = microbatch.step, microbatch.index
         randomness.seed_forward(self.seed, step, index, self.index, self.device)
-        out: Tensor = self.module(hidden, microbatch)
-        return out
+        self._checks.begin()
+        return self._checks.end(hidden, self.module(hidden, microbatch))
 
     def collect(self, index: int, *, skip: bool) -> None:
         """Move the gradients of micro-batch `index` into the sum, and `index` into the ledger.

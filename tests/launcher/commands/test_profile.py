@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -68,6 +69,9 @@ print("left")
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "plain.py").write_text("print('no trainer')")
+    (tmp_path / "unused.py").write_text(
+        SCRIPT.replace(").run()", ")").replace("int(sys.argv[1])", "48")
+    )
     (tmp_path / "broken.py").write_text("raise SystemExit(7)")
     (tmp_path / "known.json").write_text(format_profile(known()))
     monkeypatch.chdir(tmp_path)
@@ -166,8 +170,9 @@ def test_wrong_flags(
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [
-        (["plain.py"], 2, "without a Trainer"),
-        (["broken.py"], 1, "ended with 7"),
+        (["plain.py"], 2, "'plain.py' is not usable: it made no Trainer; give a script that"),
+        (["unused.py"], 2, "'unused.py' is not usable: it ended before Trainer.run(); give a"),
+        (["broken.py"], 1, "ended with 7 before it made a Trainer; its output is above"),
         (["--nproc-per-node", "2", "script.py", "48"], 2, "--nproc-per-node"),
     ],
 )
@@ -177,8 +182,32 @@ def test_scripts_that_cannot_be_measured(
     done = run(*words)
     assert done.returncode == code and part in done.stderr
     assert not (place / "profile.json").exists() and sorted(os.listdir(place)) == [
-        "broken.py", "known.json", "plain.py", "script.py",
+        "broken.py", "known.json", "plain.py", "script.py", "unused.py",
     ]  # fmt: skip
+
+
+def test_a_script_finds_the_variables_of_torchrun(place: Path) -> None:
+    (place / "plain.py").write_text(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\nprint(dist.get_rank())"
+    )
+    done = run("plain.py")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "it made no Trainer" in done.stderr
+
+
+def test_a_long_measurement_is_not_silent(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("elastic.launcher.commands.profile"), "TELL_S", 0.1)
+    script = SCRIPT.replace("torch.tanh", "time.sleep(0.02) or torch.tanh").replace(
+        "sys,", "sys, time,"
+    )
+    (place / "script.py").write_text(script)
+    assert cli.main(["profile", "--repeat", "9", "--links", "script.py", "48"]) == 0
+    err = capfd.readouterr().err
+    assert "elastic profile: waiting for script.py to make its Trainer (" in err
+    assert "elastic profile: measuring layer 2 of 5 (" in err
+    assert "elastic profile: measuring the link (" in err
 
 
 def found(**changes: Any) -> Measurement:

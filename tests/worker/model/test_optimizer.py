@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -214,3 +215,81 @@ def test_groups_may_be_iterators() -> None:
     LayerOptimizer(named, one_group).step([torch.ones(4, 3), torch.ones(4)], 0.1)
     for (_, parameter), old in zip(named, before, strict=True):
         torch.testing.assert_close(parameter.detach(), old - 0.1)
+
+
+def other_parameters(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.Adam([Parameter(torch.ones(2))])
+
+
+def broken(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    raise KeyError("an error of the script")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("factory", torch.optim.Adam([Parameter(torch.ones(2))]), "an object of type Adam"),
+        ("factory", "adam", "'adam'"),
+        ("factory", lambda: None, r"<lambda>\(\)"),
+        ("factory", lambda groups, lr: None, r"<lambda>\(groups, lr\)"),
+        ("factory", lambda groups: None, "a function that returns None"),
+        ("factory", other_parameters, "Adam of other parameters"),
+        ("factory", torch.optim.LBFGS, "the step of LBFGS that fails with TypeError: .*closure"),
+        ("factory", torch.optim.SparseAdam, "the step of SparseAdam that fails with RuntimeError"),
+        (
+            "factory",
+            lambda groups: torch.optim.Adam(groups, betas=(2.0, 3.0)),
+            "an optimizer that fails with ValueError: Invalid beta parameter",
+        ),
+        ("groups", [{"weight_decay": 0.1}], "an object of type list"),
+        ("groups", lambda named: None, "a function that returns None"),
+        ("groups", lambda named: [p for _, p in named], "a function that returns an object of"),
+        ("groups", lambda named: {"params": []}, "a function that returns an object of type dict"),
+        ("lr", 3e-3, r"0.003 is not usable: a function of the step, as lambda step: 0.003"),
+        ("lr", None, "None"),
+        ("lr", lambda: 0.1, r"<lambda>\(\)"),
+        ("lr(0)", lambda step: None, "None .*a finite number from 0 up"),
+        ("lr(0)", lambda step: torch.tensor(0.1), r"a tensor of shape \(\)"),
+        ("lr(0)", lambda step: "0.1", "'0.1'"),
+        ("lr(0)", lambda step: float("nan"), "nan"),
+        ("lr(0)", lambda step: -0.1, "-0.1"),
+    ],
+)
+def test_a_wrong_field_is_named(field: str, value: Any, text: str) -> None:
+    fields: dict[str, Any] = {"factory": FACTORIES["sgd"], "lr": constant(0.1)}
+    fields[field.partition("(")[0]] = value
+    with pytest.raises(FieldError, match=rf"^OptimizerSpec.{re.escape(field)}: {text}"):
+        wrong = OptimizerSpec(**fields)
+        wrong.describe()
+        wrong.lr(0)
+
+
+@pytest.mark.parametrize("clip", ["1", -1.0, 0, True, float("inf"), float("nan")])
+def test_the_clip_norm_is_a_positive_number(clip: Any) -> None:
+    with pytest.raises(FieldError, match=r"clip_norm: .* a positive number, or None"):
+        spec("sgd", clip_norm=clip)
+
+
+def test_an_optimizer_that_cannot_update_every_layer_is_refused() -> None:
+    muon = OptimizerSpec(factory=torch.optim.Muon, lr=constant(0.1))
+    assert muon.describe().startswith("Muon")
+    with pytest.raises(
+        FieldError, match=r"fails with ValueError: Muon only supports 2D parameters"
+    ):
+        LayerOptimizer(parameters(), muon)
+
+
+def test_an_error_of_the_script_stays_as_it_is() -> None:
+    with pytest.raises(KeyError, match="an error of the script"):
+        OptimizerSpec(factory=broken, lr=constant(0.1)).describe()
+
+
+def test_a_schedule_returns_floats() -> None:
+    assert OptimizerSpec(factory=FACTORIES["sgd"], lr=lambda step: 1 + step).lr(1) == 2.0
+
+
+def test_an_optimizer_that_is_not_elementwise_is_found() -> None:
+    made = OptimizerSpec(factory=torch.optim.Adafactor, lr=constant(0.1), elementwise=True)
+    with pytest.raises(FieldError, match=r"OptimizerSpec.elementwise: True .*Adafactor updates"):
+        made.describe()
+    assert adamw(0.1).describe().startswith("AdamW")

@@ -1,0 +1,104 @@
+"""Checks that a layer's module follows the rules of `LayerStack`.
+
+`check_module` finds what a built module shows; `LayerChecks` watches its forward passes, because
+only they show what a layer returns and whether it changes its buffers.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from elastic.domain.errors import FieldError
+from elastic.worker.model.checks import Described, check_callable, description
+
+FORWARD = "its forward must accept (hidden, microbatch): derive a class from it, or wrap it in one"
+LAZY = "lazy modules have no shapes yet: give their sizes, as nn.Linear(64, 64)"
+STATE = "a layer that moves to another node, or is exported, loses it"
+
+
+def layer_name(index: int, module: object) -> str:
+    """Return how errors name a layer."""
+    return f"layer {index} ({type(module).__name__})"
+
+
+def check_module(index: int, module: object) -> None:
+    """Raise FieldError if `module`, in training mode, cannot be layer `index`."""
+    name = layer_name(index, module)
+    if not isinstance(module, nn.Module):
+        raise FieldError(f"layer {index}", description(module), "build a torch.nn.Module")
+    lazy = [key for key, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise FieldError(f"{name}, parameter {lazy[0]}", Described("a lazy parameter"), LAZY)
+    for key, parameter in module.named_parameters():
+        if parameter.is_complex():
+            remedy = "gradients are summed as real numbers: use torch.view_as_complex in forward"
+            raise FieldError(f"{name}, parameter {key}", description(parameter), remedy)
+    check_callable(name, module.forward, 2, FORWARD)
+    for key, part in module.named_modules():
+        if isinstance(part, _NormBase) and part.training and part.track_running_stats:
+            what = Described(f"{type(part).__name__} with running averages")
+            remedy = f"{STATE}: use LayerNorm or GroupNorm, or track_running_stats=False"
+            raise FieldError(f"{name}, module {key}" if key else name, what, remedy)
+
+
+class LayerChecks:
+    """Checks the forward passes of one layer. `last`: it returns the loss."""
+
+    def __init__(self, index: int, module: nn.Module, *, last: bool) -> None:
+        self._name, self._last = layer_name(index, module), last
+        self._trains = any(parameter.requires_grad for parameter in module.parameters())
+        self._buffers = [
+            (f"{prefix}.{key}" if prefix else key, part, key)
+            for prefix, part in module.named_modules()
+            for key in part._buffers
+        ]
+        self._before: list[tuple[int, int]] = []
+
+    def begin(self) -> None:
+        """Called before each forward pass."""
+        if self._buffers:
+            self._before = self._marks()
+
+    def end(self, hidden: Tensor | None, out: object) -> Tensor:
+        """Return `out`, the result of a forward pass of `hidden`. Raises FieldError if it is not
+        usable, or if the pass has changed a buffer that belongs to the module's state."""
+        if not isinstance(out, Tensor):
+            raise FieldError(self._name, description(out), self._wanted())
+        if (self._last and out.numel() != 1) or not (out.is_floating_point() or out.is_complex()):
+            raise FieldError(self._name, description(out), self._wanted())
+        depends = hidden.requires_grad if hidden is not None else self._trains
+        if depends and torch.is_grad_enabled() and not out.requires_grad:
+            remedy = "it must depend on its input and parameters: leave out detach and no_grad"
+            raise FieldError(self._name, Described("a result without gradient"), remedy)
+        if self._buffers:
+            self._check_buffers()
+        return out
+
+    def _wanted(self) -> str:
+        if self._last:
+            return (
+                "forward of the last layer must return the mean loss, one number, as .mean() does"
+            )
+        return "forward must return one floating-point tensor, the input of the next layer"
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Return identity and number of changes of each buffer."""
+        found = (part._buffers.get(key) for _, part, key in self._buffers)
+        return [(id(buffer), 0 if buffer is None else buffer._version) for buffer in found]
+
+    def _check_buffers(self) -> None:
+        """Raise FieldError if the pass changed a buffer; warn if the module does not save it."""
+        after = self._marks()
+        changed = [i for i, mark in enumerate(after) if mark != self._before[i]]
+        for key, part, own in (self._buffers[i] for i in changed):
+            field, what = f"{self._name}, buffer {key}", Described("a value that training changes")
+            if own not in part._non_persistent_buffers_set:
+                raise FieldError(field, what, f"{STATE}: only constant buffers are possible")
+            print(f"elastic: warning: {field} is changed by training: {STATE}", file=sys.stderr)
+        if changed:
+            self._buffers = [one for i, one in enumerate(self._buffers) if i not in changed]

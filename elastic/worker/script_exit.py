@@ -1,0 +1,110 @@
+"""The end of a training script: usage errors in one line, and a warning if it never trained.
+
+`watch_script` is called when a script imports `Trainer`. Without it a wrong argument would end in a
+traceback through this package, which does not help the author of the script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+
+from elastic.core.protocol import messages as m
+from elastic.domain.errors import ElasticError, UsageError
+from elastic.worker.control.agent_client import WorkerSettings, connect_agent
+
+ONCE = (
+    "a script trains once: this process has called Trainer.run() before; "
+    "use one Trainer, with the steps of the whole training"
+)
+NEVER = "ended without training: it never called Trainer(...).run()"
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_PACKAGE = __name__.partition(".")[0]
+
+
+class _Script:
+    """State of the script that runs in this process."""
+
+    watched = trained = False
+
+
+def watch_script() -> None:
+    """Install the hooks of this process, once."""
+    if not _Script.watched:
+        _Script.watched = True
+        sys.excepthook = partial(_on_uncaught, sys.excepthook)
+        atexit.register(_warn_if_never_trained)
+
+
+def begin_training() -> None:
+    """Called when the script begins to train. Raises UsageError if it has trained before."""
+    if _Script.trained:
+        raise UsageError(ONCE)
+    _Script.trained = True
+
+
+def user_place(trace: TracebackType | None) -> str:
+    """Return "FILE:LINE: " of the innermost line of `trace` outside of this package; "": none."""
+    place = ""
+    while trace is not None:
+        code, module = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] != _PACKAGE:
+            place = f"{_short(code.co_filename)}:{trace.tb_lineno}: "
+        trace = trace.tb_next
+    return place
+
+
+def _short(path: str) -> str:
+    """Return `path` relative to the working directory, if it is below it."""
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the directory is gone
+        return path
+    return path if relative.startswith(os.pardir) else relative
+
+
+def _on_uncaught(
+    former: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Report a usage error in one line, and end with its exit code; pass on all other errors."""
+    if not isinstance(error, UsageError) or hasattr(sys, "ps1"):
+        former(kind, error, trace)
+        return
+    text = f"{user_place(trace)}{error}"
+    if not _told_agent(text, error.exit_code):
+        print(f"elastic: {text}", file=sys.stderr, flush=True)
+    raise SystemExit(error.exit_code)
+
+
+def _told_agent(text: str, code: int) -> bool:
+    """Report the job's failure, which the launcher prints once. Return False without an agent, and
+    after the training, when the job has its result."""
+    if not _is_worker() or _Script.trained:
+        return False
+    try:
+        settings = WorkerSettings.from_environment()
+        connect_agent(settings).send(m.Failed(text, code, settings.local_rank))
+    except (ElasticError, OSError):
+        return False
+    return True
+
+
+def _warn_if_never_trained() -> None:
+    """Print a warning, once per job. It goes to stdout, because the last line on stderr counts as
+    the cause if the script ends with an exit code."""
+    raised = getattr(sys, "last_value", None) is not None
+    if _Script.trained or raised or not _is_worker() or os.environ.get("RANK") != "0":
+        return
+    with contextlib.suppress(OSError, ValueError):
+        print(f"elastic: warning: {sys.argv[0]} {NEVER}", flush=True)
+
+
+def _is_worker() -> bool:
+    """Return whether this process is a worker of `elastic run`, and no child of one."""
+    return bool(os.environ.get("ELASTIC_AGENT")) and multiprocessing.parent_process() is None

@@ -1,0 +1,69 @@
+"""Wrong arguments of `Trainer`: one line says what was given, and what is wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.domain.errors import FieldError, UsageError
+from elastic.worker.model.layers import ListStack
+from elastic.worker.trainer import Trainer
+from tests.worker.model.toy_model import microbatch, sgd, toy_stack
+
+MODULE = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+ADAM = torch.optim.Adam(MODULE.parameters())
+WHOLE = "a whole number"
+STACK = r"a LayerStack, as ListStack\(\[lambda: Layer"
+OPTIMIZER = r"an OptimizerSpec, as OptimizerSpec\(factory=torch.optim.Adam, lr=lambda step: 0.003\)"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "given", "wanted"),
+    [
+        ("stack", MODULE, "an object of type Sequential", STACK),
+        ("stack", nn.ModuleList([MODULE]), "an object of type ModuleList", STACK),
+        ("stack", [lambda: MODULE], "an object of type list", STACK),
+        ("stack", ListStack, "the class ListStack", STACK),
+        ("stack", toy_stack, "the function toy_stack", STACK),
+        ("stack", None, "None", STACK),
+        ("optimizer", ADAM, "an object of type Adam", OPTIMIZER),
+        ("optimizer", torch.optim.Adam, "the class Adam", OPTIMIZER),
+        ("optimizer", "adam", "'adam'", OPTIMIZER),
+        ("data", [microbatch(0, 0)], "an object of type list", r"a function data\(step, index\)"),
+        ("steps", 0, "0", f"{WHOLE} from 1 up"),
+        ("steps", 4.0, "4.0", f"{WHOLE} from 1 up"),
+        ("steps", "4", "'4'", f"{WHOLE} from 1 up"),
+        ("steps", None, "None", f"{WHOLE} from 1 up"),
+        ("steps", True, "True", f"{WHOLE} from 1 up"),
+        ("steps", 10**30, "1000000.*", f"{WHOLE} from 1 up below 2\\*\\*53"),
+        ("microbatches", 2.5, "2.5", f"{WHOLE} from 1 to 1000000"),
+        ("microbatches", 10**9, "1000000000", f"{WHOLE} from 1 to 1000000"),
+        ("seed", "a", "'a'", WHOLE),
+        ("seed", None, "None", WHOLE),
+        ("tp", 0, "0", f"{WHOLE} from 1 up"),
+        ("tp", "1", "'1'", f"{WHOLE} from 1 up"),
+        ("tokens_per_microbatch", -5, "-5", f"{WHOLE} from 0 up"),
+        ("tokens_per_microbatch", 1.5, "1.5", f"{WHOLE} from 0 up"),
+        ("checkpoint_every", -1, "-1", f"{WHOLE} from 0 up"),
+        ("checkpoint_every", None, "None", f"{WHOLE} from 0 up"),
+    ],
+)
+def test_a_wrong_argument_is_named(name: str, value: Any, given: str, wanted: str) -> None:
+    arguments = {"steps": 4, "microbatches": 2, "data": microbatch, name: value}
+    with pytest.raises(FieldError, match=rf"^{name}: {given} is not usable: {wanted}") as caught:
+        Trainer(**{"stack": toy_stack(), "optimizer": sgd(), **arguments})
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:
+    with pytest.raises(UsageError, match="this script trains under `elastic run`"):
+        Trainer(
+            stack=toy_stack(),
+            optimizer=sgd(),
+            data=microbatch,
+            steps=torch.tensor(4),  # type: ignore[arg-type]
+            microbatches=2,
+        )
