@@ -34,16 +34,27 @@ from elastic.domain.errors import (
 )
 from elastic.launcher.flags.addresses import AddressState, address_state, local_address
 from elastic.launcher.flags.request import LOOPBACK, Request
-from elastic.launcher.run.console import EVENT_LINES, NoteHandler, event_line, make_view
+from elastic.launcher.run.console import (
+    EVENT_LINES,
+    Entry,
+    NoteHandler,
+    event_line,
+    make_view,
+    recorded_at,
+)
 from elastic.launcher.run.event_tail import Follower, read_object
 from elastic.launcher.run.injected import LauncherFaults
 from elastic.launcher.run.metrics_endpoint import check_free, first_agent, metrics_flag
 from elastic.launcher.run.processes import Child, Coordinators
 from elastic.launcher.run.rundir import RunDir, free_port
+from elastic.launcher.run.wait_lines import WaitLines
+from elastic.reminder import EVERY_S
 from elastic.rpc.security import tls
 from elastic.store.open_store import check_store
 from elastic.telemetry import read_last_words
 
+LONGEST_POLL_S = EVERY_S / 8
+"""Longest interval between two looks at whether the user must be told what is awaited."""
 FAULT_POLL_S = 0.02
 """Interval between reads of progress while `LauncherFaults` are pending."""
 
@@ -127,6 +138,7 @@ class Supervisor:
         self._faults = LauncherFaults(self._config)
         self._progress = Follower(self._path / "progress.jsonl")
         self._events = Follower(self._path / "events.jsonl")
+        self._waits = WaitLines(self._path, coordinator)
         self._coordinators = Coordinators(
             self._config, request.services[0], hosted, self._lifeline[0], self._view.note
         )
@@ -150,7 +162,7 @@ class Supervisor:
                 self._start()
                 while self._code is None:
                     interval = FAULT_POLL_S if self._faults else self._config.monitor_interval_s
-                    self._sleep(wake, interval)
+                    self._sleep(wake, min(interval, LONGEST_POLL_S))
                     self._poll()
                 self._end(wake)
             finally:
@@ -164,11 +176,16 @@ class Supervisor:
         self._coordinators.start()
         for index, node in enumerate(self._request.nodes):
             self._start_agent(node, index)
-        self._view.note(f"{', '.join(self._request.nodes)}; run directory {self._path}")
+        nodes = ", ".join(self._request.nodes)
+        own = f"coordinator at {', '.join(self._coordinators.addresses)}" if self._hosting else ""
+        shown = "" if self._config.standalone else own
+        started = ", ".join(filter(None, (nodes, shown)))
+        self._view.note(f"{started}; run directory {self._path}")
 
     def _start_agent(self, node: str, index: int) -> None:
         args = agent_args(self._config, node, index, self._address, self._host)
         args += metrics_flag(self._config, first_agent(self._config) + index)
+        args += [] if self._hosting else ["--alone", "1"]
         module = self._request.services[1]
         self._agents.append(Child(node, module, args, self._lifeline[0], self._view.output))
 
@@ -198,6 +215,14 @@ class Supervisor:
             self._view.note(problem)
             self._code = EXIT_FAILURE
         self._check_agents()
+        self._remind()
+
+    def _remind(self) -> None:
+        """Say what the job is doing if nothing was printed for a while."""
+        if self._hosting and self._code is None and self._view.quiet.is_due(time.monotonic()):
+            text = self._waits.line()
+            if text:
+                self._view.remind(text)
 
     def _drain_node(self) -> bool:
         """Drain this node at the first SIGTERM; return False if the job must end instead."""
@@ -212,17 +237,27 @@ class Supervisor:
         return True
 
     def _read_files(self) -> None:
-        for entry in self._progress.read():
-            self._view.update(entry)
-            for spec in self._faults.observe(entry):
-                self._inject(spec)
-        for event in self._events.read():
-            line = EVENT_LINES.get(str(event.get("kind")))
-            text = line(event) if line is not None else ""
-            if text:
-                self._view.note(text)
-            elif self._request.console_events:
-                self._view.note(event_line(event))
+        """Show progress and events in the order in which they were recorded."""
+        progress, events = self._progress.read(), self._events.read()
+        for entry in sorted([*progress, *events], key=recorded_at):
+            if entry.get("kind", "progress") == "progress":
+                self._show_progress(entry)
+            else:
+                self._show_event(entry)
+
+    def _show_progress(self, entry: Entry) -> None:
+        self._view.update(entry)
+        self._waits.observe(entry)
+        for spec in self._faults.observe(entry):
+            self._inject(spec)
+
+    def _show_event(self, event: Entry) -> None:
+        line = EVENT_LINES.get(str(event.get("kind")))
+        text = line(event) if line is not None else ""
+        if text:
+            self._view.note(text)
+        elif self._request.console_events:
+            self._view.note(event_line(event))
 
     def _lost_address(self) -> bool:
         """Return True if another launcher of this machine has taken the coordinator's address."""
@@ -294,7 +329,7 @@ class Supervisor:
         finished = self._hosting and (self._path / "exit.json").exists()
         self._read_files()
         if self._reason:  # below the progress that was written before it
-            self._view.note(self._reason)
+            self._view.note(self._reason + self._results())
         timeout_s = self._config.shutdown_timeout_s
         if not (finished and self._await(wake, self._agents, timeout_s)):
             for agent in self._agents:
@@ -307,6 +342,13 @@ class Supervisor:
             if child is not leader:
                 child.terminate()
         self._await(wake, self._coordinators.children, timeout_s)
+
+    def _results(self) -> str:
+        """Return where the results of a finished training are, as the end of a line; "": the job
+        failed, or its script does not use elastic."""
+        path = self._path / "summary.json"
+        trained = self._code == EXIT_OK and self._waits.steps and path.exists()
+        return f"; {path} has losses, recoveries and params_sha256" if trained else ""
 
     def _await(self, wake: int, children: Sequence[Child], timeout_s: float) -> bool:
         """Wait until the children have ended; return False after the timeout or another signal."""

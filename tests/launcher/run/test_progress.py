@@ -48,6 +48,9 @@ def test_lines(tmp_path: Path) -> None:
     view.update(entry(2, "halting"))
     view.update(entry(2, "halting"))
     view.update(entry(1, loss=2.4, epoch=2))  # fell back to a checkpoint
+    view.update(entry(2, loss=2.25, tokens_per_s=0.0, epoch=2))  # a model without tokens
+    view.update(entry(9, "finished"))
+    view.update({"phase": "failed", "step": 0, "steps": 0, "nodes": 1})
     view.close()
     os.close(descriptor)
     assert (tmp_path / "console").read_text().splitlines() == [
@@ -56,6 +59,9 @@ def test_lines(tmp_path: Path) -> None:
         "elastic: step 2/9: loss 2.2500, 3 nodes, plan 2+1",
         "elastic: halting at step 2: 3 nodes, plan 2+1",
         "elastic: step 1/9: loss 2.4000, 3 nodes, plan 2+1",
+        "elastic: step 2/9: loss 2.2500, 3 nodes, plan 2+1",
+        "elastic: finished at step 9: 3 nodes, plan 2+1",
+        "elastic: failed: 1 node",
     ]
 
 
@@ -156,6 +162,13 @@ def test_reports() -> None:
     assert recovery_line(event) == (
         "recovered at step 3, micro-batch 5 (node2 lost): 4 -> 3 nodes, 2 micro-batches lost; "
         "seconds: detect 0.010, decide 0.002, transfer 0.100, rebuild 0.050, total 0.200"
+    )
+    planned = event | {"planned": True, "pause_s": 0.25, "cause": "join node3"}
+    assert recovery_line(planned | {"nodes_before": 3, "nodes_after": 4}) == (
+        "the plan changed after step 3 (join node3): 3 -> 4 nodes; training paused for 0.250 s"
+    )
+    assert recovery_line(planned | {"nodes_before": 3, "nodes_after": 3}) == (
+        "the plan changed after step 3 (join node3): 3 nodes as before; training paused for 0.250 s"
     )
     assert event_line({"kind": "plan", "step": 1, "data": {}}) == "kind=plan step=1"
     assert as_text(
