@@ -328,6 +328,11 @@ def _paused_line(event: Entry) -> str:
     return f"paused: {_field(event, 'why')}; the job continues when a plan fits"
 
 
+def _restart_line(event: Entry) -> str:
+    number = f", restart {event['restart']}" if event.get("restart") else ""
+    return f"all workers start again{number}: {_field(event, 'why')}"
+
+
 def _certificate_line(event: Entry) -> str:
     return f"warning: {_field(event, 'reason')}"
 
@@ -400,6 +405,7 @@ EVENT_LINES: dict[str, Callable[[Entry], str]] = {
     "doubt-over": _doubt_over_line,
     "halt": _halt_line,
     "paused": _paused_line,
+    "restart": _restart_line,
     "certificate": _certificate_line,
     "agent-failed": _agent_failed_line,
     "refused": _refused_line,

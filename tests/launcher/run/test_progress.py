@@ -197,6 +197,10 @@ def test_reports() -> None:
             {"kind": "checkpoint-resumed", "step": 4, "path": "/c", "run": "", "note": "odd"},
             "warning: continues from the checkpoint of step 4 of run unknown, /c: odd",
         ),
+        (
+            {"kind": "restart", "why": "node1: worker 0: exit code 5", "restart": 1},
+            "all workers start again, restart 1: node1: worker 0: exit code 5",
+        ),
         ({"kind": "certificate", "reason": "tls.crt expires"}, "warning: tls.crt expires"),
         (
             {"kind": "agent-failed", "node": "node2", "error": "OSError: no room"},
