@@ -134,6 +134,8 @@ def attention(state: job.JobState) -> str:
     if state.missing is not None:
         missing = state.missing
         texts.append(f"{missing.error}; waiting for {' '.join(missing.nodes)}")
+    if state.profile_error:
+        texts.append(f"all nodes were {state.profile_error:g}x slower than the profile says")
     texts += filter(None, [progress_watchdog.attention(state)])
     return "; ".join(texts)
 

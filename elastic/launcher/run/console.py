@@ -333,6 +333,13 @@ def _restart_line(event: Entry) -> str:
     return f"all workers start again{number}: {_field(event, 'why')}"
 
 
+def _profile_wrong_line(event: Entry) -> str:
+    what = f"all nodes compute at least {_field(event, 'slow')}x slower than the profile says"
+    why = "it was measured alone, or on other machines, so it shows no node to be slow"
+    then = "nodes are compared with each other; profile again under the load of this job"
+    return f"warning: {what}: {why}; {then}"
+
+
 def _certificate_line(event: Entry) -> str:
     return f"warning: {_field(event, 'reason')}"
 
@@ -406,6 +413,8 @@ EVENT_LINES: dict[str, Callable[[Entry], str]] = {
     "halt": _halt_line,
     "paused": _paused_line,
     "restart": _restart_line,
+    "profile-wrong": _profile_wrong_line,
+    "profile-right": lambda event: "a node is as fast as profiled: the profile counts again",
     "certificate": _certificate_line,
     "agent-failed": _agent_failed_line,
     "refused": _refused_line,
