@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic import lifeline
-from elastic.background import BackgroundReading
+from elastic.background import READ_S, BackgroundReading, ends_within
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
 from elastic.console import Console
@@ -51,7 +51,7 @@ from elastic.coordinator.port_watch import PortWatch
 from elastic.coordinator.queries import Query, recent, reply
 from elastic.coordinator.records import run_directory
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits, Commit
-from elastic.coordinator.records.run_records import RunRecords
+from elastic.coordinator.records.run_records import RunRecords, write_waiting
 from elastic.coordinator.records.run_summary import job_entry, plan_entry
 from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.records.state_saver import StateSaver
@@ -129,8 +129,10 @@ class Coordinator:
         """Members that could not be told the end of the job; they may still reconnect."""
         self._rules_due = self._to_save = self._adopted = self._yields = False
         self._warned = False
-        self._awaited, self._await_at = ("", False), 0.0
-        """What waiting.json says, and the time of the next look."""
+        self._await_at = 0.0
+        """Time of the next look at what the job waits for."""
+        self._awaited: tuple[str, bool] | None = None
+        """What this coordinator has written to waiting.json."""
         self._resumed: tuple[job.LogEntry, ...] = ()
         """Events about the checkpoints that a new run found."""
         self._former_log: tuple[str, ...] = ()
@@ -551,6 +553,11 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     served = serve(metrics.registry, config, name, "coordinator", metrics_port)
     ttl_s = SHARED_LEASE_S if config.store.shared else LEASE_S
     given_up = 0
+
+    def away(why: str) -> None:
+        found = Waiting(f"the store: {why}", clock.now(), "a coordinator then leads")
+        ends_within(READ_S, "record of the wait", partial(write_waiting, run_dir, found))
+
     try:
         if config.max_nodes > FEW:  # the planner needs scipy later, which is slow to import
             threading.Thread(
@@ -558,7 +565,7 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
             ).start()
         run_directory.write_pid(run_dir, slot)
         while True:
-            lease = stand_by(store, run, holder, ttl_s, clock.now)
+            lease = stand_by(store, run, holder, ttl_s, clock.now, away)
             result = ended.read() if config.store.shared else {}
             if result:  # another coordinator has ended the job
                 return int(result.get("code", EXIT_FAILURE))

@@ -349,10 +349,25 @@ def _agent_failed_line(event: Entry) -> str:
 
 
 def _refused_line(event: Entry) -> str:
-    """Return a refusal that the user can remedy; attacks are only in the event log."""
-    if event.get("reason") not in ("version", "expired"):
+    """Return a refusal that the user can remedy; others are only in the event log."""
+    remedy = _REMEDIES.get(str(event.get("reason")))
+    if remedy is None:
         return ""
-    return f"warning: {_field(event, 'node')} refused {event.get('peer')}: {event.get('detail')}"
+    what = f"warning: {_field(event, 'node')} refused {event.get('peer') or 'a connection'}"
+    return f"{what}: {event.get('detail') or event.get('reason')}{remedy}"
+
+
+_CERTIFICATES = "; give all nodes --certs with certificates of this job's authority"
+_REMEDIES = {
+    "version": "",
+    "expired": "",
+    "token": "; give it this job's --join-token-file",
+    "plain-text": _CERTIFICATES,
+    "no-certificate": _CERTIFICATES,
+    "wrong-ca": _CERTIFICATES,
+    "handshake": _CERTIFICATES,
+}
+"""Ends of lines about refusals, by reason. "": the detail has the remedy."""
 
 
 def _nonfinite_line(event: Entry) -> str:

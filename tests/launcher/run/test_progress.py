@@ -210,7 +210,11 @@ def test_reports() -> None:
             {"kind": "refused", "node": "a", "reason": "version", "peer": "b", "detail": "old"},
             "warning: a refused b: old",
         ),
-        ({"kind": "refused", "node": "a", "reason": "token", "peer": "b", "detail": "x"}, ""),
+        (
+            {"kind": "refused", "node": "a", "reason": "token", "peer": "b", "detail": "no token"},
+            "warning: a refused b: no token; give it this job's --join-token-file",
+        ),
+        ({"kind": "refused", "node": "a", "reason": "replayed", "peer": "b", "detail": "x"}, ""),
     ],
     ids=lambda value: value.get("kind") if isinstance(value, dict) else "",
 )
