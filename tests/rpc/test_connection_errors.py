@@ -12,7 +12,7 @@ from elastic.domain.errors import UsageError
 from elastic.rpc.control.client import call
 from elastic.rpc.control.connection_errors import FOREIGN, NEEDS_NONE, NEEDS_TLS, explained
 from tests.launcher.helpers import wait_until
-from tests.rpc.peers import ClientBench
+from tests.rpc.conftest import ClientBench
 
 
 @pytest.fixture
