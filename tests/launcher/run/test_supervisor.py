@@ -380,7 +380,7 @@ def test_the_launcher_says_that_agents_do_not_end(start: Start, tmp_path: Path) 
     (tmp_path / "runs" / "a" / "exit.json").write_text('{"code": 0, "reason": "acted out"}')
     _, err = launcher.communicate(timeout=LONG_S)
     assert launcher.returncode == 0
-    assert "waiting for 4 s: node0 node1 to end; at most 5 s" in err
+    assert "waiting for 3 s: node0 node1 to end; at most 5 s" in err
 
 
 def hosts() -> tuple[str, ...]:
