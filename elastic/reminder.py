@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 EVERY_S = 3.0
-"""Time from the beginning of a wait to its first line, and between two lines. A process that begins to
-wait right after its start has been silent for a second or two before."""
+"""Time from the beginning of a wait to its first line, and between two lines. A process that begins
+to wait right after its start has been silent for a second or two before."""
 
 
 class Reminder:
