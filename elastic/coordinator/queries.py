@@ -149,7 +149,7 @@ def explanation(state: job.JobState) -> str:
     if change is None:
         return ""
     paused = state.phase is job.JobPhase.PAUSED and change.reason
-    return f"{change.cause}; paused: {change.reason}" if paused else cause_of(change)
+    return f"{cause_of(change)}; paused: {change.reason}" if paused else cause_of(change)
 
 
 def certificates(state: job.JobState) -> list[dict[str, Any]]:

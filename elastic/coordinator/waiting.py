@@ -175,8 +175,8 @@ def _for_plan(state: JobState) -> Waiting:
         then = "the job continues when they return with their copies"
         return Waiting(what, state.missing.since, then)
     why = state.change.reason if state.change is not None else ""
-    what = f"nodes that a plan fits{f': {why}' if why else ''}"
-    return Waiting(what, state.watch.since, "the job continues when such nodes join")
+    what = f"a plan that fits{f': {why}' if why else ''}"
+    return Waiting(what, state.watch.since, "the job continues when nodes join and one does")
 
 
 def _for_end(state: JobState) -> Waiting | None:

@@ -136,10 +136,10 @@ def headline(answer: Answer) -> str:
         parts.append(f"coordinator term {answer['term']}")
     if answer.get("attention"):
         parts.append(answer["attention"])
-    if answer.get("cause"):
-        parts.append(str(answer["cause"]))
-    if waits := waiting_text(answer):
+    if waits := waiting_text(answer):  # it names the cause
         parts.append(waits)
+    elif answer.get("cause"):
+        parts.append(str(answer["cause"]))
     return ", ".join(parts)
 
 
