@@ -22,7 +22,7 @@ This page is for operators who want to change how long a job waits for a silent 
 number, `--silence` (default 3 s; `--lease` is the same flag), and all other limits follow from it:
 
     elastic run --standalone --nnodes 4 --silence 10 -m examples.train_gpt
-    elastic status                   # shows the limits of the running job
+    elastic status --json            # `timeouts`: the limits of the running job
 
 - Raise it where networks or hypervisors pause. A live migration pauses a machine for 1 to 10 s.
 - Lower it where each second until a loss is detected is expensive.

@@ -1,12 +1,11 @@
-"""The time for which an agent has reached no coordinator, and when it tells the user about that.
+"""The time for which an agent has reached no coordinator, and when the user hears about it.
 
-Every agent begins in this state. The first line comes after `FIRST_S`, and the pauses between
-further lines grow.
+Every agent begins in this state.
 """
 
 from __future__ import annotations
 
-FIRST_S, LONGEST_PAUSE_S = 5.0, 60.0
+from elastic.reminder import Reminder
 
 
 class Absence:
@@ -20,15 +19,20 @@ class Absence:
         """No coordinator is reached from now on."""
         self.since = now
         """Time since which no coordinator is reached; 0: one is."""
-        self._pause_s, self._due_at = FIRST_S, now + FIRST_S
+        self._reminder, self._lines = Reminder(now), 0
 
     def is_due(self, now: float) -> bool:
         """Return whether the user must be told now. Then the next line is due later."""
-        if not self.since or now < self._due_at:
+        if not self.since or not self._reminder.is_due(now):
             return False
-        self._told, self._pause_s = True, min(2 * self._pause_s, LONGEST_PAUSE_S)
-        self._due_at = now + self._pause_s
+        self._told = True
+        self._lines += 1
         return True
+
+    @property
+    def first(self) -> bool:
+        """Whether the newest line was the first one."""
+        return self._lines == 1
 
     def end(self) -> bool:
         """A coordinator is reached. Return whether the user was told that none was."""

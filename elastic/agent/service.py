@@ -72,6 +72,7 @@ from elastic.domain.errors import (
 from elastic.domain.types import Copy, NodeInfo
 from elastic.domain.version import VERSION
 from elastic.metrics import Exposition, new_registry, serve
+from elastic.reminder import Reminder
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.control.client import CoordinatorSession
 from elastic.rpc.control.event_loop import Dispatcher, run_callback
@@ -115,6 +116,7 @@ FLAGS = [
     flag("--device", default=""),
     flag("--lifetime", default=0.0),
     flag("--memory", default=0),
+    flag("--alone", default=0),
     flag("--metrics-port", default=-1),
     flag("--parent-pipe", default=-1),
 ]
@@ -151,9 +153,13 @@ class NodeAgent:
         self._generation, self._partitioned_until = 0, 0.0
         self._cut, self._exit_record = NetworkCut(info.host), ExitRecord(config.run_dir)
         self._exit_code: int | None = None
+        self.alone = False
+        """Whether no coordinator runs beside this agent whose launcher says what the job awaits."""
         self.left: list[str] = []
         """Parts that did not end, because a disk hangs. They must not delay the process."""
-        self._absence = Absence(time.monotonic())
+        self._absence, self._absent_why = Absence(time.monotonic()), ""
+        self._idle_since, self._idle = time.monotonic(), Reminder(time.monotonic())
+        """Time since which this node waits for its first order, and when the user hears of it."""
         self._received_at = 0.0
         """Time at which a peer last sent copies."""
         self._connected = False
@@ -490,11 +496,12 @@ class NodeAgent:
         if self._exit_code is not None:
             self._last_words = f"{reason}: {why}"
         elif self._absence.is_due(now):
-            self._tell(
-                f"no coordinator has answered {self._node} at {self._coordinator} for "
-                f"{now - since:.0f} s: {why}; without work, {self._node} ends after {limit_s:g} s "
-                "unless one answers"
-            )
+            absent = f"no coordinator has answered {self._node} at {self._coordinator} for"
+            absent += f" {now - since:.0f} s"
+            then = f"without work, {self._node} ends after {limit_s:g} s unless one answers"
+            changed, self._absent_why = why != self._absent_why, why
+            new = self._absence.first or changed
+            self._tell(f"{absent}: {why}; {then}" if new else f"{absent}; {then}")
 
     def _job_over(self, away_since: float, order: m.Stop) -> None:
         """End, unless a coordinator was reached since the record of the job's end was sought."""
@@ -505,10 +512,26 @@ class NodeAgent:
         self._metrics.heartbeats.inc()
         if self._absence.since and self._exit_code is None:
             self._consider_the_end()
+        self._mention_idleness()
         if self._gate.open and not self._notices.parked:
             beat = core.heartbeat(self._state)
             signs = beat.signs + self._checkpoints.final_files
             self._send(replace(beat, signs=signs, rtt_s=self._session.rtt_s))
+
+    def _mention_idleness(self) -> None:
+        """Tell the user that this node has joined, and waits for the coordinator to use it."""
+        now = time.monotonic()
+        if self._state.phase is not NodePhase.EMPTY or self._absence.since:
+            self._idle_since = now
+            self._idle.begin(now)
+        elif self._idle.is_due(now) and self.alone:
+            here = f"{self._node} waits for work from the coordinator at {self._coordinator} for"
+            status = (
+                f"`elastic status --rdzv-endpoint {self._coordinator}` says what the job awaits"
+            )
+            then = f"its workers start when the job has enough nodes; {status}"
+            then = f"it may not join yet: {self._refused}" if self._refused else then
+            self._tell(f"{here} {now - self._idle_since:.0f} s; {then}")
 
     def _tell(self, text: str) -> None:
         """Print a line about the coordinator, which the launcher of a standalone job reports."""
@@ -776,6 +799,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         tls.use(tls.load(config.run_dir, config.certs, config.certs_name))
         agent = NodeAgent(config, args.coordinator, _node_info(args, config), console)
+        agent.alone = bool(args.alone)
         agent.serve_metrics(args.metrics_port)
     except ElasticError as error:
         console.say(str(error))

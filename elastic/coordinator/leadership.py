@@ -55,9 +55,15 @@ def pause_after_giving_up(times: int, led_s: float) -> tuple[int, float]:
 
 
 def stand_by(
-    store: Store, run: RunMembership, holder: str, ttl_s: float, now: Callable[[], float]
+    store: Store,
+    run: RunMembership,
+    holder: str,
+    ttl_s: float,
+    now: Callable[[], float],
+    away: Callable[[str], object] = lambda why: None,
 ) -> Lease:
-    """Wait until this coordinator (`holder`) gets the lease; retry while the store is away."""
+    """Wait until this coordinator (`holder`) gets the lease; retry while the store is away.
+    `away(why)` is called when the store begins to be away."""
     failures, logged = 0, ""
     while True:
         try:
@@ -69,6 +75,8 @@ def stand_by(
             kind = type(error).__name__
             if logged != kind:
                 log.warning("standing by: %s", error)
+                if isinstance(error, StoreUnavailable):
+                    away(str(error))
             logged = kind
             failures = 0 if isinstance(error, Conflict) else failures + 1
             time.sleep(retry_s(failures) if failures else POLL_S)

@@ -11,6 +11,8 @@ from zlib import crc32
 
 from elastic.config import JobConfig
 from elastic.coordinator.metrics import CoordinatorMetrics
+from elastic.coordinator.records.run_summary import steps_done
+from elastic.coordinator.waiting import cause_of
 from elastic.core.coordinator.authorization import MAX_DEADLINE_S, MAX_NAME_CHARS
 from elastic.core.health.certificates import DAY_S
 from elastic.core.health.diagnosis import HealthLimits
@@ -109,7 +111,7 @@ def status(state: job.JobState) -> dict[str, Any]:
     return {
         "phase": state.phase.value,
         "epoch": state.epoch,
-        "step": max((mb.report.step for mb in state.members.values()), default=0),
+        "step": steps_done(state),
         "steps": state.spec.n_steps if state.spec else 0,
         "loss": state.record.loss if state.record else None,
         "nodes": nodes(state),
@@ -132,6 +134,8 @@ def attention(state: job.JobState) -> str:
     if state.missing is not None:
         missing = state.missing
         texts.append(f"{missing.error}; waiting for {' '.join(missing.nodes)}")
+    if state.profile_error:
+        texts.append(f"all nodes were {state.profile_error:g}x slower than the profile says")
     texts += filter(None, [progress_watchdog.attention(state)])
     return "; ".join(texts)
 
@@ -145,7 +149,7 @@ def explanation(state: job.JobState) -> str:
     if change is None:
         return ""
     paused = state.phase is job.JobPhase.PAUSED and change.reason
-    return f"{change.cause}; paused: {change.reason}" if paused else change.cause
+    return f"{cause_of(change)}; paused: {change.reason}" if paused else cause_of(change)
 
 
 def certificates(state: job.JobState) -> list[dict[str, Any]]:
@@ -168,7 +172,16 @@ def certificates(state: job.JobState) -> list[dict[str, Any]]:
     return [rows[key] for key in sorted(rows, key=lambda key: key[2])[:MAX_CERTIFICATES]]
 
 
-RECOVERY_FIELDS = ("step", "cause", "nodes_before", "nodes_after", "microbatches_lost", "total_s")
+RECOVERY_FIELDS = (
+    "step",
+    "cause",
+    "planned",
+    "nodes_before",
+    "nodes_after",
+    "microbatches_lost",
+    "total_s",
+    "pause_s",
+)
 """Fields of a recovery in the answer to `status`."""
 
 

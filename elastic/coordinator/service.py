@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic import lifeline
-from elastic.background import BackgroundReading
+from elastic.background import READ_S, BackgroundReading, ends_within
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
 from elastic.console import Console
@@ -51,11 +51,12 @@ from elastic.coordinator.port_watch import PortWatch
 from elastic.coordinator.queries import Query, recent, reply
 from elastic.coordinator.records import run_directory
 from elastic.coordinator.records.checkpoint_commit import CheckpointCommits, Commit
-from elastic.coordinator.records.run_records import RunRecords
+from elastic.coordinator.records.run_records import RunRecords, write_waiting
 from elastic.coordinator.records.run_summary import job_entry, plan_entry
 from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.records.state_saver import StateSaver
 from elastic.coordinator.session_filter import SessionFilter
+from elastic.coordinator.waiting import Waiting, waiting
 from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job import checkpoints
 from elastic.core.job import state as job
@@ -93,6 +94,8 @@ LINGER_S = 5.0
 """Longest wait for agents to disconnect, or to reconnect first, after the end of the job."""
 RECORDS_S = 600.0
 """Longest further wait for a disk that hangs and must take the records of the end."""
+WAITING_S = 0.5
+"""Least interval between two looks at what the job waits for."""
 OUTPUT_S = 10.0
 """Longest wait for a slow disk that takes the error of this process, which the launcher keeps in
 coordinator.out."""
@@ -135,6 +138,10 @@ class Coordinator:
         """Members that could not be told the end of the job; they may still reconnect."""
         self._rules_due = self._to_save = self._adopted = self._yields = False
         self._warned = False
+        self._await_at = 0.0
+        """Time of the next look at what the job waits for."""
+        self._awaited: tuple[str, bool] | None = None
+        """What this coordinator has written to waiting.json."""
         self._resumed: tuple[job.LogEntry, ...] = ()
         """Events about the checkpoints that a new run found."""
         self._former_log: tuple[str, ...] = ()
@@ -263,6 +270,26 @@ class Coordinator:
         self._decide()
         if self._saver.due():
             self._saver.retry()
+        if self._now >= self._await_at:
+            self._await_at = self._now + WAITING_S
+            self._note_waiting()
+
+    def _waiting(self) -> Waiting | None:
+        """Return what the job waits for; None: it trains, or it is over."""
+        if not self._saver.away:
+            return waiting(self._state)
+        store = self._config.store.url or f"{self._run_dir}/coordinator.db"
+        since = self._clock.now() - self._saver.away_s
+        then = "decisions wait until it does; workers that train go on"
+        return Waiting(f"the store {store}, which does not take the job's state", since, then)
+
+    def _note_waiting(self) -> None:
+        """Record what the job waits for, if that has changed."""
+        found = self._waiting()
+        told = (found.what, found.lasting) if found is not None else ("", False)
+        if told != self._awaited:
+            self._awaited = told
+            self._records.waiting(found)
 
     def _announce(self) -> None:
         text = {"address": self._server.address, "pid": os.getpid(), "term": self._lease.token}
@@ -521,6 +548,8 @@ class Coordinator:
         try:
             answer, event = reply(self._state, query.kind, query.body)
             if query.kind == "status":
+                found = self._waiting()
+                answer["waiting"] = found.answer(self._clock.now()) if found is not None else {}
                 answer |= recent(self._metrics, self._lease.token)
             if event is not None:
                 self._apply(event)
@@ -549,6 +578,11 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     served = serve(metrics.registry, config, name, "coordinator", metrics_port)
     ttl_s = SHARED_LEASE_S if config.store.shared else LEASE_S
     given_up = 0
+
+    def away(why: str) -> None:
+        found = Waiting(f"the store: {why}", clock.now(), "a coordinator then leads")
+        ends_within(READ_S, "record of the wait", partial(write_waiting, run_dir, found))
+
     try:
         if config.max_nodes > FEW:  # the planner needs scipy later, which is slow to import
             threading.Thread(
@@ -556,7 +590,7 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
             ).start()
         run_directory.write_pid(run_dir, slot)
         while True:
-            lease = stand_by(store, run, holder, ttl_s, clock.now)
+            lease = stand_by(store, run, holder, ttl_s, clock.now, away)
             result = ended.read() if config.store.shared else {}
             if result:  # another coordinator has ended the job
                 return int(result.get("code", EXIT_FAILURE))

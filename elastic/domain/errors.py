@@ -24,7 +24,7 @@ ElasticError
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from elastic.domain.types import Divergence, StepRecord
@@ -43,11 +43,44 @@ MAX_DESCRIPTION_CHARS = 1000
 """Longest text of `describe`. The text is cut, because it travels in reports and log lines."""
 
 
+_PACKAGE = __file__.removesuffix("domain/errors.py")
+_NOT_THE_USERS = (_PACKAGE, "/site-packages/", "/dist-packages/", "<frozen ", "/lib/python3")
+"""Parts of the names of files that are not the user's code."""
+
+
 def describe(error: BaseException) -> str:
     """Return type and message of an error in one line of at most MAX_DESCRIPTION_CHARS."""
     text = " ".join(str(error).split())
     kind = type(error).__name__
     return (f"{kind}: {text}" if text else kind)[:MAX_DESCRIPTION_CHARS]
+
+
+def place_of(frames: Iterable[tuple[str, int, str]]) -> str:
+    """Return the place of an error as "FILE:LINE in FUNCTION", from the (file, line, function) of
+    its frames, outermost first; "": there are none.
+
+    It is the innermost frame of the user's own code, else the innermost frame.
+    """
+    known = list(frames)
+    own = [frame for frame in known if not any(part in frame[0] for part in _NOT_THE_USERS)]
+    file, line, function = ([("", 0, ""), *known, *own])[-1]
+    return f"{file}:{line}{f' in {function}' if function else ''}" if file else ""
+
+
+def with_place(text: str, error: BaseException) -> str:
+    """Add the place where `error` was raised to a text of at most MAX_DESCRIPTION_CHARS."""
+    frames, step = [], error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        frames.append((code.co_filename, step.tb_lineno, code.co_name))
+        step = step.tb_next
+    return placed(text, place_of(frames))
+
+
+def placed(text: str, place: str) -> str:
+    """Add a place to a text of at most MAX_DESCRIPTION_CHARS, at the cost of the text's end."""
+    end = f" ({place})" if place else ""
+    return text[: MAX_DESCRIPTION_CHARS - len(end)] + end
 
 
 def service_exit(code: int) -> int:

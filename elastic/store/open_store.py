@@ -6,7 +6,7 @@ from pathlib import Path
 
 from elastic.config import JobConfig
 from elastic.domain.errors import ElasticError, FieldError
-from elastic.store.interface import Store
+from elastic.store.interface import Store, StoreUnavailable
 from elastic.store.sqlite import SqliteStore
 
 
@@ -24,12 +24,15 @@ def open_store(config: JobConfig) -> Store:
 
 
 def check_store(config: JobConfig) -> None:
-    """Raise FieldError unless a shared store answers. Call this before any process starts."""
+    """Raise FieldError if a shared store refuses the job, StoreUnavailable if it does not answer.
+    Call this before any process starts."""
     if not config.store.shared:
         return
     store = open_store(config)
     try:
         store.get("job/state")
+    except StoreUnavailable:
+        raise
     except ElasticError as error:
         raise FieldError("--store", config.store.url, str(error)) from error
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,6 +27,7 @@ from elastic.domain.errors import (
     UsageError,
     VaultError,
     describe,
+    with_place,
 )
 from elastic.domain.types import WHOLE, Accumulate, Plan
 from elastic.planning.plan.rank_map import Roster, roster
@@ -145,7 +147,7 @@ class EpochSession:
             missing=error.missing if isinstance(error, LedgerError) else 0,
             version=min((replica.version for replica in replicas), default=-1),
         )
-        self._send(failed)
+        self._send(replace(failed, message=with_place(failed.message, error)))
         if isinstance(error, ElasticError):
             raise SystemExit(code)
         raise error

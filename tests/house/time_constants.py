@@ -25,8 +25,6 @@ KINDS = {
 """Why a constant is independent of `--silence`."""
 
 CONSTANTS = {
-    "agent/absence.py FIRST_S": "person",
-    "agent/absence.py LONGEST_PAUSE_S": "person",
     "agent/health/devices.py HUNG_S": "program",
     "agent/health/devices.py MAX_GAP_S": "evidence",
     "agent/health/devices.py READ_S": "interval",
@@ -141,6 +139,12 @@ CONSTANTS = {
     "launcher/run/processes.py SETTLED_S": "program",
     "launcher/run/rundir.py HANGING_S": "person",
     "launcher/run/supervisor.py FAULT_POLL_S": "interval",
+    "launcher/run/supervisor.py REFUSAL_PAUSE_S": "person",
+    "launcher/run/supervisor.py STORE_PAUSE_S": "interval",
+    "launcher/run/wait_lines.py LASTING_PAUSE_S": "person",
+    "reminder.py EVERY_S": "person",
+    "coordinator/waiting.py LASTING_S": "person",
+    "coordinator/service.py WAITING_S": "interval",
     "metrics.py FAST_S": "decision",
     "metrics.py RECOVERY_S": "decision",
     "metrics.py REMOVE_S": "program",

@@ -241,7 +241,7 @@ class NoOutput:
     def save(self, timeout_s: float) -> None:
         pass
 
-    def last_error_line(self, folder: Any) -> str:
+    def last_error(self, folder: Any, code: int) -> str:
         return ""
 
 

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from elastic.agent.workers.last_error import printed_error, recorded_error
 from elastic.background import BackgroundReading
 from elastic.config import STDERR, STDOUT, JobConfig
 from elastic.console import ROOM_S, STALL_S, BoundedWriter, Console
@@ -31,7 +32,9 @@ from elastic.console import ROOM_S, STALL_S, BoundedWriter, Console
 log = logging.getLogger("elastic.agent")
 _CHUNK_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 16
-_LAST_BYTES = 4096
+_LAST_BYTES = 1 << 15
+UNCAUGHT = 1
+"""Exit code of Python after an error that nobody caught."""
 LAST_OUTPUT_S = 0.5
 """Upper limit of the wait for the last output of a failed worker."""
 
@@ -143,18 +146,23 @@ class Output:
         self._writer.start()
         self._thread.start()
 
-    def last_error_line(self, folder: Path) -> str:
-        """Return the last line that an ended worker wrote to stderr; "": none.
+    def last_error(self, folder: Path, code: int) -> str:
+        """Return the error that ended a worker with exit code `code`, as far as it is known: from
+        error.json, else from the end of what it wrote to stderr.
 
         Waits until all output has been read, at most LAST_OUTPUT_S if a descendant of the worker
         keeps the pipe open, or if the disk of a log file hangs.
         """
+        recorded = BackgroundReading("error-file", partial(_end_of, folder / "error.json"), b"")
+        if error := recorded_error(recorded.read()):
+            return error
         path = folder / "stderr.log"
         if path in self._pipes:
             self._pipes[path].ended.wait(LAST_OUTPUT_S)
-            return _last_line(self._pipes[path].last)
-        found = BackgroundReading("last-error", partial(_end_of, path), b"")
-        return _last_line(found.read())
+            text = self._pipes[path].last
+        else:
+            text = BackgroundReading("last-error", partial(_end_of, path), b"").read()
+        return printed_error(text) if code == UNCAUGHT else _last_line(text)
 
     def finish(self, timeout_s: float = 1.0) -> None:
         """Copy the output that is still in the pipes, then stop. Wait up to `timeout_s` for

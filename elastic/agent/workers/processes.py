@@ -286,7 +286,7 @@ class WorkerGroup:
         error = ""
         if code > 0:  # a signal comes from outside, so its worker has nothing to say about it
             with contextlib.suppress(RuntimeError):  # no thread is left to read the file
-                error = self._output.last_error_line(self._folder(rank))
+                error = self._output.last_error(self._folder(rank), code)
         self._ended(WorkerExit(rank, process.pid, code, error[:MAX_DESCRIPTION_CHARS]))
 
     def _ended(self, ended: WorkerExit) -> None:

@@ -1,4 +1,4 @@
-"""Writes the files of a run: events.jsonl, progress.jsonl, summary.json and exit.json.
+"""Writes the files of a run: events.jsonl, progress.jsonl, waiting.json, summary.json, exit.json.
 
 Decisions do not wait for these files: a thread writes them, because the disk of the run directory
 may hang. Lines that the disk refuses, or does not take yet, are kept up to a limit.
@@ -23,7 +23,8 @@ from elastic.coordinator.records.run_directory import (
     replace_file,
     try_write,
 )
-from elastic.coordinator.records.run_summary import plan_shape, summarize
+from elastic.coordinator.records.run_summary import plan_shape, steps_done, summarize
+from elastic.coordinator.waiting import Waiting
 from elastic.core.job.goodput import recovery_entry, step_entry
 from elastic.core.job.state import ChangeCompleted, JobState
 from elastic.core.protocol import messages as m
@@ -186,6 +187,13 @@ class RetryingEventLog:
         self.write()
 
 
+def write_waiting(run_dir: Path, found: Waiting | None) -> None:
+    """Write waiting.json, which displays read while nothing else is printed."""
+    path = run_dir / "waiting.json"
+    text = json.dumps(found.entry() if found is not None else {}) + "\n"
+    try_write(path, partial(replace_file, path, text))
+
+
 class RunRecords:
     """The files of one run directory. Only the leading coordinator writes them."""
 
@@ -261,7 +269,7 @@ class RunRecords:
         plan = state.plan
         reports = [mb.report for mb in state.members.values()]
         entry: dict[str, Any] = {
-            "step": done.record.step + 1 if done else max((r.step for r in reports), default=0),
+            "step": done.record.step + 1 if done else steps_done(state),
             "microbatch": 0 if done else max((r.microbatch for r in reports), default=0),
             "steps": state.spec.n_steps if state.spec else 0,
             "nodes": len(plan.nodes()) if plan else len(state.members),
@@ -275,6 +283,10 @@ class RunRecords:
                 "tokens_per_s": round(done.tokens / max(done.seconds, 1e-9), 1),
             }
         self._progress.append("progress", entry)
+
+    def waiting(self, found: Waiting | None) -> None:
+        """Write waiting.json: what the job waits for, or {}."""
+        self._post(partial(write_waiting, self.run_dir, found))
 
     def heartbeat(self, position: tuple[int, int], state: JobState) -> None:
         """Record progress from heartbeats if `position` (step, micro-batch) is the highest yet."""

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from elastic.core.job.state import JobPhase, JobState
 from elastic.domain.types import JobSpec, Plan
 from elastic.planning.plan.plan import format_plan
 from elastic.planning.plan.shape import nearest_shape
@@ -123,3 +124,14 @@ def plan_entry(plan: Plan, entry: Mapping[str, Any], pipelines: str) -> dict[str
 def plan_shape(plan: Plan) -> str:
     """Return the number of stages of each pipeline, such as 3+1."""
     return "+".join(str(len(p.stages)) for p in plan.pipelines)
+
+
+def steps_done(state: JobState) -> int:
+    """Return the number of steps that are known to be done. The reports of nodes come later than
+    those of finished steps."""
+    if state.phase is JobPhase.FINISHED and state.spec is not None:
+        return state.spec.n_steps
+    known = state.newest_step + 1
+    if state.phase is JobPhase.INSTALLING:  # nodes may report steps that a fall-back has undone
+        return known
+    return max([known, *(member.report.step for member in state.members.values())])

@@ -77,6 +77,11 @@ class StateSaver:
         return self._failures > 0
 
     @property
+    def away_s(self) -> float:
+        """Seconds since the first of the failures in a row; 0: the last attempt succeeded."""
+        return time.monotonic() - self._lost_at if self.away else 0.0
+
+    @property
     def nbytes(self) -> int:
         """Size of the state that was saved last."""
         return len(self._saved)

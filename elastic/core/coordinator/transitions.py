@@ -384,8 +384,10 @@ def _plain_script(state: JobState, launched: list[Member], now: float) -> JobTra
     missing = state.next_rank > len(launched)
     more = any(mb.rank < 0 for mb in state.members.values()) and len(launched) < policy.max_nodes
     grown = more and now - state.launched_at > SCRIPT_S
+    failed.sort(key=lambda mb: progress_watchdog.sign_at(state, mb.node))  # the cause comes first
     if failed and state.restart >= policy.max_restarts:
-        text = f"{_crash(failed[0].report)} (restarts used up: {state.restart})"
+        used_up = f" (restarts used up: {state.restart})" if state.restart else ""
+        text = f"{_crash(failed[0].report)}{used_up}"
         return _end_job(state, JobPhase.FAILED, 1, text)
     if failed or missing or grown:
         why = _crash(failed[0].report) if failed else "membership changed"
@@ -394,7 +396,8 @@ def _plain_script(state: JobState, launched: list[Member], now: float) -> JobTra
         members = {n: replace(mb, rank=-1, launch=None) for n, mb in state.members.items()}
         state = state.of(phase=JobPhase.WAITING, members=members, next_rank=0, policy=policy)
         state = state.of(restart=state.restart + 1)
-        return state, (LogEntry("restart", {"why": why}),), f"group restart: {why}"
+        data = {"why": why, "restart": state.restart}
+        return state, (LogEntry("restart", data),), f"group restart: {why}"
     finished = all(mb.report.phase is NodePhase.FINISHED for mb in done)
     if done and len(done) == len(launched) and finished:
         return _end_job(state, JobPhase.FINISHED, 0, "all workers ended")

@@ -462,6 +462,9 @@ class JobState:
     """Time of the first report of lost contact in this epoch; 0: no report."""
     paces: dict[str, ComputeSpeed] = field(default_factory=dict)
     """Measured compute speed per incarnation."""
+    profile_error: float = 0.0
+    """Factor by which the fastest node was slower than the user's profile says when the profile was
+    found to be wrong; 0: it was not. Nodes are then judged as without a profile."""
     gauges: dict[str, BackupMetrics] = field(default_factory=dict)
     """Measured effect of backups per incarnation."""
     backup_figures: tuple[float, ...] = ()

@@ -34,7 +34,7 @@ def observe_speed(state: JobState, event: Heartbeat) -> JobState:
     if not slowest:
         return state
     key = member.report.info.incarnation
-    pace = state.paces.get(key, ComputeSpeed(profiled=state.policy.profile is not None))
+    pace = state.paces.get(key, ComputeSpeed(profiled=judges_by_profile(state)))
     step = min(one.step for one in fresh)
     pace = compute_speed.observe(pace, fresh[0].epoch, step, slowest, state.updated_at)
     pace = compute_speed.calibrate(pace, _speeds_of_same_layers(state, event.node))
@@ -53,6 +53,11 @@ def speed_of(state: JobState, node: str) -> ComputeSpeed:
     """Return the measured compute speed of a member; UNKNOWN if nothing was measured."""
     member = state.members.get(node)
     return UNKNOWN if member is None else state.paces.get(member.report.info.incarnation, UNKNOWN)
+
+
+def judges_by_profile(state: JobState) -> bool:
+    """Return whether nodes are compared with the user's profile, and not with each other."""
+    return state.policy.profile is not None and not state.profile_error
 
 
 def slowdowns(state: JobState) -> tuple[tuple[str, float], ...]:

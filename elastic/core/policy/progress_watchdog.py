@@ -272,7 +272,7 @@ def check_progress(state: JobState, now: float) -> JobTransition | None:
     awaited = _awaited(state, now)
     if not any(is_heard(state, state.members[node], now) for node in awaited):
         return None
-    quiet_s = now - max(watch.since, *(_sign_at(state, node) for node in awaited))
+    quiet_s = now - max(watch.since, *(sign_at(state, node) for node in awaited))
     if quiet_s >= bound_s:
         return _end_stall(state, awaited, quiet_s, now)
     if quiet_s >= bound_s / 2 and not watch.reminded:
@@ -301,7 +301,9 @@ def _patient_s(state: JobState) -> float:
     return bound_s * _patience(state)
 
 
-def _sign_at(state: JobState, node: str) -> float:
+def sign_at(state: JobState, node: str) -> float:
+    """Return the time of the newest sign of progress of a node, such as the end of its workers; 0:
+    none is known."""
     sign = state.watch.signs.get(node)
     return sign.at if sign is not None else 0.0
 
@@ -366,7 +368,7 @@ def _end_stall(
     heard = [node for node in awaited if is_heard(state, state.members[node], now)]
     found = {node: why for node in heard if (why := _evidence(state, node, now))}
     busy = [node for node in heard if _activity(state, node) not in ("", "wait", "idle")]
-    oldest = min(found or busy or heard, key=lambda node: (_sign_at(state, node), node))
+    oldest = min(found or busy or heard, key=lambda node: (sign_at(state, node), node))
     if found:
         common = _is_common(state, found)
         if common and state.watch.stalls < 2:

@@ -8,6 +8,10 @@ so that plans can try it; so does a node with a slow link, which sends no copies
 grow as those of quarantines.
 
 Nodes are slow by their *slow factor*; `elastic.core.health.compute_speed` defines it and the ratio.
+
+If all nodes are slower than the user's profile says, the profile is wrong, and not the nodes: it
+was measured alone, or on other machines. They are then judged as without a profile, until one of
+them is as fast as profiled.
 """
 
 from __future__ import annotations
@@ -17,7 +21,13 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
-from elastic.core.health.compute_speed import ComputeSpeed, changed_factor
+from elastic.core.health.compute_speed import (
+    CHANGED,
+    CHANGED_UNPROFILED,
+    SAMPLES,
+    ComputeSpeed,
+    changed_factor,
+)
 from elastic.core.health.diagnosis import (
     EXCLUDING_ACTIONS,
     FaultClass,
@@ -36,7 +46,7 @@ from elastic.core.job.quarantine import (
     without_considered,
 )
 from elastic.core.job.state import Cause, CauseKind, JobAction, JobState, JobTransition, LogEntry
-from elastic.core.job.stragglers import predicted_step_s, speed_of
+from elastic.core.job.stragglers import judges_by_profile, predicted_step_s, speed_of
 from elastic.core.policy.remediation import spare_nodes
 from elastic.domain.errors import InfeasiblePlan
 from elastic.planning.search.search import make_plan
@@ -67,14 +77,16 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
         return again
     if not state.paces:
         return None
+    judged = () if _is_partly_measured(state) else state.plan.nodes()
+    state, notes = _review_profile(state)
     changed = []
-    for node in state.plan.nodes():
+    for node in judged:
         pace = speed_of(state, node)
         factor = changed_factor(pace)
         if factor is not None and not _all_slowed(state, node, pace, factor):
             changed.append(SpeedChange(node, pace, factor))
     if not changed:
-        return None
+        return (state, notes, "all nodes differ from the profile") if notes else None
     new = {
         state.members[node].report.info.incarnation: with_factor(pace, factor)
         for node, pace, factor in changed
@@ -89,6 +101,7 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
     away, instead = _replaceable(state, slow, best_s)
     state, entries = _add_findings(state, changed, gain, f"{why}{instead}", away, now)
     text = ", ".join(_text(state, node, factor) for node, _, factor in changed)
+    entries = (*notes, *entries)
     if not away and gain < GAIN:
         return state, entries, f"{text}; the plan stays: {why}"
     nodes = tuple(node for node, _, _ in changed)
@@ -96,6 +109,54 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
     state, actions, reason = begin_change(state, cause, now, boundary=True)
     reason += instead if away else f"; {why}"
     return state, (*entries, *actions), reason
+
+
+def _measured(state: JobState) -> dict[str, list[float]]:
+    """Return the ratios of the newest steps in this epoch per node of the plan, at most SAMPLES."""
+    assert state.plan is not None
+    paces = {node: speed_of(state, node) for node in state.plan.nodes()}
+    return {
+        node: [ratio for _, ratio in pace.samples[-SAMPLES:]]
+        for node, pace in paces.items()
+        if pace.epoch == state.plan.epoch and pace.samples
+    }
+
+
+def _is_partly_measured(state: JobState) -> bool:
+    """Return whether a node lacks steps by which it shows whether the profile is wrong."""
+    few = any(len(ratios) < SAMPLES for ratios in _measured(state).values())
+    return judges_by_profile(state) and few
+
+
+def _review_profile(state: JobState) -> tuple[JobState, tuple[JobAction, ...]]:
+    """Find out whether the user's profile is wrong for all nodes, or right again."""
+    assert state.plan is not None
+    measured = _measured(state)
+    if state.policy.profile is None or any(len(some) < SAMPLES for some in measured.values()):
+        return state, ()
+    if state.profile_error:
+        if not any(max(ratios) < CHANGED for ratios in measured.values()):
+            return state, ()
+        return _with_profile_error(state, 0.0), (LogEntry("profile-right", {}),)
+    fastest = min(map(median, measured.values()), default=0.0)
+    if len(measured) < len(state.plan.nodes()) or fastest < CHANGED_UNPROFILED:
+        return state, ()
+    slow = {node: round(median(ratios), 2) for node, ratios in measured.items()}
+    entry = LogEntry("profile-wrong", {"slow": round(fastest, 2), "nodes": slow})
+    return _with_profile_error(state, round(fastest, 2)), (entry,)
+
+
+def _with_profile_error(state: JobState, error: float) -> JobState:
+    """Judge all nodes by the profile (`error` 0) or as without one. No node counts as slow then,
+    until it is measured again."""
+
+    def anew(pace: ComputeSpeed) -> ComputeSpeed:
+        kept, unit = -SAMPLES if not error else 0, 0.0 if error else 1.0
+        pace = replace(pace, samples=pace.samples[kept:], times=pace.times[kept:])
+        return replace(pace, profiled=not error, unit=unit, factor=1.0, former=0.0)
+
+    paces = {incarnation: anew(pace) for incarnation, pace in state.paces.items()}
+    return state.of(profile_error=error, paces=paces)
 
 
 def with_factor(pace: ComputeSpeed, factor: float) -> ComputeSpeed:
@@ -201,7 +262,7 @@ def _gain(state: JobState) -> tuple[float, float, str]:
 
 
 def _text(state: JobState, node: str, factor: float) -> str:
-    measure = "profiled" if state.policy.profile is not None else "before"
+    measure = "profiled" if judges_by_profile(state) else "before"
     if factor == 1.0:
         return f"{node} is as fast as {measure}"
     return f"{node} computes {factor:.1f}x slower than {measure}"

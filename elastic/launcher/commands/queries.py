@@ -19,8 +19,11 @@ from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.launcher.flags.validators import CERTS, ENDPOINTS, HOST, client_security
 from elastic.launcher.run.event_tail import read_object
 from elastic.launcher.run.rundir import launcher_of
+from elastic.launcher.run.wait_lines import waiting_text
 
 LATEST = Path("runs/latest")
+TAIL_BYTES = 1 << 16
+"""The last line of progress.jsonl is within the last bytes of the file."""
 DRAIN_POLL_S = 0.1
 # fmt: off
 ENDPOINT = click.option("--rdzv-endpoint", type=ENDPOINTS, envvar="PET_RDZV_ENDPOINT",
@@ -62,15 +65,68 @@ query_options = with_options(ENDPOINT, RUN_DIR, JSON, *SECRETS)
 @click.option("--watch", is_flag=True, help="repeat until the job is over")
 @click.option("--interval", type=TIME, default="1", help="seconds between two updates of --watch")
 def status(watch: bool, interval: float, **flags: Any) -> int:
-    """Show the phase, step, loss, nodes and plan of a running job."""
+    """Show phase, step, loss, nodes and plan of a job, and what it waits for.
+
+    Of a run that is over: its result.
+    """
     job = SimpleNamespace(**flags)
     if not 0.05 <= interval <= 3600:
         raise FieldError("--interval", interval, "give 0.05 to 3600 seconds")
+    over = None if job.rdzv_endpoint else result_of(job.run_dir or LATEST)
+    if over is not None:
+        return show(over, job.json)
     if watch:
         from elastic.launcher.commands.watch import watch as repeat
 
         return repeat(job, lambda: query(job, "status", {}), interval, LATEST)
-    return show(query(job, "status", {}), job.json)
+    answer = query(job, "status", {})
+    return show(answer if job.json else main_view(answer), job.json)
+
+
+def main_view(answer: Answer) -> Answer:
+    """Return the part of the answer to `status` that people read; JSON has all of it."""
+    view = {key: value for key, value in answer.items() if key not in ("timeouts", "waiting")}
+    for key in ("tokens_per_s", "steps"):  # a model without tokens, a script without Trainer
+        if not view.get(key):
+            view.pop(key, None)
+    waits = waiting_text(answer).removeprefix("waiting for ")
+    return {"phase": view.pop("phase"), **({"waiting": waits} if waits else {}), **view}
+
+
+def result_of(run_dir: Path) -> Answer | None:
+    """Return the result of a run that is over, with the fields of `status`; None: it is not."""
+    end = read_object(run_dir / "exit.json")
+    if end is None:
+        return None
+    summary, last = read_object(run_dir / "summary.json") or {}, _last_line(run_dir)
+    losses, recoveries = summary.get("loss") or [None], summary.get("recoveries") or []
+    result = {
+        "phase": "finished" if end.get("code") == 0 else "failed",
+        "reason": end.get("reason", ""),
+        "exit_code": end.get("code"),
+        "step": last.get("step", summary.get("steps", 0)),
+        "steps": last.get("steps", 0),
+        "loss": losses[-1],
+        "nodes": [],
+        "tokens_per_s": summary.get("tokens_per_s") or None,
+        "wall_s": summary.get("wall_s"),
+        "epoch_changes": len(recoveries),
+        "params_sha256": summary.get("params_sha256", ""),
+        "plan": summary.get("plan", ""),
+    }
+    if summary:
+        result["summary"] = str(run_dir / "summary.json")
+    return result
+
+
+def _last_line(run_dir: Path) -> Answer:
+    """Return the last progress of a run; {}: there is none."""
+    try:
+        with (run_dir / "progress.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return dict(json.loads(file.read().splitlines()[-1]))
+    except (OSError, ValueError, IndexError):
+        return {}
 
 
 @click.command(cls=Command)

@@ -11,7 +11,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic.domain.errors import EXIT_INTERRUPTED, EXIT_OK, ElasticError
+from elastic.launcher.run.console import recovered, tokens_rate
 from elastic.launcher.run.event_tail import read_object
+from elastic.launcher.run.wait_lines import waiting_text
+from elastic.reminder import Reminder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -70,6 +73,7 @@ class StatusLines:
         self._file, self._as_json = file, as_json
         self._shown: tuple[Any, ...] = ()
         self._recoveries: list[Any] = []
+        self._quiet = Reminder(time.monotonic())
 
     def show(self, answer: Answer) -> None:
         if self._as_json:
@@ -80,10 +84,12 @@ class StatusLines:
                 self._print(recovery_text(entry))
         self._recoveries = list(answer.get("recoveries", ()))
         place = (answer["phase"], answer["step"], answer["epoch"])
-        state = (*place, len(answer["nodes"]), answer.get("cause"))
-        if state != self._shown:
+        waits = (answer.get("waiting") or {}).get("for")
+        state = (*place, len(answer["nodes"]), answer.get("cause"), waits)
+        if state != self._shown or self._quiet.is_due(time.monotonic()):
             self._shown = state
             self._print(headline(answer))
+            self._quiet.begin(time.monotonic())
 
     def note(self, text: str) -> None:
         if not self._as_json:
@@ -122,24 +128,26 @@ def headline(answer: Answer) -> str:
     if isinstance(answer.get("loss"), (int, float)):
         parts.append(f"loss {answer['loss']:.4f}")
     if answer.get("step_s"):
-        tokens_per_s = f"{answer.get('tokens_per_s', 0.0):,.0f} tokens/s"
-        parts.append(f"{answer['step_s']:.3g} s per step, {tokens_per_s}")
+        parts.append(f"{answer['step_s']:.3g} s per step")
+        parts += tokens_rate(answer)
     training = sum(node["role"] == "stage" for node in answer["nodes"])
     parts.append(f"{training} nodes train, {len(answer['nodes']) - training} spare")
     if answer.get("term"):
         parts.append(f"coordinator term {answer['term']}")
     if answer.get("attention"):
         parts.append(answer["attention"])
-    if answer.get("cause"):
+    if waits := waiting_text(answer):  # it names the cause
+        parts.append(waits)
+    elif answer.get("cause"):
         parts.append(str(answer["cause"]))
     return ", ".join(parts)
 
 
 def recovery_text(entry: Answer) -> str:
-    nodes = f"{entry['nodes_before']} -> {entry['nodes_after']} nodes"
-    lost = f"{entry['microbatches_lost']} micro-batches lost"
-    where = f"step {entry['step']} ({entry['cause']})"
-    return f"recovered at {where}: {nodes}, {lost}, {entry['total_s']:.3f} s"
+    """Return an epoch change in a line."""
+    where = f"at step {entry['step']} ({entry['cause']})"
+    seconds = entry.get("pause_s") if entry.get("planned") else entry["total_s"]
+    return f"{recovered(entry, where)}, {seconds or 0.0:.3f} s"
 
 
 def problems(node: Answer) -> str:

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.config import STDERR, STDOUT
 from elastic.console import Console
+from elastic.reminder import Reminder
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+OVER = ("finished", "failed")
 CHUNK = 1 << 16
 """Most bytes of the workers' output that are printed at once."""
 QUIET_S = 1.0
@@ -30,18 +32,29 @@ Entry = dict[str, Any]
 """A line of progress.jsonl or events.jsonl."""
 
 
+def recorded_at(entry: Entry) -> float:
+    """Return the time at which an entry was recorded; 0: it does not say."""
+    at = entry.get("at")
+    return float(at) if isinstance(at, (int, float)) else 0.0
+
+
 def describe(entry: Entry) -> str:
     """Return loss, tokens per second, nodes and plan of a progress entry, as far as it has them."""
     parts = []
     if isinstance(entry.get("loss"), (int, float)):
         parts.append(f"loss {entry['loss']:.4f}")
-    if isinstance(entry.get("tokens_per_s"), (int, float)):
-        parts.append(f"{entry['tokens_per_s']:,.0f} tokens/s")
+    parts += tokens_rate(entry)
     if entry.get("nodes"):
         parts.append(f"{entry['nodes']} node{'s' if entry['nodes'] != 1 else ''}")
     if entry.get("plan"):
         parts.append(f"plan {entry['plan']}")
     return ", ".join(parts)
+
+
+def tokens_rate(entry: Entry) -> list[str]:
+    """Return the tokens per second of an entry; []: its model has none."""
+    rate = entry.get("tokens_per_s")
+    return [f"{rate:,.0f} tokens/s"] if isinstance(rate, (int, float)) and rate > 0 else []
 
 
 class ProgressLines:
@@ -58,6 +71,8 @@ class ProgressLines:
         self._phase = ""
         self._newest = (0, 0)
         """(epoch, step) of the last printed step."""
+        self.quiet = Reminder(time.monotonic())
+        """When the user hears again what the job is doing, if nothing else is printed."""
 
     def update(self, entry: Entry) -> None:
         phase, step = str(entry.get("phase", "")), int(entry.get("step", 0))
@@ -69,11 +84,18 @@ class ProgressLines:
             total = f"/{entry['steps']}" if entry.get("steps") else ""
             self.note(f"step {step}{total}: {describe(entry)}")
         elif phase and phase != self._phase:
-            self.note(f"{phase} at step {step}: {describe(entry)}".rstrip(": "))
+            unknown = phase in OVER and not entry.get("steps")  # it does not use elastic
+            place = phase if unknown else f"{phase} at step {step}"
+            self.note(f"{place}: {describe(entry)}".rstrip(": "))
         self._phase = phase or self._phase
 
     def note(self, text: str) -> None:
+        self.quiet.begin(time.monotonic())
         self._console.say(text)
+
+    def remind(self, text: str) -> None:
+        """Print what the job is doing."""
+        self.note(text)
 
     def put(self, data: bytes) -> None:
         """Print output of an agent that has no descriptor."""
@@ -110,6 +132,7 @@ class ProgressBar:
     def __init__(self, console: Console) -> None:
         self._console, self._bar = console, _make_bar(_Terminal(console))
         self._shown: Entry = {}
+        self.quiet = Reminder(time.monotonic())
         self._lock = threading.Lock()
         """Guards the bar and the last, unfinished line; never held while the terminal prints."""
         self._rest, self._closing = b"", False
@@ -121,6 +144,7 @@ class ProgressBar:
         self._relay.start()
 
     def update(self, entry: Entry) -> None:
+        self.quiet.begin(time.monotonic())
         with self._lock:
             self._shown |= {key: value for key, value in entry.items() if value not in (None, "")}
             if self._shown.get("steps"):
@@ -132,8 +156,16 @@ class ProgressBar:
                 self._bar.refresh(nolock=True)
 
     def note(self, text: str) -> None:
+        self.quiet.begin(time.monotonic())
         with self._lock:
             self._print(STDERR, f"elastic: {text}\n".encode(errors="replace"))
+
+    def remind(self, text: str) -> None:
+        """Show what the job is doing: in the bar, and above it if it is a wait."""
+        if not text.startswith("step "):
+            return self.note(text)
+        with self._lock:
+            self._bar.refresh(nolock=True)
 
     def put(self, data: bytes) -> None:
         """Print output of agents, as many whole lines as there are."""
@@ -206,14 +238,27 @@ class NoteHandler(logging.Handler):
 
 
 def recovery_line(event: Entry) -> str:
-    """Return a recovery in a line: place, cause, seconds of each phase, lost micro-batches."""
+    """Return an epoch change in a line: place, cause, nodes, lost micro-batches, seconds."""
     phases = ("detect_s", "decide_s", "transfer_s", "rebuild_s", "total_s")
     times = [f"{k[:-2]} {event[k]:.3f}" for k in phases if isinstance(event.get(k), (int, float))]
-    nodes = f"{_field(event, 'nodes_before')} -> {_field(event, 'nodes_after')} nodes"
-    lost = f"{_field(event, 'microbatches_lost')} micro-batches lost"
-    where = f"step {_field(event, 'step')}, micro-batch {_field(event, 'microbatch')}"
-    cause = _field(event, "cause")
-    return f"recovered at {where} ({cause}): {nodes}, {lost}; seconds: {', '.join(times)}"
+    cause, step = _field(event, "cause"), _field(event, "step")
+    if event.get("planned"):
+        paused = f"training paused for {event.get('pause_s') or 0.0:.3f} s"
+        return f"{recovered(event, f'after step {step} ({cause})')}; {paused}"
+    where = f"at step {step}, micro-batch {_field(event, 'microbatch')} ({cause})"
+    return f"{recovered(event, where)}; seconds: {', '.join(times)}"
+
+
+def recovered(event: Entry, where: str) -> str:
+    """Return the effect of an epoch change. Nothing is recovered by a planned one: all nodes stop
+    after the same step, and nothing is lost."""
+    before, after = _field(event, "nodes_before"), _field(event, "nodes_after")
+    if not event.get("planned"):
+        lost = f"{_field(event, 'microbatches_lost')} micro-batches lost"
+        return f"recovered {where}: {before} -> {after} nodes, {lost}"
+    same = f"{after} {'node' if after == 1 else 'nodes'} as before"
+    nodes = same if before == after else f"{before} -> {after} nodes"
+    return f"the plan changed {where}: {nodes}"
 
 
 def _field(event: Entry, name: str) -> object:
@@ -283,6 +328,18 @@ def _paused_line(event: Entry) -> str:
     return f"paused: {_field(event, 'why')}; the job continues when a plan fits"
 
 
+def _restart_line(event: Entry) -> str:
+    number = f", restart {event['restart']}" if event.get("restart") else ""
+    return f"all workers start again{number}: {_field(event, 'why')}"
+
+
+def _profile_wrong_line(event: Entry) -> str:
+    what = f"all nodes compute at least {_field(event, 'slow')}x slower than the profile says"
+    why = "it was measured alone, or on other machines, so it shows no node to be slow"
+    then = "nodes are compared with each other; profile again under the load of this job"
+    return f"warning: {what}: {why}; {then}"
+
+
 def _certificate_line(event: Entry) -> str:
     return f"warning: {_field(event, 'reason')}"
 
@@ -292,10 +349,25 @@ def _agent_failed_line(event: Entry) -> str:
 
 
 def _refused_line(event: Entry) -> str:
-    """Return a refusal that the user can remedy; attacks are only in the event log."""
-    if event.get("reason") not in ("version", "expired"):
+    """Return a refusal that the user can remedy; others are only in the event log."""
+    remedy = _REMEDIES.get(str(event.get("reason")))
+    if remedy is None:
         return ""
-    return f"warning: {_field(event, 'node')} refused {event.get('peer')}: {event.get('detail')}"
+    what = f"warning: {_field(event, 'node')} refused {event.get('peer') or 'a connection'}"
+    return f"{what}: {event.get('detail') or event.get('reason')}{remedy}"
+
+
+_CERTIFICATES = "; give all nodes --certs with certificates of this job's authority"
+_REMEDIES = {
+    "version": "",
+    "expired": "",
+    "token": "; give it this job's --join-token-file",
+    "plain-text": _CERTIFICATES,
+    "no-certificate": _CERTIFICATES,
+    "wrong-ca": _CERTIFICATES,
+    "handshake": _CERTIFICATES,
+}
+"""Ends of lines about refusals, by reason. "": the detail has the remedy."""
 
 
 def _nonfinite_line(event: Entry) -> str:
@@ -363,6 +435,9 @@ EVENT_LINES: dict[str, Callable[[Entry], str]] = {
     "halt": _halt_line,
     "paused": _paused_line,
     "plan": _plan_line,
+    "restart": _restart_line,
+    "profile-wrong": _profile_wrong_line,
+    "profile-right": lambda event: "a node is as fast as profiled: the profile counts again",
     "certificate": _certificate_line,
     "agent-failed": _agent_failed_line,
     "refused": _refused_line,

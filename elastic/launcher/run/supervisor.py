@@ -16,6 +16,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -35,16 +36,33 @@ from elastic.domain.errors import (
 )
 from elastic.launcher.flags.addresses import AddressState, address_state, local_address
 from elastic.launcher.flags.request import LOOPBACK, Request
-from elastic.launcher.run.console import EVENT_LINES, NoteHandler, event_line, make_view
+from elastic.launcher.run.console import (
+    EVENT_LINES,
+    Entry,
+    NoteHandler,
+    event_line,
+    make_view,
+    recorded_at,
+)
 from elastic.launcher.run.event_tail import Follower, read_object
 from elastic.launcher.run.injected import LauncherFaults, missed_faults
 from elastic.launcher.run.metrics_endpoint import check_free, first_agent, metrics_flag
 from elastic.launcher.run.processes import Child, Coordinators
 from elastic.launcher.run.rundir import RunDir, free_port
+from elastic.launcher.run.wait_lines import WaitLines, sentence
+from elastic.reminder import EVERY_S, Reminder
+from elastic.rpc.control.connection_errors import explained
 from elastic.rpc.security import tls
+from elastic.store.interface import StoreUnavailable
 from elastic.store.open_store import check_store
 from elastic.telemetry import read_last_words
 
+LONGEST_POLL_S = EVERY_S / 8
+"""Longest interval between two looks at whether the user must be told what is awaited."""
+REFUSAL_PAUSE_S = 30.0
+"""Least time between two lines about refusals for the same reason."""
+STORE_PAUSE_S = 1.0
+"""Pause between two attempts to reach the store before the start; each takes up to 2.5 s."""
 FAULT_POLL_S = 0.02
 """Interval between reads of progress while `LauncherFaults` are pending."""
 
@@ -57,9 +75,10 @@ def launch(request: Request) -> int:
     config = request.config
     given = tuple(config.coordinator.split(",")) if config.coordinator else ()
     addresses = given or tuple(f"{LOOPBACK}:{free_port()}" for _ in range(config.coordinators))
-    hosted = addresses if config.standalone else _hosted(addresses, request.hosts)
+    flag = "--address" if request.as_service else "--rdzv-endpoint"
+    hosted = addresses if config.standalone else _hosted(addresses, request.hosts, flag)
     if hosted:
-        check_store(config)
+        _await_store(config)
     host = LOOPBACK if config.standalone else config.local_addr or local_address(addresses[0])
     check_free(config, len(hosted), len(request.nodes))
     with open_run_dir(request) as run_dir:
@@ -82,20 +101,47 @@ def open_run_dir(request: Request) -> Iterator[RunDir]:
         run_dir.close()
 
 
-def _hosted(addresses: tuple[str, ...], hosts: bool | None) -> tuple[str, ...]:
+def _await_store(config: JobConfig) -> None:
+    """Return when the store answers. Raises FieldError if it refuses, or if a standalone job cannot
+    reach it."""
+    began = time.monotonic()
+    while True:
+        try:
+            return check_store(config)
+        except StoreUnavailable as error:
+            why = explained(str(error))
+            if config.standalone:
+                raise FieldError("--store", config.store.url, why) from error
+            line = sentence(f"the store: {why}", time.monotonic() - began, "the coordinator waits")
+            print(f"elastic: {line} until it answers", file=sys.stderr, flush=True)
+        time.sleep(STORE_PAUSE_S)
+
+
+def _hosted(addresses: tuple[str, ...], hosts: bool | None, flag: str) -> tuple[str, ...]:
     """Return the addresses at which this machine runs coordinators.
 
     `hosts` False: none; True: one of `addresses`; None: one if it is this machine's and free.
+    Raises FieldError, which names `flag`, if another program has the address.
     """
     if hosts is False:
         return ()
     if hosts and len(addresses) == 1:
+        if _is_taken(addresses[0]):
+            remedy = "another program of this machine listens there: end it, or give another port"
+            raise FieldError(flag, addresses[0], remedy)
         return addresses
     free = tuple(a for a in addresses if address_state(a) is AddressState.FREE)[:1]
     if hosts and not free:
         remedy = "none of the addresses belongs to this machine and is free"
-        raise FieldError("--rdzv-endpoint", ",".join(addresses), remedy)
+        raise FieldError(flag, ",".join(addresses), remedy)
     return free
+
+
+def _is_taken(address: str) -> bool:
+    try:
+        return address_state(address) is AddressState.TAKEN
+    except FieldError:  # the coordinator says so itself
+        return False
 
 
 def agent_args(config: JobConfig, node: str, index: int, coordinator: str, host: str) -> list[str]:
@@ -133,10 +179,13 @@ class Supervisor:
         self._faults = LauncherFaults(self._config)
         self._progress = Follower(self._path / "progress.jsonl")
         self._events = Follower(self._path / "events.jsonl")
+        self._waits = WaitLines(self._path, coordinator)
         self._coordinators = Coordinators(
             self._config, request.services[0], hosted, self._lifeline[0], self._view.note
         )
         self._agents: list[Child] = []
+        self._refusals: dict[tuple[Any, Any], float] = {}
+        """Time of the newest line about refusals, by the node that refused and its reason."""
         self._reported: set[str] = set()
         """Names of agents whose end was reported."""
         self._no_agents_since = 0.0
@@ -156,7 +205,7 @@ class Supervisor:
                 self._start()
                 while self._code is None:
                     interval = FAULT_POLL_S if self._faults else self._config.monitor_interval_s
-                    self._sleep(wake, interval)
+                    self._sleep(wake, min(interval, LONGEST_POLL_S))
                     self._poll()
                 self._end(wake)
             finally:
@@ -170,11 +219,16 @@ class Supervisor:
         self._coordinators.start()
         for index, node in enumerate(self._request.nodes):
             self._start_agent(node, index)
-        self._view.note(f"{', '.join(self._request.nodes)}; run directory {self._path}")
+        nodes = ", ".join(self._request.nodes)
+        own = f"coordinator at {', '.join(self._coordinators.addresses)}" if self._hosting else ""
+        shown = "" if self._config.standalone else own
+        started = ", ".join(filter(None, (nodes, shown)))
+        self._view.note(f"{started}; run directory {self._path}")
 
     def _start_agent(self, node: str, index: int) -> None:
         args = agent_args(self._config, node, index, self._address, self._host)
         args += metrics_flag(self._config, first_agent(self._config) + index)
+        args += [] if self._hosting else ["--alone", "1"]
         module = self._request.services[1]
         self._agents.append(Child(node, module, args, self._lifeline[0], self._view.output))
 
@@ -204,6 +258,14 @@ class Supervisor:
             self._view.note(problem)
             self._code = EXIT_FAILURE
         self._check_agents()
+        self._remind()
+
+    def _remind(self) -> None:
+        """Say what the job is doing if nothing was printed for a while."""
+        if self._hosting and self._code is None and self._view.quiet.is_due(time.monotonic()):
+            text = self._waits.line()
+            if text:
+                self._view.remind(text)
 
     def _drain_node(self) -> bool:
         """Drain this node at the first SIGTERM; return False if the job must end instead."""
@@ -218,17 +280,37 @@ class Supervisor:
         return True
 
     def _read_files(self) -> None:
-        for entry in self._progress.read():
-            self._view.update(entry)
-            for spec in self._faults.observe(entry):
-                self._inject(spec)
-        for event in self._events.read():
-            line = EVENT_LINES.get(str(event.get("kind")))
-            text = line(event) if line is not None else ""
-            if text:
-                self._view.note(text)
-            elif self._request.console_events:
-                self._view.note(event_line(event))
+        """Show progress and events in the order in which they were recorded."""
+        progress, events = self._progress.read(), self._events.read()
+        for entry in sorted([*progress, *events], key=recorded_at):
+            if entry.get("kind", "progress") == "progress":
+                self._show_progress(entry)
+            else:
+                self._show_event(entry)
+
+    def _show_progress(self, entry: Entry) -> None:
+        self._view.update(entry)
+        self._waits.observe(entry)
+        for spec in self._faults.observe(entry):
+            self._inject(spec)
+
+    def _show_event(self, event: Entry) -> None:
+        line = EVENT_LINES.get(str(event.get("kind")))
+        text = line(event) if line is not None else ""
+        if event.get("kind") == "refused" and not self._is_news(event):
+            return
+        if text:
+            self._view.note(text)
+        elif self._request.console_events:
+            self._view.note(event_line(event))
+
+    def _is_news(self, refusal: Entry) -> bool:
+        """Return whether no line about such a refusal was printed lately."""
+        key, at = (refusal.get("node"), refusal.get("reason")), recorded_at(refusal)
+        if at - self._refusals.get(key, -REFUSAL_PAUSE_S) < REFUSAL_PAUSE_S:
+            return False
+        self._refusals[key] = at
+        return True
 
     def _lost_address(self) -> bool:
         """Return True if another launcher of this machine has taken the coordinator's address."""
@@ -304,7 +386,7 @@ class Supervisor:
             for spec in missed_faults(self._config, names, self._hosting):
                 self._view.note(f"warning: the fault {spec.text!r} did not happen")
         if self._reason:  # below the progress that was written before it
-            self._view.note(self._reason)
+            self._view.note(self._reason + self._results())
         timeout_s = self._config.shutdown_timeout_s
         if not (finished and self._await(wake, self._agents, timeout_s)):
             for agent in self._agents:
@@ -329,10 +411,21 @@ class Supervisor:
                 self._view.note(f"{agent.name}: {why}")
             self._code = EXIT_JOB_FAILED if self._request.as_service else EXIT_FAILURE
 
+    def _results(self) -> str:
+        """Return where the results of a finished training are, as the end of a line; "": the job
+        failed, or its script does not use elastic."""
+        path = self._path / "summary.json"
+        trained = self._code == EXIT_OK and self._waits.steps and path.exists()
+        return f"; {path} has losses, recoveries and params_sha256" if trained else ""
+
     def _await(self, wake: int, children: Sequence[Child], timeout_s: float) -> bool:
         """Wait until the children have ended; return False after the timeout or another signal."""
         end = time.monotonic() + timeout_s
-        while not all(child.ended() for child in children):
+        began, reminder = time.monotonic(), Reminder(time.monotonic())
+        while living := [child.name for child in children if not child.ended()]:
+            if reminder.is_due(time.monotonic()):
+                what, limit = f"{' '.join(living)} to end", f"at most {timeout_s:g} s"
+                self._view.note(sentence(what, time.monotonic() - began, limit))
             self._sleep(wake, min(1.0, max(0.0, end - time.monotonic())))
             if self._signals or time.monotonic() >= end:
                 return all(child.ended() for child in children)

@@ -35,6 +35,7 @@ from elastic.rpc.control.channel_options import (
     addresses_of,
     client_options,
 )
+from elastic.rpc.control.connection_errors import explained
 from elastic.rpc.control.envelope import (
     CALL,
     CHALLENGE,
@@ -234,7 +235,7 @@ class CoordinatorSession:
             question = pack_call(CHALLENGE, {"nonce": new_nonce()})
             await stub.call(question, timeout=CONNECT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            return with_expiry(str(error.details()), self._secure.certificates)
+            return with_expiry(explained(str(error.details())), self._secure.certificates)
         return f"no connection within {CONNECT_TIMEOUT_S:g} s"
 
     def _no_stream(self, address: str, why: str) -> None:
@@ -495,10 +496,11 @@ def _in_words(
         return UsageError(f"{details}; give the job's with --join-token-file or --run-dir")
     if code is grpc.StatusCode.UNAVAILABLE:
         remedy = "is the job running, and are address and --certs right?"
-        why = with_expiry(str(details), certificates)
+        why = with_expiry(explained(str(details)), certificates)
         return Unreachable(f"no coordinator answers at {address} ({why}); {remedy}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Unreachable(
-            f"the coordinator at {address} did not answer {kind!r} within {timeout_s:g} s"
+            f"the coordinator at {address} did not answer {kind!r} within {timeout_s:g} s: it is "
+            "stopped or busy, or another program holds the address"
         )
     return ElasticError(f"the coordinator at {address} failed on {kind!r}: {code.name}: {details}")

@@ -35,6 +35,7 @@ OTHER = {
         "seen",
         "timeouts",
         "paces",
+        "profile_error",
         "gauges",
         "record",
         "spec",

@@ -421,12 +421,62 @@ def test_an_equal_slowdown_of_all_nodes_changes_nothing(monkeypatch: pytest.Monk
     state = running()
     for step in range(3, 8):
         state = beat(beat(state, "node0", step, 6.0 * 1.9), "node1", step, 6.0 * 2.0)
-    assert straggler_policy.rebalance_stragglers(state, 10.0) is None and asked == []
+    result = straggler_policy.rebalance_stragglers(state, 10.0)
+    assert result is not None and asked == []
+    state, actions, _ = result
+    assert [a.kind for a in actions if isinstance(a, LogEntry)] == ["profile-wrong"]
+    assert state.phase is JobPhase.RUNNING and stragglers.slowdowns(state) == ()
+    assert straggler_policy.rebalance_stragglers(state, 10.1) is None, "it is found once"
     for step in range(8, 11):
         state = beat(beat(state, "node0", step, 6.0), "node1", step, 6.0 * 2.0)
     assert straggler_policy.rebalance_stragglers(state, 11.0) is not None, (
         "it is still slow when the others are quick again"
     )
+
+
+def steps_of(state: JobState, first: int, count: int, **ratios: float) -> JobState:
+    """Heartbeats of `count` steps, two seconds apart, with a ratio per node."""
+    for step in range(first, first + count):
+        state = state.of(updated_at=100.0 + 2.0 * step)
+        for node, ratio in ratios.items():
+            state = beat(state, node, step, 6.0 * ratio)
+    return state
+
+
+@pytest.mark.parametrize("ratios", [(5.3, 5.1), (3.4, 67.0), (1.6, 2.9)])
+def test_a_profile_that_was_measured_alone_puts_no_node_aside(
+    monkeypatch: pytest.MonkeyPatch, ratios: tuple[float, float]
+) -> None:
+    """Several processes share the cores that one had for itself. Nodes are slow only if they are
+    slower than they were."""
+    asked = better(monkeypatch, REBALANCED)
+    one, other = ratios
+    state = steps_of(running(), 3, 4, node0=one, node1=other)
+    result = straggler_policy.rebalance_stragglers(state, 10.0)
+    assert result is not None and result[0].phase is JobPhase.RUNNING
+    state = steps_of(result[0], 7, 20, node0=1.2 * one, node1=0.9 * other)
+    assert straggler_policy.rebalance_stragglers(state, 11.0) is None and asked == []
+    state = steps_of(state, 27, 8, node0=1.2 * one, node1=2.0 * other)
+    slow = straggler_policy.rebalance_stragglers(state, 12.0)
+    assert slow is not None and "node1 computes 2.2x slower than before" in slow[2]
+
+
+def test_one_node_that_is_as_fast_as_profiled_confirms_the_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    better(monkeypatch, REBALANCED)
+    state = steps_of(running(), 3, 4, node0=1.0, node1=5.0)
+    result = straggler_policy.rebalance_stragglers(state, 10.0)
+    assert result is not None and "node1 computes 5.0x slower than profiled" in result[2]
+
+
+def test_no_node_is_judged_before_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = better(monkeypatch, REBALANCED)
+    state = steps_of(running(), 3, 4, node1=5.0)
+    state = steps_of(state, 5, 2, node0=5.0)
+    assert straggler_policy.rebalance_stragglers(state, 10.0) is None and asked == []
 
 
 def test_without_a_profile_a_few_short_steps_are_not_enough() -> None:

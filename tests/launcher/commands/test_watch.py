@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from elastic.command_line import read_flags
 from elastic.domain.errors import UsageError
+from elastic.launcher.commands.queries import main_view, status
 from elastic.launcher.commands.watch import StatusLines, headline, page, problems, watch
 
 
@@ -71,6 +73,41 @@ def test_the_cause_is_shown() -> None:
     assert headline(halting).endswith(", node1: VaultError: vault of node0: TLS handshake failed")
     node = halting["nodes"][0] | {"error": "worker 0 ended with signal 9"}
     assert problems(node) == "worker 0 ended with signal 9"
+
+
+def test_a_wait_is_shown() -> None:
+    waits = {"for": "nodes: 1 of 2", "seconds": 12.4, "ends": "the job starts when 1 more joins"}
+    waiting = answer("waiting", waiting=waits, tokens_per_s=0.0)
+    line = "waiting for 12 s: nodes: 1 of 2; the job starts when 1 more joins"
+    assert headline(waiting).endswith(f", {line}") and "tokens" not in headline(waiting)
+    view = main_view(waiting | {"timeouts": {"disk_s": 30.0}})
+    assert view["waiting"] == line.removeprefix("waiting for ")
+    assert "timeouts" not in view and "tokens_per_s" not in view
+
+
+@pytest.mark.parametrize(("code", "phase"), [(0, "finished"), (1, "failed")])
+@pytest.mark.parametrize("flags", [(), ("--json",), ("--watch",)])
+def test_the_status_of_a_run_that_is_over(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    phase: str,
+    flags: tuple[str, ...],
+) -> None:
+    (tmp_path / "exit.json").write_text(json.dumps({"code": code, "reason": "it is over"}))
+    summary = {"loss": [2.5, 2.25], "plan": "plan epoch=1", "params_sha256": "ab", "wall_s": 3.0}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "progress.jsonl").write_text('{"step": 1}\n{"step": 2, "steps": 2}\n')
+    args = read_flags(status, ["--run-dir", str(tmp_path), *flags])
+    assert status.callback is not None and status.callback(**vars(args)) == 0
+    text = capsys.readouterr().out
+    if "--json" in flags:
+        shown = json.loads(text)
+        assert (shown["phase"], shown["exit_code"], shown["step"]) == (phase, code, 2)
+        assert shown["loss"] == 2.25 and shown["reason"] == "it is over"
+    else:
+        assert text.startswith(f"phase: {phase}\nreason: it is over\nexit_code: {code}\nstep: 2\n")
+        assert f"summary: {tmp_path / 'summary.json'}" in text
 
 
 def test_a_query_without_answer_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,7 +166,9 @@ def test_a_missing_value_names_the_command(
 def test_status_of_a_run_that_is_over(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "coordinator.json").write_text('{"address": "127.0.0.1:1"}')
     (place / "exit.json").write_text('{"code": 3, "reason": "too much was lost"}')
-    assert cli.main(["status", "--run-dir", "."]) == 2
+    assert cli.main(["status", "--run-dir", "."]) == 0
+    assert "reason: too much was lost\nexit_code: 3\n" in capsys.readouterr().out
+    assert cli.main(["nodes", "--run-dir", "."]) == 2
     assert "is over: too much was lost (exit code 3)" in capsys.readouterr().err
 
 

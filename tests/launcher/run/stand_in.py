@@ -59,7 +59,7 @@ def coordinator() -> None:
 
 def agent() -> None:
     """An agent with a child that ignores SIGTERM. With `leaves` it ends on SIGUSR1."""
-    config, args = _begin("--node", "--coordinator", "--host", "--domain")
+    config, args = _begin("--node", "--coordinator", "--host", "--domain", "--alone")
     leaves = "leaves" in config.command.args
     if "broken" in config.command.args:
         write_last_words(config.run_dir, args.node, "OSError: no room for the socket")

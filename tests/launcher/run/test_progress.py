@@ -48,6 +48,9 @@ def test_lines(tmp_path: Path) -> None:
     view.update(entry(2, "halting"))
     view.update(entry(2, "halting"))
     view.update(entry(1, loss=2.4, epoch=2))  # fell back to a checkpoint
+    view.update(entry(2, loss=2.25, tokens_per_s=0.0, epoch=2))  # a model without tokens
+    view.update(entry(9, "finished"))
+    view.update({"phase": "failed", "step": 0, "steps": 0, "nodes": 1})
     view.close()
     os.close(descriptor)
     assert (tmp_path / "console").read_text().splitlines() == [
@@ -56,6 +59,9 @@ def test_lines(tmp_path: Path) -> None:
         "elastic: step 2/9: loss 2.2500, 3 nodes, plan 2+1",
         "elastic: halting at step 2: 3 nodes, plan 2+1",
         "elastic: step 1/9: loss 2.4000, 3 nodes, plan 2+1",
+        "elastic: step 2/9: loss 2.2500, 3 nodes, plan 2+1",
+        "elastic: finished at step 9: 3 nodes, plan 2+1",
+        "elastic: failed: 1 node",
     ]
 
 
@@ -157,6 +163,13 @@ def test_reports() -> None:
         "recovered at step 3, micro-batch 5 (node2 lost): 4 -> 3 nodes, 2 micro-batches lost; "
         "seconds: detect 0.010, decide 0.002, transfer 0.100, rebuild 0.050, total 0.200"
     )
+    planned = event | {"planned": True, "pause_s": 0.25, "cause": "join node3"}
+    assert recovery_line(planned | {"nodes_before": 3, "nodes_after": 4}) == (
+        "the plan changed after step 3 (join node3): 3 -> 4 nodes; training paused for 0.250 s"
+    )
+    assert recovery_line(planned | {"nodes_before": 3, "nodes_after": 3}) == (
+        "the plan changed after step 3 (join node3): 3 nodes as before; training paused for 0.250 s"
+    )
     assert event_line({"kind": "plan", "step": 1, "data": {}}) == "kind=plan step=1"
     assert as_text(
         {"phase": "running", "nodes": [{"node": "a", "on": True}], "plan": "x\ny\n", "no": None}
@@ -189,6 +202,10 @@ def test_reports() -> None:
             "warning: --pipelines 3+1 does not fit; the plan is 1+1",
         ),
         ({"kind": "plan", "shape": "1+1", "instead_of": ""}, ""),
+        (
+            {"kind": "restart", "why": "node1: worker 0: exit code 5", "restart": 1},
+            "all workers start again, restart 1: node1: worker 0: exit code 5",
+        ),
         ({"kind": "certificate", "reason": "tls.crt expires"}, "warning: tls.crt expires"),
         (
             {"kind": "agent-failed", "node": "node2", "error": "OSError: no room"},
@@ -198,7 +215,11 @@ def test_reports() -> None:
             {"kind": "refused", "node": "a", "reason": "version", "peer": "b", "detail": "old"},
             "warning: a refused b: old",
         ),
-        ({"kind": "refused", "node": "a", "reason": "token", "peer": "b", "detail": "x"}, ""),
+        (
+            {"kind": "refused", "node": "a", "reason": "token", "peer": "b", "detail": "no token"},
+            "warning: a refused b: no token; give it this job's --join-token-file",
+        ),
+        ({"kind": "refused", "node": "a", "reason": "replayed", "peer": "b", "detail": "x"}, ""),
     ],
     ids=lambda value: value.get("kind") if isinstance(value, dict) else "",
 )

@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -340,6 +341,46 @@ def test_the_machine_that_owns_the_address_starts_the_coordinator(
     assert host.poll() is None  # the coordinator serves the other machines
     host.terminate()
     assert host.wait(LONG_S) == 143
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [("--rdzv-backend", "c10d", "--rdzv-conf", "is_host=true"), ("--rdzv-backend", "static")],
+)
+def test_another_program_has_the_coordinators_address(
+    start: Start, tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        launcher = start("serve", "--rdzv-endpoint", address, mode=("--nnodes", "2", *mode))
+        _, err = launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 2 and len(err.splitlines()) == 1
+    assert f"--rdzv-endpoint: '{address}'" in err and "another program" in err
+    assert not (tmp_path / "runs" / "a").exists(), "nothing is written before the check"
+
+
+def test_a_coordinator_waits_for_its_store(start: Start, tmp_path: Path) -> None:
+    """Pods start in any order, and etcd may be away for a while."""
+    store = f"etcd://127.0.0.1:{free_port()}"
+    flags = [*hosts(), "--rdzv-id", "a", "--store", store]
+    launcher = start("serve", *flags, mode=())
+    assert launcher.stderr is not None
+    line = launcher.stderr.readline()
+    assert line.startswith("elastic: waiting for ") and f"no etcd answers at {store}" in line
+    assert line.endswith("the coordinator waits until it answers\n")
+    assert launcher.stderr.readline().startswith("elastic: waiting for "), "it is told again"
+    assert launcher.poll() is None and not (tmp_path / "runs" / "a").exists()
+
+
+def test_the_launcher_says_that_agents_do_not_end(start: Start, tmp_path: Path) -> None:
+    launcher = start("serve", "--shutdown-timeout", "5")
+    assert wait_until(lambda: up(tmp_path / "runs" / "a"))
+    for name in ("coordinator.json", "agents.jsonl"):
+        assert (tmp_path / "runs" / "a" / name).exists()
+    (tmp_path / "runs" / "a" / "exit.json").write_text('{"code": 0, "reason": "acted out"}')
+    _, err = launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 0
+    assert "waiting for 3 s: node0 node1 to end; at most 5 s" in err
 
 
 def hosts() -> tuple[str, ...]:

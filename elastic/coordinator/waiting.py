@@ -1,0 +1,190 @@
+"""States why the job does not train at the moment, for `elastic status` and for the console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.core.coordinator.transitions import SCRIPT_S
+from elastic.core.job import checkpoints
+from elastic.core.job.state import EpochChange, JobPhase, JobState, Member
+from elastic.core.protocol.messages import NodePhase
+
+LASTING_S = 120.0
+"""A script that has not used elastic for this time probably never will."""
+MAX_NAMES = 8
+"""Number of nodes that a text names."""
+READY = (NodePhase.RUNNING, NodePhase.FINISHED)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A wait of the whole job."""
+
+    what: str
+    """What is awaited. The text does not change while the same is awaited."""
+    since: float
+    """Time at which the wait began, on the coordinator's clock."""
+    ends: str
+    """What ends the wait."""
+    lasting: bool = False
+    """Whether this is probably the normal state until the end of the job: few lines suffice."""
+
+    def answer(self, now: float) -> dict[str, Any]:
+        """Return the fields for the answer to `status`."""
+        return {
+            "for": self.what,
+            "seconds": round(max(0.0, now - self.since), 1),
+            "ends": self.ends,
+        }
+
+    def entry(self) -> dict[str, Any]:
+        """Return the fields for progress.jsonl."""
+        return {
+            "what": self.what,
+            "since": round(self.since, 3),
+            "ends": self.ends,
+            "lasting": self.lasting,
+        }
+
+
+def waiting(state: JobState) -> Waiting | None:
+    """Return what the job waits for; None: it trains, or it is over."""
+    if state.ending is not None:
+        return None
+    if state.failure is not None:
+        step, failure = checkpoints.due_at_failure(state), state.failure
+        then = f"the job then ends: {failure.node}: {failure.failed.message}"
+        return Waiting(f"the checkpoint of step {step}", failure.at, then)
+    match state.phase:
+        case JobPhase.WAITING:
+            return _for_nodes(state)
+        case JobPhase.LAUNCHED if state.spec is None:
+            return _for_script(state)
+        case JobPhase.LAUNCHED:
+            starting = names(mb.node for mb in state.members.values() if not mb.report.able)
+            then = "training begins when all are ready, or without those that are late"
+            return Waiting(f"the workers of {starting} to start", state.launched_at, then)
+        case JobPhase.HALTING if state.change is not None:
+            return _for_halt(state, state.change)
+        case JobPhase.INSTALLING if state.change is not None:
+            return _for_installation(state, state.change)
+        case JobPhase.PAUSED:
+            return _for_plan(state)
+        case JobPhase.RUNNING:
+            return _for_end(state)
+    return None
+
+
+def cause_of(change: EpochChange) -> str:
+    """Return the cause of an epoch change, for people."""
+    return "the job starts" if change.starts_job else change.cause
+
+
+def names(nodes: Iterable[str]) -> str:
+    """Return the names, the first `MAX_NAMES` of many."""
+    known = sorted(nodes)
+    more = len(known) - MAX_NAMES
+    return " ".join(known[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _for_nodes(state: JobState) -> Waiting:
+    policy = state.policy
+    here = [node for node, mb in state.members.items() if mb.connected]
+    listed = f" ({names(here)})" if here else ""
+    missing = policy.min_nodes - len(here)
+    if missing > 0:
+        what = f"nodes: {len(here)} of at least {policy.min_nodes} are here{listed}"
+        then = f"the job starts when {missing} more {'joins' if missing == 1 else 'join'}"
+        return Waiting(what, state.watch.since, then)
+    what = f"more nodes: {len(here)} of at most {policy.max_nodes} are here{listed}"
+    since = state.enough_since or state.watch.since
+    return Waiting(what, since, f"the job starts after {policy.last_call_s:g} s without them")
+
+
+def _for_script(state: JobState) -> Waiting | None:
+    """Describe a job whose workers have not used elastic yet."""
+    members = [mb for mb in state.members.values() if mb.rank >= 0]
+    since = state.launched_at
+    if any(mb.report.elastic for mb in members):
+        starting = names(mb.node for mb in members if not mb.report.able)
+        crashes = [mb for mb in members if mb.report.cause]
+        why = f" ({crashes[0].node}: {crashes[0].report.cause})" if crashes else ""
+        then = "they are started again; if they fail on every node, the job ends"
+        return Waiting(f"the workers of {starting} to start{why}", since, then)
+    failed = [mb for mb in members if _has_failed(state, mb)]
+    others = names(mb.node for mb in members if mb.report.phase is NodePhase.STARTING)
+    if failed and others:
+        what = f"the scripts of {others}, because that of {failed[0].node} has failed"
+        then = f"unless they use elastic within {SCRIPT_S:g} s, the job ends"
+        return Waiting(f"{what}: {failed[0].report.cause}", since, then)
+    if not others:
+        return None
+    if state.updated_at - since < SCRIPT_S:
+        what = f"the script on {others} to call Trainer.run()"
+        return Waiting(what, since, "training then begins; other scripts run as under torchrun")
+    what = f"the script on {others}, which has not called Trainer.run() within {SCRIPT_S:g} s"
+    then = "it runs as under torchrun until it ends; Trainer.run() still begins training"
+    return Waiting(what, since, then, lasting=state.updated_at - since >= LASTING_S)
+
+
+def _has_failed(state: JobState, member: Member) -> bool:
+    report = member.report
+    return report.restart == state.restart and report.phase is NodePhase.FAILED
+
+
+def _for_halt(state: JobState, change: EpochChange) -> Waiting:
+    now, watch = state.updated_at, state.watch
+    late = [mb for mb in state.members.values() if mb.report.epoch < state.epoch or not mb.halted]
+    if change.boundary:
+        return Waiting(
+            f"the end of the step, to change the plan ({cause_of(change)})",
+            change.began,
+            "training then continues with the new plan",
+        )
+    if late:
+        what = (
+            f"{names(mb.node for mb in late)} to halt for epoch {state.epoch} ({cause_of(change)})"
+        )
+        return Waiting(what, change.began, "a node that does not answer is left out")
+    if now < change.wait_until:
+        restarting = names(mb.node for mb in state.members.values() if mb.workers_gone)
+        what = f"the workers of {restarting} to start again ({cause_of(change)})"
+        limit = f"after {change.wait_until - change.began:.0f} s training continues without them"
+        return Waiting(what, change.began, limit)
+    if now < watch.retry_at:
+        what = f"the next attempt, because {watch.attempts} failed ({watch.cause})"
+        pause = f"it begins after a pause of {watch.retry_at - watch.since:.0f} s"
+        return Waiting(what, watch.since, pause)
+    return Waiting(f"the plan of epoch {state.epoch}", change.began, "training then continues")
+
+
+def _for_installation(state: JobState, change: EpochChange) -> Waiting:
+    plan = state.plan
+    reports = [state.members[n].report for n in plan.nodes() if n in state.members] if plan else []
+    late = [r.info.node for r in reports if r.epoch != state.epoch or r.phase not in READY]
+    what = f"{names(late)} to load their layers for epoch {state.epoch} ({cause_of(change)})"
+    return Waiting(what, change.decided or change.began, "training continues when all have")
+
+
+def _for_plan(state: JobState) -> Waiting:
+    if state.missing is not None:
+        absent = names(state.missing.nodes) or "nodes that may still report"
+        what = f"{absent}, because {state.missing.error}"
+        then = "the job continues when they return with their copies"
+        return Waiting(what, state.missing.since, then)
+    why = state.change.reason if state.change is not None else ""
+    what = f"a plan that fits{f': {why}' if why else ''}"
+    return Waiting(what, state.watch.since, "the job continues when nodes join and one does")
+
+
+def _for_end(state: JobState) -> Waiting | None:
+    spec = state.spec
+    if spec is None or state.newest_step + 1 < spec.n_steps:
+        return None
+    since = state.step_finished_at or state.watch.since
+    if state.finished is not None:
+        return Waiting("older checkpoints to be on disk", state.finished_at, "the job then ends")
+    last = f"all {spec.n_steps} steps are done"
+    return Waiting(f"the last checkpoint and the workers: {last}", since, "the job then ends")

@@ -1,0 +1,160 @@
+"""The job says what it waits for, since when, and what ends the wait."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic.coordinator.records.run_records import RunRecords
+from elastic.coordinator.waiting import LASTING_S, MAX_NAMES, Waiting, names, waiting
+from elastic.core.coordinator.transitions import SCRIPT_S
+from elastic.core.job.state import (
+    Cause,
+    CauseKind,
+    EpochChange,
+    JobFailure,
+    JobFinished,
+    JobPhase,
+    JobState,
+    Member,
+    MissingCopies,
+    Policy,
+    ProgressWatch,
+)
+from elastic.core.protocol import messages as m
+from elastic.core.protocol.messages import NodePhase
+from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
+from tests.patience import LONG_S
+
+NOW = 100.0
+CHANGE = EpochChange(2, (Cause(CauseKind.LOST, "node2 lost"),), False, (), 2, 90.0, None, 3, 0)
+
+
+def member(node: str, phase: NodePhase, **changes: object) -> Member:
+    report = m.NodeReport(NodeInfo(node, f"{node}.1", f"{node}:1"), phase, 2)
+    return Member(replace(report, **changes), seen=NOW, rank=0)  # type: ignore[arg-type]
+
+
+def state(phase: JobPhase, *members: Member, **changes: object) -> JobState:
+    known = JobState(
+        policy=Policy(min_nodes=2, max_nodes=4),
+        phase=phase,
+        epoch=2,
+        members={one.node: one for one in members},
+        watch=ProgressWatch(since=95.0),
+        launched_at=98.0,
+        updated_at=NOW,
+    )
+    return known.of(**changes)
+
+
+def spec(steps: int) -> JobSpec:
+    return JobSpec(n_steps=steps, n_microbatches=4, layers=(LayerSpec(1, 1, 1, 1.0, 1.0),))
+
+
+def found(known: JobState) -> Waiting:
+    result = waiting(known)
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize(
+    ("here", "what", "ends"),
+    [
+        ((), "nodes: 0 of at least 2 are here", "the job starts when 2 more join"),
+        (("a",), "nodes: 1 of at least 2 are here (a)", "the job starts when 1 more joins"),
+        (("a", "b"), "more nodes: 2 of at most 4 are here (a b)", "after 1 s without them"),
+    ],
+)
+def test_a_job_that_is_short_of_nodes(here: tuple[str, ...], what: str, ends: str) -> None:
+    known = state(JobPhase.WAITING, *(member(node, NodePhase.EMPTY) for node in here))
+    result = found(known)
+    assert result.what == what and result.ends.endswith(ends)
+    assert result.since == 95.0
+
+
+def test_a_script_that_has_not_called_the_trainer_yet() -> None:
+    starting = [member(node, NodePhase.STARTING, restart=0) for node in ("a", "b")]
+    known = state(JobPhase.LAUNCHED, *starting)
+    assert found(known).what == "the script on a b to call Trainer.run()"
+    assert found(known).since == 98.0 and not found(known).lasting
+    late = found(known.of(updated_at=98.0 + SCRIPT_S))
+    assert "as under torchrun until it ends" in late.ends and not late.lasting
+    assert found(known.of(updated_at=98.0 + LASTING_S)).lasting
+
+
+def test_a_script_that_failed_on_one_node() -> None:
+    """The others may use elastic, so the job waits for them, and says so at once."""
+    failed = member("a", NodePhase.FAILED, restart=0, cause="worker 0: ValueError: no file")
+    known = state(JobPhase.LAUNCHED, failed, member("b", NodePhase.STARTING, restart=0))
+    result = found(known)
+    assert result.what.endswith(
+        "the scripts of b, because that of a has failed: worker 0: ValueError: no file"
+    )
+    assert f"within {SCRIPT_S:g} s" in result.ends
+
+
+def test_workers_that_attach() -> None:
+    ready = member("a", NodePhase.IDLE, able=True, elastic=True)
+    known = state(JobPhase.LAUNCHED, ready, member("b", NodePhase.STARTING))
+    assert found(known).what == "the workers of b to start"
+    assert found(known.of(spec=spec(9))).what == "the workers of b to start"
+
+
+def test_an_epoch_that_begins() -> None:
+    halted = member("a", NodePhase.HALTED)
+    known = state(JobPhase.HALTING, halted, member("b", NodePhase.RUNNING), change=CHANGE)
+    result = found(known)
+    assert result.what == "b to halt for epoch 2 (node2 lost)" and result.since == 90.0
+    planned = known.of(change=replace(CHANGE, boundary=True))
+    assert found(planned).what.startswith("the end of the step")
+    members = {"a": halted}
+    again = known.of(members=members, change=replace(CHANGE, wait_until=NOW + 5.0))
+    assert "to start again" in found(again).what
+    paused = known.of(
+        members=members,
+        watch=ProgressWatch(since=99.0, retry_at=107.0, attempts=3, cause="contact lost"),
+    )
+    assert found(paused) == Waiting(
+        "the next attempt, because 3 failed (contact lost)", 99.0, "it begins after a pause of 8 s"
+    )
+
+
+def test_a_paused_job() -> None:
+    paused = state(JobPhase.PAUSED, change=replace(CHANGE, reason="layer 0 needs 3 MB on a node"))
+    result = found(paused)
+    assert result.what == "a plan that fits: layer 0 needs 3 MB on a node"
+    assert result.ends == "the job continues when nodes join and one does" and result.since == 95.0
+    missing = MissingCopies("no copy of layer 1 is left", 3, ("b",), 97.0)
+    away = found(paused.of(missing=missing))
+    assert away.what == "b, because no copy of layer 1 is left" and away.since == 97.0
+
+
+def test_the_end_of_a_job() -> None:
+    running = state(JobPhase.RUNNING, member("a", NodePhase.RUNNING), spec=spec(9))
+    assert waiting(running) is None
+    failure = JobFailure("a", m.Failed("ValueError: bad", 1), 99.0)
+    then = found(running.of(failure=failure)).ends
+    assert then == "the job then ends: a: ValueError: bad"
+    over = running.of(phase=JobPhase.FAILED, ending=JobFinished(1, "a: ValueError: bad"))
+    assert waiting(over) is None
+
+
+def test_names_of_many_nodes() -> None:
+    many = [f"n{number:02}" for number in range(MAX_NAMES + 3)]
+    assert names(many).endswith(" n07 and 3 more")
+
+
+def test_the_wait_is_on_disk_for_displays(tmp_path: Path) -> None:
+    records = RunRecords(tmp_path)
+    records.waiting(Waiting("nodes", 95.0, "they join"))
+    assert records.flush(LONG_S)
+    entry = {"what": "nodes", "since": 95.0, "ends": "they join", "lasting": False}
+    assert json.loads((tmp_path / "waiting.json").read_text()) == entry
+    records.waiting(None)
+    assert records.flush(LONG_S)
+    assert json.loads((tmp_path / "waiting.json").read_text()) == {}
+    records.close()
