@@ -21,18 +21,12 @@ from typing import Any
 
 import psutil
 
+from benchmarks.chaos.__main__ import commit
 from benchmarks.results import DIRECTORY, Row, show, write
 from tests.kubernetes.network import missing
-from tests.scenarios.harness import ROOT
 from tests.scenarios.network.partial_partitions import CASES, LIMIT_S, Case, check_case
 
 NAME = "partial_partitions"
-
-
-def commit() -> str:
-    """Return the commit of the working tree; with "+" if files differ from it."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"]
-    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:

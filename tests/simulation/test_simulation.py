@@ -381,7 +381,8 @@ def test_a_fault_prolongs_only_the_wait_for_the_next_step(
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_agent_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     """Its network is cut until the job and the coordinator have ended."""
-    cut = dataclasses.replace(QUIET, shared=shared, faults=(Fault("cut-out", 3.0, 0, 0, 15.0),))
+    ways = tuple(Fault(kind, 3.0, 0, 0, 15.0) for kind in ("cut-out", "cut-in"))
+    cut = dataclasses.replace(QUIET, shared=shared, faults=ways)
     assert not run(cut).problems
     monkeypatch.setattr(NodeAgent, "_consider_the_end", lambda self: None)
     assert any("still there" in text for text in run(cut).problems)
@@ -401,6 +402,7 @@ def test_an_agent_that_is_not_told_of_the_end_is_found(
     monkeypatch.setattr(Coordinator, "_send", forgets)
     problems = run(dataclasses.replace(QUIET, shared=shared)).problems
     assert any("still there" in text for text in problems) is not shared
+    assert any("did not tell node1, which was connected, the end" in text for text in problems)
 
 
 @pytest.mark.parametrize("adopted", [False, True])

@@ -345,7 +345,8 @@ class RunRecords:
                 return
 
     def _try_last_records(self) -> str:
-        """Return the error that another attempt may remove; "": there is none."""
+        """Write the last events and the summary; return what a later attempt may still write, as an
+        error text, or ""."""
         self._events.write()
         try:
             self._write_summary()

@@ -21,6 +21,7 @@ from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import FieldError, UsageError
 from elastic.domain.types import Accumulate, OnNonfinite
 from elastic.launcher.flags import validators
+from elastic.launcher.flags.local_gpus import visible_gpus
 from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.validators import Guard, folder, slug, streams
@@ -165,7 +166,7 @@ def _check_combinations(flags: SimpleNamespace, nproc: int) -> None:
 def _nproc(text: str, environ: Mapping[str, str]) -> int:
     if re.fullmatch(r"\d{1,6}", text):
         return int(text)
-    gpus = _gpus(environ)
+    gpus = len(visible_gpus(environ))
     if text == "gpu" and gpus == 0:
         raise FieldError("--nproc-per-node", text, "this machine has no GPU: give a number or cpu")
     if text in ("gpu", "auto") and gpus:
@@ -174,13 +175,6 @@ def _nproc(text: str, environ: Mapping[str, str]) -> int:
         affinity = getattr(os, "sched_getaffinity", None)
         return len(affinity(0)) if affinity else os.cpu_count() or 1
     raise FieldError("--nproc-per-node", text, "give a number, auto, cpu or gpu")
-
-
-def _gpus(environ: Mapping[str, str]) -> int:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return sum(device.strip() not in ("", "-1") for device in visible.split(","))
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _standalone(flags: SimpleNamespace, high: int) -> bool:

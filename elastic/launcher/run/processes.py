@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -47,9 +47,11 @@ class Child:
         args: Sequence[str],
         lifeline: int,
         stdout: int | IO[bytes] | None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Run `python -m module args...`; `stdout` gets both output streams (None: inherited).
 
+        `variables` are added to the environment.
         `lifeline` is the read end of a pipe; only this process holds its write end. The child ends
         when this process ends (`elastic.lifeline`).
         """
@@ -57,6 +59,7 @@ class Child:
         self.returncode: int | None = None
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *args, "--parent-pipe", str(lifeline)],
+            env={**os.environ, **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.STDOUT if stdout is not None else None,

@@ -35,6 +35,7 @@ from elastic.domain.errors import (
     service_exit,
 )
 from elastic.launcher.flags.addresses import AddressState, address_state, local_address
+from elastic.launcher.flags.local_gpus import node_environment
 from elastic.launcher.flags.request import LOOPBACK, Request
 from elastic.launcher.run.console import (
     EVENT_LINES,
@@ -229,8 +230,12 @@ class Supervisor:
         args = agent_args(self._config, node, index, self._address, self._host)
         args += metrics_flag(self._config, first_agent(self._config) + index)
         args += [] if self._hosting else ["--alone", "1"]
-        module = self._request.services[1]
-        self._agents.append(Child(node, module, args, self._lifeline[0], self._view.output))
+        module, config = self._request.services[1], self._config
+        gpus = node_environment(index, config.nproc_per_node, os.environ)
+        variables = gpus if config.standalone else {}
+        self._agents.append(
+            Child(node, module, args, self._lifeline[0], self._view.output, variables)
+        )
 
     # ---- watching ----
 

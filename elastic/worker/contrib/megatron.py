@@ -96,11 +96,13 @@ def init_tensor_parallel(
     """Form this worker's tensor-parallel group, which is torch.distributed's WORLD.
 
     `store_path` is a file that only the ranks of this group use; size 1 needs it too. A process
-    has one group: a second call with the same rank and size returns it.
+    has one group: a second call with the same rank and size returns it. NCCL needs a GPU for each
+    rank; with fewer, gloo moves the tensors of the GPU.
     """
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, size):
         return TensorParallel(rank, size, dist.group.WORLD)
-    backend = "cpu:gloo,cuda:nccl" if device is not None and device.type == "cuda" else "gloo"
+    on_gpus = device is not None and device.type == "cuda" and torch.cuda.device_count() >= size
+    backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)

@@ -17,6 +17,11 @@ def choose_device(local_rank: int, *, emulated: bool = False) -> torch.device:
     return device
 
 
+def device_id(device: torch.device) -> str:
+    """Return a name of a CUDA device that no other device has, on any machine."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def activation_bytes(forward: Callable[[], Tensor], module: nn.Module, device: torch.device) -> int:
     """Return the bytes that `forward` keeps for its backward pass, parameters excluded.
 

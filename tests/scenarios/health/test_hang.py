@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,31 +56,31 @@ def test_a_stopped_worker_is_found_killed_and_replaced(tmp_path: Path) -> None:
     assert killed, agent_log(run, "node2")
 
 
-def test_a_worker_in_an_endless_loop_is_restarted(tmp_path: Path) -> None:
-    """It uses CPU time and sends heartbeats; only the progress of the job shows the loop."""
+def check_restarted(folder: Path, text: str, *flags: str) -> tuple[Run, dict[str, Any]]:
+    """Let the worker of node1 hang. It is restarted, and the parameters are those without a fault.
+    Return the run and the event that names the suspect."""
     script = ["-m", "tests.scenarios.health.broken_device"]
-    flags = exact("--nnodes", "3", "--pipelines", "1", "--lease", "3")
-    run = elastic_run(tmp_path / "run", flags, [*script, "--node", "node1", "--text", LOOP])
+    flags = ("--nnodes", "3", "--pipelines", "1", *flags)
+    run = elastic_run(folder / "run", exact(*flags), [*script, "--node", "node1", "--text", text])
     assert run.code == 0, run.output
-    whole = made_once(tmp_path, exact("--nnodes", "1"), script)
+    whole = made_once(folder, exact("--nnodes", "1"), script)
     assert run.summary["params_sha256"] == whole.summary["params_sha256"]
     stalled = [e for e in run.events if e["kind"] == "stalled"]
     assert [(e["suspects"], e["action"]) for e in stalled] == [(["node1"], "restart")], stalled
-    assert "CPU time without progress" in stalled[0]["evidence"]["node1"]
+    return run, stalled[0]
+
+
+def test_a_worker_in_an_endless_loop_is_restarted(tmp_path: Path) -> None:
+    """It uses CPU time and sends heartbeats; only the progress of the job shows the loop."""
+    run, stalled = check_restarted(tmp_path, LOOP, "--lease", "3")
+    assert "CPU time without progress" in stalled["evidence"]["node1"]
     (recovery,) = run.summary["recoveries"]
     assert "node1" in recovery["cause"] and "no progress of the job" in recovery["cause"]
 
 
 def test_a_worker_that_hangs_before_it_attaches_is_restarted(tmp_path: Path) -> None:
     """It sends nothing and uses no CPU time, while the others wait to begin."""
-    script = ["-m", "tests.scenarios.health.broken_device"]
-    flags = exact("--nnodes", "3", "--pipelines", "1")
-    run = elastic_run(tmp_path / "run", flags, [*script, "--node", "node1", "--text", HANG])
-    assert run.code == 0, run.output
-    whole = made_once(tmp_path, exact("--nnodes", "1"), script)
-    assert run.summary["params_sha256"] == whole.summary["params_sha256"]
-    stalled = [e for e in run.events if e["kind"] == "stalled"]
-    assert [(e["suspects"], e["action"]) for e in stalled] == [(["node1"], "restart")], stalled
+    run, _ = check_restarted(tmp_path, HANG)
     assert not [e for e in run.events if e["kind"] == "lost"]
 
 
