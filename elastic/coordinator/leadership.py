@@ -60,10 +60,10 @@ def stand_by(
     holder: str,
     ttl_s: float,
     now: Callable[[], float],
-    away: Callable[[str], object] = lambda why: None,
+    told: Callable[[ElasticError], object] = lambda why: None,
 ) -> Lease:
     """Wait until this coordinator (`holder`) gets the lease; retry while the store is away.
-    `away(why)` is called when the store begins to be away."""
+    `told(error)` is called with the reason of the wait, and again when it changes."""
     failures, logged = 0, ""
     while True:
         try:
@@ -75,8 +75,7 @@ def stand_by(
             kind = type(error).__name__
             if logged != kind:
                 log.warning("standing by: %s", error)
-                if isinstance(error, StoreUnavailable):
-                    away(str(error))
+                told(error)
             logged = kind
             failures = 0 if isinstance(error, Conflict) else failures + 1
             time.sleep(retry_s(failures) if failures else POLL_S)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic import lifeline
-from elastic.background import READ_S, BackgroundReading, ends_within
+from elastic.background import BackgroundReading
 from elastic.command_line import Command, flag, read_flags
 from elastic.config import JobConfig, load_config
 from elastic.console import Console
@@ -56,7 +56,7 @@ from elastic.coordinator.records.run_summary import job_entry, plan_entry
 from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.records.state_saver import StateSaver
 from elastic.coordinator.session_filter import SessionFilter
-from elastic.coordinator.waiting import Waiting, waiting
+from elastic.coordinator.waiting import Waiting, standby_wait, waiting
 from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job import checkpoints
 from elastic.core.job import state as job
@@ -73,6 +73,7 @@ from elastic.domain.errors import (
 )
 from elastic.metrics import serve
 from elastic.planning.placement.assignment import FEW
+from elastic.rpc.control.event_loop import Dispatcher
 from elastic.rpc.control.server import ClientSession, Server
 from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
@@ -577,11 +578,11 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     ended: BackgroundReading[dict[str, Any]] = BackgroundReading("end of the job", read_end, {})
     served = serve(metrics.registry, config, name, "coordinator", metrics_port)
     ttl_s = SHARED_LEASE_S if config.store.shared else LEASE_S
-    given_up = 0
+    given_up, disk = 0, Dispatcher("standby")
+    note = partial(write_waiting, run_dir / f"standby-{slot}.json")
 
-    def away(why: str) -> None:
-        found = Waiting(f"the store: {why}", clock.now(), "a coordinator then leads")
-        ends_within(READ_S, "record of the wait", partial(write_waiting, run_dir, found))
+    def standing_by(error: ElasticError) -> None:
+        disk.post(partial(note, standby_wait(error, clock.now())))
 
     try:
         if config.max_nodes > FEW:  # the planner needs scipy later, which is slow to import
@@ -590,7 +591,8 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
             ).start()
         run_directory.write_pid(run_dir, slot)
         while True:
-            lease = stand_by(store, run, holder, ttl_s, clock.now, away)
+            lease = stand_by(store, run, holder, ttl_s, clock.now, standing_by)
+            disk.post(partial(note, None))
             result = ended.read() if config.store.shared else {}
             if result:  # another coordinator has ended the job
                 return int(result.get("code", EXIT_FAILURE))
@@ -614,6 +616,7 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     finally:
         if served is not None:
             served.close()
+        disk.end()
         store.close()
 
 

@@ -10,6 +10,8 @@ from elastic.core.coordinator.transitions import SCRIPT_S
 from elastic.core.job import checkpoints
 from elastic.core.job.state import EpochChange, JobPhase, JobState, Member
 from elastic.core.protocol.messages import NodePhase
+from elastic.domain.errors import ElasticError
+from elastic.store.interface import StoreUnavailable
 
 LASTING_S = 120.0
 """A script that has not used elastic for this time probably never will."""
@@ -75,6 +77,14 @@ def waiting(state: JobState) -> Waiting | None:
         case JobPhase.RUNNING:
             return _for_end(state)
     return None
+
+
+def standby_wait(error: ElasticError, now: float) -> Waiting:
+    """Return what a coordinator that does not lead waits for. `error`: why it does not lead."""
+    if isinstance(error, StoreUnavailable):
+        return Waiting(f"the store: {error}", now, "a coordinator then leads")
+    then = "it leads once that one ends; the coordinator that leads says what the job waits for"
+    return Waiting("the lead, which another coordinator has", now, then, lasting=True)
 
 
 def cause_of(change: EpochChange) -> str:

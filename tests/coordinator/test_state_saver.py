@@ -262,10 +262,11 @@ def test_an_unexpected_error_does_not_end_the_renewals(
 
 
 def test_a_standby_waits_for_the_lease(tmp_path: Path) -> None:
-    store, times = MemoryStore(), iter([0.0, 1.0, 2.0, 11.0])
-    first = store.acquire("a", 10.0, 0.0)
-    lease = stand_by(store, RunMembership(store, tmp_path), "b", 10.0, lambda: next(times))
+    store, times, told = MemoryStore(), iter([0.0, 1.0, 2.0, 11.0]), list[ElasticError]()
+    first, run = store.acquire("a", 10.0, 0.0), RunMembership(store, tmp_path)
+    lease = stand_by(store, run, "b", 10.0, lambda: next(times), told.append)
     assert lease.token > first.token and next(times, None) is None
+    assert [type(error) for error in told] == [Conflict], "it is told once"
 
 
 def test_runs_with_the_same_name(tmp_path: Path) -> None:

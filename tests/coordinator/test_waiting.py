@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from elastic.config import JobConfig
+from elastic.coordinator import service
 from elastic.coordinator.records.run_records import RunRecords
-from elastic.coordinator.waiting import LASTING_S, MAX_NAMES, Waiting, names, waiting
+from elastic.coordinator.waiting import (
+    LASTING_S,
+    MAX_NAMES,
+    Waiting,
+    names,
+    standby_wait,
+    waiting,
+)
 from elastic.core.coordinator.transitions import SCRIPT_S
 from elastic.core.job.state import (
     Cause,
@@ -27,7 +39,10 @@ from elastic.core.job.state import (
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
+from elastic.store.interface import StoreUnavailable
+from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
+from tests.store.memory import MemoryStore
 
 NOW = 100.0
 CHANGE = EpochChange(2, (Cause(CauseKind.LOST, "node2 lost"),), False, (), 2, 90.0, None, 3, 0)
@@ -158,3 +173,31 @@ def test_the_wait_is_on_disk_for_displays(tmp_path: Path) -> None:
     assert records.flush(LONG_S)
     assert json.loads((tmp_path / "waiting.json").read_text()) == {}
     records.close()
+
+
+def test_a_standby_says_why_it_does_not_lead(
+    tmp_path: Path, make_config: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not write waiting.json, which the leader of the same run directory writes."""
+    store, config = MemoryStore(), make_config()
+    lease, path = store.acquire("other", 9e9, 0.0), Path(config.run_dir) / "standby-0.json"
+
+    def found() -> object:
+        return json.loads(path.read_text()).get("what", "") if path.exists() else None
+
+    monkeypatch.setattr(service, "open_store", lambda config: store)
+    leader = SimpleNamespace(run=lambda: 0)
+    monkeypatch.setattr(service, "Coordinator", lambda *args: leader)
+    codes = list[int]()
+    lead = threading.Thread(target=lambda: codes.append(service.lead(config, "", 0, -1)))
+    lead.start()
+    assert wait_until(lambda: found() == "the lead, which another coordinator has")
+    store.release(lease)
+    lead.join(LONG_S)
+    assert codes == [0] and wait_until(lambda: found() == "")
+    assert not (path.parent / "waiting.json").exists()
+
+
+def test_a_standby_without_a_store() -> None:
+    away = standby_wait(StoreUnavailable("no etcd answers"), NOW)
+    assert away == Waiting("the store: no etcd answers", NOW, "a coordinator then leads")

@@ -187,9 +187,8 @@ class RetryingEventLog:
         self.write()
 
 
-def write_waiting(run_dir: Path, found: Waiting | None) -> None:
-    """Write waiting.json, which displays read while nothing else is printed."""
-    path = run_dir / "waiting.json"
+def write_waiting(path: Path, found: Waiting | None) -> None:
+    """Write what is awaited, or {}, to a file that displays read while nothing else is printed."""
     text = json.dumps(found.entry() if found is not None else {}) + "\n"
     try_write(path, partial(replace_file, path, text))
 
@@ -286,7 +285,7 @@ class RunRecords:
 
     def waiting(self, found: Waiting | None) -> None:
         """Write waiting.json: what the job waits for, or {}."""
-        self._post(partial(write_waiting, self.run_dir, found))
+        self._post(partial(write_waiting, self.run_dir / "waiting.json", found))
 
     def heartbeat(self, position: tuple[int, int], state: JobState) -> None:
         """Record progress from heartbeats if `position` (step, micro-batch) is the highest yet."""

@@ -180,7 +180,7 @@ class Supervisor:
         self._faults = LauncherFaults(self._config)
         self._progress = Follower(self._path / "progress.jsonl")
         self._events = Follower(self._path / "events.jsonl")
-        self._waits = WaitLines(self._path, coordinator)
+        self._waits = WaitLines(self._path, hosted)
         self._coordinators = Coordinators(
             self._config, request.services[0], hosted, self._lifeline[0], self._view.note
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from elastic.launcher.run.event_tail import read_object
 
 LASTING_PAUSE_S = 60.0
 """Pause between two lines about a state that is probably normal."""
-FILE = "waiting.json"
-"""File in which the coordinator says what the job waits for."""
+FILE, STANDBY = "waiting.json", "standby-{}.json"
+"""Files in which the leader says what the job waits for, and each coordinator why it does not
+lead."""
 
 
 def waiting_text(answer: dict[str, Any]) -> str:
@@ -34,10 +35,10 @@ class WaitLines:
     """Says what the job of a run directory waits for. Times are those of `clock`."""
 
     def __init__(
-        self, run_dir: Path, coordinator: str, clock: Callable[[], float] = time.time
+        self, run_dir: Path, hosted: Sequence[str], clock: Callable[[], float] = time.time
     ) -> None:
-        """`coordinator`: its address."""
-        self._run_dir, self._address, self._clock = run_dir, coordinator, clock
+        """`hosted`: addresses of the coordinators that use this run directory."""
+        self._run_dir, self._hosted, self._clock = run_dir, hosted, clock
         self._began = self._stepped = clock()
         self._entry: dict[str, Any] = {}
         """Newest progress of the job."""
@@ -57,10 +58,10 @@ class WaitLines:
 
     def line(self) -> str:
         """Return the line that is due because nothing else was printed; "": there is none."""
-        now, found = self._clock(), read_object(self._run_dir / FILE)
+        now, found = self._clock(), self._standby() or read_object(self._run_dir / FILE)
         if found is None and not self._entry:
             log = self._run_dir / "logs" / "coordinator.log"
-            what = f"the coordinator at {self._address} to start"
+            what = f"the coordinator at {', '.join(self._hosted)} to start"
             return sentence(what, now - self._began, f"its log is {log}")
         if found and isinstance(found.get("since"), (int, float)):
             what, seconds = str(found.get("what")), max(0.0, now - found["since"])
@@ -75,3 +76,10 @@ class WaitLines:
         number = f"{min(step + 1, total)}/{total}" if total else step + 1
         runs = f"step {number} runs for {now - self._stepped:.0f} s"
         return f"{runs}, micro-batch {int(self._entry.get('microbatch', 0)) + 1}"
+
+    def _standby(self) -> dict[str, Any]:
+        """Return why no coordinator of this directory leads; {}: one does, or it is not known. Its
+        other files are then of a time when one did."""
+        slots = range(len(self._hosted))
+        found = [read_object(self._run_dir / STANDBY.format(slot)) or {} for slot in slots]
+        return found[0] if found and all(found) else {}
