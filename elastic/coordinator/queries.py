@@ -135,7 +135,7 @@ def attention(state: job.JobState) -> str:
         missing = state.missing
         texts.append(f"{missing.error}; waiting for {' '.join(missing.nodes)}")
     if state.profile_error:
-        texts.append(f"all nodes were {state.profile_error:g}x slower than the profile says")
+        texts.append(f"all nodes were at least {state.profile_error:g}x slower than profiled")
     texts += filter(None, [progress_watchdog.attention(state)])
     return "; ".join(texts)
 

@@ -75,18 +75,19 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
     again = _try_again(state, now)
     if again is not None:
         return again
-    if not state.paces:
+    if not state.paces or (judges_by_profile(state) and _is_partly_measured(state)):
         return None
-    judged = () if _is_partly_measured(state) else state.plan.nodes()
-    state, notes = _review_profile(state)
+    former = state
+    state, notes, text = _review_profile(state, now)
     changed = []
-    for node in judged:
+    for node in state.plan.nodes():
         pace = speed_of(state, node)
         factor = changed_factor(pace)
         if factor is not None and not _all_slowed(state, node, pace, factor):
             changed.append(SpeedChange(node, pace, factor))
-    if not changed:
-        return (state, notes, "all nodes differ from the profile") if notes else None
+    freed = [node for node in state.plan.nodes() if _factor_differs(former, state, node)]
+    if not changed and not freed:
+        return (state, notes, text) if notes else None
     new = {
         state.members[node].report.info.incarnation: with_factor(pace, factor)
         for node, pace, factor in changed
@@ -100,11 +101,11 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
     slow = tuple(node for node, _, factor in changed if factor > 1.0)
     away, instead = _replaceable(state, slow, best_s)
     state, entries = _add_findings(state, changed, gain, f"{why}{instead}", away, now)
-    text = ", ".join(_text(state, node, factor) for node, _, factor in changed)
+    text = ", ".join(_text(state, node, factor) for node, _, factor in changed) or text
     entries = (*notes, *entries)
     if not away and gain < GAIN:
         return state, entries, f"{text}; the plan stays: {why}"
-    nodes = tuple(node for node, _, _ in changed)
+    nodes = tuple(dict.fromkeys([*(node for node, _, _ in changed), *freed]))
     cause = Cause(CauseKind.SLOW, f"{text}; replaced" if away else text, nodes)
     state, actions, reason = begin_change(state, cause, now, boundary=True)
     reason += instead if away else f"; {why}"
@@ -112,51 +113,78 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
 
 
 def _measured(state: JobState) -> dict[str, list[float]]:
-    """Return the ratios of the newest steps in this epoch per node of the plan, at most SAMPLES."""
+    """Return the ratios of the newest steps in this epoch, at most SAMPLES, per node of the plan
+    that has finished a step."""
     assert state.plan is not None
     paces = {node: speed_of(state, node) for node in state.plan.nodes()}
     return {
         node: [ratio for _, ratio in pace.samples[-SAMPLES:]]
         for node, pace in paces.items()
-        if pace.epoch == state.plan.epoch and pace.samples
+        if pace.epoch == state.plan.epoch
     }
 
 
 def _is_partly_measured(state: JobState) -> bool:
     """Return whether a node lacks steps by which it shows whether the profile is wrong."""
-    few = any(len(ratios) < SAMPLES for ratios in _measured(state).values())
-    return judges_by_profile(state) and few
+    return any(len(ratios) < SAMPLES for ratios in _measured(state).values())
 
 
-def _review_profile(state: JobState) -> tuple[JobState, tuple[JobAction, ...]]:
-    """Find out whether the user's profile is wrong for all nodes, or right again."""
+def _factor_differs(former: JobState, state: JobState, node: str) -> bool:
+    return speed_of(former, node).factor != speed_of(state, node).factor
+
+
+def _review_profile(state: JobState, now: float) -> tuple[JobState, tuple[JobAction, ...], str]:
+    """Find out whether the user's profile is wrong for all nodes, or right again. Return the state,
+    entries of the event log, and the reason."""
     assert state.plan is not None
     measured = _measured(state)
-    if state.policy.profile is None or any(len(some) < SAMPLES for some in measured.values()):
-        return state, ()
+    if state.policy.profile is None or _is_partly_measured(state):
+        return state, (), ""
     if state.profile_error:
         if not any(max(ratios) < CHANGED for ratios in measured.values()):
-            return state, ()
-        return _with_profile_error(state, 0.0), (LogEntry("profile-right", {}),)
+            return state, (), ""
+        why = "a node is as fast as profiled"
+        state, entries = _with_profile_error(state, 0.0, why, now)
+        return state, (LogEntry("profile-right", {}), *entries), why
     fastest = min(map(median, measured.values()), default=0.0)
     if len(measured) < len(state.plan.nodes()) or fastest < CHANGED_UNPROFILED:
-        return state, ()
+        return state, (), ""
     slow = {node: round(median(ratios), 2) for node, ratios in measured.items()}
     entry = LogEntry("profile-wrong", {"slow": round(fastest, 2), "nodes": slow})
-    return _with_profile_error(state, round(fastest, 2)), (entry,)
+    why = "all nodes are slower than profiled"
+    state, entries = _with_profile_error(state, round(fastest, 2), why, now)
+    return state, (entry, *entries), why
 
 
-def _with_profile_error(state: JobState, error: float) -> JobState:
-    """Judge all nodes by the profile (`error` 0) or as without one. No node counts as slow then,
-    until it is measured again."""
+def _with_profile_error(state: JobState, error: float, why: str, now: float) -> Findings:
+    """Judge all nodes by the profile (`error` 0) or as without one. No node of the plan counts as
+    slow then, until it is measured again; others are tried again after their pauses."""
+    assert state.plan is not None
+    used = {state.members[node].report.info.incarnation for node in state.plan.nodes()}
 
-    def anew(pace: ComputeSpeed) -> ComputeSpeed:
+    def anew(pace: ComputeSpeed, factor: float) -> ComputeSpeed:
         kept, unit = -SAMPLES if not error else 0, 0.0 if error else 1.0
         pace = replace(pace, samples=pace.samples[kept:], times=pace.times[kept:])
-        return replace(pace, profiled=not error, unit=unit, factor=1.0, former=0.0)
+        return replace(pace, profiled=not error, unit=unit, factor=factor, former=0.0)
 
-    paces = {incarnation: anew(pace) for incarnation, pace in state.paces.items()}
-    return state.of(profile_error=error, paces=paces)
+    paces = {
+        key: anew(pace, 1.0 if key in used else pace.factor) for key, pace in state.paces.items()
+    }
+    state, entries = state.of(profile_error=error, paces=paces), list[JobAction]()
+    for node in state.plan.nodes():
+        state, more = _without_finding(state, node, FaultClass.HOST, why, now)
+        entries += more
+    return state, tuple(entries)
+
+
+def _without_finding(
+    state: JobState, node: str, kind: FaultClass, reason: str, now: float
+) -> Findings:
+    """Remove the finding that gave the node less work, if there is one."""
+    known = record_of(state, node).finding(kind)
+    if known is None or known.action is not HealthAction.REBALANCE:
+        return state, ()
+    return clear_finding(state, node, kind, reason, now)
 
 
 def with_factor(pace: ComputeSpeed, factor: float) -> ComputeSpeed:
@@ -180,10 +208,8 @@ def _try_again(state: JobState, now: float) -> JobTransition | None:
         reason = f"it was {factor:.1f}x slower, and is tried again"
         entries: tuple[JobAction, ...] = ()
         for kind in (FaultClass.HOST, FaultClass.LINK):
-            known = record.finding(kind)
-            if known is not None and known.action is HealthAction.REBALANCE:
-                state, more = clear_finding(state, node, kind, reason, now)
-                entries += more
+            state, more = _without_finding(state, node, kind, reason, now)
+            entries += more
         return state, entries, f"{node}: {reason}"
     return None
 
@@ -213,10 +239,7 @@ def _add_findings(
         data = {"node": node, "slow": factor, "before": pace.factor}
         paces.append(LogEntry("pace", {**data, "steps": {str(s): r for s, r in ratios.items()}}))
         if factor == 1.0:
-            known = record_of(state, node).finding(FaultClass.HOST)
-            if known is None or known.action is not HealthAction.REBALANCE:
-                continue
-            state, more = clear_finding(state, node, FaultClass.HOST, "as fast as before", now)
+            state, more = _without_finding(state, node, FaultClass.HOST, "as fast as before", now)
         else:
             action = HealthAction.REBALANCE if gain >= GAIN else HealthAction.NONE
             action = HealthAction.REPLACE if node in away else action

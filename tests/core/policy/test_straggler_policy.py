@@ -17,8 +17,8 @@ from elastic.core.health.compute_speed import (
     changed_factor,
     observe,
 )
-from elastic.core.health.diagnosis import HealthLimits
-from elastic.core.job import join_policy, stragglers
+from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction, HealthLimits
+from elastic.core.job import join_policy, quarantine, stragglers
 from elastic.core.job import state as job
 from elastic.core.job.state import Cause, CauseKind, JobPhase, JobState, LogEntry, Send
 from elastic.core.policy import straggler_policy
@@ -477,6 +477,49 @@ def test_no_node_is_judged_before_the_others_are_measured(
     state = steps_of(running(), 3, 4, node1=5.0)
     state = steps_of(state, 5, 2, node0=5.0)
     assert straggler_policy.rebalance_stragglers(state, 10.0) is None and asked == []
+
+
+def test_the_first_sample_of_a_node_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has begun the epoch, and its next step may show that the profile is wrong."""
+    asked = better(monkeypatch, REBALANCED)
+    state = steps_of(running(), 3, 4, node1=5.0)
+    state = steps_of(state, 6, 1, node0=5.0)
+    assert straggler_policy.rebalance_stragglers(state, 10.0) is None and asked == []
+
+
+def test_a_wrong_profile_ends_what_it_had_led_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work of a node that counted as slow is shared anew, and no finding is left."""
+    state = steps_of(running(), 3, 4, node0=1.0, node1=1.0)
+    pace = replace(stragglers.speed_of(state, "node1"), factor=2.0)
+    finding = Finding(FaultClass.HOST, HealthAction.REBALANCE, "2.0x slower")
+    incarnation = state.members["node1"].report.info.incarnation
+    state = state.of(paces={**state.paces, incarnation: pace})
+    state, _ = quarantine.add_finding(state, "node1", finding)
+    state = steps_of(state, 7, 4, node0=2.0, node1=2.1)
+    asked = better(monkeypatch, REBALANCED)
+    result = straggler_policy.rebalance_stragglers(state, 11.0)
+    assert result is not None and stragglers.slowdowns(result[0]) == ()
+    assert asked[0].slow == () and "all nodes are slower than profiled" in result[2]
+    (note,) = health_notes(result)
+    assert note["node"] == "node1" and note["evidence"] == {"well": True}
+
+
+def test_a_node_without_layers_is_still_tried_again_if_the_profile_is_wrong() -> None:
+    state = steps_of(running(), 3, 4, node0=2.0, node1=2.1)
+    aside = replace(stragglers.speed_of(state, "node1"), factor=2.0)
+    member = state.members["node1"]
+    info = replace(member.report.info, node="node2", incarnation="node2.1")
+    members = {**state.members, "node2": replace(member, report=replace(member.report, info=info))}
+    paces = {**state.paces, "node2.1": aside}
+    state = state.of(members=members, paces=paces, considered=("node2.1",))
+    record = replace(quarantine.record_of(state, "node2"), slow_until=300.0)
+    state = quarantine.with_record(state, "node2", record)
+    result = straggler_policy.rebalance_stragglers(state, 11.0)
+    assert result is not None and result[0].profile_error == 2.0
+    assert stragglers.slowdowns(result[0]) == (("node2", 2.0),)
+    result = straggler_policy.rebalance_stragglers(result[0], 300.0)
+    assert result is not None and "node2: it was 2.0x slower, and is tried again" in result[2]
+    assert stragglers.slowdowns(result[0]) == () and result[0].considered == ()
 
 
 def test_without_a_profile_a_few_short_steps_are_not_enough() -> None:
