@@ -526,12 +526,17 @@ class NodeAgent:
             self._idle.begin(now)
         elif self._idle.is_due(now) and self.alone:
             here = f"{self._node} waits for work from the coordinator at {self._coordinator} for"
-            status = (
-                f"`elastic status --rdzv-endpoint {self._coordinator}` says what the job awaits"
-            )
-            then = f"its workers start when the job has enough nodes; {status}"
-            then = f"it may not join yet: {self._refused}" if self._refused else then
-            self._tell(f"{here} {now - self._idle_since:.0f} s; {then}")
+            self._tell(f"{here} {now - self._idle_since:.0f} s; {self._end_of_idleness()}")
+
+    def _end_of_idleness(self) -> str:
+        """Return why this node has no work, or when it gets some."""
+        if self._notices.parked:
+            return "it was drained, and joins again if it need not leave"
+        if self._gate.pending:
+            refused = f"it may not join yet: {self._refused}"
+            return refused if self._refused else "its pre-flight runs"
+        status = f"`elastic status --rdzv-endpoint {self._coordinator}` says what the job awaits"
+        return f"its workers start when the job has enough nodes, or needs this one; {status}"
 
     def _tell(self, text: str) -> None:
         """Print a line about the coordinator, which the launcher of a standalone job reports."""

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from elastic.agent import service
 from elastic.agent.absence import Absence
 from elastic.agent.service import NodeAgent
 from elastic.config import JobConfig, WorkerCommand
+from elastic.core.protocol.health_report import JoinRefused
 from elastic.domain.types import NodeInfo
 from elastic.launcher.run.rundir import free_port
 from elastic.telemetry import read_last_words
@@ -139,6 +141,7 @@ def test_the_user_is_told_why_no_coordinator_answers_and_when_one_does(
 
     address = agent._coordinator
     assert wait_until(lambda: "onnection refused" in agent._session.problem)
+    agent._absence.begin(time.monotonic())
     agent._heartbeat()
     assert printed() == "", "it may still start"
     agent._absence.begin(time.monotonic() - 7.0)
@@ -179,6 +182,18 @@ def test_a_node_that_has_joined_says_that_it_waits_for_work(
     agent.stop()
     thread.join(LONG_S)
     coordinator.server.close()
+
+
+def test_a_node_without_work_says_what_it_waits_for(agent: NodeAgent) -> None:
+    """A refusal, until the node has asked again: then it may have joined."""
+    agent._gate._check = lambda: ([], 0.0)
+    assert "when the job has enough nodes" in agent._end_of_idleness()
+    agent._handle_order(JoinRefused("its disk is full", 0.0), None)
+    assert agent._end_of_idleness() == "it may not join yet: its disk is full"
+    agent._queue.get(timeout=LONG_S)()  # the pre-flight has passed
+    assert "when the job has enough nodes" in agent._end_of_idleness()
+    agent._notices._tracker = replace(agent._notices._tracker, parked=True)
+    assert agent._end_of_idleness().startswith("it was drained")
 
 
 def test_the_user_is_never_left_without_a_line_for_5_s() -> None:

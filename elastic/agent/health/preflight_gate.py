@@ -32,6 +32,11 @@ class PreflightGate:
         """Whether the node may ask to join."""
         return self._mode == "off" or self.result is not None
 
+    @property
+    def pending(self) -> bool:
+        """Whether a pre-flight is in progress or scheduled."""
+        return self._running
+
     def start(self) -> None:
         """Begin the pre-flight, unless it is done, in progress or scheduled."""
         if not self.open:
