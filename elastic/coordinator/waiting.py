@@ -170,10 +170,12 @@ def _for_halt(state: JobState, change: EpochChange) -> Waiting:
     return Waiting(f"the plan of epoch {state.epoch}", change.began, "training then continues")
 
 
-def _for_installation(state: JobState, change: EpochChange) -> Waiting:
+def _for_installation(state: JobState, change: EpochChange) -> Waiting | None:
     plan = state.plan
     reports = [state.members[n].report for n in plan.nodes() if n in state.members] if plan else []
     late = [r.info.node for r in reports if r.epoch != state.epoch or r.phase not in READY]
+    if not late:
+        return None
     what = f"{names(late)} to load their layers for epoch {state.epoch} ({cause_of(change)})"
     return Waiting(what, change.decided or change.began, "training continues when all have")
 

@@ -38,7 +38,7 @@ from elastic.core.job.state import (
 )
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
-from elastic.domain.types import JobSpec, LayerSpec, NodeInfo
+from elastic.domain.types import JobSpec, LayerSpec, NodeInfo, Pipeline, Plan, Stage, Unit
 from elastic.store.interface import StoreUnavailable
 from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
@@ -136,6 +136,15 @@ def test_an_epoch_that_begins() -> None:
     assert found(paused) == Waiting(
         "the next attempt, because 3 failed (contact lost)", 99.0, "it begins after a pause of 8 s"
     )
+
+
+def test_an_installation_waits_for_the_nodes_that_load() -> None:
+    """When all have, nothing is awaited, though the phase has not changed yet."""
+    plan = Plan(2, 1, 1, 1, (Pipeline((Stage(Unit("a"), 0, 1), Stage(Unit("b"), 1, 2)), (0,)),))
+    ready, loads = member("a", NodePhase.RUNNING), member("b", NodePhase.INSTALLING)
+    known = state(JobPhase.INSTALLING, ready, loads, change=CHANGE, plan=plan)
+    assert found(known).what == "b to load their layers for epoch 2 (node2 lost)"
+    assert waiting(known.of(members={"a": ready, "b": member("b", NodePhase.RUNNING)})) is None
 
 
 def test_a_paused_job() -> None:

@@ -77,15 +77,15 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
         return again
     if not state.paces or (judges_by_profile(state) and _is_partly_measured(state)):
         return None
-    former = state
+    former, nodes = state, state.plan.nodes()
     state, notes, text = _review_profile(state, now)
     changed = []
-    for node in state.plan.nodes():
+    for node in nodes:
         pace = speed_of(state, node)
         factor = changed_factor(pace)
         if factor is not None and not _all_slowed(state, node, pace, factor):
             changed.append(SpeedChange(node, pace, factor))
-    freed = [node for node in state.plan.nodes() if _factor_differs(former, state, node)]
+    freed = [node for node in nodes if _factor_differs(former, state, node)]
     if not changed and not freed:
         return (state, notes, text) if notes else None
     new = {
@@ -105,8 +105,8 @@ def rebalance_stragglers(state: JobState, now: float) -> JobTransition | None:
     entries = (*notes, *entries)
     if not away and gain < GAIN:
         return state, entries, f"{text}; the plan stays: {why}"
-    nodes = tuple(dict.fromkeys([*(node for node, _, _ in changed), *freed]))
-    cause = Cause(CauseKind.SLOW, f"{text}; replaced" if away else text, nodes)
+    concerned = tuple(dict.fromkeys([*(node for node, _, _ in changed), *freed]))
+    cause = Cause(CauseKind.SLOW, f"{text}; replaced" if away else text, concerned)
     state, actions, reason = begin_change(state, cause, now, boundary=True)
     reason += instead if away else f"; {why}"
     return state, (*entries, *actions), reason
@@ -137,7 +137,7 @@ def _review_profile(state: JobState, now: float) -> tuple[JobState, tuple[JobAct
     """Find out whether the user's profile is wrong for all nodes, or right again. Return the state,
     entries of the event log, and the reason."""
     assert state.plan is not None
-    measured = _measured(state)
+    measured, nodes = _measured(state), state.plan.nodes()
     if state.policy.profile is None or _is_partly_measured(state):
         return state, (), ""
     if state.profile_error:
@@ -147,7 +147,7 @@ def _review_profile(state: JobState, now: float) -> tuple[JobState, tuple[JobAct
         state, entries = _with_profile_error(state, 0.0, why, now)
         return state, (LogEntry("profile-right", {}), *entries), why
     fastest = min(map(median, measured.values()), default=0.0)
-    if len(measured) < len(state.plan.nodes()) or fastest < CHANGED_UNPROFILED:
+    if len(measured) < len(nodes) or fastest < CHANGED_UNPROFILED:
         return state, (), ""
     slow = {node: round(median(ratios), 2) for node, ratios in measured.items()}
     entry = LogEntry("profile-wrong", {"slow": round(fastest, 2), "nodes": slow})
@@ -160,7 +160,8 @@ def _with_profile_error(state: JobState, error: float, why: str, now: float) -> 
     """Judge all nodes by the profile (`error` 0) or as without one. No node of the plan counts as
     slow then, until it is measured again; others are tried again after their pauses."""
     assert state.plan is not None
-    used = {state.members[node].report.info.incarnation for node in state.plan.nodes()}
+    nodes = state.plan.nodes()
+    used = {state.members[node].report.info.incarnation for node in nodes}
 
     def anew(pace: ComputeSpeed, factor: float) -> ComputeSpeed:
         kept, unit = -SAMPLES if not error else 0, 0.0 if error else 1.0
@@ -171,7 +172,7 @@ def _with_profile_error(state: JobState, error: float, why: str, now: float) -> 
         key: anew(pace, 1.0 if key in used else pace.factor) for key, pace in state.paces.items()
     }
     state, entries = state.of(profile_error=error, paces=paces), list[JobAction]()
-    for node in state.plan.nodes():
+    for node in nodes:
         state, more = _without_finding(state, node, FaultClass.HOST, why, now)
         entries += more
     return state, tuple(entries)

@@ -106,6 +106,7 @@ def _await_store(config: JobConfig) -> None:
     """Return when the store answers. Raises FieldError if it refuses, or if a standalone job cannot
     reach it."""
     began = time.monotonic()
+    reminder = Reminder(began - EVERY_S)  # the first line is due at once
     while True:
         try:
             return check_store(config)
@@ -113,8 +114,10 @@ def _await_store(config: JobConfig) -> None:
             why = explained(str(error))
             if config.standalone:
                 raise FieldError("--store", config.store.url, why) from error
-            line = sentence(f"the store: {why}", time.monotonic() - began, "the coordinator waits")
-            print(f"elastic: {line} until it answers", file=sys.stderr, flush=True)
+            now = time.monotonic()
+            if reminder.is_due(now):
+                line = sentence(f"the store: {why}", now - began, "the coordinator waits")
+                print(f"elastic: {line} until it answers", file=sys.stderr, flush=True)
         time.sleep(STORE_PAUSE_S)
 
 
@@ -302,9 +305,7 @@ class Supervisor:
     def _show_event(self, event: Entry) -> None:
         line = EVENT_LINES.get(str(event.get("kind")))
         text = line(event) if line is not None else ""
-        if event.get("kind") == "refused" and not self._is_news(event):
-            return
-        if text:
+        if text and (event.get("kind") != "refused" or self._is_news(event)):
             self._view.note(text)
         elif self._request.console_events:
             self._view.note(event_line(event))
