@@ -414,7 +414,8 @@ This page gives the measured figures of the runtime, missed targets included. Fo
 {example(results)}.
 
 - Machine: {machines}. Nodes are groups of
-  processes on this machine. Nothing here was measured on a GPU or over a real network.
+  processes on this machine. Nothing here was measured over a real network, or on a GPU: see
+  [runs on a GPU](design/gpu.md).
 - {sum(map(met, goals))} of {len(goals)} targets are met.
 - `make bench` measures everything again, but for the random runs and the soak, which take hours:
   `make chaos-runs` and `make fault-soak`. The result files in `benchmarks/results/` have all rows;

@@ -385,9 +385,13 @@ def test_files_on_a_disk_that_hangs_leave_the_former_in_use(
     for _ in range(100):
         assert certificates.server() is before and certificates.pem()
     shutil.copy(authority.good / CERT, good)
-    good.replace(mine / CERT)  # before the reader wakes up, as it may open the file again
-    pipe.open("w").close()
-    assert wait_until(lambda: certificates.server() is not before)
+    good.replace(mine / CERT)
+
+    def is_renewed() -> bool:
+        os.close(os.open(pipe, os.O_RDWR))  # ends the wait of a reader, if there is one by now
+        return certificates.server() is not before
+
+    assert wait_until(is_renewed)
 
 
 @settings(

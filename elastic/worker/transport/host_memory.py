@@ -7,14 +7,19 @@ other rank's device. It is slower than NCCL, and moves the same bytes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 import torch
 
+from elastic.worker.model.device import device_id
 from elastic.worker.transport.gloo import GlooTransport
 from elastic.worker.transport.interface import Operation, Transport
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +90,28 @@ class HostMemoryTransport:
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of `tensor` in host memory, also if it is there already."""
     return torch.empty_like(tensor, device="cpu").copy_(tensor)
+
+
+def device_is_shared(
+    control: GlooTransport, rank: int, world_size: int, device: torch.device
+) -> bool:
+    """Return whether any two ranks use one GPU; warn once if `device` is one of these.
+
+    All ranks call this, and all get the same.
+    """
+    sharing = ranks_sharing_a_device(control, world_size, device_id(device))
+    if rank in sharing:
+        _tell_sharing(device)
+    return bool(sharing)
+
+
+@cache
+def _tell_sharing(device: torch.device) -> None:
+    log.warning(
+        "%s is shared with another worker of this job, so messages pass through host memory: "
+        "for full speed, give each worker a GPU of its own",
+        device,
+    )
 
 
 def ranks_sharing_a_device(control: GlooTransport, world_size: int, device: str) -> tuple[int, ...]:

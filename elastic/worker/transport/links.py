@@ -14,20 +14,17 @@ of the messages. All messages of a peer, over all flows, are received in the ord
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from elastic.domain.errors import FieldError
 from elastic.rpc.link_shaping import LinkShaper
-from elastic.worker.model.device import device_id
 from elastic.worker.transport import threads
 from elastic.worker.transport.cancellation import (
     AbandonSignal,
@@ -37,7 +34,7 @@ from elastic.worker.transport.cancellation import (
 )
 from elastic.worker.transport.device_fault import is_local_fault
 from elastic.worker.transport.gloo import GlooTransport
-from elastic.worker.transport.host_memory import HostMemoryTransport, ranks_sharing_a_device
+from elastic.worker.transport.host_memory import HostMemoryTransport, device_is_shared
 from elastic.worker.transport.interface import Operation, Transport
 from elastic.worker.transport.rendezvous import (
     agree_on_failed_ranks,
@@ -55,7 +52,6 @@ from elastic.worker.transport.tensor_header import (
     unpack_header,
 )
 
-log = logging.getLogger(__name__)
 MAX_UNRECEIVED = 32
 """Default of `Links.max_unreceived`."""
 OPEN_RANK_S = 0.02
@@ -159,18 +155,7 @@ class Links:
             on_host = ShapedTransport(control, shaper, remote) if shaper else control
             if device.type != "cuda":
                 return control, on_host
-            try:
-                if sharing := ranks_sharing_a_device(control, world_size, device_id(device)):
-                    if rank in sharing:
-                        _tell_sharing(device)
-                    return control, HostMemoryTransport(on_host)
-                from elastic.worker.transport.nccl import NcclTransport
-
-                nccl_store = PrefixStore("nccl", store)
-                return control, NcclTransport(nccl_store, rank, device, timeout_s, pairs)
-            except RuntimeError:
-                control.close()
-                raise
+            return control, links._connect_devices(on_host, control, store, timeout_s, pairs)
 
         name, close = f"open-epoch{epoch}", GlooTransport.close
         try:
@@ -191,6 +176,26 @@ class Links:
         groups = sorted(ranks for ranks in set(holder_sets) if rank in ranks)
         threads.start(f"sets-epoch{epoch}", lambda: links._open_groups(groups))
         return links
+
+    def _connect_devices(
+        self,
+        on_host: Transport,
+        control: GlooTransport,
+        store: PrefixStore,
+        timeout_s: float,
+        pairs: Sequence[tuple[int, int]],
+    ) -> Transport:
+        """Return a transport for CUDA tensors. Raises RuntimeError, and closes `control`."""
+        try:
+            if device_is_shared(control, self.rank, self.world_size, self.device):
+                return HostMemoryTransport(on_host)
+            from elastic.worker.transport.nccl import NcclTransport
+
+            nccl_store = PrefixStore("nccl", store)
+            return NcclTransport(nccl_store, self.rank, self.device, timeout_s, pairs)
+        except RuntimeError:
+            control.close()
+            raise
 
     def _open_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Open the groups while the first micro-batches run; collectives wait for this."""
@@ -396,16 +401,6 @@ class Receive:
             work, buffer = self.posted
             self.links.data.wait(work)
         return buffer
-
-
-@cache
-def _tell_sharing(device: torch.device) -> None:
-    """Warn once that `device` is shared."""
-    log.warning(
-        "%s is shared with another worker of this job, so messages pass through host memory: "
-        "for full speed, give each worker a GPU of its own",
-        device,
-    )
 
 
 def _close_all(transports: tuple[GlooTransport, Transport]) -> None:

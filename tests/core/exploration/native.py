@@ -7,6 +7,7 @@ a C compiler (`cc`). The search in Python is the reference: a test compares both
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import subprocess
 import sys
@@ -285,7 +286,19 @@ class NativeExplorer:
         raise self.error
 
     def run(self, start: State | None = None, report_s: float = 0.0) -> Result:
-        """Explore everything from `start`. Progress is shown every `report_s`; 0: never."""
+        """Explore everything from `start`. Progress is shown every `report_s`; 0: never.
+
+        Python answers from tables that only grow, so its garbage collector is switched off.
+        """
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return self._run(start, report_s)
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _run(self, start: State | None, report_s: float) -> Result:
         result, began, shown = Result(), time.process_time(), time.monotonic()
         self.cluster.keep_no_outcomes()
         self.pairs.number((0, 0))  # stands for all pairs of a job that is over

@@ -5,12 +5,16 @@ and every step of one part, is known in Python (cluster.py). This file only comb
 Python once for each combination that it has not seen (`ask`). Answers are read from `answer`.
 
 The states lie one after the other in the order of their discovery, each packed into as few bits as
-the largest numbers so far need; a hash table holds their places. No state is represented by its
-hash alone, so the search is exact. */
+the largest numbers so far need; a hash table holds their places, and eight bits of their hashes, so
+that few states must be read to be compared. No state is represented by its hash alone, so the
+search is exact. Most of the time goes into reading memory in random order. Therefore large arrays
+are on huge pages, and the entries that a step needs are requested before the first one is used. */
 
+#define _GNU_SOURCE
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 typedef uint32_t u32;
 typedef uint64_t u64;
@@ -59,6 +63,7 @@ enum { TRIM = 1, INSTALL, HALT, ECHO };
 typedef int (*Ask)(int what, u32 a, u32 b, u32 c, u32 d);
 
 typedef struct { u32 key[5]; u32 value; } Slot;
+typedef struct __attribute__((packed)) { u32 number; uint8_t tag; } Entry; /* of the hash table */
 typedef struct { Slot *slots; u64 size, used; } Map;
 
 typedef struct {
@@ -76,7 +81,7 @@ typedef struct {
     u64 *births; /* a bit 0 for each state that was found, a bit 1 before those of the next parent */
     u64 n_births;
     u64 *good; /* a bit for each state */
-    u32 *table;
+    Entry *table;
     u64 count, size, table_size;
     u64 next; /* number of the next state to expand */
     u64 transitions, faults[KINDS];
@@ -86,6 +91,28 @@ typedef struct {
     u32 n_found;
     u64 stuck, first_stuck, goals, rounds;
 } Search;
+
+/* ---- memory ---- */
+
+/* Return `bytes` of zeros on huge pages where the system has them. */
+static void *take(u64 bytes) {
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (at == MAP_FAILED) abort();
+    madvise(at, bytes, MADV_HUGEPAGE);
+    return at;
+}
+
+/* Return the same memory with another size; what is added is zero. */
+static void *resize(void *at, u64 before, u64 after) {
+    at = mremap(at, before, after, MREMAP_MAYMOVE);
+    if (at == MAP_FAILED) abort();
+    madvise(at, after, MADV_HUGEPAGE);
+    return at;
+}
+
+static void give(void *at, u64 bytes) {
+    if (at) munmap(at, bytes);
+}
 
 static u64 mix(u64 x) {
     x ^= x >> 31; x *= 0x7fb5d329728ea185ull;
@@ -111,11 +138,11 @@ static Slot *slot_of(Map *map, const u32 *key) {
 static void grow_map(Map *map) {
     Map old = *map;
     map->size = old.size ? old.size * 2 : 1 << 16;
-    map->slots = malloc(map->size * sizeof(Slot));
+    map->slots = take(map->size * sizeof(Slot));
     for (u64 i = 0; i < map->size; i++) map->slots[i].value = NONE;
     for (u64 i = 0; i < old.size; i++)
         if (old.slots[i].value != NONE) *slot_of(map, old.slots[i].key) = old.slots[i];
-    free(old.slots);
+    give(old.slots, old.size * sizeof(Slot));
 }
 
 /* Keep the first n words of the answer. Returns their place. */
@@ -406,11 +433,14 @@ static void unpack(const Search *s, u128 x, u32 *state) {
     state[0] = (u32)x;
 }
 
+/* Bytes for this many states; `load` reads beyond the last one. */
+static u64 states_bytes(u64 size, u32 width) { return size * width + sizeof(u128); }
+
 /* The first byte is the lowest one. */
 static u128 load(const Search *s, u64 number) {
-    u128 x = 0;
-    memcpy(&x, s->states + number * s->width, s->width);
-    return x;
+    u128 x;
+    memcpy(&x, s->states + number * s->width, sizeof x);
+    return s->width == sizeof x ? x : x & (((u128)1 << 8 * s->width) - 1);
 }
 
 static void store(Search *s, u64 number, u128 x) {
@@ -435,24 +465,47 @@ static void enlarge_bits(u64 **bits, u64 before, u64 after) {
     memset(*bits + from, 0, (to - from) * 8);
 }
 
+static u64 hash_state(u128 x) { return mix(mix((u64)x) ^ (u64)(x >> 64)); }
+
+static u64 first_place(const Search *s, u64 hash) {
+    return (u64)(((u128)hash * s->table_size) >> 64);
+}
+
 /* Return the place of a packed state in the table. */
-static u64 place(const Search *s, u128 x) {
-    u64 h = mix(mix((u64)x) ^ (u64)(x >> 64));
-    u64 at = (u64)(((u128)h * s->table_size) >> 64);
-    while (s->table[at] != NONE && load(s, s->table[at]) != x)
-        at = at + 1 == s->table_size ? 0 : at + 1;
+static u64 place(const Search *s, u128 x, u64 hash) {
+    u64 at = first_place(s, hash);
+    for (Entry *e = s->table + at; e->number != NONE; e = s->table + at) {
+        if (e->tag == (uint8_t)hash && load(s, e->number) == x) break;
+        if (++at == s->table_size) at = 0;
+    }
     return at;
 }
 
+static void enter(Search *s, u64 at, u64 hash, u64 number) {
+    s->table[at] = (Entry){(u32)number, (uint8_t)hash};
+}
+
 static void fill_table(Search *s) {
-    memset(s->table, 0xff, s->table_size * 4);
-    for (u64 i = 0; i < s->count; i++) s->table[place(s, load(s, i))] = (u32)i;
+    enum { AHEAD = 32 };
+    memset(s->table, 0xff, s->table_size * sizeof(Entry));
+    for (u64 i = 0; i < s->count; i += AHEAD) {
+        u64 hashes[AHEAD], n = s->count - i < AHEAD ? s->count - i : AHEAD;
+        for (u64 k = 0; k < n; k++) {
+            hashes[k] = hash_state(load(s, i + k));
+            __builtin_prefetch(s->table + first_place(s, hashes[k]), 1);
+        }
+        for (u64 k = 0; k < n; k++) { /* all states differ */
+            u64 at = first_place(s, hashes[k]);
+            while (s->table[at].number != NONE) at = at + 1 == s->table_size ? 0 : at + 1;
+            enter(s, at, hashes[k], i + k);
+        }
+    }
 }
 
 static void grow_table(Search *s) {
-    free(s->table);
-    s->table_size += s->table_size / 2;
-    s->table = malloc(s->table_size * 4);
+    give(s->table, s->table_size * sizeof(Entry));
+    s->table_size += s->table_size / 4;
+    s->table = take(s->table_size * sizeof(Entry));
     fill_table(s);
 }
 
@@ -471,7 +524,9 @@ static void widen(Search *s, const u32 *state) {
     u32 bits = s->head_bits + s->nodes * s->pair_bits;
     if (bits > 128) abort();
     s->width = (bits + 7) / 8;
-    if (s->width != before.width) s->states = realloc(s->states, s->size * s->width);
+    if (s->width != before.width)
+        s->states = resize(
+            s->states, states_bytes(s->size, before.width), states_bytes(s->size, s->width));
     before.states = s->states;
     for (u64 i = s->count; i-- > 0;) {
         read_state(&before, i, old);
@@ -498,11 +553,11 @@ static int is_goal(Search *s, const u32 *state) {
 int add(Search *s, const u32 *state) {
     if (!fits(s, state)) widen(s, state);
     u128 x = pack(s, state);
-    u64 at = place(s, x);
-    if (s->table[at] != NONE) return 0;
+    u64 hash = hash_state(x), at = place(s, x, hash);
+    if (s->table[at].number != NONE) return 0;
     if (s->count == s->size) {
         u64 more = s->size + s->size / 2;
-        s->states = realloc(s->states, more * s->width);
+        s->states = resize(s->states, states_bytes(s->size, s->width), states_bytes(more, s->width));
         enlarge_bits(&s->good, s->size, more);
         enlarge_bits(&s->births, 2 * s->size, 2 * more);
         s->size = more;
@@ -512,8 +567,8 @@ int add(Search *s, const u32 *state) {
     store(s, s->count, x);
     if (goal) set_good(s, s->count);
     give_birth(s, 0);
-    s->table[at] = (u32)s->count++;
-    if (s->count * 10 > s->table_size * 8) grow_table(s);
+    enter(s, at, hash, s->count++);
+    if (s->count * 8 > s->table_size * 7) grow_table(s);
     return 0;
 }
 
@@ -526,18 +581,36 @@ Search *create(Ask ask, u32 nodes, u32 least_nodes, u32 duplicate, u32 all_cut) 
     s->size = s->table_size = 1 << 16;
     s->head_bits = s->pair_bits = FIRST_BITS;
     s->width = (s->head_bits + nodes * s->pair_bits + 7) / 8;
-    s->states = malloc(s->size * s->width);
+    s->states = take(states_bytes(s->size, s->width));
     s->good = calloc(s->size / 64, 8);
     s->births = calloc(s->size / 32, 8);
-    s->table = malloc(s->table_size * 4);
-    memset(s->table, 0xff, s->table_size * 4);
+    s->table = take(s->table_size * sizeof(Entry));
+    fill_table(s);
     grow_map(&s->memo);
     return s;
 }
 
 void destroy(Search *s) {
-    free(s->pool); free(s->pair_at); free(s->head_at); free(s->memo.slots);
-    free(s->states); free(s->births); free(s->good); free(s->table); free(s);
+    free(s->pool); free(s->pair_at); free(s->head_at); free(s->births); free(s->good);
+    give(s->memo.slots, s->memo.size * sizeof(Slot));
+    give(s->states, states_bytes(s->size, s->width));
+    give(s->table, s->table_size * sizeof(Entry));
+    free(s);
+}
+
+/* Request the memory that looking for the found states will read. */
+static void request(const Search *s, int n) {
+    const Entry *entries[MOST_FOUND];
+    uint8_t tags[MOST_FOUND];
+    for (int k = 0; k < n; k++) {
+        u64 hash = hash_state(pack(s, s->found[k]));
+        entries[k] = s->table + first_place(s, hash);
+        tags[k] = (uint8_t)hash;
+        __builtin_prefetch(entries[k]);
+    }
+    for (int k = 0; k < n; k++)
+        if (entries[k]->number != NONE && entries[k]->tag == tags[k])
+            __builtin_prefetch(s->states + (u64)entries[k]->number * s->width);
 }
 
 /* Expand at most `most` states. 0: all are expanded; 1: more are left; -1: a promise is broken in
@@ -555,12 +628,20 @@ int explore(Search *s, u64 most) {
             return -1;
         }
         s->transitions += n;
+        request(s, n);
         for (int k = 0; k < n; k++) {
             if (s->kinds[k] != NONE) s->faults[s->kinds[k]]++;
             if (add(s, s->found[k]) < 0) return -2;
         }
     }
     return s->next < s->count;
+}
+
+/* Return the number of a state; NONE: it was not found. */
+static u32 number_of(const Search *s, const u32 *state) {
+    if (!fits(s, state)) return NONE;
+    u128 x = pack(s, state);
+    return s->table[place(s, x, hash_state(x))].number;
 }
 
 /* Mark all states from which a goal can be reached without another fault, from the last to the
@@ -581,8 +662,9 @@ int find_stuck(Search *s) {
             read_state(s, i, state);
             int n = expand(s, state, 0);
             if (n == -2) return -2;
+            request(s, n);
             for (int k = 0; k < n && !is_good(s, i); k++) {
-                u32 number = fits(s, s->found[k]) ? s->table[place(s, pack(s, s->found[k]))] : NONE;
+                u32 number = number_of(s, s->found[k]);
                 if (number == NONE || is_good(s, number)) set_good(s, i);
             }
             if (is_good(s, i)) marked++;
