@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,6 +17,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import Phase
 from elastic.domain.errors import (
     EXIT_FAILURE,
+    MAX_DESCRIPTION_CHARS,
     CorruptCheckpoint,
     DivergenceError,
     ElasticError,
@@ -138,8 +138,11 @@ class EpochSession:
             self._context.publisher.settle(self._context.settings.timeouts.bulk_s)
         code = error.exit_code if isinstance(error, ElasticError) else EXIT_FAILURE
         replicas = self._context.replicas.values()
+        text = str(error) if isinstance(error, UsageError) else describe(error)
+        if not isinstance(error, ElasticError):  # raised by the script, or by a library for it
+            text = with_place(text, error)
         failed = m.Failed(
-            str(error) if isinstance(error, UsageError) else describe(error),
+            text[:MAX_DESCRIPTION_CHARS],
             code,
             self._context.settings.local_rank,
             record=error.record if isinstance(error, NonfiniteError) else None,
@@ -147,7 +150,7 @@ class EpochSession:
             missing=error.missing if isinstance(error, LedgerError) else 0,
             version=min((replica.version for replica in replicas), default=-1),
         )
-        self._send(replace(failed, message=with_place(failed.message, error)))
+        self._send(failed)
         if isinstance(error, ElasticError):
             raise SystemExit(code)
         raise error

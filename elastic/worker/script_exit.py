@@ -31,13 +31,15 @@ _PACKAGE = __name__.partition(".")[0]
 class _Script:
     """State of the script that runs in this process."""
 
-    watched = trained = False
+    trained = False
+    process = 0
+    """Process that imported `Trainer`; 0: none has. A fork of it is not the script."""
 
 
 def watch_script() -> None:
     """Install the hooks of this process, once."""
-    if not _Script.watched:
-        _Script.watched = True
+    if not _Script.process:
+        _Script.process = os.getpid()
         sys.excepthook = partial(_on_uncaught, sys.excepthook)
         atexit.register(_warn_if_never_trained)
 
@@ -107,4 +109,5 @@ def _warn_if_never_trained() -> None:
 
 def _is_worker() -> bool:
     """Return whether this process is a worker of `elastic run`, and no child of one."""
-    return bool(os.environ.get("ELASTIC_AGENT")) and multiprocessing.parent_process() is None
+    first = multiprocessing.parent_process() is None and os.getpid() == _Script.process
+    return first and bool(os.environ.get("ELASTIC_AGENT"))

@@ -38,11 +38,12 @@ OPTIMIZER = r"an OptimizerSpec, as OptimizerSpec\(factory=torch.optim.Adam, lr=l
         ("steps", "4", "'4'", f"{WHOLE} from 1 up"),
         ("steps", None, "None", f"{WHOLE} from 1 up"),
         ("steps", True, "True", f"{WHOLE} from 1 up"),
-        ("steps", 10**30, "1000000.*", f"{WHOLE} from 1 up below 2\\*\\*53"),
+        ("steps", 10**30, "1000000.*", f"{WHOLE} from 1 up below 2\\*\\*64"),
         ("microbatches", 2.5, "2.5", f"{WHOLE} from 1 to 1000000"),
         ("microbatches", 10**9, "1000000000", f"{WHOLE} from 1 to 1000000"),
         ("seed", "a", "'a'", WHOLE),
         ("seed", None, "None", WHOLE),
+        ("seed", 2**64, "18446744073709551616", f"{WHOLE} below 2\\*\\*64"),
         ("tp", 0, "0", f"{WHOLE} from 1 up"),
         ("tp", "1", "'1'", f"{WHOLE} from 1 up"),
         ("tokens_per_microbatch", -5, "-5", f"{WHOLE} from 0 up"),
@@ -66,4 +67,5 @@ def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:
             data=microbatch,
             steps=torch.tensor(4),  # type: ignore[arg-type]
             microbatches=2,
+            seed=2**64 - 1,
         )

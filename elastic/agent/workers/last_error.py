@@ -19,6 +19,8 @@ MAX_LINES_BELOW = 30
 _FRAME = re.compile(r'  File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
 _RANK = re.compile(r"\[rank\d+\]: ?")
 """Prefix of torch for the traceback of a process of a process group."""
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+"""Python colors tracebacks if FORCE_COLOR is set."""
 
 
 def recorded_error(text: bytes) -> str:
@@ -42,7 +44,7 @@ def printed_error(text: bytes) -> str:
 
     An error that the script caught and printed long before its end does not count.
     """
-    lines = text.decode(errors="replace").splitlines()
+    lines = _COLOR.sub("", text.decode(errors="replace")).splitlines()
     found = _traceback(lines)
     if found is not None:
         frames, error = found

@@ -105,7 +105,8 @@ class LocalStage:
         return output.detach()
 
     def backward(self, index: int, gradient: Tensor | float) -> Tensor | None:
-        """Run the whole backward pass of micro-batch `index`.
+        """Run the whole backward pass of micro-batch `index`. It is empty if the stage holds only
+        frozen layers, the first one among them.
 
         Args:
             gradient: gradient of the stage's output.
@@ -115,7 +116,8 @@ class LocalStage:
         """
         current = self._passes.pop(index)
         output = self._output(current)
-        torch.autograd.backward(output, _like(gradient, output))
+        if output.requires_grad:
+            torch.autograd.backward(output, _like(gradient, output))
         return self._input_gradient(current)
 
     def backward_input(self, index: int, gradient: Tensor | float) -> Tensor | None:

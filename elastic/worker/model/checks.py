@@ -10,8 +10,8 @@ from torch import Tensor
 
 from elastic.domain.errors import FieldError
 
-MOST = 2**53
-"""Largest number of steps, tokens or layers: larger ones are not exact in JSON."""
+LEAST, MOST = -(2**63), 2**64 - 1
+"""Range of the whole numbers that messages can hold; seeds use all of it."""
 _LONGEST_CHARS = 60
 """Longest text that describes a value."""
 
@@ -37,9 +37,9 @@ def description(value: object) -> Described:
     return Described(f"an object of type {type(value).__name__}")
 
 
-def whole_number(field: str, value: object, least: int = -MOST, most: int = MOST) -> int:
+def whole_number(field: str, value: object, least: int = LEAST, most: int = MOST) -> int:
     """Return `value` as an int. Raises FieldError unless it is a whole number in this range."""
-    first = f" from {least}" if least > -MOST else ""
+    first = f" from {least}" if least > LEAST else ""
     last = f" to {most}" if most < MOST else " up" if first else ""
     remedy = f"a whole number{first}{last}"
     if isinstance(value, bool):
@@ -49,7 +49,7 @@ def whole_number(field: str, value: object, least: int = -MOST, most: int = MOST
     except TypeError:
         raise FieldError(field, description(value), remedy) from None
     if not least <= number <= most:
-        large = " below 2**53" if most == MOST and number > least else ""
+        large = " below 2**64" if most == MOST and number > least else ""
         raise FieldError(field, description(number), f"{remedy}{large}")
     return number
 
@@ -67,7 +67,7 @@ def accepts(function: Callable[..., object], n_arguments: int) -> bool:
     """Return whether `function` takes this number of positional arguments, as far as known."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a function of an extension module
+    except (TypeError, ValueError, NameError):  # of an extension module, or with wrong annotations
         return True
     try:
         signature.bind(*range(n_arguments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 
 import torch
@@ -24,11 +25,15 @@ PURE = (
 
 class DataSource:
     """Returns the micro-batches of the script's data function. Raises FieldError for a result that
-    is not usable, and if the first one that is asked for is not the same when asked for again."""
+    is not usable, and if the first one that is asked for is not the same when asked for again.
+
+    A micro-batch with the numbers of another one causes a warning: a function that repeats an epoch
+    of n steps may return those of step % n. The caller knows the true numbers.
+    """
 
     def __init__(self, function: Callable[[int, int], Microbatch]) -> None:
         check_callable("data", function, 2, FUNCTION)
-        self._function, self._repeated = function, False
+        self._function, self._repeated, self._warned = function, False, False
 
     def __call__(self, step: int, index: int) -> Microbatch:
         found = self._checked(step, index)
@@ -43,14 +48,15 @@ class DataSource:
         field, found = f"data({step}, {index})", self._function(step, index)
         if not isinstance(found, Microbatch):
             raise FieldError(field, description(found), RESULT)
-        if (found.step, found.index) != (step, index):
-            what = Described(f"a Microbatch of step {found.step} and index {found.index}")
-            raise FieldError(field, what, RESULT)
         if not isinstance(found.fields, Mapping):
             raise FieldError(f"{field}.fields", description(found.fields), RESULT)
-        for name, tensor in found.fields.items():
-            if not isinstance(tensor, Tensor):
-                raise FieldError(f"{field}.fields[{name!r}]", description(tensor), RESULT)
+        for name, value in found.fields.items():
+            if not callable(getattr(value, "to", None)):  # packed sequences and graphs have it too
+                raise FieldError(f"{field}.fields[{name!r}]", description(value), RESULT)
+        if (found.step, found.index) != (step, index) and not self._warned:
+            self._warned = True
+            numbers = f"step {found.step} and index {found.index}"
+            print(f"elastic: warning: {field} returned a Microbatch of {numbers}", file=sys.stderr)
         return found
 
 
@@ -59,10 +65,24 @@ def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether both have the same bits. Sparse and nested tensors count as the same."""
-    if (one.dtype, one.layout) != (other.dtype, other.layout) or one.layout != torch.strided:
-        return (one.dtype, one.layout) == (other.dtype, other.layout)
-    if one.is_nested or one.shape != other.shape:
-        return bool(one.is_nested)
-    bits = (tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
-    return torch.equal(*bits)
+    """Return whether both have the same bits. Objects without bits to compare, such as sparse and
+    quantized tensors, count as the same."""
+    if not (_has_bits(one) and _has_bits(other)):
+        return type(one) is type(other)
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _has_bits(value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not (value.is_nested or value.is_quantized or value.is_meta)
+        and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+    return plain.reshape(-1).contiguous().view(torch.uint8)

@@ -72,9 +72,11 @@ class LayerChecks:
         if (self._last and out.numel() != 1) or not (out.is_floating_point() or out.is_complex()):
             raise FieldError(self._name, description(out), self._wanted())
         depends = hidden.requires_grad if hidden is not None else self._trains
-        if depends and torch.is_grad_enabled() and not out.requires_grad:
+        if (depends or self._last) and torch.is_grad_enabled() and not out.requires_grad:
             remedy = "it must depend on its input and parameters: leave out detach and no_grad"
-            raise FieldError(self._name, Described("a result without gradient"), remedy)
+            everything = "" if depends else ", and do not freeze all layers"
+            what = Described("a result without gradient")
+            raise FieldError(self._name, what, f"{remedy}{everything}")
         if self._buffers:
             self._check_buffers()
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from elastic.domain.errors import FieldError, describe
+from elastic.domain.errors import FieldError, describe, with_place
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.checks import Described, check_callable, description, whole_number
@@ -25,6 +26,8 @@ Tied = tuple[tuple[tuple[int, str], ...], ...]
 """Groups of (layer, parameter name) that are one tensor."""
 BUILDER = "each entry must be a function that builds the layer anew, as lambda: Layer(64, 64)"
 TIED = "groups of (layer, parameter name), as (((0, 'weight'), (3, 'weight')),)"
+_ON_META = re.compile(r"\bmeta (tensor|device)|\bdevice meta|\bdevices, .*\bmeta\b", re.IGNORECASE)
+"""What torch says about an operation that needs the values of a tensor on the meta device."""
 ADAM_BYTES = 8
 """Assumed optimizer bytes per element if no optimizer is given: two float32 moments."""
 
@@ -182,7 +185,7 @@ class ListStack(LayerStack):
                 raise FieldError(f"builders[{index}]", description(builder), BUILDER)
             check_callable(f"builders[{index}]", builder, 0, BUILDER)
         self.seed = whole_number("seed", seed)
-        self._described: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        self._described: dict[int, list[tuple[str, Tensor]]] = {}
         self.tied = tied
         self._check_tied()
 
@@ -235,16 +238,19 @@ class ListStack(LayerStack):
                 remedy = "tied parameters need the same shape and type"
                 raise FieldError("tied", group, f"{remedy}: these have the shapes {found}")
 
-    def _parameters(self, index: int) -> list[tuple[str, nn.Parameter]]:
+    def _parameters(self, index: int) -> list[tuple[str, Tensor]]:
         """Return names and parameters of layer `index` on the meta device, without values. Raises
         FieldError if its module is not usable, or if the builder does not build an equal one."""
         if index not in self._described:
             module, again = self._on_meta(index), self._on_meta(index)
             field = f"builders[{index}]"
             check_module(index, module)
-            if module is again:
-                raise FieldError(field, Described("the same module at each call"), BUILDER)
-            found = list(module.named_parameters())
+            known = {id(parameter) for parameter in module.parameters()}
+            if module is again or any(id(parameter) in known for parameter in again.parameters()):
+                what = "module" if module is again else "parameters"
+                raise FieldError(field, Described(f"the same {what} at each call"), BUILDER)
+            # A builder that copies a trained module gives real tensors: do not keep them.
+            found = [(n, torch.empty_like(p, device="meta")) for n, p in module.named_parameters()]
             if describe_parameters(found) != describe_parameters(again.named_parameters()):
                 remedy = "each call must build the same parameters, because any node may call it"
                 raise FieldError(field, Described("another module at the second call"), remedy)
@@ -260,11 +266,12 @@ class ListStack(LayerStack):
         try:
             with torch.device("meta"):
                 return self.builders[index]()
-        except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
+        except (RuntimeError, TypeError) as error:
+            if not _ON_META.search(str(error)):
                 raise
             remedy = "it also runs on the meta device, where tensors have no values: compute sizes"
-            what = Described(f"a builder that reads values of tensors ({describe(error)})")
+            cause = with_place(describe(error), error)
+            what = Described(f"a builder that reads values of tensors ({cause})")
             raise FieldError(f"builders[{index}]", what, f"{remedy} without tensors") from error
 
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from elastic.domain.errors import ElasticError, FieldError, describe
+from elastic.domain.errors import ElasticError, FieldError, describe, with_place
 from elastic.domain.state_layout import GRAIN, span
 from elastic.domain.types import WHOLE, Portion
 from elastic.planning.plan.schemes import SHARDED
@@ -123,7 +123,7 @@ class OptimizerSpec:
     def _tiny(self, dtype: torch.dtype) -> LayerOptimizer:
         """Return the optimizer of a tiny layer after one step."""
         tiny = LayerOptimizer([("tiny", Parameter(torch.zeros(4, 4, dtype=dtype)))], self)
-        with _own_errors_of(f"the step of {type(tiny.optimizer).__name__}"):
+        with _own_errors_of(f"the step of {type(tiny.optimizer).__name__}", Exception):
             tiny.step([torch.zeros(4, 4)], 0.0)
         return tiny
 
@@ -158,9 +158,9 @@ class LayerOptimizer:
                 )
         self.targets: dict[str, Parameter] = {**self.parameters, **self.masters}
         groups = self._groups(spec, dict(parameters))
-        with _own_errors_of("an optimizer"):
+        with _own_errors_of("an optimizer", TypeError, ValueError):  # others: faults of the device
             self.optimizer = spec.factory(groups)
-        self._check_optimizer()
+        self._check_optimizer({name for name, p in parameters if p.requires_grad})
         self._initial = [self._scalars(group) for group in self.optimizer.param_groups]
 
     def portion_of(self, tensor: Tensor) -> Tensor:
@@ -171,7 +171,12 @@ class LayerOptimizer:
         return tensor.view(-1)[first:last]
 
     def _groups(self, spec: OptimizerSpec, whole: Mapping[str, Parameter]) -> ParameterGroups:
-        """Return the spec's groups, with whole parameters replaced by the update targets."""
+        """Return the spec's groups, with whole parameters replaced by the update targets.
+
+        A layer without parameters has an empty group, because torch refuses an empty list.
+        """
+        if not whole:
+            return one_group([])
         target_of = {id(parameter): self.targets[name] for name, parameter in whole.items()}
         groups = _read_groups(spec.groups(list(whole.items())))
         held = [id(p) for group in groups for p in group["params"]]
@@ -184,14 +189,16 @@ class LayerOptimizer:
             {**group, "params": [target_of[id(p)] for p in group["params"]]} for group in groups
         ]
 
-    def _check_optimizer(self) -> None:
-        """Raise FieldError unless the factory returned an optimizer of the update targets."""
+    def _check_optimizer(self, trained: Set[str]) -> None:
+        """Raise FieldError unless the factory returned an optimizer of the update targets, or of
+        those of the `trained` parameters: it may leave out frozen ones."""
         made: object = self.optimizer
         if not isinstance(made, torch.optim.Optimizer):
             what = Described(f"a function that returns {description(made)}")
             raise FieldError("OptimizerSpec.factory", what, FACTORY)
         held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
-        if held != {id(target) for target in self.targets.values()}:
+        known = {name: id(target) for name, target in self.targets.items()}
+        if not {known[name] for name in trained} <= held <= set(known.values()):
             what = Described(f"{type(made).__name__} of other parameters")
             raise FieldError("OptimizerSpec.factory", what, FACTORY)
 
@@ -289,21 +296,21 @@ def _checked_rate(lr: LearningRate) -> LearningRate:
 
 
 @contextmanager
-def _own_errors_of(what: str) -> Iterator[None]:
-    """Raise FieldError for an error that torch raised, or that no line of the script raised: the
-    script's optimizer needs something that it cannot have."""
+def _own_errors_of(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise FieldError for an error of these kinds that torch raised, or that no line of the script
+    raised: the script's optimizer needs something that it cannot have."""
     try:
         yield
     except ElasticError:
         raise
-    except Exception as error:
+    except kinds as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         place = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
         if place.split(".")[0] not in ("torch", "elastic"):
             raise
-        failed = Described(f"{what} that fails with {describe(error)}")
+        failed = Described(f"{what} that fails with {with_place(describe(error), error)}")
         raise FieldError("OptimizerSpec.factory", failed, ANY_OPTIMIZER) from error
 
 

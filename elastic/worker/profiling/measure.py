@@ -192,7 +192,8 @@ class _MeasuredPass:
         return self._out
 
     def backward(self) -> None:
-        torch.autograd.backward(self._out, self._gradient())
+        if self._out.requires_grad:  # not if the first layer is frozen
+            torch.autograd.backward(self._out, self._gradient())
         self._replica.collect(0, skip=False)
 
     def input_part(self) -> None:

@@ -62,6 +62,13 @@ def test_a_traceback_of_torch_with_the_rank_in_each_line(tmp_path: Path) -> None
     assert printed_error(text.encode()) == f"ValueError: no file ({place})"
 
 
+def test_a_traceback_in_color() -> None:
+    place = '  File \x1b[35m"train.py"\x1b[0m, line \x1b[35m7\x1b[0m, in \x1b[35mload\x1b[0m'
+    error = "\x1b[1;35mValueError\x1b[0m: \x1b[35mno file\x1b[0m"
+    text = f"Traceback (most recent call last):\n{place}\n{error}\n"
+    assert printed_error(text.encode()) == "ValueError: no file (train.py:7 in load)"
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [

@@ -118,7 +118,7 @@ def test_a_mistake_ends_the_job_with_one_line(tmp_path: Path, statement: str) ->
     text = "\n".join(lines)
     assert code == EXIT_USAGE, text
     assert "Traceback" not in text and text.count(MISTAKES[statement]) == 1
-    assert MISTAKES[statement] in lines[-1]
+    assert MISTAKES[statement] in lines[-1] and "elastic/worker" not in text
 
 
 def test_without_the_launcher_the_script_prints_the_line(tmp_path: Path) -> None:

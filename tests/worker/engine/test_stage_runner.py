@@ -16,11 +16,13 @@ import torch
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import Action, Kind
-from elastic.worker.engine.stage import stages_of_rank
+from elastic.worker.engine.stage import LocalStage, stages_of_rank
 from elastic.worker.engine.stage_runner import GroupAgreement
+from elastic.worker.model.layers import ListStack
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from tests.planning.schedule.action_text import one_f_one_b, parse_actions
 from tests.worker.engine.models import (
+    First,
     PauseBefore,
     RecordingHooks,
     data,
@@ -104,6 +106,17 @@ def test_gradients_are_added_only_where_they_are_missing() -> None:
         assert layer.ledger == set(range(M))
         assert torch.equal(layer.gradient, expected.gradient)
     assert layers[-1].losses == whole[-1].losses
+
+
+def test_a_stage_of_a_frozen_first_layer_has_no_gradient() -> None:
+    model = stack(N_LAYERS)
+    frozen = ListStack([lambda: First().requires_grad_(False), *model.builders[1:]], model.seed)
+    layer = replicas(frozen, (0,), Accumulate.EXACT)[0]
+    stage = LocalStage([layer], following=1)
+    output = stage.forward(data(0, 0), None)
+    assert stage.backward(0, torch.ones_like(output)) is None
+    stage.collect(0, {})
+    assert layer.ledger == {0} and not layer.gradient.any()
 
 
 def test_an_empty_list_does_nothing() -> None:

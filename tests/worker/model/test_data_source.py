@@ -21,6 +21,10 @@ LOADER: DataLoader[Any] = DataLoader(DATASET, batch_size=4)
 CURSOR = itertools.cycle(LOADER)
 
 
+class Picture(torch.Tensor):
+    """A subclass of Tensor, as torchvision has for pictures."""
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -47,7 +51,6 @@ def test_data_is_a_function_of_two_numbers(given: Any, text: str) -> None:
         ((torch.ones(2), torch.ones(2)), r"data\(2, 1\): an object of type tuple"),
         (torch.ones(2), r"data\(2, 1\): a tensor of shape \(2,\)"),
         (None, r"data\(2, 1\): None"),
-        (microbatch(0, 0), r"data\(2, 1\): a Microbatch of step 0 and index 0"),
         (Microbatch(2, 1, torch.ones(2)), r"data\(2, 1\).fields: a tensor"),  # type: ignore[arg-type]
         (Microbatch(2, 1, {"x": [1.0]}), r"data\(2, 1\).fields\['x'\]: an object of type list"),  # type: ignore[dict-item]
         (Microbatch(2, 1, {"n": 3}), r"data\(2, 1\).fields\['n'\]: 3"),  # type: ignore[dict-item]
@@ -84,11 +87,33 @@ def test_data_that_changes_between_two_calls_is_refused(values: Callable[[], Any
         torch.empty(0),
         torch.eye(3).to_sparse(),
         torch.ones(2, requires_grad=True),
+        torch.tensor([float("nan"), 1.0], dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        torch.ones(2, device="meta"),
+        torch.ones(2).as_subclass(Picture),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     ],
 )
 def test_equal_data_is_accepted(tensor: torch.Tensor) -> None:
     source = DataSource(lambda step, index: Microbatch(step, index, {"x": tensor.clone()}))
     assert source(0, 0).step == 0
+
+
+def test_objects_that_move_to_a_device_are_accepted() -> None:
+    fields: Any = {"x": torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])}
+    source = DataSource(lambda step, index: Microbatch(step, index, fields))
+    assert source(0, 0).fields == fields
+
+
+def test_a_function_that_repeats_an_epoch_causes_one_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = DataSource(lambda step, index: microbatch(step % 2, index))
+    for step in range(6):
+        source(step, 1)
+    text = "elastic: warning: data(2, 1) returned a Microbatch of step 0 and index 1\n"
+    assert capsys.readouterr().err == text
 
 
 def test_only_the_first_microbatch_is_asked_for_twice() -> None:

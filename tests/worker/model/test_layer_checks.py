@@ -102,6 +102,18 @@ def test_a_result_without_gradient_is_refused(last: bool) -> None:
         forward(lambda: Odd(lambda out: out.mean().detach()), last=last)
 
 
+def test_a_model_of_frozen_layers_is_refused() -> None:
+    def frozen() -> nn.Module:
+        return Odd(torch.mean).requires_grad_(False)
+
+    replica = build_replica(
+        ListStack([First, frozen], seed=0), 1, ALONE, sgd(), Accumulate.FAST, 0, CPU
+    )
+    replica.forward(torch.ones(4, 6, requires_grad=True), microbatch(0, 0))
+    with pytest.raises(FieldError, match=r"without gradient .* do not freeze all layers"):
+        replica.forward(torch.ones(4, 6), microbatch(0, 0))
+
+
 @pytest.mark.parametrize("change", [torch.mean, lambda out: out.mean().reshape(1)])
 def test_one_number_is_a_loss(change: Callable[[Tensor], Any]) -> None:
     forward(lambda: Odd(change), last=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -41,6 +42,7 @@ def specs(middle: Callable[..., Any]) -> None:
 
 
 SHARED = Middle()
+TRAINED = nn.Linear(6, 6)
 SIZES = itertools.count(1)
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "a module": (
@@ -52,6 +54,10 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "nothing built": (lambda: None, "layer 1: None is not usable: build a torch.nn.Module"),
     "a tensor built": (lambda: torch.zeros(3), r"layer 1: a tensor of shape \(3,\)"),
     "one module for all calls": (lambda: SHARED, r"builders\[1\]: the same module at each call"),
+    "parameters of one module for all calls": (
+        lambda: Holder(TRAINED),
+        r"builders\[1\]: the same parameters at each call",
+    ),
     "another module at each call": (
         lambda: Holder(nn.Linear(6, next(SIZES))),
         r"builders\[1\]: another module at the second call",
@@ -59,6 +65,10 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "values on the meta device": (
         lambda: Sized(int(torch.ones(6).sum().item()), 6),
         r"builders\[1\]: a builder that reads values of tensors .*meta device",
+    ),
+    "numbers from the meta device": (
+        lambda: Sized(int(torch.linspace(6, 7, 2).numpy()[0]), 6),
+        r"builders\[1\]: a builder that reads values .*\(TypeError: .* in <lambda>\)\) is not",
     ),
     "a lazy module": (lambda: Holder(nn.LazyLinear(6)), r"layer 1 \(Holder\), parameter inner.wei"),
     "forward of torch": (
@@ -85,6 +95,24 @@ def test_a_wrong_builder_is_named(case: str) -> None:
     middle, text = WRONG[case]
     with pytest.raises(FieldError, match=text):
         specs(middle)
+
+
+def unreadable() -> nn.Module:
+    raise RuntimeError("cannot read metadata.json")
+
+
+def test_an_error_of_a_builder_stays_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match=r"^cannot read metadata.json$"):
+        specs(unreadable)
+
+
+def test_builders_that_copy_a_trained_module_are_usable() -> None:
+    """The description of the layers keeps no second copy of them in memory."""
+    stack = ListStack([First, lambda: Holder(copy.deepcopy(TRAINED)), Last], seed=0)
+    assert len(stack.specs(Accumulate.FAST, sgd())) == 3
+    assert all(tensor.is_meta for _, tensor in stack._parameters(1))
+    built = build_replica(stack, 1, ALONE, sgd(), Accumulate.FAST, 0, CPU)
+    assert torch.equal(next(iter(built.parameters)), TRAINED.weight)
 
 
 @pytest.mark.parametrize(

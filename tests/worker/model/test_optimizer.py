@@ -293,3 +293,33 @@ def test_an_optimizer_that_is_not_elementwise_is_found() -> None:
     with pytest.raises(FieldError, match=r"OptimizerSpec.elementwise: True .*Adafactor updates"):
         made.describe()
     assert adamw(0.1).describe().startswith("AdamW")
+
+
+def test_a_layer_without_parameters_is_updated() -> None:
+    for made in (adamw(0.1), spec("sgd")):
+        LayerOptimizer([], made).step([], 0.1)
+
+
+def test_the_factory_may_leave_out_frozen_parameters() -> None:
+    def trained(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        chosen = [p for group in groups for p in group["params"] if p.requires_grad]
+        return torch.optim.AdamW(chosen, weight_decay=0.5)
+
+    named = parameters()
+    named[0][1].requires_grad_(False)
+    before = [p.detach().clone() for _, p in named]
+    LayerOptimizer(named, OptimizerSpec(factory=trained, lr=constant(0.1))).step(
+        [torch.zeros(4, 3), torch.ones(4)], 0.1
+    )
+    assert torch.equal(named[0][1], before[0]) and not torch.equal(named[1][1], before[1])
+
+
+def test_an_error_of_torch_on_the_device_is_not_an_error_of_the_factory() -> None:
+    """Adagrad makes its state at once. A broken device raises RuntimeError too."""
+
+    def factory(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(groups, initial_accumulator_value=1e30)
+
+    made = OptimizerSpec(factory=factory, lr=constant(0.1))
+    with pytest.raises(RuntimeError, match="overflow"):
+        LayerOptimizer(parameters(torch.float16), made)
