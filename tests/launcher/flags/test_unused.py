@@ -124,7 +124,7 @@ def test_a_service_accepts_variables_of_other_commands(
 ) -> None:
     monkeypatch.setenv(variable, "3")
     tasks: list[Request] = []
-    monkeypatch.setattr(commands, "_launch", lambda task: tasks.append(task) or 0)
+    monkeypatch.setattr(commands, "_launch", tasks.append)
     assert cli.main(["coordinator", "--address", "127.0.0.1:29400", "script.py"]) == 0
     (task,) = tasks
     assert task.config.coordinator == "127.0.0.1:29400" and task.config.coordinators == 1
