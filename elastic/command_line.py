@@ -25,6 +25,8 @@ from elastic.planning.plan.units import duration_of
 
 PATH = "elastic.command_line.path"
 """Key in a click context's `meta`; its value is the running command as the user wrote it."""
+CONTEXT = "elastic.command_line.context"
+"""Key in a click context's `meta`; its value is the context of the running command."""
 
 
 def _dashes(name: str) -> str:
@@ -129,14 +131,17 @@ def _try_to_write(folder: Path) -> None:
 def output_file(flag: str, text: str) -> Path:
     """Return the path of a file that can be written. Raises FieldError. No file is made here."""
     with file_errors(flag, text):
-        path = Path(text).expanduser()
-        if path.is_dir():
+        path = Path(os.path.expanduser(text))
+        target = Path(os.path.realpath(path))  # a link may lead to a file that does not exist yet
+        if target.is_dir():
             raise FieldError(flag, text, "it is a directory; name a file")
-        if not path.exists():
-            if not path.parent.is_dir():
-                remedy = f"the directory {path.parent} does not exist; make it first"
+        if target.is_symlink():
+            raise FieldError(flag, text, "it is a link to itself; name a file")
+        if not target.exists():
+            if not target.parent.is_dir():
+                remedy = f"the directory {target.parent} does not exist; make it first"
                 raise FieldError(flag, text, remedy)
-            _try_to_write(path.parent)
+            _try_to_write(target.parent)
         elif not os.access(path, os.W_OK):
             raise FieldError(flag, text, "it is not writable; change that or give another")
     return path
@@ -152,7 +157,7 @@ class Command(click.Command):
         super().__init__(name, context_settings={**SETTINGS, **(context_settings or {})}, **more)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[PATH] = ctx.command_path
+        ctx.meta[PATH], ctx.meta[CONTEXT] = ctx.command_path, ctx
         try:
             given, _, _ = self.make_parser(ctx).parse_args(list(args))
         except click.UsageError as error:
@@ -198,20 +203,20 @@ class CommandLine(click.Group):
 
     def run(self, words: Sequence[str]) -> int:
         """Run the command `words`; return the exit code."""
-        command = self.name
+        command, context = self.name, None
         try:
             with self.make_context(self.name, list(words)) as root:
                 try:
                     return self.invoke(root) or EXIT_OK
                 finally:
-                    command = root.meta.get(PATH, command)
+                    command, context = root.meta.get(PATH, command), root.meta.get(CONTEXT)
         except click.exceptions.Exit as ended:
             return ended.exit_code
         except click.ClickException as error:
             print(_error_line(error), file=sys.stderr)
             return error.exit_code
         except ElasticError as error:
-            print(f"{command}: {error}", file=sys.stderr)
+            print(f"{command}: {error}{_origin(error, context)}", file=sys.stderr)
             return error.exit_code
         except BrokenPipeError:  # The reader of the output is gone.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -243,9 +248,28 @@ def _error_line(error: click.ClickException) -> str:
     if isinstance(context.command, click.Group):
         hint = f"commands: {', '.join(context.command.list_commands(context))}; {hint}"
     param = getattr(error, "param", None)
-    if isinstance(param, click.Option) and param.name is not None:
-        source = context.get_parameter_source(param.name)
-        if source is click.core.ParameterSource.ENVIRONMENT:
-            variable = param.envvar or f"{context.auto_envvar_prefix}_{param.name.upper()}"
-            hint = f"given by the environment variable {variable}; {hint}"
+    if isinstance(param, click.Option) and (variable := _variable(param, context)):
+        hint = f"given by the environment variable {variable}; {hint}"
     return f"{context.command_path}: {text} ({hint})"
+
+
+def _origin(error: ElasticError, context: click.Context | None) -> str:
+    """Return the end of an error's line: the variable that gave the value; "": none did."""
+    if not isinstance(error, FieldError) or context is None:
+        return ""
+    name = error.field.partition(" ")[0]
+    for param in context.command.params:
+        if isinstance(param, click.Option) and name in param.opts:
+            variable = _variable(param, context)
+            return f" (given by the environment variable {variable})" if variable else ""
+    return ""
+
+
+def _variable(param: click.Option, context: click.Context) -> str:
+    """Return the environment variable that gave a parameter's value; "": none did."""
+    source = context.get_parameter_source(param.name or "")
+    if source is not click.core.ParameterSource.ENVIRONMENT:
+        return ""
+    own = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
+    names = [*own, f"{context.auto_envvar_prefix}_{(param.name or '').upper()}"]
+    return next(name for name in names if os.environ.get(name))

@@ -19,7 +19,10 @@ COMMANDS = {
         "commands.profile",
         "measure a script's layers and the links, for the planner and --emulate",
     ),
-    "status": ("commands.queries", "phase, step, loss, nodes and plan of a running job"),
+    "status": (
+        "commands.queries",
+        "phase, step, loss, nodes and plan of a job, and what it waits for",
+    ),
     "nodes": ("commands.queries", "nodes of a running job"),
     "preflight": ("commands.preflight", "check whether this machine can be a node"),
     "drain": ("commands.queries", "move a node's state to others, then release it"),

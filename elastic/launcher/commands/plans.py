@@ -94,6 +94,8 @@ def _for_cluster(args: SimpleNamespace, path: Path, text: str) -> tuple[Answer, 
     _, before = _answer(args, path, cluster, profile, best, ())
     cluster = cluster if args.add is None else capacity.with_more(cluster, args.add)
     gone = frozenset(name.strip() for name in (args.without or "").split(",") if name.strip())
+    if args.without is not None and not gone:
+        raise FieldError("--without", args.without, "name nodes, as node3,node4")
     profile = capacity.cluster_profile(cluster, measured)
     capacity.check_gone(gone, capacity.cluster_nodes(cluster, profile))
     request = capacity.plan_request(cluster, profile)

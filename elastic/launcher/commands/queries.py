@@ -124,9 +124,10 @@ def _last_line(run_dir: Path) -> Answer:
     try:
         with (run_dir / "progress.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return dict(json.loads(file.read().splitlines()[-1]))
+            line = json.loads(file.read().splitlines()[-1])
     except (OSError, ValueError, IndexError):
         return {}
+    return line if isinstance(line, dict) else {}
 
 
 @click.command(cls=Command)

@@ -51,8 +51,8 @@ def _service_request(field: str, endpoint: str, flags: dict[str, Any]) -> Reques
     if flags["standalone"]:
         remedy = f"it does not go with {field}; use `elastic run --standalone`"
         raise FieldError("--standalone", "on", remedy)
-    changed = {"rdzv_endpoint": endpoint, "rdzv_backend": "c10d"}
-    given = SimpleNamespace(**{**flags, **changed})
+    changed = {"rdzv_endpoint": endpoint, "rdzv_backend": "c10d", "coordinators": 1}
+    given = SimpleNamespace(**{**flags, **changed}, endpoint_flag=field)
     task = request(given, os.environ)
     _warn(given, task, UNUSED_BY_SERVICES)
     return task

@@ -21,6 +21,7 @@ from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import FieldError, UsageError
 from elastic.domain.types import Accumulate, OnNonfinite
 from elastic.launcher.flags import validators
+from elastic.launcher.flags.addresses import ENDPOINT_FLAG
 from elastic.launcher.flags.local_gpus import visible_gpus
 from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
@@ -59,6 +60,8 @@ class Request:
     """Settings of agents on a Ray cluster; None: agents run on this machine."""
     as_service: bool = False
     """`elastic coordinator` or `elastic agent`: exit codes tell whether a restart would help."""
+    endpoint_flag: str = ENDPOINT_FLAG
+    """Flag that gave the coordinator's address, for errors."""
     guard: Guard = field(default_factory=Guard)
     services: tuple[str, str] = ("elastic.coordinator.service", "elastic.agent.service")
     """Modules that run as coordinator and as agent."""
@@ -140,6 +143,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         console_events=flags.event_log_handler == "console",
         in_place=in_place,
         ray=ray,
+        endpoint_flag=validators.endpoint_flag(flags),
         guard=guard,
     )
 

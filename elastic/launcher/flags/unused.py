@@ -56,11 +56,12 @@ def _rules(flags: SimpleNamespace, config: JobConfig) -> Iterator[tuple[str, boo
 
 def unused_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a text for each variable PET_... that is the default of no flag."""
-    known = {f"{PREFIX}{option.name}".upper() for option in (*TORCHRUN, *OURS, *RAY)}
+    known = {str(option.name).upper() for option in (*TORCHRUN, *OURS, *RAY)}
     found = []
-    for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in known:
+    for variable in sorted(environ):
+        name = variable.removeprefix(PREFIX)
+        if variable.startswith(PREFIX) and name not in known:
             close = get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            found.append(f"{name} has no effect: no flag of `elastic run` has this name{hint}")
+            hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
+            found.append(f"{variable} has no effect: no flag of `elastic run` has this name{hint}")
     return found

@@ -28,6 +28,7 @@ from elastic.core.protocol.notice_source import NoticeSource, SourceKind, parse_
 from elastic.core.protocol.timeouts import SILENCE_S, budget
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, OnNonfinite
+from elastic.launcher.flags.addresses import ENDPOINT_FLAG
 from elastic.planning.cost.profile import LinkProfile, Profile, parse_profile
 from elastic.planning.plan.schemes import schemes_of
 from elastic.planning.plan.shape import parse_shape
@@ -56,7 +57,7 @@ read the same variables; Azure's have none, so that name is ours."""
 def _signals(flag: str, text: str) -> tuple[signal.Signals, ...]:
     found = []
     for name in text.split(","):
-        number = getattr(signal.Signals, name.strip(), None)
+        number = signal.Signals.__members__.get(name.strip())
         if number is None or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
             remedy = (
                 "give names such as SIGTERM,SIGINT,SIGUSR1; SIGKILL and SIGSTOP cannot be handled"
@@ -103,8 +104,8 @@ def _nodes(flag: str, text: str) -> tuple[int, int]:
 def address(flag: str, text: str, default_port: int) -> str:
     """Return HOST:PORT or [IPv6]:PORT, with `default_port` where `text` has no port."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]\s/]+)(?::(\d{1,6}))?", text)
-    if match is None:
-        raise FieldError(flag, text, "give HOST:PORT, as 10.0.0.5:29400")
+    if match is None or (match[1].startswith("[") and not _is_ipv6(match[1][1:-1])):
+        raise FieldError(flag, text, "give HOST:PORT, as 10.0.0.5:29400 or [fd00::5]:29400")
     port = int(match[2] or default_port)
     if not 1 <= port <= 65535:
         raise FieldError(flag, text, "give a port from 1 to 65535")
@@ -119,16 +120,27 @@ def addresses(flag: str, text: str, default_port: int) -> str:
 
 def _host(flag: str, text: str) -> str:
     bare = text.strip("[]")
-    if re.fullmatch(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", bare):
+    if _is_ipv6(bare):
         return f"[{bare}]"
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*)", bare):
         raise FieldError(flag, text, "give a host name or an IP address, without a port")
     return bare
 
 
+def _is_ipv6(text: str) -> bool:
+    try:
+        return not ipaddress.IPv6Address(text).scope_id
+    except ValueError:
+        return False
+
+
 def _name(flag: str, text: str) -> str:
     if not text.strip():
         raise FieldError(flag, text, "give a name")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise FieldError(flag, text, "give a name in UTF-8") from None
     return text
 
 
@@ -202,7 +214,7 @@ def _is_there(path: Path) -> bool:
 def read_profile(flag: str, text: str) -> Profile:
     """Return the profile in the file `text`."""
     try:
-        return parse_profile(Path(text).expanduser().read_text())
+        return parse_profile(Path(os.path.expanduser(text)).read_text())
     except (OSError, UnicodeDecodeError) as error:
         remedy = f"the file cannot be read ({error}); give one that `elastic profile` wrote"
         raise FieldError(flag, text, remedy) from None
@@ -212,7 +224,7 @@ def read_profile(flag: str, text: str) -> Profile:
 
 def _certs(flag: str, text: str) -> str:
     """Return the absolute path of a directory with usable certificates."""
-    path = Path(text).expanduser().absolute()
+    path = Path(os.path.abspath(os.path.expanduser(text)))
     tls.Certificates(path)
     return str(path)
 
@@ -304,8 +316,9 @@ def certificates(flags: SimpleNamespace, guard: Guard, run_dir: Path) -> tuple[s
 
 def read_token(flags: SimpleNamespace, environ: Mapping[str, str], *, create: bool = False) -> str:
     """Return the given join token; "" without one, or a new token if `create`."""
-    if flags.join_token_file:
-        return tls.read_token(Path(flags.join_token_file).expanduser(), "--join-token-file")
+    if flags.join_token_file is not None:
+        file = Path(os.path.expanduser(flags.join_token_file))
+        return tls.read_token(file, "--join-token-file")
     if environ.get(TOKEN_VARIABLE):
         return tls.check_token(TOKEN_VARIABLE, environ[TOKEN_VARIABLE].strip(), "...")
     return secrets.token_hex(32) if create else ""
@@ -337,7 +350,7 @@ def service_guard(
     if exposed is None:
         return Guard(token)
     if not flags.insecure:
-        flag = "--local-addr" if exposed == flags.local_addr else "--rdzv-endpoint"
+        flag = "--local-addr" if exposed == flags.local_addr else endpoint_flag(flags)
         remedy = "other machines reach it: give --certs DIR (see `elastic certs`), or --insecure"
         raise FieldError(flag, exposed, remedy)
     warning = f"WARNING: --insecure: {exposed} is served in plain text to other machines"
@@ -346,11 +359,18 @@ def service_guard(
     )
 
 
+def endpoint_flag(flags: SimpleNamespace) -> str:
+    """Return the flag that gives the coordinator's address."""
+    if hasattr(flags, "endpoint_flag"):  # of `elastic coordinator` or `elastic agent`
+        return str(flags.endpoint_flag)
+    return ENDPOINT_FLAG if flags.rdzv_endpoint else "--master-addr"
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only this machine reaches `host`, a name or an address."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: it cannot be a name of a host
         return False
     found_addresses = (str(socket_address[0]).partition("%")[0] for *_, socket_address in found)
     return all(ipaddress.ip_address(text).is_loopback for text in found_addresses)

@@ -76,11 +76,11 @@ def launch(request: Request) -> int:
     config = request.config
     given = tuple(config.coordinator.split(",")) if config.coordinator else ()
     addresses = given or tuple(f"{LOOPBACK}:{free_port()}" for _ in range(config.coordinators))
-    flag = "--address" if request.as_service else "--rdzv-endpoint"
+    flag = request.endpoint_flag
     hosted = addresses if config.standalone else _hosted(addresses, request.hosts, flag)
     if hosted:
         _await_store(config)
-    host = LOOPBACK if config.standalone else config.local_addr or local_address(addresses[0])
+    host = LOOPBACK if config.standalone else config.local_addr or local_address(addresses[0], flag)
     check_free(config, len(hosted), len(request.nodes))
     with open_run_dir(request) as run_dir:
         try:
@@ -134,7 +134,7 @@ def _hosted(addresses: tuple[str, ...], hosts: bool | None, flag: str) -> tuple[
             remedy = "another program of this machine listens there: end it, or give another port"
             raise FieldError(flag, addresses[0], remedy)
         return addresses
-    free = tuple(a for a in addresses if address_state(a) is AddressState.FREE)[:1]
+    free = tuple(a for a in addresses if address_state(a, flag) is AddressState.FREE)[:1]
     if hosts and not free:
         remedy = "none of the addresses belongs to this machine and is free"
         raise FieldError(flag, ",".join(addresses), remedy)

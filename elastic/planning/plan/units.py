@@ -11,6 +11,8 @@ _SCALE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 _FRACTIONS = {"ns": "e-9", "us": "e-6", "µs": "e-6", "ms": "e-3"}
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+MAX_BYTES = 1 << 60
+"""Largest size; messages hold numbers of 64 bits."""
 _NUMBER = r"(\d{1,15}(?:\.\d{1,9})?)\s*"
 
 
@@ -21,7 +23,10 @@ def size_of(field: str, value: object) -> int:
     if match is None or float(match[1]) <= 0:
         raise FieldError(field, value, "a size above 0, as 40GiB, 500MB or a number of bytes")
     unit = match[2] or ""
-    return int(float(match[1]) * (_BINARY[unit] if unit in _BINARY else _SCALE[unit]))
+    size = int(float(match[1]) * (_BINARY[unit] if unit in _BINARY else _SCALE[unit]))
+    if size > MAX_BYTES:
+        raise FieldError(field, value, f"at most {MAX_BYTES // _BINARY['ti']}TiB")
+    return size
 
 
 def rate_of(field: str, value: object) -> float:

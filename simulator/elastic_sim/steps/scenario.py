@@ -18,6 +18,9 @@ from elastic_sim.traces import trace as traces
 from elastic_sim.traces.generate import Market, generate
 from elastic_sim.traces.trace import Trace
 
+MOST_MICROBATCHES = 1_000_000
+"""Most micro-batches per step, as for a Trainer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
@@ -109,8 +112,8 @@ def _world(
     model: str, microbatches: int, nodes_of: tuple[str, ...], physics: tuple[str, ...]
 ) -> SimulatedWorld:
     settings = physics_from_settings(physics)
-    if microbatches < 0:
-        raise FieldError("--microbatches", microbatches, "at least 1")
+    if not 0 <= microbatches <= MOST_MICROBATCHES:
+        raise FieldError("--microbatches", microbatches, f"from 1 to {MOST_MICROBATCHES}")
     if _is_file(model):
         return _measured(Path(model), microbatches, nodes_of, settings)
     training = training_of(model)

@@ -219,6 +219,7 @@ def test_removed_and_added_nodes(place: Path, capsys: pytest.CaptureFixture[str]
     ("flag", "value"),
     [
         ("--without", "node9"),
+        ("--without", ","),
         ("--without", "node0,node1,node2"),
         ("--add", ""),
         ("--add", "0xT4"),

@@ -12,6 +12,7 @@ import pytest
 
 from elastic.command_line import read_flags
 from elastic.domain.errors import UsageError
+from elastic.launcher import cli
 from elastic.launcher.commands.queries import main_view, status
 from elastic.launcher.commands.watch import StatusLines, headline, page, problems, watch
 
@@ -83,6 +84,18 @@ def test_a_wait_is_shown() -> None:
     view = main_view(waiting | {"timeouts": {"disk_s": 30.0}})
     assert view["waiting"] == line.removeprefix("waiting for ")
     assert "timeouts" not in view and "tokens_per_s" not in view
+
+
+@pytest.mark.parametrize("last", ["", "[1, 2]", '{"step": 4', "\0\0"])
+def test_the_status_of_a_run_whose_files_are_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], last: str
+) -> None:
+    (tmp_path / "exit.json").write_text('{"code": 1, "reason": "the disk was full"}')
+    (tmp_path / "summary.json").write_text("[")
+    (tmp_path / "progress.jsonl").write_text(last)
+    assert cli.main(["status", "--run-dir", str(tmp_path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["reason"] == "the disk was full" and err == ""
 
 
 @pytest.mark.parametrize(("code", "phase"), [(0, "finished"), (1, "failed")])

@@ -112,6 +112,12 @@ def test_wrong_scripts(
         (["agent", "--coordinator", "h:0", "script.py"], "--coordinator"),
         (["agent", "--coordinator", "h:1", "--node", "a/b", "--insecure", "script.py"], "--node"),
         (["agent", "--coordinator", "10.0.0.1:1", "script.py"], "--certs"),
+        (
+            ["agent", "--coordinator", "a..b:1", "--insecure", "script.py"],
+            "--coordinator: 'a..b:1'",
+        ),
+        (["coordinator", "--address", "a..b:1", "--insecure", "script.py"], "--address: 'a..b:1'"),
+        (["coordinator", "--address", "10.0.0.1:1", "script.py"], "--address: '10.0.0.1'"),
         (["agent", "--coordinator", "127.0.0.1:1,10.0.0.1:1", "script.py"], "--certs"),
         (["agent", "--coordinator", "10.0.0.1:1,127.0.0.1:1", "script.py"], "--certs"),
         (["status", "--rdzv-endpoint", "h:1", "--certs", "nowhere"], "--certs"),
@@ -135,6 +141,48 @@ def test_wrong_other_commands(
     out, err = capsys.readouterr()
     assert part in err and len(err.splitlines()) == 1 and out == ""
     assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize("flag", ["--domain", "--role", "--rdzv-id"])
+def test_a_name_that_is_not_utf8(
+    place: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert cli.main(["run", "--standalone", flag, os.fsdecode(b"\xff"), "script.py"]) == 2
+    assert f"{flag}: " in (err := capsys.readouterr().err) and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "variable", "value"),
+    [
+        ("run", "PET_NNODES", "x"),  # a value that its flag refuses
+        ("run", "PET_TEE", "9"),  # that is checked together with other flags
+        ("run", "PET_MAX_RESTARTS", "x"),  # that click refuses
+        ("run", "PET_FAULT", "kill node=7"),
+        ("run", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon"),
+        ("status", "PET_CERTS", "nowhere"),
+    ],
+)
+def test_an_error_names_the_variable_that_gave_the_value(
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    variable: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    words = [command, "script.py"] if command == "run" else [command]
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert f"given by the environment variable {variable}" in err and len(err.splitlines()) == 1
+
+
+def test_an_error_names_no_variable_that_a_flag_replaces(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_NNODES", "x")
+    assert cli.main(["run", "--nnodes", "y", "script.py"]) == 2
+    assert "environment variable" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

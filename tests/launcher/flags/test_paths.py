@@ -66,6 +66,30 @@ def test_outputs_of_other_commands(
     assert f" {flag}: '{path}" in refusal(capfd, *given)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", str(CLUSTER), "--svg", "{}.svg"],
+        ["profile", "--out", "{}.svg", "script.py"],
+        ["export", ".", "{}.svg"],
+    ],
+)
+@pytest.mark.parametrize("link", ["nowhere", "loop", "~no-such-user/x"])
+def test_outputs_that_are_links_to_no_file(
+    place: Path, capfd: pytest.CaptureFixture[str], words: list[str], link: str
+) -> None:
+    (place / "nowhere.svg").symlink_to("/no/such/file")
+    (place / "loop.svg").symlink_to("loop.svg")
+    err = refusal(capfd, *[word.format(link) for word in words])
+    assert f"'{link}.svg' is not usable: " in err
+
+
+def test_an_output_may_be_a_link_to_a_new_file(place: Path) -> None:
+    (place / "link.svg").symlink_to("new.svg")
+    assert cli.main(["plan", str(CLUSTER), "--svg", "link.svg"]) == 0
+    assert (place / "new.svg").stat().st_size > 0
+
+
 def test_the_default_run_directory(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from elastic.command_line import read_flags
 from elastic.launcher import cli
+from elastic.launcher.commands import run as commands
 from elastic.launcher.commands.run import run
 from elastic.launcher.flags.flags import UNUSED_BY_SERVICES
-from elastic.launcher.flags.request import request
+from elastic.launcher.flags.request import Request, request
 from elastic.launcher.flags.unused import unused_flags, unused_variables
 
 
@@ -95,9 +96,9 @@ def test_a_variable_may_be_for_another_job(monkeypatch: pytest.MonkeyPatch) -> N
 def test_variables_that_are_of_no_flag_are_told() -> None:
     known = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_FAULT": "join", "PATH": "/"}
     assert unused_variables(known) == []
-    (near, far) = unused_variables({**known, "PET_PIPELINE": "3", "PET_ZZZ": "1"})
+    (far, near) = unused_variables({**known, "PET_PIPELINE": "3", "PET_GIVEN": "1"})
     assert near.startswith("PET_PIPELINE has no effect") and "mean PET_PIPELINES?" in near
-    assert far.startswith("PET_ZZZ has no effect") and "mean" not in far
+    assert far.startswith("PET_GIVEN has no effect") and "mean" not in far
 
 
 def test_the_job_runs_after_the_warnings(
@@ -115,3 +116,15 @@ def test_a_service_does_not_use_flags_of_the_rendezvous() -> None:
     texts = unused_flags(flags, request(flags, {}).config, UNUSED_BY_SERVICES)
     assert sorted(text.split()[0] for text in texts) == ["--node-rank", "--rdzv-endpoint"]
     assert all("a flag of its own" in text for text in texts)
+
+
+@pytest.mark.parametrize("variable", ["PET_COORDINATORS", "PET_NODE_RANK", "PET_RDZV_ENDPOINT"])
+def test_a_service_accepts_variables_of_other_commands(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "3")
+    tasks: list[Request] = []
+    monkeypatch.setattr(commands, "_launch", tasks.append)
+    assert cli.main(["coordinator", "--address", "127.0.0.1:29400", "script.py"]) == 0
+    (task,) = tasks
+    assert task.config.coordinator == "127.0.0.1:29400" and task.config.coordinators == 1
