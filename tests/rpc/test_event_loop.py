@@ -15,25 +15,32 @@ from elastic.rpc.control.channel_options import MAX_CALLS
 from elastic.rpc.control.client import CoordinatorStub
 from elastic.rpc.control.envelope import from_wire, pack_call
 from elastic.rpc.control.event_loop import GrpcEventLoop, ended, event_loop, run
+from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
 from tests.rpc.conftest import ServerBench
 
-CALLS, TOGETHER = 300, MAX_CALLS // 2
+TOGETHER = MAX_CALLS // 2
 
 
 def test_many_events_take_few_turns(server: ServerBench) -> None:
-    """With the real gRPC: this fails if a newer one wakes the loop in another way."""
+    """With the real gRPC: this fails if a newer one wakes the loop in another way.
+
+    On a busy machine the events of a few hundred calls may come one by one.
+    """
     loop = event_loop()
     assert isinstance(loop, GrpcEventLoop)
     before = loop.spared
     with grpc.insecure_channel(server.address) as channel:
         stub = CoordinatorStub(channel)
-        for _ in range(CALLS // TOGETHER):
+
+        def some_are_spared() -> bool:
             asked = [
                 stub.call.future(pack_call("echo", {}), timeout=LONG_S) for _ in range(TOGETHER)
             ]
             assert all(from_wire(answer.result()).body == b"{}" for answer in asked)
-    assert loop.spared > before
+            return loop.spared > before
+
+        assert wait_until(some_are_spared)
 
 
 @pytest.mark.parametrize("bound", [False, True])
