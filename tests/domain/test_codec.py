@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,9 @@ from hypothesis import strategies as st
 from elastic.core.protocol import messages
 from elastic.domain import codec, types
 from elastic.domain.errors import FieldError
+from tests.patience import LONG_S
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Colour(StrEnum):
@@ -225,3 +231,38 @@ def test_endless_nesting_is_refused() -> None:
         nested = {**codec.encode(types.Recipe(0, 0, 1)), "portions": [nested]}
     with pytest.raises(FieldError, match="nested too deeply"):
         codec.decode(types.Recipe, nested)
+
+
+FIRST_USE = """
+import sys, threading
+from dataclasses import make_dataclass
+from elastic.domain.codec import decode
+
+sys.setswitchinterval(1e-6)
+NAMES, THREADS = [f"a{i}" for i in range(20)], 4
+for _ in range(50):
+    inner = make_dataclass("Inner", [(name, "int") for name in NAMES], frozen=True)
+    outer = make_dataclass("Outer", [(name, inner) for name in NAMES], frozen=True)
+    data = dict.fromkeys(NAMES, dict.fromkeys(NAMES, 1))
+    ready, found = threading.Barrier(THREADS), []
+
+    def work():
+        ready.wait()
+        found.append(decode(outer, data))
+
+    threads = [threading.Thread(target=work) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [decode(outer, data)] * THREADS
+"""
+
+
+def test_threads_that_meet_a_type_at_the_same_time() -> None:
+    """msgspec alone ends the process by a segmentation fault."""
+    command = [sys.executable, "-c", FIRST_USE]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONG_S
+    )
+    assert done.returncode == 0, done.stderr
