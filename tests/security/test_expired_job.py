@@ -65,7 +65,7 @@ def check_attempts(job: Job) -> None:
 
 def is_retry(line: str) -> bool:
     """Return whether a line of the output tells of failed attempts and of the cause."""
-    return "warning: attempt" in line and EXPIRED in line and "next attempt in" in line
+    return "next attempt" in line and EXPIRED in line
 
 
 def elastic_status(job: Job) -> str:
