@@ -53,7 +53,7 @@ def decode(kind: type[T], data: Any, path: str = "", *, newer: bool = False) -> 
     value in errors; "": the name of `kind`. `newer`: ignore fields that `kind` does not have.
     """
     path = path or getattr(kind, "__name__", "value")
-    _describe(kind)
+    _describe(typing.cast(Any, kind))
     try:
         value = msgspec.convert(data, kind, str_keys=True)
         if not newer:
