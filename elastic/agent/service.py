@@ -136,6 +136,8 @@ class NodeAgent:
         """Calls for the agent's thread. Signal handlers also put calls here."""
         self._directory = Path(config.memory_dir) / self._node
         self._outbox = Outbox()
+        self._spare_step: m.StepDone | None = None
+        """The newest step that other nodes report."""
         self._rejoined = False
         """Whether the coordinator may have refused the outbox, because this node was no member."""
         self._former_writers: list[CheckpointWriter] = []
@@ -411,6 +413,8 @@ class NodeAgent:
         match message:
             case m.Published():
                 self._publish(rank, message)
+            case m.StepDone(spare=True):
+                self._spare_step = message
             case m.StepDone():
                 self._send_reliably(message)
             case m.FaultReached():
@@ -605,6 +609,9 @@ class NodeAgent:
         if self._notices.parked:
             return
         report = core.report(self._state)
+        if self._spare_step is not None and report.phase is not NodePhase.RUNNING:
+            self._send_reliably(replace(self._spare_step, spare=False))
+            self._spare_step = None
         if report.phase is NodePhase.EMPTY:
             self._gate.start()
             if not self._gate.open:

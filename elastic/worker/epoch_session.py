@@ -326,11 +326,12 @@ class EpochSession:
 
     def _report_step(self, result: StepResult) -> None:
         self._report_resumed()
-        if self._rank in (0, _witness(self._plan)):
-            spec = self._context.job.spec
-            tokens = spec.n_microbatches * spec.tokens_per_microbatch
-            epoch = self._order.epoch
-            self._send(m.StepDone(epoch, result.record, result.seconds, result.lr, tokens))
+        spare = self._rank not in (0, _witness(self._plan))
+        if spare and self._context.settings.local_rank:
+            return
+        spec, epoch = self._context.job.spec, self._order.epoch
+        tokens = spec.n_microbatches * spec.tokens_per_microbatch
+        self._send(m.StepDone(epoch, result.record, result.seconds, result.lr, tokens, spare))
 
     def _record_timing(self, steps: StepRunner, step: int) -> None:
         """Put the compute times of `step` into the heartbeat."""

@@ -12,7 +12,7 @@ from elastic.config import JobConfig
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
-from elastic.domain.types import NodeInfo
+from elastic.domain.types import NodeInfo, StepRecord
 from elastic.rpc.bulk.transfer import VaultClient
 from tests.agent.vault.copies import content, make
 from tests.patience import LONG_S
@@ -69,6 +69,25 @@ def test_a_fenced_node_reports_its_checkpoint_files_again(
     agent._apply(m.Fenced("silent for 3.1 s"))
     kinds = [type(message) for message in sent]
     assert kinds == [m.CheckpointPart, m.NodeReport, m.CheckpointPart] and sent[-1] == part
+
+
+def test_a_step_that_others_report_is_sent_when_the_workers_no_longer_run(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes that report it at once may be lost before they finish it."""
+    sent: list[object] = []
+    monkeypatch.setattr(agent, "_send", sent.append)
+    for step in (6, 7):
+        done = m.StepDone(4, StepRecord(step, 1.0, 1.0, 1.0), 0.1, 0.01, spare=True)
+        agent._handle_worker(agent._generation, 0, done)
+    agent._report()
+    assert [type(message) for message in sent] == [m.NodeReport]
+    agent._state = replace(agent._state, phase=NodePhase.HALTED)
+    for _ in range(2):
+        agent._report()
+    kinds = [type(message) for message in sent[1:]]
+    assert kinds == [m.StepDone, m.NodeReport, m.NodeReport], "first, because it may end the job"
+    assert sent[1] == replace(done, spare=False) and list(agent._outbox) == [sent[1]]
 
 
 def test_a_released_node_is_empty(agent: NodeAgent) -> None:

@@ -79,7 +79,7 @@ def main(world: Any, process: Process, env: dict[str, str]) -> int:
 
 
 class ObservedAgent(AgentClient):
-    """Notes which nodes report a step."""
+    """Notes which nodes report a step at once."""
 
     def __init__(self, world: Any, settings: WorkerSettings) -> None:
         super().__init__(settings)
@@ -87,7 +87,7 @@ class ObservedAgent(AgentClient):
 
     def send(self, message: Any) -> None:
         super().send(message)
-        if isinstance(message, m.StepDone):
+        if isinstance(message, m.StepDone) and not message.spare:
             report = Reported(self._world.scheduler.now, self._node)
             self._world.reports[message.record.step].append(report)
 

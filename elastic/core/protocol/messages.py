@@ -220,13 +220,17 @@ class Protected:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step is done. Only rank 0 of the plan's workers sends this message."""
+    """A step is done. Each node tells its agent; the agents of two nodes tell the coordinator at
+    once."""
 
     epoch: int
     record: StepRecord
     seconds: float
     lr: float
     tokens: int = 0
+    spare: bool = False
+    """Whether other nodes report the step. The agent keeps the newest such message, and sends it
+    when its workers no longer run: perhaps the others were lost before they finished the step."""
 
 
 @dataclass(frozen=True, slots=True)
