@@ -426,10 +426,12 @@ def installed(world: Any) -> Iterator[Trail]:
     trail = Trail(world.scheduler)
     root = logging.getLogger("elastic")
     before = root.handlers, root.level, root.propagate
-    root.handlers, root.level, root.propagate = [trail], logging.INFO, False
+    root.handlers, root.propagate = [trail], False
+    root.setLevel(logging.INFO)  # loggers remember what it was, unless it is set by this call
     try:
         yield trail
     finally:
-        root.handlers, root.level, root.propagate = before
+        root.handlers, root.propagate = before[0], before[2]
+        root.setLevel(before[1])
         for action in reversed(undo):
             action()

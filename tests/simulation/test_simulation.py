@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import secrets
@@ -128,6 +129,19 @@ def test_a_seed_decides_everything_in_any_process() -> None:
 
 
 # ---- faults ----
+
+
+def test_logs_that_an_earlier_test_did_not_want_are_in_the_trail() -> None:
+    """Loggers remember whether a level was enabled."""
+    before = run(QUIET).trail
+    level = logging.root.level
+    try:
+        logging.root.setLevel(logging.WARNING)
+        for name in list(logging.root.manager.loggerDict):
+            logging.getLogger(name).isEnabledFor(logging.INFO)
+        assert run(QUIET).trail == before
+    finally:
+        logging.root.setLevel(level)
 
 
 def test_faults_of_the_training_count_from_the_first_step() -> None:
