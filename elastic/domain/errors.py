@@ -119,7 +119,7 @@ class MissingCheckpoint(CorruptCheckpoint):
 
 
 class UnknownMessage(FieldError):
-    """A message has a kind that this version does not know. The connection goes on without it."""
+    """This version does not know the kind of a message, which is ignored."""
 
 
 class IncompatibleVersion(UsageError):

@@ -253,7 +253,8 @@ class RunRecords:
         self._events.append_line(line)
 
     def step(self, done: m.StepDone, state: JobState, at: float | None = None) -> None:
-        """Record a finished step, which two workers report. `at`: time of the report; None: now."""
+        """Record a finished step once, although several nodes report it. `at`: time of the report;
+        None: now."""
         step = done.epoch, done.record.step
         if step in self._steps:
             return

@@ -122,7 +122,7 @@ def plan_entry(plan: Plan, entry: Mapping[str, Any], pipelines: str) -> dict[str
 
 
 def plan_shape(plan: Plan) -> str:
-    """Return the number of stages of each pipeline, such as 3+1."""
+    """Return the depths of the pipelines as text; "3+1": one has three stages, the other one."""
     return "+".join(str(len(p.stages)) for p in plan.pipelines)
 
 

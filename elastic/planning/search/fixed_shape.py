@@ -188,7 +188,10 @@ def _seconds(
 def cut_uniform(
     model: CostModel, schedule: str, depth: int, per_node: int, ahead: int
 ) -> tuple[PipelineShape, float, float] | None:
-    """Return (shape, sum of fills, slowest stage) on one kind of node; None if memory is short.
+    """Cut the layers for a pipeline on one kind of node.
+
+    Return (shape, seconds to fill and drain the pipeline, seconds of the slowest stage); None if
+    memory is short.
 
     `ahead`: maximum micro-batches in flight; the shape has as many micro-batches.
     """

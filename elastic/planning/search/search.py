@@ -133,7 +133,10 @@ def _is_small(problem: Problem) -> bool:
 
 
 def _plan(request: PlanRequest) -> tuple[Plan, _Alternatives]:
-    """Return (plan, alternatives): the best for any of the fractions of streamed gradients."""
+    """Return the best plan, and the alternatives to it.
+
+    A search is made for each fraction of gradients that may be streamed; the best result counts.
+    """
     check_request(request)
     active, spares = select_nodes(request)
     kinds = _classify(request, active)

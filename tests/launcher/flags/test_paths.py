@@ -16,16 +16,6 @@ UNWRITABLE = ("/proc", "/proc/x", "/proc/x/y", "/sys/x")
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory with a script."""
-    (tmp_path / "script.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        monkeypatch.delenv(name)
-    return tmp_path
-
-
 def refusal(capfd: pytest.CaptureFixture[str], *words: str) -> str:
     """The only line of a command that ends with 2."""
     assert cli.main(words) == 2

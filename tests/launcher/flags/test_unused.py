@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from elastic.command_line import read_flags
@@ -15,15 +12,7 @@ from elastic.launcher.flags.flags import UNUSED_BY_SERVICES
 from elastic.launcher.flags.request import Request, request
 from elastic.launcher.flags.unused import unused_flags, unused_variables
 
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a script, without PET_ variables."""
-    (tmp_path / "script.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        monkeypatch.delenv(name)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("place")
 
 
 def unused(*words: str) -> list[str]:
