@@ -162,6 +162,12 @@ class RunMembership:
             if run and run != over:
                 self._join(run)
 
+    def is_over(self) -> bool:
+        """Return whether all nodes of the run of this run directory were told its end, or the store
+        has lost the run. Raises StoreUnavailable."""
+        run, over = self._stored_names()
+        return self.name == over or not owns_saved_state(self.name, run, over)
+
     def adopt(self) -> bool:
         """Join the run of the saved state; return False if only an earlier job saved a state."""
         run, over = self._stored_names()
@@ -176,7 +182,7 @@ class RunMembership:
         self._join(name)
 
     def end(self, token: int) -> None:
-        """Mark the run as over, after all its results were written."""
+        """Mark the run as over, after its results were written and its nodes were told."""
         self._put(OVER_KEY, self.name, token)
 
     def _stored_names(self) -> tuple[str, str]:

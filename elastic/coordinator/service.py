@@ -60,7 +60,7 @@ from elastic.coordinator.waiting import Waiting, standby_wait, waiting
 from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job import checkpoints
 from elastic.core.job import state as job
-from elastic.core.job.membership import is_for_former_member
+from elastic.core.job.membership import end_job, is_for_former_member
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import HealthReport
 from elastic.domain import codec
@@ -91,6 +91,8 @@ NEEDS_NO_SAVE = (job.Heartbeats, job.Tick, job.CertificatesRead, HealthReport, t
 """Events that need a save only if actions follow; type(None) stands for the rules."""
 MAX_BATCH = 512
 """Maximum number of events that are taken from the queue at once."""
+RECORD_FIRST_S = 1.0
+"""Longest time for which the records of the end are waited for before nodes are told about it."""
 LINGER_S = 5.0
 """Longest wait for agents to disconnect, or to reconnect first, after the end of the job."""
 RECORDS_S = 600.0
@@ -127,12 +129,19 @@ class Coordinator:
         lease: Lease,
         run: RunMembership,
         metrics: CoordinatorMetrics,
+        recorded_end: dict[str, Any] | None = None,
     ) -> None:
+        """`recorded_end`: content of exit.json, if a former coordinator has written it."""
         self._config, self._clock, self._run_dir = config, WallClock(), Path(config.run_dir)
         self._store, self._lease, self._run = store, lease, run
-        self._now, self._ending, self._rules_s = self._clock.now(), 0.0, 0.0
+        self._now, self._rules_s = self._clock.now(), 0.0
+        self._recorded_end = recorded_end or {}
+        self._told_by = 0.0
+        """Latest time at which nodes are told the end of the job; 0: it goes on."""
+        self._ending = 0.0
+        """Latest time at which this process ends; 0: nodes are not told the end yet."""
         self._events = EventQueue(self._clock.now, self._tick_interval_s)
-        self._streams: set[ClientSession] = set()
+        self._streams: dict[ClientSession, None] = {}
         """Open connections, also of nodes that have not sent anything on them yet."""
         self._sessions: dict[str, ClientSession] = {}
         self._unaware: set[str] = set()
@@ -199,6 +208,11 @@ class Coordinator:
             saved = read_state(entry.value)
             self._state, self._former_log = saved.of(log=()), saved.log
             self._adopted = True
+            if self._recorded_end and self._state.ending is None:  # the store has lost the end
+                code = int(self._recorded_end.get("code", EXIT_FAILURE))
+                phase = job.JobPhase.FAILED if code else job.JobPhase.FINISHED
+                reason = str(self._recorded_end.get("reason", ""))
+                self._state, _ = end_job(self._state, phase, code, reason)
         else:
             run = f"{self._config.job_id}.{self._lease.token}"
             self._state, self._resumed = run_directory.initial_state(self._config, run)
@@ -244,6 +258,8 @@ class Coordinator:
                     self._store.release(self._lease)
                 raise LeadGivenUp
             self._yields = False
+            if self._told_by and not self._ending:
+                self._tell_everybody()
             if self._ending and self._may_leave():
                 with contextlib.suppress(StoreUnavailable, StoreError):
                     self._store.release(self._lease)
@@ -372,7 +388,7 @@ class Coordinator:
         self._saver.hold(None, partial(self._records.event, "refused", asdict(note)))
 
     def _connected(self, session: ClientSession) -> None:
-        self._streams.add(session)
+        self._streams[session] = None
         if self._ending:
             self._tell_the_end(session)
 
@@ -382,7 +398,7 @@ class Coordinator:
             session.send(m.Stop(code, reason), self._state.epoch)
 
     def _disconnected(self, session: ClientSession) -> None:
-        self._streams.discard(session)
+        self._streams.pop(session, None)
         for node in [n for n, s in self._sessions.items() if s is session]:
             del self._sessions[node]
             member = self._state.members.get(node)
@@ -492,6 +508,8 @@ class Coordinator:
 
     def _send(self, node: str, message: Any, epoch: int) -> None:
         session = self._sessions.get(node)
+        if isinstance(message, m.Stop) and self._state.ending is not None and not self._ending:
+            return  # `_tell_everybody` follows
         if session is not None:
             session.send(message, epoch)
             if isinstance(message, m.Stop):
@@ -526,16 +544,26 @@ class Coordinator:
         if left_over:
             self._commits.flush(bulk_s)
         self._code = action.code
-        self._records.end(action.code, action.reason, action.params_sha256)
-        with contextlib.suppress(StoreUnavailable, StoreError):
-            self._run.end(self._lease.token)
-        # Members get the order from `end_job`. The others were released, or dropped and have not
-        # joined again yet; some of them have not sent anything on their new connection.
-        members = {self._sessions.get(node) for node in self._state.members}
-        for session in self._streams - members:
+        if self._recorded_end:
+            self._records.ended.set()
+        else:
+            self._records.end(action.code, action.reason, action.params_sha256)
+        self._told_by = self._clock.now() + RECORD_FIRST_S
+
+    def _tell_everybody(self) -> None:
+        """Tell all nodes that the job is over, after its records are written: a node that was told
+        ends. If this coordinator dies meanwhile, and the store has lost its last writes, the next
+        one learns the end from the records. A disk that hangs is not waited for."""
+        if not self._records.ended.is_set() and self._clock.now() <= self._told_by:
+            return
+        # Also nodes that were released, or dropped and have not joined again yet. Some of them have
+        # not sent anything on their new connection.
+        for session in self._streams | dict.fromkeys(self._sessions.values()):
             self._tell_the_end(session)
         self._unaware = self._state.members.keys() - self._sessions.keys()
         self._ending = self._clock.now() + LINGER_S
+        with contextlib.suppress(StoreUnavailable, StoreError):
+            self._run.end(self._lease.token)
 
     # ---- requests of the command line ----
 
@@ -593,12 +621,11 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
         while True:
             lease = stand_by(store, run, holder, ttl_s, clock.now, standing_by)
             disk.post(partial(note, None))
-            result = ended.read() if config.store.shared else {}
-            if result:  # another coordinator has ended the job
-                return int(result.get("code", EXIT_FAILURE))
-            began = time.monotonic()
+            result, began = ended.read(), time.monotonic()
             try:
-                return Coordinator(config, address, store, lease, run, metrics).run()
+                if result and run.is_over():  # another coordinator has ended the job
+                    return int(result.get("code", EXIT_FAILURE))
+                return Coordinator(config, address, store, lease, run, metrics, result).run()
             except LeadGivenUp:
                 given_up, pause_s = pause_after_giving_up(given_up, time.monotonic() - began)
                 log.warning("the lead is given up: too few nodes are heard; waiting %g s", pause_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,11 +13,13 @@ import pytest
 from prometheus_client import generate_latest
 
 from elastic.coordinator import event_queue as inbox
+from elastic.coordinator import service
 from elastic.coordinator.event_queue import WallClock
-from elastic.coordinator.leadership import RunMembership
+from elastic.coordinator.leadership import STATE_KEY, RunMembership
 from elastic.coordinator.metrics import CoordinatorMetrics
 from elastic.coordinator.queries import status
 from elastic.coordinator.records import state_saver as saving
+from elastic.coordinator.records.run_directory import read_json
 from elastic.coordinator.service import Coordinator, StreamOpened
 from elastic.core.job.state import ProgressWatch, Tick
 from elastic.core.protocol.messages import Failed, Heartbeat, NodePhase, NodeReport
@@ -62,14 +65,9 @@ class Bench:
         self.folder, self.store = folder, CountingStore()
         lease = self.store.acquire("a", 60.0, 0.0)
         self.counted = CoordinatorMetrics("j", lambda: 0.0)
-        self.coordinator = Coordinator(
-            config,
-            "127.0.0.1:0",
-            self.store,
-            lease,
-            RunMembership(self.store, folder),
-            self.counted,
-        )
+        self.lease, self.run = lease, RunMembership(self.store, folder)
+        self.arguments = config, "127.0.0.1:0", self.store, lease, self.run
+        self.coordinator = Coordinator(*self.arguments, self.counted)
         self.sessions = {node: FakeSession(node) for node in ("a", "b", "c")}
         self.saved = self.store.saves
 
@@ -79,6 +77,11 @@ class Bench:
             node = message.node if isinstance(message, Heartbeat) else message.info.node
             self.coordinator._handle((self.sessions[node], message))
         self.coordinator._decide()
+
+    def record_end(self) -> None:
+        """The disk takes the records of the end; then the coordinator tells it."""
+        assert self.coordinator._records.ended.wait(LONG_S)
+        self.coordinator._tell_everybody()
 
     def reach_store(self) -> None:
         """The store is back, and the coordinator's next attempt to save succeeds."""
@@ -246,6 +249,7 @@ def test_the_end_waits_for_members_that_are_cut_off(bench: Bench) -> None:
     coordinator = bench.coordinator
     coordinator._handle((bench.sessions["c"], None))
     bench.take(replace(attached("a"), failed=Failed("bad", 7)))
+    bench.record_end()
     assert coordinator._unaware == {"c"} and coordinator._ending
     bench.sessions["c"] = FakeSession("c")
     bench.take(attached("c"))
@@ -264,6 +268,7 @@ def test_the_end_is_told_on_every_open_connection(bench: Bench) -> None:
         coordinator._handle(StreamOpened(session))
     coordinator._handle((gone, None))
     bench.take(replace(attached("a"), failed=Failed("bad", 7)))
+    bench.record_end()
     assert silent.sent == ["Stop"] and not gone.sent
     assert all(session.sent.count("Stop") == 1 for session in members)
     coordinator._handle(StreamOpened(late))
@@ -272,6 +277,45 @@ def test_the_end_is_told_on_every_open_connection(bench: Bench) -> None:
     for session in (*members, silent, late):
         coordinator._handle((session, None))
     assert coordinator._records.ended.wait(LONG_S) and coordinator._may_leave()
+
+
+def test_the_end_is_recorded_before_it_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that dies in between leaves nodes that wait for the next one."""
+    hung, coordinator = threading.Event(), bench.coordinator
+    coordinator._records._disk.post(lambda: hung.wait(LONG_S))
+    bench.take(*map(came, "abc"))
+    bench.take(*map(attached, "abc"))
+    bench.take(replace(attached("a"), failed=Failed("bad", 7)))
+    coordinator._tell_everybody()
+    assert coordinator._state.ending is not None
+    assert not any("Stop" in sent for sent in bench.sent()) and not coordinator._ending
+    late = coordinator._told_by + 0.01
+    monkeypatch.setattr(WallClock, "now", lambda clock: late)
+    coordinator._tell_everybody()
+    assert all("Stop" in sent for sent in bench.sent()), "a disk that hangs is not waited for"
+    hung.set()
+
+
+def test_a_recorded_end_that_the_store_has_lost_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The former coordinator died after it had written exit.json, before it told the nodes."""
+    monkeypatch.setattr(service, "LINGER_S", 0.0)  # no node is there that must be told
+    bench.take(*map(came, "abc"))
+    bench.take(*map(attached, "abc"))
+    running = bench.store.get(STATE_KEY)
+    bench.take(replace(attached("a"), failed=Failed("bad", 7)))
+    assert running is not None and bench.coordinator._records.ended.wait(LONG_S)
+    bench.coordinator._keeper.close()
+    lost, lease = bench.store.get(STATE_KEY), bench.lease
+    assert lost is not None and not bench.run.is_over()
+    bench.store.put_if(STATE_KEY, running.value, lost.revision, lease.token)
+    end = read_json(bench.folder / "exit.json")
+    made = Coordinator(*bench.arguments, bench.counted, end)
+    assert made.run() == 7 and made._unaware == {"a", "b", "c"}
+    assert bench.run.is_over() and bench.told().count("end") == 1
 
 
 def test_ticks_say_that_orders_are_held(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

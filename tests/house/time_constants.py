@@ -93,6 +93,7 @@ CONSTANTS = {
     "coordinator/records/state_saver.py MIN_DELAY_S": "interval",
     "coordinator/service.py ANSWER_S": "person",
     "coordinator/service.py LINGER_S": "program",
+    "coordinator/service.py RECORD_FIRST_S": "program",
     "coordinator/service.py MAX_TICK_S": "interval",
     "coordinator/service.py OUTPUT_S": "program",
     "coordinator/service.py RECORDS_S": "program",

@@ -17,7 +17,6 @@ import pytest
 
 from elastic.agent.service import NodeAgent
 from elastic.coordinator.records.run_records import RunRecords
-from elastic.coordinator.service import Coordinator
 from elastic.core.coordinator import transitions
 from elastic.core.job import absent_nodes, epoch_change, liveness
 from elastic.core.job.state import JobState, LossKind
@@ -26,6 +25,7 @@ from elastic.core.protocol.messages import StepDone, Stop
 from elastic.domain.errors import EXIT_UNRECOVERABLE, Unrecoverable, VaultError
 from elastic.store import checkpoint_directory
 from elastic.worker.transport.cancellation import LinkFailed
+from tests.simulation.control import SimServerSession
 from tests.simulation.kept import kept
 from tests.simulation.model import ModelReplica
 from tests.simulation.network import Endpoint, Network, connect
@@ -407,13 +407,13 @@ def test_an_agent_that_is_not_told_of_the_end_is_found(
     monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     """It is connected, and waits for a coordinator. It may read the record of the end."""
-    send = Coordinator._send
+    send = SimServerSession.send
 
-    def forgets(self: Coordinator, node: str, message: object, epoch: int) -> None:
-        if not (isinstance(message, Stop) and node == "node1"):
-            send(self, node, message, epoch)
+    def forgets(self: SimServerSession, message: object, epoch: int) -> bool:
+        told = isinstance(message, Stop) and self.sender == "node1"
+        return told or send(self, message, epoch)
 
-    monkeypatch.setattr(Coordinator, "_send", forgets)
+    monkeypatch.setattr(SimServerSession, "send", forgets)
     problems = run(dataclasses.replace(QUIET, shared=shared)).problems
     assert any("still there" in text for text in problems) is not shared
     assert any("did not tell node1, which was connected, the end" in text for text in problems)
