@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import shutil
@@ -162,7 +163,7 @@ class NodeAgent:
         self._absence, self._absent_why = Absence(time.monotonic()), ""
         self._idle_since, self._idle = time.monotonic(), Reminder(time.monotonic())
         """Time since which this node waits for its first order, and when the user hears of it."""
-        self._received_at = 0.0
+        self._received_at = -math.inf
         """Time at which a peer last sent copies."""
         self._connected = False
         """Whether a coordinator has ever accepted this agent."""
