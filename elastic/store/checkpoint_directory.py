@@ -243,14 +243,18 @@ def commit(
 
 
 def _complete(staging: Path, final: Path, manifest: Manifest) -> None:
-    """Turn the staging directory into the checkpoint. The caller syncs the directory above."""
-    _remove_others(staging, manifest)
+    """Turn the staging directory into the checkpoint. The caller syncs the directory above.
+
+    Other files are removed at the end, because an agent may still add the record of such a file
+    before the rename: after a failure here, the next try might choose it.
+    """
     _write_json(staging / MANIFEST, codec.dumps(manifest))
     _sync(staging)
     if final.exists():
         shutil.rmtree(_replaced(final), ignore_errors=True)
         os.rename(final, _replaced(final))
     os.rename(staging, final)
+    _remove_others(final, manifest)
 
 
 def _replaced(final: Path) -> Path:
@@ -337,10 +341,15 @@ def _damage(path: Path, manifest: Manifest) -> str:
     if problem := _incomplete(manifest.parts, manifest.n_layers, manifest.tp):
         return problem
     for part in manifest.parts:
-        file, name = path / part.name, Path(part.name).name
-        if name != part.name or not file.is_file() or file.stat().st_size != part.nbytes:
-            return f"{part.nbytes} bytes are expected in {file}"
+        if not _is_whole(path, part):
+            return f"{part.nbytes} bytes are expected in {path / part.name}"
     return ""
+
+
+def _is_whole(path: Path, part: CheckpointFile) -> bool:
+    """Return whether the file of a part is there, and has its size."""
+    file, name = path / part.name, Path(part.name).name
+    return name == part.name and file.is_file() and file.stat().st_size == part.nbytes
 
 
 def read_run(
@@ -585,6 +594,7 @@ def _collect(
     parts = [_record_in(file) for file in sorted(staging.glob("layer-*.json"))]
     parts = [part for part in parts if shape in (None, (part.n_layers, part.tp))]
     parts = [part for part in parts if part.run in ("", run) and counts(part.epoch)]
+    parts = [part for part in parts if _is_whole(staging, part)]
     shapes = {(part.n_layers, part.tp) for part in parts}
     if len(shapes) != 1:
         text = f"files of one job are needed, not of {len(shapes)}"
@@ -617,12 +627,14 @@ def _one_division(parts: Sequence[CheckpointFile]) -> tuple[CheckpointFile, ...]
     return tuple(chosen)
 
 
-def _remove_others(staging: Path, manifest: Manifest) -> None:
-    """Remove files that do not belong to the checkpoint: of undone epochs, or of other runs."""
+def _remove_others(final: Path, manifest: Manifest) -> None:
+    """Remove files that do not belong to the checkpoint: of undone epochs, or of other runs. They
+    do no harm, so a disk that refuses is not tried again."""
     kept = {name for part in manifest.parts for name in (part.name, _record_name(part.name))}
-    for file in sorted(staging.iterdir()):
-        if file.name not in kept and file.name.startswith("layer-"):
-            file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        for file in sorted(final.iterdir()):
+            if file.name not in kept and file.name.startswith("layer-"):
+                file.unlink(missing_ok=True)
 
 
 def _record_name(name: str) -> str:

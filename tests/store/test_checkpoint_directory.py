@@ -262,6 +262,38 @@ def test_two_writers_of_a_state_do_not_tear_a_checkpoint(
     verified(checkpoint_directory.commit(tmp_path, 5))
 
 
+def test_a_commit_that_is_tried_again_tears_no_file_that_is_written_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node has written a file, and adds its record while the disk has no room for the commit."""
+    write_all(tmp_path, 5)
+    write, manifests = checkpoint_directory._write_json, list[str]()
+
+    def full_once(path: Path, text: str) -> None:
+        if path.name != checkpoint_directory.MANIFEST:  # the record of the second file
+            with pytest.raises(FieldError, match="No space left"):
+                checkpoint_directory.commit(tmp_path, 5)
+        elif not manifests:
+            manifests.append(text)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, text)
+
+    monkeypatch.setattr(checkpoint_directory, "_write_json", full_once)
+    state = memoryview(layer_run(1, 5))
+    checkpoint_directory.write_part(tmp_path, 5, 1, 0, N_LAYERS, 1, state, epoch=2)
+    path = checkpoint_directory.commit(tmp_path, 5)
+    assert [part.epoch for part in verified(path).parts].count(2) == 1, "the newest file counts"
+    assert len(list(path.glob("layer-*"))) == 2 * N_LAYERS, "the others are removed"
+
+
+def test_a_record_without_its_file_does_not_count(tmp_path: Path) -> None:
+    write_all(tmp_path, 5)
+    state = memoryview(layer_run(1, 5))
+    part = checkpoint_directory.write_part(tmp_path, 5, 1, 0, N_LAYERS, 1, state, epoch=2)
+    (tmp_path / "step-00000005.tmp" / part.name).unlink()
+    assert {part.epoch for part in verified(checkpoint_directory.commit(tmp_path, 5)).parts} == {0}
+
+
 def test_several_nodes_commit_at_once(tmp_path: Path) -> None:
     write_all(tmp_path, 5)
     paths: list[Path] = []
