@@ -51,7 +51,7 @@ class Machine:
     reserved: int | None = None
     """Number of the reserved place on this machine; None: no place is reserved here."""
     room: bool = True
-    """Whether it has free resources for an agent beyond a reserved place."""
+    """Whether an agent may start beyond a reserved place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,11 @@ class Fleet:
     @property
     def running(self) -> int:
         return sum(agent.status is AgentStatus.RUNNING for agent in self.agents.values())
+
+    @property
+    def missing(self) -> int:
+        """Number of agents that may still be started."""
+        return max(0, self.wanted + self.spares - self.running)
 
 
 # ---- events ----
@@ -159,8 +164,7 @@ def _cluster_observed(fleet: Fleet, event: ClusterObserved, now: float) -> Fleet
     actions: list[FleetAction] = [ForgetAgent(agent.node) for agent in gone]
     reasons = [f"the machine of {agent.node} is gone" for agent in gone]
     for machine in sorted(event.machines, key=lambda machine: machine.reserved is None):
-        enough = fleet.running >= fleet.wanted + fleet.spares
-        if enough or not _usable(fleet, machine, event.unplaced, now):
+        if not fleet.missing or not _usable(fleet, machine, event.unplaced, now):
             continue
         fleet, start = _start(fleet, machine, now)
         actions.append(start)

@@ -1,8 +1,9 @@
 """`elastic run --backend ray`: one actor per Ray node runs an agent. Only this module imports ray.
 
 The minimum number of nodes is a placement group with one place per node. Ray reserves it as a
-whole and repairs it. Further agents are bound to their nodes. Actors end with this driver and with
-the raylet of their node. Only text and bytes pass through Ray; nothing of ours is pickled.
+whole and repairs it. Further agents have a place each, bound to their node. Actors end with this
+driver and with the raylet of their node. Only text and bytes pass through Ray; nothing of ours is
+pickled.
 """
 
 from __future__ import annotations
@@ -12,16 +13,14 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import exceptions
 from ray.autoscaler.sdk import request_resources
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic.core.job import fleet
 from elastic.domain.errors import FieldError
@@ -35,6 +34,11 @@ from elastic.launcher.run.supervisor import open_run_dir
 
 ZONE = "ray.io/availability-zone"
 """Label of a Ray node that names its failure domain."""
+NODE = "ray.io/node-id"
+"""Label of a Ray node that Ray itself sets."""
+CLAIM_S, FULL_S = 10.0, 60.0
+"""A node that has not granted a claim within the first time has no room; it is asked again after
+the second."""
 THREADS = 4
 """Threads of an actor: one runs the agent, the others fetch logs and take calls."""
 FINAL_LOGS_S = 5.0
@@ -86,6 +90,74 @@ def default_resources(workers: int) -> dict[str, float]:
     return {"CPU": float(workers), **({"GPU": float(workers)} if gpus else {})}
 
 
+@dataclass
+class _Claim:
+    """Resources of one node that Ray reserves for one agent."""
+
+    group: Any
+    since: float
+    agent: RemoteAgent | None = None
+    """The agent that uses them; None: it has not been started."""
+
+
+class NodeClaims:
+    """Claims of resources on named nodes, for agents that have no place in the first group.
+
+    Ray's public interface does not tell the free resources of a node. So an agent starts there only
+    after Ray has granted a claim: a placement group of one place, bound to the node.
+    """
+
+    def __init__(self, resources: Mapping[str, float]) -> None:
+        self._resources = dict(resources)
+        self._claims: dict[str, _Claim] = {}
+        """Claims by node id."""
+        self._full_until: dict[str, float] = {}
+        """Time until which no claim is made, by id of a node without room."""
+
+    def granted(self, nodes: Mapping[str, Mapping[str, Any]], agents: int) -> set[str]:
+        """Keep claims on `nodes` (descriptions of Ray by id) for `agents` further agents. Return
+        the nodes where one may start now."""
+        now, granted = time.monotonic(), set[str]()
+        for node, claim in tuple(self._claims.items()):
+            agent = claim.agent
+            if agent.ended() if agent is not None else not agents or node not in nodes:
+                self._withdraw(node)
+            elif agent is None and _state(claim.group) == "CREATED":
+                granted.add(node)
+            elif agent is None and now - claim.since > CLAIM_S:
+                self._withdraw(node)
+                self._full_until[node] = now + FULL_S
+        open_claims = sum(claim.agent is None for claim in self._claims.values())
+        for node, description in nodes.items():
+            free = node not in self._claims and now >= self._full_until.get(node, now)
+            if open_claims < agents and free and self._fits(description):
+                self._claims[node] = _Claim(self._reserve(node), now)
+                open_claims += 1
+        return granted
+
+    def use(self, node: str, agent: RemoteAgent) -> None:
+        """Keep the claim on `node` until the agent has ended."""
+        self._claims[node].agent = agent
+
+    def group(self, node: str) -> Any:
+        return self._claims[node].group
+
+    def close(self) -> None:
+        for node in tuple(self._claims):
+            self._withdraw(node)
+
+    def _fits(self, description: Mapping[str, Any]) -> bool:
+        whole = description["Resources"]
+        return all(whole.get(name, 0) >= amount for name, amount in self._resources.items())
+
+    def _reserve(self, node: str) -> Any:
+        return placement_group([self._resources], bundle_label_selector=[{NODE: node}])
+
+    def _withdraw(self, node: str) -> None:
+        with contextlib.suppress(*RAY_ERRORS):
+            remove_placement_group(self._claims.pop(node).group)
+
+
 class RayCluster:
     """Ray's implementation of `AgentCluster`."""
 
@@ -93,48 +165,47 @@ class RayCluster:
         """Request places for the first `gang` agents, without waiting until Ray assigns them."""
         self._resources, self._gang = dict(resources), gang
         self._group = placement_group([self._resources] * gang, strategy="STRICT_SPREAD")
+        self._claims = NodeClaims(resources)
         self._requested = False
         self._observed = fleet.ClusterObserved((), gang)
 
-    def observe(self) -> fleet.ClusterObserved:
+    def observe(self, missing: int) -> fleet.ClusterObserved:
         """Return the machines now, or the last known ones if Ray gives no answer."""
         with contextlib.suppress(*RAY_ERRORS):
-            self._observed = self._observe()
+            self._observed = self._observe(missing)
         return self._observed
 
-    def _observe(self) -> fleet.ClusterObserved:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        alive = {node["NodeID"] for node in nodes}
+    def _observe(self, missing: int) -> fleet.ClusterObserved:
+        nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         table = placement_group_table(self._group)
         placed: dict[str, int] = {}
         if table.get("state") in ("CREATED", "RESCHEDULING"):
             for index, node in (table.get("bundles_to_node_id") or {}).items():
-                if node in alive:
+                if node in nodes:
                     placed.setdefault(node, int(index))
-        free = _free()
-        machines = tuple(self._machine(node, placed, free) for node in nodes)
-        return fleet.ClusterObserved(machines, self._gang - len(placed))
-
-    def _machine(
-        self, node: Mapping[str, Any], placed: Mapping[str, int], free: Mapping[str, Any] | None
-    ) -> fleet.Machine:
-        capacity = node["Resources"] if free is None else free.get(node["NodeID"], {})
-        return fleet.Machine(
-            id=node["NodeID"],
-            host=node["NodeManagerAddress"],
-            domain=(node.get("Labels") or {}).get(ZONE, ""),
-            reserved=placed.get(node["NodeID"]),
-            room=all(capacity.get(name, 0) >= amount for name, amount in self._resources.items()),
+        unplaced = self._gang - len(placed)
+        others = {name: node for name, node in nodes.items() if name not in placed}
+        granted = self._claims.granted(others, 0 if unplaced else missing)
+        machines = tuple(
+            fleet.Machine(
+                id=name,
+                host=node["NodeManagerAddress"],
+                domain=(node.get("Labels") or {}).get(ZONE, ""),
+                reserved=placed.get(name),
+                room=name in granted,
+            )
+            for name, node in nodes.items()
         )
+        return fleet.ClusterObserved(machines, unplaced)
 
     def start(
         self, machine: fleet.Machine, node: str, spec: str, secrets: Mapping[str, bytes]
     ) -> RemoteAgent:
-        strategy: Any = NodeAffinitySchedulingStrategy(machine.id, soft=False)
-        if machine.reserved is not None:
-            strategy = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=machine.reserved
-            )
+        own = machine.reserved is None
+        strategy = PlacementGroupSchedulingStrategy(
+            self._claims.group(machine.id) if own else self._group,
+            placement_group_bundle_index=machine.reserved or 0,
+        )
         resources, named = self._resources.items(), ACTOR_OPTIONS
         custom = {name: amount for name, amount in resources if name not in named}
         options = {named[name]: amount for name, amount in resources if name in named}
@@ -149,7 +220,10 @@ class RayCluster:
             )
             .remote(spec, dict(secrets))
         )
-        return ActorAgent(node, actor)
+        agent = ActorAgent(node, actor)
+        if own:
+            self._claims.use(machine.id, agent)
+        return agent
 
     def request_nodes(self, nodes: int) -> str:
         bundles = [self._resources] * nodes
@@ -170,6 +244,7 @@ class RayCluster:
         """Release the places and withdraw the request for nodes."""
         if self._requested:
             self.request_nodes(0)
+        self._claims.close()
         with contextlib.suppress(*RAY_ERRORS):
             remove_placement_group(self._group)
 
@@ -249,16 +324,9 @@ def _first_line(error: exceptions.RayError) -> str:
     return " ".join(lines)[:300] or type(error).__name__
 
 
-def _free() -> Mapping[str, Mapping[str, float]] | None:
-    """Return the free resources by node id; None: unknown, so that all resources count as free."""
-    if ray.util.client.ray.is_connected():
-        return None
-    try:
-        from ray._private.state import available_resources_per_node
-    except ImportError:
-        return None
-    found: Mapping[str, Mapping[str, float]] = available_resources_per_node()
-    return found
+def _state(group: Any) -> str:
+    """Return Ray's state of a placement group; CREATED: its resources are reserved."""
+    return str(placement_group_table(group).get("state", ""))
 
 
 def _own_host(address: str) -> str:

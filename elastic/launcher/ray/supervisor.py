@@ -25,8 +25,10 @@ from elastic.launcher.run.supervisor import Supervisor
 from elastic.metrics import FOLDER, discovery, write_discovery
 from elastic.rpc.security.tls import CA, CERT, KEY, TOKEN_FILE
 
-CLUSTER_POLL_S = 0.25
-"""Interval between queries of the cluster's machines."""
+WAKE_S = 0.25
+"""Interval between looks at the agents, because actors send no signals."""
+FIRST_QUERY_S, LONGEST_QUERY_S = 0.5, 8.0
+"""Interval between two queries of all machines of the cluster. It doubles while nothing changes."""
 FIRST_NOTICE_S = 10.0
 """Time without enough nodes after which the user is informed; then twice as long each time."""
 CARRIED = ("PYTHONPATH", "OMP_NUM_THREADS")
@@ -54,8 +56,8 @@ class RemoteAgent(Child):
 class AgentCluster(Protocol):
     """A cluster on whose machines the supervisor starts agents."""
 
-    def observe(self) -> fleet.ClusterObserved:
-        """Return the machines of the cluster now."""
+    def observe(self, missing: int) -> fleet.ClusterObserved:
+        """Return the machines of the cluster now. `missing`: number of further agents to start."""
 
     def start(
         self, machine: fleet.Machine, node: str, spec: str, secrets: Mapping[str, bytes]
@@ -76,7 +78,8 @@ class ClusterSupervisor(Supervisor):
         super().__init__(request, run_dir, address, hosted=(address,), host=host)
         self._cluster = cluster
         self._fleet = fleet.Fleet(wanted=self._config.max_nodes, spares=spares)
-        self._next_poll = 0.0
+        self._query_at, self._query_s = 0.0, FIRST_QUERY_S
+        self._observed: fleet.ClusterObserved | None = None
         self._secrets_read: Mapping[str, bytes] = {}
         self._waiting_since, self._notice_after_s = time.monotonic(), FIRST_NOTICE_S
         self._logs = Path(self._config.log_dir or self._path / "logs")
@@ -93,7 +96,7 @@ class ClusterSupervisor(Supervisor):
         self._view.note(f"coordinator at {self._address}; run directory {self._path}")
 
     def _sleep(self, wake: int, seconds: float) -> None:
-        super()._sleep(wake, min(seconds, CLUSTER_POLL_S))  # remote agents send no signals
+        super()._sleep(wake, min(seconds, WAKE_S))
         for agent in self._agents:
             if isinstance(agent, RemoteAgent):
                 self._save_logs(agent)
@@ -108,13 +111,21 @@ class ClusterSupervisor(Supervisor):
                 self._reported.add(agent.name)
                 self._agent_ended(agent)
         now = time.monotonic()
-        if now >= self._next_poll and self._code is None:
-            self._next_poll = now + CLUSTER_POLL_S
-            self._apply(self._cluster.observe())
+        if now >= self._query_at and self._code is None:
+            self._query(now)
             self._report_missing_nodes(now)
+
+    def _query(self, now: float) -> None:
+        """Look at the machines of the cluster. Of a large cluster this is much data."""
+        before, self._observed = self._observed, self._cluster.observe(self._fleet.missing)
+        changed = before != self._observed
+        self._query_s = FIRST_QUERY_S if changed else min(LONGEST_QUERY_S, 2 * self._query_s)
+        self._query_at = now + self._query_s
+        self._apply(self._observed)
 
     def _agent_ended(self, agent: RemoteAgent) -> None:
         self._save_logs(agent)
+        self._query_at, self._query_s = 0.0, FIRST_QUERY_S
         discovery(self._path, agent.name).unlink(missing_ok=True)
         if agent.problem:
             self._view.note(f"{agent.name}: {agent.problem}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -10,7 +11,12 @@ import pytest
 from elastic.core.job import fleet
 from elastic.domain import codec
 from elastic.launcher.ray.remote_agent import AgentSpec
-from elastic.launcher.ray.supervisor import ClusterSupervisor, RemoteAgent
+from elastic.launcher.ray.supervisor import (
+    LONGEST_QUERY_S,
+    WAKE_S,
+    ClusterSupervisor,
+    RemoteAgent,
+)
 from elastic.launcher.run.rundir import RunDir
 from tests.launcher.helpers import read
 
@@ -39,8 +45,11 @@ class FakeCluster:
     def __init__(self, *names: str) -> None:
         self.names, self.agents, self.requested = names, list[FakeAgent](), list[int]()
         self.specs: list[AgentSpec] = []
+        self.missing: list[int] = []
+        """Number of missing agents at each look at the machines."""
 
-    def observe(self) -> fleet.ClusterObserved:
+    def observe(self, missing: int) -> fleet.ClusterObserved:
+        self.missing.append(missing)
         found = (
             fleet.Machine(id=n, host=n, domain="zone", reserved=i) for i, n in enumerate(self.names)
         )
@@ -86,7 +95,7 @@ def supervisor(
 
 
 def check(supervisor: ClusterSupervisor) -> None:
-    supervisor._next_poll = 0.0
+    supervisor._query_at = 0.0
     supervisor._check_agents()
 
 
@@ -165,6 +174,30 @@ def test_the_agent_of_a_lost_machine_is_lost(
     cluster.names = ("a",)
     check(supervisor)
     assert [host.returncode for host in cluster.agents] == [None, -9]
+
+
+def test_a_cluster_that_does_not_change_is_queried_ever_less_often(
+    supervisor: ClusterSupervisor, cluster: FakeCluster
+) -> None:
+    """A table of thousands of machines is not read several times per second."""
+
+    def queries(seconds: float) -> int:
+        before, now = len(cluster.missing), supervisor._query_at
+        for _ in range(round(seconds / WAKE_S)):
+            now += WAKE_S
+            if now >= supervisor._query_at:
+                supervisor._query(now)
+        return len(cluster.missing) - before
+
+    assert queries(60.0) <= 12 and cluster.missing[:2] == [3, 1]
+    assert queries(60.0) <= 8
+    cluster.names = ("a", "b", "c")
+    assert queries(2 * LONGEST_QUERY_S) >= 4, "changes follow each other"
+    assert cluster.missing[-1] == 0
+    cluster.agents[0].returncode, before = 1, len(cluster.missing)
+    supervisor._query_at = math.inf
+    supervisor._check_agents()
+    assert len(cluster.missing) == before + 1 and cluster.missing[-1] == 1, "at once"
 
 
 def test_waiting_is_reported_ever_less_often(

@@ -105,6 +105,34 @@ def scraped(discovery: Path, certs: Path) -> str:
         return connection.getresponse().read().decode()
 
 
+def test_a_machine_that_others_use_gets_no_claim_before_it_is_free(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray does not tell the free resources of a machine, but grants no claim without them."""
+    import ray
+
+    from elastic.launcher.ray import ray as launcher
+
+    monkeypatch.setattr(launcher, "CLAIM_S", 0.0)
+    monkeypatch.setattr(launcher, "FULL_S", 0.0)
+    ray.init(address=cluster.address, log_to_driver=False)
+    claims = launcher.NodeClaims({"CPU": 1.0})
+    try:
+        nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        used = sorted(nodes)[0]
+        other = launcher.NodeClaims({"CPU": 1.0})
+        assert wait_until(lambda: other.granted({used: nodes[used]}, 1) == {used})
+        assert wait_until(lambda: claims.granted(nodes, 4) == nodes.keys() - {used})
+        assert all(used not in claims.granted(nodes, 4) for _ in range(20))
+        other.close()
+        assert wait_until(lambda: claims.granted(nodes, 4) == nodes.keys())
+        assert len(claims.granted(nodes, 4)) == 4 and claims.granted(nodes, 0) == set()
+        assert wait_until(lambda: ray.available_resources().get("CPU") == 4.0), "all are withdrawn"
+    finally:
+        claims.close()
+        ray.shutdown()
+
+
 def test_an_agent_is_replaced_and_nothing_outlives_the_driver(cluster: Any, tmp_path: Path) -> None:
     flags = ("--nnodes", "2:3", "--ray-spares", "0")
     job = start(cluster, tmp_path / "run", *flags)
