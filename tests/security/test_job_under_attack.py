@@ -32,7 +32,7 @@ from tests.scenarios.paced import STEPS, TRAIN, paced, paced_reference
 from tests.scenarios.shared import exact, faults
 from tests.security.parts import WRONG, Authority
 
-WAIT_S = 120.0
+WAIT_S = LONG_S
 
 
 def running(run_dir: Path, certs: Path) -> tuple[str, SecuritySettings, dict[str, Any]]:
@@ -45,7 +45,7 @@ def running(run_dir: Path, certs: Path) -> tuple[str, SecuritySettings, dict[str
             status = call(address, "status", {}, secure=mine)
             if status["phase"] == "running" and status["step"] >= 1:
                 return address, mine, status
-        threading.Event().wait(0.05)
+        threading.Event().wait(0.5)  # each call costs a handshake, in the time of the job
     raise AssertionError("the job does not run")
 
 

@@ -80,6 +80,7 @@ class ClusterSupervisor(Supervisor):
         self._fleet = fleet.Fleet(wanted=self._config.max_nodes, spares=spares)
         self._query_at, self._query_s = 0.0, FIRST_QUERY_S
         self._observed: fleet.ClusterObserved | None = None
+        self._served = False
         self._secrets_read: Mapping[str, bytes] = {}
         self._waiting_since, self._notice_after_s = time.monotonic(), FIRST_NOTICE_S
         self._logs = Path(self._config.log_dir or self._path / "logs")
@@ -111,9 +112,15 @@ class ClusterSupervisor(Supervisor):
                 self._reported.add(agent.name)
                 self._agent_ended(agent)
         now = time.monotonic()
-        if now >= self._query_at and self._code is None:
+        if now >= self._query_at and self._code is None and self._coordinator_serves():
             self._query(now)
             self._report_missing_nodes(now)
+
+    def _coordinator_serves(self) -> bool:
+        """Return whether the coordinator has announced itself. An agent that starts before gives
+        up after some seconds, because it may be on a machine that cannot reach it."""
+        self._served = self._served or (self._path / "coordinator.json").exists()
+        return self._served
 
     def _query(self, now: float) -> None:
         """Look at the machines of the cluster. Of a large cluster this is much data."""

@@ -67,7 +67,7 @@ def client(server: VaultServer) -> Iterator[VaultClient]:
 @pytest.fixture
 def raw(server: VaultServer) -> Iterator[FrameStream]:
     """A connection for hand-made requests."""
-    stream = FrameStream(socket.create_connection(split_address(server.address)), 5)
+    stream = FrameStream(socket.create_connection(split_address(server.address)), LONG_S)
     yield stream
     stream.close()
 

@@ -90,8 +90,22 @@ def supervisor(
     run_dir = RunDir(wanted)
     made = ClusterSupervisor(wanted, run_dir, "10.0.0.1:29400", cluster, spares=0)
     monkeypatch.setattr(made._view, "note", notes.append)
+    (run_dir.path / "coordinator.json").touch()
     yield made
     run_dir.close()
+
+
+def test_no_agent_starts_before_the_coordinator_serves(
+    supervisor: ClusterSupervisor, cluster: FakeCluster
+) -> None:
+    """On a busy machine it takes longer than an agent waits for it."""
+    announcement = supervisor._path / "coordinator.json"
+    announcement.unlink()
+    check(supervisor)
+    assert not cluster.agents
+    announcement.touch()
+    check(supervisor)
+    assert len(cluster.agents) == 2
 
 
 def check(supervisor: ClusterSupervisor) -> None:
