@@ -156,6 +156,12 @@ class CoordinatorMetrics(Collector):
         """End a term."""
         self._read = CoordinatorStatus
 
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the job; None while this coordinator does not lead."""
+        state = self._read().state
+        return state.epoch if state is not None else None
+
     # ---- counters ----
 
     def decided(

@@ -32,7 +32,7 @@ from typing import Any
 from elastic import lifeline
 from elastic.background import BackgroundReading
 from elastic.command_line import Command, flag, read_flags
-from elastic.config import JobConfig, load_config
+from elastic.config import STDOUT, JobConfig, load_config
 from elastic.console import Console
 from elastic.coordinator.certificate_watch import CertificateWatch
 from elastic.coordinator.event_queue import SWITCH_S, EventQueue, WallClock
@@ -71,6 +71,7 @@ from elastic.domain.errors import (
     StaleError,
     describe,
 )
+from elastic.logs import LogSource, configure_logging, source_of
 from elastic.metrics import serve
 from elastic.planning.placement.assignment import FEW
 from elastic.rpc.control.event_loop import Dispatcher
@@ -79,7 +80,7 @@ from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.store.interface import Lease, Store, StoreError, StoreUnavailable
 from elastic.store.open_store import open_store
-from elastic.telemetry import configure_logging, event_line, write_last_words
+from elastic.telemetry import event_line, write_last_words
 
 log = logging.getLogger("elastic.coordinator")
 TICK_S, MAX_TICK_S = 0.05, 0.25
@@ -593,8 +594,15 @@ class Coordinator:
                 raise
 
 
-def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
-    """Stand by and lead, in turn, until the job is over; return its exit code."""
+def lead(
+    config: JobConfig,
+    address: str,
+    slot: int,
+    metrics_port: int,
+    source: LogSource | None = None,
+) -> int:
+    """Stand by and lead, in turn, until the job is over; return its exit code. `source`: of the
+    JSON lines of this process, which get the epoch of the job."""
     # A single coordinator always has the same name, so it can take its own lease again at once. If
     # there are several, every process has another name: a restarted process cannot take its own
     # lease again, so one that fails whenever it leads does not keep the others from leading.
@@ -602,6 +610,8 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     run_dir, clock, store = Path(config.run_dir), WallClock(), open_store(config)
     run, name = RunMembership(store, run_dir), run_directory.coordinator_name(slot)
     metrics = CoordinatorMetrics(config.job_id, clock.now)
+    if source is not None:
+        source.epoch = lambda: metrics.epoch
     read_end = partial(run_directory.read_json, run_dir / "exit.json")
     ended: BackgroundReading[dict[str, Any]] = BackgroundReading("end of the job", read_end, {})
     served = serve(metrics.registry, config, name, "coordinator", metrics_port)
@@ -654,14 +664,16 @@ def main(argv: list[str] | None = None) -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # one descriptor per agent
     name = run_directory.coordinator_name(args.slot)
-    configure_logging(Path(config.run_dir) / "logs" / f"{name}.log")
+    source = source_of(config, name)
+    console = Console(program="elastic coordinator", source=source)
+    path = Path(config.run_dir) / "logs" / f"{name}.log"
+    logs = configure_logging(path, source, partial(console.put, STDOUT))
     write_last_words(config.run_dir, name, "")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
-    console = Console(program="elastic coordinator")
     try:
         tls.use(tls.load(config.run_dir, config.certs, config.certs_name))
-        return lead(config, args.address, args.slot, args.metrics_port)
+        code = lead(config, args.address, args.slot, args.metrics_port, source)
     except ElasticError as error:
         write_last_words(config.run_dir, name, str(error))
         console.say(str(error))
@@ -671,6 +683,7 @@ def main(argv: list[str] | None = None) -> int:
         write_last_words(config.run_dir, name, describe(error))
         console.say(traceback.format_exc().rstrip())
         code = EXIT_FAILURE
+    logs.end_json()
     console.finish(OUTPUT_S)
     return code
 
