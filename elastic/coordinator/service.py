@@ -56,7 +56,7 @@ from elastic.coordinator.records.run_summary import job_entry, plan_entry
 from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.records.state_saver import StateSaver
 from elastic.coordinator.session_filter import SessionFilter
-from elastic.coordinator.waiting import Waiting, standby_wait, waiting
+from elastic.coordinator.waiting import Stall, StallWatch, Waiting, standby_wait, waiting
 from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job import checkpoints
 from elastic.core.job import state as job
@@ -153,6 +153,9 @@ class Coordinator:
         """Time of the next look at what the job waits for."""
         self._awaited: tuple[str, bool] | None = None
         """What this coordinator has written to waiting.json."""
+        self._stalls = StallWatch()
+        self._stall: Stall | None = None
+        """The present stall, for the metrics."""
         self._resumed: tuple[job.LogEntry, ...] = ()
         """Events about the checkpoints that a new run found."""
         self._former_log: tuple[str, ...] = ()
@@ -199,6 +202,11 @@ class Coordinator:
             term=self._lease.token,
             queued=len(self._events),
             state_bytes=self._saver.nbytes,
+            stall=self._stall,
+            store_away_s=max(self._saver.away_s, self._keeper.away_s),
+            records_unwritten=self._records.unwritten,
+            records_late_s=self._records.late_s,
+            records_dropped=self._records.dropped,
         )
 
     def _load(self) -> None:
@@ -304,6 +312,8 @@ class Coordinator:
     def _note_waiting(self) -> None:
         """Record what the job waits for, if that has changed."""
         found = self._waiting()
+        store = found if self._saver.away else None
+        self._stall = self._stalls.look(self._state, self._clock.now(), store)
         told = (found.what, found.lasting) if found is not None else ("", False)
         if told != self._awaited:
             self._awaited = told
@@ -620,6 +630,7 @@ def lead(
     note = partial(write_waiting, run_dir / f"standby-{slot}.json")
 
     def standing_by(error: ElasticError) -> None:
+        metrics.standing_by(error)
         disk.post(partial(note, standby_wait(error, clock.now())))
 
     try:

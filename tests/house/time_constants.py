@@ -145,6 +145,7 @@ CONSTANTS = {
     "launcher/run/wait_lines.py LASTING_PAUSE_S": "person",
     "reminder.py EVERY_S": "person",
     "coordinator/waiting.py LASTING_S": "person",
+    "coordinator/waiting.py SHORT_S": "person",
     "coordinator/service.py WAITING_S": "interval",
     "logs.py LOG_S": "program",
     "metrics.py FAST_S": "decision",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -23,8 +24,10 @@ from tests.observability.tools import (
     need,
     prometheus,
     scrape,
+    signal_node,
     until,
 )
+from tests.patience import LONG_S
 
 LOST = "elastic_nodes_lost_total{job='%s', reason='closed'}"
 WINDOWS = {"$__rate_interval": "20s", "$__range": "10m"}
@@ -79,6 +82,37 @@ def test_a_killed_node_is_seen(tmp_path: Path) -> None:
             for panel, query in queries(name):
                 until(lambda q=query: server.finite(q, began), f"{panel} has data: {query}")  # type: ignore[misc]
             figures_are_right(server, name, run_dir, killed)
+
+
+@pytest.mark.slow
+def test_a_job_that_stalls_pages_with_its_reason(tmp_path: Path) -> None:
+    """Both nodes hang. Before, nothing that asks for somebody fires."""
+    need("prometheus")
+    nodes = ("node0", "node1")
+    with (
+        job(tmp_path / "job", "--nnodes", "2") as run_dir,
+        prometheus(tmp_path / "prometheus", run_dir) as server,
+    ):
+        until(lambda: len(events(run_dir, "step")) > 20, "the job trains", 2 * LONG_S)
+        until(lambda: value(server, "elastic_steps_total") > 20, "its steps are scraped")
+        assert value(server, "elastic_stalled_seconds") == 0
+        assert not {"Stalled", "Paused", "StoreLost", "RecordsLate", "Failed"} & alerts(server)
+        for node in nodes:
+            signal_node(run_dir, node, signal.SIGSTOP)
+        try:
+            query = 'ALERTS{alertname="ElasticStalled", alertstate="firing"}'
+            fires = until(lambda: labels(server, query), "the alert fires", 3 * LONG_S)
+        finally:
+            for node in nodes:
+                signal_node(run_dir, node, signal.SIGCONT)
+        assert fires["severity"] == "critical" and fires["reason"], fires
+        assert fires["phase"] in ("running", "halting"), fires
+
+
+def labels(server: Prometheus, query: str) -> dict[str, str]:
+    """The labels of the first result; {}: there is none."""
+    result = (server.ask("query", query=query) or {"result": ()})["result"]
+    return dict(result[0]["metric"]) if result else {}
 
 
 def jobs(server: Prometheus) -> list[str]:

@@ -97,6 +97,13 @@ def prometheus(folder: Path, run_dir: Path) -> Iterator[Prometheus]:
     config["rule_files"] = [str(RULES)]
     (discovery,) = config["scrape_configs"][0]["file_sd_configs"]
     discovery |= {"files": [str(run_dir / "metrics" / "*.json")], "refresh_interval": "1s"}
+    with started(folder, config) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def started(folder: Path, config: dict[str, Any]) -> Iterator[Prometheus]:
+    """A server with this configuration, which answers."""
     folder.mkdir()
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     found = Prometheus(f"127.0.0.1:{free_port()}")
@@ -152,6 +159,11 @@ def job(folder: Path, *flags: str) -> Iterator[Path]:
 
 def kill_node(run_dir: Path, node: str) -> None:
     """SIGKILL to an agent and its workers."""
+    signal_node(run_dir, node, signal.SIGKILL)
+
+
+def signal_node(run_dir: Path, node: str, number: signal.Signals) -> None:
+    """Send a signal to an agent and its workers."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
@@ -160,7 +172,7 @@ def kill_node(run_dir: Path, node: str) -> None:
                 and "--node" in words
                 and words[words.index("--node") + 1] == node
             ):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, number)
                 return
     raise AssertionError(f"no agent of {node}")
 
