@@ -28,6 +28,7 @@ from tests.observability.tools import (
     until,
 )
 from tests.patience import LONG_S
+from tests.store.etcds import etcd
 
 LOST = "elastic_nodes_lost_total{job='%s', reason='closed'}"
 WINDOWS = {"$__rate_interval": "20s", "$__range": "10m"}
@@ -107,6 +108,29 @@ def test_a_job_that_stalls_pages_with_its_reason(tmp_path: Path) -> None:
                 signal_node(run_dir, node, signal.SIGCONT)
         assert fires["severity"] == "critical" and fires["reason"], fires
         assert fires["phase"] in ("running", "halting"), fires
+
+
+@pytest.mark.slow
+def test_an_etcd_that_loses_its_quorum_pages(tmp_path: Path) -> None:
+    """One member of three is killed, then a second one, beside a job that keeps its state there."""
+    need("prometheus")
+    with etcd(tmp_path / "etcd", 3) as cluster:
+        places = [member.endpoint for member in cluster.members]
+        with (
+            job(tmp_path / "job", "--nnodes", "2", "--store", cluster.url) as run_dir,
+            prometheus(tmp_path / "prometheus", run_dir, places) as server,
+        ):
+            until(lambda: events(run_dir, "step"), "the job trains", 2 * LONG_S)
+            until(lambda: value(server, "sum(etcd_server_has_leader)") == 3, "all have a leader")
+            used = "max(etcd_mvcc_db_total_size_in_bytes / etcd_server_quota_backend_bytes)"
+            assert 0 < value(server, used) < 0.8
+            until(lambda: value(server, "elastic_store_away_seconds") == 0, "it is scraped")
+            watched = {"EtcdFewMembers", "EtcdNoLeader", "EtcdSpace", "StoreLost"}
+            assert not watched & alerts(server)
+            cluster.members[0].kill()
+            until(lambda: "EtcdFewMembers" in alerts(server), "the first alert", 2 * LONG_S)
+            cluster.members[1].kill()
+            until(lambda: {"EtcdNoLeader", "StoreLost"} <= alerts(server), "others", 3 * LONG_S)
 
 
 def labels(server: Prometheus, query: str) -> dict[str, str]:

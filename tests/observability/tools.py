@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,8 +83,9 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, run_dir: Path) -> Iterator[Prometheus]:
-    """A server with the shipped rules and configuration, which scrapes the processes of `run_dir`.
+def prometheus(folder: Path, run_dir: Path, etcd: Sequence[str] = ()) -> Iterator[Prometheus]:
+    """A server with the shipped rules and configuration, which scrapes the processes of `run_dir`,
+    and members of etcd at these addresses as those of the job `etcd`.
 
     It scrapes every two seconds; a scrape fails after the same time.
     """
@@ -97,6 +98,9 @@ def prometheus(folder: Path, run_dir: Path) -> Iterator[Prometheus]:
     config["rule_files"] = [str(RULES)]
     (discovery,) = config["scrape_configs"][0]["file_sd_configs"]
     discovery |= {"files": [str(run_dir / "metrics" / "*.json")], "refresh_interval": "1s"}
+    labels = {"job": "etcd", "role": "etcd"}
+    targets = [{"targets": [address], "labels": labels} for address in etcd]
+    config["scrape_configs"].append({"job_name": "etcd", "static_configs": targets})
     with started(folder, config) as found:
         yield found
 
