@@ -33,6 +33,7 @@ _RUN_PATH = (
 )
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NAME_RULE = "letters, digits, '.', '_' and '-', at most 64"
+LOG_FORMATS = ("text", "json")
 PREFLIGHTS = ("on", "off", "strict")
 SCHEDULES = ("auto", "1f1b", "interleaved", "zero-bubble")
 
@@ -149,6 +150,8 @@ class JobConfig:
     """Address of this machine for metrics."""
     log_dir: str = ""
     """Absolute directory of the workers' logs; "": RUN_DIR/logs."""
+    log_format: str = "text"
+    """Lines on the console: text for people, or json (`elastic.logs`)."""
     redirects: tuple[int, ...] = (0,)
     """Streams (1 stdout, 2 stderr, 3 both) only for the log file, per local rank or one for all."""
     tee: tuple[int, ...] = (0,)
@@ -188,6 +191,11 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def log_name(self) -> str:
+        """Name of the job in JSON lines: that of --rdzv-id, if it has one."""
+        return self.job_id if self.run_id == "none" else self.name
 
     @property
     def name(self) -> str:

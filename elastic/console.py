@@ -20,10 +20,13 @@ from functools import partial
 from math import inf
 
 from elastic.config import STDERR, STDOUT
+from elastic.logs import LogSource
 from elastic.rpc.control.event_loop import run_callback
 
 log = logging.getLogger(__name__)
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+CONSOLE_LOGGER = "elastic.console"
+"""Logger of lines for people, where they are JSON lines."""
 MAX_WAITING_BYTES = 16 << 20
 """Output is dropped while more than this waits."""
 ROOM_BYTES = 1 << 20
@@ -107,9 +110,10 @@ class BoundedWriter:
 class _Stream:
     """One of the two output streams of the console. Any thread may call `put`."""
 
-    def __init__(self, descriptor: int, name: str, program: str) -> None:
+    def __init__(self, descriptor: int, name: str, line: Callable[[str], bytes]) -> None:
+        """`line(text)` returns a text for people as a line."""
         self._descriptor, self._writer = descriptor, BoundedWriter(name)
-        self._program = program
+        self._line = line
         self._lock, self._lost = threading.Lock(), 0
         self._given, self._handled = 0, 0
         """Bytes that were given to the writer, and those that it has printed or dropped."""
@@ -160,7 +164,7 @@ class _Stream:
 
     def _note(self, lost: int) -> bytes:
         note = f"{lost} bytes of output are missing here, because nobody read them"
-        return f"\n{self._program}: {note}\n".encode()
+        return b"\n" + self._line(note)
 
     def _print(self, data: bytes) -> None:
         try:
@@ -183,15 +187,19 @@ class Console:
     """
 
     def __init__(
-        self, descriptors: tuple[int, int] | None = None, program: str = "elastic agent"
+        self,
+        descriptors: tuple[int, int] | None = None,
+        program: str = "elastic agent",
+        source: LogSource | None = None,
     ) -> None:
         """`descriptors`: those of the two streams; -1: none; None: those of this process.
-        `program`: prefix of lines for the user."""
+        `program`: prefix of lines for the user. `source`: all lines are JSON lines of it, on
+        standard output; None: they are text."""
         out, err = _own_descriptors() if descriptors is None else descriptors
-        self._program = program
-        first = _Stream(out, "console-out", program)
+        self._program, self.source = program, source
+        first = _Stream(out, "console-out", self._line)
         # two threads would tear lines of each other where both write to one pipe
-        second = first if _is_same_file(out, err) else _Stream(err, "console-err", program)
+        second = first if _is_same_file(out, err) else _Stream(err, "console-err", self._line)
         self._streams = {STDOUT: first, STDERR: second}
 
     def put(self, stream: int, data: bytes) -> None:
@@ -203,8 +211,14 @@ class Console:
         self._streams[stream].put(data, 0.0)
 
     def say(self, text: str) -> None:
-        """Print a line to standard error. Never wait."""
-        self.put_at_once(STDERR, f"{self._program}: {text}\n".encode(errors="replace"))
+        """Print a line for people to standard error, or a JSON line to standard output. Never
+        wait."""
+        self.put_at_once(STDERR if self.source is None else STDOUT, self._line(text))
+
+    def _line(self, text: str) -> bytes:
+        if self.source is not None:
+            return self.source.note(text, CONSOLE_LOGGER)
+        return f"{self._program}: {text}\n".encode(errors="replace")
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all output is printed; return False if that takes longer than `timeout_s`."""

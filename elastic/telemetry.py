@@ -1,18 +1,12 @@
-"""The event log and the text logs of a run."""
+"""The event log of a run, and the errors that end its services."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
-import logging
 import os
-import queue
-import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
-from logging.handlers import QueueHandler
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +14,8 @@ from elastic.background import ends_within
 from elastic.domain import codec
 from elastic.domain.errors import FieldError
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-LOG_S, LAST_WORDS_S = 3.0, 3.0
-"""Longest waits for the disk of the log, and for that of the last words, at the end of a
-process."""
+LAST_WORDS_S = 3.0
+"""Longest wait for the disk of the last words, at the end of a process."""
 
 
 class EventLog:
@@ -82,73 +74,6 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
             "events", str(path), f"a readable file is needed: {error.strerror}"
         ) from error
     return [_parse(f"{path}:{i}", line) for i, line in enumerate(whole.split(b"\n"), 1) if line]
-
-
-class _LogFile:
-    """Writes records to the file `path` on a thread of its own.
-
-    It is no `logging.FileHandler`: the interpreter takes the locks of all handlers when it ends,
-    and waits for ever for one that is held while the disk hangs.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
-        self._formatter = logging.Formatter(LOG_FORMAT)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Write the queued records and end. Wait for it up to LOG_S, because the disk may hang."""
-        self.records.put(None)
-        self._thread.join(LOG_S)
-
-    def _run(self) -> None:
-        while (record := self.records.get()) is not None:
-            with contextlib.suppress(OSError, ValueError):  # a full disk loses lines
-                line = f"{self._formatter.format(record)}\n".encode(errors="replace")
-                while line:
-                    line = line[os.write(self._fd, line) :]
-
-
-class _LogQueue(QueueHandler):
-    """Queues the records. One that cannot be formatted is reported in the log, too: logging prints
-    such errors to standard error, which may be a console that nobody reads."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        where, error = f"{record.pathname}:{record.lineno}", sys.exc_info()[1]
-        text = f"a line of {where} cannot be logged: {error!r}"
-        values = {"name": record.name, "levelname": "ERROR", "levelno": logging.ERROR, "msg": text}
-        self.enqueue(logging.makeLogRecord(values))
-
-
-def configure_logging(path: Path) -> Callable[[], None]:
-    """Send all logs and warnings of this process to the file `path`, creating its folder.
-
-    A thread writes the file, so that nobody waits for its disk. An exception that ends a thread, or
-    that Python ignores, is logged. Nothing is printed to standard error. Returns a function that
-    writes the queued lines and ends the log, as the end of the interpreter does.
-    """
-    file = _LogFile(path)
-    handler = _LogQueue(file.records)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler], force=True)
-    logging.captureWarnings(True)
-    atexit.register(file.stop)
-    threading.excepthook, sys.unraisablehook = _log_thread_error, _log_ignored_error
-    return file.stop
-
-
-def _log_thread_error(error: threading.ExceptHookArgs) -> None:
-    name = error.thread.name if error.thread is not None else "?"
-    found = (error.exc_type, error.exc_value or error.exc_type(), error.exc_traceback)
-    logging.getLogger("elastic").error("the thread %s has ended by an error", name, exc_info=found)
-
-
-def _log_ignored_error(error: sys.UnraisableHookArgs) -> None:
-    found = (error.exc_type, error.exc_value or error.exc_type(), error.exc_traceback)
-    what = error.err_msg or "an error is ignored in"
-    logging.getLogger("elastic").error("%s %r", what, error.object, exc_info=found)
 
 
 def last_words_of(run_dir: str | Path, name: str) -> Path:

@@ -51,7 +51,7 @@ from elastic.agent.workers.channels import WorkerChannels
 from elastic.agent.workers.processes import KILL_S, WorkerExit, WorkerGroup, agent_socket
 from elastic.background import ends_within
 from elastic.command_line import Command, flag, read_flags
-from elastic.config import JobConfig, load_config
+from elastic.config import STDOUT, JobConfig, load_config
 from elastic.console import STALL_S, Console
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
@@ -72,6 +72,7 @@ from elastic.domain.errors import (
 )
 from elastic.domain.types import Copy, NodeInfo
 from elastic.domain.version import VERSION
+from elastic.logs import configure_logging, source_of
 from elastic.metrics import Exposition, new_registry, serve
 from elastic.reminder import Reminder
 from elastic.rpc.bulk.compression import CompressionPolicy
@@ -81,7 +82,7 @@ from elastic.rpc.link_shaping import pace_of
 from elastic.rpc.security import tls
 from elastic.rpc.security.expiry import certificate_ends
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
-from elastic.telemetry import configure_logging, write_last_words
+from elastic.telemetry import write_last_words
 
 log = logging.getLogger("elastic.agent")
 CLOSE_S = 5.0
@@ -599,6 +600,11 @@ class NodeAgent:
             self._session.send(message, self._state.epoch)
 
     @property
+    def epoch(self) -> int:
+        """The newest epoch that this node knows."""
+        return self._state.epoch
+
+    @property
     def _partitioned(self) -> bool:
         """Whether an injected fault cuts this node off. After its end the agent reports again."""
         if self._partitioned_until and time.monotonic() >= self._partitioned_until:
@@ -804,19 +810,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, lambda number, _: early.append(number))
     limit_heaps()
     config = load_config(args.run_dir)
-    end_log = configure_logging(Path(config.run_dir) / "logs" / f"{args.node}.log")
+    source = source_of(config, args.node)
+    console, path = Console(source=source), Path(config.run_dir) / "logs" / f"{args.node}.log"
+    logs = configure_logging(path, source, partial(console.put, STDOUT))
     write_last_words(config.run_dir, args.node, "")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
-    console = Console()
     try:
         tls.use(tls.load(config.run_dir, config.certs, config.certs_name))
         agent = NodeAgent(config, args.coordinator, _node_info(args, config), console)
         agent.alone = bool(args.alone)
+        if source is not None:
+            source.epoch = lambda: agent.epoch
         agent.serve_metrics(args.metrics_port)
     except ElasticError as error:
         console.say(str(error))
         write_last_words(config.run_dir, args.node, str(error))
+        logs.end_json()
         console.finish(_output_s(config))
         return error.exit_code
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -831,10 +841,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.say(f"{args.node}: {describe(error)}")
         agent.failed(error)
         code = EXIT_FAILURE
-    console.finish(_output_s(config))
     if agent.left:
         log.error("%s ends without its %s", args.node, ", ".join(agent.left))
-        end_log()
+    logs.end_json()
+    console.finish(_output_s(config))
+    if agent.left:
+        logs.end()
         os._exit(code)  # nothing may wait for the threads that are left
     return code
 

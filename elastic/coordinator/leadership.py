@@ -99,6 +99,7 @@ class LeaseKeeper:
     ) -> None:
         self._store, self._lease, self._now, self._on_lost = store, lease, now, on_lost
         self._renewed, self._closed = time.monotonic(), threading.Event()
+        self._failing_since = 0.0
         self._ready_s, self.ready = ready_s, threading.Event()
         threading.Thread(target=self._run, name="lease", daemon=True).start()
 
@@ -106,6 +107,12 @@ class LeaseKeeper:
     def certain(self) -> bool:
         """Whether the last renewal is so recent that nobody can have taken the lease."""
         return time.monotonic() - self._renewed < self._lease.ttl_s
+
+    @property
+    def away_s(self) -> float:
+        """Seconds since the first of the failed renewals in a row; 0: the last one succeeded."""
+        since = self._failing_since
+        return time.monotonic() - since if since else 0.0
 
     def close(self) -> None:
         """Stop the renewals. Idempotent."""
@@ -123,13 +130,14 @@ class LeaseKeeper:
                 self.ready.wait()
             try:
                 self._store.renew(self._lease, self._now())
-                self._renewed, failures = began, 0
+                self._renewed, failures, self._failing_since = began, 0, 0.0
             except StaleError as error:
                 if not self._closed.is_set():
                     self._on_lost(error)
                 return
             except ElasticError as error:  # the store is away, which the state saver reports
                 failures += 1
+                self._failing_since = self._failing_since or began
                 log.info("the lease could not be renewed: %s", error)
             except Exception:  # the thread must not end while this coordinator leads
                 failures += 1

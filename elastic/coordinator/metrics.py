@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from elastic.coordinator.records.run_summary import plan_shape
+from elastic.coordinator.waiting import Stall
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
 from elastic.core.job.goodput import NodeTimeAccount
@@ -25,12 +26,14 @@ from elastic.core.job.measured_conditions import measured_profile
 from elastic.core.job.state import CauseKind, JobPhase, JobState, LossKind, Member, Tick
 from elastic.core.job.stragglers import slowdowns, speed_of
 from elastic.core.protocol import messages as m
+from elastic.domain.errors import ElasticError
 from elastic.domain.version import VERSION
 from elastic.metrics import FAST_S, RECOVERY_S, STEP_S, certificate_metric, new_registry
 from elastic.planning.cost.predict import predict
 from elastic.rpc.security import tls
 from elastic.rpc.security.expiry import certificate_ends
 from elastic.rpc.security.rejections import REJECTIONS
+from elastic.store.interface import StoreUnavailable
 
 PHASES = ("detect", "halt", "decide", "transfer", "rebuild", "total")
 """Parts of an epoch change whose times are exported; `recovery_entry` has them as PHASE_s."""
@@ -61,6 +64,15 @@ class CoordinatorStatus:
     """Number of events that wait in the queue."""
     state_bytes: int = 0
     """Size of the state that was saved last."""
+    stall: Stall | None = None
+    """The present time without progress; None: the job makes progress."""
+    store_away_s: float = 0.0
+    """Seconds for which the store has refused writes or renewals of the lease; 0: it takes
+    them."""
+    records_unwritten: int = 0
+    records_late_s: float = 0.0
+    """Seconds for which the oldest event has waited for the disk of the run directory."""
+    records_dropped: int = 0
 
 
 class CoordinatorMetrics(Collector):
@@ -80,6 +92,8 @@ class CoordinatorMetrics(Collector):
         """Epoch, time and result (seconds) of the newest prediction of a step."""
         self._silent_s = 0.0
         """Longest time from a node's loss to its detection, for the next epoch change."""
+        self._store_away_since = 0.0
+        """Time since which a standby does not reach the store; 0: it does, or this leads."""
         self._make_job()
         self._make_recovery()
         self._make_service()
@@ -150,11 +164,22 @@ class CoordinatorMetrics(Collector):
         self.usage.forget()
         self._added, self._silent_s, self.tokens_per_s = self._clock(), 0.0, 0.0
         self.step_s.clear()
-        self._read = read
+        self._read, self._store_away_since = read, 0.0
 
     def stand_by(self) -> None:
         """End a term."""
         self._read = CoordinatorStatus
+
+    def standing_by(self, error: ElasticError) -> None:
+        """Note why this coordinator does not lead."""
+        away = isinstance(error, StoreUnavailable)
+        self._store_away_since = self._clock() if away else 0.0
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the job; None while this coordinator does not lead."""
+        state = self._read().state
+        return state.epoch if state is not None else None
 
     # ---- counters ----
 
@@ -259,8 +284,13 @@ class CoordinatorMetrics(Collector):
         text = "Messages that were rejected"
         yield _by_label(CounterMetricFamily, "messages_refused", text, "reason", refused)
         yield from certificate_metric(certificate_ends(tls.current().certificates))
+        text = "Seconds for which the store of the job's state has not answered; 0: it answers"
+        since = self._store_away_since
+        yield _gauge("store_away_seconds", text, now - since if since else status.store_away_s)
         if state is None:
             return
+        yield from _records(status)
+        yield _stalled(state, status.stall, now)
         yield _gauge("coordinator_term", "Fencing term of the leading coordinator", status.term)
         yield _gauge("coordinator_queue_length", "Events that wait in the queue", status.queued)
         yield _gauge("state_bytes", "Bytes of the saved state of the job", status.state_bytes)
@@ -302,6 +332,25 @@ def _by_label(
 def _info(name: str, text: str, labels: dict[str, str]) -> GaugeMetricFamily:
     found = GaugeMetricFamily(f"elastic_{name}", text, labels=tuple(labels))
     found.add_metric(tuple(labels.values()), 1)
+    return found
+
+
+def _records(status: CoordinatorStatus) -> Iterator[Metric]:
+    text = "Events that wait for the disk of the run directory"
+    yield _gauge("records_unwritten", text, status.records_unwritten)
+    text = "Seconds for which the oldest event has waited for the disk; 0: all are written"
+    yield _gauge("records_late_seconds", text, status.records_late_s)
+    text = "Events that events.jsonl lacks, because the disk refused them for too long"
+    yield CounterMetricFamily("elastic_records_dropped", text, value=status.records_dropped)
+
+
+def _stalled(state: JobState, stall: Stall | None, now: float) -> GaugeMetricFamily:
+    text = "Seconds since the job made progress; 0: it makes progress"
+    found = GaugeMetricFamily("elastic_stalled_seconds", text, labels=("phase", "reason"))
+    if stall is None:
+        found.add_metric((state.phase.value, ""), 0.0)
+    else:
+        found.add_metric((stall.phase, stall.reason), max(0.0, now - stall.since))
     return found
 
 

@@ -32,7 +32,7 @@ from typing import Any
 from elastic import lifeline
 from elastic.background import BackgroundReading
 from elastic.command_line import Command, flag, read_flags
-from elastic.config import JobConfig, load_config
+from elastic.config import STDOUT, JobConfig, load_config
 from elastic.console import Console
 from elastic.coordinator.certificate_watch import CertificateWatch
 from elastic.coordinator.event_queue import SWITCH_S, EventQueue, WallClock
@@ -56,7 +56,7 @@ from elastic.coordinator.records.run_summary import job_entry, plan_entry
 from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.records.state_saver import StateSaver
 from elastic.coordinator.session_filter import SessionFilter
-from elastic.coordinator.waiting import Waiting, standby_wait, waiting
+from elastic.coordinator.waiting import Stall, StallWatch, Waiting, standby_wait, waiting
 from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job import checkpoints
 from elastic.core.job import state as job
@@ -71,6 +71,7 @@ from elastic.domain.errors import (
     StaleError,
     describe,
 )
+from elastic.logs import LogSource, configure_logging, source_of
 from elastic.metrics import serve
 from elastic.planning.placement.assignment import FEW
 from elastic.rpc.control.event_loop import Dispatcher
@@ -79,7 +80,7 @@ from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, RejectionNotice
 from elastic.store.interface import Lease, Store, StoreError, StoreUnavailable
 from elastic.store.open_store import open_store
-from elastic.telemetry import configure_logging, event_line, write_last_words
+from elastic.telemetry import event_line, write_last_words
 
 log = logging.getLogger("elastic.coordinator")
 TICK_S, MAX_TICK_S = 0.05, 0.25
@@ -152,6 +153,9 @@ class Coordinator:
         """Time of the next look at what the job waits for."""
         self._awaited: tuple[str, bool] | None = None
         """What this coordinator has written to waiting.json."""
+        self._stalls = StallWatch()
+        self._stall: Stall | None = None
+        """The present stall, for the metrics."""
         self._resumed: tuple[job.LogEntry, ...] = ()
         """Events about the checkpoints that a new run found."""
         self._former_log: tuple[str, ...] = ()
@@ -198,6 +202,11 @@ class Coordinator:
             term=self._lease.token,
             queued=len(self._events),
             state_bytes=self._saver.nbytes,
+            stall=self._stall,
+            store_away_s=max(self._saver.away_s, self._keeper.away_s),
+            records_unwritten=self._records.unwritten,
+            records_late_s=self._records.late_s,
+            records_dropped=self._records.dropped,
         )
 
     def _load(self) -> None:
@@ -303,6 +312,8 @@ class Coordinator:
     def _note_waiting(self) -> None:
         """Record what the job waits for, if that has changed."""
         found = self._waiting()
+        store = found if self._saver.away else None
+        self._stall = self._stalls.look(self._state, self._clock.now(), store)
         told = (found.what, found.lasting) if found is not None else ("", False)
         if told != self._awaited:
             self._awaited = told
@@ -593,8 +604,15 @@ class Coordinator:
                 raise
 
 
-def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
-    """Stand by and lead, in turn, until the job is over; return its exit code."""
+def lead(
+    config: JobConfig,
+    address: str,
+    slot: int,
+    metrics_port: int,
+    source: LogSource | None = None,
+) -> int:
+    """Stand by and lead, in turn, until the job is over; return its exit code. `source`: of the
+    JSON lines of this process, which get the epoch of the job."""
     # A single coordinator always has the same name, so it can take its own lease again at once. If
     # there are several, every process has another name: a restarted process cannot take its own
     # lease again, so one that fails whenever it leads does not keep the others from leading.
@@ -602,6 +620,8 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     run_dir, clock, store = Path(config.run_dir), WallClock(), open_store(config)
     run, name = RunMembership(store, run_dir), run_directory.coordinator_name(slot)
     metrics = CoordinatorMetrics(config.job_id, clock.now)
+    if source is not None:
+        source.epoch = lambda: metrics.epoch
     read_end = partial(run_directory.read_json, run_dir / "exit.json")
     ended: BackgroundReading[dict[str, Any]] = BackgroundReading("end of the job", read_end, {})
     served = serve(metrics.registry, config, name, "coordinator", metrics_port)
@@ -610,6 +630,7 @@ def lead(config: JobConfig, address: str, slot: int, metrics_port: int) -> int:
     note = partial(write_waiting, run_dir / f"standby-{slot}.json")
 
     def standing_by(error: ElasticError) -> None:
+        metrics.standing_by(error)
         disk.post(partial(note, standby_wait(error, clock.now())))
 
     try:
@@ -654,14 +675,16 @@ def main(argv: list[str] | None = None) -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # one descriptor per agent
     name = run_directory.coordinator_name(args.slot)
-    configure_logging(Path(config.run_dir) / "logs" / f"{name}.log")
+    source = source_of(config, name)
+    console = Console(program="elastic coordinator", source=source)
+    path = Path(config.run_dir) / "logs" / f"{name}.log"
+    logs = configure_logging(path, source, partial(console.put, STDOUT))
     write_last_words(config.run_dir, name, "")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
-    console = Console(program="elastic coordinator")
     try:
         tls.use(tls.load(config.run_dir, config.certs, config.certs_name))
-        return lead(config, args.address, args.slot, args.metrics_port)
+        code = lead(config, args.address, args.slot, args.metrics_port, source)
     except ElasticError as error:
         write_last_words(config.run_dir, name, str(error))
         console.say(str(error))
@@ -671,6 +694,7 @@ def main(argv: list[str] | None = None) -> int:
         write_last_words(config.run_dir, name, describe(error))
         console.say(traceback.format_exc().rstrip())
         code = EXIT_FAILURE
+    logs.end_json()
     console.finish(OUTPUT_S)
     return code
 

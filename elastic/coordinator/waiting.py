@@ -9,6 +9,7 @@ from typing import Any
 from elastic.core.coordinator.transitions import SCRIPT_S
 from elastic.core.job import checkpoints
 from elastic.core.job.state import EpochChange, JobPhase, JobState, Member
+from elastic.core.policy import progress_watchdog
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import ElasticError
 from elastic.store.interface import StoreUnavailable
@@ -17,6 +18,13 @@ LASTING_S = 120.0
 """A script that has not used elastic for this time probably never will."""
 MAX_NAMES = 8
 """Number of nodes that a text names."""
+MAX_REASON_CHARS = 200
+"""Length of the reason of a stall, which is a label of a metric."""
+SHORT_S = 10.0
+"""A shorter wait is no stall: recoveries and starts of workers take so long."""
+LATE_MICROBATCHES = 3
+"""A job is stalled if no node finishes a micro-batch, or shows another sign of progress, in the
+measured time of so many."""
 READY = (NodePhase.RUNNING, NodePhase.FINISHED)
 
 
@@ -49,6 +57,42 @@ class Waiting:
             "ends": self.ends,
             "lasting": self.lasting,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A time without progress of the whole job."""
+
+    phase: str
+    reason: str
+    """What the job waits for, or what is known about the nodes that make no progress."""
+    since: float
+    """Time of the newest sign of progress, on the coordinator's clock."""
+
+
+class StallWatch:
+    """Finds stalls, for metrics and alerts. The remedies are the progress watchdog's.
+
+    A stall goes on while the watchdog tries remedies, until a step is finished.
+    """
+
+    def __init__(self) -> None:
+        self._since = 0.0
+
+    def look(self, state: JobState, now: float, store: Waiting | None = None) -> Stall | None:
+        """Return the present stall; None: the job makes progress, or it is over. `store`: the wait
+        for the store, if it is away; orders wait for it, but nodes that train go on."""
+        found = _stall(state, now) if store is None else _stall_by_store(state, store)
+        if found is None:
+            self._since = 0.0
+            return None
+        since, reason = found
+        if self._since and progress_watchdog.is_troubled(state):
+            since = min(since, self._since)
+        self._since = since
+        if now - since < max(SHORT_S, LATE_MICROBATCHES * state.seen.microbatch_s):
+            return None
+        return Stall(state.phase.value, reason[:MAX_REASON_CHARS], since)
 
 
 def waiting(state: JobState) -> Waiting | None:
@@ -85,6 +129,34 @@ def standby_wait(error: ElasticError, now: float) -> Waiting:
         return Waiting(f"the store: {error}", now, "a coordinator then leads")
     then = "it leads once that one ends; the coordinator that leads says what the job waits for"
     return Waiting("the lead, which another coordinator has", now, then, lasting=True)
+
+
+def _stall(state: JobState, now: float) -> tuple[float, str] | None:
+    """Return since when the job makes no progress, and why; None: it is over, or its script does
+    not use elastic."""
+    if state.ending is not None or state.failure is not None:
+        return None
+    if state.doubt_since:
+        return state.doubt_since, "the coordinator hears too few nodes"
+    found = waiting(state)
+    if state.phase in (JobPhase.WAITING, JobPhase.PAUSED):
+        return (found.since, found.what) if found is not None else None
+    if state.spec is None:
+        return None
+    if state.phase is JobPhase.LAUNCHED and found is not None:
+        late = [node for node, mb in state.members.items() if not mb.report.able]
+        signs = (progress_watchdog.sign_at(state, node) for node in late)
+        return max(found.since, state.watch.since, *signs), found.what
+    quiet = progress_watchdog.quiet(state, now)
+    if quiet is None:  # a pause before the next attempt, or the last checkpoint is awaited
+        troubled = progress_watchdog.is_troubled(state)
+        return (now, found.what) if troubled and found is not None else None
+    return quiet[0], found.what if found is not None else quiet[1]
+
+
+def _stall_by_store(state: JobState, store: Waiting) -> tuple[float, str] | None:
+    idle = state.phase not in (JobPhase.RUNNING, JobPhase.FINISHED, JobPhase.FAILED)
+    return (store.since, store.what) if idle else None
 
 
 def cause_of(change: EpochChange) -> str:

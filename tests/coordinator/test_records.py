@@ -55,6 +55,20 @@ def test_faults_are_recorded_at_the_end_with_their_times(tmp_path: Path) -> None
     assert last["kind"] == "end"
 
 
+def test_records_are_late_while_the_disk_hangs(tmp_path: Path) -> None:
+    records, hangs = RunRecords(tmp_path), threading.Event()
+    assert records.flush(LONG_S)
+    records._disk.post(lambda: hangs.wait(LONG_S))
+    records.event("one", {})
+    first_s = records.late_s
+    records.event("two", {})
+    assert records.unwritten == 2 and 0 < first_s < records.late_s
+    hangs.set()
+    assert records.flush(LONG_S)
+    assert (records.unwritten, records.late_s, records.dropped) == (0, 0.0, 0)
+    records.close()
+
+
 def test_the_end_has_the_time_of_its_decision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from elastic.coordinator.records.run_records import RunRecords
 from elastic.coordinator.waiting import (
     LASTING_S,
     MAX_NAMES,
+    StallWatch,
     Waiting,
     names,
     standby_wait,
@@ -34,6 +35,7 @@ from elastic.core.job.state import (
     Member,
     MissingCopies,
     Policy,
+    ProgressSign,
     ProgressWatch,
 )
 from elastic.core.protocol import messages as m
@@ -210,3 +212,70 @@ def test_a_standby_says_why_it_does_not_lead(
 def test_a_standby_without_a_store() -> None:
     away = standby_wait(StoreUnavailable("no etcd answers"), NOW)
     assert away == Waiting("the store: no etcd answers", NOW, "a coordinator then leads")
+
+
+# ---- stalls ----
+
+PLAN = Plan(2, 0, 4, 1, (Pipeline((Stage(Unit("a"), 0, 1), Stage(Unit("b"), 1, 2)), (0, 1, 2, 3)),))
+
+
+def training(**signs: float) -> JobState:
+    """A job that trains on nodes a and b, which showed signs of progress at these times."""
+    members = [member(node, NodePhase.RUNNING) for node in ("a", "b")]
+    watch = ProgressWatch(
+        since=10.0,
+        signs={node: ProgressSign(at, 1, "compute") for node, at in signs.items()},
+    )
+    return state(JobPhase.RUNNING, *members, spec=spec(9), plan=PLAN, watch=watch)
+
+
+def test_no_sign_of_any_node_is_a_stall_with_its_reason() -> None:
+    stall = StallWatch().look(training(a=40.0, b=30.0), NOW)
+    assert stall is not None
+    assert (stall.phase, stall.since) == ("running", 40.0)
+    assert stall.reason == "b: it stopped first (compute)"
+    spinning = training(a=40.0, b=30.0)
+    sign = ProgressSign(30.0, 1, "data", spun_s=60.0)
+    signs = {**spinning.watch.signs, "b": sign}
+    stall = StallWatch().look(spinning.of(watch=replace(spinning.watch, signs=signs)), NOW)
+    assert stall is not None
+    assert stall.reason == "b: its worker uses CPU time without progress (data)"
+
+
+def test_long_microbatches_are_no_stall() -> None:
+    known = training(a=40.0, b=30.0)
+    slow = known.of(seen=replace(known.seen, microbatch_s=25.0))
+    assert StallWatch().look(slow, NOW) is None
+    assert StallWatch().look(slow, 40.0 + 76.0) is not None
+
+
+def test_a_stall_lasts_until_a_step_is_finished() -> None:
+    """Remedies of the watchdog, which begin epochs, do not hide it."""
+    watch = StallWatch()
+    known = training(a=40.0, b=30.0)
+    first = watch.look(known, NOW)
+    tried = replace(known.watch, since=NOW, stalls=1)
+    again = watch.look(known.of(watch=tried), NOW + 1.0)
+    assert first is not None and again is not None and again.since == first.since == 40.0
+    failed = known.of(phase=JobPhase.HALTING, change=CHANGE, watch=replace(tried, attempts=2))
+    halting = watch.look(failed, NOW + 2.0)
+    assert halting is not None and halting.since == 40.0
+    assert halting.phase == "halting" and "node2 lost" in halting.reason
+    assert watch.look(training(a=NOW + 3.0, b=NOW + 3.0), NOW + 3.5) is None
+    later = watch.look(training(a=NOW + 3.0, b=NOW + 3.0), NOW + 30.0)
+    assert later is not None and later.since == NOW + 3.0, "the former stall is over"
+
+
+def test_paused_doubting_and_without_a_store() -> None:
+    watch = StallWatch()
+    paused = watch.look(state(JobPhase.PAUSED, spec=spec(9)), NOW + 10.0)
+    assert paused is not None and (paused.phase, paused.since) == ("paused", 95.0)
+    assert paused.reason == "a plan that fits"
+    doubts = watch.look(training(a=40.0, b=40.0).of(doubt_since=70.0), NOW)
+    assert doubts is not None and doubts.since == 70.0 and "hears too few" in doubts.reason
+    store = Waiting("the store etcd://e, which does not take the job's state", 80.0, "later")
+    assert watch.look(training(a=40.0, b=40.0), NOW, store) is None, "training goes on"
+    halting = state(JobPhase.HALTING, change=CHANGE, spec=spec(9))
+    found_stall = watch.look(halting, NOW, store)
+    assert found_stall is not None and found_stall.since == 80.0
+    assert watch.look(state(JobPhase.FINISHED), NOW) is None

@@ -1,14 +1,12 @@
-"""Event log and text log, also after crashes of their writer."""
+"""The event log, also after crashes of its writer."""
 
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 import threading
 import time
-import warnings
 from contextlib import closing
 from pathlib import Path
 
@@ -16,9 +14,7 @@ import pytest
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Unit
-from elastic.telemetry import EventLog, configure_logging, event_line, read_events
-from tests.launcher.helpers import wait_until
-from tests.patience import LONG_S
+from elastic.telemetry import EventLog, event_line, read_events
 
 
 def test_events_come_back_in_order(tmp_path: Path) -> None:
@@ -106,80 +102,3 @@ def test_each_event_is_on_disk_when_append_returns(tmp_path: Path) -> None:
         == -9
     )
     assert json.loads(path.read_text())["kind"] == "last"
-
-
-def text_with(path: Path, part: str) -> str:
-    """Wait until the file has `part`, which another thread writes; return the file's text."""
-    wait_until(lambda: path.exists() and part in path.read_text(), LONG_S)
-    return path.read_text()
-
-
-class Broken:
-    """An object whose end fails. Nobody gets the error; Python prints it to standard error, which
-    may be a console that nobody reads."""
-
-    def __del__(self) -> None:
-        raise ValueError("broken")
-
-
-def test_text_log(tmp_path: Path) -> None:
-    handlers, level = list(logging.root.handlers), logging.root.level
-    hooks = threading.excepthook, sys.unraisablehook
-    try:
-        configure_logging(tmp_path / "logs" / "agent.log")
-        log = logging.getLogger("elastic.agent")
-        log.info("node %d", 3)
-        logging.getLogger("elsewhere").debug("not shown")
-        warnings.warn("from a library", stacklevel=1)
-        log.info("%d", "no number")
-        Broken()
-        first = text_with(tmp_path / "logs" / "agent.log", "ValueError: broken")
-        configure_logging(tmp_path / "other.log")
-        log.warning("moved")
-        assert text_with(tmp_path / "other.log", "WARNING elastic.agent: moved")
-    finally:
-        threading.excepthook, sys.unraisablehook = hooks
-        logging.captureWarnings(False)
-        logging.root.handlers[:] = handlers
-        logging.root.setLevel(level)
-    assert "INFO elastic.agent: node 3" in first
-    assert "from a library" in first and "not shown" not in first
-    assert "cannot be logged: TypeError" in first
-    assert (tmp_path / "logs" / "agent.log").read_text() == first
-
-
-SLOW_LOG = """
-import logging, os, sys, threading
-from pathlib import Path
-from elastic.telemetry import configure_logging
-
-path = Path(sys.argv[1])
-os.mkfifo(path)  # a disk that does not answer: opening works, writing waits for a reader
-reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-configure_logging(path)
-def fail():
-    raise KeyError("node7")
-for number in range(2000):
-    logging.getLogger("elastic").info("%d %s", number, "x" * 200)
-thread = threading.Thread(target=fail, name="replicator")
-thread.start()
-thread.join()
-print("all logged", flush=True)
-os.set_blocking(reader, True)
-with open(reader) as file:
-    found = [line for line in (file.readline() for _ in range(2002)) if "has ended" in line]
-print(found[0].partition("ERROR")[2], flush=True)
-file = None
-os._exit(0)
-"""
-
-
-def test_nobody_waits_for_the_disk_of_the_log(tmp_path: Path) -> None:
-    """The log holds more than a pipe. A thread that ends by an exception is named in it."""
-    command = [sys.executable, "-c", SLOW_LOG, str(tmp_path / "log")]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, check=False, timeout=LONG_S
-    )
-    assert "all logged" in done.stdout, done.stderr
-    assert "the thread replicator has ended by an error" in done.stdout

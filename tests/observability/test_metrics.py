@@ -28,6 +28,7 @@ from elastic import metrics
 from elastic.agent.metrics import GAUGES, AgentMetrics
 from elastic.config import JobConfig
 from elastic.coordinator.metrics import CoordinatorMetrics, CoordinatorStatus
+from elastic.coordinator.waiting import Stall
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job import quarantine
 from elastic.core.job import state as job
@@ -40,6 +41,7 @@ from elastic.launcher.flags.certs import make_certificates
 from elastic.metrics import discovery, new_registry, serve
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.tls import CA, CERT, KEY
+from elastic.store.interface import Conflict, StoreUnavailable
 from tests.observability.tools import DASHBOARD, ROOT, RULES
 from tests.patience import LONG_S
 
@@ -288,6 +290,39 @@ def test_gauges_tell_the_state() -> None:
     assert found["elastic_node_silence_seconds{node=a}"] == 5.0
     assert found["elastic_protection_pending_seconds"] == 4.0
     assert (found["elastic_coordinator_term"], found["elastic_coordinator_queue_length"]) == (3, 7)
+
+
+def test_stalls_late_records_and_a_lost_store_are_gauges() -> None:
+    metrics = CoordinatorMetrics("job", lambda: 100.0)
+    stall = Stall("halting", "a to halt", 30.0)
+    status = CoordinatorStatus(
+        RUNNING,
+        True,
+        stall=stall,
+        store_away_s=4.0,
+        records_unwritten=3,
+        records_late_s=9.0,
+        records_dropped=2,
+    )
+    metrics.lead(lambda: status)
+    found = values(metrics.registry)
+    assert found["elastic_stalled_seconds{phase=halting,reason=a to halt}"] == 70.0
+    assert found["elastic_store_away_seconds"] == 4.0
+    assert found["elastic_records_unwritten"] == 3 and found["elastic_records_late_seconds"] == 9.0
+    assert found["elastic_records_dropped_total"] == 2
+    well = values(coordinator(RUNNING).registry)
+    assert well["elastic_stalled_seconds{phase=running,reason=}"] == 0
+    assert well["elastic_store_away_seconds"] == well["elastic_records_late_seconds"] == 0
+
+
+def test_a_standby_that_does_not_reach_the_store_says_so() -> None:
+    now = [50.0]
+    metrics = CoordinatorMetrics("job", lambda: now[0])
+    metrics.standing_by(StoreUnavailable("no answer"))
+    now[0] = 70.0
+    assert values(metrics.registry)["elastic_store_away_seconds"] == 20.0
+    metrics.standing_by(Conflict("another one leads"))
+    assert values(metrics.registry)["elastic_store_away_seconds"] == 0.0
 
 
 def test_rejected_messages_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -23,8 +24,11 @@ from tests.observability.tools import (
     need,
     prometheus,
     scrape,
+    signal_node,
     until,
 )
+from tests.patience import LONG_S
+from tests.store.etcds import etcd
 
 LOST = "elastic_nodes_lost_total{job='%s', reason='closed'}"
 WINDOWS = {"$__rate_interval": "20s", "$__range": "10m"}
@@ -79,6 +83,60 @@ def test_a_killed_node_is_seen(tmp_path: Path) -> None:
             for panel, query in queries(name):
                 until(lambda q=query: server.finite(q, began), f"{panel} has data: {query}")  # type: ignore[misc]
             figures_are_right(server, name, run_dir, killed)
+
+
+@pytest.mark.slow
+def test_a_job_that_stalls_pages_with_its_reason(tmp_path: Path) -> None:
+    """Both nodes hang. Before, nothing that asks for somebody fires."""
+    need("prometheus")
+    nodes = ("node0", "node1")
+    with (
+        job(tmp_path / "job", "--nnodes", "2") as run_dir,
+        prometheus(tmp_path / "prometheus", run_dir) as server,
+    ):
+        until(lambda: len(events(run_dir, "step")) > 20, "the job trains", 2 * LONG_S)
+        until(lambda: value(server, "elastic_steps_total") > 20, "its steps are scraped")
+        assert value(server, "elastic_stalled_seconds") == 0
+        assert not {"Stalled", "Paused", "StoreLost", "RecordsLate", "Failed"} & alerts(server)
+        for node in nodes:
+            signal_node(run_dir, node, signal.SIGSTOP)
+        try:
+            query = 'ALERTS{alertname="ElasticStalled", alertstate="firing"}'
+            fires = until(lambda: labels(server, query), "the alert fires", 3 * LONG_S)
+        finally:
+            for node in nodes:
+                signal_node(run_dir, node, signal.SIGCONT)
+        assert fires["severity"] == "critical" and fires["reason"], fires
+        assert fires["phase"] in ("running", "halting"), fires
+
+
+@pytest.mark.slow
+def test_an_etcd_that_loses_its_quorum_pages(tmp_path: Path) -> None:
+    """One member of three is killed, then a second one, beside a job that keeps its state there."""
+    need("prometheus")
+    with etcd(tmp_path / "etcd", 3) as cluster:
+        places = [member.endpoint for member in cluster.members]
+        with (
+            job(tmp_path / "job", "--nnodes", "2", "--store", cluster.url) as run_dir,
+            prometheus(tmp_path / "prometheus", run_dir, places) as server,
+        ):
+            until(lambda: events(run_dir, "step"), "the job trains", 2 * LONG_S)
+            until(lambda: value(server, "sum(etcd_server_has_leader)") == 3, "all have a leader")
+            used = "max(etcd_mvcc_db_total_size_in_bytes / etcd_server_quota_backend_bytes)"
+            assert 0 < value(server, used) < 0.8
+            until(lambda: value(server, "elastic_store_away_seconds") == 0, "it is scraped")
+            watched = {"EtcdFewMembers", "EtcdNoLeader", "EtcdSpace", "StoreLost"}
+            assert not watched & alerts(server)
+            cluster.members[0].kill()
+            until(lambda: "EtcdFewMembers" in alerts(server), "the first alert", 2 * LONG_S)
+            cluster.members[1].kill()
+            until(lambda: {"EtcdNoLeader", "StoreLost"} <= alerts(server), "others", 3 * LONG_S)
+
+
+def labels(server: Prometheus, query: str) -> dict[str, str]:
+    """The labels of the first result; {}: there is none."""
+    result = (server.ask("query", query=query) or {"result": ()})["result"]
+    return dict(result[0]["metric"]) if result else {}
 
 
 def jobs(server: Prometheus) -> list[str]:

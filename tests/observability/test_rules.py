@@ -10,6 +10,7 @@ import yaml
 
 from tests.observability.tools import RULES, need
 
+FIRING = 'ALERTS{alertname="ElasticStalled", alertstate="firing"}'
 Series = dict[str, str]
 """Series: values, a minute apart, in promtool's notation."""
 STEADY = "x61"
@@ -22,6 +23,17 @@ WELL: Series = {
     'elastic_job_phase{job="j", phase="running"}': "1+0" + STEADY,
     'elastic_job_phase{job="j", phase="paused"}': "0+0" + STEADY,
     'elastic_job_phase{job="j", phase="failed"}': "0+0" + STEADY,
+    'elastic_stalled_seconds{job="j", phase="running", reason=""}': "0+0" + STEADY,
+    'elastic_store_away_seconds{job="j", instance="coordinator"}': "0+0" + STEADY,
+    'elastic_records_late_seconds{job="j", instance="coordinator"}': "0+0" + STEADY,
+    'elastic_records_dropped_total{job="j", instance="coordinator"}': "0+0" + STEADY,
+    'up{job="j", instance="etcd-0", role="etcd"}': "1+0" + STEADY,
+    'up{job="j", instance="etcd-1", role="etcd"}': "1+0" + STEADY,
+    'up{job="j", instance="etcd-2", role="etcd"}': "1+0" + STEADY,
+    'etcd_server_has_leader{job="j", instance="etcd-0", role="etcd"}': "1+0" + STEADY,
+    'etcd_server_has_leader{job="j", instance="etcd-1", role="etcd"}': "1+0" + STEADY,
+    'etcd_mvcc_db_total_size_in_bytes{job="j", instance="etcd-0", role="etcd"}': "30+0" + STEADY,
+    'etcd_server_quota_backend_bytes{job="j", instance="etcd-0", role="etcd"}': "100+0" + STEADY,
     'elastic_steps_total{job="j"}': "0+10" + STEADY,
     'elastic_steps_lost_total{job="j"}': "0+0" + STEADY,
     'elastic_node_seconds_total{job="j", use="useful"}': "0+95" + STEADY,
@@ -65,7 +77,15 @@ ILL: dict[str, Series] = {
         + STEADY
     },
     "NoProgress": {"elastic_steps_total": "0+10x30 300x31"},
-    "Paused": {'elastic_job_phase{job="j", phase="paused"}': "0x50 1x11"},
+    "Stalled": {
+        'elastic_stalled_seconds{job="j", phase="halting", reason="b to halt"}': "_x56 20+60x4"
+    },
+    "Paused": {'elastic_stalled_seconds{job="j", phase="paused", reason="a plan"}': "_x56 20+60x4"},
+    "StoreLost": {"elastic_store_away_seconds": "0x55 10+60x5"},
+    "EtcdNoLeader": {"etcd_server_has_leader": "1x55 0x6"},
+    "EtcdFewMembers": {'up{job="j", instance="etcd-2", role="etcd"}': "1x50 0x11"},
+    "EtcdSpace": {"etcd_mvcc_db_total_size_in_bytes": "90+0" + STEADY},
+    "RecordsLate": {"elastic_records_late_seconds": "0x55 10+60x5"},
     "Failed": {'elastic_job_phase{job="j", phase="failed"}': "0x55 1x6"},
     "LowGoodput": {'elastic_node_seconds_total{job="j", use="lost"}': "0+60" + STEADY},
     "StepsLost": {"elastic_steps_lost_total": "0x50 3x11"},
@@ -98,12 +118,17 @@ ILL: dict[str, Series] = {
 """Alert: series that differ from a healthy job, by full name or, where there is one, by metric."""
 
 
-def series(changes: Series) -> list[dict[str, str]]:
+def changed(changes: Series) -> Series:
+    """The series of a job that is well, with changes by full name or by metric."""
     found = dict(WELL)
     for name, values in changes.items():
         known = [one for one in WELL if one == name or one.partition("{")[0] == name]
         found.update(dict.fromkeys(known or [name], values))
-    return [{"series": name, "values": values} for name, values in found.items()]
+    return found
+
+
+def series(changes: Series) -> list[dict[str, str]]:
+    return [{"series": name, "values": values} for name, values in changed(changes).items()]
 
 
 def case(changes: Series, alert: str, fires: bool) -> dict[str, Any]:
@@ -117,6 +142,46 @@ def case(changes: Series, alert: str, fires: bool) -> dict[str, Any]:
     return {"interval": "1m", "input_series": series(changes), "promql_expr_test": [test]}
 
 
+def test_lost_records_are_an_alert_too(tmp_path: Path) -> None:
+    need("promtool")
+    lost = {"elastic_records_dropped_total": "0x55 3x6"}
+    tests = [case(lost, "ElasticRecordsLate", True)]
+    told = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}
+    assert promtool(tmp_path, told) == ""
+
+
+def test_a_stall_pages_within_two_minutes_with_its_reason(tmp_path: Path) -> None:
+    """Prometheus scrapes and evaluates every 15 s, as in the shipped configuration. The stall
+    begins right after a scrape."""
+    need("promtool")
+    reason = "node1 to halt for epoch 3 (node2 lost: silent)"
+    stalled = f'elastic_stalled_seconds{{job="j", phase="halting", reason="{reason}"}}'
+    test = {
+        "interval": "15s",
+        "input_series": [{"series": stalled, "values": "14+15x20"}],
+        "alert_rule_test": [
+            {"eval_time": "45s", "alertname": "ElasticStalled", "exp_alerts": []},
+        ],
+        "promql_expr_test": [
+            {
+                "expr": f"count by (reason) ({FIRING})",
+                "eval_time": "105s",
+                "exp_samples": [{"labels": f'{{reason="{reason}"}}', "value": 1}],
+            }
+        ],
+    }
+    told = {"rule_files": [str(RULES)], "evaluation_interval": "15s", "tests": [test]}
+    assert promtool(tmp_path, told) == ""
+
+
+def promtool(folder: Path, tests: dict[str, Any]) -> str:
+    """Run tests of rules; return the errors, or ""."""
+    (folder / "tests.yml").write_text(yaml.safe_dump(tests))
+    command = ["promtool", "test", "rules", str(folder / "tests.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
 def test_every_alert_fires_when_it_should(tmp_path: Path) -> None:
     need("promtool")
     rules = [
@@ -128,7 +193,4 @@ def test_every_alert_fires_when_it_should(tmp_path: Path) -> None:
     tests = [case({}, "Elastic.*", False)]
     tests += [case(changes, f"Elastic{name}", True) for name, changes in ILL.items()]
     told = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}
-    (tmp_path / "tests.yml").write_text(yaml.safe_dump(told))
-    command = ["promtool", "test", "rules", str(tmp_path / "tests.yml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert promtool(tmp_path, told) == ""

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,8 +83,9 @@ class Prometheus:
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, run_dir: Path) -> Iterator[Prometheus]:
-    """A server with the shipped rules and configuration, which scrapes the processes of `run_dir`.
+def prometheus(folder: Path, run_dir: Path, etcd: Sequence[str] = ()) -> Iterator[Prometheus]:
+    """A server with the shipped rules and configuration, which scrapes the processes of `run_dir`,
+    and members of etcd at these addresses as those of the job `etcd`.
 
     It scrapes every two seconds; a scrape fails after the same time.
     """
@@ -97,6 +98,16 @@ def prometheus(folder: Path, run_dir: Path) -> Iterator[Prometheus]:
     config["rule_files"] = [str(RULES)]
     (discovery,) = config["scrape_configs"][0]["file_sd_configs"]
     discovery |= {"files": [str(run_dir / "metrics" / "*.json")], "refresh_interval": "1s"}
+    labels = {"job": "etcd", "role": "etcd"}
+    targets = [{"targets": [address], "labels": labels} for address in etcd]
+    config["scrape_configs"].append({"job_name": "etcd", "static_configs": targets})
+    with started(folder, config) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def started(folder: Path, config: dict[str, Any]) -> Iterator[Prometheus]:
+    """A server with this configuration, which answers."""
     folder.mkdir()
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     found = Prometheus(f"127.0.0.1:{free_port()}")
@@ -152,6 +163,11 @@ def job(folder: Path, *flags: str) -> Iterator[Path]:
 
 def kill_node(run_dir: Path, node: str) -> None:
     """SIGKILL to an agent and its workers."""
+    signal_node(run_dir, node, signal.SIGKILL)
+
+
+def signal_node(run_dir: Path, node: str, number: signal.Signals) -> None:
+    """Send a signal to an agent and its workers."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
@@ -160,7 +176,7 @@ def kill_node(run_dir: Path, node: str) -> None:
                 and "--node" in words
                 and words[words.index("--node") + 1] == node
             ):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, number)
                 return
     raise AssertionError(f"no agent of {node}")
 

@@ -4,6 +4,8 @@
     --redirects    log file only
     --tee          log file, and the console line by line with a prefix
 
+With --log-format json each line on the console is a JSON line of the logger `script`.
+
 One thread per group of workers reads output that goes to both places, a second one writes it to the
 log files, and the threads of `Console` print it. With `--redirects` a worker writes to the log file
 itself. On a disk that is full or hangs the log file loses lines, and so does a console that nobody
@@ -19,20 +21,27 @@ import selectors
 import string
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from elastic.agent.workers.last_error import printed_error, recorded_error
 from elastic.background import BackgroundReading
 from elastic.config import STDERR, STDOUT, JobConfig
 from elastic.console import ROOM_S, STALL_S, BoundedWriter, Console
+from elastic.logs import FILE_MODE, LogSource, RotatingFile
 
 log = logging.getLogger("elastic.agent")
 _CHUNK_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 16
 _LAST_BYTES = 1 << 15
+LOG_BYTES, LOG_FILES = 64 << 20, 4
+"""Largest size of stdout.log and stderr.log, and the number of files that are kept of each. A file
+that the worker itself writes (--redirects) is not limited."""
+SCRIPT_LOGGER = "script"
+"""Logger of the worker's output, where it is printed as JSON lines."""
+_STREAMS = {STDOUT: "stdout", STDERR: "stderr"}
 UNCAUGHT = 1
 """Exit code of Python after an error that nobody caught."""
 LAST_OUTPUT_S = 0.5
@@ -43,12 +52,14 @@ LAST_OUTPUT_S = 0.5
 class _Pipe:
     """Copies one pipe of a worker to `log` and to one stream of the console."""
 
-    log: IO[bytes]
+    log: RotatingFile
     writer: BoundedWriter
     """Its thread writes to `log`."""
     console: Console
     stream: int
-    prefix: bytes
+    line: Callable[[bytes], bytes] | None
+    """Returns a line, given without its end, as it is printed; None: output is printed
+    unchanged."""
     rest: bytes = field(default=b"")
     """The last, unfinished line."""
     last: bytes = b""
@@ -68,17 +79,17 @@ class _Pipe:
     def feed(self, data: bytes) -> None:
         self.last = (self.last + data)[-_LAST_BYTES:]
         self._keep(data)
-        if not self.prefix:
+        if self.line is None:
             return self.console.put(self.stream, data)
         *lines, self.rest = (self.rest + data).split(b"\n")
         if len(self.rest) > _LONGEST_LINE_BYTES:
             lines, self.rest = [*lines, self.rest], b""
         if lines:
-            self.console.put(self.stream, b"".join(self.prefix + line + b"\n" for line in lines))
+            self.console.put(self.stream, b"".join(map(self.line, lines)))
 
     def end(self) -> None:
-        if self.rest:
-            self.console.put(self.stream, self.prefix + self.rest + b"\n")
+        if self.rest and self.line is not None:
+            self.console.put(self.stream, self.line(self.rest))
         self.ended.set()
 
     def close(self) -> None:
@@ -189,19 +200,25 @@ class Output:
                     log.warning("%s lacks its last %d bytes", pipe.log.name, missing)
 
     def _route(self, path: Path, local_rank: int, bit: int, names: dict[str, str]) -> int:
-        config, log = self._config, path.open("ab", buffering=0)
+        config = self._config
         tee, redirect = (
             values[local_rank % len(values)] & bit for values in (config.tee, config.redirects)
         )
         hidden = bool(config.local_ranks_filter) and local_rank not in config.local_ranks_filter
         if hidden or (redirect and not tee):
-            descriptor = os.dup(log.fileno())
-            log.close()
-            return descriptor
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            return os.open(path, flags, FILE_MODE)
+        log = RotatingFile(path, LOG_BYTES, LOG_FILES)
         read, write = os.pipe()
         os.set_blocking(read, False)
-        prefix = string.Template(config.log_line_prefix).substitute(names).encode() if tee else b""
-        pipe = _Pipe(log, self._writer, self._console, bit, prefix)
+        line: Callable[[bytes], bytes] | None = None
+        if self._console.source is not None:
+            line = partial(_json_line, self._console.source, _STREAMS[bit], int(names["rank"]))
+            bit = STDOUT
+        elif tee:
+            prefix = string.Template(config.log_line_prefix).substitute(names).encode()
+            line = partial(_prefixed, prefix)
+        pipe = _Pipe(log, self._writer, self._console, bit, line)
         self._selector.register(read, selectors.EVENT_READ, pipe)
         self._pipes[path] = pipe
         return write
@@ -238,6 +255,15 @@ class Output:
     def _close_files(self) -> None:
         for pipe in self._pipes.values():
             pipe.close()
+
+
+def _prefixed(prefix: bytes, line: bytes) -> bytes:
+    return prefix + line + b"\n"
+
+
+def _json_line(source: LogSource, stream: str, rank: int, line: bytes) -> bytes:
+    text = line.decode(errors="replace")
+    return source.line(text, logger=SCRIPT_LOGGER, stream=stream, rank=rank)
 
 
 def _end_of(path: Path) -> bytes:

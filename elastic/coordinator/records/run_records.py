@@ -70,6 +70,9 @@ class RetryingEventLog:
         self._log: EventLog | None = None
         self._failures, self._failed_at, self._closed = 0, 0.0, False
         self._given_up, self._former = False, former
+        self._late_since, self.dropped = 0.0, 0
+        """Time since which an event is not on disk; 0: all are. Number of events that were dropped
+        for ever."""
         self._post(self.write)
 
     def append(self, kind: str, fields: Mapping[str, Any], at: float | None = None) -> None:
@@ -94,6 +97,17 @@ class RetryingEventLog:
         """Whether events are not written yet."""
         return bool(self._unwritten)
 
+    @property
+    def unwritten(self) -> int:
+        """Number of events that wait for the disk."""
+        return len(self._unwritten)
+
+    @property
+    def late_s(self) -> float:
+        """Seconds for which the oldest event has waited for the disk; 0: all are written."""
+        since = self._late_since
+        return time.monotonic() - since if since else 0.0
+
     def give_up(self) -> None:
         """Write no further line, because another coordinator may write them now."""
         self._given_up = True
@@ -114,6 +128,9 @@ class RetryingEventLog:
         except OSError as error:
             self._failed(error)
         else:
+            with self._lock:
+                if not self._unwritten:
+                    self._late_since = 0.0
             if self._failures:
                 self._recovered()
 
@@ -162,9 +179,11 @@ class RetryingEventLog:
         with self._lock:
             self._unwritten.append(line)
             self._nbytes += len(line)
+            self._late_since = self._late_since or time.monotonic()
             while self._nbytes > self._kept_bytes:
                 self._nbytes -= len(self._unwritten.popleft())
                 self._dropped += 1
+                self.dropped += 1
 
     def _failed(self, error: OSError) -> None:
         self._release()  # opening the file again repairs a partial line
@@ -213,6 +232,21 @@ class RunRecords:
         """Set when the records of the end are written, or were refused."""
         draft = partial(replace_file, self._draft, " " * DRAFT_BYTES)
         self._disk.post(partial(try_write, self._draft, draft))
+
+    @property
+    def unwritten(self) -> int:
+        """Number of events that wait for the disk."""
+        return self._events.unwritten
+
+    @property
+    def late_s(self) -> float:
+        """Seconds for which the oldest event has waited for the disk; 0: all are written."""
+        return self._events.late_s
+
+    @property
+    def dropped(self) -> int:
+        """Number of events that the event log lacks for ever."""
+        return self._events.dropped
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the disk has taken all records so far, or refused them; return whether it did

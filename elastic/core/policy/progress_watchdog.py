@@ -116,6 +116,8 @@ SPIN_SHARE = 0.1
 without progress."""
 LAST_STEP_FACTOR = 10
 """Factor on the bound when all steps are done, and the last checkpoint is written."""
+MAX_NAMED = 3
+"""Number of nodes that the reason of a stall names."""
 NO_FAILURE = (
     CauseKind.START,
     CauseKind.LOST,
@@ -717,6 +719,25 @@ def _common_failure(state: JobState) -> str:
 
 
 # ---- for people ----
+
+
+def quiet(state: JobState, now: float) -> tuple[float, str] | None:
+    """Return the time since which no node for which the job waits shows a sign of progress, and
+    what is known about these nodes; None: it waits for none."""
+    awaited = _awaited(state, now)
+    if not awaited:
+        return None
+    found = {node: why for node in awaited if (why := _evidence(state, node, now))}
+    oldest = min(awaited, key=lambda node: (sign_at(state, node), node))
+    found = found or _suspects(state, awaited, oldest)
+    text = "; ".join(f"{node}: {why}" for node, why in sorted(found.items())[:MAX_NAMED])
+    return max(state.watch.since, *(sign_at(state, node) for node in awaited)), text
+
+
+def is_troubled(state: JobState) -> bool:
+    """Return whether a stall was acted on, or several epochs failed, since the last finished
+    step."""
+    return state.watch.stalls > 0 or state.watch.attempts > 1
 
 
 def attention(state: JobState) -> str:

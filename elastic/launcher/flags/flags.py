@@ -99,6 +99,8 @@ TORCHRUN = (
 )
 
 OURS = (
+    flag("--log-format", type=Choice(["text", "json"]), default="text",
+         help="console lines: text, or JSON objects with level, job, node and epoch"),
     flag("--run-dir", type=FOLDER,
          help="directory of this run (default ./runs/TIME-ID; ./runs/latest points at it)"),
     flag("--backup", type=BACKUP, default="auto",

@@ -35,8 +35,8 @@ ETCD_BACKENDS = ("etcd", "etcd-v2")
 """torchrun's backends whose --rdzv-endpoint is etcd's address, not the coordinator's."""
 # fmt: off
 SAME_NAME = (
-    "compress", "coordinators", "max_restarts", "metrics_host", "pipelines", "preflight", "role",
-    "schedule", "verify_every", "virtual_local_rank",
+    "compress", "coordinators", "log_format", "max_restarts", "metrics_host", "pipelines",
+    "preflight", "role", "schedule", "verify_every", "virtual_local_rank",
 )
 # fmt: on
 """Flags that are fields of JobConfig under the same name."""

@@ -102,7 +102,11 @@ class AgentHost:
         files |= {str(path.relative_to(logs)): path for path in others}
         for name, path in files.items():
             offset = offsets.get(name, 0)
+            if path.suffix[1:].isdigit():  # a full file, which was sent under its former name
+                continue
             with contextlib.suppress(OSError):  # a directory, or just removed
+                if path.stat().st_size < offset:  # a new file was begun
+                    offset = 0
                 if path.stat().st_size > offset and left > 0 and path.is_file():
                     with path.open("rb") as file:
                         file.seek(offset)

@@ -194,6 +194,7 @@ class ClusterSupervisor(Supervisor):
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("r+b" if path.exists() else "wb") as file:
+                file.truncate(offset)  # 0 for a new file, after the former one was full
                 file.seek(offset)
                 file.write(data)
             if name == CONSOLE.format(node=agent.name):

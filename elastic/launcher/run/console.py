@@ -6,12 +6,13 @@ and no method here waits for it, except `close`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from elastic.config import STDERR, STDOUT
@@ -63,9 +64,6 @@ class ProgressLines:
     A restarted coordinator repeats its last steps; they are not printed again.
     """
 
-    output: int | None = None
-    """Descriptor for the agents' output; None: they inherit the streams of this process."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         self._phase = ""
@@ -96,6 +94,12 @@ class ProgressLines:
     def remind(self, text: str) -> None:
         """Print what the job is doing."""
         self.note(text)
+
+    @contextlib.contextmanager
+    def output_of(self, name: str) -> Iterator[int | None]:
+        """Yield the descriptor for the output of the agent `name`, while it is being started; None:
+        it inherits the streams of this process."""
+        yield None
 
     def put(self, data: bytes) -> None:
         """Print output of an agent that has no descriptor."""
@@ -136,8 +140,8 @@ class ProgressBar:
         self._lock = threading.Lock()
         """Guards the bar and the last, unfinished line; never held while the terminal prints."""
         self._rest, self._closing = b"", False
-        self._pipe, self.output = os.pipe()
-        """`output`: descriptor for the agents' standard output and error."""
+        self._pipe, self._output = os.pipe()
+        """`_output`: descriptor for the agents' standard output and error."""
         self._passed = 0
         """Number of chunks of output that were passed on."""
         self._relay = threading.Thread(target=self._pass_on, name="console", daemon=True)
@@ -167,6 +171,11 @@ class ProgressBar:
         with self._lock:
             self._bar.refresh(nolock=True)
 
+    @contextlib.contextmanager
+    def output_of(self, name: str) -> Iterator[int]:
+        """Yield the descriptor for the output of the agent `name`, while it is being started."""
+        yield self._output
+
     def put(self, data: bytes) -> None:
         """Print output of agents, as many whole lines as there are."""
         with self._lock:
@@ -178,7 +187,7 @@ class ProgressBar:
         """Print the rest of the output, for a limited time. A process that outlives the job may
         hold the pipe open, so this also ends when nothing comes for `QUIET_S`."""
         until = time.monotonic() + LAST_OUTPUT_S
-        os.close(self.output)
+        os.close(self._output)
         self._closing, passed = True, -1
         while self._relay.is_alive() and passed != self._passed and time.monotonic() < until:
             passed = self._passed
@@ -216,7 +225,7 @@ def _make_bar(file: _Terminal) -> tqdm[Any]:
 
 
 def make_view() -> ProgressBar | ProgressLines:
-    """Return a bar if both standard output and error are terminals, else lines."""
+    """Return a bar if both standard output and error are terminals, else lines of text."""
     console, streams = Console(program="elastic"), (sys.stderr, sys.stdout)
     terminal = all(stream is not None and stream.isatty() for stream in streams)
     return ProgressBar(console) if terminal else ProgressLines(console)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +18,7 @@ from elastic.config import JobConfig
 from elastic.domain.errors import EXIT_INCOMPATIBLE, describe
 from elastic.launcher.run.event_tail import read_object
 from elastic.launcher.run.metrics_endpoint import metrics_flag
+from elastic.logs import FILE_MODE
 from elastic.telemetry import read_last_words
 
 log = logging.getLogger(__name__)
@@ -48,8 +50,10 @@ class Child:
         lifeline: int,
         stdout: int | IO[bytes] | None,
         variables: Mapping[str, str] | None = None,
+        errors: IO[bytes] | None = None,
     ) -> None:
-        """Run `python -m module args...`; `stdout` gets both output streams (None: inherited).
+        """Run `python -m module args...`; `stdout` gets both output streams (None: inherited), or
+        only the first if `errors` gets the second.
 
         `variables` are added to the environment.
         `lifeline` is the read end of a pipe; only this process holds its write end. The child ends
@@ -62,7 +66,7 @@ class Child:
             env={**os.environ, **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
-            stderr=subprocess.STDOUT if stdout is not None else None,
+            stderr=errors or (subprocess.STDOUT if stdout is not None else None),
             start_new_session=True,
             pass_fds=(lifeline,),
         )
@@ -131,11 +135,13 @@ class Coordinators:
         addresses: tuple[str, ...],
         lifeline: int,
         note: Callable[[str], object],
+        output_of: Callable[[str], AbstractContextManager[int | None]] = lambda name: nullcontext(),
     ) -> None:
-        """`note(line)` prints a line for the user."""
+        """`note(line)` prints a line for the user. `output_of(name)` gives the descriptor for the
+        standard output of a coordinator, while it is being started; None: it goes to a file."""
         self._config, self._path = config, Path(config.run_dir)
         self._module, self.addresses = module, addresses
-        self._lifeline, self._note = lifeline, note
+        self._lifeline, self._note, self._output_of = lifeline, note, output_of
         self._children: dict[int, Child] = {}
         self._restart_at: dict[int, float] = {}
         self._pauses_s: dict[int, float] = {}
@@ -194,8 +200,15 @@ class Coordinators:
         args += ["--slot", str(slot)] if slot else []
         args += metrics_flag(self._config, slot)
         name = _name(slot)
-        with (self._path / "logs" / f"{name}.out").open("ab") as out:
-            self._children[slot] = Child(name, self._module, args, self._lifeline, out)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        path = self._path / "logs" / f"{name}.out"
+        with (
+            os.fdopen(os.open(path, flags, FILE_MODE), "ab") as out,
+            self._output_of(name) as output,
+        ):
+            stdout = out if output is None else output
+            child = Child(name, self._module, args, self._lifeline, stdout, None, out)
+        self._children[slot] = child
         self._started_at[slot] = time.monotonic()
 
     def _start_again(self, slot: int) -> None:

@@ -41,16 +41,20 @@ from elastic.launcher.run.console import (
     EVENT_LINES,
     Entry,
     NoteHandler,
+    ProgressBar,
+    ProgressLines,
     event_line,
     make_view,
     recorded_at,
 )
 from elastic.launcher.run.event_tail import Follower, read_object
 from elastic.launcher.run.injected import LauncherFaults, missed_faults
+from elastic.launcher.run.json_lines import LOGGER, json_view
 from elastic.launcher.run.metrics_endpoint import check_free, first_agent, metrics_flag
 from elastic.launcher.run.processes import Child, Coordinators
 from elastic.launcher.run.rundir import RunDir, free_port
 from elastic.launcher.run.wait_lines import WaitLines, sentence
+from elastic.logs import source_of
 from elastic.reminder import EVERY_S, Reminder
 from elastic.rpc.control.connection_errors import explained
 from elastic.rpc.security import tls
@@ -117,7 +121,12 @@ def _await_store(config: JobConfig) -> None:
             now = time.monotonic()
             if reminder.is_due(now):
                 line = sentence(f"the store: {why}", now - began, "the coordinator waits")
-                print(f"elastic: {line} until it answers", file=sys.stderr, flush=True)
+                text = f"{line} until it answers"
+                source = source_of(config, "coordinator")
+                if source is None:
+                    print(f"elastic: {text}", file=sys.stderr, flush=True)
+                else:
+                    print(source.note(text, LOGGER).decode(), end="", flush=True)
         time.sleep(STORE_PAUSE_S)
 
 
@@ -146,6 +155,14 @@ def _is_taken(address: str) -> bool:
         return address_state(address) is AddressState.TAKEN
     except FieldError:  # the coordinator says so itself
         return False
+
+
+def _label(request: Request) -> str:
+    """Return the node in the JSON lines of the launcher: its own, or coordinator; a launcher of
+    several nodes is none of them."""
+    if len(request.nodes) > 1:
+        return "launcher"
+    return request.nodes[0] if request.nodes else "coordinator"
 
 
 def agent_args(config: JobConfig, node: str, index: int, coordinator: str, host: str) -> list[str]:
@@ -178,14 +195,25 @@ class Supervisor:
         """`coordinator`: addresses of all coordinators; `hosted`: of those that run here."""
         self._request, self._config, self._path = request, run_dir.config, run_dir.path
         self._address, self._hosting, self._host = coordinator, bool(hosted), host
-        self._view = make_view()
+        source = source_of(self._config, _label(request))
+        self._view: ProgressBar | ProgressLines
+        if source is None:
+            self._view, outputs = make_view(), {}
+        else:
+            lines = json_view(source)
+            self._view, outputs = lines, {"output_of": lines.output_of}
         self._lifeline = os.pipe()
         self._faults = LauncherFaults(self._config)
         self._progress = Follower(self._path / "progress.jsonl")
         self._events = Follower(self._path / "events.jsonl")
         self._waits = WaitLines(self._path, hosted)
         self._coordinators = Coordinators(
-            self._config, request.services[0], hosted, self._lifeline[0], self._view.note
+            self._config,
+            request.services[0],
+            hosted,
+            self._lifeline[0],
+            self._view.note,
+            **outputs,
         )
         self._agents: list[Child] = []
         self._refusals: dict[tuple[Any, Any], float] = {}
@@ -236,9 +264,9 @@ class Supervisor:
         module, config = self._request.services[1], self._config
         gpus = node_environment(index, config.nproc_per_node, os.environ)
         variables = gpus if config.standalone else {}
-        self._agents.append(
-            Child(node, module, args, self._lifeline[0], self._view.output, variables)
-        )
+        with self._view.output_of(node) as output:
+            child = Child(node, module, args, self._lifeline[0], output, variables)
+        self._agents.append(child)
 
     # ---- watching ----
 

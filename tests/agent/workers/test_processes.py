@@ -36,6 +36,7 @@ from elastic.core.node.node import ProcessSample
 from elastic.core.protocol.fault_spec import load_faults, parse_fault
 from elastic.core.protocol.messages import Launch
 from elastic.domain.types import NodeInfo
+from elastic.logs import LogSource
 from tests.disks import fill, small_disk
 from tests.launcher.helpers import gone, wait_until
 from tests.patience import LONG_S
@@ -355,6 +356,28 @@ def test_console_and_log_files(
     for rank in range(config.nproc_per_node):
         assert log(config, rank) == "to out\nno newline"
         assert log(config, rank, "stderr") == "to err\n"
+
+
+def test_lines_of_the_script_are_messages_of_json_lines(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(TALK)
+    console = os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    source, exits = LogSource("demo", "node1"), queue.Queue[WorkerExit]()
+    source.epoch = lambda: 5
+    shown = Console((console, console), source=source)
+    group = WorkerGroup(config, LAUNCH, PLACE, exits.put, shown)
+    group.start()
+    assert group.wait(LONG_S)
+    group.kill()
+    found = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    said = {(one["stream"], one["message"]) for one in found}
+    assert said == {("stdout", "to out"), ("stdout", "no newline"), ("stderr", "to err")}
+    for one in found:
+        assert (one["logger"], one["node"], one["rank"], one["epoch"]) == ("script", "node1", 2, 5)
+    assert log(config, 0) == "to out\nno newline", "the file has what the script printed"
+    for name in ("stdout.log", "stderr.log"):
+        assert (config.log_path("node1", 3, 0) / name).stat().st_mode & 0o777 == 0o600
 
 
 def test_console_that_went_away(make_config: MakeConfig) -> None:

@@ -90,8 +90,9 @@ def test_a_bar_on_a_terminal_that_fails(failing: Console) -> None:
     view = ProgressBar(failing)
     view.update(entry(1, loss=2.5, epoch=1))
     view.note("lost")
-    for _ in range(4):  # more than a pipe holds
-        os.write(view.output, b"a line of a worker\n" * 3000)
+    with view.output_of("node0") as output:
+        for _ in range(4):  # more than a pipe holds
+            os.write(output, b"a line of a worker\n" * 3000)
     view.close()
 
 
@@ -99,9 +100,10 @@ def test_output_is_printed_above_the_bar(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path / "console", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     view = ProgressBar(Console((descriptor, descriptor), "elastic"))
     view.update(entry(4, loss=2.5))
-    os.write(view.output, b"a line of a worker\nhalf")
-    view.note("a note")
-    os.write(view.output, b" a line\nthe last line")
+    with view.output_of("node0") as output:
+        os.write(output, b"a line of a worker\nhalf")
+        view.note("a note")
+        os.write(output, b" a line\nthe last line")
     view.close()
     text = (tmp_path / "console").read_text()
     lines = {line.rpartition("\r")[2].strip() for line in text.split("\n")}
