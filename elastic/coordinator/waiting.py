@@ -17,6 +17,8 @@ LASTING_S = 120.0
 """A script that has not used elastic for this time probably never will."""
 MAX_NAMES = 8
 """Number of nodes that a text names."""
+STORE_FULL = "full (NOSPACE): decisions wait until somebody makes room and ends the alarm"
+"""Text about the store in the answer to `status`."""
 READY = (NodePhase.RUNNING, NodePhase.FINISHED)
 
 
@@ -85,6 +87,17 @@ def standby_wait(error: ElasticError, now: float) -> Waiting:
         return Waiting(f"the store: {error}", now, "a coordinator then leads")
     then = "it leads once that one ends; the coordinator that leads says what the job waits for"
     return Waiting("the lead, which another coordinator has", now, then, lasting=True)
+
+
+def store_wait(store: str, full: bool, since: float) -> Waiting:
+    """Return the wait of decisions for a store that does not take the job's state. `full`: it has
+    no room."""
+    if full:
+        what = f"room in the store {store}, which is full (NOSPACE)"
+        then = "decisions wait until somebody makes room and ends the alarm; workers go on"
+        return Waiting(what, since, then)
+    what = f"the store {store}, which does not take the job's state"
+    return Waiting(what, since, "decisions wait until it does; workers that train go on")
 
 
 def cause_of(change: EpochChange) -> str:

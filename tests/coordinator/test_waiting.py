@@ -20,6 +20,7 @@ from elastic.coordinator.waiting import (
     Waiting,
     names,
     standby_wait,
+    store_wait,
     waiting,
 )
 from elastic.core.coordinator.transitions import SCRIPT_S
@@ -39,7 +40,7 @@ from elastic.core.job.state import (
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo, Pipeline, Plan, Stage, Unit
-from elastic.store.interface import StoreUnavailable
+from elastic.store.interface import StoreFull, StoreUnavailable
 from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
 from tests.store.memory import MemoryStore
@@ -210,3 +211,11 @@ def test_a_standby_says_why_it_does_not_lead(
 def test_a_standby_without_a_store() -> None:
     away = standby_wait(StoreUnavailable("no etcd answers"), NOW)
     assert away == Waiting("the store: no etcd answers", NOW, "a coordinator then leads")
+
+
+def test_a_store_without_room() -> None:
+    full = store_wait("etcd://a:1", full=True, since=NOW)
+    assert full.what == "room in the store etcd://a:1, which is full (NOSPACE)"
+    assert "makes room and ends the alarm" in full.ends
+    away = standby_wait(StoreFull("etcd at etcd://a:1 is full (NOSPACE)"), NOW)
+    assert away.what == "the store: etcd at etcd://a:1 is full (NOSPACE)"
