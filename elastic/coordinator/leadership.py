@@ -21,7 +21,7 @@ from pathlib import Path
 from elastic.background import READ_S, BackgroundReading, ends_within
 from elastic.core.protocol.election import owns_saved_state, retry_s
 from elastic.domain.errors import ElasticError, StaleError
-from elastic.store.interface import Conflict, Lease, Store, StoreUnavailable
+from elastic.store.interface import Conflict, Lease, Store, StoreFull, StoreUnavailable
 
 log = logging.getLogger("elastic.coordinator")
 STATE_KEY, RUN_KEY, OVER_KEY = "job/state", "job/run", "job/over"
@@ -101,6 +101,8 @@ class LeaseKeeper:
         self._renewed, self._closed = time.monotonic(), threading.Event()
         self._failing_since = 0.0
         self._ready_s, self.ready = ready_s, threading.Event()
+        self.full = False
+        """Whether the last renewal has failed because the store has no room."""
         threading.Thread(target=self._run, name="lease", daemon=True).start()
 
     @property
@@ -131,13 +133,16 @@ class LeaseKeeper:
             try:
                 self._store.renew(self._lease, self._now())
                 self._renewed, failures, self._failing_since = began, 0, 0.0
+                self.full = False
             except StaleError as error:
                 if not self._closed.is_set():
                     self._on_lost(error)
                 return
             except ElasticError as error:  # the store is away, which the state saver reports
-                failures += 1
+                failures, self.full = failures + 1, isinstance(error, StoreFull)
                 self._failing_since = self._failing_since or began
+                if failures == 1 and self.full:
+                    log.warning("the lease is not renewed: %s", error)
                 log.info("the lease could not be renewed: %s", error)
             except Exception:  # the thread must not end while this coordinator leads
                 failures += 1

@@ -56,7 +56,15 @@ from elastic.coordinator.records.run_summary import job_entry, plan_entry
 from elastic.coordinator.records.saved_state import read_state
 from elastic.coordinator.records.state_saver import StateSaver
 from elastic.coordinator.session_filter import SessionFilter
-from elastic.coordinator.waiting import Stall, StallWatch, Waiting, standby_wait, waiting
+from elastic.coordinator.waiting import (
+    STORE_FULL,
+    Stall,
+    StallWatch,
+    Waiting,
+    standby_wait,
+    store_wait,
+    waiting,
+)
 from elastic.core.coordinator.transitions import apply_rules, record_event
 from elastic.core.job import checkpoints
 from elastic.core.job import state as job
@@ -306,8 +314,7 @@ class Coordinator:
             return waiting(self._state)
         store = self._config.store.url or f"{self._run_dir}/coordinator.db"
         since = self._clock.now() - self._saver.away_s
-        then = "decisions wait until it does; workers that train go on"
-        return Waiting(f"the store {store}, which does not take the job's state", since, then)
+        return store_wait(store, self._saver.full, since)
 
     def _note_waiting(self) -> None:
         """Record what the job waits for, if that has changed."""
@@ -595,7 +602,9 @@ class Coordinator:
                 self._apply(event)
                 self._decide()
                 answer["phase"] = self._state.phase.value
-            if self._saver.away:
+            if self._saver.full or self._keeper.full:
+                answer["store"] = STORE_FULL
+            elif self._saver.away:
                 answer["store"] = "out of reach: decisions wait"
             query.answer.set_result(answer)
         except Exception as error:  # no request may end the process

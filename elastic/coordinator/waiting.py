@@ -25,6 +25,8 @@ SHORT_S = 10.0
 LATE_MICROBATCHES = 3
 """A job is stalled if no node finishes a micro-batch, or shows another sign of progress, in the
 measured time of so many."""
+STORE_FULL = "full (NOSPACE): decisions wait until somebody makes room and ends the alarm"
+"""Text about the store in the answer to `status`."""
 READY = (NodePhase.RUNNING, NodePhase.FINISHED)
 
 
@@ -157,6 +159,17 @@ def _stall(state: JobState, now: float) -> tuple[float, str] | None:
 def _stall_by_store(state: JobState, store: Waiting) -> tuple[float, str] | None:
     idle = state.phase not in (JobPhase.RUNNING, JobPhase.FINISHED, JobPhase.FAILED)
     return (store.since, store.what) if idle else None
+
+
+def store_wait(store: str, full: bool, since: float) -> Waiting:
+    """Return the wait of decisions for a store that does not take the job's state. `full`: it has
+    no room."""
+    if full:
+        what = f"room in the store {store}, which is full (NOSPACE)"
+        then = "decisions wait until somebody makes room and ends the alarm; workers go on"
+        return Waiting(what, since, then)
+    what = f"the store {store}, which does not take the job's state"
+    return Waiting(what, since, "decisions wait until it does; workers that train go on")
 
 
 def cause_of(change: EpochChange) -> str:

@@ -16,7 +16,8 @@ All methods are thread-safe. `SqliteStore` is the default for one machine, `Etcd
 several machines.
 
 Every method raises `StoreUnavailable` after a bounded time if the store is unreachable or its disk
-is full. The write may or may not have been made. A repeated compare-and-set shows which.
+is full. The write may or may not have been made. A repeated compare-and-set shows which. If etcd
+reports NOSPACE, a write raises the subclass `StoreFull` and was not made.
 `StoreError` means that a retry does not help.
 """
 
@@ -38,6 +39,10 @@ class StoreError(UsageError):
 
 class StoreUnavailable(ElasticError):
     """The store is unreachable or cannot answer now. A retry may help."""
+
+
+class StoreFull(StoreUnavailable):
+    """The store answers, but has no room for a write. A retry helps once somebody made room."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from elastic.coordinator.waiting import (
     Waiting,
     names,
     standby_wait,
+    store_wait,
     waiting,
 )
 from elastic.core.coordinator.transitions import SCRIPT_S
@@ -41,7 +42,7 @@ from elastic.core.job.state import (
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import JobSpec, LayerSpec, NodeInfo, Pipeline, Plan, Stage, Unit
-from elastic.store.interface import StoreUnavailable
+from elastic.store.interface import StoreFull, StoreUnavailable
 from tests.launcher.helpers import wait_until
 from tests.patience import LONG_S
 from tests.store.memory import MemoryStore
@@ -279,3 +280,11 @@ def test_paused_doubting_and_without_a_store() -> None:
     found_stall = watch.look(halting, NOW, store)
     assert found_stall is not None and found_stall.since == 80.0
     assert watch.look(state(JobPhase.FINISHED), NOW) is None
+
+
+def test_a_store_without_room() -> None:
+    full = store_wait("etcd://a:1", full=True, since=NOW)
+    assert full.what == "room in the store etcd://a:1, which is full (NOSPACE)"
+    assert "makes room and ends the alarm" in full.ends
+    away = standby_wait(StoreFull("etcd at etcd://a:1 is full (NOSPACE)"), NOW)
+    assert away.what == "the store: etcd at etcd://a:1 is full (NOSPACE)"

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from tests.kubernetes.network import Network
-from tests.kubernetes.pods import IMAGE_ENVIRONMENT, Pod
+from tests.kubernetes.pods import IMAGE_ENVIRONMENT, Pod, expand
 
 Object = dict[str, Any]
 NAMESPACE = "default"
@@ -76,6 +76,13 @@ class Cluster:
 
     def heal(self, *pods: Pod) -> None:
         self._network.heal(*(pod.space for pod in pods))
+
+    def part(self, pod: Pod, *others: Pod) -> None:
+        """Cut a pod off from some pods only."""
+        self._network.part(pod.space, *(other.space for other in others))
+
+    def unite(self, pod: Pod, *others: Pod) -> None:
+        self._network.unite(pod.space, *(other.space for other in others))
 
     def listening(self, pod: Pod) -> set[int]:
         return self._network.listening(pod.space)
@@ -160,7 +167,7 @@ class Cluster:
             found |= self._find("ConfigMap", source["configMapRef"]["name"])["data"]
         for entry in pod.container.get("env", ()):
             if "value" in entry:
-                found[entry["name"]] = entry["value"]
+                found[entry["name"]] = expand(entry["value"], found)
             else:
                 found[entry["name"]] = _field(pod, entry["valueFrom"]["fieldRef"]["fieldPath"])
         return found

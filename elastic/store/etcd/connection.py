@@ -1,8 +1,18 @@
-"""A connection to an etcd cluster: one member at a time, with a time limit on every call."""
+"""A connection to an etcd cluster: one member at a time, with a time limit on every call.
+
+A member that is cut off from the other members still accepts connections, but it cannot answer
+without a quorum. Every request asks for a member with a leader: an isolated member refuses it at
+once, as soon as it has noticed its isolation, and lets it time out before. In both cases the
+request goes to the next endpoint, and all later requests too. The leading coordinator renews its
+lease every 0.3 s and a standby asks for it every 0.15 s, so isolation is noticed at once. gRPC
+itself leaves a member only when the connection breaks. Therefore the endpoints must name single
+members, not a service that stands for all.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +23,9 @@ import grpc
 
 from elastic.core.protocol.store_spec import StoreSpec
 from elastic.store.etcd.compatibility import load_etcd3
-from elastic.store.interface import StoreError, StoreUnavailable
+from elastic.store.interface import StoreError, StoreFull, StoreUnavailable
 
+log = logging.getLogger(__name__)
 etcd3 = load_etcd3()
 etcdrpc: Any = etcd3.etcdrpc
 """etcd's messages and service stubs."""
@@ -26,6 +37,9 @@ ROUNDS = 2
 """Attempts per member and request. During etcd's own election the first answers are refusals."""
 MAX_BYTES = 64 << 20
 """Largest gRPC message in either direction."""
+REQUIRE_LEADER = ("hasleader", "true")
+"""Metadata with which etcd refuses requests at a member that knows no leader. Without it the
+request waits."""
 
 OPTIONS = (
     ("grpc.enable_http_proxy", 0),
@@ -49,6 +63,8 @@ _REFUSED = (
 _PASSING = ("auth revision", "invalid auth token", "revision in header")
 """Errors with such a code that a new login resolves: etcd restarted or the login expired."""
 _TOO_LARGE = ("too large", "larger than max")
+_FULL = "database space exceeded"
+"""Part of the error of all writes while etcd has the alarm NOSPACE."""
 
 
 class EtcdConnection:
@@ -69,6 +85,8 @@ class EtcdConnection:
         self._lock = threading.Lock()
         self._at, self._closed = 0, False
         self._client: Any = None
+        self._left = ("", "")
+        """Member that failed since the last answer, and its error; the first one if several did."""
 
     @property
     def endpoint(self) -> str:
@@ -78,7 +96,8 @@ class EtcdConnection:
     def call(self, method: str, request: Any) -> Any:
         """Return the answer of `method` of etcd's key-value service.
 
-        Raises StoreUnavailable if no member answers in time, StoreError if etcd refuses.
+        Raises StoreUnavailable if no member answers in time, StoreFull if etcd has no room, and
+        StoreError if etcd refuses.
         """
         end = time.monotonic() + self._patience_s
         failure: Any = None
@@ -92,11 +111,15 @@ class EtcdConnection:
             try:
                 client = self.client()
                 ask = getattr(client.kvstub, method)
-                return ask(request, timeout=min(self._call_s, left), metadata=client.metadata)
+                metadata = (*(client.metadata or ()), REQUIRE_LEADER)
+                answer = ask(request, timeout=min(self._call_s, left), metadata=metadata)
+                self._note_change()
+                return answer
             except grpc.RpcError as error:
                 failure = error
                 self._on_failure()
-                self._drop(client)
+                self._raise_if_full(error)
+                self._drop(client, error)
                 self._raise_if_refused(error)
             except ValueError as error:  # another thread has closed the client
                 failure = error
@@ -117,13 +140,21 @@ class EtcdConnection:
             self._closed = True
             self._close_client()
 
-    def _drop(self, client: Any) -> None:
-        """Close a client that failed (None: it did not connect). The next call uses the next
-        member."""
+    def _drop(self, client: Any, error: Any) -> None:
+        """Close a client that failed (None: it did not connect). The next call of any thread uses
+        the next member, and calls in progress on this client fail and do the same."""
         with self._lock:
             if client is self._client:
+                self._left = self._left if self._left[0] else (self.endpoint, _text(error))
                 self._at += 1
                 self._close_client()
+
+    def _note_change(self) -> None:
+        """Log that another member answers than before."""
+        with self._lock:
+            (left, why), self._left = self._left, ("", "")
+            if left and left != self.endpoint:
+                log.warning("etcd: %s is used instead of %s: %s", self.endpoint, left, why)
 
     def _close_client(self) -> None:
         client, self._client = self._client, None
@@ -150,6 +181,14 @@ class EtcdConnection:
         except OSError as error:
             text = f"store {spec.url}: {error.filename} cannot be read: {error.strerror}"
             raise StoreError(text) from error
+
+    def _raise_if_full(self, error: Any) -> None:
+        """Raise StoreFull for the alarm NOSPACE. All members have it, so the same one stays."""
+        if _FULL in (error.details() or ""):
+            raise StoreFull(
+                f"etcd at {self.spec.url} is full (NOSPACE) and refuses writes; compact and "
+                "defragment it, then run `etcdctl alarm disarm`"
+            ) from error
 
     def _raise_if_refused(self, error: Any) -> None:
         """Raise StoreError if a retry of the request cannot succeed."""

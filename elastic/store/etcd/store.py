@@ -3,6 +3,7 @@
     PREFIX/k/KEY           entry: write id (16 bytes), form (1 byte), value (compressed if shorter)
     PREFIX/l/coordinator   holder of the lease; the revision of this key is the token
     PREFIX/r/coordinator   changed by every renewal of the lease
+    PREFIX/w/coordinator   written by candidates to learn whether a full etcd has room again
 
 - **One write is one transaction.** It compares the revision of the key, and the revision of the
   lease's key with the token. A coordinator that lost its lease cannot write.
@@ -11,6 +12,9 @@
   its own clock (`elastic.core.protocol.election`). A candidate must therefore call `acquire`
   several times in that time. The store ignores the argument `now` of other machines. It does not
   use etcd's own leases; docs/decisions/016-etcd-and-several-coordinators.md says why.
+- **A full etcd** (alarm NOSPACE) answers reads and refuses writes, so renewals stop although a
+  candidate sees the lease. A candidate that met it writes a key of its own first, and begins to
+  observe the lease only when that succeeds: the holder can renew before.
 - **A lost answer** leaves open whether a write was made. The same call repeats the write and
   recognizes the first attempt by its write id. So no write is made twice, and no compare-and-set
   fails because of its own first attempt.
@@ -35,6 +39,7 @@ from elastic.store.interface import (
     Entry,
     Lease,
     StoreError,
+    StoreFull,
     StoreUnavailable,
     check_key,
     check_lease,
@@ -67,8 +72,8 @@ class EtcdStore:
     """Implements `elastic.store.interface.Store` under `prefix` in the etcd cluster of `spec`.
 
     The first call connects. Methods raise StoreError if etcd refuses (password, certificate, value
-    too large), and StoreUnavailable if etcd is unreachable: `call_s` limits one request to one
-    member, `patience_s` limits one request with all its retries.
+    too large), StoreFull if etcd has no room, and StoreUnavailable if etcd is unreachable:
+    `call_s` limits one request to one member, `patience_s` limits one request with all its retries.
     """
 
     def __init__(
@@ -77,6 +82,9 @@ class EtcdStore:
         self._root = prefix.strip("/").encode() + b"/"
         self._lease_key = self._root + b"l/coordinator"
         self._renewal_key = self._root + b"r/coordinator"
+        self._room_key = self._root + b"w/coordinator"
+        self._was_full = False
+        """Whether the last write of this store met a full etcd."""
         self._lock = threading.Lock()
         self._observation: LeaseObservation | None = None
         self._writes = 0
@@ -117,6 +125,7 @@ class EtcdStore:
             if record is not None and record.write_id == write_id:  # the answer was lost
                 return Lease(holder, record.token, ttl_s)
             if record is not None and record.holder != holder:
+                self._await_room()
                 left_s = self._left_s(record, asked)
                 if left_s > 0:
                     raise lease_conflict(record.holder, left_s)
@@ -147,8 +156,15 @@ class EtcdStore:
     def _transact(
         self, compares: Sequence[Any], success: Sequence[Any], failure: Sequence[Any]
     ) -> Any:
+        """Make a transaction that writes `success` if all `compares` hold."""
         request = etcdrpc.TxnRequest(compare=compares, success=success, failure=failure)
-        return self._connection.call("Txn", request)
+        try:
+            answer = self._connection.call("Txn", request)
+        except StoreFull:
+            self._was_full = True
+            raise
+        self._was_full = self._was_full and not answer.succeeded
+        return answer
 
     def _is_newest(self, token: int) -> Any:
         """Return the condition that `token` is that of the newest lease. Token 0, which means an
@@ -158,7 +174,7 @@ class EtcdStore:
     def _lease_record(self) -> _LeaseRecord | None:
         """Return the lease, read from both keys at one point in time; None: no lease."""
         gets = [_get(self._lease_key), _get(self._renewal_key)]
-        answer = self._transact([], gets, [])
+        answer = self._connection.call("Txn", etcdrpc.TxnRequest(success=gets))
         leases, renewals = (response.response_range.kvs for response in answer.responses)
         if not leases:
             return None
@@ -177,6 +193,12 @@ class EtcdStore:
             before, answered = self._observation, time.monotonic()
             self._observation = observe_lease(before, mark, asked, answered, ttl_s)
             return seconds_to_expiry(self._observation, ttl_s)
+
+    def _await_room(self) -> None:
+        """Raise StoreFull while etcd is full. The holder's time without room does not count."""
+        if self._was_full:
+            self._transact([], [_put(self._room_key, b"")], [])
+            self._forget_observation()
 
     def _forget_observation(self) -> None:
         """Start to observe the lease again. An outage of etcd must not expire it."""

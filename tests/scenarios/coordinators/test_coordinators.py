@@ -23,7 +23,8 @@ from tests.scenarios.harness import proved
 from tests.scenarios.jobs import Job
 from tests.scenarios.paced import STEPS, paced, paced_reference
 from tests.scenarios.shared import exact, faults
-from tests.store.etcds import etcd, free_ports
+from tests.store.etcds import Etcd, etcd, free_ports
+from tests.store.full import fill, make_room
 
 STEADY = exact("--pipelines", "1", "--backup", "stream+snapshot")
 """No epoch changes but those that are provoked."""
@@ -169,6 +170,38 @@ def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path
     assert {event["node"] for event in job.of("lost")} == {"node2"}
     assert sorted(set(job.steps())) == list(range(STEPS)), "nothing was forgotten"
     assert one_a_term(job)
+
+
+def test_etcd_without_room_and_with_room_again(start: Start, tmp_path: Path) -> None:
+    cluster = Etcd(tmp_path / "etcd", flags=("--quota-backend-bytes=8000000",))
+    try:
+        cluster.start()
+        cluster.await_ready()
+        flags = [*STEADY, "--nnodes", "3", "--coordinators", "2", "--store", cluster.url]
+        job = start("run", "run", "--standalone", *flags)
+        job.await_steps(4)
+        fill(cluster)
+        told = max(job.steps())
+
+        def trained() -> bool:
+            answer = job.ask("status")
+            return bool(
+                answer["step"] >= told + 5
+                and "full (NOSPACE)" in answer.get("store", "")
+                and "which is full (NOSPACE)" in answer["waiting"].get("for", "")
+            )
+
+        job.wait("steps without room", trained)
+        assert any("full (NOSPACE)" in event["why"] for event in job.of("store-lost"))
+        make_room(cluster)
+        job.wait("no word of the store", lambda: "store" not in job.ask("status"))
+        job.await_steps(2)
+        summary = undisturbed(job)
+    finally:
+        cluster.kill()
+    assert summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]
+    assert not job.of("lost")
+    assert sorted(set(job.steps())) == list(range(STEPS)), "nothing was forgotten"
 
 
 def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
