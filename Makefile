@@ -39,7 +39,8 @@ tools: # what some tests need besides Python, where it can be had; they say so a
 	for tool in prometheus chromium; do command -v $$tool >/dev/null || { \
 		install="apt-get install -y -qq --no-install-recommends $$tool"; \
 		timeout 120 $$root $$install || { timeout 60 $$root apt-get update -qq && timeout 120 $$root $$install; }; \
-	} </dev/null >/dev/null 2>&1 || true; done
+	} </dev/null >/dev/null 2>&1 || true; done; \
+	timeout 200 sh tests/store/fetch_etcd.sh build/etcd </dev/null >/dev/null 2>&1 || true
 
 check: setup ## lint, types, import rules
 	$(BIN)/ruff check

@@ -34,7 +34,7 @@ COMMANDS = {
     "certs": ("flags.certs", "make an authority and certificates for --certs"),
     "coordinator": ("commands.run", "run a coordinator in the foreground, for several machines"),
     "agent": ("commands.run", "run an agent in the foreground, for several machines"),
-    "kubernetes": ("kubernetes.render", "make the Kubernetes manifests of a job"),
+    "kubernetes": ("kubernetes.commands", "make the Kubernetes manifests of a job"),
 }
 """Per command: its module below elastic.launcher, and its help."""
 EXAMPLE = """\b

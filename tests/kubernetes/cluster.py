@@ -9,11 +9,14 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.kubernetes.api_server import ApiServer, listen
+from tests.kubernetes.controllers import COMPONENT, Controllers, wanted
 from tests.kubernetes.network import Network
 from tests.kubernetes.pods import IMAGE_ENVIRONMENT, Pod, expand
 
@@ -29,6 +32,9 @@ class Cluster:
         self._network = Network()
         self.pods: dict[str, Pod] = {}
         self._count = 0
+        self.controllers = Controllers(self)
+        listening = listen(self._network.service_address(), self._network.switch)
+        self.api = ApiServer(objects, folder / "api", self._as_the_api_shows, listening)
 
     def __enter__(self) -> Cluster:
         return self
@@ -39,15 +45,19 @@ class Cluster:
                 with contextlib.suppress(psutil.Error):  # it ended by itself just now
                     pod.kill()
         finally:
+            self.api.close()
             self._network.close()
 
     # ---- actions of users and of the cluster ----
 
     def start(self, component: str, count: int | None = None) -> list[Pod]:
         """The pods of the workload of a component: as many as it asks for, or the first `count`."""
-        owner = self._workload(component)
-        replicas = owner["spec"].get("replicas", owner["spec"].get("completions"))
-        return [self._start(owner, index) for index in range(replicas if count is None else count)]
+        owner = self.workload(component)
+        return [self.start_one(owner, i) for i in range(wanted(owner) if count is None else count)]
+
+    def of(self, component: str) -> list[Pod]:
+        """The pods of a component that exist now."""
+        return [pod for pod in self.pods.values() if pod.labels[COMPONENT] == component]
 
     def preempt(self, pod: Pod) -> None:
         """Lose the pod's machine: cut its network and kill it at the same moment."""
@@ -66,10 +76,18 @@ class Cluster:
         self._gone(pod)
         return took
 
+    def delete_all(self, pods: list[Pod]) -> None:
+        """Delete pods at the same time, as a controller does that needs fewer."""
+        with ThreadPoolExecutor(len(pods)) as pool:
+            list(pool.map(Pod.delete, pods))
+        for pod in pods:
+            self._gone(pod)
+
     def replace(self, pod: Pod) -> Pod:
         """Start the pod that replaces a lost one."""
-        component = pod.labels["app.kubernetes.io/component"]
-        return self._start(self._workload(component), int(pod.hostname.rpartition("-")[2]))
+        owner = self.workload(pod.labels[COMPONENT])
+        named = owner["kind"] == "StatefulSet"
+        return self.start_one(owner, int(pod.hostname.rpartition("-")[2]) if named else 0)
 
     def cut(self, *pods: Pod) -> None:
         self._network.cut(*(pod.space for pod in pods))
@@ -97,25 +115,27 @@ class Cluster:
 
     # ---- pods ----
 
-    def _workload(self, component: str) -> Object:
+    def workload(self, component: str) -> Object:
         (one,) = (
             item for item in self.objects
-            if item["kind"] in ("StatefulSet", "Job")
-            and item["metadata"]["labels"]["app.kubernetes.io/component"] == component
+            if item["kind"] in ("Deployment", "StatefulSet", "Job")
+            and item["metadata"]["labels"][COMPONENT] == component
         )  # fmt: skip
         return one
 
-    def _start(self, owner: Object, index: int) -> Pod:
-        template, hostname = owner["spec"]["template"], f"{owner['metadata']['name']}-{index}"
-        indexed = owner["kind"] == "Job"
+    def start_one(self, owner: Object, index: int) -> Pod:
+        """Start a pod of a workload; only pods of a StatefulSet have a number, `index`."""
+        template, first = owner["spec"]["template"], owner["metadata"]["name"]
+        named = owner["kind"] == "StatefulSet"
+        hostname = f"{first}-{index}" if named else f"{first}-{secrets.token_hex(3)[:5]}"
         self._count += 1
         space, address = self._network.add(str(self._count))
         folder = self._folder / f"{hostname}-{self._count}"
         folder.mkdir(parents=True)
         pod = Pod(
-            name=f"{hostname}-{secrets.token_hex(3)[:5]}" if indexed else hostname,
+            name=hostname,
             hostname=hostname,
-            subdomain=template["spec"]["subdomain"] if indexed else owner["spec"]["serviceName"],
+            subdomain=owner["spec"]["serviceName"] if named else "",
             namespace=NAMESPACE,
             labels=dict(template["metadata"]["labels"]),
             spec=template["spec"],
@@ -124,10 +144,7 @@ class Cluster:
             node=f"machine-{self._count}",
             folder=folder,
         )
-        pod.environment = {
-            **self._environment(pod),
-            **({"JOB_COMPLETION_INDEX": str(index)} if indexed else {}),
-        }
+        pod.environment = self._environment(pod)
         pod.mounts = self._mounts(pod, owner)
         self.pods[pod.name] = pod
         self._publish()
@@ -135,6 +152,7 @@ class Cluster:
         return pod
 
     def _gone(self, pod: Pod) -> None:
+        self.controllers.lost(pod)
         self._network.remove(pod.space)
         if self.pods.get(pod.name) is pod:
             del self.pods[pod.name]
@@ -144,8 +162,9 @@ class Cluster:
         """Publish names as the cluster's DNS does: of pods and of headless services."""
         hosts: dict[str, list[str]] = {}
         for pod in self.pods.values():
+            hosts[pod.hostname] = [pod.address]
             short = f"{pod.hostname}.{pod.subdomain}"
-            for name in (short, f"{short}.{NAMESPACE}.svc.cluster.local", pod.hostname):
+            for name in (short, f"{short}.{NAMESPACE}.svc.cluster.local") if pod.subdomain else ():
                 hosts[name] = [pod.address]
         for item in self.objects:
             if item["kind"] == "Service":
@@ -162,7 +181,9 @@ class Cluster:
         return one
 
     def _environment(self, pod: Pod) -> dict[str, str]:
-        found = dict(IMAGE_ENVIRONMENT)
+        host, port = self.api.address
+        service = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": str(port)}
+        found = IMAGE_ENVIRONMENT | service
         for source in pod.container.get("envFrom", ()):
             found |= self._find("ConfigMap", source["configMapRef"]["name"])["data"]
         for entry in pod.container.get("env", ()):
@@ -186,11 +207,11 @@ class Cluster:
                 else pod.folder / name
             )
             mounts[mount["mountPath"]] = (
-                _folder(own) if name in claims else self._volume(volumes[name], own)
+                _folder(own) if name in claims else self._volume(volumes[name], own, pod)
             )
         return mounts
 
-    def _volume(self, volume: Object, own: Path) -> Path | str:
+    def _volume(self, volume: Object, own: Path, pod: Pod) -> Path | str:
         match {key: value for key, value in volume.items() if key != "name"}:
             case {"emptyDir": {"medium": "Memory", "sizeLimit": limit}}:
                 return f"mode=1777,size={_bytes(limit)}"
@@ -203,8 +224,32 @@ class Cluster:
                 return _files(own, self._find("ConfigMap", name)["data"])
             case {"secret": {"secretName": name}}:
                 return _files(own, self._find("Secret", name)["stringData"])
+            case {"projected": {"sources": sources}}:
+                return _files(own, dict(self._projected(source, pod) for source in sources))
             case other:
                 raise NotImplementedError(f"volume {other}")
+
+    def _projected(self, source: Object, pod: Pod) -> tuple[str, str]:
+        """Name and content of a file of a projected volume."""
+        match source:
+            case {"serviceAccountToken": {"path": path}}:
+                return path, self.api.token(pod.spec["serviceAccountName"])
+            case {"configMap": {"name": "kube-root-ca.crt", "items": [{"path": path}]}}:
+                return path, self.api.ca.read_text()
+            case other:
+                raise NotImplementedError(f"projected volume {other}")
+
+    def _as_the_api_shows(self, name: str) -> Object | None:
+        """A pod's name and the states of its container."""
+        pod = self.pods.get(name)
+        if pod is None:
+            return None
+        state = {"running": {}} if pod.running else {"terminated": {"exitCode": pod.code}}
+        former = {"lastState": {"terminated": {"exitCode": pod.ended[-1]}}} if pod.ended else {}
+        return {
+            "metadata": {"name": name},
+            "status": {"containerStatuses": [{"state": state} | former]},
+        }
 
 
 def wait_for(
@@ -213,6 +258,7 @@ def wait_for(
     """Wait until `condition` returns a true value; after the timeout, fail with the pods' logs."""
     end = time.monotonic() + timeout_s
     while not (value := condition()):
+        cluster.controllers.act(time.monotonic())
         assert time.monotonic() < end, (
             f"{what} did not happen within {timeout_s:g} s\n{cluster.logs()}"
         )
@@ -223,7 +269,7 @@ def wait_for(
 def _field(pod: Pod, path: str) -> str:
     label = re.fullmatch(r"metadata\.labels\['(.*)'\]", path)
     if label:
-        return pod.labels[label[1]]
+        return pod.labels.get(label[1], "")
     known = {
         "metadata.name": pod.name,
         "metadata.namespace": pod.namespace,

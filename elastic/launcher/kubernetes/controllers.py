@@ -1,11 +1,13 @@
-"""Controllers of a job's pods: StatefulSets as in deploy/, or Jobs or a JobSet made from them.
+"""Controllers of a job's pods: those of deploy/, or others made from them.
 
-    statefulset   pods are always replaced, also after the job's end; works in every cluster
-    job           two indexed Jobs, of coordinators and of agents (Kubernetes 1.31 or newer);
-                  lost pods are replaced until a pod ends with exit code 0: training is done
-    jobset        one JobSet of the two, which ends with its coordinators; needs JobSet's controller
+    job           as in deploy/: a Deployment of agents, a StatefulSet of coordinators, and the end
+                  Job, which scales both to 0 when the training is over
+    statefulset   two StatefulSets, whose pods are replaced also after the job's end; needs no
+                  rights at the Kubernetes API
+    jobset        one JobSet, which ends with its coordinators; needs JobSet's controller. Its Jobs
+                  replace lost pods with growing delays
 
-All three run the same pods, because the template of each StatefulSet is copied.
+All three run the same pods, because each template is copied.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from elastic.launcher.kubernetes.kustomize import Object
 
 KINDS = ("job", "statefulset", "jobset")
 COMPONENT = "app.kubernetes.io/component"
-PARTS = ("coordinator", "agent")
-"""Components that end with the job. etcd stays a StatefulSet."""
+PARTS = {"coordinator": "StatefulSet", "agent": "Deployment"}
+"""Components that end with the job, and their controllers in deploy/. etcd stays a StatefulSet."""
+END = "end"
+"""Component of the end Job, its account, rights and network policy."""
 FINAL = [EXIT_UNRECOVERABLE, EXIT_JOB_FAILED]
 """Exit codes after which a new pod would fail as well. Other pods are replaced: crashes end with 1,
 a coordinator that did not find etcd with 2."""
@@ -28,14 +32,15 @@ BACKOFF_LIMIT = 10_000
 
 
 def convert(objects: list[Object], kind: str, name: str) -> list[Object]:
-    """Return the objects, with the StatefulSets of PARTS replaced by controllers of `kind`."""
-    if kind == "statefulset":
-        return objects
-    sets = {part: item for item in objects for part in PARTS if _runs(item, part)}
-    rest = [item for item in objects if not any(item is taken for taken in sets.values())]
+    """Return the objects, with controllers of `kind` for PARTS."""
     if kind == "job":
-        return rest + [_job(sets[part], part) for part in PARTS]
-    return [*rest, _jobset(sets, name)]
+        return objects
+    rest = [item for item in objects if _component(item) != END]
+    found = {part: item for item in rest for part in PARTS if _runs(item, part)}
+    if kind == "statefulset":
+        return [_statefulset(item) if item is found["agent"] else item for item in rest]
+    return [*(item for item in rest if all(item is not one for one in found.values())),
+            _jobset(found, name)]  # fmt: skip
 
 
 def coordinators(objects: list[Object], kind: str, name: str) -> list[str]:
@@ -48,21 +53,33 @@ def coordinators(objects: list[Object], kind: str, name: str) -> list[str]:
 
 
 def pod_template(item: Object) -> Object | None:
-    """Return the pod template of a StatefulSet, Job or CronJob; None for other objects."""
+    """Return the pod template of a controller; None for other objects."""
     if item["kind"] == "CronJob":
         return item["spec"]["jobTemplate"]["spec"]["template"]  # type: ignore[no-any-return]
-    return item["spec"]["template"] if item["kind"] in ("StatefulSet", "Job") else None
+    return item["spec"]["template"] if item["kind"] in (*PARTS.values(), "Job") else None
 
 
 def _runs(item: Object, part: str) -> bool:
-    return bool(item["kind"] == "StatefulSet" and item["metadata"]["labels"].get(COMPONENT) == part)
+    return bool(item["kind"] == PARTS[part] and _component(item) == part)
 
 
-def _job(item: Object, part: str) -> Object:
-    metadata = copy.deepcopy(item["metadata"])
-    spec = _job_spec(item, part)
-    spec["template"]["spec"]["subdomain"] = item["spec"]["serviceName"]
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+def _component(item: Object) -> str:
+    return str(item["metadata"].get("labels", {}).get(COMPONENT, ""))
+
+
+def _statefulset(item: Object) -> Object:
+    """Return a StatefulSet of the agents that a Deployment has."""
+    spec = {key: copy.deepcopy(item["spec"][key]) for key in ("replicas", "selector", "template")}
+    return {
+        **item,
+        "kind": "StatefulSet",
+        "spec": {
+            "serviceName": item["metadata"]["name"],
+            "podManagementPolicy": "Parallel",
+            "updateStrategy": {"type": "RollingUpdate"},
+            **spec,
+        },
+    }
 
 
 def _job_spec(item: Object, part: str) -> dict[str, Any]:
@@ -89,12 +106,12 @@ def _job_spec(item: Object, part: str) -> dict[str, Any]:
     }
 
 
-def _jobset(sets: dict[str, Object], name: str) -> Object:
+def _jobset(found: dict[str, Object], name: str) -> Object:
     jobs = [
-        {"name": part, "replicas": 1, "template": {"spec": _job_spec(sets[part], part)}}
+        {"name": part, "replicas": 1, "template": {"spec": _job_spec(found[part], part)}}
         for part in PARTS
     ]
-    metadata = {**copy.deepcopy(sets["agent"]["metadata"]), "name": name}
+    metadata = {**copy.deepcopy(found["agent"]["metadata"]), "name": name}
     del metadata["labels"][COMPONENT]
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",

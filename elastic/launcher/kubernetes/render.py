@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click import IntRange
 
-from elastic.command_line import CommandLine, ParsedType
+from elastic.command_line import Command, ParsedType
 from elastic.domain.errors import EXIT_OK, FieldError, UsageError, needs_extra
 from elastic.launcher.flags.flags import OURS, TORCHRUN
 from elastic.launcher.flags.validators import NODES
@@ -38,22 +38,20 @@ AGENT_IMAGE, COORDINATOR_IMAGE = "elastic-runtime:", "elastic-coordinator:"
 """Beginnings of the images' names in deploy/. The coordinators' image has no torch."""
 PORT = 29400
 """Port of coordinators."""
-SECRETS = ("elastic-certs", "elastic-token")
-"""Secrets that the user creates."""
+SEPARATE = ("elastic-certs", "elastic-token", "elastic-checkpoints")
+"""Objects that the user creates: two secrets, and the volume claim of `claim`."""
 MAX_NAME_CHARS = 40
 """Limit for a job's name. Pods' names add a part and a number, and must fit into 63 characters."""
 MAX_NODES = 10_000
 INSTANCE = "app.kubernetes.io/instance"
 GPU = "nvidia.com/gpu"
+ZONE = "topology.kubernetes.io/zone"
+QUEUE = "kueue.x-k8s.io/queue-name"
 CLUSTER_WIDE = ("PriorityClass",)
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _IMAGE = re.compile(r"[a-z0-9][\w./:-]*(@sha256:[0-9a-f]{64})?")
+_LABEL_KEY = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-@click.group(cls=CommandLine)
-def kubernetes() -> None:
-    """Make the Kubernetes manifests of a job."""
 
 
 # ---- values ----
@@ -94,6 +92,16 @@ def _variable(flag: str, text: str) -> tuple[str, str]:
     return name, value
 
 
+def _domain(flag: str, text: str) -> str:
+    """Return the field of a pod that names its failure domain."""
+    known = {"zone": f"metadata.labels['{ZONE}']", "machine": "spec.nodeName"}
+    if text not in known and not _LABEL_KEY.fullmatch(text):
+        raise FieldError(
+            flag, text, "give zone, machine, or the key of a label, as example.com/rack"
+        )
+    return known.get(text, f"metadata.labels['{text}']")
+
+
 # ---- manifests ----
 
 
@@ -120,7 +128,11 @@ def _overlay(flag: str, text: str) -> Path:
 LABEL, IMAGE = ParsedType("NAME", _label), ParsedType("IMAGE", _image)
 
 
-@kubernetes.command(context_settings={"allow_interspersed_args": False}, options_metavar="[flags]")
+@click.command(
+    cls=Command,
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[flags]",
+)
 @click.option("--name", type=LABEL, required=True,
               help="name of the job; all its objects' names begin with it")  # fmt: skip
 @click.option("--image", type=IMAGE, required=True,
@@ -139,8 +151,12 @@ LABEL, IMAGE = ParsedType("NAME", _label), ParsedType("IMAGE", _image)
 @click.option("--memory", type=ParsedType("SIZE", _memory),
               help="memory per agent, half of it for shared memory, as 64GiB")  # fmt: skip
 @click.option("--overlay", type=ParsedType("DIR", _overlay), default="local",
-              help="local, spot-pool, shared-inference, or your own folder")  # fmt: skip
+              help="local, spot-pool, shared-inference, rdma, or your own folder")  # fmt: skip
 @click.option("--kind", type=click.Choice(KINDS), default="job", help="objects that start the pods")
+@click.option("--domain", type=ParsedType("zone|machine|LABEL", _domain),
+              help="failure domain of an agent: its zone (default; Kubernetes 1.35), its machine, "
+                   "or a label of its pod")  # fmt: skip
+@click.option("--queue", type=LABEL, help="Kueue queue of the agents")
 @click.option("--env", type=ParsedType("NAME=VALUE", _variable), multiple=True,
               help="variable of all pods, as PET_ACCUMULATE=exact for --accumulate exact; "
                    "repeatable")  # fmt: skip
@@ -161,13 +177,18 @@ def render(**given: Any) -> int:
         raise FieldError(
             "SCRIPT", job.script, "give an absolute path in the image, or -m and a module"
         )
-    yaml.safe_dump_all(fill(build(job.overlay), job), sys.stdout, sort_keys=False, width=120)
+    return show(fill(build(job.overlay), job))
+
+
+def show(objects: list[Object]) -> int:
+    """Print objects as YAML; return the exit code."""
+    yaml.safe_dump_all(objects, sys.stdout, sort_keys=False, width=120)
     return EXIT_OK
 
 
 def fill(objects: list[Object], job: SimpleNamespace) -> list[Object]:
     """Return copies of an overlay's objects with the values of `job`, the flags of `render`."""
-    objects = _renamed(objects, job.name)
+    objects = renamed(objects, job.name)
     images = {AGENT_IMAGE: job.image, COORDINATOR_IMAGE: job.coordinator_image or job.image}
     command = [*(("-m",) if job.module else ()), job.script, *job.script_args]
     endpoint = ",".join(f"{host}:{PORT}" for host in coordinators(objects, job.kind, job.name))
@@ -187,15 +208,16 @@ def fill(objects: list[Object], job: SimpleNamespace) -> list[Object]:
             }
         elif kind == "PodDisruptionBudget" and metadata["name"] == f"{job.name}-agent":
             item["spec"]["minAvailable"] = low
-        elif kind == "StatefulSet" and metadata["labels"].get(COMPONENT) == "agent":
+        elif kind == "Deployment" and metadata["labels"].get(COMPONENT) == "agent":
             item["spec"]["replicas"] = high
             _size(item, job)
+            _place(item, job)
         template = pod_template(item)
         for container in template["spec"]["containers"] if template is not None else ():
             for placeholder, image in images.items():
                 if container["image"].startswith(placeholder):
                     container["image"] = image
-                    if "args" in container:
+                    if "args" in container:  # an agent or a coordinator
                         container["args"] = list(command)
     if job.restore_etcd:
         add_restore(objects, job.name, job.restore_etcd)
@@ -217,12 +239,23 @@ def _size(item: Object, job: SimpleNamespace) -> None:
                 volume["emptyDir"]["sizeLimit"] = str(job.memory // 2)
 
 
-def _renamed(objects: list[Object], name: str) -> list[Object]:
+def _place(item: Object, job: SimpleNamespace) -> None:
+    """Set the queue of the agents, and the field with an agent's failure domain."""
+    if job.queue:
+        item["metadata"]["labels"][QUEUE] = job.queue
+    if job.domain:
+        container = item["spec"]["template"]["spec"]["containers"][0]
+        others = [entry for entry in container["env"] if entry["name"] != "PET_DOMAIN"]
+        source = {"fieldRef": {"fieldPath": job.domain}}
+        container["env"] = [*others, {"name": "PET_DOMAIN", "valueFrom": source}]
+
+
+def renamed(objects: list[Object], name: str) -> list[Object]:
     """Return copies with `name` for PLACEHOLDER in names, references and the instance label."""
     names = [item["metadata"]["name"] for item in objects if item["kind"] not in CLUSTER_WIDE]
     if wrong := [text for text in names if not text.startswith(PLACEHOLDER)]:
         raise UsageError(f"names of objects must begin with {PLACEHOLDER!r}: {', '.join(wrong)}")
-    rest = "|".join(re.escape(text.removeprefix(PLACEHOLDER)) for text in (*names, *SECRETS))
+    rest = "|".join(re.escape(text.removeprefix(PLACEHOLDER)) for text in (*names, *SEPARATE))
     pattern = re.compile(rf"(?<![\w-]){PLACEHOLDER}(?=(?:{rest})(?![a-z]))")
 
     def copy(value: Any, key: str = "") -> Any:

