@@ -24,6 +24,7 @@ from elastic.core.policy.certificate_warnings import COORDINATOR
 from elastic.domain import codec
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.planning.plan.plan import format_plan
+from elastic.rpc.security.roles import BY
 
 log = logging.getLogger("elastic.coordinator")
 MAX_CERTIFICATES = 8
@@ -83,7 +84,8 @@ def _drain(state: job.JobState, body: dict[str, Any]) -> tuple[dict[str, Any], j
         raise FieldError(
             "deadline_s", str(deadline)[:40], f"must be from 0 to {MAX_DEADLINE_S:g} seconds"
         )
-    return {"node": node, "deadline_s": deadline}, job.DrainRequested(node, float(deadline))
+    asked = job.DrainRequested(node, float(deadline), str(body.get(BY, "")))
+    return {"node": node, "deadline_s": deadline}, asked
 
 
 def policy_of(config: JobConfig) -> job.Policy:

@@ -32,6 +32,7 @@ COMMANDS = {
     ),
     "export": ("commands.queries", "write a checkpoint's parameters to a safetensors file"),
     "certs": ("flags.certs", "make an authority and certificates for --certs"),
+    "token": ("commands.queries", "print the token of a role that may not run nodes"),
     "coordinator": ("commands.run", "run a coordinator in the foreground, for several machines"),
     "agent": ("commands.run", "run an agent in the foreground, for several machines"),
     "kubernetes": ("kubernetes.commands", "make the Kubernetes manifests of a job"),

@@ -602,6 +602,8 @@ class Tick:
 class DrainRequested:
     node: str
     deadline_s: float
+    by: str = ""
+    """Who asked for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,8 +121,9 @@ def drain_requested(state: JobState, event: DrainRequested, now: float) -> JobTr
         return state, (), f"drain of {event.node}: already draining"
     deadline, draining = min(deadline, known or deadline), member.draining or not known
     member = replace(member, draining=draining, drain_deadline=deadline, notice=None)
-    entry = LogEntry("drain", {"node": event.node, "deadline_s": event.deadline_s})
-    return with_member(state, member), (entry,), f"drain of {event.node} requested"
+    data = {"node": event.node, "deadline_s": event.deadline_s, "by": event.by}
+    reason = f"drain of {event.node} requested" + (f" by {event.by}" if event.by else "")
+    return with_member(state, member), (LogEntry("drain", data),), reason
 
 
 def must_leave(state: JobState, member: Member, now: float) -> bool:

@@ -16,10 +16,12 @@ import click
 from elastic.command_line import OUTPUT, TIME, Command
 from elastic.config import load_config
 from elastic.domain.errors import ElasticError, FieldError, UsageError
-from elastic.launcher.flags.validators import CERTS, ENDPOINTS, HOST, client_security
+from elastic.launcher.flags.validators import CERTS, ENDPOINTS, HOST, client_security, member_token
 from elastic.launcher.run.event_tail import read_object
 from elastic.launcher.run.rundir import launcher_of
 from elastic.launcher.run.wait_lines import waiting_text
+from elastic.rpc.security.roles import LESSER, Role, token_of
+from elastic.rpc.security.tls import TOKEN_FILE, read_token
 
 LATEST = Path("runs/latest")
 TAIL_BYTES = 1 << 16
@@ -157,6 +159,28 @@ def drain(node: str | None, deadline: float, own: bool, **flags: Any) -> int:
     if own:
         return show(_drain_self(job.run_dir or LATEST, deadline), job.json)
     return show(query(job, "drain", {"node": node, "deadline_s": deadline}), job.json)
+
+
+@click.command(cls=Command)
+@click.option("--role", type=click.Choice([role.value for role in LESSER]), required=True,
+              help="operator: read, and drain nodes; viewer: read only")  # fmt: skip
+@click.option("--join-token-file", metavar="FILE", envvar="PET_JOIN_TOKEN_FILE",
+              help="file with the job's join token")  # fmt: skip
+@RUN_DIR
+def token(role: str, run_dir: Path | None, **flags: Any) -> int:
+    """Print the token of a role, for --join-token-file of status, nodes, plan and drain.
+
+    Its holder cannot run a node, and cannot learn the join token from it.
+    """
+    joined = member_token(SimpleNamespace(**flags), os.environ)
+    if not joined:
+        file = (run_dir or LATEST) / TOKEN_FILE
+        joined = read_token(file)
+        if not joined:
+            remedy = "no join token is there: give --join-token-file, or --run-dir of a running job"
+            raise FieldError("--run-dir", str(file.parent), remedy)
+    print(token_of(Role(role), joined))
+    return 0
 
 
 def _drain_self(run_dir: Path, deadline_s: float) -> Answer:

@@ -34,6 +34,7 @@ from elastic.planning.plan.schemes import schemes_of
 from elastic.planning.plan.shape import parse_shape
 from elastic.planning.plan.units import duration_of, rate_of, size_of
 from elastic.rpc.security import tls
+from elastic.rpc.security.roles import Role, role_of
 
 STATIC_PORT, DYNAMIC_PORT = 29500, 29400
 """torchrun's default ports of static and dynamic rendezvous."""
@@ -324,9 +325,24 @@ def read_token(flags: SimpleNamespace, environ: Mapping[str, str], *, create: bo
     return secrets.token_hex(32) if create else ""
 
 
+def member_token(
+    flags: SimpleNamespace, environ: Mapping[str, str], *, create: bool = False
+) -> str:
+    """Return the token of a node or a coordinator (`read_token`). Raises FieldError if it is that
+    of another role."""
+    token = read_token(flags, environ, create=create)
+    role = role_of(token)
+    if role is not Role.MEMBER:
+        file = flags.join_token_file
+        field, shown = ("--join-token-file", file) if file else (TOKEN_VARIABLE, "...")
+        remedy = f"this is the token of a job's {role}, and nodes need the join token"
+        raise FieldError(field, str(shown), remedy)
+    return token
+
+
 def cluster_guard(flags: SimpleNamespace, environ: Mapping[str, str]) -> Guard:
     """Return the security settings of a job whose launcher passes token and certificates on."""
-    token = read_token(flags, environ, create=True)
+    token = member_token(flags, environ, create=True)
     if flags.certs and flags.insecure:
         raise FieldError("--insecure", "on", "certificates are given: leave out it or --certs")
     plain = "WARNING: --insecure: the services of this job use plain text"
@@ -341,7 +357,7 @@ def service_guard(
 
     Raises FieldError unless all addresses are loopback, or --certs or --insecure is given.
     """
-    token = read_token(flags, environ, create=standalone)
+    token = member_token(flags, environ, create=standalone)
     if standalone or flags.certs:
         return Guard(token)
     hosts = [address.rpartition(":")[0] for address in coordinators.split(",")]

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import itertools
 import logging
+import os
 import random
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +42,7 @@ from elastic.rpc.control.connection_errors import explained
 from elastic.rpc.control.envelope import (
     CALL,
     CHALLENGE,
+    MAX_CALLER_CHARS,
     PING,
     PONG,
     SESSION,
@@ -60,6 +64,7 @@ from elastic.rpc.frames import version_in, version_text
 from elastic.rpc.security import tls
 from elastic.rpc.security.expiry import with_expiry
 from elastic.rpc.security.rejections import REJECTIONS, Reason
+from elastic.rpc.security.roles import role_of
 from elastic.rpc.security.token_proof import answer, digest, new_nonce, proved
 
 log = logging.getLogger(__name__)
@@ -410,10 +415,14 @@ def _call(
         metadata: tuple[tuple[str, str], ...] = ()
         try:
             if secure.token:
-                mine = new_nonce()
-                reply = stub.call(pack_call(CHALLENGE, {"nonce": mine}), timeout=timeout_s)
-                words = ("call", kind, digest(question.body))
-                metadata = _proof(secure.token, mine, unpack_call(from_wire(reply)), *words)
+                mine, role = new_nonce(), role_of(secure.token)
+                asked = pack_call(CHALLENGE, {"nonce": mine, "role": role.value})
+                reply = unpack_call(from_wire(stub.call(asked, timeout=timeout_s)))
+                words = ["call", kind, digest(question.body)]
+                if reply.get("roles"):  # a coordinator of the former version knows none
+                    metadata = (("role", role.value), ("caller", _caller()))
+                    words += [text for _, text in metadata]
+                metadata += _proof(secure.token, mine, reply, *words)
             answered = stub.call(question, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             raise _in_words(address, kind, timeout_s, error, secure.certificates) from error
@@ -431,6 +440,16 @@ def _channel(
     credentials = grpc.ssl_channel_credentials(ca, key, cert)
     named = [("grpc.ssl_target_name_override", secure.name)] if secure.name else []
     return api.secure_channel(address, credentials, options=[*options, *named])
+
+
+def _caller() -> str:
+    """Return the name of this user, for the coordinator's events. Nobody checks it."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # this user has no entry in the system's list
+        user = str(os.getuid())
+    text = f"{user}@{socket.gethostname()}"
+    return text.encode("ascii", "replace").decode()[:MAX_CALLER_CHARS]
 
 
 def _proof(

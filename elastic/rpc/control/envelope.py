@@ -38,6 +38,8 @@ PING, PONG = "Ping", "Pong"
 of the coordinator takes no part, so the time between them is that of the network."""
 MAX_CALL_BYTES = 64 << 10
 """Largest question of the command line."""
+MAX_CALLER_CHARS = 80
+"""Maximum length of the name of a caller."""
 CHALLENGE = "challenge"
 """The call that returns a nonce (`elastic.rpc.security.token_proof`); the only one that needs no
 proof."""

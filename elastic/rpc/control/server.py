@@ -22,6 +22,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ from elastic.rpc.control.envelope import (
     CHALLENGE,
     MAX_BODY_BYTES,
     MAX_CALL_BYTES,
+    MAX_CALLER_CHARS,
     PIECE,
     PING,
     PONG,
@@ -60,12 +62,43 @@ from elastic.rpc.control.event_loop import event_loop, run, run_callback
 from elastic.rpc.frames import version_in, version_text
 from elastic.rpc.security import tls
 from elastic.rpc.security.rejections import REJECTIONS, Reason
+from elastic.rpc.security.roles import BY, CHANGES, Role
 from elastic.rpc.security.token_proof import TokenGate, digest
 
 log = logging.getLogger(__name__)
 CALL_THREADS = 4
 WORDS_CHARS = 2000
 """Longest error text in an answer: gRPC drops answers whose headers exceed 8 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call, as its metadata says. The proof of the token covers role and name."""
+
+    role: Role
+    name: str
+    """Name of the user and machine; nobody checks it. "": a client of the former version."""
+    peer: str
+
+    @classmethod
+    def of(cls, context: Any) -> Caller:
+        given = dict(context.invocation_metadata() or ())
+        role, name = _role(given.get("role", "")), str(given.get("caller", ""))
+        return cls(role, name[:MAX_CALLER_CHARS], context.peer())
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of the proof; none from a client of the former version."""
+        return (self.role.value, self.name) if self.name else ()
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name or 'unnamed'} at {self.peer}"
+
+
+def _role(given: Any) -> Role:
+    """Return the role that a client claims."""
+    text = str(given)
+    return Role(text) if text in [*Role] else Role.MEMBER
 
 
 class ClientSession:
@@ -179,11 +212,11 @@ class Server:
         if self._watch is not None:
             self._watch.close()
 
-    async def _admit(self, context: Any, *words: str) -> None:
-        """Abort the call unless it has a proof of the join token."""
+    async def _admit(self, context: Any, *words: str, role: Role = Role.MEMBER) -> None:
+        """Abort the call unless it has a proof of the token of `role`."""
         metadata = dict(context.invocation_metadata() or ())
         nonce, proof = str(metadata.get("nonce", "")), str(metadata.get("proof", ""))
-        problem = self._gate.check(nonce, proof, *words)
+        problem = self._gate.check(nonce, proof, *words, role=role)
         if problem is not None:
             REJECTIONS.count(PORT, problem, context.peer(), " ".join(words[:2]))
             wrong = "the join token is missing or wrong"
@@ -278,6 +311,16 @@ class Server:
             else:
                 run_callback(partial(self._on_message, session, message, envelope))
 
+    async def _authorize(self, context: Any, envelope: Envelope, caller: Caller) -> None:
+        """Abort the call unless the caller proves its role, and the role may make this call."""
+        words = ["call", envelope.kind, digest(envelope.body), *caller.words]
+        await self._admit(context, *words, role=caller.role)
+        if not self._gate.open and not caller.role.may(envelope.kind):
+            REJECTIONS.count(PORT, Reason.FORGED, caller, f"{envelope.kind} of a {caller.role}")
+            text = f"a {caller.role} may only read; {envelope.kind} needs the join token or the"
+            text += " token of an operator (see `elastic token`)"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+
     async def _call(self, request: bytes, context: Any) -> Envelope:
         """Answer one question of the command line."""
         peer = self._peer(context)
@@ -287,16 +330,20 @@ class Server:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
         try:
             envelope = from_wire(request)
+            caller = Caller.of(context)
             if envelope.kind != CHALLENGE:
-                await self._admit(context, "call", envelope.kind, digest(envelope.body))
+                await self._authorize(context, envelope, caller)
             body = unpack_call(envelope)
         except FieldError as error:
             REJECTIONS.count(PORT, Reason.MALFORMED, peer, error)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _words(error))
         try:
             if envelope.kind == CHALLENGE:
-                challenge = self._gate.challenge(str(body.get("nonce", "")))
-                return pack_call(CHALLENGE, challenge, self._term())
+                role = _role(body.get("role", ""))
+                challenge = self._gate.challenge(str(body.get("nonce", "")), role)
+                return pack_call(CHALLENGE, {**challenge, "roles": True}, self._term())
+            if envelope.kind in CHANGES:
+                body = {**body, BY: str(caller)}
             answer = await event_loop().run_in_executor(
                 self._pool, self._on_call, envelope.kind, body
             )

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 
 from elastic.rpc.security.rejections import Reason
+from elastic.rpc.security.roles import Role, token_of
 
 NONCE_BYTES = 16
 GOOD_S = 30.0
@@ -52,6 +53,10 @@ class TokenGate:
         self._lock = threading.Lock()
         self._used: dict[str, float] = {}
 
+    def known(self, role: Role = Role.MEMBER) -> str:
+        """Return the token of a role in this job."""
+        return token_of(role, self._token)
+
     @property
     def open(self) -> bool:
         """Whether no token is required."""
@@ -62,16 +67,17 @@ class TokenGate:
         body = f"{self._clock():.3f}.{new_nonce()}"
         return f"{body}.{prove(self._secret, body)}"
 
-    def challenge(self, theirs: str) -> dict[str, str]:
-        """Return a new nonce, and the server's proof over it and the client's nonce."""
+    def challenge(self, theirs: str, role: Role = Role.MEMBER) -> dict[str, str]:
+        """Return a new nonce, and the server's proof over it and the client's nonce, with the token
+        of the client's role."""
         nonce = self.nonce()
-        return {"nonce": nonce, "proof": prove(self._token, "server", theirs, nonce)}
+        return {"nonce": nonce, "proof": prove(self.known(role), "server", theirs, nonce)}
 
-    def check(self, nonce: str, proof: str, *words: str) -> Reason | None:
+    def check(self, nonce: str, proof: str, *words: str, role: Role = Role.MEMBER) -> Reason | None:
         """Return why the answer to `nonce` is rejected, or None. A right answer uses up a nonce."""
         if self.open:
             return None
-        if not proved(self._token, proof, "client", nonce, *words):
+        if not proved(self.known(role), proof, "client", nonce, *words):
             return Reason.TOKEN
         now, (body, _, origin) = self._clock(), nonce.rpartition(".")
         if not proved(self._secret, origin, body) or now - float(body.partition(".")[0]) > GOOD_S:
