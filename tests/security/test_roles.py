@@ -15,8 +15,9 @@ from elastic.domain.errors import EXIT_USAGE, FieldError, UsageError
 from elastic.launcher.cli import main
 from elastic.rpc.control import client
 from elastic.rpc.control.client import CoordinatorSession, call
+from elastic.rpc.control.envelope import unpack_call
 from elastic.rpc.control.server import Server
-from elastic.rpc.security.rejections import REJECTIONS
+from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.roles import CHANGES, LESSER, READS, Role, role_of, token_of
 from elastic.rpc.security.tls import SecuritySettings
 from tests.launcher.helpers import read, wait_until
@@ -87,12 +88,12 @@ def test_a_caller_cannot_name_somebody_else(address: str, calls: Calls) -> None:
 
 
 def test_a_viewer_changes_nothing(address: str, calls: Calls) -> None:
-    before = REJECTIONS.counts().get(("coordinator", "forged"), 0)
+    before = REJECTIONS.counts().get(("coordinator", Reason.FORGED), 0)
     for kind in (*CHANGES, "unknown"):
         with pytest.raises(UsageError, match=f"a viewer may only read; {kind} needs .*operator"):
             ask(address, kind, token_of(Role.VIEWER, TOKEN))
     assert calls == []
-    assert REJECTIONS.counts()[("coordinator", "forged")] == before + len(CHANGES) + 1
+    assert REJECTIONS.counts()[("coordinator", Reason.FORGED)] == before + len(CHANGES) + 1
 
 
 def test_a_viewer_that_claims_another_role_is_refused(
@@ -144,10 +145,8 @@ def test_the_command_prints_the_token(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_coordinator_of_the_former_version_is_called_without_a_role(
     address: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unpack = client.unpack_call
-
     def former(envelope: Any) -> dict[str, Any]:
-        return {key: value for key, value in unpack(envelope).items() if key != "roles"}
+        return {key: value for key, value in unpack_call(envelope).items() if key != "roles"}
 
     monkeypatch.setattr(client, "unpack_call", former)
     ask(address, "drain", TOKEN)
