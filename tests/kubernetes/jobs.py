@@ -40,11 +40,12 @@ def printed(command: str, *words: str) -> list[Object]:
 
 def secrets(name: str, folder: Path) -> list[Object]:
     """Secrets of the user: certificates as in docs/operate/kubernetes.md, and the join token."""
-    hosts = "/".join(certificate_names(name))
-    assert cli.main(["certs", "--out", str(folder), "--hosts", hosts]) == 0
-    files = ("ca.crt", "tls.crt", "tls.key")
+    etcd, files = folder / "etcd", ("ca.crt", "tls.crt", "tls.key")
+    for out, hosts in ((folder, name), (etcd, "/".join(certificate_names(name)))):
+        assert cli.main(["certs", "--out", str(out), "--hosts", hosts]) == 0
     content = {
         "certs": {file: (folder / name / file).read_text() for file in files},
+        "etcd-certs": {file: (etcd / f"{name}-etcd" / file).read_text() for file in files},
         "token": {"token": "5e" * 32 + "\n"},
     }
     return [
@@ -54,9 +55,9 @@ def secrets(name: str, folder: Path) -> list[Object]:
 
 
 def certificate_names(name: str) -> list[str]:
-    """Names that the certificate of a job carries: of the job, of etcd and of its members."""
+    """Names that the certificate of a job's etcd carries: of the service and of its members."""
     etcd = f"{name}-etcd"
-    return [name, etcd, *(f"{etcd}-{index}.{etcd}" for index in range(3))]
+    return [etcd, *(f"{etcd}-{index}.{etcd}" for index in range(3))]
 
 
 def job_cluster(

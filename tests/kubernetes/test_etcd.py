@@ -19,7 +19,7 @@ from tests.kubernetes.jobs import job_cluster
 from tests.kubernetes.pods import Pod
 
 pytestmark = pytest.mark.usefixtures("namespaces")
-CERTS = "/elastic/certs"
+CERTS = "/elastic/etcd-certs"
 FLAGS = (f"--cacert={CERTS}/ca.crt", f"--cert={CERTS}/tls.crt", f"--key={CERTS}/tls.key")
 HELD_S = 5.0
 """Longest time for which a decision may wait because one member is isolated."""
@@ -57,8 +57,12 @@ def test_nobody_without_a_certificate_of_the_job_reads_or_writes(tmp_path: Path)
         for place in ("demo-etcd", *(f"{pod.hostname}.demo-etcd" for pod in members)):
             code, output = etcdctl(inside, f"--endpoints=https://{place}:2379", *trusting, *shown)
             assert code == 0 and "elastic/demo/k/job/state" in output, output
-        other = certificate_of_another_job(tmp_path / "certs", inside)
+        other = certificate_of_another_job(tmp_path / "certs" / "etcd", inside)
+        agents = [
+            f"--{kind}=/elastic/certs/tls.{end}" for kind, end in (("cert", "crt"), ("key", "key"))
+        ]
         for endpoint, flags in (
+            ("https://demo-etcd:2379", (*trusting, *agents)),
             ("http://demo-etcd:2379", ()),
             ("https://demo-etcd:2379", trusting),
             ("https://demo-etcd:2379", (*trusting, *other)),

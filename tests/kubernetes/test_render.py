@@ -214,6 +214,30 @@ def test_unsupported_fields_of_kustomize_are_refused(tmp_path: Path) -> None:
         build(tmp_path)
 
 
+# ---- identities ----
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_only_coordinators_and_snapshots_can_use_etcd(overlay: str) -> None:
+    """Agents and Prometheus have no certificate of etcd's authority, and only members have the
+    join token."""
+    mounted = {component(pod): {v["secret"]["secretName"] for v in pod["spec"]["volumes"]
+                                if "secret" in v} for pod in pods(job(overlay))}  # fmt: skip
+    assert mounted == {
+        "agent": {"demo-certs", "demo-token"},
+        "coordinator": {"demo-certs", "demo-etcd-certs", "demo-token"},
+        "etcd": {"demo-etcd-certs"},
+        "snapshot": {"demo-etcd-certs"},
+        "end": set(),
+    }
+    (monitor,) = printed("monitor", "--name", "demo")
+    assert set(re.findall(r"demo-[a-z-]*certs", json.dumps(monitor))) == {"demo-scrape-certs"}
+    for pod in pods(job(overlay)):
+        (container,) = pod["spec"]["containers"]
+        sources = [source["configMapRef"]["name"] for source in container.get("envFrom", ())]
+        assert ("demo-store" in sources) == (component(pod) == "coordinator")
+
+
 # ---- checkpoints ----
 
 
@@ -528,7 +552,7 @@ def test_members_of_etcd_are_on_different_machines(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_coordinators_know_every_member_of_etcd(overlay: str) -> None:
     """By names of single members: behind one name gRPC stays with a member that is isolated."""
-    url = one(job(overlay), "ConfigMap", "demo-config")["data"]["PET_STORE"]
+    url = one(job(overlay), "ConfigMap", "demo-store")["data"]["PET_STORE"]
     members = range(etcd_of(overlay)["spec"]["replicas"])
     hosts = [f"demo-etcd-{index}.demo-etcd" for index in members]
     assert url == "etcd://" + ",".join(f"{host}:2379" for host in hosts)
@@ -740,7 +764,7 @@ def test_a_pod_monitor_scrapes_running_pods_with_the_certificates_of_the_job() -
     assert endpoints["metrics"]["scheme"] == "https" and tls["serverName"] == "demo"
     files = {"ca.crt": tls["ca"]["secret"], "tls.crt": tls["cert"]["secret"],
              "tls.key": tls["keySecret"]}  # fmt: skip
-    assert files == {key: {"name": "demo-certs", "key": key} for key in files}
+    assert files == {key: {"name": "demo-scrape-certs", "key": key} for key in files}
     assert item["kind"] not in {item["kind"] for item in objects}, "it needs the operator"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +39,11 @@ AGENT_IMAGE, COORDINATOR_IMAGE = "elastic-runtime:", "elastic-coordinator:"
 """Beginnings of the images' names in deploy/. The coordinators' image has no torch."""
 PORT = 29400
 """Port of coordinators."""
-SEPARATE = ("elastic-certs", "elastic-token", "elastic-checkpoints")
-"""Objects that the user creates: two secrets, and the volume claim of `claim`."""
+SEPARATE = (
+    "elastic-certs", "elastic-etcd-certs", "elastic-scrape-certs", "elastic-token",
+    "elastic-checkpoints",
+)  # fmt: skip
+"""Objects that the user creates: secrets, and the volume claim of `claim`."""
 MAX_NAME_CHARS = 40
 """Limit for a job's name. Pods' names add a part and a number, and must fit into 63 characters."""
 MAX_NODES = 10_000
@@ -186,6 +190,11 @@ def show(objects: list[Object]) -> int:
     return EXIT_OK
 
 
+def own_settings(env: Iterable[tuple[str, str]], *, of_store: bool) -> dict[str, str]:
+    """Return the user's variables of the store, which only coordinators get, or the others."""
+    return {name: value for name, value in env if name.startswith("PET_STORE") == of_store}
+
+
 def fill(objects: list[Object], job: SimpleNamespace) -> list[Object]:
     """Return copies of an overlay's objects with the values of `job`, the flags of `render`."""
     objects = renamed(objects, job.name)
@@ -197,14 +206,16 @@ def fill(objects: list[Object], job: SimpleNamespace) -> list[Object]:
         metadata, kind = item["metadata"], item["kind"]
         if job.namespace and kind not in CLUSTER_WIDE:
             metadata["namespace"] = job.namespace
-        if kind == "ConfigMap":
+        if kind == "ConfigMap" and metadata["name"] == f"{job.name}-store":
+            item["data"] |= own_settings(job.env, of_store=True)
+        elif kind == "ConfigMap":
             item["data"] |= {
                 "PET_NNODES": f"{low}:{high}",
                 "PET_NPROC_PER_NODE": str(job.nproc_per_node or max(1, job.gpus)),
                 "PET_RDZV_ENDPOINT": endpoint,
                 "PET_RDZV_ID": job.name,
                 "PET_CERTS_NAME": job.name,
-                **dict(job.env),
+                **own_settings(job.env, of_store=False),
             }
         elif kind == "PodDisruptionBudget" and metadata["name"] == f"{job.name}-agent":
             item["spec"]["minAvailable"] = low
