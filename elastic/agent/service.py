@@ -74,6 +74,7 @@ from elastic.domain.types import Copy, NodeInfo
 from elastic.domain.version import VERSION
 from elastic.logs import configure_logging, source_of
 from elastic.metrics import Exposition, new_registry, serve
+from elastic.open_files import raise_limit
 from elastic.reminder import Reminder
 from elastic.rpc.bulk.compression import CompressionPolicy
 from elastic.rpc.control.client import CoordinatorSession
@@ -813,6 +814,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     source = source_of(config, args.node)
     console, path = Console(source=source), Path(config.run_dir) / "logs" / f"{args.node}.log"
     logs = configure_logging(path, source, partial(console.put, STDOUT))
+    raise_limit(config.max_nodes)
     write_last_words(config.run_dir, args.node, "")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)

@@ -17,7 +17,6 @@ import contextlib
 import importlib
 import logging
 import os
-import resource
 import sys
 import threading
 import time
@@ -81,6 +80,7 @@ from elastic.domain.errors import (
 )
 from elastic.logs import LogSource, configure_logging, source_of
 from elastic.metrics import serve
+from elastic.open_files import raise_limit
 from elastic.planning.placement.assignment import FEW
 from elastic.rpc.control.event_loop import Dispatcher
 from elastic.rpc.control.server import ClientSession, Server
@@ -681,13 +681,12 @@ def main(argv: list[str] | None = None) -> int:
     args = read_flags(Command("elastic.coordinator.service", params=FLAGS), argv)
     config = load_config(args.run_dir)
     sys.setswitchinterval(SWITCH_S)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # one descriptor per agent
     name = run_directory.coordinator_name(args.slot)
     source = source_of(config, name)
     console = Console(program="elastic coordinator", source=source)
     path = Path(config.run_dir) / "logs" / f"{name}.log"
     logs = configure_logging(path, source, partial(console.put, STDOUT))
+    raise_limit(config.max_nodes)
     write_last_words(config.run_dir, name, "")
     if args.parent_pipe >= 0:
         lifeline.watch(args.parent_pipe)
