@@ -31,10 +31,22 @@ import grpc
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
 from elastic.domain.types import STATE, Assignment, Copy, JobSpec, LayerSpec, NodeInfo, Plan
+from elastic.open_files import raise_limit
 from elastic.rpc.control.channel_options import client_options
-from elastic.rpc.control.client import ANNOUNCEMENT, CoordinatorStub
-from elastic.rpc.control.envelope import Envelope, encode_body, from_wire, pack, unpack
+from elastic.rpc.control.client import ANNOUNCEMENT, CoordinatorStub, _channel, _proof
+from elastic.rpc.control.envelope import (
+    CHALLENGE,
+    Envelope,
+    encode_body,
+    from_wire,
+    pack,
+    pack_call,
+    unpack,
+    unpack_call,
+)
 from elastic.rpc.control.event_loop import GrpcEventLoop
+from elastic.rpc.security import tls
+from elastic.rpc.security.token_proof import new_nonce
 
 MEMORY_BYTES = 24 << 30
 """Memory of a node: a pipeline of the model needs a dozen nodes."""
@@ -103,11 +115,16 @@ class Agent:
             await asyncio.sleep(RETRY_S)
 
     async def _speak(self) -> None:
-        options = client_options(keepalive_s=30.0)
-        async with grpc.aio.insecure_channel(self.crowd.address, options=options) as channel:
-            self._call = CoordinatorStub(channel).session(
-                metadata=(("sender", self.name), ANNOUNCEMENT), wait_for_ready=True
-            )
+        options, secure = client_options(keepalive_s=30.0), tls.current()
+        metadata: tuple[tuple[str, str], ...] = (("sender", self.name), ANNOUNCEMENT)
+        async with _channel(grpc.aio, self.crowd.address, options, secure) as channel:
+            stub = CoordinatorStub(channel)
+            if secure.token:
+                mine = new_nonce()
+                asked = pack_call(CHALLENGE, {"nonce": mine})
+                reply = unpack_call(from_wire(await stub.call(asked, wait_for_ready=True)))
+                metadata += _proof(secure.token, mine, reply, "session", self.name)
+            self._call = stub.session(metadata=metadata, wait_for_ready=True)
             await self._call.wait_for_connection()
             self._writing = asyncio.Lock()
             await self._say(core.report(self.state))
@@ -282,7 +299,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--microbatches", type=int, default=1024)
     parser.add_argument("--heartbeat", type=float, default=0.5)
+    parser.add_argument("--run-dir", default="", help="whose join token is proved")
+    parser.add_argument("--certs", default="", help="certificates, for mutual TLS")
     args = parser.parse_args()
+    raise_limit(args.count)
+    if args.run_dir:
+        tls.use(tls.load(args.run_dir, args.certs))
     crowd_spec = spec_of(args.layers, args.microbatches)
 
     async def start() -> None:

@@ -1,6 +1,10 @@
 """Load of one coordinator on one core with up to 2,000 agents, and its time to handle a loss.
 
     python -m benchmarks.control_plane.coordinator [--agents 100,250,500,1000,2000] [--quick]
+        [--modes plain,secure]
+
+In the mode `secure`, agents and coordinator use mutual TLS and the join token, and the state is in
+three etcd servers with TLS, which sync their disk; in the mode `plain`, it is in an SQLite file.
 
 The coordinator is the real process, pinned to a core. The agents
 (`benchmarks.control_plane.agents`) share the other cores. They join, get a plan for a model of 96
@@ -19,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -36,9 +41,13 @@ import psutil
 
 from benchmarks.results import Row, save
 from elastic.config import JobConfig, WorkerCommand
+from elastic.core.protocol.store_spec import StoreSpec
 from elastic.core.protocol.timeouts import budget
+from elastic.launcher.flags.certs import make_certificates
 from elastic.launcher.run.rundir import free_port
+from elastic.rpc.security.tls import CA, CERT, KEY, TOKEN_FILE, Certificates, write_token
 from elastic.telemetry import read_events
+from tests.store.etcds import Etcd
 
 ROOT = Path(__file__).parents[2]
 AGENTS = (100, 250, 500, 1000, 2000)
@@ -63,9 +72,19 @@ QUICK = Size((8,), layers=8, steady_s=1.0, lease_s=10.0)
 
 
 @dataclass(frozen=True)
+class Security:
+    """Certificates, join token and store of a job."""
+
+    certs: Path
+    token: str
+    store: StoreSpec
+
+
+@dataclass(frozen=True)
 class Found:
     """Results for one number of agents."""
 
+    mode: str
     agents: int
     start_s: float
     """Time from the first connection until all nodes run the first plan."""
@@ -98,7 +117,10 @@ def heartbeat_s(agents: int, lease_s: float) -> float:
 class AgentCrowd:
     """Processes of simulated agents."""
 
-    def __init__(self, address: str, agents: int, size: Size, cores: Sequence[int]) -> None:
+    def __init__(
+        self, address: str, agents: int, size: Size, cores: Sequence[int], secrets: Sequence[str]
+    ) -> None:
+        """`secrets`: flags of the agents' process that name certificates and token."""
         self.fenced: list[float] = []
         """Seconds since the last message of each live agent that was declared lost."""
         self._said: SimpleQueue[dict[str, Any]] = SimpleQueue()
@@ -117,7 +139,7 @@ class AgentCrowd:
                 size.layers,
             ]
             words += ["--heartbeat", heartbeat_s(agents, size.lease_s)]
-            words += ["--microbatches", 1024 if agents >= 100 else 32]
+            words += ["--microbatches", 1024 if agents >= 100 else 32, *secrets]
             process = start(
                 "benchmarks.control_plane.agents",
                 [str(word) for word in words],
@@ -187,16 +209,19 @@ def start(module: str, words: Sequence[str], core: int, **options: Any) -> subpr
 
 @contextmanager
 def serving(
-    run_dir: Path, agents: int, lease_s: float, core: int
+    run_dir: Path, agents: int, lease_s: float, core: int, secure: Security | None
 ) -> Iterator[tuple[str, psutil.Process]]:
     """Run the coordinator of a job of `agents` nodes; yield its address and process."""
     run_dir.mkdir()
+    if secure is not None:
+        write_token(run_dir / TOKEN_FILE, secure.token)
     JobConfig(
-        job_id="benchmark", run_dir=str(run_dir), memory_dir=str(run_dir / "memory"),
+        job_id="benchmark", run_id="benchmark", run_dir=str(run_dir), memory_dir=str(run_dir / "memory"),
         checkpoint_dir=str(run_dir / "checkpoints"), command=WorkerCommand(script="x"),
         min_nodes=agents, max_nodes=agents, heartbeat_s=heartbeat_s(agents, lease_s),
         lease_s=lease_s,
-        backup="stream+snapshot",
+        backup="stream+snapshot", certs=str(secure.certs) if secure is not None else "",
+        store=secure.store if secure is not None else StoreSpec(),
     ).save()  # fmt: skip
     address = f"127.0.0.1:{free_port()}"
     words = ["--run-dir", str(run_dir), "--address", address, "--metrics-port", "0"]
@@ -219,10 +244,33 @@ def until(found: Callable[[], T], what: str) -> T:
     return value
 
 
-def delays(run_dir: Path) -> tuple[float, float]:
+@contextmanager
+def secured(folder: Path, cores: Sequence[int]) -> Iterator[Security]:
+    """Make certificates and a token, and run three etcd servers on `cores`."""
+    make_certificates(folder / "pki", [["localhost"]])
+    certs = folder / "pki" / "localhost"
+    ca, cert, key = (str(certs / name) for name in (CA, CERT, KEY))
+    words = {"cert-file": cert, "key-file": key, "trusted-ca-file": ca, "client-cert-auth": "true"}
+    flags = [f"--{name}={value}" for name, value in words.items()]
+    cluster = Etcd(folder / "etcd", 3, [*flags, "--unsafe-no-fsync=false"])
+    store = StoreSpec(url=cluster.url, ca=ca, cert=cert, key=key)
+    try:
+        cluster.start()
+        for member in cluster.members:
+            assert member.process is not None
+            psutil.Process(member.process.pid).cpu_affinity(list(cores))
+        cluster.await_ready(store)
+        yield Security(certs, secrets.token_hex(32), store)
+    finally:
+        cluster.kill()
+
+
+def delays(run_dir: Path, secure: Security | None) -> tuple[float, float]:
     """Return (seconds of delay, number of calls) of the coordinator's timer so far."""
     (target,) = json.loads((run_dir / "metrics" / "coordinator.json").read_text())
-    with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=60) as answer:
+    context = Certificates(secure.certs).client() if secure is not None else None
+    url = f"{'https' if context else 'http'}://{target['targets'][0]}/metrics"
+    with urllib.request.urlopen(url, timeout=60, context=context) as answer:
         lines = dict(
             line.rsplit(" ", 1)
             for line in answer.read().decode().splitlines()
@@ -243,22 +291,31 @@ def at(run_dir: Path, kind: str, epoch: int) -> float:
     return float(found[-1]["at"]) if found else 0.0
 
 
-def measure(agents: int, size: Size, folder: Path) -> Found:
+def measure(mode: str, agents: int, size: Size, folder: Path) -> Found:
     """Return all figures for one number of agents."""
+    if mode == "plain":
+        return _measure(mode, agents, size, folder, None)
     cores = sorted(os.sched_getaffinity(0))
-    run_dir = folder / f"run-{agents}"
-    with serving(run_dir, agents, size.lease_s, cores[0]) as (address, process):
+    with secured(folder / f"secure-{agents}", cores[1:] or cores) as secure:
+        return _measure(mode, agents, size, folder, secure)
+
+
+def _measure(mode: str, agents: int, size: Size, folder: Path, secure: Security | None) -> Found:
+    cores = sorted(os.sched_getaffinity(0))
+    run_dir = folder / f"run-{mode}-{agents}"
+    words = () if secure is None else ("--run-dir", str(run_dir), "--certs", str(secure.certs))
+    with serving(run_dir, agents, size.lease_s, cores[0], secure) as (address, process):
         began = time.time()
-        crowd = AgentCrowd(address, agents, size, cores[1:] or cores)
+        crowd = AgentCrowd(address, agents, size, cores[1:] or cores, words)
         try:
             started = crowd.running(1)
             until(lambda: at(run_dir, "protected", 1), "the first plan is protected")
-            late, looks = delays(run_dir)
+            late, looks = delays(run_dir, secure)
             before = process.cpu_times()
             steady = time.time()
             time.sleep(size.steady_s)
             after, spent = process.cpu_times(), time.time() - steady
-            late_then, looks_then = delays(run_dir)
+            late_then, looks_then = delays(run_dir, secure)
             memory = process.memory_info().rss
             crowd.all_there()
             closed_at = crowd.order("close", agents // 3)
@@ -274,6 +331,7 @@ def measure(agents: int, size: Size, folder: Path) -> Found:
             crowd.running(4)
             plan_at, halt_at = at(run_dir, "plan", 2), at(run_dir, "halt", 2)
             return Found(
+                mode=mode,
                 agents=agents,
                 start_s=started["last_install"] - began,
                 cpu=(after.user + after.system - before.user - before.system) / spent,
@@ -297,6 +355,7 @@ def rows(found: Sequence[Found], lease_s: float) -> list[Row]:
     made: list[Row] = []
     for one in found:
         name, largest = f"{one.agents} agents", one is most
+        name += ", mutual TLS and etcd" if one.mode == "secure" else ""
         made += [
             Row(f"{name}: share of a core", one.cpu, "", 1.0 if largest else None, "lower"),
             Row(f"{name}: memory", one.memory_bytes / 2**20, "MiB", None, "lower"),
@@ -341,7 +400,7 @@ def rows(found: Sequence[Found], lease_s: float) -> list[Row]:
     least = min(found, key=lambda one: one.agents)
     if least is not most:
         growth = (most.cpu / most.agents) / (least.cpu / least.agents)
-        name = f"CPU an agent, {most.agents} over {least.agents}"
+        name = f"CPU an agent, {most.agents} over {least.agents}, {most.mode}"
         made.append(Row(name, growth, "", None, "lower"))
     return made
 
@@ -352,18 +411,22 @@ def main() -> int:
         "--agents", default=",".join(map(str, AGENTS)), help="numbers, comma-separated"
     )
     parser.add_argument("--quick", action="store_true", help="8 agents; nothing is written")
+    parser.add_argument("--modes", default="plain,secure", help="of both, comma-separated")
     args = parser.parse_args()
     size = QUICK if args.quick else Size(tuple(int(word) for word in args.agents.split(",")))
     with tempfile.TemporaryDirectory() as scratch:
-        found = []
-        for agents in size.agents:
-            found.append(measure(agents, size, Path(scratch)))
-            print(found[-1], flush=True)
+        made = []
+        for mode in args.modes.split(","):
+            found = []
+            for agents in size.agents:
+                found.append(measure(mode, agents, size, Path(scratch)))
+                print(found[-1], flush=True)
+            made += rows(found, size.lease_s)
     if args.quick:
-        for row in rows(found, size.lease_s):
+        for row in made:
             print(row)
     else:
-        save("coordinator", rows(found, size.lease_s))
+        save("coordinator", made)
     return 0
 
 
