@@ -216,7 +216,8 @@ def serving(
     if secure is not None:
         write_token(run_dir / TOKEN_FILE, secure.token)
     JobConfig(
-        job_id="benchmark", run_id="benchmark", run_dir=str(run_dir), memory_dir=str(run_dir / "memory"),
+        job_id="benchmark", run_id="benchmark", run_dir=str(run_dir),
+        memory_dir=str(run_dir / "memory"),
         checkpoint_dir=str(run_dir / "checkpoints"), command=WorkerCommand(script="x"),
         min_nodes=agents, max_nodes=agents, heartbeat_s=heartbeat_s(agents, lease_s),
         lease_s=lease_s,

@@ -1,7 +1,8 @@
 """Lets the agent and the workers of one node speak the protocol of the former or next version.
 
 Python imports this module at the start of every process whose PYTHONPATH has this folder. The
-variable OTHER_VERSION has the settings as JSON: node, number of the protocol, and folder. Each
+variable OTHER_VERSION has the settings as JSON: node ("*": each node, and the coordinator), number
+of the protocol, and folder. Each
 process records in FOLDER/PROCESS-ID the fields that it left out, did not read, or added.
 
 - The former version knows the kinds and fields of its frozen samples
@@ -27,6 +28,9 @@ GREETING = "Hello"
 
 def is_mine(words: Sequence[str], environment: Mapping[str, str], node: str) -> bool:
     """Return whether this process is the agent or a worker of the node."""
+    if node == "*":
+        services = {"elastic.agent.service", "elastic.coordinator.service"}
+        return bool(services & {*words}) or "LOCAL_RANK" in environment
     if "elastic.agent.service" in words and "--node" in words:
         return words[words.index("--node") + 1] == node
     return environment.get("ELASTIC_NODE") == node and "LOCAL_RANK" in environment
