@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.control_plane.coordinator import QUICK, measure, rows
 from elastic.telemetry import read_events
 
 
-def test_a_small_part_of_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["plain", pytest.param("secure", marks=pytest.mark.chaos)])
+def test_a_small_part_of_everything(tmp_path: Path, mode: str) -> None:
     (agents,) = QUICK.agents
-    found = measure(agents, QUICK, tmp_path)
-    assert found.agents == agents
+    found = measure(mode, agents, QUICK, tmp_path)
+    assert (found.mode, found.agents) == (mode, agents)
     whys = [
         e["why"]
-        for e in read_events(tmp_path / f"run-{agents}" / "events.jsonl")
+        for e in read_events(tmp_path / f"run-{mode}-{agents}" / "events.jsonl")
         if e["kind"] == "lost"
     ]
     # The agents end before the coordinator does, which may notice it.

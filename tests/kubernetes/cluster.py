@@ -245,10 +245,11 @@ class Cluster:
         if pod is None:
             return None
         state = {"running": {}} if pod.running else {"terminated": {"exitCode": pod.code}}
+        shown = {"name": pod.container["name"], "state": state}
         former = {"lastState": {"terminated": {"exitCode": pod.ended[-1]}}} if pod.ended else {}
         return {
             "metadata": {"name": name},
-            "status": {"containerStatuses": [{"state": state} | former]},
+            "status": {"containerStatuses": [shown | former]},
         }
 
 

@@ -121,7 +121,7 @@ def test_the_end_job_knows_coordinators_and_controllers() -> None:
     (container,) = one(objects, "Job", "demo-end")["spec"]["template"]["spec"]["containers"]
     number = one(objects, "StatefulSet", "demo-coordinator")["spec"]["replicas"]
     pods_read = [f"--coordinator=demo-coordinator-{index}" for index in range(number)]
-    last = ["deployment/demo-agent", "statefulset/demo-coordinator", "cronjob/demo-snapshot"]
+    last = ["deployment/demo-agent", "statefulset/demo-coordinator"]
     assert container["command"][4:] == [*pods_read, *last] and "args" not in container
 
 

@@ -16,7 +16,7 @@ from elastic.launcher.cli import main
 from elastic.rpc.control import client
 from elastic.rpc.control.client import CoordinatorSession, call
 from elastic.rpc.control.envelope import unpack_call
-from elastic.rpc.control.server import Server
+from elastic.rpc.control.server import Caller, Server
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.roles import CHANGES, LESSER, READS, Role, role_of, token_of
 from elastic.rpc.security.tls import SecuritySettings
@@ -152,3 +152,15 @@ def test_a_coordinator_of_the_former_version_is_called_without_a_role(
     ask(address, "drain", TOKEN)
     assert calls[0][1]["by"].startswith("member unnamed at ")
     assert json.dumps(calls[0][1])
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2Ja", "\x7f"])
+def test_a_name_that_could_forge_lines_is_not_taken(name: str) -> None:
+    class Context:
+        def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+            return ("caller", name), ("role", "operator")
+
+        def peer(self) -> str:
+            return "ipv4:10.0.0.1:9"
+
+    assert str(Caller.of(Context())) == "operator unnamed at ipv4:10.0.0.1:9"

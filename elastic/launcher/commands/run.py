@@ -6,16 +6,20 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from elastic.command_line import ParsedType, flag
 from elastic.core.protocol.fault_spec import node_id
-from elastic.domain.errors import FieldError, needs_extra
+from elastic.domain.errors import EXIT_FAILURE, FieldError, needs_extra, service_exit
 from elastic.launcher.flags.flags import RAY, SECTIONS, UNUSED_BY_SERVICES, RunCommand
 from elastic.launcher.flags.request import Request, request
 from elastic.launcher.flags.unused import unused_flags, unused_variables
 from elastic.launcher.flags.validators import ENDPOINT, ENDPOINTS
+from elastic.launcher.run.event_tail import read_object
+
+LATEST = Path("runs/latest")
 
 
 def _run(**flags: Any) -> int:
@@ -25,7 +29,11 @@ def _run(**flags: Any) -> int:
     return _launch(task)
 
 
-def _coordinator(address: str, **flags: Any) -> int:
+def _coordinator(address: str, once: bool, **flags: Any) -> int:
+    over = read_object(LATEST / "exit.json") if once else None
+    if over is not None:
+        print(f"the job of {LATEST} has ended: {over.get('reason', '')}", file=sys.stderr)
+        return service_exit(int(over.get("code", EXIT_FAILURE)))
     task = _service_request("--address", address, flags)
     return _launch(replace(task, hosts=True, nodes=(), as_service=True))
 
@@ -74,6 +82,9 @@ def _node(flag: str, text: str) -> str:
 # fmt: off
 ADDRESS = flag("--address", type=ENDPOINT, required=True, allow_from_autoenv=False,
                help="address to serve at")
+ONCE = flag("--once", is_flag=True,
+            help="if the last job in runs/latest has ended, end with its code: for containers that "
+                 "are started again when they end")
 COORDINATOR = flag("--coordinator", type=ENDPOINTS, required=True, allow_from_autoenv=False,
                    help="address of the coordinator, or of several")
 NODE = flag("--node", type=ParsedType("NAME", _node), allow_from_autoenv=False,
@@ -82,7 +93,7 @@ run = RunCommand(
     "run", _run, "Train a script or module on elastic nodes.", {**SECTIONS, "Ray's flags": RAY})
 coordinator = RunCommand(
     "coordinator", _coordinator, "Run a coordinator alone; it is started again if it dies.",
-    {"coordinator's flags": (ADDRESS,), **SECTIONS}, UNUSED_BY_SERVICES)
+    {"coordinator's flags": (ADDRESS, ONCE), **SECTIONS}, UNUSED_BY_SERVICES)
 agent = RunCommand(
     "agent", _agent, "Run one agent that joins a coordinator elsewhere.",
     {"agent's flags": (COORDINATOR, NODE), **SECTIONS}, UNUSED_BY_SERVICES)

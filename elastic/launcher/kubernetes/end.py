@@ -35,6 +35,8 @@ from elastic.reminder import EVERY_S, Reminder
 
 OVER = (EXIT_OK, EXIT_UNRECOVERABLE, EXIT_JOB_FAILED)
 """Exit codes of a coordinator whose training is over. After others it is started again."""
+CONTAINER = "coordinator"
+"""Name of the coordinator's container in its pod."""
 REQUEST_S = 10.0
 """Timeout of a request to the API server."""
 MAX_BYTES = 4 << 20
@@ -89,6 +91,8 @@ def ending_of(pod: Mapping[str, Any]) -> Ending | None:
     The container may have been started again already: the status keeps its former end.
     """
     for container in pod.get("status", {}).get("containerStatuses", ()):
+        if container.get("name") != CONTAINER:  # a sidecar that was added to the pod
+            continue
         for state in (container.get("state", {}), container.get("lastState", {})):
             ended = state.get("terminated") or {}
             if ended.get("exitCode") in OVER:

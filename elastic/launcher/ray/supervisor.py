@@ -198,7 +198,7 @@ class ClusterSupervisor(Supervisor):
                 file.seek(offset)
                 file.write(data)
             if name == CONSOLE.format(node=agent.name):
-                self._view.put(data)
+                self._view.put(agent.name, data)
 
 
 def agent_spec(config: JobConfig, machine: fleet.Machine, node: str, coordinator: str) -> AgentSpec:

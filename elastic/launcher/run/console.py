@@ -101,8 +101,8 @@ class ProgressLines:
         it inherits the streams of this process."""
         yield None
 
-    def put(self, data: bytes) -> None:
-        """Print output of an agent that has no descriptor."""
+    def put(self, name: str, data: bytes) -> None:
+        """Print output of the agent `name`, which has no descriptor."""
         self._console.put_at_once(STDOUT, data)
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class ProgressBar:
         """Yield the descriptor for the output of the agent `name`, while it is being started."""
         yield self._output
 
-    def put(self, data: bytes) -> None:
+    def put(self, name: str, data: bytes) -> None:
         """Print output of agents, as many whole lines as there are."""
         with self._lock:
             whole, newline, self._rest = (self._rest + data).rpartition(b"\n")
@@ -203,7 +203,7 @@ class ProgressBar:
         and the agents keep what they can."""
         with open(self._pipe, "rb", buffering=0) as pipe:
             while chunk := pipe.read(CHUNK):
-                self.put(chunk)
+                self.put("", chunk)
                 self._passed += 1
                 while not self._closing and not self._console.flush(QUIET_S):
                     pass

@@ -38,15 +38,15 @@ class JsonLines(ProgressLines):
         self._relays: list[threading.Thread] = []
         self._passed, self._closing = 0, False
         """Number of lines that were passed on."""
-        self._rest = b""
+        self._rests: dict[str, bytes] = {}
+        """Begun lines by agent."""
 
     @contextlib.contextmanager
     def output_of(self, name: str) -> Iterator[int]:
         """Yield the descriptor for standard output and error of the service `name`, for as long as
         the service is being started."""
         read, write = os.pipe()
-        source = LogSource(self._source.job, name)
-        source.epoch = self._source.epoch
+        source = self._source_of(name)
         thread = threading.Thread(
             target=self._relay, args=(read, source), name=f"output of {name}", daemon=True
         )
@@ -57,16 +57,22 @@ class JsonLines(ProgressLines):
             thread.start()
             os.close(write)
 
+    def _source_of(self, name: str) -> LogSource:
+        source = LogSource(self._source.job, name)
+        source.epoch = self._source.epoch
+        return source
+
     def update(self, entry: Entry) -> None:
         epoch = entry.get("epoch")
         self._epoch = epoch if isinstance(epoch, int) else self._epoch
         super().update(entry)
 
-    def put(self, data: bytes) -> None:
-        """Print output of an agent that has no descriptor, as many whole lines as there are."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+    def put(self, name: str, data: bytes) -> None:
+        """Print output of the agent `name`, which has no descriptor, as many whole lines as there
+        are."""
+        *lines, self._rests[name] = (self._rests.get(name, b"") + data).split(b"\n")
         for line in lines:
-            self._print(line, self._source)
+            self._print(line, self._source_of(name))
 
     def close(self) -> None:
         """Print the rest of the output, for a limited time. A process that outlives the job may
@@ -79,6 +85,8 @@ class JsonLines(ProgressLines):
                 relay.join(max(0.0, soon - time.monotonic()))
             if not any(relay.is_alive() for relay in self._relays):
                 break
+        for name, rest in self._rests.items():
+            self._print(rest, self._source_of(name))
         super().close()
 
     def _relay(self, descriptor: int, source: LogSource) -> None:
@@ -109,5 +117,5 @@ def json_view(source: LogSource) -> JsonLines:
 def _is_object(line: bytes) -> bool:
     try:
         return line.startswith(b"{") and isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

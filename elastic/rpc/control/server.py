@@ -84,7 +84,8 @@ class Caller:
     def of(cls, context: Any) -> Caller:
         given = dict(context.invocation_metadata() or ())
         role, name = _role(given.get("role", "")), str(given.get("caller", ""))
-        return cls(role, name[:MAX_CALLER_CHARS], context.peer())
+        readable = name.isascii() and name.isprintable()
+        return cls(role, name[:MAX_CALLER_CHARS] if readable else "", context.peer())
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ members, not a service that stands for all.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -101,9 +102,10 @@ class EtcdConnection:
         """
         end = time.monotonic() + self._patience_s
         failure: Any = None
-        for attempt in range(ROUNDS * len(self.spec.endpoints)):
+        for attempt in itertools.count():
             left = end - time.monotonic()
-            if left <= 0:
+            tried = attempt >= ROUNDS * len(self.spec.endpoints) and not _lacks_leader(failure)
+            if left <= 0 or tried:
                 break
             if attempt and attempt % len(self.spec.endpoints) == 0:
                 time.sleep(min(left, 0.05))
@@ -204,3 +206,9 @@ def _text(error: Any) -> str:
     if hasattr(error, "details"):
         return str(error.details() or error.code()).splitlines()[0][:200]
     return str(error or "time is up")
+
+
+def _lacks_leader(error: Any) -> bool:
+    """Return whether a member refused a request because it knows no leader. An election takes 1 to
+    2 s, and then each member refuses at once."""
+    return isinstance(error, grpc.RpcError) and "no leader" in str(error.details())

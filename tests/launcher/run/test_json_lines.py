@@ -38,7 +38,10 @@ def test_every_line_is_an_object(tmp_path: Path) -> None:
         os.write(output, torn[:50])
     with view.output_of("node1") as other:
         os.write(other, b"Fatal Python error: Segmentation fault\n\n{not json}\nhalf a line")
-    view.put(b"from another machine\n")
+    far = LogSource("demo", "node7").line("whole", logger="elastic.agent")
+    view.put("node7", far[:9])
+    view.put("node8", b"from another machine\nand its rest")
+    view.put("node7", far[9:])
     view.close()
     os.close(descriptor)
     found = objects((tmp_path / "console").read_text())
@@ -48,7 +51,9 @@ def test_every_line_is_an_object(tmp_path: Path) -> None:
     assert (step["epoch"], step["node"], step["job"]) == (7, "launcher", "demo")
     for text in ("Fatal Python error: Segmentation fault", "{not json}", "half a line"):
         assert (by_text[text]["logger"], by_text[text]["node"]) == ("output", "node1")
-    assert by_text["from another machine"]["logger"] == "output"
+    assert by_text["whole"]["logger"] == "elastic.agent"
+    for text in ("from another machine", "and its rest"):
+        assert (by_text[text]["logger"], by_text[text]["node"]) == ("output", "node8")
     assert any(text.startswith('{"time"') for text in by_text), "a torn object is a message"
 
 

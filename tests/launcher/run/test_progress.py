@@ -81,7 +81,7 @@ def test_lines_that_cannot_be_written_are_lost(failing: Console) -> None:
     view = ProgressLines(failing)
     view.update(entry(1, loss=2.5, epoch=1))
     view.note("lost")
-    view.put(b"output of an agent\n")
+    view.put("node0", b"output of an agent\n")
     view.close()
 
 
@@ -115,7 +115,7 @@ def test_output_is_printed_above_the_bar(tmp_path: Path) -> None:
 def test_bars_do_not_queue_up_while_nobody_reads() -> None:
     read, write = os.pipe()
     view = ProgressBar(Console((write, write), "elastic"))
-    view.put(b"a line of a worker\n" * 10_000)
+    view.put("node0", b"a line of a worker\n" * 10_000)
     for step in range(1000):
         view.update(entry(step, phase=f"phase{step}"))
     text = b""
