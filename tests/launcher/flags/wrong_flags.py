@@ -145,6 +145,7 @@ WRONG_FLAGS = [
         "--coordinators",
     ),
     (["--rdzv-endpoint", "a:1,b:x"], "--rdzv-endpoint"),
+    (["--log-format", "xml"], "--log-format"),
     (["--preflight", "maybe"], "--preflight"),
     (["--quarantine", "0"], "--quarantine"),
     (["--quarantine", "long"], "--quarantine"),
