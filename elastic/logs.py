@@ -47,7 +47,7 @@ _WARNING = "warning: "
 
 
 class LogSource:
-    """The process that a JSON line comes from."""
+    """Names the process that writes JSON lines: its job, node and present epoch."""
 
     def __init__(self, job: str, node: str) -> None:
         """`node`: name of the node; coordinator or coordinator-N for a coordinator."""
@@ -211,7 +211,8 @@ class _LogQueue(QueueHandler):
         self._writers, self._source = writers, source
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Return a copy that refers to no object of the caller, with the epoch and the error."""
+        """Return a copy with the finished text, the epoch and the error. Objects that the caller
+        has logged may change before the copy is written."""
         found = copy.copy(record)
         found.msg = found.message = record.getMessage()
         found.args, found.exc_info = None, None

@@ -68,7 +68,7 @@ def _component(item: Object) -> str:
 
 
 def _statefulset(item: Object) -> Object:
-    """Return a StatefulSet of the agents that a Deployment has."""
+    """Return the Deployment of the agents as a StatefulSet with the same pods."""
     spec = {key: copy.deepcopy(item["spec"][key]) for key in ("replicas", "selector", "template")}
     return {
         **item,

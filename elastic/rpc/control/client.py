@@ -235,7 +235,7 @@ class CoordinatorSession:
         )
 
     async def _why_silent(self, stub: CoordinatorStub) -> str:
-        """Return why there is no connection. A stream waits for one, but a request tells."""
+        """Return why there is no connection. A request fails with the reason; a stream waits."""
         try:
             question = pack_call(CHALLENGE, {"nonce": new_nonce()})
             await stub.call(question, timeout=CONNECT_TIMEOUT_S)
