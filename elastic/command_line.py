@@ -69,6 +69,8 @@ def time_of(flag: str, text: str) -> float:
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 TRIAL_BYTES = 4096
+MAX_INPUT_BYTES = 64 << 20
+"""Largest file that a flag may name, unless its command allows more."""
 
 
 def file_problem(error: OSError) -> str:
@@ -105,6 +107,24 @@ def file_errors(flag: str, given: object, done: str = "written") -> Iterator[Non
         raise FieldError(flag, str(given), f"it cannot be {done} ({why}); give another") from error
 
 
+def input_text(flag: str, path: Path, most_bytes: int = MAX_INPUT_BYTES) -> str:
+    """Return the text of a file, without a byte order mark. A device has no end, so no more than
+    `most_bytes` are read. Raises FieldError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(most_bytes + 1)
+    except (OSError, ValueError) as error:
+        raise FieldError(flag, str(path), f"name a readable text file: {error}") from error
+    if len(data) > most_bytes:
+        raise FieldError(
+            flag, str(path), f"it has more than {most_bytes} bytes: give a smaller one"
+        )
+    try:
+        return data.decode("utf-8-sig")
+    except ValueError as error:
+        raise FieldError(flag, str(path), f"name a readable text file: {error}") from error
+
+
 def make_folder(flag: str, path: Path, *, may_be_full: bool = False) -> None:
     """Create directory `path` if it is missing, and make sure that files can be written there.
 
@@ -133,6 +153,8 @@ def output_file(flag: str, text: str) -> Path:
     with file_errors(flag, text):
         path = Path(os.path.expanduser(text))
         target = Path(os.path.realpath(path))  # a link may lead to a file that does not exist yet
+        if not text:
+            raise FieldError(flag, text, "name a file")
         if target.is_dir():
             raise FieldError(flag, text, "it is a directory; name a file")
         if target.is_symlink():

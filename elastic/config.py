@@ -249,7 +249,10 @@ def load_config(run_dir: str | Path) -> JobConfig:
         raise UsageError(
             f"{path}: cannot be read ({error.strerror}): give the directory of a run"
         ) from error
-    return codec.loads(JobConfig, text)
+    try:
+        return codec.loads(JobConfig, text)
+    except FieldError as error:
+        raise FieldError("--run-dir", str(path), f"the file is damaged: {error}") from None
 
 
 def claim_fault(run_dir: str | Path, number: int) -> bool:

@@ -99,7 +99,7 @@ class RotatingFile:
         """Open the file, or create it. Raises OSError."""
         self.path, self.name = path, str(path)
         self._max_bytes, self._files = max_bytes, files
-        self._fd, self._nbytes = self._open()
+        self._fd, self._nbytes = self._open(path)
 
     def fileno(self) -> int:
         return self._fd
@@ -118,10 +118,10 @@ class RotatingFile:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
-    def _open(self) -> tuple[int, int]:
-        """Return the descriptor and the size of the file."""
+    def _open(self, path: Path) -> tuple[int, int]:
+        """Return the descriptor and the size of a file."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        fd = os.open(self.path, flags, FILE_MODE)
+        fd = os.open(path, flags, FILE_MODE)
         found = os.fstat(fd)
         self._is_regular = stat.S_ISREG(found.st_mode)
         if self._is_regular:
@@ -130,15 +130,20 @@ class RotatingFile:
         return fd, found.st_size if self._is_regular else 0
 
     def _rotate(self) -> None:
-        """Begin a new file. If the directory refuses it, the present one is used further."""
+        """Begin a new file. If it cannot be created, the present one is used further.
+
+        It is created first, so that the older files are moved once for each new one.
+        """
+        new = self.path.with_name(f"{self.path.name}.new")
         with contextlib.suppress(OSError):
+            fd, nbytes = self._open(new)
+            self.close()
+            self._fd, self._nbytes = fd, nbytes
             for number in range(self._files - 1, 0, -1):
                 older = f"{self.path}.{number - 1}" if number > 1 else self.path
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(older, f"{self.path}.{number}")
-            fd, nbytes = self._open()
-            self.close()
-            self._fd, self._nbytes = fd, nbytes
+            os.replace(new, self.path)
 
 
 class _LogWriter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -161,6 +162,35 @@ def test_files_are_rotated_and_private(tmp_path: Path) -> None:
         assert found.st_size <= 100 and stat.S_IMODE(found.st_mode) == 0o600
     kept = "".join((tmp_path / name).read_text() for name in reversed(names)).split("\n")[:-1]
     assert kept == [f"line {number:3d}" for number in range(40 - len(kept), 40)]
+
+
+def test_a_log_that_cannot_be_opened_anew_loses_no_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process has no free descriptors for a while."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    path = tmp_path / "a.log"
+    file = RotatingFile(path, max_bytes=20, files=3)
+    for number in range(6):
+        file.write(f"line {number:3d}\n".encode())
+    with monkeypatch.context() as full:
+        full.setattr(os, "open", refuse)
+        for number in range(6, 12):
+            file.write(f"line {number:3d}\n".encode())
+    assert (tmp_path / "a.log.2").read_text() == "line   0\nline   1\n"
+    assert (tmp_path / "a.log.1").read_text() == "line   2\nline   3\n"
+    assert len(path.read_text().splitlines()) == 8
+    file.write(b"line  12\n")
+    file.close()
+    assert path.read_text() == "line  12\n"
+    assert [found.name for found in sorted(tmp_path.iterdir())] == [
+        "a.log",
+        "a.log.1",
+        "a.log.2",
+    ]
 
 
 def test_the_text_log_is_private(tmp_path: Path, own_logging: None) -> None:

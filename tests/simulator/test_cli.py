@@ -196,7 +196,7 @@ def test_files_that_are_too_large_are_not_read(
     source.write_text("0,add,n1\n60000,remove,n1\n")
     monkeypatch.setattr(traces, "MAX_BYTES", 20)
     done = run("traces", "import", "bamboo", str(source), str(tmp_path / "out.csv"))
-    assert done.exit_code == 2 and "too many: at most 20" in done.output
+    assert done.exit_code == 2 and "more than 20 bytes" in done.output
 
 
 def test_losses_in_bursts_are_made_and_fitted(tmp_path: Path) -> None:

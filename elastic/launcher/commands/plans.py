@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from elastic.command_line import Command, file_errors, output_file
+from elastic.command_line import Command, file_errors, input_text, output_file
 from elastic.config import SCHEDULES
 from elastic.domain.errors import FieldError, InfeasiblePlan, UsageError
 from elastic.domain.types import Plan
@@ -58,7 +59,12 @@ def plan(**flags: Any) -> int:
     if args.file is None:
         _refuse(args, ("cluster", *whatifs, "svg"), "it needs a cluster file")
         return show(query(args, "plan", {}), args.json)
-    text = _read("FILE", Path(args.file))
+    context = click.get_current_context()
+    remedy = "it is for the plan of a running job: leave FILE out"
+    for flag in ("rdzv_endpoint", "run_dir", "certs", "certs_name", "join_token_file"):
+        if context.get_parameter_source(flag) is ParameterSource.COMMANDLINE:
+            raise FieldError(f"--{flag.replace('_', '-')}", str(getattr(args, flag)), remedy)
+    text = input_text("FILE", Path(args.file))
     out = _picture_file(args.svg)
     if args.file.endswith(".toml") or _looks_like_toml(text):
         _refuse(args, ("cluster",), "FILE is a cluster file itself; --cluster needs a plan")
@@ -136,7 +142,7 @@ def _misfit(args: SimpleNamespace, shape: str, found: Plan) -> FieldError | None
 def _predicted(args: SimpleNamespace, text: str) -> tuple[Answer, Report]:
     """Return answer and report of the plan in `text` on the nodes of the file of --cluster."""
     path = Path(args.cluster)
-    cluster, measured = _cluster(path, _read("--cluster", path))
+    cluster, measured = _cluster(path, input_text("--cluster", path))
     given = _parse(text)
     return _answer(args, path, cluster, capacity.cluster_profile(cluster, measured), given, ())
 
@@ -172,7 +178,7 @@ def _cluster(path: Path, text: str) -> tuple[Cluster, Profile | None]:
     cluster = parse_cluster(text)
     if not cluster.profile_file:
         return cluster, None
-    return cluster, parse_profile(_read("model.profile", path.parent / cluster.profile_file))
+    return cluster, parse_profile(input_text("model.profile", path.parent / cluster.profile_file))
 
 
 def _looks_like_toml(text: str) -> bool:
@@ -186,13 +192,6 @@ def _refuse(args: SimpleNamespace, names: tuple[str, ...], remedy: str) -> None:
         value = getattr(args, name)
         if value is not None:
             raise FieldError(f"--{name}", value, remedy)
-
-
-def _read(field: str, path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FieldError(field, str(path), f"it cannot be read as text: {error}") from error
 
 
 def _picture_file(name: str | None) -> Path | None:

@@ -113,7 +113,9 @@ def _check(flags: SimpleNamespace) -> Profile | None:
 
 def _target(flags: SimpleNamespace) -> Path:
     """Return the file to write, which replaces one of the same name."""
-    flag, name = ("--into", flags.into) if flags.into is not None else ("--out", flags.out or OUT)
+    flag, name = "--out", OUT if flags.out is None else flags.out
+    if flags.into is not None:
+        flag, name = "--into", flags.into
     target = output_file(flag, name)
     if target.exists() and flags.into is None and not flags.force:
         raise FieldError(flag, str(target), "it exists; give another, or --force")

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from click import Choice
 
-from elastic.command_line import ParsedType, file_errors, time_of
+from elastic.command_line import ParsedType, file_errors, input_text, time_of
 from elastic.config import FILE as CONFIG_FILE
 from elastic.config import load_config
 from elastic.core.protocol.fault_spec import parse_fault
@@ -214,11 +214,9 @@ def _is_there(path: Path) -> bool:
 
 def read_profile(flag: str, text: str) -> Profile:
     """Return the profile in the file `text`."""
+    profile = input_text(flag, Path(os.path.expanduser(text)))
     try:
-        return parse_profile(Path(os.path.expanduser(text)).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        remedy = f"the file cannot be read ({error}); give one that `elastic profile` wrote"
-        raise FieldError(flag, text, remedy) from None
+        return parse_profile(profile)
     except FieldError as error:
         raise FieldError(flag, text, f"the file is not a profile: {error}") from None
 

@@ -23,7 +23,7 @@ CA, CERT, KEY = "ca.crt", "tls.crt", "tls.key"
 TOKEN_FILE = "join.token"
 """File of a run directory, mode 0600: services, workers and commands of this machine read the token
 here."""
-LEAST_TOKEN_CHARS = 16
+LEAST_TOKEN_CHARS, MOST_TOKEN_CHARS = 16, 4096
 WORKERS = (
     "traffic between workers (gloo or NCCL, and their rendezvous store) is not encrypted: this "
     "torch has no TLS for it; keep those ports in a private network (docs/operate/security.md)"
@@ -159,7 +159,8 @@ def read_token(path: Path, flag: str = "") -> str:
     `flag`: option that named the file; "": none did, and the token is "" if the file is missing.
     """
     try:
-        text = path.read_text().strip()
+        with path.open() as file:
+            text = file.read(MOST_TOKEN_CHARS + 1).strip()
     except (OSError, UnicodeDecodeError) as error:
         if not flag and isinstance(error, FileNotFoundError):
             return ""
@@ -170,9 +171,10 @@ def read_token(path: Path, flag: str = "") -> str:
 def check_token(field_name: str, token: str, shown: str) -> str:
     """Return `token`. If it is too short or not printable, raise FieldError with `shown` in its
     place."""
-    if len(token) < LEAST_TOKEN_CHARS or not token.isascii() or not token.isprintable():
+    fits = LEAST_TOKEN_CHARS <= len(token) <= MOST_TOKEN_CHARS
+    if not fits or not token.isascii() or not token.isprintable():
         remedy = (
-            f"a token of {LEAST_TOKEN_CHARS} printable characters or more, "
+            f"a token of {LEAST_TOKEN_CHARS} to {MOST_TOKEN_CHARS} printable characters, "
             "as `openssl rand -hex 32` makes"
         )
         raise FieldError(field_name, shown, remedy)

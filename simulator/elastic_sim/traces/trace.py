@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from elastic.command_line import input_text
 from elastic.domain.errors import FieldError
 
 ADD, REMOVE, END = "add", "remove", "end"
@@ -168,14 +169,7 @@ def read(path: Path | str, *, repair: bool = False) -> tuple[Trace, tuple[Repair
 
 def read_text(path: Path, field: str = "trace") -> str:
     """Return the text of a file, without a byte order mark. Raises FieldError about `field`."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            remedy = f"{size} bytes are too many: at most {MAX_BYTES}; split it"
-            raise FieldError(field, str(path), remedy)
-        return path.read_bytes().decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise FieldError(field, str(path), f"name a readable text file: {error}") from error
+    return input_text(field, path, MAX_BYTES)
 
 
 def parse(

@@ -22,6 +22,8 @@ from tests.launcher.flags.wrong_flags import WRONG_FLAGS
 from tests.launcher.helpers import read
 from tests.patience import LONG_S
 
+CLUSTER = str(Path(__file__).parents[3] / "examples" / "clusters" / "small.toml")
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -125,6 +127,15 @@ def test_wrong_scripts(
             ["status", "--rdzv-endpoint", "h:1", "--join-token-file", "script.py"],
             "--join-token-file",
         ),
+        (
+            ["status", "--rdzv-endpoint", "h:1", "--join-token-file", "/dev/zero"],
+            "'/dev/zero' is not usable: a token of 16 to 4096",
+        ),
+        (["plan", "/dev/zero"], "FILE: '/dev/zero' is not usable: it has more than"),
+        (["plan", CLUSTER, "--run-dir", "pack"], "--run-dir: 'pack'"),
+        (["plan", CLUSTER, "--rdzv-endpoint", "h:1"], "--rdzv-endpoint: 'h:1'"),
+        (["profile", "--out", "", "script.py"], "--out: '' is not usable: name a file"),
+        (["profile", "--into", "/dev/zero", "script.py"], "--into: '/dev/zero'"),
         (["certs"], "--out"),
         (["certs", "--out", "script.py"], "--out"),
         (["certs", "--out", "new", "--hosts", "a,,b"], "--hosts"),
@@ -387,10 +398,21 @@ def test_configuration_reads_back(place: Path) -> None:
     last = agent_args(config, "node3", 3, "a:1", "b")
     assert last[-4:] == ["--domain", "b", "--memory", str(3 << 29)]
     (place / "out" / "config.json").write_text('{"job_id": 1}')
-    with pytest.raises(FieldError, match="JobConfig"):
+    with pytest.raises(FieldError, match=r"config\.json' is not usable: the file is damaged"):
         load_config(config.run_dir)
     with pytest.raises(UsageError, match="directory of a run"):
         load_config(place)
+
+
+@pytest.mark.parametrize("text", ["", '{"job_id": ', "[]"])
+def test_status_of_a_run_with_a_damaged_configuration(
+    place: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (place / "coordinator.json").write_text('{"address": "127.0.0.1:9"}')
+    (place / "config.json").write_text(text)
+    assert cli.main(["status", "--run-dir", "."]) == 2
+    err = capsys.readouterr().err
+    assert "--run-dir: 'config.json' is not usable: the file is damaged" in err
 
 
 def test_resume(place: Path) -> None:

@@ -255,7 +255,7 @@ def test_an_invalid_model_file_is_reported_as_the_model(
     assert (
         refused.exit_code == 2
         and "--model: " in refused.output
-        and "20 bytes are too many" in refused.output
+        and "more than 10 bytes" in refused.output
     )
     events = tmp_path / "events.jsonl"
     events.write_text("{}" * 10)
@@ -263,7 +263,7 @@ def test_an_invalid_model_file_is_reported_as_the_model(
     assert (
         refused.exit_code == 2
         and "TRACE: " in refused.output
-        and "20 bytes are too many" in refused.output
+        and "more than 10 bytes" in refused.output
     )
 
 

@@ -125,7 +125,7 @@ def test_huge_and_unreadable_files_are_refused(
     path = tmp_path / "t.csv"
     path.write_text(GOOD)
     monkeypatch.setattr(traces, "MAX_BYTES", 20)
-    with pytest.raises(FieldError, match="too many: at most 20"):
+    with pytest.raises(FieldError, match="more than 20 bytes"):
         read(path)
     monkeypatch.undo()
     path.write_bytes(b"\xff\xfe" + GOOD.encode())
