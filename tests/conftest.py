@@ -27,7 +27,9 @@ os.environ.pop("RAY_ADDRESS", None)
 
 # Every run tries new examples. A failing one is printed with the line that repeats it, and is tried
 # first in later runs on this machine (.hypothesis). Add it to its test as an `@example`.
-settings.register_profile("suite", deadline=None, derandomize=False, print_blob=True)
+settings.register_profile(
+    "suite", max_examples=50, deadline=None, derandomize=False, print_blob=True
+)
 settings.load_profile("suite")
 
 

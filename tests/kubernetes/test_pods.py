@@ -53,7 +53,10 @@ def test_one_pod_is_deleted_and_one_preempted(tmp_path: Path) -> None:
 
 
 def test_a_tenth_loss_is_replaced_as_fast_as_the_first(tmp_path: Path) -> None:
-    """With the delays of a Job, the seventh pod would be replaced after ten minutes."""
+    """With the delays of a Job, the seventh pod would be replaced after ten minutes.
+
+    At the end of the training, the machines are given back.
+    """
     with JobRun(tmp_path, "job", 3, PATIENT, "--env=PET_PIPELINES=1", pace=STEADY) as job:
         cluster = job.cluster
         cluster.controllers.control("agent")
@@ -67,15 +70,6 @@ def test_a_tenth_loss_is_replaced_as_fast_as_the_first(tmp_path: Path) -> None:
             print(f"loss {number}: a new agent after {time.monotonic() - began:.1f} s")
             job.wait_for_everybody(before)
             job.wait_for_step(job.step + 1)
-        summary = job.finish()
-    assert same(summary, reference(tmp_path)), summary
-    lost_nodes = [entry for entry in summary["recoveries"] if not entry["planned"]]
-    assert len(lost_nodes) >= 10
-
-
-def test_the_end_of_the_training_gives_the_machines_back(tmp_path: Path) -> None:
-    with JobRun(tmp_path, "job", 2, PATIENT) as job:
-        job.wait_for_step(2)
         pod, summary = job.give_back()
         assert pod.code == EXIT_OK and "has ended with exit code 0" in pod.log, pod.log
         for component in ("agent", "coordinator"):
@@ -84,6 +78,8 @@ def test_the_end_of_the_training_gives_the_machines_back(tmp_path: Path) -> None
         statuses = {status for _, _, status in job.cluster.api.served}
         assert statuses <= {200, 404}, "the Role allows what the end Job does"
     assert same(summary, reference(tmp_path)), summary
+    lost_nodes = [entry for entry in summary["recoveries"] if not entry["planned"]]
+    assert len(lost_nodes) >= 10
 
 
 def check_isolation(job: JobRun) -> None:

@@ -129,8 +129,8 @@ def started(folder: Path, config: dict[str, Any]) -> Iterator[Prometheus]:
 @contextlib.contextmanager
 def job(folder: Path, *flags: str) -> Iterator[Path]:
     """A run of waiting layers until the block ends; yields its run directory."""
-    layer = LayerSpec(4096, 0, 4096, 0.005, 0.01, output_bytes=8192)
-    times = LayerTimes(0.005, 0.01, 0.005, 0.005)
+    layer = LayerSpec(4096, 0, 4096, 0.02, 0.04, output_bytes=8192)
+    times = LayerTimes(0.02, 0.04, 0.02, 0.02)  # long steps cost the machine little
     profile = Profile(
         model="toy",
         layers=(layer,) * 6,

@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "bf16": ("--dtype", "bf16"),
     "tp2": ("--tp", "2"),
     "everything": ("--tie-embeddings", "--dropout", "0.1", "--dtype", "bf16"),
+    "everything-tp2": ("--tie-embeddings", "--dropout", "0.1", "--dtype", "bf16", "--tp", "2"),
 }
 
 _STAGES = {"first": 0, "middle": 1, "last": 3}
@@ -79,6 +80,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         name="second-kill-during-recovery",
         faults=("kill node=1 step=2 microbatch=2", "kill node=3 step=2 phase=recovery"),
+        flags=("--backup", "recompute+snapshot"),
         nodes_after=2,
         small=True,
     ),
@@ -130,7 +132,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         nodes_after=3),
     Scenario(
         name="tensor-parallel", faults=("kill node=1 step=2 microbatch=2",), model="tp2", nodes="2",
-        flags=("--nproc-per-node", "2"), small=True,
+        flags=("--nproc-per-node", "2"),
     ),
     Scenario(
         name="tensor-parallel-loses-one-rank",
@@ -147,6 +149,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         name="everything-at-once", faults=("kill node=2 step=2 microbatch=2",), model="everything",
         pipelines="2",
-        small=True,
+    ),
+    Scenario(
+        name="everything-tensor-parallel", faults=("kill node=1 step=2 microbatch=2",),
+        model="everything-tp2", nodes="2", flags=("--nproc-per-node", "2"), small=True,
     ),
 )  # fmt: skip

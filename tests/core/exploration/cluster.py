@@ -59,7 +59,7 @@ SLOW_S = 5.0
 CUT_S = 500.0
 """Most time that passes while a connection is cut: less than a job waits for lost nodes."""
 LONG_S = 1000.0
-MOST_WAITING = 16
+MOST_WAITING = 32
 """Most messages that may wait on one connection."""
 KINDS = (
     "drop",
@@ -488,7 +488,8 @@ class Cluster:
         """Fail if messages pile up: then the search would not end."""
         most = max(len(value.up), len(value.down))
         if most > MOST_WAITING:
-            raise RuntimeError(f"{most} messages wait on one connection: are they without a limit?")
+            waiting = [repr(self.messages.values[n]) for n in (*value.up, *value.down)]
+            raise RuntimeError(f"{most} messages wait on one connection:\n" + "\n".join(waiting))
         return self.links.number(value)
 
     def _popped(self, link: int, upward: bool, twice: bool) -> int:
@@ -948,7 +949,7 @@ class Cluster:
                 found.append(("duplicate", f"{name} <", *twice, 0))
         if node.alive:
             found.append(("node crash", name, *self._killed(number, link), 1))
-            if node.worker.phase >= WorkerPhase.IDLE:
+            if "worker crash" in kinds and node.worker.phase >= WorkerPhase.IDLE:
                 sent = self.sent(link, *self.effects(self.model.crash(node)))
                 found.append(("worker crash", name, *sent, 0))
         elif value.phase in (LinkPhase.CLOSED, LinkPhase.GONE) and not node.ended:

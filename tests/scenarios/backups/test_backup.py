@@ -48,7 +48,6 @@ FAULTS = {
     "hang": "stop node=2 step=2 microbatch=2",
     "drain": "drain node=1 step=2 deadline=60",
 }
-SMALL = {("recompute+snapshot", "kill-in-microbatch")}
 
 
 def run_with(
@@ -58,12 +57,12 @@ def run_with(
     return elastic_run(directory / "run", exact(*shape, *flags), script(*more))
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("backup", "pipelines", "fault"),
     [
         pytest.param(
-            backup, pipelines, fault, id=f"{backup}-{fault}",
-            marks=[] if (backup, fault) in SMALL else [pytest.mark.chaos],
+            backup, pipelines, fault, id=f"{backup}-{fault}"
         )
         for backup, pipelines in PAIRS
         for fault in FAULTS

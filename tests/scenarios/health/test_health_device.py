@@ -38,7 +38,7 @@ def test_a_broken_device_is_a_crash_of_its_worker_and_the_job_goes_on(tmp_path: 
     assert "Traceback" in run.output and ECC in run.output, "the user sees where"
 
 
-@pytest.mark.parametrize("text", [IO_ERROR, NO_MEMORY])
+@pytest.mark.parametrize("text", [IO_ERROR, pytest.param(NO_MEMORY, marks=pytest.mark.chaos)])
 def test_a_transient_error_of_the_host_is_a_fault_of_its_node(tmp_path: Path, text: str) -> None:
     run = broken(tmp_path / "run", "--node", "node1", "--text", text)
     assert run.code == 0 and run.summary["steps"] == 6, run.output

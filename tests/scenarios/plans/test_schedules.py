@@ -8,7 +8,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from tests.scenarios.harness import Run, elastic_run, proved
-from tests.scenarios.shared import GPT, exact, faults, reference
+from tests.scenarios.shared import GPT, SCRIPT, exact, faults, reference
 
 DROPOUT = ("--dropout", "0.1")
 TIED = ("--tie-embeddings", "--dropout", "0.1")
@@ -34,7 +34,7 @@ def _case(
 
 CASES = (
     _case("zero-bubble-killed", "zero-bubble", fault=KILL),
-    _case("interleaved-killed", "interleaved", fault=KILL, small=True),
+    _case("interleaved-killed", "interleaved", fault=KILL),
     _case("1f1b", "1f1b"),
     _case("zero-bubble", "zero-bubble"),
     _case("interleaved", "interleaved"),
@@ -90,6 +90,14 @@ RECOMPUTING = (
     pytest.param("1f1b", "", id="1f1b", marks=pytest.mark.chaos),
     pytest.param("interleaved", KILL, id="interleaved-killed", marks=pytest.mark.chaos),
 )
+
+
+def test_plain_layers_give_the_same(tmp_path: Path) -> None:
+    """The small form of interleaved-killed: processes with plain layers start faster."""
+    words = ("--nnodes", "3", "--pipelines", "1", *faults(KILL))
+    run = elastic_run(tmp_path / "run", exact("--schedule", "interleaved", *words), SCRIPT)
+    _check(run, reference(tmp_path), words)
+    assert "schedule=interleaved:" in run.summary["plan"]
 
 
 @pytest.mark.parametrize(("schedule", "fault"), RECOMPUTING)
