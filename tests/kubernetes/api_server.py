@@ -106,8 +106,11 @@ class ApiServer:
         item = self.find(KINDS[match["resource"]], match["name"])
         if item is None:
             return 404, {}
-        assert request.headers["Content-Type"] == "application/merge-patch+json"
-        item["spec"] |= json.loads(body)["spec"]
+        if verb == "patch":
+            assert request.headers["Content-Type"] == "application/merge-patch+json"
+            item["spec"] |= json.loads(body)["spec"]
+        if match["sub"] == "scale" and not item["spec"]["replicas"]:
+            return 200, {"kind": "Scale", "spec": {}}
         return 200, item
 
     def allows(

@@ -122,6 +122,28 @@ def test_nothing_changes_while_the_training_goes_on(world: World) -> None:
         process.wait()
 
 
+def test_an_end_that_nobody_knows_any_more_is_no_success(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end Job was lost between its last change and its own end."""
+    world.pods.clear()
+    for kind, name in (("Deployment", "demo-agent"), ("StatefulSet", "demo-coordinator")):
+        world.find(kind, name)["spec"]["replicas"] = 0
+    assert cli.main(world.command()) == EXIT_JOB_FAILED
+    assert "the machines have been given back" in capsys.readouterr().err
+
+
+def test_pods_that_are_not_there_yet_are_no_end(world: World) -> None:
+    world.pods.clear()
+    before, process = world.replicas, world.start()
+    try:
+        world.wait_for_requests(20)
+        assert world.replicas == before and process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_an_api_server_that_fails_is_asked_again_and_named(world: World) -> None:
     world.api.fails_with = 503
     world.pods[COORDINATORS[0]] = pod(COORDINATORS[0], {"state": ended(EXIT_OK)})
@@ -142,8 +164,11 @@ def test_the_account_may_do_this_and_nothing_else(world: World) -> None:
 
     allowed = [
         *(("get", None, "pods", name, None) for name in COORDINATORS),
-        ("patch", "apps", "deployments", "demo-agent", "scale"),
-        ("patch", "apps", "statefulsets", "demo-coordinator", "scale"),
+        *(
+            (verb, "apps", kind, name, "scale")
+            for verb in ("get", "patch")
+            for kind, name in (("deployments", "demo-agent"), ("statefulsets", "demo-coordinator"))
+        ),
     ]
     assert all(may(*one) for one in allowed)
     rules = world.find("Role", "demo-end")["rules"]

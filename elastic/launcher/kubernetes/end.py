@@ -3,7 +3,8 @@
 Deployments and StatefulSets start ended pods again for ever. The end Job reads the pods of the
 coordinators from the Kubernetes API until one of them has ended with an exit code of OVER. Then it
 scales agents and coordinators to 0, and ends with the same code. Nothing is kept in this process:
-if its pod is lost, the next one finds the exit codes in the status of the pods.
+if its pod is lost, the next one finds the exit codes in the status of the pods. If these pods are
+gone and all machines were given back, nobody knows the code any more, and the end Job fails.
 """
 
 from __future__ import annotations
@@ -45,6 +46,18 @@ OK, NOT_FOUND = 200, 404
 Answer = TypeVar("Answer")
 
 
+class UnknownEnd(ElasticError):
+    """Nothing tells any more how the training ended."""
+
+    exit_code = EXIT_JOB_FAILED  # no further pod of the end Job would learn it
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the machines have been given back, and the pods that knew how the training ended are "
+            "gone: look for the checkpoint of the last step, and for the logs of the coordinators"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change of one object that gives its machines back."""
@@ -54,7 +67,12 @@ class Change:
     path: str
     """Path of the object at the API server; {namespace} stands for its namespace."""
     patch: Mapping[str, Any]
-    """JSON merge patch."""
+    """JSON merge patch of the object's `spec`."""
+
+    def is_made(self, found: Mapping[str, Any]) -> bool:
+        """Whether an object has these values already. The API server leaves out zeros."""
+        spec = found.get("spec", {})
+        return all(spec.get(key, 0) == value for key, value in self.patch["spec"].items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +132,11 @@ class ApiServer:
         """Return a pod; {}: there is none. Raises ElasticError."""
         return self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods/{name}")
 
+    def is_made(self, change: Change) -> bool:
+        """Whether the object of a change exists and has its values. Raises ElasticError."""
+        found = self._ask("GET", change.path.format(namespace=self._namespace))
+        return bool(found) and change.is_made(found)
+
     def apply(self, change: Change) -> None:
         """Patch an object, if it exists. Raises ElasticError."""
         path = change.path.format(namespace=self._namespace)
@@ -145,13 +168,21 @@ class ApiServer:
         return found if isinstance(found, dict) else {}
 
 
-def await_end(api: ApiServer, coordinators: Sequence[str], every_s: float) -> Ending:
-    """Return when the pod of a coordinator shows the end of the training."""
+def await_end(
+    api: ApiServer, coordinators: Sequence[str], changes: Sequence[Change], every_s: float
+) -> Ending:
+    """Return when the pod of a coordinator shows the end of the training.
+
+    Raises UnknownEnd if the coordinators are gone and all changes have been made: an end Job
+    before this one was lost right before its own end, or somebody has scaled the job to 0.
+    """
     while True:
-        for name in coordinators:
-            ending = ending_of(_repeat(partial(api.get_pod, name), every_s))
-            if ending is not None:
-                return ending
+        pods = [_repeat(partial(api.get_pod, name), every_s) for name in coordinators]
+        ending = next((end for end in map(ending_of, pods) if end is not None), None)
+        if ending is not None:
+            return ending
+        if not any(pods) and all(_repeat(partial(api.is_made, c), every_s) for c in changes):
+            raise UnknownEnd()
         time.sleep(every_s)
 
 
@@ -209,7 +240,7 @@ def end(
         (credentials / "token").read_text()
         api = ApiServer(api_host, api_port, namespace, credentials)
     _say(f"the training goes on until one of the pods {', '.join(coordinators)} ends with it")
-    ending = await_end(api, coordinators, every)
+    ending = await_end(api, coordinators, changes, every)
     why = f": {ending.message}" if ending.message else ""
     _say(f"{ending.pod} has ended with exit code {ending.code}{why}")
     for change in changes:
