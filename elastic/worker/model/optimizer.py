@@ -160,7 +160,8 @@ class LayerOptimizer:
         groups = self._groups(spec, dict(parameters))
         with _own_errors_of("an optimizer", TypeError, ValueError):  # others: faults of the device
             self.optimizer = spec.factory(groups)
-        self._check_optimizer({name for name, p in parameters if p.requires_grad})
+        self._trained = {name for name, p in parameters if p.requires_grad}
+        self._check_optimizer(self._trained)
         self._initial = [self._scalars(group) for group in self.optimizer.param_groups]
 
     def portion_of(self, tensor: Tensor) -> Tensor:
@@ -203,9 +204,14 @@ class LayerOptimizer:
             raise FieldError("OptimizerSpec.factory", what, FACTORY)
 
     def step(self, gradients: Sequence[Tensor], lr: float) -> None:
-        """Update in place from `gradients`: float32, in parameter order, this portion of each."""
-        for target, gradient in zip(self.targets.values(), gradients, strict=True):
-            target.grad = gradient.to(target.dtype) if target.numel() else None
+        """Update in place from `gradients`: float32, in parameter order, this portion of each.
+
+        Frozen parameters (`requires_grad` is False) get no gradient, so that weight decay leaves
+        them as they are.
+        """
+        for (name, target), gradient in zip(self.targets.items(), gradients, strict=True):
+            trained = name in self._trained and target.numel()
+            target.grad = gradient.to(target.dtype) if trained else None
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self.optimizer.step()

@@ -12,6 +12,8 @@ import torch
 from torch.nn import Parameter
 
 from elastic.domain.errors import FieldError
+from elastic.domain.state_layout import GRAIN
+from elastic.domain.types import WHOLE, Portion
 from elastic.worker.model.optimizer import (
     LayerOptimizer,
     OptimizerSpec,
@@ -323,3 +325,24 @@ def test_an_error_of_torch_on_the_device_is_not_an_error_of_the_factory() -> Non
     made = OptimizerSpec(factory=factory, lr=constant(0.1))
     with pytest.raises(RuntimeError, match="overflow"):
         LayerOptimizer(parameters(torch.float16), made)
+
+
+@pytest.mark.parametrize("portion", [WHOLE, (1, 2)])
+def test_frozen_parameters_stay_as_they_are(portion: Portion) -> None:
+    """Weight decay would change them although their gradients are zero."""
+    named = [(name, Parameter(torch.ones(4, GRAIN))) for name in ("frozen", "trained")]
+    named[0][1].requires_grad_(False)
+    spec = OptimizerSpec(
+        factory=lambda groups: torch.optim.AdamW(groups, weight_decay=0.5),
+        lr=constant(0.1),
+        elementwise=True,
+    )
+    layer = LayerOptimizer(named, spec, portion=portion)
+    layer.step([torch.zeros_like(p) for p in layer.parameters.values()], 0.1)
+    frozen, trained = layer.parameters.values()
+    assert torch.equal(frozen, torch.ones_like(frozen))
+    assert not torch.equal(trained, torch.ones_like(trained))
+    assert {name for name, _, _ in layer.tensors()} == {"trained"}
+    again = LayerOptimizer(named, spec, empty=True, portion=portion)
+    again.load({(name, key): tensor for name, key, tensor in layer.tensors()}, layer.extra())
+    assert [n for n, _, _ in again.tensors()] == [n for n, _, _ in layer.tensors()]
