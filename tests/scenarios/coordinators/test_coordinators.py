@@ -177,7 +177,7 @@ def test_etcd_without_room_and_with_room_again(start: Start, tmp_path: Path) -> 
     try:
         cluster.start()
         cluster.await_ready()
-        flags = [*STEADY, "--nnodes", "3", "--coordinators", "2", "--store", cluster.url]
+        flags = [*STEADY, "--nnodes", "2", "--coordinators", "2", "--store", cluster.url]
         job = start("run", "run", "--standalone", *flags)
         job.await_steps(4)
         fill(cluster)

@@ -36,6 +36,7 @@ def loaded_machine(a_core: int = 2) -> Iterator[None]:
             burner.wait()
 
 
+@pytest.mark.chaos  # a worker that hangs before it attaches is found in the same way
 def test_a_stopped_worker_is_found_killed_and_replaced(tmp_path: Path) -> None:
     stop = faults("stop node=2 step=2 microbatch=2")
     run = elastic_run(tmp_path / "run", exact("--nnodes", "3", "--pipelines", "1", *stop), SCRIPT)

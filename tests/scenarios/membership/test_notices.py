@@ -14,6 +14,8 @@ from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.agent.notices.providers import FakeAws, FakeAzure, FakeGcp
 from tests.scenarios.harness import ROOT, Run, assert_checkpoints, proved
 from tests.scenarios.paced import paced, paced_reference
@@ -101,6 +103,7 @@ def assert_nothing_was_lost(run: Run, drained: list[str]) -> None:
     assert run.summary["ledger"] == proved(run.summary)
 
 
+@pytest.mark.chaos  # tests/agent/notices has each cloud, and hosts that leave in four ways
 def test_every_cloud_in_one_job(tmp_path: Path) -> None:
     """AWS, GCP and Azure each take a node away. Azure then cancels, and its node rejoins."""
     aws, gcp, azure = FakeAws(uses=3), FakeGcp(), FakeAzure()

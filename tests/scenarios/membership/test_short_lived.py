@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.scenarios.harness import DEADLINE_S
 from tests.scenarios.jobs import Job
 from tests.scenarios.paced import paced
 from tests.scenarios.shared import exact, faults
 
 
+@pytest.mark.chaos  # tests/core/job/test_join_policy.py has the decision
 def test_a_short_lived_node_is_left_as_a_spare(tmp_path: Path) -> None:
     """The node has a notice of two seconds, less than the start of its workers may take."""
     flags, hurry = (

@@ -78,10 +78,7 @@ TRACES = {
     ),
 }
 PAIRS = ("log+replica", "stream:4+snapshot")
-SMALL = {
-    ("losses and joins", "log+replica"),
-    ("notice", "stream:4+snapshot"),
-}
+SMALL = {("losses and joins", "log+replica")}
 
 
 @pytest.mark.parametrize(
