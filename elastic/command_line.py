@@ -107,21 +107,25 @@ def file_errors(flag: str, given: object, done: str = "written") -> Iterator[Non
         raise FieldError(flag, str(given), f"it cannot be {done} ({why}); give another") from error
 
 
-def input_text(flag: str, path: Path, most_bytes: int = MAX_INPUT_BYTES) -> str:
-    """Return the text of a file, without a byte order mark. A device has no end, so no more than
-    `most_bytes` are read. Raises FieldError."""
+def input_bytes(flag: str, path: Path, most_bytes: int = MAX_INPUT_BYTES) -> bytes:
+    """Return the content of a file. A device has no end, so no more than `most_bytes` are read.
+    Raises FieldError."""
     try:
         with path.open("rb") as file:
             data = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:
-        raise FieldError(flag, str(path), f"name a readable text file: {error}") from error
+        raise FieldError(flag, str(path), f"name a readable file: {error}") from error
     if len(data) > most_bytes:
-        raise FieldError(
-            flag, str(path), f"it has more than {most_bytes} bytes: give a smaller one"
-        )
+        remedy = f"it has more than {most_bytes} bytes: give a smaller one"
+        raise FieldError(flag, str(path), remedy)
+    return data
+
+
+def input_text(flag: str, path: Path, most_bytes: int = MAX_INPUT_BYTES) -> str:
+    """Return the text of a file, without a byte order mark. Raises FieldError."""
     try:
-        return data.decode("utf-8-sig")
-    except ValueError as error:
+        return input_bytes(flag, path, most_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
         raise FieldError(flag, str(path), f"name a readable text file: {error}") from error
 
 

@@ -432,9 +432,19 @@ def transition(state: NodeState, event: Any, now: float) -> NodeTransition:
             return state, (), "not for the node"
 
 
+def _answer(known: bool) -> tuple[SendReport, ...]:
+    """Return the answer to an order that changes nothing: a report, but none if the order is known.
+
+    The coordinator repeats an order for each report that was on its way when it gave the order. If
+    each repetition were answered, reports and orders would multiply. No report is missing: each
+    connection begins with one, and each change of the node sends another one.
+    """
+    return () if known else (SendReport(),)
+
+
 def _launch(state: NodeState, event: m.Launch) -> NodeTransition:
     if state.launch is not None and event.restart <= state.launch.restart:
-        return state, (SendReport(),), "already launched"
+        return state, _answer(event.restart == state.launch.restart), "already launched"
     kill = (KillWorkers("group restart"),) if any(w.alive for w in state.workers) else ()
     state = _with_new_workers(replace(state, launch=event, elastic=False, crashes=0))
     return state, (*kill, SpawnWorkers(event), SendReport()), "launch"
@@ -468,7 +478,7 @@ def _membership_ended(state: NodeState, event: m.Fenced | m.Released) -> NodeTra
 def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
     if event.epoch <= state.epoch:
         reason = f"halt of epoch {event.epoch} is not newer than {state.epoch}"
-        return state, (SendReport(),), reason
+        return state, _answer(event.epoch == state.epoch), reason
     state = replace(
         state,
         epoch=event.epoch,
@@ -496,7 +506,8 @@ def _halt(state: NodeState, event: m.Halt, now: float) -> NodeTransition:
 def _install(state: NodeState, event: m.Install, now: float) -> NodeTransition:
     if event.epoch != state.epoch or state.phase is not Phase.HALTED:
         reason = f"install of epoch {event.epoch} does not fit epoch {state.epoch}"
-        return state, (SendReport(),), f"{reason} ({state.phase})"
+        known = event.epoch == state.epoch == state.installed
+        return state, _answer(known), f"{reason} ({state.phase})"
     state = replace(
         state,
         workers=tuple(

@@ -18,7 +18,7 @@ from elastic.config import load_config
 from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.launcher.flags.validators import CERTS, ENDPOINTS, HOST, client_security, member_token
 from elastic.launcher.run.event_tail import read_object
-from elastic.launcher.run.rundir import launcher_of
+from elastic.launcher.run.rundir import LAUNCHER_EXIT, launcher_of
 from elastic.launcher.run.wait_lines import waiting_text
 from elastic.rpc.security.roles import LESSER, Role, token_of
 from elastic.rpc.security.tls import TOKEN_FILE, read_token
@@ -97,13 +97,15 @@ def main_view(answer: Answer) -> Answer:
 
 def result_of(run_dir: Path) -> Answer | None:
     """Return the result of a run that is over, with the fields of `status`; None: it is not."""
-    end = read_object(run_dir / "exit.json")
+    job, launcher = read_object(run_dir / "exit.json"), read_object(run_dir / LAUNCHER_EXIT)
+    end = launcher or job
     if end is None:
         return None
+    phase = "finished" if end.get("code") == 0 else "failed"
     summary, last = read_object(run_dir / "summary.json") or {}, _last_line(run_dir)
     losses, recoveries = summary.get("loss") or [None], summary.get("recoveries") or []
     result = {
-        "phase": "finished" if end.get("code") == 0 else "failed",
+        "phase": phase if job is not None else "interrupted",
         "reason": end.get("reason", ""),
         "exit_code": end.get("code"),
         "step": last.get("step", summary.get("steps", 0)),

@@ -24,6 +24,8 @@ from elastic.store.shared_memory import remove_fallbacks
 
 KEPT = ("checkpoints", "launcher.lock")
 """Entries that are not moved when a run directory is used again."""
+LAUNCHER_EXIT = "launcher-exit.json"
+"""Code and reason of a launcher that ended otherwise than exit.json tells."""
 PORTS, ATTEMPTS = range(20_000, 32_000), 100
 """Ports of services without a given port, and how many of them to try."""
 HANGING_S = 2.0

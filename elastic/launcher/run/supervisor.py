@@ -12,6 +12,7 @@ the coordinator's files every --monitor-interval.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import select
@@ -52,7 +53,7 @@ from elastic.launcher.run.injected import LauncherFaults, missed_faults
 from elastic.launcher.run.json_lines import LOGGER, json_view
 from elastic.launcher.run.metrics_endpoint import check_free, first_agent, metrics_flag
 from elastic.launcher.run.processes import Child, Coordinators
-from elastic.launcher.run.rundir import RunDir, free_port
+from elastic.launcher.run.rundir import LAUNCHER_EXIT, RunDir, free_port
 from elastic.launcher.run.wait_lines import WaitLines, sentence
 from elastic.logs import source_of
 from elastic.reminder import EVERY_S, Reminder
@@ -227,6 +228,8 @@ class Supervisor:
         self._code: int | None = None
         self._reason = ""
         """Why the job is over, as the coordinator wrote it."""
+        self._cause = ""
+        """Why this launcher ends with another code than the coordinator wrote."""
 
     def run(self) -> int:
         """Run until the job ends here; return the exit code."""
@@ -240,6 +243,7 @@ class Supervisor:
                     self._sleep(wake, min(interval, LONGEST_POLL_S))
                     self._poll()
                 self._end(wake)
+                self._record_end()
             finally:
                 self._kill_all()
                 self._view.close()
@@ -277,7 +281,7 @@ class Supervisor:
             if number is signal.SIGTERM and self._drain_node():
                 return
             self._view.note(f"{number.name}: ending the job")
-            self._code = 128 + number
+            self._code, self._cause = 128 + number, f"ended by {number.name}"
             return
         if self._drain_deadline and time.monotonic() >= self._drain_deadline:
             self._view.note("the grace period ended before the node was drained")
@@ -443,7 +447,16 @@ class Supervisor:
             if agent.name not in self._reported:
                 why = read_last_words(self._path, agent.name) or agent.how
                 self._view.note(f"{agent.name}: {why}")
+            self._cause = f"{agent.name}: {read_last_words(self._path, agent.name) or agent.how}"
             self._code = EXIT_JOB_FAILED if self._request.as_service else EXIT_FAILURE
+
+    def _record_end(self) -> None:
+        """Write the end of this launcher for `elastic status`, if the coordinator did not write it:
+        a signal, or an error of the script after its training."""
+        if self._hosting and self._cause:
+            text = json.dumps({"code": self._code, "reason": self._cause}) + "\n"
+            with contextlib.suppress(OSError):  # the terminal has told it
+                (self._path / LAUNCHER_EXIT).write_text(text)
 
     def _results(self) -> str:
         """Return where the results of a finished training are, as the end of a line; "": the job

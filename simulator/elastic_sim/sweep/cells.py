@@ -12,11 +12,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from elastic.domain.errors import ElasticError, FieldError
+from elastic.domain.errors import ElasticError
 from elastic.domain.version import VERSION
 from elastic_sim.replay.replay import ORACLE, PolicyRun, run_one
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.steps.time_accounting import Use
+from elastic_sim.traces.trace import read_bytes
 
 Result = dict[str, Any]
 """Figures of a cell; `time` maps each use to node-seconds."""
@@ -98,10 +99,7 @@ def scenario_json(scenario: Scenario) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _sha256(path: str) -> str:
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:
-        raise FieldError("file", path, f"a readable file is needed: {error}") from error
+    return hashlib.sha256(read_bytes(Path(path))).hexdigest()
 
 
 def cells_of(scenarios: Iterable[Scenario], policies: Sequence[str], seeds: int) -> list[SweepCell]:

@@ -31,6 +31,7 @@ from elastic_sim.sweep.cells import (
     plan_key,
     result_or_raise,
 )
+from elastic_sim.traces.trace import read_bytes
 
 MAX_BATCH = 8
 """Cells per batch; all of them run again when their worker dies."""
@@ -108,12 +109,7 @@ def _attempt_all(cells: Sequence[SweepCell], files: Files) -> list[Result | str]
 def read_files(cells: Sequence[SweepCell]) -> Files:
     """Return all files that cells read. Raises FieldError."""
     paths = {path for cell in cells for path in cell.scenario.files().values()}
-    try:
-        return {path: Path(path).read_bytes() for path in sorted(paths)}
-    except OSError as error:
-        raise FieldError(
-            "file", str(error.filename), f"a readable file is needed: {error}"
-        ) from error
+    return {path: read_bytes(Path(path)) for path in sorted(paths)}
 
 
 def with_local_files(scenario: Scenario, files: Files) -> Scenario:

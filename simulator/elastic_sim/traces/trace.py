@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic.command_line import input_text
+from elastic.command_line import input_bytes, input_text
 from elastic.domain.errors import FieldError
 
 ADD, REMOVE, END = "add", "remove", "end"
@@ -170,6 +170,11 @@ def read(path: Path | str, *, repair: bool = False) -> tuple[Trace, tuple[Repair
 def read_text(path: Path, field: str = "trace") -> str:
     """Return the text of a file, without a byte order mark. Raises FieldError about `field`."""
     return input_text(field, path, MAX_BYTES)
+
+
+def read_bytes(path: Path, field: str = "file") -> bytes:
+    """Return the content of a file. Raises FieldError about `field`."""
+    return input_bytes(field, path, MAX_BYTES)
 
 
 def parse(

@@ -231,6 +231,23 @@ def test_status_of_a_run_that_is_over(place: Path, capsys: pytest.CaptureFixture
     assert "is over: too much was lost (exit code 3)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("job", "code", "phase"),
+    [("", 130, "interrupted"), ('{"code": 0, "reason": "x"}', 1, "failed")],
+)
+def test_status_of_a_launcher_that_ended_otherwise(
+    place: Path, capsys: pytest.CaptureFixture[str], job: str, code: int, phase: str
+) -> None:
+    """A signal ended the launcher, or the script failed after its training."""
+    (place / "coordinator.json").write_text('{"address": "127.0.0.1:1"}')
+    (place / "launcher-exit.json").write_text(json.dumps({"code": code, "reason": "its cause"}))
+    if job:
+        (place / "exit.json").write_text(job)
+    assert cli.main(["status", "--run-dir", "."]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"phase: {phase}\nreason: its cause\nexit_code: {code}\n")
+
+
 def test_preflight_of_a_sound_machine(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["preflight", "--json", "--checkpoint-dir", "new"]) == 0
     answer = json.loads(capsys.readouterr().out)

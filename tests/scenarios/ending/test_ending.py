@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -75,6 +76,8 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
         run.kill()
         run.wait()
     assert run.returncode == 128 + number, output
+    end = json.loads((run_dir / "launcher-exit.json").read_text())
+    assert end == {"code": 128 + number, "reason": f"ended by {number.name}"}
     assert wait_until(lambda: not processes_of(run_dir)), processes_of(run_dir)
     assert not mine.exists()
 

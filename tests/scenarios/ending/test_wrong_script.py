@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -162,3 +163,5 @@ def test_an_error_after_the_training_is_not_lost(tmp_path: Path) -> None:
     assert code == EXIT_FAILURE and "all 2 steps done" in text, text
     assert "node1: the script failed after the training: worker 0: exit code 1: " in lines[-1]
     assert "ValueError: cannot upload the result" in lines[-1]
+    end = json.loads((tmp_path / "run" / "launcher-exit.json").read_text())
+    assert end["code"] == code and "ValueError: cannot upload the result" in end["reason"]
