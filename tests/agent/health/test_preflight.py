@@ -57,7 +57,8 @@ def test_a_disk_that_cannot_be_written_is_fatal_but_for_checkpoints() -> None:
 def test_disks_that_hang_are_a_reason_after_one_limit_for_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The user is told once which directories have not answered. The other one is checked."""
+    """The user is told once which directories have not answered. The other one is checked; on a
+    busy machine, it may also answer after the notice."""
     go, told = threading.Event(), list[str]()
 
     def hung(role: str, path: Path) -> DiskSpace:
@@ -72,10 +73,11 @@ def test_disks_that_hang_are_a_reason_after_one_limit_for_all(
     go.set()
     assert memory.ok and not run.ok and run.fatal and not checkpoints.ok and not checkpoints.fatal
     assert run.remedy == f"{tmp_path}/run has not answered for 0.3 s"
-    assert told == [
-        f"no answer yet from {tmp_path}/checkpoints, {tmp_path}/run: "
-        "the pre-flight waits for up to 0.3 s"
-    ]
+    (notice,) = told
+    hanging = f"no answer yet from {tmp_path}/checkpoints, {tmp_path}/run"
+    assert notice.removeprefix(hanging).removeprefix(f", {tmp_path}/memory") == (
+        ": the pre-flight waits for up to 0.3 s"
+    )
 
 
 def test_any_error_of_a_disk_is_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
