@@ -239,7 +239,7 @@ def test_repairs_are_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("traces", "stats", "absent.csv"), "readable text"),
+        (("traces", "stats", "absent.csv"), "readable file"),
         (("traces", "generate", "t.csv", "--nodes", "0"), "market.nodes"),
         (("traces", "generate", "t.csv", "--mtbf", "soon"), "30s, 2m or 1h"),
         (("traces", "generate", "t.csv", "--mtbf", "0s"), "market.mtbf"),
@@ -261,7 +261,7 @@ def test_repairs_are_listed(tmp_path: Path) -> None:
         (("traces", "generate", "t.csv", "--diurnal", "2"), "market.diurnal"),
         (("traces", "generate", "t.csv", "--inference", "40"), "least"),
         (("traces", "generate", "no/such/folder/t.csv"), "cannot be written"),
-        (("traces", "generate", "t.csv", "--like", "absent.csv"), "readable text"),
+        (("traces", "generate", "t.csv", "--like", "absent.csv"), "readable file"),
         (("traces", "import", "spot-prices", "good.csv", "t.csv"), "need a bid"),
         (("traces", "import", "spot-prices", "prices.json", "t.csv", "--bid", "nan"), "--bid"),
         (
@@ -304,6 +304,9 @@ def test_repairs_are_listed(tmp_path: Path) -> None:
         (("traces", "fetch", "p3", "--host", "http://a b"), "--host"),
         (("traces", "fetch", "p3", "--host", "nowhere"), "must be reachable"),
         (("traces", "fetch", "p3", "--to", "good.csv"), "--to"),
+        (("sweep", ""), "OUT: '' is not usable: name a file or a folder"),
+        (("sweep", "t.csv", "--trace", "/dev/zero"), "/dev/zero' is not usable: it has more than"),
+        (("replay", "good.csv", "--policy", ","), "--policy: ',' is not usable: name policies"),
         (("reproduce", "everything"), "everything"),
         (("reproduce", "oobleck", "--data", "absent"), "--data"),
     ],
@@ -312,6 +315,7 @@ def test_mistakes_are_one_clear_line(
     words: tuple[str, ...], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(traces, "MAX_BYTES", 1 << 20)
     Path("good.csv").write_text(GOOD)
     Path("prices.json").write_text(json.dumps({"SpotPriceHistory": PRICES}))
     done = run(*words)

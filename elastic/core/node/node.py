@@ -767,5 +767,12 @@ def _with_worker(state: NodeState, rank: int, worker: WorkerState) -> NodeState:
     return replace(state, workers=(*state.workers[:rank], worker, *state.workers[rank + 1 :]))
 
 
+SIGNALS = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV"}
+"""Names of the signals that end workers, on Linux."""
+
+
 def _exit(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    name = SIGNALS.get(-code)
+    return f"signal {-code} ({name})" if name else f"signal {-code}"

@@ -484,6 +484,8 @@ def _check_host(state: JobState, node: str, report: HealthReport, now: float) ->
         return state, ()
     found = diagnosis.low_memory(report, limits) or diagnosis.clock_skew(record, limits)
     if found is None:
+        if known is not None and "slow" in known.evidence:  # the straggler policy clears it
+            return state, ()
         return clear_finding(state, node, FaultClass.HOST, "memory and clock are well again", now)
     return add_finding(
         state, node, Finding(FaultClass.HOST, HealthAction.NONE, found[0], found[1], now)

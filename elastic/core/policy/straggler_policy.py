@@ -181,9 +181,12 @@ def _with_profile_error(state: JobState, error: float, why: str, now: float) -> 
 def _without_finding(
     state: JobState, node: str, kind: FaultClass, reason: str, now: float
 ) -> Findings:
-    """Remove the finding that gave the node less work, if there is one."""
+    """Remove the finding that the node is slow, if there is one."""
     known = record_of(state, node).finding(kind)
-    if known is None or known.action is not HealthAction.REBALANCE:
+    if known is None:
+        return state, ()
+    told = known.action is HealthAction.NONE and "slow" in known.evidence  # no plan was better
+    if not told and known.action is not HealthAction.REBALANCE:
         return state, ()
     return clear_finding(state, node, kind, reason, now)
 

@@ -47,6 +47,8 @@ DEFAULT_POLICIES = ("ours", "varuna", "bamboo", "oobleck", "parcae", "oracle")
 def policies_of(words: tuple[str, ...]) -> tuple[str, ...]:
     """Return the policies of --policy; "all" means every policy. Raises FieldError."""
     names = [name.strip() for text in words for name in text.split(",") if name.strip()]
+    if words and not names:
+        raise FieldError("--policy", ",".join(words), "name policies, or all")
     names = names or list(DEFAULT_POLICIES)
     names = [
         one for name in names for one in (known.policy_classes() if name == "all" else (name,))

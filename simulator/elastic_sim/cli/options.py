@@ -73,8 +73,14 @@ def _bulk(flag: str, text: str) -> tuple[tuple[int, float], ...]:
     return found
 
 
+def _path(flag: str, text: str) -> Path:
+    if not text:
+        raise FieldError(flag, text, "name a file or a folder")
+    return Path(text)
+
+
 RATE = ParsedType("TIME[/node]", _rate)
-FILE = click.Path(path_type=Path)
+FILE = ParsedType("FILE", _path)
 BULK = ParsedType("SIZE[:WEIGHT],...", _bulk)
 
 

@@ -624,6 +624,17 @@ def test_low_memory_leads_to_a_warning() -> None:
     ] == 1 << 20
 
 
+def test_enough_memory_does_not_end_the_finding_that_a_node_is_slow() -> None:
+    state = running()
+    slow = Finding(FaultClass.HOST, HealthAction.NONE, "it is slow", {"slow": 2.0})
+    state, _ = quarantine.add_finding(state, "node1", slow)
+    state, actions = send_report(
+        state, report(state, "node1", memory_free_bytes=1 << 33, memory_total_bytes=1 << 34)
+    )
+    assert not health_notes(actions)
+    assert quarantine.record_of(state, "node1").finding(FaultClass.HOST) == slow
+
+
 @pytest.mark.parametrize("jump_s", [-86400.0, -30.0, 30.0, 86400.0])
 def test_a_clock_jump_leads_to_a_warning_only(jump_s: float) -> None:
     """A lasting jump warns once, and its end is reported."""

@@ -179,7 +179,7 @@ def test_a_crash_before_and_after_the_assignment() -> None:
 
 def test_a_crash_restarts_all_workers_and_keeps_the_vault() -> None:
     state, actions, reason = transition(play(*RUN), node_core.WorkerExited(1, -11), 11.0)
-    assert reason == "worker 1 ended with signal 11"
+    assert reason == "worker 1 ended with signal 11 (SIGSEGV)"
     assert actions == (
         node_core.KillWorkers(reason),
         node_core.SpawnWorkers(LAUNCH),
@@ -319,7 +319,7 @@ def test_a_worker_that_never_attached_says_why() -> None:
     assert told.cause == "worker 0: exit code 1: RuntimeError: no device"
     written = play(LAUNCH, node_core.WorkerExited(1, 1, "ImportError: no module"))
     assert written.cause == "worker 1: exit code 1: ImportError: no module"
-    assert play(LAUNCH, node_core.WorkerExited(1, -9)).cause == "worker 1: signal 9"
+    assert play(LAUNCH, node_core.WorkerExited(1, -9)).cause == "worker 1: signal 9 (SIGKILL)"
     crashed = play(*RUN, node_core.WorkerExited(1, 70, "the last line"))
     assert crashed.cause == "worker 1 ended with exit code 70: the last line"
 

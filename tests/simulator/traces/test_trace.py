@@ -131,7 +131,7 @@ def test_huge_and_unreadable_files_are_refused(
     path.write_bytes(b"\xff\xfe" + GOOD.encode())
     with pytest.raises(FieldError, match="readable text"):
         read(path)
-    with pytest.raises(FieldError, match="readable text"):
+    with pytest.raises(FieldError, match="readable file"):
         read(tmp_path / "absent.csv")
 
 
