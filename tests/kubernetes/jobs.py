@@ -63,10 +63,12 @@ def certificate_names(name: str) -> list[str]:
 def job_cluster(
     folder: Path, kind: str, nodes: int, *flags: str, pace: tuple[str, ...] = PACE
 ) -> Cluster:
-    """A cluster with the manifests of a job of `nodes` agents."""
+    """A cluster with the manifests of a job of `nodes` agents, by default with a single coordinator
+    and a single member of etcd."""
     words = ("--name", "demo", "--image", "registry.example.com/train:1", "--kind", kind)
     exact = ("--env", "PET_ACCUMULATE=exact")
-    objects = render(*words, "--nodes", f"2:{nodes}", *exact, *flags, *TRAIN, *pace)
+    overlay = () if "--overlay" in flags else ("--overlay", "local")
+    objects = render(*words, "--nodes", f"2:{nodes}", *exact, *overlay, *flags, *TRAIN, *pace)
     objects += printed("claim", "--name", "demo")
     return Cluster([*objects, *secrets("demo", folder / "certs")], folder)
 

@@ -28,10 +28,10 @@ from tests.store.etcds import BINARY, DEPLOYED
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 VERSIONS = ("1.35.0", "1.36.0", "1.37.0")
-OVERLAYS = ("local", "spot-pool", "shared-inference", "rdma")
+OVERLAYS = ("base", "spot-pool", "shared-inference", "rdma", "local")
 BASIC = ("--name", "demo", "--image", "r.example.com/train:1")
 SCRIPT = ("-m", "examples.train_gpt", "--steps", "10")
-FOLDERS = ("base", "claim", *(f"overlays/{name}" for name in OVERLAYS))
+FOLDERS = ("base", "claim", *(f"overlays/{name}" for name in OVERLAYS if name != "base"))
 Object = dict[str, Any]
 
 
@@ -370,6 +370,16 @@ def test_sizes() -> None:
     assert one(objects, "ConfigMap", "demo-config")["data"]["PET_NPROC_PER_NODE"] == "4"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_coordinator_and_no_member_of_etcd_is_the_only_one_by_default(kind: str) -> None:
+    objects = render(*BASIC, "--kind", kind, *SCRIPT)
+    assert objects == job("base", kind) and etcd_of("base")["spec"]["replicas"] == 3
+    endpoint = one(objects, "ConfigMap", "demo-config")["data"]["PET_RDZV_ENDPOINT"]
+    assert len(endpoint.split(",")) == 3
+    for pod in pods(objects):
+        assert "nodeAffinity" not in pod["spec"].get("affinity", {})
+
+
 def test_own_overlay(tmp_path: Path) -> None:
     base = manifests() / "base"
     shutil.copytree(base, tmp_path / "base")
@@ -421,6 +431,7 @@ WRONG = [
     (["--memory", "lots"], "--memory"),
     (["--overlay", "nowhere"], "--overlay"),
     (["--overlay", "../base/../none"], "--overlay"),
+    (["--overlay", "spot-pool", "--overlay", "rdma"], "--overlay once"),
     (["--kind", "deployment"], "--kind"),
     (["--restore-etcd", "../x.db"], "--restore-etcd"),
     (["--domain", "rack"], "--domain"),

@@ -37,6 +37,8 @@ PLACEHOLDER = "elastic"
 """Name of the job in deploy/, with which the names of all its objects begin."""
 AGENT_IMAGE, COORDINATOR_IMAGE = "elastic-runtime:", "elastic-coordinator:"
 """Beginnings of the images' names in deploy/. The coordinators' image has no torch."""
+BASE = "base"
+"""Default overlay: coordinators, etcd and agents on machines that stay."""
 PORT = 29400
 """Port of coordinators."""
 SEPARATE = (
@@ -117,16 +119,31 @@ def manifests() -> Path:
     return packed if packed.is_dir() else package.parent / "deploy" / "kubernetes"
 
 
+def shipped_overlays() -> dict[str, Path]:
+    """Return the folders of the overlays that come with elastic, by name; `base` first."""
+    folders = sorted((manifests() / "overlays").iterdir())
+    named = (path for path in (manifests() / BASE, *folders) if (path / FILE).is_file())
+    return {path.name: path for path in named}
+
+
 def _overlay(flag: str, text: str) -> Path:
-    shipped = manifests() / "overlays" / text
-    if re.fullmatch(r"[\w-]+", text) and (shipped / FILE).is_file():
-        return shipped
+    shipped = shipped_overlays()
+    if text in shipped:
+        return shipped[text]
     if (Path(text) / FILE).is_file():
         return Path(text)
-    names = sorted(
-        path.name for path in (manifests() / "overlays").iterdir() if (path / FILE).is_file()
-    )
-    raise FieldError(flag, text, f"give {', '.join(names)}, or a folder with {FILE}")
+    raise FieldError(flag, text, f"give {', '.join(shipped)}, or a folder with {FILE}")
+
+
+def _only_one(_: click.Context, param: click.Parameter, given: tuple[Path, ...]) -> Path:
+    """Return the one value of a flag; raise FieldError if it was given several times."""
+    if len(given) > 1:
+        remedy = (
+            f"give {param.opts[0]} once; to combine overlays, make a folder with a {FILE} that "
+            "names one as resource and patches it"
+        )
+        raise FieldError(param.opts[0], str(given[1]), remedy)
+    return given[0]
 
 
 LABEL, IMAGE = ParsedType("NAME", _label), ParsedType("IMAGE", _image)
@@ -154,8 +171,10 @@ LABEL, IMAGE = ParsedType("NAME", _label), ParsedType("IMAGE", _image)
 @click.option("--cpus", type=IntRange(1, 4096), help="CPUs per agent (default: as in deploy/)")
 @click.option("--memory", type=ParsedType("SIZE", _memory),
               help="memory per agent, half of it for shared memory, as 64GiB")  # fmt: skip
-@click.option("--overlay", type=ParsedType("DIR", _overlay), default="local",
-              help="local, spot-pool, shared-inference, rdma, or your own folder")  # fmt: skip
+@click.option("--overlay", type=ParsedType("DIR", _overlay), default=(BASE,),
+              multiple=True, callback=_only_one,
+              help="base (machines that stay), spot-pool, shared-inference, rdma, local (a test "
+                   "cluster on one machine), or your own folder")  # fmt: skip
 @click.option("--kind", type=click.Choice(KINDS), default="job", help="objects that start the pods")
 @click.option("--domain", type=ParsedType("zone|machine|LABEL", _domain),
               help="failure domain of an agent: its zone (default; Kubernetes 1.35), its machine, "
