@@ -32,6 +32,8 @@ OVERLAYS = ("base", "spot-pool", "shared-inference", "rdma", "local")
 BASIC = ("--name", "demo", "--image", "r.example.com/train:1")
 SCRIPT = ("-m", "examples.train_gpt", "--steps", "10")
 FOLDERS = ("base", "claim", *(f"overlays/{name}" for name in OVERLAYS if name != "base"))
+AGENT_CONTROLLERS = {"job": "Deployment", "statefulset": "StatefulSet"}
+"""Controllers that upgrade agents one by one. The Jobs of a JobSet have no such upgrade."""
 Object = dict[str, Any]
 
 
@@ -106,6 +108,16 @@ def test_a_lost_agent_is_replaced_at_once(overlay: str) -> None:
     assert agents["template"]["spec"].get("restartPolicy", "Always") == "Always"
     assert one(objects, "StatefulSet", "demo-coordinator")
     assert [name_of(item)[1] for item in objects if item["kind"] == "Job"] == ["demo-end"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize(("kind", "controller"), AGENT_CONTROLLERS.items())
+def test_an_upgrade_gives_a_new_node_time_to_join(
+    overlay: str, kind: str, controller: str
+) -> None:
+    """Loading torch and joining take 20 to 60 s after the readiness of the agent's pod."""
+    spec = one(job(overlay, kind), controller, "demo-agent")["spec"]
+    assert spec["minReadySeconds"] >= 60
 
 
 def test_the_end_job_fails_with_the_training_and_outlives_its_machine() -> None:
