@@ -452,6 +452,11 @@ WRONG = [
     (["--env", "NAME"], "--env"),
     (["--env", "2X=1"], "--env"),
     (["--env", "PET_NO_SUCH_FLAG=1"], "PET_NO_SUCH_FLAG"),
+    (["--env", "PET_GRACE=200"], "patch terminationGracePeriodSeconds, and 10 s less in the "
+     "variable PET_GRACE of the container agent in the Deployment elastic-agent"),
+    (["--env", "PET_DOMAIN=a"], "give --domain"),
+    (["--env", "POD_IP=10.0.0.1"], "the variable POD_IP of the container coordinator in the "
+     "StatefulSet elastic-coordinator"),
 ]
 
 

@@ -146,6 +146,28 @@ def _only_one(_: click.Context, param: click.Parameter, given: tuple[Path, ...])
     return given[0]
 
 
+def check_variables(objects: list[Object], env: Iterable[tuple[str, str]]) -> None:
+    """Raise FieldError for a variable of --env that a container of the overlay sets itself: the
+    container's own value would win."""
+    for item in objects:
+        template = pod_template(item)
+        for container in template["spec"]["containers"] if template is not None else ():
+            own = {entry["name"] for entry in container.get("env", ())}
+            for name, value in env:
+                if name in own and "envFrom" in container:
+                    where = f"{item['kind']} {item['metadata']['name']}"
+                    raise FieldError("--env", f"{name}={value}", _remedy(name, container, where))
+
+
+def _remedy(name: str, container: Object, where: str) -> str:
+    if name == "PET_DOMAIN":
+        return "give --domain instead"
+    patch = f"the variable {name} of the container {container['name']} in the {where}"
+    if name == "PET_GRACE":
+        patch = f"terminationGracePeriodSeconds, and 10 s less in {patch}"
+    return f"the overlay sets it: patch {patch}, in an overlay of your own (--overlay DIR)"
+
+
 LABEL, IMAGE = ParsedType("NAME", _label), ParsedType("IMAGE", _image)
 
 
@@ -216,6 +238,7 @@ def own_settings(env: Iterable[tuple[str, str]], *, of_store: bool) -> dict[str,
 
 def fill(objects: list[Object], job: SimpleNamespace) -> list[Object]:
     """Return copies of an overlay's objects with the values of `job`, the flags of `render`."""
+    check_variables(objects, job.env)
     objects = renamed(objects, job.name)
     images = {AGENT_IMAGE: job.image, COORDINATOR_IMAGE: job.coordinator_image or job.image}
     command = [*(("-m",) if job.module else ()), job.script, *job.script_args]
