@@ -404,6 +404,16 @@ def test_own_overlay(tmp_path: Path) -> None:
     assert one(job(str(own)), "ConfigMap", "demo-config")["data"]["MINE"] == "here"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_output_has_no_anchors(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They confuse `diff` and `yq`."""
+    words = ("--kind", kind, "--restore-etcd", "x.db", *SCRIPT)
+    assert cli.main(["kubernetes", "render", *BASIC, *words]) == 0
+    text = capsys.readouterr().out
+    events = yaml.parse(text)
+    assert not [event for event in events if getattr(event, "anchor", None)]
+
+
 def test_labels_go_only_to_metadata_and_to_selectors_of_pods(tmp_path: Path) -> None:
     (tmp_path / "kustomization.yaml").write_text(
         "resources: [r.yaml]\nlabels: [{pairs: {team: a}, includeSelectors: true}]\n"

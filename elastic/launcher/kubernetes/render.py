@@ -225,9 +225,16 @@ def render(**given: Any) -> int:
     return show(fill(build(job.overlay), job))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes an object that occurs twice twice: anchors confuse readers, `diff` and `yq`."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def show(objects: list[Object]) -> int:
     """Print objects as YAML; return the exit code."""
-    yaml.safe_dump_all(objects, sys.stdout, sort_keys=False, width=120)
+    yaml.dump_all(objects, sys.stdout, Dumper=_Dumper, sort_keys=False, width=120)
     return EXIT_OK
 
 
