@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from elastic.coordinator.leadership import RunMembership
 from elastic.coordinator.metrics import CoordinatorMetrics
+from elastic.coordinator.queries import Query
 from elastic.coordinator.records import run_directory
 from elastic.coordinator.service import Coordinator
 from elastic.core.protocol.messages import NodeReport
@@ -32,6 +34,22 @@ def started(folder: Path, store: MemoryStore, lease: Lease) -> Coordinator:
     config = three_nodes(folder, checkpoint_dir=str(folder.parent / "checkpoints"))
     run, metrics = RunMembership(store, folder), CoordinatorMetrics("j", time.time)
     return Coordinator(config, "127.0.0.1:0", store, lease, run, metrics)
+
+
+def test_the_status_names_the_leader(tmp_path: Path) -> None:
+    store = MemoryStore()
+    config = three_nodes(tmp_path, checkpoint_dir=str(tmp_path / "checkpoints"))
+    lease = store.acquire("j", LONG_S, time.time())
+    run, metrics = RunMembership(store, tmp_path), CoordinatorMetrics("j", time.time)
+    made = Coordinator(config, "127.0.0.1:0", store, lease, run, metrics, name="demo-coordinator-1")
+    try:
+        asked = Query("status", {}, Future())
+        made._answer(asked)
+        answer = asked.answer.result(timeout=LONG_S)
+    finally:
+        close(made)
+    leader = {"name": "demo-coordinator-1", "address": made._server.address}
+    assert answer["coordinator"] == leader and answer["term"] == lease.token
 
 
 def close(coordinator: Coordinator) -> None:

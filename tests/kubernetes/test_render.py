@@ -112,9 +112,7 @@ def test_a_lost_agent_is_replaced_at_once(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize(("kind", "controller"), AGENT_CONTROLLERS.items())
-def test_an_upgrade_gives_a_new_node_time_to_join(
-    overlay: str, kind: str, controller: str
-) -> None:
+def test_an_upgrade_gives_a_new_node_time_to_join(overlay: str, kind: str, controller: str) -> None:
     """Loading torch and joining take 20 to 60 s after the readiness of the agent's pod."""
     spec = one(job(overlay, kind), controller, "demo-agent")["spec"]
     assert spec["minReadySeconds"] >= 60
@@ -367,6 +365,19 @@ def test_agents_know_every_coordinator(kind: str) -> None:
         assert spec["network"]["enableDNSHostnames"] and "subdomain" not in spec["network"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_coordinators_have_the_names_of_their_pods(kind: str) -> None:
+    """In `elastic status` and in JSON logs, which else tell no coordinator from another."""
+    (container,) = (
+        pod["spec"]["containers"][0]
+        for pod in pods(job("base", kind))
+        if component(pod) == "coordinator"
+    )
+    assert "--name=$(POD_NAME)" in container["command"]
+    (source,) = (entry["valueFrom"] for entry in container["env"] if entry["name"] == "POD_NAME")
+    assert source == {"fieldRef": {"fieldPath": "metadata.name"}}
+
+
 def test_sizes() -> None:
     objects = job("local", "job", "--gpus", "4", "--memory", "8GiB", "--cpus", "6", "--nodes", "4")
     item = one(objects, "Deployment", "demo-agent")
@@ -462,11 +473,16 @@ WRONG = [
     (["--env", "NAME"], "--env"),
     (["--env", "2X=1"], "--env"),
     (["--env", "PET_NO_SUCH_FLAG=1"], "PET_NO_SUCH_FLAG"),
-    (["--env", "PET_GRACE=200"], "patch terminationGracePeriodSeconds, and 10 s less in the "
-     "variable PET_GRACE of the container agent in the Deployment elastic-agent"),
+    (
+        ["--env", "PET_GRACE=200"],
+        "patch terminationGracePeriodSeconds, and 10 s less in the "
+        "variable PET_GRACE of the container agent in the Deployment elastic-agent",
+    ),
     (["--env", "PET_DOMAIN=a"], "give --domain"),
-    (["--env", "POD_IP=10.0.0.1"], "the variable POD_IP of the container coordinator in the "
-     "StatefulSet elastic-coordinator"),
+    (
+        ["--env", "POD_IP=10.0.0.1"],
+        "the variable POD_IP of the container coordinator in the StatefulSet elastic-coordinator",
+    ),
 ]
 
 
