@@ -185,7 +185,10 @@ class Coordinator:
             Path(config.checkpoint_dir), self._events.put, self._events.put, self._state.run
         )
         self._records = RunRecords(
-            self._run_dir, injected=bool(config.faults), former=self._former_log
+            self._run_dir,
+            injected=bool(config.faults),
+            former=self._former_log,
+            over=self._adopted and self._state.ending is not None,
         )
         self._metrics = metrics
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved

@@ -151,7 +151,8 @@ class JobRun:
         ended = lambda: [pod for pod in self.coordinators if not pod.running]  # noqa: E731
         pod = wait_for("the end", ended, self.cluster)[0]
         assert pod.process is not None and pod.process.returncode == 0, self.cluster.logs()
-        summary = dict(json.loads((_run_dir(pod) / "summary.json").read_text()))
+        runs = (_run_dir(pod) / "summary.json" for pod in self.coordinators)  # that of the leader
+        summary = dict(json.loads(next(run for run in runs if run.exists()).read_text()))
         directory = self.cluster.claim("demo-checkpoints")
         checkpoints.assert_written(
             directory, checkpoints.due(TRAIN), summary["params_sha256"], self.cluster.logs()
