@@ -148,6 +148,8 @@ class JobConfig:
     ports; -1: no metrics."""
     metrics_host: str = "127.0.0.1"
     """Address of this machine for metrics."""
+    coordinator_name: str = ""
+    """Name of this machine's coordinator in logs and answers; "": coordinator, or coordinator-N."""
     log_dir: str = ""
     """Absolute directory of the workers' logs; "": RUN_DIR/logs."""
     log_format: str = "text"

@@ -50,7 +50,7 @@ class LogSource:
     """Names the process that writes JSON lines: its job, node and present epoch."""
 
     def __init__(self, job: str, node: str) -> None:
-        """`node`: name of the node; coordinator or coordinator-N for a coordinator."""
+        """`node`: name of the node or of the coordinator."""
         self.job, self.node = job, node
         self.epoch: Callable[[], int | None] = lambda: None
         """Returns the present epoch; None: it is not known. Called on any thread."""

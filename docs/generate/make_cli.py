@@ -81,7 +81,10 @@ def option_row(option: click.Option) -> Row:
         low, high = option.type.min, option.type.max
         value = f"{low} to {high}" if high is not None else f"from {low}"
     meaning = f"{option.help} (required)" if option.required else option.help or ""
-    return names, value, option.to_info_dict()["default"], meaning
+    default = option.to_info_dict()["default"]
+    if isinstance(default, tuple):  # of an option that may be repeated
+        default = ", ".join(map(str, default))
+    return names, value, default, meaning
 
 
 def commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command]]:

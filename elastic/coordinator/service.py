@@ -139,8 +139,11 @@ class Coordinator:
         run: RunMembership,
         metrics: CoordinatorMetrics,
         recorded_end: dict[str, Any] | None = None,
+        name: str = "coordinator",
     ) -> None:
-        """`recorded_end`: content of exit.json, if a former coordinator has written it."""
+        """`recorded_end`: content of exit.json, if a former coordinator has written it. `name`: of
+        this coordinator, for people."""
+        self._name = name
         self._config, self._clock, self._run_dir = config, WallClock(), Path(config.run_dir)
         self._store, self._lease, self._run = store, lease, run
         self._now, self._rules_s = self._clock.now(), 0.0
@@ -182,7 +185,10 @@ class Coordinator:
             Path(config.checkpoint_dir), self._events.put, self._events.put, self._state.run
         )
         self._records = RunRecords(
-            self._run_dir, injected=bool(config.faults), former=self._former_log
+            self._run_dir,
+            injected=bool(config.faults),
+            former=self._former_log,
+            over=self._adopted and self._state.ending is not None,
         )
         self._metrics = metrics
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
@@ -597,6 +603,7 @@ class Coordinator:
             if query.kind == "status":
                 found = self._waiting()
                 answer["waiting"] = found.answer(self._clock.now()) if found is not None else {}
+                answer["coordinator"] = {"name": self._name, "address": self._server.address}
                 answer |= recent(self._metrics, self._lease.token)
             if event is not None:
                 self._apply(event)
@@ -655,7 +662,8 @@ def lead(
             try:
                 if result and run.is_over():  # another coordinator has ended the job
                     return int(result.get("code", EXIT_FAILURE))
-                return Coordinator(config, address, store, lease, run, metrics, result).run()
+                label = config.coordinator_name or name
+                return Coordinator(config, address, store, lease, run, metrics, result, label).run()
             except LeadGivenUp:
                 given_up, pause_s = pause_after_giving_up(given_up, time.monotonic() - began)
                 log.warning("the lead is given up: too few nodes are heard; waiting %g s", pause_s)
@@ -682,7 +690,7 @@ def main(argv: list[str] | None = None) -> int:
     config = load_config(args.run_dir)
     sys.setswitchinterval(SWITCH_S)
     name = run_directory.coordinator_name(args.slot)
-    source = source_of(config, name)
+    source = source_of(config, config.coordinator_name or name)
     console = Console(program="elastic coordinator", source=source)
     path = Path(config.run_dir) / "logs" / f"{name}.log"
     logs = configure_logging(path, source, partial(console.put, STDOUT))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic.coordinator.leadership import RunMembership
+from elastic.coordinator import service
+from elastic.coordinator.leadership import STATE_KEY, RunMembership
 from elastic.coordinator.metrics import CoordinatorMetrics
+from elastic.coordinator.queries import Query
 from elastic.coordinator.records import run_directory
 from elastic.coordinator.service import Coordinator
+from elastic.core.job.membership import end_job
+from elastic.core.job.state import JobPhase
 from elastic.core.protocol.messages import NodeReport
 from elastic.domain import codec
 from elastic.domain.errors import FieldError, StaleError
@@ -32,6 +37,22 @@ def started(folder: Path, store: MemoryStore, lease: Lease) -> Coordinator:
     config = three_nodes(folder, checkpoint_dir=str(folder.parent / "checkpoints"))
     run, metrics = RunMembership(store, folder), CoordinatorMetrics("j", time.time)
     return Coordinator(config, "127.0.0.1:0", store, lease, run, metrics)
+
+
+def test_the_status_names_the_leader(tmp_path: Path) -> None:
+    store = MemoryStore()
+    config = three_nodes(tmp_path, checkpoint_dir=str(tmp_path / "checkpoints"))
+    lease = store.acquire("j", LONG_S, time.time())
+    run, metrics = RunMembership(store, tmp_path), CoordinatorMetrics("j", time.time)
+    made = Coordinator(config, "127.0.0.1:0", store, lease, run, metrics, name="demo-coordinator-1")
+    try:
+        asked = Query("status", {}, Future())
+        made._answer(asked)
+        answer = asked.answer.result(timeout=LONG_S)
+    finally:
+        close(made)
+    leader = {"name": "demo-coordinator-1", "address": made._server.address}
+    assert answer["coordinator"] == leader and answer["term"] == lease.token
 
 
 def close(coordinator: Coordinator) -> None:
@@ -155,6 +176,29 @@ def test_files_of_former_runs_are_removed_before_the_launch(
     second = started(tmp_path / "a", store, store.acquire("b", 60.0, 100.0))
     assert second._adopted and not part.parent.exists()
     close(second)
+
+
+@pytest.mark.parametrize(("place", "summary"), [("b", False), ("a", True)])
+def test_a_standby_that_leads_after_the_end_summarizes_only_the_events_of_a_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, summary: bool
+) -> None:
+    """On a machine of its own it has none; on the leader's machine the leader may have died before
+    it wrote the summary."""
+    monkeypatch.setattr(service, "LINGER_S", 0.0)
+    store = MemoryStore()
+    lease = store.acquire("a", 60.0, 0.0)
+    leader = started(tmp_path / "a", store, lease)
+    leader._log_event("coordinator", {"term": lease.token})
+    assert leader._records.flush(LONG_S)
+    state, _ = end_job(leader._state, JobPhase.FINISHED, 0, "all 5 steps done")
+    close(leader)
+    before = store.get(STATE_KEY)
+    assert before is not None
+    store.put_if(STATE_KEY, codec.dumps(state).encode(), before.revision, lease.token)
+    standby = started(tmp_path / place, store, store.acquire("b", 60.0, 100.0))
+    assert standby._adopted and standby.run() == 0
+    assert (tmp_path / place / "exit.json").exists()
+    assert (tmp_path / place / "summary.json").exists() == summary
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["dies before its records", "after them"])

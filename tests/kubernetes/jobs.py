@@ -63,10 +63,12 @@ def certificate_names(name: str) -> list[str]:
 def job_cluster(
     folder: Path, kind: str, nodes: int, *flags: str, pace: tuple[str, ...] = PACE
 ) -> Cluster:
-    """A cluster with the manifests of a job of `nodes` agents."""
+    """A cluster with the manifests of a job of `nodes` agents, by default with a single coordinator
+    and a single member of etcd."""
     words = ("--name", "demo", "--image", "registry.example.com/train:1", "--kind", kind)
     exact = ("--env", "PET_ACCUMULATE=exact")
-    objects = render(*words, "--nodes", f"2:{nodes}", *exact, *flags, *TRAIN, *pace)
+    overlay = () if "--overlay" in flags else ("--overlay", "local")
+    objects = render(*words, "--nodes", f"2:{nodes}", *exact, *overlay, *flags, *TRAIN, *pace)
     objects += printed("claim", "--name", "demo")
     return Cluster([*objects, *secrets("demo", folder / "certs")], folder)
 
@@ -149,7 +151,8 @@ class JobRun:
         ended = lambda: [pod for pod in self.coordinators if not pod.running]  # noqa: E731
         pod = wait_for("the end", ended, self.cluster)[0]
         assert pod.process is not None and pod.process.returncode == 0, self.cluster.logs()
-        summary = dict(json.loads((_run_dir(pod) / "summary.json").read_text()))
+        runs = (_run_dir(pod) / "summary.json" for pod in self.coordinators)  # that of the leader
+        summary = dict(json.loads(next(run for run in runs if run.exists()).read_text()))
         directory = self.cluster.claim("demo-checkpoints")
         checkpoints.assert_written(
             directory, checkpoints.due(TRAIN), summary["params_sha256"], self.cluster.logs()

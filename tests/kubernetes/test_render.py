@@ -28,10 +28,12 @@ from tests.store.etcds import BINARY, DEPLOYED
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 VERSIONS = ("1.35.0", "1.36.0", "1.37.0")
-OVERLAYS = ("local", "spot-pool", "shared-inference", "rdma")
+OVERLAYS = ("base", "spot-pool", "shared-inference", "rdma", "local")
 BASIC = ("--name", "demo", "--image", "r.example.com/train:1")
 SCRIPT = ("-m", "examples.train_gpt", "--steps", "10")
-FOLDERS = ("base", "claim", *(f"overlays/{name}" for name in OVERLAYS))
+FOLDERS = ("base", "claim", *(f"overlays/{name}" for name in OVERLAYS if name != "base"))
+AGENT_CONTROLLERS = {"job": "Deployment", "statefulset": "StatefulSet"}
+"""Controllers that upgrade agents one by one. The Jobs of a JobSet have no such upgrade."""
 Object = dict[str, Any]
 
 
@@ -106,6 +108,14 @@ def test_a_lost_agent_is_replaced_at_once(overlay: str) -> None:
     assert agents["template"]["spec"].get("restartPolicy", "Always") == "Always"
     assert one(objects, "StatefulSet", "demo-coordinator")
     assert [name_of(item)[1] for item in objects if item["kind"] == "Job"] == ["demo-end"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize(("kind", "controller"), AGENT_CONTROLLERS.items())
+def test_an_upgrade_gives_a_new_node_time_to_join(overlay: str, kind: str, controller: str) -> None:
+    """Loading torch and joining take 20 to 60 s after the readiness of the agent's pod."""
+    spec = one(job(overlay, kind), controller, "demo-agent")["spec"]
+    assert spec["minReadySeconds"] >= 60
 
 
 def test_the_end_job_fails_with_the_training_and_outlives_its_machine() -> None:
@@ -355,6 +365,19 @@ def test_agents_know_every_coordinator(kind: str) -> None:
         assert spec["network"]["enableDNSHostnames"] and "subdomain" not in spec["network"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_coordinators_have_the_names_of_their_pods(kind: str) -> None:
+    """In `elastic status` and in JSON logs, which else tell no coordinator from another."""
+    (container,) = (
+        pod["spec"]["containers"][0]
+        for pod in pods(job("base", kind))
+        if component(pod) == "coordinator"
+    )
+    assert "--name=$(POD_NAME)" in container["command"]
+    (source,) = (entry["valueFrom"] for entry in container["env"] if entry["name"] == "POD_NAME")
+    assert source == {"fieldRef": {"fieldPath": "metadata.name"}}
+
+
 def test_sizes() -> None:
     objects = job("local", "job", "--gpus", "4", "--memory", "8GiB", "--cpus", "6", "--nodes", "4")
     item = one(objects, "Deployment", "demo-agent")
@@ -370,6 +393,16 @@ def test_sizes() -> None:
     assert one(objects, "ConfigMap", "demo-config")["data"]["PET_NPROC_PER_NODE"] == "4"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_coordinator_and_no_member_of_etcd_is_the_only_one_by_default(kind: str) -> None:
+    objects = render(*BASIC, "--kind", kind, *SCRIPT)
+    assert objects == job("base", kind) and etcd_of("base")["spec"]["replicas"] == 3
+    endpoint = one(objects, "ConfigMap", "demo-config")["data"]["PET_RDZV_ENDPOINT"]
+    assert len(endpoint.split(",")) == 3
+    for pod in pods(objects):
+        assert "nodeAffinity" not in pod["spec"].get("affinity", {})
+
+
 def test_own_overlay(tmp_path: Path) -> None:
     base = manifests() / "base"
     shutil.copytree(base, tmp_path / "base")
@@ -380,6 +413,16 @@ def test_own_overlay(tmp_path: Path) -> None:
         "kind: ConfigMap\nmetadata: {name: elastic-config}\ndata: {MINE: here}\n"
     )
     assert one(job(str(own)), "ConfigMap", "demo-config")["data"]["MINE"] == "here"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_output_has_no_anchors(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They confuse `diff` and `yq`."""
+    words = ("--kind", kind, "--restore-etcd", "x.db", *SCRIPT)
+    assert cli.main(["kubernetes", "render", *BASIC, *words]) == 0
+    text = capsys.readouterr().out
+    events = yaml.parse(text)
+    assert not [event for event in events if getattr(event, "anchor", None)]
 
 
 def test_labels_go_only_to_metadata_and_to_selectors_of_pods(tmp_path: Path) -> None:
@@ -421,6 +464,7 @@ WRONG = [
     (["--memory", "lots"], "--memory"),
     (["--overlay", "nowhere"], "--overlay"),
     (["--overlay", "../base/../none"], "--overlay"),
+    (["--overlay", "spot-pool", "--overlay", "rdma"], "--overlay once"),
     (["--kind", "deployment"], "--kind"),
     (["--restore-etcd", "../x.db"], "--restore-etcd"),
     (["--domain", "rack"], "--domain"),
@@ -429,6 +473,16 @@ WRONG = [
     (["--env", "NAME"], "--env"),
     (["--env", "2X=1"], "--env"),
     (["--env", "PET_NO_SUCH_FLAG=1"], "PET_NO_SUCH_FLAG"),
+    (
+        ["--env", "PET_GRACE=200"],
+        "patch terminationGracePeriodSeconds, and 10 s less in the "
+        "variable PET_GRACE of the container agent in the Deployment elastic-agent",
+    ),
+    (["--env", "PET_DOMAIN=a"], "give --domain"),
+    (
+        ["--env", "POD_IP=10.0.0.1"],
+        "the variable POD_IP of the container coordinator in the StatefulSet elastic-coordinator",
+    ),
 ]
 
 

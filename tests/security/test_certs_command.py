@@ -58,6 +58,49 @@ def test_an_authority_and_hosts_are_made_added_and_renewed(
     assert "do not belong together" in capsys.readouterr().err
 
 
+def test_renewal_keeps_the_names_of_a_certificate_and_adds_new_ones(tmp_path: Path) -> None:
+    """A certificate of etcd without the members' names would stop every member."""
+    words = ["certs", "--out", str(tmp_path), "--hosts"]
+    etcd = tmp_path / "demo-etcd" / "tls.crt"
+    assert cli.main([*words, "demo-etcd/demo-etcd-0.demo-etcd/10.0.0.1"]) == 0
+    before = names(etcd)
+    assert cli.main([*words, "demo-etcd", "--force"]) == 0
+    assert names(etcd) == before
+    assert cli.main([*words, "demo-etcd/demo-etcd-1.demo-etcd/::2", "--force"]) == 0
+    assert names(etcd) == [*before, "demo-etcd-1.demo-etcd", "::2"]
+
+
+def test_the_advised_command_renews_every_certificate_with_its_names(tmp_path: Path) -> None:
+    hosts = {"node1": "node1/10.0.0.1", "10.0.0.2": "10.0.0.2", "_.example.com": "*.example.com"}
+    first = ["certs", "--out", str(tmp_path), "--hosts", ",".join(hosts.values()), "--days", "9"]
+    assert cli.main(first) == 0
+    paths = [tmp_path / folder / "tls.crt" for folder in hosts]
+    before = [names(path) for path in paths]
+    assert cli.main(["certs", "--out", str(tmp_path), "--force", "--days", "99"]) == 0
+    assert [names(path) for path in paths] == before
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=98)
+    assert all(ends(path) > soon for path in paths)
+    assert not (tmp_path / "localhost").exists()
+
+
+def test_names_that_cannot_be_kept_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    force = ["certs", "--out", str(tmp_path / "pki"), "--force"]
+    assert cli.main(force) == 2
+    assert "--out: " in capsys.readouterr().err and not (tmp_path / "pki").exists()
+    make_certificates(tmp_path / "pki", [["node1", "10.0.0.1"], ["node2"]])
+    one, two = (tmp_path / "pki" / node / "tls.crt" for node in ("node1", "node2"))
+    for damaged in (b"", two.read_bytes()):
+        one.write_bytes(damaged)
+        before = two.read_bytes()
+        for hosts in ([], ["--hosts", "node1"]):
+            assert cli.main([*force, *hosts]) == 2
+            err = capsys.readouterr().err
+            assert f"{one}" in err and len(err.splitlines()) == 1
+        assert (one.read_bytes(), two.read_bytes()) == (damaged, before), "all or none"
+
+
 def ends(path: Path) -> datetime.datetime:
     return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
 
@@ -165,6 +208,6 @@ def test_a_job_on_this_machine_alone_gets_a_token_of_its_own(tmp_path: Path) -> 
         == TOKEN
     )
     (tmp_path / "token").write_text("short")
-    with pytest.raises(FieldError, match="16 printable") as caught:
+    with pytest.raises(FieldError, match="16 to 4096 printable") as caught:
         read(tmp_path, "--standalone", "--join-token-file", str(tmp_path / "token"))
     assert "short" not in str(caught.value)

@@ -66,7 +66,7 @@ def test_an_error_names_only_expired_certificates(authority: Authority) -> None:
     assert with_expiry("reset", good) == with_expiry("reset", None) == "reset"
     text = with_expiry("reset", gone)
     assert text.startswith("reset; this side's tls.crt (CN=expired) expired at ")
-    assert "elastic certs --force" in text
+    assert "elastic certs --out DIR --force" in text
 
 
 def test_a_certificate_ends_between_two_connections(vault: Vault, tmp_path: Path) -> None:

@@ -215,11 +215,24 @@ def write_waiting(path: Path, found: Waiting | None) -> None:
 class RunRecords:
     """The files of one run directory. Only the leading coordinator writes them."""
 
-    def __init__(self, run_dir: Path, *, injected: bool = True, former: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        injected: bool = True,
+        former: Sequence[str] = (),
+        over: bool = False,
+    ) -> None:
         """`injected`: faults are injected into this run, and its recoveries name them. `former`:
-        lines of events.jsonl that the former coordinator may not have written."""
+        lines of events.jsonl that the former coordinator may not have written. `over`: the job was
+        over before this coordinator led."""
         self.run_dir, self._injected = run_dir, injected
         self._disk = Dispatcher("records")
+        self._has_summary = True
+        """Whether this run directory gets a summary. A standby that leads after the end has nothing
+        to summarize, unless the former leader wrote events into the same directory."""
+        if over:
+            self._disk.post(self._look_for_events)
         self._events = RetryingEventLog(run_dir / "events.jsonl", self._disk.post, former=former)
         self._progress = RetryingEventLog(run_dir / "progress.jsonl", self._disk.post)
         self._last_position = (0, 0)
@@ -232,6 +245,12 @@ class RunRecords:
         """Set when the records of the end are written, or were refused."""
         draft = partial(replace_file, self._draft, " " * DRAFT_BYTES)
         self._disk.post(partial(try_write, self._draft, draft))
+
+    def _look_for_events(self) -> None:
+        try:
+            self._has_summary = (self.run_dir / "events.jsonl").stat().st_size > 0
+        except OSError:
+            self._has_summary = False
 
     @property
     def unwritten(self) -> int:
@@ -383,7 +402,8 @@ class RunRecords:
         error text, or ""."""
         self._events.write()
         try:
-            self._write_summary()
+            if self._has_summary:
+                self._write_summary()
         except OSError as error:
             return f"summary.json cannot be written: {error}"
         except FieldError as error:

@@ -7,7 +7,7 @@ from elastic.core.protocol.health_report import CertificateEnd
 DAY_S = 86400.0
 WARN_DAYS = (30, 7, 1, 0)
 """Days before the end at which the user is warned; 0: the certificate has expired."""
-REMEDY = "`elastic certs --force` renews it, and running jobs read the new files"
+REMEDY = "`elastic certs --out DIR --force` renews it, and running jobs read the new files"
 
 
 def warning_level(end: CertificateEnd, now: float) -> int:

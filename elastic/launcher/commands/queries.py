@@ -91,6 +91,9 @@ def main_view(answer: Answer) -> Answer:
     for key in ("tokens_per_s", "steps"):  # a model without tokens, a script without Trainer
         if not view.get(key):
             view.pop(key, None)
+    leader = view.pop("coordinator", None)
+    if leader:
+        view["coordinator"] = f"{leader['name']} ({leader['address']}), term {view.pop('term', 0)}"
     waits = waiting_text(answer).removeprefix("waiting for ")
     return {"phase": view.pop("phase"), **({"waiting": waits} if waits else {}), **view}
 

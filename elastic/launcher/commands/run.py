@@ -29,13 +29,14 @@ def _run(**flags: Any) -> int:
     return _launch(task)
 
 
-def _coordinator(address: str, once: bool, **flags: Any) -> int:
+def _coordinator(address: str, once: bool, name: str | None, **flags: Any) -> int:
     over = read_object(LATEST / "exit.json") if once else None
     if over is not None:
         print(f"the job of {LATEST} has ended: {over.get('reason', '')}", file=sys.stderr)
         return service_exit(int(over.get("code", EXIT_FAILURE)))
     task = _service_request("--address", address, flags)
-    return _launch(replace(task, hosts=True, nodes=(), as_service=True))
+    config = replace(task.config, coordinator_name=name or "")
+    return _launch(replace(task, config=config, hosts=True, nodes=(), as_service=True))
 
 
 def _agent(coordinator: str, node: str | None, **flags: Any) -> int:
@@ -85,6 +86,8 @@ ADDRESS = flag("--address", type=ENDPOINT, required=True, allow_from_autoenv=Fal
 ONCE = flag("--once", is_flag=True,
             help="if the last job in runs/latest has ended, end with its code: for containers that "
                  "are started again when they end")
+NAME = flag("--name", type=ParsedType("NAME", _node), allow_from_autoenv=False,
+            help="name of this coordinator in logs and in `elastic status` (default: coordinator)")
 COORDINATOR = flag("--coordinator", type=ENDPOINTS, required=True, allow_from_autoenv=False,
                    help="address of the coordinator, or of several")
 NODE = flag("--node", type=ParsedType("NAME", _node), allow_from_autoenv=False,
@@ -93,7 +96,7 @@ run = RunCommand(
     "run", _run, "Train a script or module on elastic nodes.", {**SECTIONS, "Ray's flags": RAY})
 coordinator = RunCommand(
     "coordinator", _coordinator, "Run a coordinator alone; it is started again if it dies.",
-    {"coordinator's flags": (ADDRESS, ONCE), **SECTIONS}, UNUSED_BY_SERVICES)
+    {"coordinator's flags": (ADDRESS, ONCE, NAME), **SECTIONS}, UNUSED_BY_SERVICES)
 agent = RunCommand(
     "agent", _agent, "Run one agent that joins a coordinator elsewhere.",
     {"agent's flags": (COORDINATOR, NODE), **SECTIONS}, UNUSED_BY_SERVICES)

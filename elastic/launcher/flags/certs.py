@@ -61,13 +61,17 @@ DAYS = click.IntRange(1, 36_500)
                    "as node1/10.0.0.1")  # fmt: skip
 @click.option("--days", type=DAYS, default=365, help="days that certificates of hosts are valid")
 @click.option("--ca-days", type=DAYS, default=3650, help="days that a new authority is valid")
-@click.option("--force", is_flag=True, help="renew certificates of hosts that have one")
+@click.option("--force", is_flag=True,
+              help="renew the certificates of hosts that have one, with their names; without "
+                   "--hosts: all in --out")  # fmt: skip
 def certs(out: Path, hosts: list[tuple[str, ...]], days: int, ca_days: int, force: bool) -> int:
     """Make an authority and certificates for --certs; run again to add or renew hosts."""
     existing = [names[0] for names in hosts if (out / _folder(names[0]) / CERT).exists()]
     if existing and not force:
         remedy = "it has a certificate; leave it out, or renew it with --force"
         raise FieldError("--hosts", existing[0], remedy)
+    if force:
+        hosts = _all_hosts(out) if _is_default("hosts") else _with_former_names(out, hosts)
     _check_validity(out, days, ca_days)
     make_folder("--out", out)
     with file_errors("--out", out):
@@ -76,6 +80,54 @@ def certs(out: Path, hosts: list[tuple[str, ...]], days: int, ca_days: int, forc
         carried = ", ".join(dict.fromkeys((*names, *LOCAL_NAMES)))
         print(f"{out / _folder(names[0])}: {carried}, {days} days")
     return 0
+
+
+def _is_default(option: str) -> bool:
+    """Return whether the user did not give `option` of the running command."""
+    given = click.get_current_context().get_parameter_source(option)
+    return given is click.core.ParameterSource.DEFAULT
+
+
+def _all_hosts(out: Path) -> list[tuple[str, ...]]:
+    """Return the names of each certificate in a folder of `out`. Raises FieldError without any."""
+    with file_errors("--out", out, "read"):
+        found = [_names(path) for path in sorted(out.glob(f"*/{CERT}"))]
+    if not found:
+        remedy = "no folder in it has a certificate to renew: give another, or --hosts"
+        raise FieldError("--out", str(out), remedy)
+    return found
+
+
+def _with_former_names(out: Path, hosts: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the names of each host, and those that its present certificate carries.
+
+    A certificate that lost a name would be refused by those who use the name.
+    """
+    found = []
+    with file_errors("--out", out, "read"):
+        for names in hosts:
+            path = out / _folder(names[0]) / CERT
+            former = _names(path) if path.exists() else ()
+            found.append(tuple(dict.fromkeys((names[0], *former, *names))))
+    return found
+
+
+def _names(path: Path) -> tuple[str, ...]:
+    """Return the names and addresses of a certificate; the first one is its host.
+
+    Raises FieldError if they cannot be read, or if the folder is that of another host.
+    """
+    try:
+        (certificate, *_) = x509.load_pem_x509_certificates(path.read_bytes())
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except (ValueError, x509.ExtensionNotFound) as error:
+        remedy = f"its names cannot be read ({error}): give --hosts after you have removed it"
+        raise FieldError("--force", str(path), remedy) from None
+    names = tuple(str(name.value) for name in extension.value)
+    if not names or _folder(names[0]) != path.parent.name:
+        remedy = f"it is not the certificate of the host {path.parent.name}: move it elsewhere"
+        raise FieldError("--force", str(path), remedy)
+    return names
 
 
 def _check_validity(out: Path, days: int, ca_days: int) -> None:
@@ -88,8 +140,7 @@ def _check_validity(out: Path, days: int, ca_days: int) -> None:
             remedy = f"the new authority is valid for {ca_days} days: at most that, or --ca-days"
             raise FieldError("--days", days, remedy)
         return
-    given = click.get_current_context().get_parameter_source("ca_days")
-    if given is click.core.ParameterSource.COMMANDLINE:
+    if not _is_default("ca_days"):
         remedy = (
             f"it is for a new authority, and {out} has one: leave it out, or give another --out"
         )

@@ -69,7 +69,8 @@ def _component(item: Object) -> str:
 
 def _statefulset(item: Object) -> Object:
     """Return the Deployment of the agents as a StatefulSet with the same pods."""
-    spec = {key: copy.deepcopy(item["spec"][key]) for key in ("replicas", "selector", "template")}
+    kept = ("replicas", "minReadySeconds", "selector", "template")
+    spec = {key: copy.deepcopy(item["spec"][key]) for key in kept if key in item["spec"]}
     return {
         **item,
         "kind": "StatefulSet",

@@ -37,6 +37,8 @@ PLACEHOLDER = "elastic"
 """Name of the job in deploy/, with which the names of all its objects begin."""
 AGENT_IMAGE, COORDINATOR_IMAGE = "elastic-runtime:", "elastic-coordinator:"
 """Beginnings of the images' names in deploy/. The coordinators' image has no torch."""
+BASE = "base"
+"""Default overlay: coordinators, etcd and agents on machines that stay."""
 PORT = 29400
 """Port of coordinators."""
 SEPARATE = (
@@ -117,16 +119,53 @@ def manifests() -> Path:
     return packed if packed.is_dir() else package.parent / "deploy" / "kubernetes"
 
 
+def shipped_overlays() -> dict[str, Path]:
+    """Return the folders of the overlays that come with elastic, by name; `base` first."""
+    folders = sorted((manifests() / "overlays").iterdir())
+    named = (path for path in (manifests() / BASE, *folders) if (path / FILE).is_file())
+    return {path.name: path for path in named}
+
+
 def _overlay(flag: str, text: str) -> Path:
-    shipped = manifests() / "overlays" / text
-    if re.fullmatch(r"[\w-]+", text) and (shipped / FILE).is_file():
-        return shipped
+    shipped = shipped_overlays()
+    if text in shipped:
+        return shipped[text]
     if (Path(text) / FILE).is_file():
         return Path(text)
-    names = sorted(
-        path.name for path in (manifests() / "overlays").iterdir() if (path / FILE).is_file()
-    )
-    raise FieldError(flag, text, f"give {', '.join(names)}, or a folder with {FILE}")
+    raise FieldError(flag, text, f"give {', '.join(shipped)}, or a folder with {FILE}")
+
+
+def _only_one(_: click.Context, param: click.Parameter, given: tuple[Path, ...]) -> Path:
+    """Return the one value of a flag; raise FieldError if it was given several times."""
+    if len(given) > 1:
+        remedy = (
+            f"give {param.opts[0]} once; to combine overlays, make a folder with a {FILE} that "
+            "names one as resource and patches it"
+        )
+        raise FieldError(param.opts[0], str(given[1]), remedy)
+    return given[0]
+
+
+def check_variables(objects: list[Object], env: Iterable[tuple[str, str]]) -> None:
+    """Raise FieldError for a variable of --env that a container of the overlay sets itself: the
+    container's own value would win."""
+    for item in objects:
+        template = pod_template(item)
+        for container in template["spec"]["containers"] if template is not None else ():
+            own = {entry["name"] for entry in container.get("env", ())}
+            for name, value in env:
+                if name in own and "envFrom" in container:
+                    where = f"{item['kind']} {item['metadata']['name']}"
+                    raise FieldError("--env", f"{name}={value}", _remedy(name, container, where))
+
+
+def _remedy(name: str, container: Object, where: str) -> str:
+    if name == "PET_DOMAIN":
+        return "give --domain instead"
+    patch = f"the variable {name} of the container {container['name']} in the {where}"
+    if name == "PET_GRACE":
+        patch = f"terminationGracePeriodSeconds, and 10 s less in {patch}"
+    return f"the overlay sets it: patch {patch}, in an overlay of your own (--overlay DIR)"
 
 
 LABEL, IMAGE = ParsedType("NAME", _label), ParsedType("IMAGE", _image)
@@ -154,8 +193,10 @@ LABEL, IMAGE = ParsedType("NAME", _label), ParsedType("IMAGE", _image)
 @click.option("--cpus", type=IntRange(1, 4096), help="CPUs per agent (default: as in deploy/)")
 @click.option("--memory", type=ParsedType("SIZE", _memory),
               help="memory per agent, half of it for shared memory, as 64GiB")  # fmt: skip
-@click.option("--overlay", type=ParsedType("DIR", _overlay), default="local",
-              help="local, spot-pool, shared-inference, rdma, or your own folder")  # fmt: skip
+@click.option("--overlay", type=ParsedType("DIR", _overlay), default=(BASE,),
+              multiple=True, callback=_only_one,
+              help="base (machines that stay), spot-pool, shared-inference, rdma, local (a test "
+                   "cluster on one machine), or your own folder")  # fmt: skip
 @click.option("--kind", type=click.Choice(KINDS), default="job", help="objects that start the pods")
 @click.option("--domain", type=ParsedType("zone|machine|LABEL", _domain),
               help="failure domain of an agent: its zone (default; Kubernetes 1.35), its machine, "
@@ -184,9 +225,16 @@ def render(**given: Any) -> int:
     return show(fill(build(job.overlay), job))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes an object that occurs twice twice: anchors confuse readers, `diff` and `yq`."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def show(objects: list[Object]) -> int:
     """Print objects as YAML; return the exit code."""
-    yaml.safe_dump_all(objects, sys.stdout, sort_keys=False, width=120)
+    yaml.dump_all(objects, sys.stdout, Dumper=_Dumper, sort_keys=False, width=120)
     return EXIT_OK
 
 
@@ -197,6 +245,7 @@ def own_settings(env: Iterable[tuple[str, str]], *, of_store: bool) -> dict[str,
 
 def fill(objects: list[Object], job: SimpleNamespace) -> list[Object]:
     """Return copies of an overlay's objects with the values of `job`, the flags of `render`."""
+    check_variables(objects, job.env)
     objects = renamed(objects, job.name)
     images = {AGENT_IMAGE: job.image, COORDINATOR_IMAGE: job.coordinator_image or job.image}
     command = [*(("-m",) if job.module else ()), job.script, *job.script_args]

@@ -123,7 +123,7 @@ def _await_store(config: JobConfig) -> None:
             if reminder.is_due(now):
                 line = sentence(f"the store: {why}", now - began, "the coordinator waits")
                 text = f"{line} until it answers"
-                source = source_of(config, "coordinator")
+                source = source_of(config, config.coordinator_name or "coordinator")
                 if source is None:
                     print(f"elastic: {text}", file=sys.stderr, flush=True)
                 else:
@@ -163,7 +163,7 @@ def _label(request: Request) -> str:
     several nodes is none of them."""
     if len(request.nodes) > 1:
         return "launcher"
-    return request.nodes[0] if request.nodes else "coordinator"
+    return request.nodes[0] if request.nodes else request.config.coordinator_name or "coordinator"
 
 
 def agent_args(config: JobConfig, node: str, index: int, coordinator: str, host: str) -> list[str]:
@@ -202,7 +202,9 @@ class Supervisor:
             self._view, outputs = make_view(), {}
         else:
             lines = json_view(source)
-            self._view, outputs = lines, {"output_of": lines.output_of}
+            own = self._config.coordinator_name
+            self._view = lines
+            outputs = {"output_of": lambda name: lines.output_of(own or name)}
         self._lifeline = os.pipe()
         self._faults = LauncherFaults(self._config)
         self._progress = Follower(self._path / "progress.jsonl")

@@ -7,7 +7,7 @@ import time
 from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, CertificateEnd
 from elastic.rpc.security.tls import CA, CERT, Certificates
 
-RENEW = "`elastic certs --force` renews certificates, and running jobs read the new files"
+RENEW = "`elastic certs --out DIR --force` renews certificates, and running jobs read the new files"
 
 
 def certificate_ends(certificates: Certificates | None) -> tuple[CertificateEnd, ...]:

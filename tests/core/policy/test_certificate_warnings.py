@@ -47,7 +47,8 @@ def test_levels(left_days: float, level: int) -> None:
     now = END_S - left_days * DAY_S
     assert warning_level(END, now) == level
     text = warning("node0", END, now)
-    assert "tls.crt of node0 (CN=node0)" in text and END.ends in text and "elastic certs" in text
+    assert "tls.crt of node0 (CN=node0)" in text and END.ends in text
+    assert "`elastic certs --out DIR --force`" in text
     assert ("expired at" in text) == (left_days <= 0)
 
 

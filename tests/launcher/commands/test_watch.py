@@ -86,6 +86,14 @@ def test_a_wait_is_shown() -> None:
     assert "timeouts" not in view and "tokens_per_s" not in view
 
 
+def test_the_leader_is_named() -> None:
+    leader = {"name": "demo-coordinator-1", "address": "10.0.0.15:29400"}
+    view = main_view(answer(coordinator=leader, term=3))
+    assert view["coordinator"] == "demo-coordinator-1 (10.0.0.15:29400), term 3"
+    assert "term" not in view
+    assert main_view(answer())["term"] == 2, "an older coordinator does not say its name"
+
+
 @pytest.mark.parametrize("last", ["", "[1, 2]", '{"step": 4', "\0\0"])
 def test_the_status_of_a_run_whose_files_are_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], last: str

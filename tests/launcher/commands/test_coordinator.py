@@ -1,4 +1,4 @@
-"""`elastic coordinator --once`: a container that is started again after the end starts no job."""
+"""`elastic coordinator`: no second job after the end of the first, and the name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from elastic.domain.errors import EXIT_JOB_FAILED, EXIT_UNRECOVERABLE
 from elastic.launcher.cli import main
 from elastic.launcher.commands import run
+from elastic.launcher.flags.request import Request
+from elastic.launcher.run.supervisor import _label
 
 WORDS = ("coordinator", "--once", "--address", "127.0.0.1:29400", "-m", "json.tool")
 
@@ -30,3 +32,14 @@ def test_the_code_of_the_job_that_has_ended(
     assert main([*WORDS]) == shown
     assert "has ended: it is over" in capsys.readouterr().err
     assert main([word for word in WORDS if word != "--once"]) == 77
+
+
+def test_a_coordinator_can_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Kubernetes that of its pod, which tells the coordinators of a job apart."""
+    tasks: list[Request] = []
+    monkeypatch.setattr(run, "_launch", tasks.append)
+    for words in ((), ("--name", "demo-coordinator-1")):
+        assert main(["coordinator", *words, *WORDS[1:]]) == 0
+    assert [task.config.coordinator_name for task in tasks] == ["", "demo-coordinator-1"]
+    assert [_label(task) for task in tasks] == ["coordinator", "demo-coordinator-1"]
+    assert main(["coordinator", "--name", "a b", *WORDS[1:]]) == 2
