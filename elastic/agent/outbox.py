@@ -14,9 +14,6 @@ from elastic.core.recovery import lineage
 MAX_STEPS, MAX_CHECKPOINTS, MAX_NOTES = 4096, 16, 64
 """Limits on the kept messages: finished steps, checkpoints with all their parts (twice as many as
 the coordinator waits for), and notes. The oldest are dropped first."""
-KNOWN_STEPS = 64
-"""Number of finished steps that are kept although the coordinator knows them: it may have failed
-before its disk had written them."""
 
 
 class Outbox:
@@ -53,14 +50,9 @@ class Outbox:
         """Parts of checkpoints."""
         return tuple(part for part in self._others if isinstance(part, m.CheckpointPart))
 
-    def enter(self, install: m.Install, *, rejoined: bool = False) -> None:
-        """Drop the steps and checkpoints that a return to an older step has undone, notes about
-        backups and failures of earlier epochs, and steps that the coordinator knows.
-
-        It decides an assignment by a report that each member sent after its steps. Otherwise the
-        next coordinator would get thousands of them before the first heartbeat, and take the nodes
-        for lost. `rejoined`: the node has joined again, and its steps may have been refused.
-        """
+    def enter(self, install: m.Install) -> None:
+        """Drop the steps and checkpoints that a return to an older step has undone, and notes about
+        backups and failures of earlier epochs."""
         step, starts = install.assignment.step, lineage.starts_of(install.assignment)
         steps = [
             done
@@ -75,4 +67,4 @@ class Outbox:
             and not lineage.is_undone(o, starts)
             and not (o.error and o.epoch < install.epoch)
         ]
-        self._steps = deque(steps if rejoined else steps[-KNOWN_STEPS:], MAX_STEPS)
+        self._steps = deque(steps, MAX_STEPS)

@@ -585,7 +585,7 @@ class NodeAgent:
 
     def _enter(self, install: m.Install) -> None:
         epoch, assignment = install.epoch, install.assignment
-        self._outbox.enter(install, rejoined=self._rejoined)
+        self._outbox.enter(install)
         # The coordinator may have dropped the parts in between.
         for message in list(self._outbox) if self._rejoined else self._outbox.parts:
             self._send(message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.agent.outbox import KNOWN_STEPS, MAX_CHECKPOINTS, MAX_NOTES, Outbox
+from elastic.agent.outbox import MAX_CHECKPOINTS, MAX_NOTES, Outbox
 from elastic.core.protocol import messages as m
 from elastic.domain.types import Assignment, Pipeline, Plan, Stage, StepRecord, Unit
 
@@ -48,18 +48,6 @@ def test_steps_that_others_have_repeated_meanwhile_are_not_resent() -> None:
         outbox.add(finished(step, 1))
     outbox.enter(m.Install(4, Assignment(replace(PLAN, epoch=4), 5, starts=((2, 3), (4, 5)))))
     assert list(outbox) == [finished(step, 1) for step in range(3)]
-
-
-def test_steps_before_an_assignment_are_known_unless_the_node_has_joined_again() -> None:
-    """Else a coordinator that takes over would get thousands of steps before the heartbeats."""
-    outbox = Outbox()
-    for step in range(200):
-        outbox.add(finished(step, 1))
-    order = m.Install(2, Assignment(PLAN, 200))
-    outbox.enter(order, rejoined=True)
-    assert len(list(outbox)) == 200, "they may have been refused"
-    outbox.enter(order)
-    assert list(outbox) == [finished(step, 1) for step in range(200 - KNOWN_STEPS, 200)]
 
 
 def test_a_note_about_backups_is_resent_in_its_epoch_only() -> None:
