@@ -161,7 +161,7 @@ def _loops(state: JobState, node: str, needed: bool) -> bool:
 
 
 def _ordered_restarts(state: JobState, was: NodeReport, report: NodeReport) -> int:
-    """Return 1 if one of the crashes since the report `was` is an ordered restart, else 0."""
+    """Return 1 if an ordered restart counts as a crash since the former report `was`, else 0."""
     orders = state.watch.orders.get(report.info.node)
     if orders is None or orders.incarnation != report.info.incarnation:
         return 0

@@ -209,7 +209,7 @@ class ProgressBar:
                     pass
 
     def _print(self, stream: int, lines: bytes) -> None:
-        """Print lines above the bar. The caller holds the lock."""
+        """Print lines above the progress bar. The caller holds the lock."""
         self._bar.clear(nolock=True)
         self._console.put_at_once(stream, lines)
         self._bar.refresh(nolock=True)

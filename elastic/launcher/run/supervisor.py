@@ -446,10 +446,9 @@ class Supervisor:
         """After a job that succeeded: fail if the script failed after its training."""
         failed = [agent for agent in self._agents if agent.returncode == EXIT_JOB_FAILED]
         for agent in failed:
-            if agent.name not in self._reported:
-                why = read_last_words(self._path, agent.name) or agent.how
-                self._view.note(f"{agent.name}: {why}")
             self._cause = f"{agent.name}: {read_last_words(self._path, agent.name) or agent.how}"
+            if agent.name not in self._reported:
+                self._view.note(self._cause)
             self._code = EXIT_JOB_FAILED if self._request.as_service else EXIT_FAILURE
 
     def _record_end(self) -> None:
