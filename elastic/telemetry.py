@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,13 @@ class EventLog:
     def tail(self, nbytes: int) -> bytes:
         """Return the last `nbytes` of the file, or all of a shorter one."""
         return os.pread(self._fd, nbytes, max(0, os.fstat(self._fd).st_size - nbytes))
+
+    def pieces(self, nbytes: int) -> Iterator[bytes]:
+        """Yield the file from its start in pieces of `nbytes`."""
+        at = 0
+        while piece := os.pread(self._fd, nbytes, at):
+            yield piece
+            at += len(piece)
 
     def close(self) -> None:
         """Close the file; closing twice is allowed."""

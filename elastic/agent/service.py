@@ -95,6 +95,9 @@ PING_BEATS = 2
 """Intervals between heartbeats per ping at least, so that pings of large jobs are no burden."""
 POLL_S = 0.1
 """Interval between two polls of the worker processes."""
+RESENT = 64
+"""Heartbeats come before each so many messages that are sent again to a coordinator. Else a busy
+one, which reads thousands of them, takes the nodes for silent."""
 RANKS = 1 << 16
 """Factor in a worker's number, which is generation * RANKS + local rank: an acknowledgement reaches
 only the launch that published the bundle."""
@@ -357,13 +360,19 @@ class NodeAgent:
             away_s = time.monotonic() - self._absence.since
             if self._absence.end():
                 self._tell(f"a coordinator answers {self._node} at last, after {away_s:.0f} s")
-        if self._state.epoch > 0:  # a short sign of life, before messages of any size
+        self._resend()  # first, because the report may end the job
+        if self._state.epoch > 0:  # a short sign of life, before a report of any size
             self._heartbeat()
-        for message in self._outbox:  # first, because the report may end the job
-            self._send(message)
         self._report()
         self._notices.resend()
         self._monitor.connected()
+
+    def _resend(self) -> None:
+        """Send the messages of the outbox, and heartbeats between them."""
+        for count, message in enumerate(self._outbox):
+            if count % RESENT == 0 and self._state.epoch > 0:
+                self._heartbeat()
+            self._send(message)
 
     def _send_reliably(self, message: m.StepDone | m.BackupNote | m.CheckpointPart) -> None:
         self._outbox.add(message)
@@ -587,8 +596,11 @@ class NodeAgent:
         epoch, assignment = install.epoch, install.assignment
         self._outbox.enter(install)
         # The coordinator may have dropped the parts in between.
-        for message in list(self._outbox) if self._rejoined else self._outbox.parts:
-            self._send(message)
+        if self._rejoined:
+            self._resend()
+        else:
+            for part in self._outbox.parts:
+                self._send(part)
         self._rejoined = False
         self._vault.enter(epoch, assignment.step)
         self._replicator.enter(epoch, assignment)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import logging
 import os
 import sys
@@ -153,8 +154,10 @@ class Coordinator:
         self._ending = 0.0
         """Latest time at which this process ends; 0: nodes are not told the end yet."""
         self._events = EventQueue(self._clock.now, self._tick_interval_s)
-        self._streams: dict[ClientSession, None] = {}
-        """Open connections, also of nodes that have not sent anything on them yet."""
+        self._opened = itertools.count(1)
+        self._streams: dict[ClientSession, int] = {}
+        """Open connections, numbered in the order of their opening; also of nodes that have not
+        sent anything on them yet."""
         self._sessions: dict[str, ClientSession] = {}
         self._unaware: set[str] = set()
         """Members that could not be told the end of the job; they may still reconnect."""
@@ -381,9 +384,9 @@ class Coordinator:
             return
         match message:
             case m.NodeReport():
-                self._sessions[message.info.node] = session
-                self._apply(message)
                 info = message.info
+                self._use_newest(info.node, session)
+                self._apply(message)
                 self._ports.check(info.node, info.incarnation, info.vault)
             case m.Heartbeat():
                 self._sessions.setdefault(message.node, session)
@@ -402,6 +405,13 @@ class Coordinator:
             case _:
                 self._apply(message)
 
+    def _use_newest(self, node: str, session: ClientSession) -> None:
+        """Send orders for `node` on `session`, unless it has a newer stream. The last message of an
+        old stream may be read after the first ones of the new stream."""
+        present = self._sessions.get(node, session)
+        if self._streams.get(session, 0) >= self._streams.get(present, 0):
+            self._sessions[node] = session
+
     def _dismiss(self, session: ClientSession, answer: Any, epoch: int) -> None:
         """Hold an answer of the session filter, because the state may be unsaved. A node that
         repeats its message meanwhile gets one answer."""
@@ -412,7 +422,7 @@ class Coordinator:
         self._saver.hold(None, partial(self._records.event, "refused", asdict(note)))
 
     def _connected(self, session: ClientSession) -> None:
-        self._streams[session] = None
+        self._streams[session] = next(self._opened)
         if self._ending:
             self._tell_the_end(session)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -69,6 +70,22 @@ def test_a_fenced_node_reports_its_checkpoint_files_again(
     agent._apply(m.Fenced("silent for 3.1 s"))
     kinds = [type(message) for message in sent]
     assert kinds == [m.CheckpointPart, m.NodeReport, m.CheckpointPart] and sent[-1] == part
+
+
+def test_heartbeats_come_between_thousands_of_old_steps(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy coordinator reads them for longer than a node may be silent."""
+    for number in range(4096):
+        agent._send_reliably(m.StepDone(4, StepRecord(number, 1.0, 1.0, 1.0), 0.1, 0.01))
+    sent: list[object] = []
+    monkeypatch.setattr(agent, "_send", sent.append)
+    agent._state = replace(agent._state, epoch=4)
+    agent._handle_connected()
+    kinds = [type(message) for message in sent]
+    assert kinds.count(m.StepDone) == 4096 and kinds[-2:] == [m.Heartbeat, m.NodeReport]
+    beats = [at for at, kind in enumerate(kinds) if kind is m.Heartbeat]
+    assert beats[0] == 0 and all(after - at <= 65 for at, after in pairwise(beats))
 
 
 def test_a_step_that_others_report_is_sent_when_the_workers_no_longer_run(

@@ -279,6 +279,20 @@ def test_the_end_is_told_on_every_open_connection(bench: Bench) -> None:
     assert coordinator._records.ended.wait(LONG_S) and coordinator._may_leave()
 
 
+def test_a_late_message_of_an_old_stream_does_not_take_the_orders(bench: Bench) -> None:
+    """The node has reconnected. Messages of both streams are read, the newest first."""
+    coordinator = bench.coordinator
+    streams: list[Any] = [FakeSession("a"), FakeSession("a")]
+    old, new = streams
+    for session in streams:
+        coordinator._handle(StreamOpened(session))
+    for session in (new, old):
+        coordinator._handle((session, came("a")))
+    coordinator._decide()
+    coordinator._handle((old, None))
+    assert coordinator._sessions["a"] is new and coordinator._state.members["a"].connected
+
+
 def test_the_end_is_recorded_before_it_is_told(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,3 +160,20 @@ def test_a_step_is_recorded_once_although_two_workers_report_it(tmp_path: Path) 
     records.close()
     steps = [e["step"] for e in read_events(tmp_path / "events.jsonl") if e["kind"] == "step"]
     assert steps == [0, 1, 1]
+
+
+def test_steps_that_a_former_coordinator_has_recorded_are_not_recorded_again(
+    tmp_path: Path,
+) -> None:
+    """Nodes report their newest steps again to each coordinator, in windows that differ."""
+    state = JobState(policy=Policy())
+    done = [StepDone(1, StepRecord(n, 1.0, 1.0, 2.0), 0.5, 0.1) for n in range(9000)]
+    for windows in ((range(9000),), (range(4096), range(4000, 8096), range(4096), range(9000))):
+        records = RunRecords(tmp_path)
+        records.event("coordinator", {})
+        for number in (n for window in windows for n in window if windows[1:] or n % 2 == 0):
+            records.step(done[number], state)
+        records.close()
+    events = read_events(tmp_path / "events.jsonl")
+    steps = [event["step"] for event in events if event["kind"] == "step"]
+    assert steps == [*range(0, 9000, 2), *range(1, 9000, 2)]

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from elastic.coordinator.records.recorded_steps import RecordedSteps, step_of, steps_in
 from elastic.coordinator.records.run_directory import (
     announce,
     overwrite_file,
@@ -38,8 +39,6 @@ KEPT_BYTES = 16 << 20
 """Maximum bytes of unwritten events; if there are more, the oldest are dropped."""
 TAIL_BYTES = 1 << 20
 """The events of the last decision before a takeover are within the last bytes of events.jsonl."""
-RECORDED = 4096
-"""Number of finished steps that are remembered, so that each is recorded once."""
 DRAFT_BYTES = 4096
 """Disk space reserved at the start for exit.json."""
 ROOM_S = 30.0
@@ -61,7 +60,8 @@ class RetryingEventLog:
         kept_bytes: int = KEPT_BYTES,
         former: Sequence[str] = (),
     ) -> None:
-        """`former`: lines that are written first, unless the file ends with them."""
+        """`former`: lines that are written first, unless the file ends with them. Steps that the
+        file had at first are not written again."""
         self.path, self._post, self._kept_bytes = path, post, kept_bytes
         self._lock = threading.Lock()
         """Guards the events and their numbers; never held while the disk works."""
@@ -70,6 +70,7 @@ class RetryingEventLog:
         self._log: EventLog | None = None
         self._failures, self._failed_at, self._closed = 0, 0.0, False
         self._given_up, self._former = False, former
+        self._former_steps: RecordedSteps | None = None
         self._late_since, self.dropped = 0.0, 0
         """Time since which an event is not on disk; 0: all are. Number of events that were dropped
         for ever."""
@@ -153,12 +154,20 @@ class RetryingEventLog:
 
     def _write_line(self, file: EventLog, line: bytes) -> None:
         try:
-            file.write(line)
+            if not self._is_former_step(file, line):
+                file.write(line)
         except OSError:
             with self._lock:
                 self._unwritten.appendleft(line)
                 self._nbytes += len(line)
             raise
+
+    def _is_former_step(self, file: EventLog, line: bytes) -> bool:
+        """Return whether the line is a step that the file had before the first one was written."""
+        step = step_of(line)
+        if step is not None and self._former_steps is None:
+            self._former_steps = RecordedSteps(steps_in(file))
+        return step is not None and step in (self._former_steps or ())
 
     def _take(self) -> bytes:
         """Return the oldest unwritten event; b"": there is none."""
@@ -236,8 +245,8 @@ class RunRecords:
         self._events = RetryingEventLog(run_dir / "events.jsonl", self._disk.post, former=former)
         self._progress = RetryingEventLog(run_dir / "progress.jsonl", self._disk.post)
         self._last_position = (0, 0)
-        self._steps: dict[tuple[int, int], None] = {}
-        """(epoch, step) of the newest steps that were recorded."""
+        self._steps = RecordedSteps()
+        """Steps that were recorded since this coordinator leads."""
         self._draft = run_dir / "exit.draft"
         self._closed = self._given_up = False
         self._closing = threading.Event()
@@ -306,16 +315,11 @@ class RunRecords:
         self._events.append_line(line)
 
     def step(self, done: m.StepDone, state: JobState, at: float | None = None) -> None:
-        """Record a finished step once, although several nodes report it. `at`: time of the report;
-        None: now."""
-        step = done.epoch, done.record.step
-        if step in self._steps:
-            return
-        self._steps[step] = None
-        if len(self._steps) > RECORDED:
-            del self._steps[next(iter(self._steps))]
-        self._events.append("step", step_entry(done), at)
-        self.progress(state, done)
+        """Record a finished step once, although several nodes report it, some of them again to each
+        new coordinator. `at`: time of the report; None: now."""
+        if self._steps.add(done.epoch, done.record.step):
+            self._events.append("step", step_entry(done), at)
+            self.progress(state, done)
 
     def progress(self, state: JobState, done: m.StepDone | None = None) -> None:
         """Write a line of progress.jsonl, which progress displays read."""

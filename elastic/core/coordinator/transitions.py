@@ -373,9 +373,10 @@ def _plain_script(state: JobState, launched: list[Member], now: float) -> JobTra
     """Apply torchrun's rules to a script that does not use elastic.
 
     If only some nodes fail within `SCRIPT_S`, the workers of the others may attach later: then the
-    script uses elastic, and training begins without the nodes that failed.
+    script uses elastic, and training begins without the nodes that failed. If the store lost the
+    last writes, nodes have a later restart than the saved state, so all restart once more.
     """
-    policy = state.policy
+    policy, newest = state.policy, max(mb.report.restart for mb in launched)
     done = [mb for mb in launched if mb.report.restart == state.restart]
     failed = [mb for mb in done if mb.report.phase is NodePhase.FAILED]
     ended = [mb for mb in done if mb.report.phase in (NodePhase.FAILED, NodePhase.FINISHED)]
@@ -389,13 +390,16 @@ def _plain_script(state: JobState, launched: list[Member], now: float) -> JobTra
         used_up = f" (restarts used up: {state.restart})" if state.restart else ""
         text = f"{_crash(failed[0].report)}{used_up}"
         return _end_job(state, JobPhase.FAILED, 1, text)
-    if failed or missing or grown:
-        why = _crash(failed[0].report) if failed else "membership changed"
-        if not failed:  # a restart after a change of membership does not count
-            policy = replace(policy, max_restarts=policy.max_restarts + 1)
+    lost = newest > state.restart
+    if failed or missing or grown or lost:
+        changed = "the store lost its last writes" if lost else "membership changed"
+        why = _crash(failed[0].report) if failed else changed
+        restart = max(state.restart, newest) + 1
+        free = restart - state.restart - bool(failed)  # only restarts after a failure count
+        policy = replace(policy, max_restarts=policy.max_restarts + free)
         members = {n: replace(mb, rank=-1, launch=None) for n, mb in state.members.items()}
         state = state.of(phase=JobPhase.WAITING, members=members, next_rank=0, policy=policy)
-        state = state.of(restart=state.restart + 1)
+        state = state.of(restart=restart)
         data = {"why": why, "restart": state.restart}
         return state, (LogEntry("restart", data),), f"group restart: {why}"
     finished = all(mb.report.phase is NodePhase.FINISHED for mb in done)

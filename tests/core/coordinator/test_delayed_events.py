@@ -209,6 +209,18 @@ def test_a_failed_node_does_not_end_an_elastic_job_that_starts() -> None:
     assert plain.ending is not None or plain.restart == restart + 1, "torchrun's rules"
 
 
+def test_a_plain_script_restarts_once_more_if_the_store_lost_a_restart() -> None:
+    """The nodes restarted, but the saved state does not know it: it would wait for ever."""
+    plain = next(state for state in samples()[JobPhase.LAUNCHED] if state.spec is None)
+    allowed = plain.policy.max_restarts - plain.restart
+    later, actions, reason = send_report(plain, "node0", phase=NodePhase.STARTING, restart=4)
+    assert "group restart: the store lost its last writes" in reason
+    later, more, _ = transition(later, job.Tick(), later.updated_at + later.policy.last_call_s)
+    launched = [send.message for send in of_kind(job.Send, (*actions, *more))]
+    assert [launch.restart for launch in launched] == [5] * len(plain.members)
+    assert later.policy.max_restarts - later.restart == allowed, "only failures count"
+
+
 # ---- recoveries in the summary ----
 
 
