@@ -274,6 +274,8 @@ def _error_line(error: click.ClickException) -> str:
     if isinstance(context.command, click.Group):
         hint = f"commands: {', '.join(context.command.list_commands(context))}; {hint}"
     param = getattr(error, "param", None)
+    if isinstance(error, click.MissingParameter) and isinstance(param, click.Option):
+        text = f"{text.rstrip('.')}: {param.make_metavar(context)} ({param.help})"
     if isinstance(param, click.Option) and (variable := _variable(param, context)):
         hint = f"given by the environment variable {variable}; {hint}"
     return f"{context.command_path}: {text} ({hint})"

@@ -254,7 +254,10 @@ def load_config(run_dir: str | Path) -> JobConfig:
     try:
         return codec.loads(JobConfig, text)
     except FieldError as error:
-        raise FieldError("--run-dir", str(path), f"the file is damaged: {error}") from None
+        field = error.field.removeprefix(JobConfig.__name__).lstrip(".")
+        what = f"{field}: {error.remedy}" if field else error.remedy
+        remedy = f"the file is damaged ({what}); give the directory of another run"
+        raise FieldError("--run-dir", str(path), remedy) from None
 
 
 def claim_fault(run_dir: str | Path, number: int) -> bool:

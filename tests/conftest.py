@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from elastic.config import JobConfig, WorkerCommand
 from elastic.rpc.security import tls
@@ -27,8 +27,14 @@ os.environ.pop("RAY_ADDRESS", None)
 
 # Every run tries new examples. A failing one is printed with the line that repeats it, and is tried
 # first in later runs on this machine (.hypothesis). Add it to its test as an `@example`.
+# A busy machine may need seconds for one example.
 settings.register_profile(
-    "suite", max_examples=50, deadline=None, derandomize=False, print_blob=True
+    "suite",
+    max_examples=50,
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("suite")
 

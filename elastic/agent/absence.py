@@ -19,20 +19,14 @@ class Absence:
         """No coordinator is reached from now on."""
         self.since = now
         """Time since which no coordinator is reached; 0: one is."""
-        self._reminder, self._lines = Reminder(now), 0
+        self._reminder = Reminder(now)
 
     def is_due(self, now: float) -> bool:
         """Return whether the user must be told now. Then the next line is due later."""
         if not self.since or not self._reminder.is_due(now):
             return False
         self._told = True
-        self._lines += 1
         return True
-
-    @property
-    def first(self) -> bool:
-        """Whether the newest line was the first one."""
-        return self._lines == 1
 
     def end(self) -> bool:
         """A coordinator is reached. Return whether the user was told that none was."""

@@ -47,6 +47,7 @@ from elastic.agent.vault.prefetch import prefetch
 from elastic.agent.vault.replicator import Replicator
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
+from elastic.agent.wait_record import WaitRecord
 from elastic.agent.workers.channels import WorkerChannels
 from elastic.agent.workers.processes import KILL_S, WorkerExit, WorkerGroup, agent_socket
 from elastic.background import ends_within
@@ -165,7 +166,8 @@ class NodeAgent:
         """Whether no coordinator runs beside this agent whose launcher says what the job awaits."""
         self.left: list[str] = []
         """Parts that did not end, because a disk hangs. They must not delay the process."""
-        self._absence, self._absent_why = Absence(time.monotonic()), ""
+        self._absence = Absence(time.monotonic())
+        self._wait_record = WaitRecord(config.run_dir, self._node)
         self._idle_since, self._idle = time.monotonic(), Reminder(time.monotonic())
         """Time since which this node waits for its first order, and when the user hears of it."""
         self._received_at = -math.inf
@@ -513,11 +515,10 @@ class NodeAgent:
             self._last_words = f"{reason}: {why}"
         elif self._absence.is_due(now):
             absent = f"no coordinator has answered {self._node} at {self._coordinator} for"
-            absent += f" {now - since:.0f} s"
             then = f"without work, {self._node} ends after {limit_s:g} s unless one answers"
-            changed, self._absent_why = why != self._absent_why, why
-            new = self._absence.first or changed
-            self._tell(f"{absent}: {why}; {then}" if new else f"{absent}; {then}")
+            self._tell(f"{absent} {now - since:.0f} s: {why}; {then}")
+            awaited = f"a coordinator at {self._coordinator} to answer {self._node}: {why}"
+            self._wait_record.begin(awaited, time.time() - (now - since), then)
 
     def _job_over(self, away_since: float, order: m.Stop) -> None:
         """End, unless a coordinator was reached since the record of the job's end was sought."""
@@ -528,6 +529,8 @@ class NodeAgent:
         self._metrics.heartbeats.inc()
         if self._absence.since and self._exit_code is None:
             self._consider_the_end()
+        elif not self._absence.since:
+            self._wait_record.end()
         self._mention_idleness()
         if self._gate.open and not self._notices.parked:
             beat = core.heartbeat(self._state)
@@ -649,6 +652,8 @@ class NodeAgent:
     def _spawn(self, launch: m.Launch) -> None:
         self._generation += 1
         generation = self._generation
+        if self.alone and generation == 1:
+            self._tell(f"{self._node} has joined the job at {self._coordinator}; workers start")
         handle = self._later(self._handle_worker)
 
         def ended(exit: WorkerExit) -> None:

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 
 from elastic.core.job.state import CertificatesRead
-from elastic.rpc.security.expiry import certificate_ends
+from elastic.core.protocol.store_spec import StoreSpec
+from elastic.rpc.security.expiry import certificate_ends, store_certificate_ends
 from elastic.rpc.security.tls import Certificates
 
 READ_EVERY_S = 30.0
@@ -17,11 +18,14 @@ class CertificateWatch:
     without certificates."""
 
     def __init__(
-        self, certificates: Certificates | None, emit: Callable[[CertificatesRead], object]
+        self,
+        certificates: Certificates | None,
+        store: StoreSpec,
+        emit: Callable[[CertificatesRead], object],
     ) -> None:
-        self._certificates, self._emit = certificates, emit
+        self._certificates, self._store, self._emit = certificates, store, emit
         self._closed = threading.Event()
-        if certificates is not None:
+        if certificates is not None or store.ca:
             threading.Thread(target=self._run, name="certificates", daemon=True).start()
 
     def close(self) -> None:
@@ -30,5 +34,6 @@ class CertificateWatch:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            self._emit(CertificatesRead(certificate_ends(self._certificates)))
+            ends = certificate_ends(self._certificates) + store_certificate_ends(self._store)
+            self._emit(CertificatesRead(ends))
             self._closed.wait(READ_EVERY_S)

@@ -26,12 +26,13 @@ from elastic.core.job.measured_conditions import measured_profile
 from elastic.core.job.state import CauseKind, JobPhase, JobState, LossKind, Member, Tick
 from elastic.core.job.stragglers import slowdowns, speed_of
 from elastic.core.protocol import messages as m
+from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import ElasticError
 from elastic.domain.version import VERSION
 from elastic.metrics import FAST_S, RECOVERY_S, STEP_S, certificate_metric, new_registry
 from elastic.planning.cost.predict import predict
 from elastic.rpc.security import tls
-from elastic.rpc.security.expiry import certificate_ends
+from elastic.rpc.security.expiry import certificate_ends, store_certificate_ends
 from elastic.rpc.security.rejections import REJECTIONS
 from elastic.store.interface import StoreUnavailable
 
@@ -78,14 +79,16 @@ class CoordinatorStatus:
 class CoordinatorMetrics(Collector):
     """Metrics of one coordinator process, over all its terms."""
 
-    def __init__(self, job_id: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, job_id: str, clock: Callable[[], float], store: StoreSpec | None = None
+    ) -> None:
         self.registry, self.usage = new_registry(), NodeTimeAccount()
         self.recoveries: list[dict[str, Any]] = []
         """`recovery_entry` of the newest epoch changes, for `elastic status`."""
         self.step_s: list[float] = []
         """Seconds of the newest steps with the present plan."""
         self.tokens_per_s = 0.0
-        self._job_id, self._clock = job_id, clock
+        self._job_id, self._clock, self._store = job_id, clock, store or StoreSpec()
         self._read: Callable[[], CoordinatorStatus] = CoordinatorStatus
         self._added, self._fenced = clock(), 0
         self._predicted: tuple[int, float, float | None] = (-1, 0.0, None)
@@ -283,7 +286,8 @@ class CoordinatorMetrics(Collector):
         refused = {"fenced": self._fenced, **REJECTIONS.by_reason()}
         text = "Messages that were rejected"
         yield _by_label(CounterMetricFamily, "messages_refused", text, "reason", refused)
-        yield from certificate_metric(certificate_ends(tls.current().certificates))
+        ends = certificate_ends(tls.current().certificates) + store_certificate_ends(self._store)
+        yield from certificate_metric(ends)
         text = "Seconds for which the store of the job's state has not answered; 0: it answers"
         since = self._store_away_since
         yield _gauge("store_away_seconds", text, now - since if since else status.store_away_s)

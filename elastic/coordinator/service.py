@@ -196,7 +196,9 @@ class Coordinator:
         self._metrics = metrics
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
         self._ports = PortWatch(self._events.put, self._is_away)
-        self._certificates = CertificateWatch(tls.current().certificates, self._events.put)
+        self._certificates = CertificateWatch(
+            tls.current().certificates, config.store, self._events.put
+        )
         REJECTIONS.subscribe(self._events.put)
         self._server = Server(
             address,
@@ -645,7 +647,7 @@ def lead(
     holder = f"{config.job_id}/{slot}.{os.getpid()}" if config.standbys else config.job_id
     run_dir, clock, store = Path(config.run_dir), WallClock(), open_store(config)
     run, name = RunMembership(store, run_dir), run_directory.coordinator_name(slot)
-    metrics = CoordinatorMetrics(config.job_id, clock.now)
+    metrics = CoordinatorMetrics(config.job_id, clock.now, config.store)
     if source is not None:
         source.epoch = lambda: metrics.epoch
     read_end = partial(run_directory.read_json, run_dir / "exit.json")

@@ -62,9 +62,14 @@ def place_of(frames: Iterable[tuple[str, int, str]]) -> str:
     It is the innermost frame of the user's own code, else the innermost frame.
     """
     known = list(frames)
-    own = [frame for frame in known if not any(part in frame[0] for part in _NOT_THE_USERS)]
+    own = [frame for frame in known if is_users(frame[0])]
     file, line, function = ([("", 0, ""), *known, *own])[-1]
     return f"{file}:{line}{f' in {function}' if function else ''}" if file else ""
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file has the user's own code, not that of this package or a library."""
+    return not any(part in file for part in _NOT_THE_USERS)
 
 
 def with_place(text: str, error: BaseException) -> str:

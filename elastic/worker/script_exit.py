@@ -16,7 +16,7 @@ from functools import partial
 from types import TracebackType
 
 from elastic.core.protocol import messages as m
-from elastic.domain.errors import ElasticError, UsageError
+from elastic.domain.errors import ElasticError, UsageError, is_users
 from elastic.worker.control.agent_client import WorkerSettings, connect_agent
 
 ONCE = (
@@ -25,7 +25,6 @@ ONCE = (
 )
 NEVER = "ended without training: it never called Trainer(...).run()"
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_PACKAGE = __name__.partition(".")[0]
 
 
 class _Script:
@@ -52,11 +51,11 @@ def begin_training() -> None:
 
 
 def user_place(trace: TracebackType | None) -> str:
-    """Return "FILE:LINE: " of the innermost line of `trace` outside of this package; "": none."""
+    """Return "FILE:LINE: " of the innermost line of `trace` in the user's own code; "": none."""
     place = ""
     while trace is not None:
-        code, module = trace.tb_frame.f_code, str(trace.tb_frame.f_globals.get("__name__", ""))
-        if module.partition(".")[0] != _PACKAGE:
+        code = trace.tb_frame.f_code
+        if is_users(code.co_filename):
             place = f"{_short(code.co_filename)}:{trace.tb_lineno}: "
         trace = trace.tb_next
     return place

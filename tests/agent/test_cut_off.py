@@ -17,6 +17,7 @@ from elastic.agent import service
 from elastic.agent.absence import Absence
 from elastic.agent.service import NodeAgent
 from elastic.config import JobConfig, WorkerCommand
+from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import JoinRefused
 from elastic.domain.types import NodeInfo
 from elastic.launcher.run.rundir import free_port
@@ -133,7 +134,7 @@ def test_an_agent_that_fails_ends_its_node_before_it_writes_to_disk(
 
 
 def test_the_user_is_told_why_no_coordinator_answers_and_when_one_does(
-    agent: NodeAgent, capfd: pytest.CaptureFixture[str]
+    agent: NodeAgent, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def printed() -> str:
         assert agent._console.flush(LONG_S)
@@ -151,11 +152,14 @@ def test_the_user_is_told_why_no_coordinator_answers_and_when_one_does(
     assert line.startswith(f"elastic agent: no coordinator has answered node0 at {address} for 7 s")
     assert "onnection refused" in line
     assert line.endswith("without work, node0 ends after 1200 s unless one answers")
+    record = tmp_path / "waiting-node0.json"
+    assert wait_until(record.exists) and "onnection refused" in record.read_text()
     coordinator = RecordingCoordinator(address)
     thread = threading.Thread(target=agent.run, daemon=True)
     thread.start()
     coordinator.report(lambda report: True)
     assert "a coordinator answers node0 at last, after " in printed()
+    assert wait_until(lambda: record.read_text() == "{}\n")
     agent.stop()
     thread.join(LONG_S)
     coordinator.server.close()
@@ -167,10 +171,10 @@ def test_a_node_that_has_joined_says_that_it_waits_for_work(
     """Its launcher does not know what the job waits for, if the coordinator is elsewhere."""
     printed = list[str]()
 
-    def told() -> bool:
+    def told(text: str = "node0 waits for work from the coordinator") -> bool:
         assert agent._console.flush(LONG_S)
         printed.append(capfd.readouterr().err)
-        return "node0 waits for work from the coordinator" in printed[-1]
+        return text in printed[-1]
 
     agent.alone = True
     coordinator = RecordingCoordinator(agent._coordinator)
@@ -179,6 +183,8 @@ def test_a_node_that_has_joined_says_that_it_waits_for_work(
     coordinator.report(lambda report: True)
     assert wait_until(told)
     assert "its workers start when the job has enough nodes" in printed[-1]
+    coordinator.order(m.Launch(0, 1, 0, 1, "127.0.0.1", 0, 0))
+    assert wait_until(lambda: told(f"node0 has joined the job at {agent._coordinator}"))
     agent.stop()
     thread.join(LONG_S)
     coordinator.server.close()
@@ -201,7 +207,6 @@ def test_the_user_is_never_left_without_a_line_for_5_s() -> None:
     for tenth in range(1000, 5000):
         if absence.is_due(tenth / 10):
             times.append(tenth / 10 - 100.0)
-            assert absence.first == (len(times) == 1)
     pauses = [after - before for before, after in pairwise([0.0, *times])]
     assert len(times) > 50 and max(pauses) < 5.0
     assert absence.end() and not absence.is_due(1000.0)

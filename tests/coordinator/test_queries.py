@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic.agent.notices.file import MAX_DEADLINE_S
@@ -113,9 +113,7 @@ def test_a_long_request_gets_a_short_error(leading: Bench) -> None:
         ask(leading, "x" * 60_000, {})
 
 
-@settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=120)
 @given(kind=st.sampled_from(KINDS), body=BODIES)
 @example(kind="peers", body={"node": "\ud800"})
 @example(kind="drain", body={"node": "\ud800"})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,17 @@ from prometheus_client import generate_latest
 from elastic.agent.metrics import GAUGES, AgentMetrics
 from elastic.agent.vault.server import VaultServer
 from elastic.agent.vault.vault import Vault
+from elastic.coordinator.certificate_watch import CertificateWatch
+from elastic.coordinator.metrics import CoordinatorMetrics
+from elastic.core.job.state import CertificatesRead
+from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import UsageError, VaultUnreachable
 from elastic.launcher.flags.certs import make_certificates
 from elastic.metrics import new_registry
 from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.control.client import call
 from elastic.rpc.control.server import Server
-from elastic.rpc.security.expiry import certificate_ends, with_expiry
+from elastic.rpc.security.expiry import certificate_ends, store_certificate_ends, with_expiry
 from elastic.rpc.security.rejections import Reason
 from elastic.rpc.security.tls import CA, Certificates
 from tests.patience import LONG_S
@@ -59,6 +65,27 @@ def test_the_authority_that_issued_the_certificate_counts(
     both = (mine / CA).read_bytes() + (tmp_path / "old" / CA).read_bytes()
     (mine / CA).write_bytes(both)
     assert min(end.ends_at for end in certificate_ends(Certificates(mine))) > time.time()
+
+
+def test_the_certificates_for_etcd_are_read(authority: Authority, tmp_path: Path) -> None:
+    """They give the same metric, alerts, events and rows of `elastic status` as the others."""
+    mine = issue(tmp_path, 20)
+    files = {"ca": str(mine / CA), "cert": str(mine / "tls.crt"), "key": str(mine / "tls.key")}
+    store = StoreSpec(url="etcd://h:1", **files)
+    own, issuer = certificate_ends(Certificates(mine))
+    wanted = (replace(own, file="etcd tls.crt"), replace(issuer, file="etcd ca.crt"))
+    assert store_certificate_ends(store) == wanted
+    assert store_certificate_ends(StoreSpec(url="etcd://h:1", ca=files["ca"])) == wanted[1:]
+    assert store_certificate_ends(StoreSpec(url="etcd://h:1")) == ()
+    events = queue.SimpleQueue[CertificatesRead]()
+    watch = CertificateWatch(None, store, events.put)
+    assert events.get(timeout=LONG_S).certificates == wanted
+    watch.close()
+    metrics = CoordinatorMetrics("j", time.time, store).registry
+    left = metrics.get_sample_value("elastic_certificate_left_seconds", {"file": "etcd tls.crt"})
+    assert left is not None and 19 * DAY_S < left < 20 * DAY_S
+    (mine / "tls.crt").unlink()
+    assert store_certificate_ends(store) == ()
 
 
 def test_an_error_names_only_expired_certificates(authority: Authority) -> None:

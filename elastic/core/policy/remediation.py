@@ -15,6 +15,10 @@ one step, workers crash repeatedly
 - or on most nodes. The same device error counts even once, if one node had it twice;
 - or on a node that the job cannot do without.
 
+A node that has no room or no descriptors for copies (`is_shortage`) is no evidence against the
+script at first: for `SHORTAGE_S` its workers may crash repeatedly, because other processes of the
+machine may let go of what is short.
+
 Errors of links are no evidence against the node or the script that reports them, and do not count
 at all if another node of the same plan was lost or crashed by another cause. If all nodes but one
 report them, and one of them repeatedly within a step, that one is left out.
@@ -62,13 +66,16 @@ from elastic.core.job.state import (
 from elastic.core.job.stragglers import speed_of
 from elastic.core.policy.certificate_warnings import warn
 from elastic.core.policy.slow_link import LinkDecision, choose_link_remedy
-from elastic.core.protocol.device_errors import is_device_error, is_link_error
+from elastic.core.protocol.device_errors import is_device_error, is_link_error, is_shortage
 from elastic.core.protocol.health_report import HealthReport
 from elastic.core.protocol.messages import BackupNote, NodePhase, NodeReport
 from elastic.domain.errors import EXIT_FAILURE
 
 RECOVERED_LINK = 2.0
 """A slow link has recovered when its rate is at least its usual rate divided by this factor."""
+SHORTAGE_S = 60.0
+"""Workers that crash in one step for a lack of room or descriptors end the job only after this
+time."""
 KEPT_MORE = 64
 """Number of departed nodes, beyond the number of members, whose records are kept."""
 ProblemTimes = Callable[[NodeHealth], tuple[float, ...]]
@@ -103,7 +110,7 @@ def workers_failed(state: JobState, was: NodeReport, report: NodeReport, now: fl
     accused = _accused_by_links(state, node)
     at_fault = ""
     if needed and not accused and not absent_nodes.are_majority(state):
-        at_fault = _script_at_fault(state, node)
+        at_fault = _script_at_fault(state, node, now)
     if at_fault:
         reason = f"{at_fault}; {node}: {report.cause}"
         return end_job(state, JobPhase.FAILED, EXIT_FAILURE, reason)
@@ -200,9 +207,12 @@ def _loops_of_own(state: JobState, nodes: Iterable[str]) -> dict[str, NodeHealth
     return {node: one for node, one in records.items() if not is_link_error(one.crash_cause)}
 
 
-def _script_at_fault(state: JobState, node: str) -> str:
+def _script_at_fault(state: JobState, node: str, now: float) -> str:
     """Return the reason to end the job instead of restarting the workers of `node`; "": none."""
     limits, record = state.policy.health, record_of(state, node)
+    in_step = record.crashes[-record.stuck :] if record.stuck else ()
+    if is_shortage(record.crash_cause) and now - min(in_step, default=now) < SHORTAGE_S:
+        return ""
     moved = record.stuck_moves >= limits.fatal_nodes - 1
     members = len(state.members)
     most = max(2, min(members, max(limits.fatal_nodes, members // 2 + 1)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+from elastic.domain.errors import SlotError, VaultFull
+
 DEVICE_TEXTS = (
     "CUDA error", "CUDA driver error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "cuDNN error",
     "HIP error", "NCCL error", "unhandled cuda error", "uncorrectable ECC", "ECC error",
@@ -30,6 +32,8 @@ HOST_ERRORS = frozenset(
     }
 )  # fmt: skip
 """Errors of a disk, a mount or a system at its limits. Another node may not have them."""
+
+SHORTAGES = (SlotError.__name__, VaultFull.__name__)
 
 
 def is_host_fault(error: BaseException | None) -> bool:
@@ -58,3 +62,9 @@ def is_script_error(text: str) -> bool:
 def is_link_error(text: str) -> bool:
     """Return whether the device at the other end of a link may be at fault."""
     return any(part in text for part in LINK_TEXTS)
+
+
+def is_shortage(text: str) -> bool:
+    """Return whether a node had no room, or no descriptors, for copies. `text`: type and message of
+    the error."""
+    return text.startswith(SHORTAGES)

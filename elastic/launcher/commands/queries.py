@@ -19,7 +19,7 @@ from elastic.domain.errors import ElasticError, FieldError, UsageError
 from elastic.launcher.flags.validators import CERTS, ENDPOINTS, HOST, client_security, member_token
 from elastic.launcher.run.event_tail import read_object
 from elastic.launcher.run.rundir import LAUNCHER_EXIT, launcher_of
-from elastic.launcher.run.wait_lines import waiting_text
+from elastic.launcher.run.wait_lines import STANDBY, WAITING_NODE, waiting_text
 from elastic.rpc.security.roles import LESSER, Role, token_of
 from elastic.rpc.security.tls import TOKEN_FILE, read_token
 
@@ -80,9 +80,39 @@ def status(watch: bool, interval: float, **flags: Any) -> int:
     if watch:
         from elastic.launcher.commands.watch import watch as repeat
 
-        return repeat(job, lambda: query(job, "status", {}), interval, LATEST)
-    answer = query(job, "status", {})
+        return repeat(job, lambda: _status(job), interval, LATEST)
+    answer = _status(job)
     return show(answer if job.json else main_view(answer), job.json)
+
+
+def _status(job: SimpleNamespace) -> Answer:
+    """Return the coordinator's answer, or what this machine's processes wait for if it gives none.
+
+    Raises the error of the query if they wait for nothing.
+    """
+    try:
+        return query(job, "status", {})
+    except ElasticError:
+        found = None if job.rdzv_endpoint else local_wait(job.run_dir or LATEST)
+        if found is None:
+            raise
+        return found
+
+
+def local_wait(run_dir: Path) -> Answer | None:
+    """Return what the coordinators or the nodes of a run directory wait for while no coordinator
+    leads, with the fields of `status`; None: nothing is known, or their launcher has ended."""
+    if not run_dir.is_dir() or launcher_of(run_dir) is None:
+        return None
+    for pattern in (STANDBY.format("*"), WAITING_NODE.format("*")):
+        found = [read_object(path) or {} for path in sorted(run_dir.glob(pattern))]
+        waits = [one for one in found if isinstance(one.get("since"), int | float)]
+        if waits:
+            seconds = max(0.0, time.time() - min(one["since"] for one in waits))
+            what = {"for": waits[0].get("what"), "seconds": seconds, "ends": waits[0].get("ends")}
+            nothing: Answer = {"step": 0, "steps": 0, "epoch": 0, "nodes": []}
+            return {"phase": "waiting", "waiting": what, **nothing}
+    return None
 
 
 def main_view(answer: Answer) -> Answer:
@@ -240,10 +270,23 @@ def _coordinator_address(job: SimpleNamespace) -> str:
     if result is not None:
         why = f"{result.get('reason')} (exit code {result.get('code')})"
         raise UsageError(f"the run in {path} is over: {why}")
-    if found is None or not isinstance(found.get("address"), str):
-        remedy = "no coordinator runs there; give --run-dir or --rdzv-endpoint"
-        raise FieldError("--run-dir", str(path), remedy)
-    return str(found["address"])
+    if found is not None and isinstance(found.get("address"), str):
+        return str(found["address"])
+    # A run directory of an agent alone has no coordinator of its own.
+    elsewhere = load_config(path).coordinator if (path / "config.json").exists() else ""
+    if elsewhere and not (path / "coordinator.json").exists():
+        return elsewhere
+    raise FieldError("--run-dir", str(path), _why_no_run(path))
+
+
+def _why_no_run(path: Path) -> str:
+    """Return why a run directory gives no address of a coordinator, and the remedy."""
+    remedy = "give the directory of a run, or --rdzv-endpoint"
+    if not path.is_dir():
+        return f"there is no such directory; {remedy}"
+    if (path / "coordinator.json").exists():
+        return f"its coordinator.json is damaged; {remedy}"
+    return f"no coordinator has led there yet; {remedy}"
 
 
 # ---- output ----

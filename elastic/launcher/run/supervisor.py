@@ -17,7 +17,6 @@ import logging
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -50,7 +49,7 @@ from elastic.launcher.run.console import (
 )
 from elastic.launcher.run.event_tail import Follower, read_object
 from elastic.launcher.run.injected import LauncherFaults, missed_faults
-from elastic.launcher.run.json_lines import LOGGER, json_view
+from elastic.launcher.run.json_lines import json_view
 from elastic.launcher.run.metrics_endpoint import check_free, first_agent, metrics_flag
 from elastic.launcher.run.processes import Child, Coordinators
 from elastic.launcher.run.rundir import LAUNCHER_EXIT, RunDir, free_port
@@ -67,8 +66,6 @@ LONGEST_POLL_S = EVERY_S / 8
 """Longest interval between two looks at whether the user must be told what is awaited."""
 REFUSAL_PAUSE_S = 30.0
 """Least time between two lines about refusals for the same reason."""
-STORE_PAUSE_S = 1.0
-"""Pause between two attempts to reach the store before the start; each takes up to 2.5 s."""
 FAULT_POLL_S = 0.02
 """Interval between reads of progress while `LauncherFaults` are pending."""
 
@@ -84,7 +81,7 @@ def launch(request: Request) -> int:
     flag = request.endpoint_flag
     hosted = addresses if config.standalone else _hosted(addresses, request.hosts, flag)
     if hosted:
-        _await_store(config)
+        _ask_store(config)
     host = LOOPBACK if config.standalone else config.local_addr or local_address(addresses[0], flag)
     check_free(config, len(hosted), len(request.nodes))
     with open_run_dir(request) as run_dir:
@@ -107,28 +104,15 @@ def open_run_dir(request: Request) -> Iterator[RunDir]:
         run_dir.close()
 
 
-def _await_store(config: JobConfig) -> None:
-    """Return when the store answers. Raises FieldError if it refuses, or if a standalone job cannot
-    reach it."""
-    began = time.monotonic()
-    reminder = Reminder(began - EVERY_S)  # the first line is due at once
-    while True:
-        try:
-            return check_store(config)
-        except StoreUnavailable as error:
-            why = explained(str(error))
-            if config.standalone:
-                raise FieldError("--store", config.store.url, why) from error
-            now = time.monotonic()
-            if reminder.is_due(now):
-                line = sentence(f"the store: {why}", now - began, "the coordinator waits")
-                text = f"{line} until it answers"
-                source = source_of(config, config.coordinator_name or "coordinator")
-                if source is None:
-                    print(f"elastic: {text}", file=sys.stderr, flush=True)
-                else:
-                    print(source.note(text, LOGGER).decode(), end="", flush=True)
-        time.sleep(STORE_PAUSE_S)
+def _ask_store(config: JobConfig) -> None:
+    """Raise FieldError if the store refuses, or if a standalone job cannot reach it. Other
+    coordinators wait for a store that does not answer, and say so."""
+    try:
+        check_store(config)
+    except StoreUnavailable as error:
+        if config.standalone:
+            remedy = f"{explained(str(error))}; start it, or give another"
+            raise FieldError("--store", config.store.url, remedy) from error
 
 
 def _hosted(addresses: tuple[str, ...], hosts: bool | None, flag: str) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ from elastic.launcher.run.event_tail import read_object
 
 LASTING_PAUSE_S = 60.0
 """Pause between two lines about a state that is probably normal."""
-FILE, STANDBY = "waiting.json", "standby-{}.json"
-"""Files in which the leader says what the job waits for, and each coordinator why it does not
-lead."""
+FILE, STANDBY, WAITING_NODE = "waiting.json", "standby-{}.json", "waiting-{}.json"
+"""Files in which the leader says what the job waits for, each coordinator why it does not lead, and
+each node that it waits for a coordinator."""
 
 
 def waiting_text(answer: dict[str, Any]) -> str:

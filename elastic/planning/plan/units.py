@@ -29,6 +29,14 @@ def size_of(field: str, value: object) -> int:
     return size
 
 
+def size_text(nbytes: float) -> str:
+    """Return a size as people write it: 512 bytes, 1.5 MiB, 40.0 GiB."""
+    for unit in ("ti", "gi", "mi", "ki"):
+        if nbytes >= _BINARY[unit]:
+            return f"{nbytes / _BINARY[unit]:.1f} {unit.capitalize()}B"
+    return f"{nbytes:.0f} bytes"
+
+
 def rate_of(field: str, value: object) -> float:
     """Return bytes per second, from text such as 25Gbit/s or 300GB/s. Raises FieldError."""
     text = _text(value)

@@ -8,6 +8,7 @@ import numpy as np
 
 from elastic.planning.cost.cost_model import CostModel, Floats
 from elastic.planning.cost.node_kinds import NodeKinds
+from elastic.planning.plan.units import size_text
 from elastic.planning.search.problem import Problem
 from elastic.planning.search.request import PlanRequest
 
@@ -31,15 +32,14 @@ def explain_infeasible(problem: Problem, kinds: NodeKinds, request: PlanRequest)
     missing = need - memory
     if missing <= 0:
         return (
-            f"no plan fits: {depth} stages need {need} bytes per worker when each is cut to need "
-            f"least, which does not fit the sizes and order of the nodes ({node} may use {memory} "
-            "bytes): add memory or nodes"
+            f"no plan fits: {depth} stages need {size_text(need)} per worker when each is cut to "
+            f"need least, which does not fit the sizes and order of the nodes ({node} may use "
+            f"{size_text(memory)}): add memory or nodes"
         )
-    gib = f" ({missing / 2**30:.1f} GiB)" if missing >= 2**30 else ""
     return (
         f"memory is short: even one pipeline of {depth} stages on all {sum(problem.counts)} nodes "
-        f"needs {need} bytes per worker (stage {stage}, layers {first} to {last - 1}), but {node} "
-        f"may use {memory}: short by {missing} bytes{gib}"
+        f"needs {size_text(need)} per worker (stage {stage}, layers {first} to {last - 1}), but "
+        f"{node} may use {size_text(memory)}: short by {size_text(missing)}"
     )
 
 

@@ -1,10 +1,12 @@
-"""Expiry of this process's certificates, and its mention in the error of a failed handshake."""
+"""Expiry of the certificates of this process, and its mention in errors of failed handshakes."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from elastic.core.protocol.health_report import MAX_TEXT_LENGTH, CertificateEnd
+from elastic.core.protocol.store_spec import StoreSpec
 from elastic.rpc.security.tls import CA, CERT, Certificates
 
 RENEW = "`elastic certs --out DIR --force` renews certificates, and running jobs read the new files"
@@ -13,21 +15,42 @@ RENEW = "`elastic certs --out DIR --force` renews certificates, and running jobs
 def certificate_ends(certificates: Certificates | None) -> tuple[CertificateEnd, ...]:
     """Return the end of validity of the own certificate and of the authority that issued it.
 
-    Of a file with several certificates, the first own one counts, and the authority that lasts
-    longest among those with the issuer's name. () without certificates, or if they are unreadable.
+    () without certificates, or if they are unreadable.
     """
     if certificates is None:
         return ()
+    ca, chain, _ = certificates.pem()
+    return _ends(chain, ca, CERT, CA)
+
+
+def store_certificate_ends(store: StoreSpec) -> tuple[CertificateEnd, ...]:
+    """Return the same of the client certificate for etcd, or of etcd's authority alone if there is
+    no such certificate. () without TLS, or if a file is unreadable."""
+    if not store.ca:
+        return ()
+    try:
+        ca, chain = (Path(name).read_bytes() if name else b"" for name in (store.ca, store.cert))
+    except OSError:
+        return ()
+    return _ends(chain, ca, *(f"etcd {Path(name).name}" for name in (store.cert, store.ca)))
+
+
+def _ends(chain: bytes, ca: bytes, chain_name: str, ca_name: str) -> tuple[CertificateEnd, ...]:
+    """Return the ends of an own certificate, if `chain` is not empty, and of its authority.
+
+    The first certificate of `chain` counts, and the authority that lasts longest among those with
+    the issuer's name.
+    """
     from cryptography import x509  # slow to import
 
-    ca, chain, _ = certificates.pem()
     try:
-        own = x509.load_pem_x509_certificates(chain)[0]
+        own = x509.load_pem_x509_certificates(chain)[:1] if chain else []
         authorities = x509.load_pem_x509_certificates(ca)
-    except (ValueError, IndexError):
+    except ValueError:
         return ()
-    issuers = [one for one in authorities if one.subject == own.issuer] or authorities
+    issuers = [one for one in authorities if own and one.subject == own[0].issuer] or authorities
     issuer = max(issuers, key=lambda one: one.not_valid_after_utc)
+    found = [*((chain_name, one) for one in own), (ca_name, issuer)]
     return tuple(
         CertificateEnd(
             file,
@@ -35,7 +58,7 @@ def certificate_ends(certificates: Certificates | None) -> tuple[CertificateEnd,
             one.not_valid_after_utc.timestamp(),
             f"{one.not_valid_after_utc:%Y-%m-%d %H:%M:%S} UTC",
         )
-        for file, one in ((CERT, own), (CA, issuer))
+        for file, one in found
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from elastic.domain.errors import ElasticError, FieldError, describe, with_place
+from elastic.domain.errors import ElasticError, FieldError, describe
 from elastic.domain.state_layout import GRAIN, span
 from elastic.domain.types import WHOLE, Portion
 from elastic.planning.plan.schemes import SHARDED
@@ -316,7 +316,7 @@ def _own_errors_of(what: str, *kinds: type[Exception]) -> Iterator[None]:
         place = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
         if place.split(".")[0] not in ("torch", "elastic"):
             raise
-        failed = Described(f"{what} that fails with {with_place(describe(error), error)}")
+        failed = Described(f"{what} that fails with {describe(error)}")
         raise FieldError("OptimizerSpec.factory", failed, ANY_OPTIMIZER) from error
 
 

@@ -93,7 +93,7 @@ def test_wrong_scripts(
         (["fly"], "No such command"),
         ([], "Missing command"),
         (["status", "--watch", "--interval", "0"], "--interval"),
-        (["status", "--run-dir", "nowhere"], "no coordinator runs there"),
+        (["status", "--run-dir", "nowhere"], "no such directory"),
         (["nodes", "--rdzv-endpoint", "x:y"], "--rdzv-endpoint"),
         (["drain"], "NODE"),
         (["drain", "node1", "--self"], "NODE"),

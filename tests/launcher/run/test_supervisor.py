@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -364,12 +365,29 @@ def test_a_coordinator_waits_for_its_store(start: Start, tmp_path: Path) -> None
     store = f"etcd://127.0.0.1:{free_port()}"
     flags = [*hosts(), "--rdzv-id", "a", "--store", store]
     launcher = start("serve", *flags, mode=())
-    assert launcher.stderr is not None
-    line = launcher.stderr.readline()
-    assert line.startswith("elastic: waiting for ") and f"no etcd answers at {store}" in line
-    assert line.endswith("the coordinator waits until it answers\n")
-    assert launcher.stderr.readline().startswith("elastic: waiting for "), "it is told again"
-    assert launcher.poll() is None and not (tmp_path / "runs" / "a").exists()
+    assert wait_until(lambda: up(tmp_path / "runs" / "a", 1)), "the launcher does not wait"
+    launcher.terminate()
+    assert launcher.wait(LONG_S) == 143
+
+
+def test_a_coordinator_and_its_status_tell_the_store_that_is_awaited(tmp_path: Path) -> None:
+    store, run_dir = f"etcd://127.0.0.1:{free_port()}", tmp_path / "run"
+    script = tmp_path / "script.py"
+    script.write_text("")
+    command = [sys.executable, "-m", "elastic.launcher.cli"]
+    words = ["coordinator", "--address", f"127.0.0.1:{free_port()}", "--nnodes", "1"]
+    words += ["--store", store, "--rdzv-id", "a", "--run-dir", str(run_dir), str(script)]
+    with subprocess.Popen([*command, *words], stderr=subprocess.PIPE, text=True) as coordinator:
+        assert coordinator.stderr is not None
+        told_of = (line for line in iter(coordinator.stderr.readline, "") if "the store" in line)
+        awaited = list(itertools.islice(told_of, 2))
+        asked = [*command, "status", "--run-dir", str(run_dir)]
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=LONG_S, check=False)
+        coordinator.terminate()
+    for text in (*awaited, told.stdout):
+        assert f"the store: no etcd answers at {store}" in text
+    assert len(awaited) == 2, "it is told again"
+    assert told.returncode == 0 and told.stdout.startswith("phase: waiting\n")
 
 
 def test_the_launcher_says_that_agents_do_not_end(start: Start, tmp_path: Path) -> None:

@@ -231,7 +231,8 @@ def test_a_shape_that_memory_forbids_gives_way() -> None:
 def test_infeasible_says_what_is_short_and_where() -> None:
     infos = (*nodes(1, memory=70), replace(nodes(1)[0], node="small", memory_bytes=50))
     with pytest.raises(
-        InfeasiblePlan, match=r"needs 80 bytes per worker .* small may use 50: short by 30 bytes"
+        InfeasiblePlan,
+        match=r"needs 80 bytes per worker .* small may use 50 bytes: short by 30 bytes",
     ):
         plan_for(spec([1.0] * 4, 4), infos)
     with pytest.raises(InfeasiblePlan, match="0 of 2 nodes are alive"):
