@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -394,9 +394,7 @@ def test_files_on_a_disk_that_hangs_leave_the_former_in_use(
     assert wait_until(is_renewed)
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60)
 @given(raw=st.binary(min_size=1, max_size=600), http=st.booleans())
 def test_rubbish_on_the_port(bench: Bench, raw: bytes, http: bool) -> None:
     with socket.create_connection(bench.where, timeout=LONG_S) as sock:

@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.agent.vault.server import VaultServer
@@ -199,9 +199,7 @@ def test_nobody_asks_in_the_name_of_another(
     stream.close()
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60)
 @given(raw=st.binary(min_size=1, max_size=400), after=st.booleans())
 def test_rubbish_hurts_nobody(
     server: VaultServer, authority: Authority, raw: bytes, after: bool
@@ -243,9 +241,7 @@ JSON = st.recursive(
 )
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60)
 @given(field=st.sampled_from(sorted(codec.encode(COPY))), value=JSON)
 def test_a_copy_with_any_field_hurts_nobody(
     server: VaultServer, authority: Authority, vault: Vault, field: str, value: object

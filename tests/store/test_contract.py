@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.core.protocol.store_spec import StoreSpec
@@ -257,9 +257,7 @@ def test_everything_is_there_after_a_restart(bench: Bench, store: Store) -> None
         store.put_if("k", b"3", changed.revision, lease.token)
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from(["a", "b", "take", "take over", "renew", "release"])))
 def test_embedded_stores_agree(
     tmp_path_factory: pytest.TempPathFactory, operations: list[str]

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.agent.vault.server import VaultServer
@@ -28,9 +28,7 @@ arrivals = st.tuples(
     st.integers(0, 3),
 )
 writing = st.sampled_from(("publish", "publish", "publish", "half", "unannounced", "step"))
-quick = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+quick = settings(max_examples=40)
 
 
 @quick
