@@ -2,7 +2,8 @@
 
 Flags may be written --a-b or --a_b. A usage error is one line on standard error,
 `PROG COMMAND: message`. An error of a file or directory is a usage error: `file_errors` names the
-flag that gave it, and `CommandLine.run` reports those that no flag gave.
+flag that gave it, and `CommandLine.run` reports those that no flag gave. It also replaces the name
+of an internal field by the flag that gave the value (`_with_flag`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
+import socket
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -71,13 +75,39 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 TRIAL_BYTES = 4096
 MAX_INPUT_BYTES = 64 << 20
 """Largest file that a flag may name, unless its command allows more."""
+_REASONS = {
+    errno.ENOENT: "there is no such file",
+    errno.EISDIR: "it is a directory",
+    errno.ENOTDIR: "a part of its path is not a directory",
+    errno.EEXIST: "it is not a directory",
+    errno.EACCES: "access is denied",
+    errno.EPERM: "access is denied",
+    errno.ELOOP: "it is a link to itself",
+    errno.ENAMETOOLONG: "its name is too long",
+    errno.EROFS: "its file system is read-only",
+    errno.ECONNREFUSED: "it refuses the connection",
+    errno.ECONNRESET: "it broke the connection",
+    errno.EHOSTUNREACH: "no network leads there",
+    errno.ENETUNREACH: "no network leads there",
+}
+
+
+def reason_of(error: Exception) -> str:
+    """Return in plain words why a file cannot be used, or why an address cannot be reached."""
+    if isinstance(error, socket.gaierror):
+        return "there is no host of this name"
+    if isinstance(error, TimeoutError):
+        return "it does not answer in time"
+    if isinstance(error, OSError):
+        return _REASONS.get(error.errno or 0) or error.strerror or str(error)
+    return "it cannot be the name of a file"  # ValueError: a NUL
 
 
 def file_problem(error: OSError) -> str:
     """Return path and reason of an error of a file; "": it is of something else, as a socket."""
     if isinstance(error, FileNotFoundError) and error.filename is None and _is_cwd_gone():
         return "the working directory is gone: change to another"
-    reason = error.strerror or str(error)
+    reason = reason_of(error)
     if error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {reason}"
     return reason if error.errno in NO_ROOM else ""
@@ -104,20 +134,47 @@ def file_errors(flag: str, given: object, done: str = "written") -> Iterator[Non
         if not problem:
             raise
         why = problem.removeprefix(f"{given}: ")
+        if isinstance(error, FileNotFoundError) and done == "written" and not _is_cwd_gone():
+            why = "no file can be made there"
         raise FieldError(flag, str(given), f"it cannot be {done} ({why}); give another") from error
 
 
+def unreadable(flag: str, path: object, error: Exception) -> FieldError:
+    """Return the error of a file that `flag` gave and that cannot be read."""
+    return FieldError(flag, str(path), f"{reason_of(error)}; name a readable file")
+
+
+@contextmanager
+def content_errors(flag: str, path: object, wanted: str) -> Iterator[None]:
+    """Raise FieldError about the file `path`, which `flag` gave, for a wrong value in its content.
+
+    `wanted`: what the file must be, as "a profile".
+    """
+    try:
+        yield
+    except FieldError as error:
+        kind, _, inner = error.field.partition(".")
+        inner = inner if kind[:1].isupper() else error.field
+        shown = f"{inner}: {error.value!r} is not usable: " if inner else ""
+        remedy = f"it is not {wanted}: {shown}{error.remedy}"
+        raise FieldError(flag, str(path), remedy) from error
+
+
 def input_bytes(flag: str, path: Path, most_bytes: int = MAX_INPUT_BYTES) -> bytes:
-    """Return the content of a file. A device has no end, so no more than `most_bytes` are read.
-    Raises FieldError."""
+    """Return the content of a file with at most `most_bytes`. Raises FieldError.
+
+    A device may have no end, so no more than MAX_INPUT_BYTES of it are read.
+    """
     try:
         with path.open("rb") as file:
-            data = file.read(most_bytes + 1)
+            about = os.fstat(file.fileno())
+            regular = stat.S_ISREG(about.st_mode)
+            most = most_bytes if regular else min(most_bytes, MAX_INPUT_BYTES)
+            data = b"" if regular and about.st_size > most else file.read(most + 1)
     except (OSError, ValueError) as error:
-        raise FieldError(flag, str(path), f"name a readable file: {error}") from error
-    if len(data) > most_bytes:
-        remedy = f"it has more than {most_bytes} bytes: give a smaller one"
-        raise FieldError(flag, str(path), remedy)
+        raise unreadable(flag, path, error) from error
+    if len(data) > most or (regular and about.st_size > most):
+        raise FieldError(flag, str(path), f"it has more than {most} bytes: give a smaller one")
     return data
 
 
@@ -126,7 +183,8 @@ def input_text(flag: str, path: Path, most_bytes: int = MAX_INPUT_BYTES) -> str:
     try:
         return input_bytes(flag, path, most_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise FieldError(flag, str(path), f"name a readable text file: {error}") from error
+        remedy = "it is not text in UTF-8; name a readable text file"
+        raise FieldError(flag, str(path), remedy) from error
 
 
 def make_folder(flag: str, path: Path, *, may_be_full: bool = False) -> None:
@@ -242,7 +300,7 @@ class CommandLine(click.Group):
             print(_error_line(error), file=sys.stderr)
             return error.exit_code
         except ElasticError as error:
-            print(f"{command}: {error}{_origin(error, context)}", file=sys.stderr)
+            print(f"{command}: {_with_flag(error, context)}", file=sys.stderr)
             return error.exit_code
         except BrokenPipeError:  # The reader of the output is gone.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -262,7 +320,7 @@ class CommandLine(click.Group):
 def _flag_of(param: click.Parameter) -> str:
     """Return a parameter's name in messages: its longest flag, or SCRIPT for an argument."""
     is_option = isinstance(param, click.Option)
-    return max(param.opts, key=len) if is_option else param.human_readable_name
+    return max(param.opts, key=len) if is_option else param.human_readable_name.strip("[].")
 
 
 def _error_line(error: click.ClickException) -> str:
@@ -281,16 +339,65 @@ def _error_line(error: click.ClickException) -> str:
     return f"{context.command_path}: {text} ({hint})"
 
 
-def _origin(error: ElasticError, context: click.Context | None) -> str:
-    """Return the end of an error's line: the variable that gave the value; "": none did."""
+def _with_flag(error: ElasticError, context: click.Context | None) -> str:
+    """Return the text of an error that names the flag or argument that gave the value, and the
+    environment variable if one gave it."""
     if not isinstance(error, FieldError) or context is None:
-        return ""
-    name = error.field.partition(" ")[0]
+        return str(error)
+    field = _field_in_flags(error, context)
+    text = f"{field}: {str(error).removeprefix(f'{error.field}: ')}"
+    name = re.split("[ :]", field, maxsplit=1)[0]
     for param in context.command.params:
         if isinstance(param, click.Option) and name in param.opts:
             variable = _variable(param, context)
-            return f" (given by the environment variable {variable})" if variable else ""
-    return ""
+            return f"{text} (given by the environment variable {variable})" if variable else text
+    return text
+
+
+def _field_in_flags(error: FieldError, context: click.Context) -> str:
+    """Return the field of an error in terms of the command's flags and arguments.
+
+    A field that names one of them stays. A place in a file that a flag gave ("t.csv, line 3")
+    follows the flag. The name of an internal field ("market.nodes") is replaced by the flag that
+    gave the same text or has the same name. Every other field stays.
+    """
+    field, params = error.field, context.command.params
+    names = {_flag_of(param) for param in params}
+    names |= {name for param in params if isinstance(param, click.Option) for name in param.opts}
+    if not names.isdisjoint(re.split("[ ,:]+", field)):
+        return field
+    for param in params:
+        for path in _values(param, context):
+            if isinstance(path, Path) and _is_inside(field, path):
+                return f"{_flag_of(param)}: {field}"
+    if not re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", field):
+        return field
+    for param in params:
+        if isinstance(error.value, str) and error.value in map(str, _values(param, context)):
+            return _flag_of(param)
+    parts = field.split(".")
+    for number in reversed(range(len(parts))):
+        for param in params:
+            if parts[number] in (param.name, _flag_of(param).strip("-").replace("-", "_").lower()):
+                return " ".join((_flag_of(param), *parts[number + 1 :]))
+    return field
+
+
+def _values(param: click.Parameter, context: click.Context) -> tuple[Any, ...]:
+    """Return the values of a parameter: several if it is repeatable, none if it was not given."""
+    value = context.params.get(param.name or "")
+    if isinstance(value, tuple):
+        return value
+    return () if value is None or value == "" else (value,)
+
+
+def _is_inside(field: str, path: Path) -> bool:
+    """Return whether a field is a file or a folder, or a place in it."""
+    return any(
+        field.startswith(name) and field[len(name) :][:1] in ("", ",", ":", "/")
+        for name in (str(path), path.name)
+        if name
+    )
 
 
 def _variable(param: click.Option, context: click.Context) -> str:

@@ -80,8 +80,18 @@ def loads(kind: type[T], text: str | bytes, *, newer: bool = False) -> T:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FieldError(kind.__name__, text[:80], f"not JSON: {error}") from error
+        raise FieldError(kind.__name__, text[:80], f"not JSON: {json_fault(error)}") from error
     return decode(kind, data, newer=newer)
+
+
+def json_fault(error: Exception) -> str:
+    """Return why json.loads refused a text, with the place."""
+    if isinstance(error, json.JSONDecodeError):
+        if not error.doc.strip():
+            return "it is empty"
+        fault = error.msg[:1].lower() + error.msg[1:]
+        return f"line {error.lineno}, column {error.colno}: {fault}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 @functools.cache

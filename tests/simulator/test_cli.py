@@ -239,10 +239,43 @@ def test_repairs_are_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("traces", "stats", "absent.csv"), "readable file"),
-        (("traces", "generate", "t.csv", "--nodes", "0"), "market.nodes"),
+        (("traces", "stats", "absent.csv"), "FILE: 'absent.csv' is not usable: there is no such"),
+        (("traces", "stats", "."), "FILE: '.' is not usable: it is a directory"),
+        (("traces", "stats", "bytes"), "FILE: 'bytes' is not usable: it is not text"),
+        (("traces", "stats", "/dev/zero"), "FILE: '/dev/zero' is not usable: it has more than"),
+        (("traces", "stats", "bad.json"), "FILE: bad.json, line 1: '{' is not usable"),
+        (("traces", "convert", "absent.csv", "t.csv"), "SOURCE: 'absent.csv' is not usable"),
+        (("traces", "convert", "good.csv", "."), "OUT: '.' is not usable: it is a directory"),
+        (("traces", "convert", "good.csv", ""), "OUT: '' is not usable: name a file"),
+        (("traces", "import", "counts", "empty", "t.csv"), "SOURCE: empty: '' is not usable"),
+        (("traces", "import", "skypilot", "bad.json", "t.csv"), "SOURCE: bad.json: '{' is not"),
+        (("traces", "generate", "t.csv", "--nodes", "0"), " --nodes: 0 is not usable"),
         (("traces", "generate", "t.csv", "--mtbf", "soon"), "30s, 2m or 1h"),
-        (("traces", "generate", "t.csv", "--mtbf", "0s"), "market.mtbf"),
+        (("traces", "generate", "t.csv", "--mtbf", "0s"), " --mtbf: 0.0 is not usable"),
+        (("traces", "generate", "t.csv", "--mtbf", "0.9"), "--mtbf: 0.9 is not usable: seconds fr"),
+        (
+            ("traces", "generate", "t.csv", "--mtbf", "1s", "--duration", "30000d"),
+            "with a loss every 1 s, 5.2e+09 events are expected, and a trace holds 1e+07",
+        ),
+        (
+            (
+                "traces",
+                "generate",
+                "t.csv",
+                "--inference",
+                "0",
+                "--duration",
+                "30000d",
+                "--nodes",
+                "99999",
+            ),
+            "--duration: 2592000000.0 is not usable: with 99999 nodes, 4.9e+10 events are expected",
+        ),
+        (("traces", "generate", "t.csv", "--notice", "99999999999"), "--notice: '99999999999' is"),
+        (("traces", "generate", "t.csv", "--bulk", "33"), "--bulk: 33 is not usable: at most all"),
+        (("traces", "generate", "t.csv", "--bulk", "99999999"), "--bulk: '99999999' is not usable"),
+        (("traces", "generate", "t.csv", "--zones", ""), "--zones: '' is not usable"),
+        (("traces", "generate", "t.csv", "--zones", "a,,b"), "--zones: 'a,,b' is not usable"),
         (("traces", "generate", "t.csv", "--bulk", "many"), "--bulk"),
         (("traces", "generate", "t.csv", "--bulk", "1:inf"), "--bulk"),
         (("traces", "generate", "t.csv", "--bulk", "1:nan"), "--bulk"),
@@ -251,18 +284,25 @@ def test_repairs_are_listed(tmp_path: Path) -> None:
         (("traces", "generate", "t.csv", "--bulk", "0"), "--bulk"),
         (("traces", "generate", "t.csv", "--bulk", "1:2:3"), "--bulk"),
         (("traces", "generate", "t.csv", "--bulk", "1:"), "--bulk"),
-        (("traces", "generate", "t.csv", "--nodes", "1000000000"), "market.nodes"),
-        (("traces", "generate", "t.csv", "--repair", "1e308"), "market.repair"),
-        (("traces", "generate", "t.csv", "--duration", "0"), "duration"),
-        (("traces", "generate", "t.csv", "--duration", "1e308", "--inference", "2"), "duration"),
-        (("traces", "generate", "t.csv", "--shape", "nan"), "market.shape"),
-        (("traces", "generate", "t.csv", "--shape", "0"), "market.shape"),
-        (("traces", "generate", "t.csv", "--diurnal", "nan"), "market.diurnal"),
-        (("traces", "generate", "t.csv", "--diurnal", "2"), "market.diurnal"),
-        (("traces", "generate", "t.csv", "--inference", "40"), "least"),
-        (("traces", "generate", "no/such/folder/t.csv"), "cannot be written"),
-        (("traces", "generate", "t.csv", "--like", "absent.csv"), "readable file"),
-        (("traces", "import", "spot-prices", "good.csv", "t.csv"), "need a bid"),
+        (("traces", "generate", "t.csv", "--nodes", "1000000000"), " --nodes: "),
+        (("traces", "generate", "t.csv", "--repair", "1e308"), " --repair: '1e308' is not usable"),
+        (("traces", "generate", "t.csv", "--duration", "0"), " --duration: 0.0 is not usable"),
+        (("traces", "generate", "t.csv", "--duration", "1e308", "--inference", "2"), "--duration:"),
+        (("traces", "generate", "t.csv", "--shape", "nan"), " --shape: nan is not usable"),
+        (("traces", "generate", "t.csv", "--lifetime-shape", "0"), " --lifetime-shape: 0.0 is"),
+        (("traces", "generate", "t.csv", "--diurnal", "nan"), " --diurnal: nan is not usable"),
+        (("traces", "generate", "t.csv", "--diurnal", "2"), " --diurnal: 2.0 is not usable"),
+        (("traces", "generate", "t.csv", "--inference", "40"), " --inference: 40 is not usable"),
+        (("traces", "generate", "no/such/folder/t.csv"), "OUT: 'no/such/folder/t.csv' is not"),
+        (
+            ("traces", "generate", "/dev/null"),
+            "OUT: '/dev/null' is not usable: it is not a regular",
+        ),
+        (("traces", "generate", "t.csv", "--like", "absent.csv"), "--like: 'absent.csv' is not"),
+        (
+            ("traces", "import", "spot-prices", "good.csv", "t.csv"),
+            " --bid is missing: spot prices need a bid, in dollars per hour\n",
+        ),
         (("traces", "import", "spot-prices", "prices.json", "t.csv", "--bid", "nan"), "--bid"),
         (
             (
@@ -299,14 +339,61 @@ def test_repairs_are_listed(tmp_path: Path) -> None:
         (("traces", "import", "tape", "good.csv", "t.csv"), "tape"),
         (("traces", "import", "bamboo", "good.csv", "t.csv"), "3 fields"),
         (("traces", "convert", "good.csv", "t.csv", "--from", "30s"), "a part of 0 to 20 s"),
-        (("traces", "fetch", "gold"), "one of p3"),
-        (("traces", "fetch", "p3", "--host", "http://127.0.0.1:1"), "must be reachable"),
-        (("traces", "fetch", "p3", "--host", "http://a b"), "--host"),
-        (("traces", "fetch", "p3", "--host", "nowhere"), "must be reachable"),
+        (("traces", "fetch", "gold"), "TRACE: 'gold' is not usable: one of p3"),
+        (
+            ("traces", "fetch", "p3", "--host", "http://127.0.0.1:1"),
+            "--host: 'http://127.0.0.1:1' is not usable: it cannot be reached: it refuses the conn",
+        ),
+        (("traces", "fetch", "p3", "--host", "http://a b"), "--host: 'http://a b' is not usable"),
+        (("traces", "fetch", "p3", "--host", "nowhere"), "--host: 'nowhere' is not usable"),
+        (("traces", "fetch", "p3", "--host", ""), "--host: '' is not usable"),
+        (("traces", "fetch", "p3", "--host", "file:///etc"), "--host: 'file:///etc' is not usable"),
         (("traces", "fetch", "p3", "--to", "good.csv"), "--to"),
         (("sweep", ""), "OUT: '' is not usable: name a file or a folder"),
         (("sweep", "t.csv", "--trace", "/dev/zero"), "/dev/zero' is not usable: it has more than"),
         (("replay", "good.csv", "--policy", ","), "--policy: ',' is not usable: name policies"),
+        (("replay", "good.csv", "--policy", "ours:xyz"), " --policy: 'xyz' is not usable"),
+        (("replay", "absent.csv"), "TRACE: 'absent.csv' is not usable: there is no such file"),
+        (("replay", "bytes"), "TRACE: 'bytes' is not usable: it is not text"),
+        (("replay", "bad.json"), "TRACE: bad.json, line 1: '{' is not usable"),
+        (("replay", "good.csv", "--model", "absent.json"), "--model: 'absent.json' is not usable"),
+        (
+            ("replay", "good.csv", "--model", "bad.json"),
+            "--model: 'bad.json' is not usable: it is not a profile that `elastic profile` wrote: "
+            "not JSON: line 1, column 2: ",
+        ),
+        (
+            ("replay", "good.csv", "--model", "list.json"),
+            "--model: 'list.json' is not usable: it i",
+        ),
+        (
+            ("replay", "good.csv", "--physics", "boot_s=-1"),
+            " --physics boot_s: -1.0 is not usable: a number from 0 up",
+        ),
+        (
+            (
+                "replay",
+                "good.csv",
+                "--physics",
+                "stragglers_per_node_h=1e12",
+                "--physics",
+                "straggler_s=1e-9",
+            ),
+            " --physics stragglers_per_node_h: 1000000000000.0 is not usable: 2.2e+09 slowdowns",
+        ),
+        (("replay", "good.csv", "--to", "0"), " --to: 0.0 is not usable: a time after --from"),
+        (("advise", "good.csv", "--to", "0"), " --to: 0.0 is not usable: a time after --from"),
+        (("replay", "good.csv", "--notice", "99999999999h"), " --notice: '99999999999h' is not"),
+        (("replay", "good.csv", "--nodes", "5"), " --nodes: 5 is not usable: it goes with --mtbf"),
+        (("replay", "good.csv", "--duration", "1h"), "--from and --to cut a part out of it"),
+        (("advise", "good.csv", "--bulk", "2"), " --bulk: ((2, 1.0),) is not usable: it goes with"),
+        (("advise", "absent.csv"), " TRACE: 'absent.csv' is not usable: there is no such file"),
+        (("sweep", "t.csv", "--trace", "good.csv", "--repair", "1h"), " --repair: 3600.0 is not"),
+        (("sweep", "t.csv", "--trace", "absent.csv"), " --trace: 'absent.csv' is not usable"),
+        (("replay", "--mtbf", "1e-9s"), " --mtbf: 1e-09 is not usable: seconds from 1 up"),
+        (("validate", ""), " RUN_DIR: '' is not usable"),
+        (("validate", "."), " RUN_DIR: '.' is not usable: name a directory that `elastic run"),
+        (("validate", ".", "--physics", "bad.json"), " --physics: 'bad.json' is not usable: it is"),
         (("reproduce", "everything"), "everything"),
         (("reproduce", "oobleck", "--data", "absent"), "--data"),
     ],
@@ -318,9 +405,15 @@ def test_mistakes_are_one_clear_line(
     monkeypatch.setattr(traces, "MAX_BYTES", 1 << 20)
     Path("good.csv").write_text(GOOD)
     Path("prices.json").write_text(json.dumps({"SpotPriceHistory": PRICES}))
+    Path("bytes").write_bytes(b"\x96\xff")
+    Path("empty").write_text("")
+    Path("bad.json").write_text("{")
+    Path("list.json").write_text("[1]")
     done = run(*words)
     assert done.exit_code == 2 and why in done.output, done.output
-    assert "Traceback" not in done.output and not Path("t.csv").exists()
+    assert done.output.count("\n") == 1 and not Path("t.csv").exists()
+    for alien in ("Traceback", "Errno", "Error", "codec", "None"):
+        assert alien not in done.output
 
 
 @pytest.mark.parametrize("what", ["meta", "gemini"])

@@ -9,15 +9,18 @@ from typing import Any
 
 import click
 
-from elastic.command_line import OUTPUT, TIME, CommandLine
+from elastic.command_line import OUTPUT, CommandLine
 from elastic.domain.codec import dumps
-from elastic.domain.errors import FieldError
+from elastic.domain.errors import FieldError, UsageError
 from elastic.domain.version import VERSION
 from elastic_sim.cli.commands import advise, policies, replay, sweep
 from elastic_sim.cli.options import (
     BULK,
     FILE,
     RATE,
+    TIME,
+    TRACE_FILE,
+    ZONES,
     PerNode,
     mtbf_of,
     option,
@@ -65,7 +68,7 @@ def stats(file: Path, as_json: bool, html: Path | None) -> None:
 @traces_group.command("import")
 @click.argument("kind", type=click.Choice(sorted(FORMATS)))
 @click.argument("source", type=FILE)
-@click.argument("out", type=FILE)
+@click.argument("out", type=TRACE_FILE)
 @option("--bid", type=float, help="spot-prices: highest price at which a zone has nodes")
 @option(
     "--nodes",
@@ -89,7 +92,7 @@ def import_command(
     unit = UNITS[kind]
     if kind == "spot-prices":
         if bid is None:
-            raise FieldError("--bid", None, "spot prices need a bid, in dollars an hour")
+            raise UsageError("--bid is missing: spot prices need a bid, in dollars per hour")
         more = {"bid": bid, "nodes": nodes, "product": product}
     elif kind == "counts" and hours:
         more, unit = {"unit_s": 3600.0}, "hours"
@@ -104,7 +107,7 @@ def import_command(
 
 @traces_group.command("convert")
 @click.argument("source", type=FILE)
-@click.argument("out", type=FILE)
+@click.argument("out", type=TRACE_FILE)
 @option("--repair", is_flag=True, help="drop, sort and complete invalid rows, and list the repairs")
 @option("--from", "first", type=TIME, default="0", help="begin here")
 @option("--to", "last", type=TIME, help="end here")
@@ -125,7 +128,7 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
 
 
 @traces_group.command("generate")
-@click.argument("out", type=FILE)
+@click.argument("out", type=TRACE_FILE)
 @option("--nodes", type=int, default=32, help="wanted number of nodes")
 @option("--duration", type=TIME, default="24h", help="length of the trace")
 @option(
@@ -158,7 +161,8 @@ def convert(source: Path, out: Path, repair: bool, first: float, last: float | N
 )
 @option(
     "--zones",
-    default="",
+    type=ZONES,
+    default=(),
     show_default=False,
     help="zones, comma-separated [a; with --like: the trace's]",
 )
@@ -180,26 +184,25 @@ def generate_command(
     mtbf: float | PerNode,
     notice_s: float,
     bulk: tuple[tuple[int, float], ...],
-    zones: str,
+    zones: tuple[str, ...],
     like: Path | None,
     inference: int | None,
     seed: int,
     **rates: Any,
 ) -> None:
     """Generate a synthetic trace, labelled as such."""
-    names = tuple(name.strip() for name in zones.split(",")) if zones else ()
     if inference is not None:
         made = shared_with_inference(nodes, duration, least=inference, seed=seed, notice_s=notice_s)
     else:
         if like is not None:
-            market = fit_market(traces.read(like)[0], zones=names)
+            market = fit_market(traces.read(like)[0], zones=zones)
         else:
             market = Market(
                 nodes=nodes,
                 mtbf_s=mtbf_of(mtbf, nodes, bulk),
                 bulk=bulk,
                 notice_s=notice_s,
-                zones=names or ("a",),
+                zones=zones or ("a",),
                 **rates,
             )
         made = generate(market, duration, seed)
@@ -207,14 +210,14 @@ def generate_command(
 
 
 @traces_group.command("fetch")
-@click.argument("names", nargs=-1)
+@click.argument("names", nargs=-1, metavar="[TRACE]...")
 @option("--to", "directory", type=FILE, default=Path("traces/originals"))
 @option("--host", default=HOST, help="mirror of the authors' repositories")
 def fetch_command(names: tuple[str, ...], directory: Path, host: str) -> None:
     """Download recorded traces (all, or those named) and check them."""
     unknown = [name for name in names if name not in PUBLISHED_TRACES]
     if unknown:
-        raise FieldError("trace", unknown[0], f"one of {', '.join(PUBLISHED_TRACES)}")
+        raise FieldError("TRACE", unknown[0], f"one of {', '.join(PUBLISHED_TRACES)}")
     for name in names or PUBLISHED_TRACES:
         original = PUBLISHED_TRACES[name]
         click.echo(f"{name}: {fetch(original, directory, host)} ({original.format})")

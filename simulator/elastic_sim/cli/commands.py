@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tqdm import tqdm
 from elastic.command_line import OUTPUT, Command
 from elastic.domain.errors import EXIT_INTERRUPTED, FieldError
 from elastic_sim.cli.options import (
+    DEFAULT,
     FILE,
     JSON,
     RATE,
@@ -23,7 +26,6 @@ from elastic_sim.cli.options import (
     PerNode,
     ValueList,
     option,
-    scenario_of,
     scenario_options,
     scenarios_of,
     sweep_scenarios,
@@ -31,6 +33,7 @@ from elastic_sim.cli.options import (
     write_json,
     write_output,
 )
+from elastic_sim.cli.progress import Progress
 from elastic_sim.replay import advise as advice
 from elastic_sim.replay import show
 from elastic_sim.replay.replay import replay as run
@@ -74,11 +77,14 @@ def replay(
     **scenario_values: Any,
 ) -> None:
     """Compare throughput and cost of policies on a trace, or at a failure rate."""
-    scenario, names = scenario_of(trace, scenario_values), policies_of(wanted)
+    (scenario,) = scenarios_of([trace] if trace is not None else [], scenario_values)
+    names, keep = policies_of(wanted), html is not None
     if html is not None:
         from elastic_sim.report.replay_page import replay_page
-    warn_of_traces([scenario])
-    found = run(scenario.world(), scenario.trace_of, names, range(seeds), keep=html is not None)
+    with Progress("elastic-sim replay") as progress:
+        warn_of_traces([scenario])
+        world, every = scenario.world(), range(seeds)
+        found = run(world, scenario.trace_of, names, every, keep=keep, progress=progress.show)
     click.echo(show.table(found))
     if not any(one.samples_per_s.value for one in found):
         click.echo(
@@ -130,23 +136,30 @@ def advise(
         raise FieldError("--budget", budget, "dollars an hour, above 0")
     scenarios, names = scenarios_of(traces, scenario_values), policies_of(wanted)
     source = click.get_current_context().get_parameter_source("nodes_of")
-    if "model" in scenarios[0].files() and source == click.core.ParameterSource.DEFAULT:
+    if "model" in scenarios[0].files() and source is DEFAULT:
         kinds = ", ".join(kind.name for kind in NODE_TYPES)
         remedy = f"a profile has no prices: name what its nodes cost, one of {kinds}"
         raise FieldError("--nodes-of", "", remedy)
-    warn_of_traces(scenarios)
     if buy or math.isinf(budget):
         mixes = advice.mixes(buy or (32,), steps)
     else:
         mixes = advice.affordable(node_type_of(scenarios[0].nodes_of[0]), budget, steps)
-    with tqdm(unit="mix", disable=not sys.stderr.isatty()) as bar:
+    with Progress("elastic-sim advise") as progress:
+        total, numbers = len(names) * (len(mixes) + (0 if buy else 2)), count(1)
+
+        def priced_one() -> None:
+            done = next(numbers)
+            progress.show(min(1.0, done / total), f"{done} of {total} offers")
+
+        warn_of_traces(scenarios)
+        progress.show(0.0, f"0 of {total} offers")
         priced = partial(
             advice.offers,
             scenarios,
             policies=names,
             seeds=range(seeds),
             budget_per_h=budget,
-            progress=bar.update,
+            progress=priced_one,
         )
         found = priced(mixes)
         if not buy:
@@ -197,34 +210,44 @@ def sweep(
     The same command continues an interrupted sweep.
     """
     scenarios, names = sweep_scenarios(traces, rates, models, scenario_values), policies_of(wanted)
-    cells = cells_of(scenarios, names, seeds)
     if html is not None:
         from elastic_sim.sweep.sweep_page import sweep_page
     backend = _backend(workers, ray, address)
-    check_cells(cells)
-    warn_of_traces(scenarios)
-    with tqdm(total=len(cells), unit="cell", disable=not sys.stderr.isatty()) as bar:
-
-        def began(done: int) -> None:
-            bar.update(done)
-            if done:
-                bar.write(f"{done} of {len(cells)} cells were done before", file=sys.stderr)
-
-        def progress(cell: SweepCell) -> None:
-            bar.set_postfix_str(str(cell), refresh=False)
-            bar.update()
-
-        try:
-            rows = sweeps.run(out, cells, backend, began=began, progress=progress)
-        except KeyboardInterrupt:
-            bar.close()
-            click.echo("elastic-sim: interrupted; the same command goes on from here", err=True)
-            sys.exit(EXIT_INTERRUPTED)
+    try:
+        with Progress("elastic-sim sweep") as progress:
+            cells = cells_of(scenarios, names, seeds)
+            check_cells(cells)
+            warn_of_traces(scenarios)
+            rows = _run_cells(out, cells, backend, progress)
+    except KeyboardInterrupt:
+        click.echo("elastic-sim: interrupted; the same command goes on from here", err=True)
+        sys.exit(EXIT_INTERRUPTED)
     if html is not None:
         write_output(html, sweep_page(rows, seeds, sweep_command(scenarios, names, seeds)))
     click.echo("goodput: samples over those of the oracle, with 95 % intervals over seeds")
     click.echo(sweeps.table(rows))
     click.echo(f"{out / sweeps.SUMMARY_FILE}: {len(cells)} cells")
+
+
+def _run_cells(
+    out: Path, cells: Sequence[SweepCell], backend: Backend, shown: Progress
+) -> list[sweeps.SweepRow]:
+    """Run the cells that are not done yet, and show the progress. Raises FieldError, CellFailed."""
+    done, total = 0, len(cells)
+
+    def began(before: int) -> None:
+        nonlocal done
+        done = before
+        shown.show(done / total, f"{done} of {total} cells")
+        if done:
+            tqdm.write(f"{done} of {total} cells were done before", file=sys.stderr)
+
+    def progress(cell: SweepCell) -> None:
+        nonlocal done
+        done += 1
+        shown.show(done / total, f"{done} of {total} cells, the last one: {cell}")
+
+    return sweeps.run(out, cells, backend, began=began, progress=progress)
 
 
 def _backend(workers: int | None, ray: bool, address: str | None) -> Backend:
@@ -237,8 +260,10 @@ def _backend(workers: int | None, ray: bool, address: str | None) -> Backend:
         remedy = "it goes without --ray, which has as many as the cluster has CPUs"
         raise FieldError("--workers", workers, remedy)
     try:
-        from elastic_sim.sweep.ray_backend import LOCAL, run_on_ray
+        from elastic_sim.sweep.ray_backend import LOCAL, check_address, run_on_ray
     except ImportError as error:
         remedy = f"ray is not installed ({error}); pip install 'elastic-runtime[ray]'"
         raise FieldError("--ray", True, remedy) from error
-    return partial(run_on_ray, address=address or os.environ.get("RAY_ADDRESS") or LOCAL)
+    known = address or os.environ.get("RAY_ADDRESS") or LOCAL
+    check_address("--address" if address else "RAY_ADDRESS", known)
+    return partial(run_on_ray, address=known)

@@ -11,12 +11,20 @@ from typing import Any
 
 import click
 
-from elastic.command_line import OUTPUT, TIME, ParsedType, file_errors, time_of
+from elastic.command_line import OUTPUT, ParsedType, file_errors, output_file, time_of
 from elastic.domain.errors import FieldError
 from elastic_sim.steps.scenario import Scenario
 from elastic_sim.traces.generate import Market
 from elastic_sim.traces.importers import plausibility_warning
-from elastic_sim.traces.trace import Trace
+from elastic_sim.traces.trace import MAX_NODES, MAX_SECONDS, NAME_RULE, Trace, is_name
+
+WITHOUT_TRACE = {
+    "nodes": "the trace has its own nodes: `elastic-sim advise TRACE --buy N` tries other numbers",
+    "duration_s": "the trace has its own length: --from and --to cut a part out of it",
+    "repair_s": "the trace says when nodes come back",
+    "bulk": "the trace says how many nodes are lost at once",
+}
+"""Options that go with --mtbf only, by the name of their value, and why a trace needs none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +34,20 @@ class PerNode:
     seconds: float
 
 
+def _time(flag: str, text: str) -> float:
+    """Parse a time of at most a hundred years. Raises FieldError."""
+    seconds = time_of(flag, text)
+    if seconds > MAX_SECONDS:
+        raise FieldError(flag, text, "a time of at most a hundred years")
+    return seconds
+
+
 def _rate(flag: str, text: str) -> float | PerNode:
     """Parse a mean time between losses: 10m for the cluster, 200h/node for each node."""
     time, slash, whose = text.partition("/")
     if slash and whose != "node":
         raise FieldError(flag, text, "10m for the whole cluster, or 200h/node for each node")
-    seconds = time_of(flag, time)
+    seconds = _time(flag, time)
     return PerNode(seconds) if slash else seconds
 
 
@@ -62,13 +78,14 @@ class ValueList(click.ParamType):  # type: ignore[type-arg]
 
 def _bulk(flag: str, text: str) -> tuple[tuple[int, float], ...]:
     """Parse (nodes lost at once, weight) from 1 or 1:3,4:1. Raises FieldError."""
-    remedy = "sizes from 1 up, with weights above 0 if several: 1, or 1:3,4:1"
+    remedy = f"sizes from 1 to {MAX_NODES}, with weights above 0 if several: 1, or 1:3,4:1"
     try:
         pairs = [part.partition(":") for part in text.split(",")]
         found = tuple((int(size), float(weight) if colon else 1.0) for size, colon, weight in pairs)
     except ValueError:
         raise FieldError(flag, text, remedy) from None
-    if not all(n >= 1 and w > 0 for n, w in found) or not math.isfinite(sum(w for _, w in found)):
+    usable = all(1 <= n <= MAX_NODES and w > 0 for n, w in found)
+    if not usable or not math.isfinite(sum(w for _, w in found)):
         raise FieldError(flag, text, remedy)
     return found
 
@@ -79,12 +96,30 @@ def _path(flag: str, text: str) -> Path:
     return Path(text)
 
 
+def _trace_file(flag: str, text: str) -> Path:
+    """Return the path of a trace that can be written. Raises FieldError."""
+    path = output_file(flag, text)
+    if path.exists() and not path.is_file():
+        raise FieldError(flag, text, "it is not a regular file; name one for the trace")
+    return path
+
+
+def _zones(flag: str, text: str) -> tuple[str, ...]:
+    """Parse comma-separated names of zones. Raises FieldError."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(map(is_name, names)):
+        raise FieldError(flag, text, f"comma-separated {NAME_RULE}")
+    return names
+
+
+TIME = ParsedType("TIME", _time)
 RATE = ParsedType("TIME[/node]", _rate)
 FILE = ParsedType("FILE", _path)
 BULK = ParsedType("SIZE[:WEIGHT],...", _bulk)
-
+TRACE_FILE, ZONES = ParsedType("FILE", _trace_file), ParsedType("NAME,...", _zones)
 
 Callback = Callable[..., None]
+DEFAULT = click.core.ParameterSource.DEFAULT
 option = click.option
 WANTED = option("--policy", "wanted", multiple=True, help="names, also comma-separated; or all")
 JSON = option("--json", "out", type=OUTPUT, help="write the figures to this file")
@@ -126,9 +161,7 @@ _OPTIONS = {
         help="time between notice and loss",
     ),
     "first_s": option("--from", "first_s", type=TIME, default="0", help="start in the trace"),
-    "last_s": option(
-        "--to", "last_s", type=TIME, default=0.0, show_default=False, help="end in the trace"
-    ),
+    "last_s": option("--to", "last_s", type=TIME, help="end in the trace"),
     "physics": option(
         "--physics",
         multiple=True,
@@ -155,6 +188,10 @@ def scenario_of(trace: Path | None, options: dict[str, Any]) -> Scenario:
     if (trace is None) == (values["mtbf"] is None):
         given = "both" if trace is not None else "neither"
         raise FieldError("TRACE, --mtbf", given, "name a trace, or a failure rate with --mtbf")
+    first_s, last_s = values["first_s"], values.pop("last_s")
+    if last_s is not None and last_s <= first_s:
+        raise FieldError("--to", last_s, f"a time after --from ({first_s:g} s)")
+    values["last_s"] = last_s or 0.0
     rate, nodes, bulk = (values.pop(name) for name in ("mtbf", "nodes", "bulk"))
     repair_s, market = values.pop("repair_s"), None
     if trace is None:
@@ -163,9 +200,22 @@ def scenario_of(trace: Path | None, options: dict[str, Any]) -> Scenario:
     return Scenario(trace=str(trace) if trace is not None else "", market=market, **values)
 
 
+def refuse_beside_traces() -> None:
+    """Raise FieldError if an option of the running command has no effect, because all its losses
+    are recorded."""
+    context = click.get_current_context()
+    for param in context.command.params:
+        name = param.name or ""
+        if name in WITHOUT_TRACE and context.get_parameter_source(name) is not DEFAULT:
+            remedy = f"it goes with --mtbf, and {WITHOUT_TRACE[name]}"
+            raise FieldError(param.opts[0], context.params[name], remedy)
+
+
 def scenarios_of(traces: Sequence[Path], options: dict[str, Any]) -> list[Scenario]:
     """Return one scenario per trace, or that of a failure rate. Raises FieldError."""
     first = scenario_of(traces[0] if traces else None, options)
+    if traces:
+        refuse_beside_traces()
     found = [replace(first, trace=str(trace)) for trace in traces] or [first]
     names = [one.name() for one in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -197,6 +247,8 @@ def sweep_scenarios(
     """Return a scenario per model, for each trace and each failure rate. Raises FieldError."""
     if not traces and not rates:
         raise FieldError("--trace, --mtbf", "neither", "name traces, or failure rates, or both")
+    if not rates:
+        refuse_beside_traces()
     names = [trace.name for trace in dict.fromkeys(traces)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         remedy = "several files have this name, and tables could not tell them apart"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
 
+from elastic.command_line import content_errors
 from elastic.domain.codec import loads
 from elastic.domain.errors import FieldError
 from elastic_sim.traces.trace import read_text
@@ -81,4 +82,6 @@ def check(physics: MicrobatchPhysics) -> MicrobatchPhysics:
 
 def read(path: Path) -> MicrobatchPhysics:
     """Read a file that `--calibrate` wrote. Raises FieldError."""
-    return check(loads(MicrobatchPhysics, read_text(path, "--physics")))
+    text = read_text(path, "--physics")
+    with content_errors("--physics", path, "a file that `validate --calibrate` wrote"):
+        return check(loads(MicrobatchPhysics, text))

@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic.core.job.state import Policy
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec, Phase
-from elastic.domain.codec import decode
+from elastic.domain.codec import decode, json_fault
 from elastic.domain.errors import FieldError
 from elastic.domain.types import JobSpec
 from elastic.planning.cost.profile import LinkProfile, Profile, check_profile
@@ -167,8 +167,9 @@ class RecordedRun:
 
 def read(run_dir: Path) -> RecordedRun:
     """Read a run directory. Raises FieldError that names the missing or damaged part."""
-    if not run_dir.is_dir():
-        raise FieldError("RUN_DIR", str(run_dir), "a directory that `elastic run --run-dir` wrote")
+    if not (run_dir / "config.json").is_file():
+        remedy = "name a directory that `elastic run --run-dir` wrote, with its config.json"
+        raise FieldError("RUN_DIR", str(run_dir), remedy)
     config = _object(run_dir / "config.json")
     if not config.get("emulate") or config.get("profile") is None:
         remedy = "a run of `elastic run --emulate PROFILE`: others' computing times are not known"
@@ -189,8 +190,8 @@ def read(run_dir: Path) -> RecordedRun:
 def _object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_text(path, "RUN_DIR"))
-    except ValueError as error:
-        raise FieldError(str(path), "", f"it is damaged, not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise FieldError(str(path), "", f"it is damaged, not JSON: {json_fault(error)}") from error
     if not isinstance(found, dict):
         raise FieldError(str(path), type(found).__name__, "it is damaged: an object is needed")
     return found

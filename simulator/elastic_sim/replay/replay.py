@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from statistics import mean, stdev
 
 from scipy.special import stdtrit
@@ -24,6 +25,8 @@ from elastic_sim.steps.world import SimulatedWorld
 from elastic_sim.traces.trace import Event, Trace
 
 ORACLE = "oracle"
+Progress = Callable[[float, str], object]
+"""Called often with the share of the work that is done, and with what is computed now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +94,25 @@ class PolicySummary:
 
 
 def run_one(
-    world: SimulatedWorld, trace: Trace, policy: str, seed: int, *, keep: bool = False
+    world: SimulatedWorld,
+    trace: Trace,
+    policy: str,
+    seed: int,
+    *,
+    keep: bool = False,
+    progress: Callable[[float], object] = lambda share: None,
 ) -> PolicyRun:
-    """Simulate one policy with one seed. `keep`: also store the simulation result."""
+    """Simulate one policy with one seed. `keep`: also store the simulation result.
+
+    `progress(share)` is called often with the share of the trace that is simulated.
+    """
     made = policy_class(policy)(world, seed)
     usable = usable_trace(trace, world.physics, seed)
     if isinstance(made, ParcaePolicy):
         made.set_future(usable)
     slowdowns = draw_slowdowns(world.physics, usable, seed)
-    outcome = Simulation(usable, made, step_noise(world.physics, seed), slowdowns).run()
+    noise = step_noise(world.physics, seed)
+    outcome = Simulation(usable, made, noise, slowdowns, progress).run()
     totals = outcome.account.totals()
     paid = usable_trace(trace, replace(world.physics, boot_s=0.0), seed)
     totals[Use.IDLE] += node_ms(paid) - node_ms(usable)  # booting nodes
@@ -122,6 +135,7 @@ def replay(
     seeds: Sequence[int] = (0,),
     *,
     keep: bool = False,
+    progress: Progress = lambda share, text: None,
 ) -> list[PolicySummary]:
     """Run all policies, in the given order. The oracle always runs, to measure goodput.
 
@@ -129,11 +143,21 @@ def replay(
     FieldError.
     """
 
+    total, numbers = len({ORACLE, *policies}) * len(seeds), count()
+
+    def run(policy: str, seed: int) -> PolicyRun:
+        number = next(numbers)
+        text = f"{policy}, seed {seed} (run {number + 1} of {total})"
+
+        def report(share: float) -> None:
+            progress((number + share) / total, text)
+
+        report(0.0)
+        trace, kept = trace_of(seed), keep and seed == seeds[0]
+        return run_one(world, trace, policy, seed, keep=kept, progress=report)
+
     def runs_of(policy: str) -> list[PolicyRun]:
-        return [
-            run_one(world, trace_of(seed), policy, seed, keep=keep and seed == seeds[0])
-            for seed in seeds
-        ]
+        return [run(policy, seed) for seed in seeds]
 
     oracles = runs_of(ORACLE)
     return [

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from elastic.command_line import reason_of
 from elastic.domain.errors import FieldError
 from elastic_sim.reproduce import oobleck_artifact
 from elastic_sim.reproduce import parcae_measurements as parcae_models
@@ -284,5 +285,6 @@ def _row(
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError as error:
-        raise FieldError("--data", str(path), f"this file is needed: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = reason_of(error) if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise FieldError("--data", str(path), f"{why}, and this file is needed") from error

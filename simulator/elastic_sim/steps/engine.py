@@ -165,8 +165,11 @@ class Simulation:
         policy: ElasticPolicy,
         noise: StepNoise | None = None,
         slowdowns: Sequence[Slowdown] = (),
+        progress: Callable[[float], object] = lambda share: None,
     ) -> None:
+        """`progress(share)` is called often with the share of the trace that is simulated."""
         self._trace, self._policy, self._noise, self._slowdowns = trace, policy, noise, slowdowns
+        self._progress = progress
         self._job, self._account = JobView(), TimeAccount()
         self._pauses: list[tuple[Use, int]] = []
         self._steps_begun = 0
@@ -190,6 +193,7 @@ class Simulation:
             at, _, _, kind, argument = heapq.heappop(self._queue)
             self._advance(at)
             self._reconfigure(self._dispatch(kind, argument))
+            self._progress(at / end)
         self._advance(end)
         return SimulationResult(
             end, self._job.steps, self._samples, self._account, tuple(self._decisions)

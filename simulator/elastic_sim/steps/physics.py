@@ -15,7 +15,7 @@ import numpy as np
 
 from elastic.domain.errors import FieldError
 from elastic_sim.steps.engine import Slowdown, StepNoise
-from elastic_sim.traces.trace import ADD, Event, Trace
+from elastic_sim.traces.trace import ADD, MAX_EVENTS, Event, Trace
 
 NOISE_STEPS = 4096
 """Number of noise factors that are drawn; longer runs repeat them."""
@@ -124,8 +124,13 @@ def draw_slowdowns(physics: ClusterPhysics, trace: Trace, seed: int) -> list[Slo
     if not physics.stragglers_per_node_h:
         return []
     rng = random.Random(f"{seed} stragglers")
-    found = []
-    for event, _, until in node_lifetimes(trace):
+    found, lifetimes = [], node_lifetimes(trace)
+    node_s = sum(until - event.seconds for event, _, until in lifetimes)
+    expected = node_s / (3600 / physics.stragglers_per_node_h + physics.straggler_s)
+    if expected > MAX_EVENTS:
+        remedy = f"{expected:.2g} slowdowns are expected, and at most {MAX_EVENTS:.2g} are possible"
+        raise FieldError("physics.stragglers_per_node_h", physics.stragglers_per_node_h, remedy)
+    for event, _, until in lifetimes:
         at = event.seconds
         while True:
             at += rng.expovariate(physics.stragglers_per_node_h / 3600)

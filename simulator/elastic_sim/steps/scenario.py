@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from elastic.command_line import content_errors, unreadable
 from elastic.domain.errors import FieldError
 from elastic.planning.cost.catalogue import HARDWARE
 from elastic.planning.cost.profile import Profile, parse_profile
@@ -90,20 +91,21 @@ def _read(path: str) -> Trace:
     """Read a trace whose first row, or the suffix of its file, tells the format."""
     file = Path(path)
     try:
-        head = file.open("rb").read(4096).decode("utf-8-sig", "replace")
-    except OSError as error:
-        raise FieldError("TRACE", path, f"a readable file is needed: {error}") from error
+        with file.open("rb") as opened:
+            head = opened.read(4096).decode("utf-8-sig", "replace")
+    except (OSError, ValueError) as error:
+        raise unreadable("trace", path, error) from error
     first = next(
         (line for line in head.splitlines() if line.strip() and not line.startswith("#")), ""
     )
     if first.replace(" ", "") == ",".join(traces.HEADER):
         return traces.read(file)[0]
     if file.suffix == ".jsonl":
-        return importers.elastic_events(traces.read_text(file, "TRACE"), file.name)
+        return importers.elastic_events(traces.read_text(file), file.name)
     if first.startswith("["):
-        return importers.parcae(traces.read_text(file, "TRACE"), file.name)
+        return importers.parcae(traces.read_text(file), file.name)
     if first.count(",") == 2 and first.split(",")[1].strip() in ("add", "remove"):
-        return importers.bamboo(traces.read_text(file, "TRACE"), file.name)
+        return importers.bamboo(traces.read_text(file), file.name)
     return traces.read(file)[0]  # raises the error that names the fault
 
 
@@ -133,7 +135,9 @@ def _measured(
 
     It has one node type. Nodes cost nothing if `nodes_of` is the default.
     """
-    profile: Profile = parse_profile(traces.read_text(path, "--model"))
+    text = traces.read_text(path, "--model")
+    with content_errors("--model", path, "a profile that `elastic profile` wrote"):
+        profile: Profile = parse_profile(text)
     if not microbatches:
         remedy = "a profile does not have their number per step; name it"
         raise FieldError("--microbatches", microbatches, remedy)

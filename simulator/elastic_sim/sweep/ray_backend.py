@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import socket
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +20,7 @@ from typing import Any
 import ray
 from ray import exceptions
 
+from elastic.command_line import reason_of
 from elastic.domain import version
 from elastic.domain.errors import FieldError
 from elastic_sim.steps.scenario import Scenario
@@ -37,9 +40,27 @@ MAX_BATCH = 8
 """Cells per batch; all of them run again when their worker dies."""
 LOCAL = "local"
 """Address of a temporary cluster on this machine."""
+CONNECT_S = 5.0
+"""Ray itself tries for a minute to connect to an address at which nothing answers."""
 DIED = (exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.OutOfMemoryError)
 Files = Mapping[str, bytes]
 """Contents by path, for machines of the cluster."""
+
+
+def check_address(field: str, address: str) -> None:
+    """Raise FieldError about `field` if nothing answers at an address with a port."""
+    match = re.fullmatch(r"(?:ray://)?(?:\[(.+)\]|([^\s/:]+)):(\d{1,5})", address)
+    if match is None:  # "auto", LOCAL, or an address that Ray itself refuses
+        return
+    host, port = match[1] or match[2], int(match[3])
+    if not 1 <= port <= 65535:
+        raise FieldError(field, address, "name HOST:PORT with a port from 1 to 65535")
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except (OSError, UnicodeError) as error:
+        why = reason_of(error) if isinstance(error, OSError) else "it is not the name of a host"
+        remedy = f"no Ray cluster can be reached there: {why}; name HOST:PORT of its head node"
+        raise FieldError(field, address, remedy) from error
 
 
 def run_on_ray(cells: Sequence[SweepCell], address: str) -> Generator[tuple[SweepCell, Result]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from elastic.command_line import file_errors, make_folder
 from elastic.domain.errors import FieldError
 from elastic_sim.replay import show
 from elastic_sim.replay.replay import ORACLE, PolicyRun, PolicySummary, summarize
@@ -60,13 +61,9 @@ def open_log(out: Path, cells: Sequence[SweepCell]) -> Iterator[CellLog]:
 
     Raises FieldError if the folder is not writable, is in use, or belongs to another sweep.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    make_folder("OUT", out)
+    with file_errors("OUT", out):
         file = (out / CELLS_FILE).open("a+b")
-    except OSError as error:
-        raise FieldError(
-            "OUT", str(out), f"a folder that can be written is needed: {error}"
-        ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,11 +180,9 @@ def _summary_text(
 def _replace_file(path: Path, text: str) -> None:
     """Write a file atomically. Raises FieldError."""
     fresh = path.with_name(f".{path.name}.new")
-    try:
+    with file_errors("OUT", path):
         fresh.write_text(text, encoding="utf-8")
         fresh.replace(path)
-    except OSError as error:
-        raise FieldError("output", str(path), f"it must be writable: {error}") from error
 
 
 def policies_of(rows: Sequence[SweepRow]) -> list[str]:

@@ -16,9 +16,22 @@ import numpy as np
 
 from elastic.domain.errors import FieldError
 from elastic_sim.traces.statistics import Statistics, statistics
-from elastic_sim.traces.trace import ADD, MAX_NODES, MAX_SECONDS, REMOVE, Event, Trace, build_trace
+from elastic_sim.traces.trace import (
+    ADD,
+    MAX_EVENTS,
+    MAX_NODES,
+    MAX_SECONDS,
+    REMOVE,
+    Event,
+    Trace,
+    build_trace,
+)
 
 DAY_S = 86400.0
+MIN_MTBF_S = 1.0
+"""Times are whole seconds, so losses are at least this far apart."""
+SHARE_EVERY_S = 300.0
+"""Time between two changes of the nodes that inference takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +41,7 @@ class Market:
     nodes: int
     """Nodes wanted; lost ones are requested again."""
     mtbf_s: float
-    """Mean time between two moments of loss in the whole cluster."""
+    """Mean time between two moments of loss in the whole cluster, from MIN_MTBF_S up."""
     bulk: tuple[tuple[int, float], ...] = ((1, 1.0),)
     """(number of nodes lost at once, weight) of each size of a loss."""
     repair_s: float = 0.0
@@ -53,9 +66,11 @@ class Market:
             and math.isfinite(sum(w for _, w in self.bulk))
         )
         upto, shape = "at most a hundred years", self.lifetime_shape
+        apart = f"seconds from {MIN_MTBF_S:g} up between two losses in the cluster, {upto}"
+        biggest = max((n for n, _ in self.bulk), default=0)
         rules = (
             ("nodes", self.nodes, 1 <= self.nodes <= MAX_NODES, f"from 1 to {MAX_NODES} nodes"),
-            ("mtbf", self.mtbf_s, 0 < self.mtbf_s <= MAX_SECONDS, f"seconds above 0, {upto}"),
+            ("mtbf", self.mtbf_s, MIN_MTBF_S <= self.mtbf_s <= MAX_SECONDS, apart),
             ("repair", self.repair_s, 0 <= self.repair_s <= MAX_SECONDS, f"seconds, {upto}"),
             ("notice", self.notice_s, 0 <= self.notice_s <= MAX_SECONDS, f"seconds, {upto}"),
             ("shape", self.shape, 0.1 <= self.shape <= 10, "from 0.1 to 10"),
@@ -63,6 +78,7 @@ class Market:
             ("diurnal", self.diurnal, 0 <= self.diurnal <= 1, "from 0 to 1"),
             ("zones", self.zones, len(self.zones) > 0, "at least one zone"),
             ("bulk", self.bulk, sizes_usable, "sizes from 1 up; weights above 0, finite sum"),
+            ("bulk", biggest, biggest <= self.nodes, f"at most all {self.nodes} nodes at once"),
         )
         for name, value, good, remedy in rules:
             if not good:
@@ -94,10 +110,14 @@ class _Cluster:
 def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
     """Return a generated trace of `end_s` seconds; times are whole seconds. Raises FieldError."""
     _check_duration(end_s)
+    sizes, weights = zip(*market.bulk, strict=True)
+    lost = sum(n * weight for n, weight in market.bulk) / sum(weights)
+    changes = end_s / market.mtbf_s * lost * (2 if market.repair_s else 1)
+    _check_events(market.nodes + changes, end_s, f"with a loss every {market.mtbf_s:g} s")
     draw, cluster = random.Random(seed), _Cluster(market.zones, market.type)
     for _ in range(market.nodes):
         cluster.add(0.0)
-    repairs, (sizes, weights) = list[float](), zip(*market.bulk, strict=True)
+    repairs = list[float]()
     at = _next_loss(draw, market, 0.0)
     while min([at, *repairs]) <= end_s:
         if repairs and min(repairs) <= at:
@@ -119,6 +139,13 @@ def generate(market: Market, end_s: float, seed: int = 0) -> Trace:
 def _check_duration(end_s: float) -> None:
     if not 0 < end_s <= MAX_SECONDS:
         raise FieldError("duration", end_s, "seconds above 0, at most a hundred years")
+
+
+def _check_events(expected: float, end_s: float, why: str) -> None:
+    """Raise FieldError if a trace of `end_s` seconds would have too many events."""
+    if expected > MAX_EVENTS:
+        remedy = f"{why}, {expected:.2g} events are expected, and a trace holds {MAX_EVENTS:.2g}"
+        raise FieldError("duration", end_s, f"{remedy}: shorten it, or let fewer nodes be lost")
 
 
 def _next_loss(draw: random.Random, market: Market, after: float) -> float:
@@ -166,8 +193,9 @@ def fit_market(trace: Trace, *, zones: tuple[str, ...] = ()) -> Market:
     """
     found = statistics(trace)
     if not found.loss_events:
-        raise FieldError("trace", trace.origin, "it has no losses to fit")
-    bulks = Counter(Counter(e.seconds for e in trace.events if e.kind == REMOVE).values())
+        raise FieldError("--like", trace.origin[:60], "it has no losses to fit")
+    moments = Counter(e.seconds for e in trace.events if e.kind == REMOVE)
+    bulks = Counter(min(n, found.nodes_most) for n in moments.values())
     diurnal = _diurnal(trace)
     named = tuple(dict.fromkeys(e.zone for e in trace.events if e.kind == ADD and e.zone))
     missing = found.nodes_most - found.nodes_mean
@@ -256,11 +284,13 @@ def shared_with_inference(
     if not 1 <= nodes <= MAX_NODES:
         raise FieldError("nodes", nodes, f"from 1 to {MAX_NODES} nodes")
     if not 0 <= least <= nodes:
-        raise FieldError("least", least, f"from 0 to the {nodes} nodes")
+        raise FieldError("--inference", least, f"from 0 to the {nodes} nodes")
+    swing = 2 * noise / math.sqrt(math.pi) * (nodes - least)  # mean change by the noise
+    _check_events(nodes + end_s / SHARE_EVERY_S * (1 + swing), end_s, f"with {nodes} nodes")
     draw, cluster = random.Random(seed), _Cluster(("a",), "")
     for _ in range(nodes):
         cluster.add(0.0)
-    at = 300.0
+    at = SHARE_EVERY_S
     while at <= end_s:
         load = (1 - math.cos(2 * math.pi * at / DAY_S)) / 2 + draw.gauss(0, noise)
         wanted = round(nodes - (nodes - least) * min(max(load, 0.0), 1.0))
@@ -268,7 +298,7 @@ def shared_with_inference(
             cluster.remove(at, draw.choice(list(cluster.present)), notice_s)
         while len(cluster.present) < wanted:
             cluster.add(at)
-        at += 300.0
+        at += SHARE_EVERY_S
     origin = (
         f"generated, not recorded: inference takes up to {nodes - least} of {nodes} nodes by day, "
         f"seed {seed}"

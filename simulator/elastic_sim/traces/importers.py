@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Any
 
 from elastic.core.protocol.fault_spec import FaultKind, FaultSpec
-from elastic.domain.codec import decode
+from elastic.domain.codec import decode, json_fault
 from elastic.domain.errors import FieldError
 from elastic_sim.traces.statistics import statistics
 from elastic_sim.traces.trace import (
@@ -376,6 +376,8 @@ def _build(placed: Iterable[PlacedEvent]) -> TraceBuilder:
 
 def _trace(builder: TraceBuilder, end_s: float, name: str, more: str = "") -> Trace:
     """Return the whole trace. `more`: options of the import, for the trace's origin."""
+    if not builder.events and not end_s:
+        raise FieldError(name, "", "it holds no events: name another file")
     found = builder.build(end_s, f"imported from {name}{more}", name)
     refuse_milliseconds(name, [event.seconds for event in found.events], end_s)
     return found
@@ -424,7 +426,7 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FieldError(where, text[:80], f"not JSON: {error}") from error
+        raise FieldError(where, text[:80], f"not JSON: {json_fault(error)}") from error
 
 
 def _object(found: Any, where: str, remedy: str = "an object is needed") -> dict[str, Any]:

@@ -42,6 +42,7 @@ SHORT_SUSPICIOUS_SECONDS, SUSPICIOUS_TIMES = 86400.0, 3
 """With `SUSPICIOUS_TIMES` or more different times above 0, a trace longer than this (86 s in
 milliseconds) is refused for the same reason."""
 _NAME = re.compile(r"[A-Za-z0-9_.:\-/]{1,128}")
+NAME_RULE = "names of letters, digits and . : _ - /, at most 128"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +133,7 @@ def _problem(event: Event, last: float, present: dict[str, None], end_s: float) 
         (event.seconds <= end_s, f"the trace ends at {end_s:g} s: no event after that"),
         (event.seconds <= MAX_SECONDS, "at most a hundred years"),
         (event.seconds >= last, f"times must ascend; the row before is at {last:g} s"),
-        (
-            all(_NAME.fullmatch(name) for name in names if name),
-            "names of letters, digits and . : _ - /, at most 128",
-        ),
+        (all(is_name(name) for name in names if name), NAME_RULE),
         (bool(event.node), "a node must be named"),
         (math.isfinite(event.notice_s) and event.notice_s >= 0, "a notice is seconds from 0 up"),
     )
@@ -175,6 +173,11 @@ def read_text(path: Path, field: str = "trace") -> str:
 def read_bytes(path: Path, field: str = "file") -> bytes:
     """Return the content of a file. Raises FieldError about `field`."""
     return input_bytes(field, path, MAX_BYTES)
+
+
+def is_name(text: str) -> bool:
+    """Return whether `text` can be the name of a node, a zone or a type of node."""
+    return _NAME.fullmatch(text) is not None
 
 
 def parse(

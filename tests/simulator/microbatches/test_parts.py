@@ -128,7 +128,7 @@ def test_physics_are_kept_in_files(tmp_path: Path) -> None:
         ('{"plan_s":-1.0}', "plan_s"),
         ('{"jitter":0.95}', "jitter"),
         ('{"speed":1.0}', "speed"),
-        ("{", "Physics"),
+        ("{", "--physics: .*physics.json' is not usable: it is not a file that .*: not JSON: line"),
     ],
 )
 def test_wrong_physics_are_refused(tmp_path: Path, text: str, field: str) -> None:

@@ -131,13 +131,22 @@ def test_files_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert moved.trace_of(0).events == wanted.events
 
 
-@pytest.mark.parametrize(("missing", "why"), [(True, r"pip install"), (False, "--address")])
+@pytest.mark.parametrize(
+    ("missing", "address", "why"),
+    [
+        (True, "nonsense", r"pip install"),
+        (False, "nonsense", "--address"),
+        (False, "127.0.0.1:1", "--address: '127.0.0.1:1' is not usable: no Ray cluster can be re"),
+        (False, "ray://127.0.0.1:1", "it refuses the connection; name HOST:PORT of its head node"),
+        (False, "127.0.0.1:99999", "a port from 1 to 65535"),
+    ],
+)
 def test_no_ray_and_no_cluster_are_told(
-    missing: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    missing: bool, address: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if missing:
         monkeypatch.setitem(sys.modules, "ray", None)
         monkeypatch.delitem(sys.modules, "elastic_sim.sweep.ray_backend", raising=False)
     words = ["sweep", str(tmp_path / "out"), "--mtbf", "1h", "--model", "gpt2", "--ray"]
-    done = CliRunner().invoke(main, [*words, "--address", "nonsense"])
+    done = CliRunner().invoke(main, [*words, "--address", address])
     assert done.exit_code == 2 and why in done.output and done.output.count("\n") == 1, done.output

@@ -279,17 +279,20 @@ def test_ctrl_c_leaves_a_folder_to_go_on_from(tmp_path: Path) -> None:
     [
         (("out",), "name traces, or failure rates"),
         (("out", "--mtbf", "soon"), "30s, 2m or 1h"),
-        (("out", "--mtbf", "0"), "market.mtbf"),
+        (("out", "--mtbf", "0"), " --mtbf: 0.0 is not usable"),
         (("out", "--mtbf", "1h", "--model", "gpt2,absent"), "--model: 'absent'"),
         (("out", "--mtbf", "1h", "--model", ","), "--model"),
         (("out", "--mtbf", "1h", "--policy", "absent"), "--policy: 'absent'"),
-        (("out", "--trace", "absent.csv"), "readable file"),
+        (("out", "--trace", "absent.csv"), "--trace: 'absent.csv' is not usable: there is no"),
         (("out", "--trace", "text"), "text"),
         (("out", "--mtbf", "1h", "--nodes-of", "abacus"), "--nodes-of"),
         (("out", "--mtbf", "1h", "--physics", "luck=1"), "--physics"),
         (("out", "--mtbf", "1h", "--address", "auto"), "it goes with --ray"),
         (("out", "--mtbf", "1h", "--ray", "--workers", "2"), "goes without --ray"),
-        (("text", "--mtbf", "1h"), "a folder that can be written"),
+        (
+            ("text", "--mtbf", "1h"),
+            "OUT: 'text' is not usable: it cannot be written (it is not a d",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(

@@ -121,7 +121,7 @@ def test_inference_takes_nodes_by_day_and_returns_them() -> None:
     assert min(n for _, n in steps) == 4 and max(n for _, n in steps) == 16
     assert max(((at, n) for at, n in steps if at <= 12 * HOUR))[1] == 4
     assert all(event.notice_s == 30 for event in trace.events if event.kind == REMOVE)
-    with pytest.raises(FieldError, match="least"):
+    with pytest.raises(FieldError, match="--inference"):
         shared_with_inference(4, HOUR, least=5)
 
 

@@ -46,6 +46,6 @@ def policy_class(name: str) -> type[PolicyBase]:
         return known[name]
     if name.startswith("ours:"):
         pair = name.partition(":")[2]
-        schemes_of(pair)
+        schemes_of(pair, "--policy")
         return our_policy(pair)
     raise FieldError("--policy", name, f"one of {', '.join(known)}; or ours:GRADIENTS+STATE")
