@@ -393,7 +393,7 @@ def test_the_two_kinds_of_partitions_are_counted_apart() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["machine", "network"])
+@pytest.mark.parametrize("place", ["machine", pytest.param("network", marks=pytest.mark.chaos)])
 def test_a_run_of_each_place(place: str, tmp_path: Path) -> None:
     why = missing() or next(
         (text for text in map(unsupported, random_case(SEEDS[place]).own) if text), ""

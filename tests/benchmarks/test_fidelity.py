@@ -59,6 +59,7 @@ def check_points(case: FidelityCase, both: list[set[FaultSpec]]) -> None:
         }
 
 
+@pytest.mark.chaos
 @pytest.mark.slow
 def test_a_small_pair_of_real_runs(tmp_path: Path) -> None:
     found, (single,) = compared(QUICK, 1, tmp_path)

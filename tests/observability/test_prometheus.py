@@ -85,6 +85,7 @@ def test_a_killed_node_is_seen(tmp_path: Path) -> None:
             figures_are_right(server, name, run_dir, killed)
 
 
+@pytest.mark.chaos
 @pytest.mark.slow
 def test_a_job_that_stalls_pages_with_its_reason(tmp_path: Path) -> None:
     """Both nodes hang. Before, nothing that asks for somebody fires."""
@@ -110,6 +111,7 @@ def test_a_job_that_stalls_pages_with_its_reason(tmp_path: Path) -> None:
         assert fires["phase"] in ("running", "halting"), fires
 
 
+@pytest.mark.chaos
 @pytest.mark.slow
 def test_an_etcd_that_loses_its_quorum_pages(tmp_path: Path) -> None:
     """One member of three is killed, then a second one, beside a job that keeps its state there."""

@@ -227,6 +227,7 @@ def test_training_continues_without_one_path(moment: str) -> None:
     cut(random.choice(PAIRS), random.choice(("there", "back", "both")), moment)
 
 
+@pytest.mark.chaos
 def test_a_path_that_is_bad_for_minutes_costs_two_changes() -> None:
     """One when it becomes bad, and one when it is well again. Reports about it must stay valid for
     as long as it is bad."""

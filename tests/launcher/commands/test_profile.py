@@ -114,6 +114,7 @@ def test_a_script_is_measured_unchanged(place: Path) -> None:
     assert times[1] == times[2] and times[1].forward_s == middle.forward_s
 
 
+@pytest.mark.chaos
 def test_another_device_type_is_merged(place: Path) -> None:
     out = ("--repeat", "1", "--warmup", "0", "script.py")
     assert run("--out", "p.json", "--device", "a", *out, "48").returncode == 0

@@ -190,6 +190,7 @@ def test_a_shared_state_goes_on_with_any_number_of_pipelines(before: str, tmp_pa
     )
 
 
+@pytest.mark.chaos
 def test_what_was_summed_over_the_holders_is_not_run_again(tmp_path: Path) -> None:
     """The last stage of the second pipeline is killed before its last backward pass.
 

@@ -172,6 +172,7 @@ def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path
     assert one_a_term(job)
 
 
+@pytest.mark.chaos
 def test_etcd_without_room_and_with_room_again(start: Start, tmp_path: Path) -> None:
     cluster = Etcd(tmp_path / "etcd", flags=("--quota-backend-bytes=8000000",))
     try:
@@ -204,6 +205,7 @@ def test_etcd_without_room_and_with_room_again(start: Start, tmp_path: Path) -> 
     assert sorted(set(job.steps())) == list(range(STEPS)), "nothing was forgotten"
 
 
+@pytest.mark.chaos
 def test_coordinators_on_several_machines(start: Start, tmp_path: Path) -> None:
     """Each coordinator has a run directory and a certificate of its own.
 

@@ -79,6 +79,7 @@ def test_a_worker_in_an_endless_loop_is_restarted(tmp_path: Path) -> None:
     assert "node1" in recovery["cause"] and "no progress of the job" in recovery["cause"]
 
 
+@pytest.mark.chaos
 def test_a_worker_that_hangs_before_it_attaches_is_restarted(tmp_path: Path) -> None:
     """It sends nothing and uses no CPU time, while the others wait to begin."""
     run, _ = check_restarted(tmp_path, HANG)

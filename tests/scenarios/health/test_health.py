@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from elastic.core.health.diagnosis import HealthLimits
 from elastic.planning.plan.plan import parse_plan
 from tests.disks import small_disk
@@ -22,6 +24,7 @@ def health(run: Run, node: str = "") -> list[dict[str, Any]]:
     return [e for e in run.events if e["kind"] == "health" and node in ("", e["node"])]
 
 
+@pytest.mark.chaos
 def test_a_slow_link_is_found_and_its_node_replaced(tmp_path: Path) -> None:
     """A link becomes six times slower, and a spare replaces its node at the end of a step.
 
@@ -63,6 +66,7 @@ def crash_loop(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [e for e in found if e["class"] in ("process", "host") and "slow" not in e["evidence"]]
 
 
+@pytest.mark.chaos
 def test_a_crash_looping_worker_puts_its_node_aside_and_it_comes_back(tmp_path: Path) -> None:
     """A worker that crashes again after two restarts puts its node into quarantine.
 

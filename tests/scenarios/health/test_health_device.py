@@ -52,6 +52,7 @@ def test_a_transient_error_of_the_host_is_a_fault_of_its_node(tmp_path: Path, te
     assert recovery["step"] == STEP and text in recovery["cause"]
 
 
+@pytest.mark.chaos
 def test_the_same_error_everywhere_ends_the_job(tmp_path: Path) -> None:
     """An illegal access that occurs on every device is a bug of the script, whatever its error
     says."""

@@ -68,6 +68,7 @@ class Case:
         return set(parse_plan(self.job.of("plan")[-1]["text"]).nodes())
 
 
+@pytest.mark.chaos
 def test_a_drain_is_pending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(tmp_path, monkeypatch, "--nnodes", "3")
     try:

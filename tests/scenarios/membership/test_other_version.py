@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from elastic.core.protocol.version import PROTOCOL
 from elastic.domain.errors import EXIT_INCOMPATIBLE
 from tests.patience import LONG_S
@@ -38,6 +40,7 @@ def agent(job: Job, node: str, later: int) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.chaos
 def test_agents_two_versions_away_are_refused_with_both_versions(tmp_path: Path) -> None:
     hurry = tmp_path / "hurry"
     flags = ["run", "--standalone", "--nnodes", "2:3"]

@@ -59,6 +59,7 @@ def mid_step(step: int) -> Any:
     return holds
 
 
+@pytest.mark.chaos
 def test_a_raylet_is_killed_in_a_step_and_a_node_added(cluster: Any, tmp_path: Path) -> None:
     job = start(cluster, tmp_path / "run", "--nnodes", "4", "--metrics-port", "0", *FOUR_NEEDED)
     told = tmp_path / "run" / "metrics"

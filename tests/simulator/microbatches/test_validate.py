@@ -44,6 +44,7 @@ def run(*words: object) -> Result:
     return CliRunner().invoke(main, ["validate", *map(str, words)])
 
 
+@pytest.mark.chaos
 def test_physics_of_one_run_predict_another(runs: tuple[Path, Path]) -> None:
     found = calibrate([runs[0]])
     for name in ("closed_s", "leave_s", "stop_s", "plan_s", "install_s"):
