@@ -95,7 +95,8 @@ _REASONS = {
 def reason_of(error: Exception) -> str:
     """Return in plain words why a file cannot be used, or why an address cannot be reached."""
     if isinstance(error, socket.gaierror):
-        return "there is no host of this name"
+        unknown = error.errno != socket.EAI_AGAIN
+        return "there is no host of this name" if unknown else "no name server answers"
     if isinstance(error, TimeoutError):
         return "it does not answer in time"
     if isinstance(error, OSError):
@@ -376,11 +377,19 @@ def _field_in_flags(error: FieldError, context: click.Context) -> str:
         if isinstance(error.value, str) and error.value in map(str, _values(param, context)):
             return _flag_of(param)
     parts = field.split(".")
+    given = [param for param in params if _is_given(param, context, error.value)]
     for number in reversed(range(len(parts))):
-        for param in params:
+        for param in given:
             if parts[number] in (param.name, _flag_of(param).strip("-").replace("-", "_").lower()):
                 return " ".join((_flag_of(param), *parts[number + 1 :]))
     return field
+
+
+def _is_given(param: click.Parameter, context: click.Context, value: object) -> bool:
+    """Return whether the user gave a parameter, or its default is `value`."""
+    name = param.name or ""
+    default = context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT
+    return not default or context.params.get(name) == value
 
 
 def _values(param: click.Parameter, context: click.Context) -> tuple[Any, ...]:

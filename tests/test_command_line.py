@@ -20,7 +20,8 @@ from elastic.command_line import (
 from elastic.domain.errors import FieldError
 
 PATH = ParsedType("FILE", lambda _, text: Path(text))
-WORDS = ("x.csv", "--nodes", "3", "--from", "7", "--model", "m.json", "--model", "n.json")
+WORDS = ("x.csv", "--nodes", "3", "--from", "7", "--model", "m.json", "--model", "n.json",
+         "--physics", "boot_s=1")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,7 @@ WORDS = ("x.csv", "--nodes", "3", "--from", "7", "--model", "m.json", "--model",
         ("market.nodes", 3, "--nodes"),
         ("first_s", 7, "--from"),
         ("physics.boot_s", 1, "--physics boot_s"),
+        ("duration", 60, "--duration"),  # its default
         ("file", "m.json", "--model"),
         ("file", "n.json", "--model"),
         ("trace", "there/x.csv", "TRACE"),
@@ -43,6 +45,7 @@ WORDS = ("x.csv", "--nodes", "3", "--from", "7", "--model", "m.json", "--model",
         ("TRACE, --nodes", "both", "TRACE, --nodes"),
         ("Profile.nodes", 3, "Profile.nodes"),
         ("x.csvs, line 3", "0", "x.csvs, line 3"),
+        ("job.shape", "99", "job.shape"),  # a file has it: the flag was not given
         ("other", 5, "other"),
     ],
 )
@@ -59,6 +62,8 @@ def test_an_error_names_the_flag(
     @click.option("--from", "first_s", type=int)
     @click.option("--model", multiple=True)
     @click.option("--physics", multiple=True)
+    @click.option("--shape")
+    @click.option("--duration", default=60)
     def work(**_: object) -> None:
         raise FieldError(field, value, "another one")
 

@@ -748,6 +748,7 @@ class NodeAgent:
             self._workers.send(acked, worker % RANKS)
 
     def _close(self) -> None:
+        self._wait_record.end()
         if self._group is not None:
             self._starter.post(partial(self._end_workers, self._group))
         limit_s = self._config.shutdown_timeout_s + EXIT_GRACE_S + KILL_S + CLOSE_S

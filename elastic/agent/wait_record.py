@@ -38,7 +38,8 @@ class WaitRecord:
         self._writer = threading.Thread(
             target=self._replace, args=(json.dumps(entry),), name="wait-record", daemon=True
         )
-        self._writer.start()
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            self._writer.start()
         return True
 
     def _replace(self, text: str) -> None:

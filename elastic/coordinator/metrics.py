@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from elastic.coordinator.certificate_watch import reading_of_store
 from elastic.coordinator.records.run_summary import plan_shape
 from elastic.coordinator.waiting import Stall
 from elastic.core.job import quarantine
@@ -32,7 +33,7 @@ from elastic.domain.version import VERSION
 from elastic.metrics import FAST_S, RECOVERY_S, STEP_S, certificate_metric, new_registry
 from elastic.planning.cost.predict import predict
 from elastic.rpc.security import tls
-from elastic.rpc.security.expiry import certificate_ends, store_certificate_ends
+from elastic.rpc.security.expiry import certificate_ends
 from elastic.rpc.security.rejections import REJECTIONS
 from elastic.store.interface import StoreUnavailable
 
@@ -88,7 +89,8 @@ class CoordinatorMetrics(Collector):
         self.step_s: list[float] = []
         """Seconds of the newest steps with the present plan."""
         self.tokens_per_s = 0.0
-        self._job_id, self._clock, self._store = job_id, clock, store or StoreSpec()
+        self._job_id, self._clock = job_id, clock
+        self._certificates_of_store = reading_of_store(store or StoreSpec())
         self._read: Callable[[], CoordinatorStatus] = CoordinatorStatus
         self._added, self._fenced = clock(), 0
         self._predicted: tuple[int, float, float | None] = (-1, 0.0, None)
@@ -286,8 +288,8 @@ class CoordinatorMetrics(Collector):
         refused = {"fenced": self._fenced, **REJECTIONS.by_reason()}
         text = "Messages that were rejected"
         yield _by_label(CounterMetricFamily, "messages_refused", text, "reason", refused)
-        ends = certificate_ends(tls.current().certificates) + store_certificate_ends(self._store)
-        yield from certificate_metric(ends)
+        ends = certificate_ends(tls.current().certificates)
+        yield from certificate_metric(ends + self._certificates_of_store.read())
         text = "Seconds for which the store of the job's state has not answered; 0: it answers"
         since = self._store_away_since
         yield _gauge("store_away_seconds", text, now - since if since else status.store_away_s)

@@ -79,6 +79,7 @@ from elastic.domain.errors import (
     StaleError,
     describe,
 )
+from elastic.domain.types import NodeInfo
 from elastic.logs import LogSource, configure_logging, source_of
 from elastic.metrics import serve
 from elastic.open_files import raise_limit
@@ -387,7 +388,7 @@ class Coordinator:
         match message:
             case m.NodeReport():
                 info = message.info
-                self._use_newest(info.node, session)
+                self._use_newest(info, session)
                 self._apply(message)
                 self._ports.check(info.node, info.incarnation, info.vault)
             case m.Heartbeat():
@@ -407,12 +408,13 @@ class Coordinator:
             case _:
                 self._apply(message)
 
-    def _use_newest(self, node: str, session: ClientSession) -> None:
-        """Send orders for `node` on `session`, unless it has a newer stream. The last message of an
-        old stream may be read after the first ones of the new stream."""
-        present = self._sessions.get(node, session)
-        if self._streams.get(session, 0) >= self._streams.get(present, 0):
-            self._sessions[node] = session
+    def _use_newest(self, info: NodeInfo, session: ClientSession) -> None:
+        """Send orders for a node on `session`, unless its agent has a newer stream: an old stream's
+        last message may be read after the first ones of the new stream."""
+        present, member = self._sessions.get(info.node, session), self._state.members.get(info.node)
+        same = member is not None and member.report.info.incarnation == info.incarnation
+        if not same or self._streams.get(session, 0) >= self._streams.get(present, 0):
+            self._sessions[info.node] = session
 
     def _dismiss(self, session: ClientSession, answer: Any, epoch: int) -> None:
         """Hold an answer of the session filter, because the state may be unsaved. A node that

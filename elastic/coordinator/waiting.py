@@ -12,7 +12,6 @@ from elastic.core.job.state import EpochChange, JobPhase, JobState, Member
 from elastic.core.policy import progress_watchdog
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.errors import ElasticError
-from elastic.rpc.control.connection_errors import explained
 from elastic.store.interface import StoreUnavailable
 
 LASTING_S = 120.0
@@ -129,7 +128,7 @@ def waiting(state: JobState) -> Waiting | None:
 def standby_wait(error: ElasticError, now: float) -> Waiting:
     """Return what a coordinator that does not lead waits for. `error`: why it does not lead."""
     if isinstance(error, StoreUnavailable):
-        return Waiting(f"the store: {explained(str(error))}", now, "a coordinator then leads")
+        return Waiting(f"the store: {error}", now, "a coordinator then leads")
     then = "it leads once that one ends; the coordinator that leads says what the job waits for"
     return Waiting("the lead, which another coordinator has", now, then, lasting=True)
 

@@ -293,6 +293,21 @@ def test_a_late_message_of_an_old_stream_does_not_take_the_orders(bench: Bench) 
     assert coordinator._sessions["a"] is new and coordinator._state.members["a"].connected
 
 
+def test_a_new_agent_of_a_node_gets_its_orders_on_an_older_stream(bench: Bench) -> None:
+    """It waited while its name was in use, and the former agent reconnected meanwhile."""
+    coordinator = bench.coordinator
+    streams: list[Any] = [FakeSession("a"), FakeSession("a")]
+    waiting, former = streams
+    for session in streams:
+        coordinator._handle(StreamOpened(session))
+    coordinator._handle((former, came("a")))
+    coordinator._decide()
+    coordinator._state = coordinator._state.of(members={})
+    other = replace(came("a").info, incarnation="a-2")
+    coordinator._handle((waiting, replace(came("a"), info=other)))
+    assert coordinator._sessions["a"] is waiting
+
+
 def test_the_end_is_recorded_before_it_is_told(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,3 +177,14 @@ def test_steps_that_a_former_coordinator_has_recorded_are_not_recorded_again(
     events = read_events(tmp_path / "events.jsonl")
     steps = [event["step"] for event in events if event["kind"] == "step"]
     assert steps == [*range(0, 9000, 2), *range(1, 9000, 2)]
+
+
+def test_old_steps_are_no_progress(tmp_path: Path) -> None:
+    """Nodes report them again to a new coordinator, which knows the newest one."""
+    records = RunRecords(tmp_path)
+    for number in (3, 4, 5, 6):
+        done = StepDone(1, StepRecord(number, 1.0, 1.0, 2.0), 0.5, 0.1)
+        records.step(done, JobState(policy=Policy()).of(logged_step=4))
+    records.close()
+    events = read_events(tmp_path / "progress.jsonl")
+    assert [event["step"] for event in events] == [6, 7]

@@ -84,6 +84,8 @@ def test_the_certificates_for_etcd_are_read(authority: Authority, tmp_path: Path
     metrics = CoordinatorMetrics("j", time.time, store).registry
     left = metrics.get_sample_value("elastic_certificate_left_seconds", {"file": "etcd tls.crt"})
     assert left is not None and 19 * DAY_S < left < 20 * DAY_S
+    (mine / "tls.crt").write_text("no certificate")
+    assert store_certificate_ends(store) == ()
     (mine / "tls.crt").unlink()
     assert store_certificate_ends(store) == ()
 

@@ -166,7 +166,11 @@ class RetryingEventLog:
         """Return whether the line is a step that the file had before the first one was written."""
         step = step_of(line)
         if step is not None and self._former_steps is None:
-            self._former_steps = RecordedSteps(steps_in(file))
+            self._former_steps = RecordedSteps()
+            try:
+                self._former_steps = RecordedSteps(steps_in(file))
+            except OSError as error:  # steps may then be written twice
+                log.warning("%s cannot be read: %s", self.path, error)
         return step is not None and step in (self._former_steps or ())
 
     def _take(self) -> bytes:
@@ -319,7 +323,8 @@ class RunRecords:
         new coordinator. `at`: time of the report; None: now."""
         if self._steps.add(done.epoch, done.record.step):
             self._events.append("step", step_entry(done), at)
-            self.progress(state, done)
+            if done.record.step > state.logged_step:  # else nodes report it to a new coordinator
+                self.progress(state, done)
 
     def progress(self, state: JobState, done: m.StepDone | None = None) -> None:
         """Write a line of progress.jsonl, which progress displays read."""

@@ -211,7 +211,8 @@ def _script_at_fault(state: JobState, node: str, now: float) -> str:
     """Return the reason to end the job instead of restarting the workers of `node`; "": none."""
     limits, record = state.policy.health, record_of(state, node)
     in_step = record.crashes[-record.stuck :] if record.stuck else ()
-    if is_shortage(record.crash_cause) and now - min(in_step, default=now) < SHORTAGE_S:
+    known = len(in_step) == record.stuck > 0  # else the first one was long ago
+    if known and is_shortage(record.crash_cause) and now - in_step[0] < SHORTAGE_S:
         return ""
     moved = record.stuck_moves >= limits.fatal_nodes - 1
     members = len(state.members)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 from elastic.domain.errors import SlotError, VaultFull
 
@@ -34,6 +35,11 @@ HOST_ERRORS = frozenset(
 """Errors of a disk, a mount or a system at its limits. Another node may not have them."""
 
 SHORTAGES = (SlotError.__name__, VaultFull.__name__)
+"""Errors of a vault that can take no copies."""
+SHORTAGE_TEXTS = tuple(
+    map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+)
+"""Texts of a system at its limits."""
 
 
 def is_host_fault(error: BaseException | None) -> bool:
@@ -65,6 +71,5 @@ def is_link_error(text: str) -> bool:
 
 
 def is_shortage(text: str) -> bool:
-    """Return whether a node had no room, or no descriptors, for copies. `text`: type and message of
-    the error."""
-    return text.startswith(SHORTAGES)
+    """Return whether a node had no room or no descriptors. `text`: type and message of an error."""
+    return text.startswith(SHORTAGES) or any(part in text for part in SHORTAGE_TEXTS)

@@ -90,9 +90,11 @@ def _status(job: SimpleNamespace) -> Answer:
 
     Raises the error of the query if they wait for nothing.
     """
+    from elastic.rpc.control.client import Unreachable
+
     try:
         return query(job, "status", {})
-    except ElasticError:
+    except (Unreachable, FieldError):
         found = None if job.rdzv_endpoint else local_wait(job.run_dir or LATEST)
         if found is None:
             raise
@@ -102,16 +104,21 @@ def _status(job: SimpleNamespace) -> Answer:
 def local_wait(run_dir: Path) -> Answer | None:
     """Return what the coordinators or the nodes of a run directory wait for while no coordinator
     leads, with the fields of `status`; None: nothing is known, or their launcher has ended."""
-    if not run_dir.is_dir() or launcher_of(run_dir) is None:
+    try:
+        if launcher_of(run_dir) is None:
+            return None
+    except OSError:  # no directory, or that of another user
         return None
     for pattern in (STANDBY.format("*"), WAITING_NODE.format("*")):
         found = [read_object(path) or {} for path in sorted(run_dir.glob(pattern))]
         waits = [one for one in found if isinstance(one.get("since"), int | float)]
-        if waits:
-            seconds = max(0.0, time.time() - min(one["since"] for one in waits))
-            what = {"for": waits[0].get("what"), "seconds": seconds, "ends": waits[0].get("ends")}
-            nothing: Answer = {"step": 0, "steps": 0, "epoch": 0, "nodes": []}
-            return {"phase": "waiting", "waiting": what, **nothing}
+        oldest = min(waits, key=lambda one: float(one["since"]), default=None)
+        if oldest is not None and not oldest.get("lasting"):
+            seconds = max(0.0, time.time() - oldest["since"])
+            what = {"for": oldest.get("what"), "seconds": seconds, "ends": oldest.get("ends")}
+            last = _last_line(run_dir)
+            known: Answer = {name: last.get(name, 0) for name in ("step", "steps", "epoch")}
+            return {"phase": "waiting", "waiting": what, **known, "nodes": []}
     return None
 
 
@@ -272,10 +279,13 @@ def _coordinator_address(job: SimpleNamespace) -> str:
         raise UsageError(f"the run in {path} is over: {why}")
     if found is not None and isinstance(found.get("address"), str):
         return str(found["address"])
-    # A run directory of an agent alone has no coordinator of its own.
-    elsewhere = load_config(path).coordinator if (path / "config.json").exists() else ""
-    if elsewhere and not (path / "coordinator.json").exists():
-        return elsewhere
+    # A run directory of an agent alone has no coordinator of its own. After the agent's end another
+    # job may use the address.
+    alone = (path / "config.json").exists() and not (path / "coordinator.json").exists()
+    if alone and launcher_of(path) is not None:
+        elsewhere = load_config(path).coordinator
+        if elsewhere:
+            return elsewhere
     raise FieldError("--run-dir", str(path), _why_no_run(path))
 
 

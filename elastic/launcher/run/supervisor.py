@@ -353,7 +353,9 @@ class Supervisor:
         if any(not agent.ended() for agent in self._agents) or self._faults.joins:
             self._no_agents_since = 0.0
             return
-        if not self._hosting or self._drain_deadline:
+        # Agents end if no coordinator answers for long, as while the store is away from the start.
+        useless = not self._config.standalone and not (self._path / "coordinator.json").exists()
+        if not self._hosting or self._drain_deadline or (self._agents and useless):
             codes = [agent.returncode or EXIT_OK for agent in self._agents]
             code = next((code if code > 0 else 128 - code for code in codes if code), EXIT_OK)
             as_torchrun = code == EXIT_JOB_FAILED and not self._request.as_service

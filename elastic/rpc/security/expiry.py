@@ -32,7 +32,7 @@ def store_certificate_ends(store: StoreSpec) -> tuple[CertificateEnd, ...]:
         ca, chain = (Path(name).read_bytes() if name else b"" for name in (store.ca, store.cert))
     except OSError:
         return ()
-    return _ends(chain, ca, *(f"etcd {Path(name).name}" for name in (store.cert, store.ca)))
+    return _ends(chain, ca, f"etcd {CERT}", f"etcd {CA}")
 
 
 def _ends(chain: bytes, ca: bytes, chain_name: str, ca_name: str) -> tuple[CertificateEnd, ...]:
@@ -46,20 +46,19 @@ def _ends(chain: bytes, ca: bytes, chain_name: str, ca_name: str) -> tuple[Certi
     try:
         own = x509.load_pem_x509_certificates(chain)[:1] if chain else []
         authorities = x509.load_pem_x509_certificates(ca)
+        issuers = [one for one in authorities if own and one.subject == own[0].issuer]
+        issuer = max(issuers or authorities, key=lambda one: one.not_valid_after_utc)
+        return tuple(
+            CertificateEnd(
+                file,
+                one.subject.rfc4514_string()[:MAX_TEXT_LENGTH],
+                one.not_valid_after_utc.timestamp(),
+                f"{one.not_valid_after_utc:%Y-%m-%d %H:%M:%S} UTC",
+            )
+            for file, one in [*((chain_name, one) for one in own), (ca_name, issuer)]
+        )
     except ValueError:
         return ()
-    issuers = [one for one in authorities if own and one.subject == own[0].issuer] or authorities
-    issuer = max(issuers, key=lambda one: one.not_valid_after_utc)
-    found = [*((chain_name, one) for one in own), (ca_name, issuer)]
-    return tuple(
-        CertificateEnd(
-            file,
-            one.subject.rfc4514_string()[:MAX_TEXT_LENGTH],
-            one.not_valid_after_utc.timestamp(),
-            f"{one.not_valid_after_utc:%Y-%m-%d %H:%M:%S} UTC",
-        )
-        for file, one in found
-    )
 
 
 def with_expiry(text: str, certificates: Certificates | None) -> str:

@@ -220,6 +220,16 @@ def test_a_short_lack_of_descriptors_does_not_end_the_job() -> None:
     assert "9 times" in why and shortage in why
 
 
+@pytest.mark.parametrize("cause", ["SlotError: x", "OSError: [Errno 24] Too many open files"])
+def test_a_lack_that_comes_once_per_attempt_ends_the_job(cause: str) -> None:
+    """Each attempt takes so long that the crash before it is out of the record."""
+    state = running(1)
+    for number in range(LIMITS.hopeless):
+        state = state.of(updated_at=state.updated_at + 2 * LIMITS.window_s)
+        state, actions = crash_workers(state, "node0", cause)
+        assert bool(finish_reasons(actions)) == (number == LIMITS.hopeless - 1)
+
+
 def replanned(state: JobState) -> JobState:
     """All workers are back, and the nodes that are not quarantined train."""
     members = {

@@ -18,7 +18,7 @@ from elastic.domain.errors import UsageError
 from elastic.launcher import cli
 from elastic.launcher.commands.queries import local_wait
 from elastic.launcher.run.rundir import free_port, locked
-from elastic.store.interface import StoreUnavailable
+from elastic.store.interface import Conflict, StoreUnavailable
 from tests.launcher.helpers import wait_until
 
 
@@ -85,6 +85,31 @@ def test_the_coordinator_that_a_node_awaits_is_told(
     assert code == 2 and "no coordinator answers at 127.0.0.1:" in printed
 
 
+def test_a_standby_waits_for_nothing_that_matters(
+    run_dir: Path, launcher: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another coordinator leads, and may be out of reach from here."""
+    write_waiting(run_dir / "standby-0.json", standby_wait(Conflict("held"), time.time() - 90.0))
+    code, printed = run_status(run_dir, capsys)
+    assert code == 2 and "no coordinator answers" in printed
+
+
+def test_a_wait_during_the_training_tells_the_step(run_dir: Path, launcher: int) -> None:
+    line = {"kind": "progress", "step": 7, "steps": 30, "epoch": 2}
+    (run_dir / "progress.jsonl").write_text(json.dumps(line) + "\n")
+    error = StoreUnavailable("away")
+    write_waiting(run_dir / "standby-0.json", standby_wait(error, time.time()))
+    found = local_wait(run_dir)
+    assert found is not None and (found["step"], found["steps"], found["epoch"]) == (7, 30, 2)
+
+
+def test_another_job_at_the_address_of_an_agent_that_has_ended_is_not_asked(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, printed = run_status(run_dir, capsys)
+    assert code == 2 and "no coordinator has led there yet" in printed
+
+
 def test_a_wait_of_processes_that_have_ended_is_not_told(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,7 +117,7 @@ def test_a_wait_of_processes_that_have_ended_is_not_told(
         run_dir / "standby-0.json", standby_wait(StoreUnavailable("away"), time.time() - 90.0)
     )
     code, printed = run_status(run_dir, capsys)
-    assert code == 2 and "no coordinator answers" in printed
+    assert code == 2 and "no coordinator has led there yet" in printed
 
 
 def test_a_directory_that_gives_no_address_says_why(
