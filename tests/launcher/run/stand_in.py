@@ -1,9 +1,9 @@
 """Stand-ins for coordinator and agent in tests of the supervisor.
 
 Arguments of the unused script control them: finish=CODE, serve, fail, leaves, outdated (the
-coordinator cannot read the saved state), unable (the coordinator fails after it has written its
-process id), broken (agents end with an error), loud (a child of each agent prints 1 MB), and
-after=N, which delays `finish` to the N-th start of the coordinator.
+coordinator cannot read the saved state), waits (it never leads), unable (the coordinator fails
+after it has written its process id), broken (agents end with an error), loud (a child of each agent
+prints 1 MB), and after=N, which delays `finish` to the N-th start of the coordinator.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def coordinator() -> None:
     if "outdated" in words:
         write_last_words(run_dir, "coordinator", "protocol 9 wrote the state, protocol 2 is mine")
         raise SystemExit(EXIT_INCOMPATIBLE)
+    if "waits" in words:
+        signal.pause()
     host, _, port = args.address.rpartition(":")
     listener = socket.create_server((host, int(port)))
     draft = run_dir / "coordinator.tmp"

@@ -370,6 +370,13 @@ def test_a_coordinator_waits_for_its_store(start: Start, tmp_path: Path) -> None
     assert launcher.wait(LONG_S) == 143
 
 
+def test_a_launcher_ends_with_its_agent_if_its_coordinator_never_led(start: Start) -> None:
+    """The store was away for so long that the agent gave up."""
+    launcher = start("waits broken", *hosts(), mode=())
+    _, err = launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 1 and "OSError: no room for the socket" in err
+
+
 def test_a_coordinator_and_its_status_tell_the_store_that_is_awaited(tmp_path: Path) -> None:
     store, run_dir = f"etcd://127.0.0.1:{free_port()}", tmp_path / "run"
     script = tmp_path / "script.py"
