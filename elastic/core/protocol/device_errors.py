@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 
 from elastic.domain.errors import SlotError, VaultFull
 
@@ -36,8 +35,11 @@ HOST_ERRORS = frozenset(
 
 SHORTAGES = (SlotError.__name__, VaultFull.__name__)
 """Errors of a vault that can take no copies."""
-SHORTAGE_TEXTS = tuple(
-    map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+SHORTAGE_TEXTS = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "Too many open files",
+    "Cannot allocate memory",
 )
 """Texts of a system at its limits."""
 
