@@ -180,7 +180,8 @@ class _LogWriter:
         self._records.put(None)
 
     def join(self) -> None:
-        """After `end`, wait for it up to LOG_S, because the disk may hang."""
+        """Wait at most LOG_S until the lines are written, because the disk may hang. Call `end`
+        first."""
         self._thread.join(LOG_S)
 
     def _note_lost(self) -> None:

@@ -279,13 +279,19 @@ def test_the_end_is_told_on_every_open_connection(bench: Bench) -> None:
     assert coordinator._records.ended.wait(LONG_S) and coordinator._may_leave()
 
 
+def two_streams(coordinator: Coordinator) -> tuple[Any, Any]:
+    """Two open streams of node a, the older one first."""
+    older, newer = FakeSession("a"), FakeSession("a")
+    streams: list[Any] = [older, newer]
+    for session in streams:
+        coordinator._handle(StreamOpened(session))
+    return older, newer
+
+
 def test_a_late_message_of_an_old_stream_does_not_take_the_orders(bench: Bench) -> None:
     """The node has reconnected. Messages of both streams are read, the newest first."""
     coordinator = bench.coordinator
-    streams: list[Any] = [FakeSession("a"), FakeSession("a")]
-    old, new = streams
-    for session in streams:
-        coordinator._handle(StreamOpened(session))
+    old, new = two_streams(coordinator)
     for session in (new, old):
         coordinator._handle((session, came("a")))
     coordinator._decide()
@@ -296,10 +302,7 @@ def test_a_late_message_of_an_old_stream_does_not_take_the_orders(bench: Bench) 
 def test_a_new_agent_of_a_node_gets_its_orders_on_an_older_stream(bench: Bench) -> None:
     """It waited while its name was in use, and the former agent reconnected meanwhile."""
     coordinator = bench.coordinator
-    streams: list[Any] = [FakeSession("a"), FakeSession("a")]
-    waiting, former = streams
-    for session in streams:
-        coordinator._handle(StreamOpened(session))
+    waiting, former = two_streams(coordinator)
     coordinator._handle((former, came("a")))
     coordinator._decide()
     coordinator._state = coordinator._state.of(members={})

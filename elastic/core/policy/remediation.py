@@ -310,8 +310,8 @@ def _with_the_same(
 
 
 def _crash_times_of(cause: str) -> ProblemTimes:
-    """Return the times of crashes that compare with one of this cause. Any crash may lead to errors
-    of links on other nodes, so these excuse no other crash."""
+    """Return a function that gives a node's crashes which excuse a crash by `cause` elsewhere. Any
+    crash may lead to errors of links on other nodes, so those excuse only errors of links."""
 
     def times_of(record: NodeHealth) -> tuple[float, ...]:
         follows = is_link_error(record.crash_cause) and not is_link_error(cause)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from elastic.agent.wait_record import WaitRecord
-from elastic.config import JobConfig, WorkerCommand
 from elastic.coordinator.records.run_records import write_waiting
 from elastic.coordinator.waiting import standby_wait
 from elastic.domain.errors import UsageError
@@ -19,23 +18,16 @@ from elastic.launcher import cli
 from elastic.launcher.commands.queries import local_wait
 from elastic.launcher.run.rundir import free_port, locked
 from elastic.store.interface import Conflict, StoreUnavailable
+from tests.coordinator.helpers import three_nodes
 from tests.launcher.helpers import wait_until
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run directory whose launcher runs, until the end of the test."""
+    """A run directory; its launcher runs if the test requests `launcher`."""
     path = tmp_path / "run"
     path.mkdir()
-    config = JobConfig(
-        job_id="j",
-        run_dir=str(path),
-        memory_dir=str(tmp_path / "memory"),
-        command=WorkerCommand(script="x"),
-        checkpoint_dir=str(tmp_path / "checkpoints"),
-        coordinator=f"127.0.0.1:{free_port()}",
-    )
-    config.save()
+    three_nodes(path, coordinator=f"127.0.0.1:{free_port()}").save()
     return path
 
 
