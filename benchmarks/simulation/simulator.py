@@ -49,10 +49,11 @@ def timed(work: Callable[[], object]) -> Took:
 
 def like_p3(nodes: int, hours: float, model: str, often: float = 1.0) -> Scenario:
     """Return a scenario with AWS p3's losses (0.61 per node-hour, 2.1 at once) times `often`."""
+    sizes = ((1, 5.0), (2, 2.0), (3, 2.0), (6, 1.0))
     market = Market(
         nodes=nodes,
         mtbf_s=3600 * 2.1 / (0.61 * nodes * often),
-        bulk=((1, 5.0), (2, 2.0), (3, 2.0), (6, 1.0)),
+        bulk=tuple((size, weight) for size, weight in sizes if size <= nodes),
         repair_s=1800.0,
     )
     return Scenario(market=market, duration_s=hours * 3600, model=model)
