@@ -30,7 +30,8 @@ from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import ONE_F_ONE_B, Action, lists
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import StageRunner
-from elastic.worker.model.layers import ListStack, Microbatch, TensorParallel
+from elastic.worker.model.layers import ListStack, TensorParallel
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica

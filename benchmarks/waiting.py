@@ -11,7 +11,8 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from elastic.worker.model.layers import ListStack, Microbatch
+from elastic.worker.model.layers import ListStack
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec, adamw, without_compiler
 from elastic.worker.trainer import Trainer
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from elastic.domain.version import VERSION
 
 if TYPE_CHECKING:
-    from elastic.worker.model.layers import LayerStack, ListStack, Microbatch
+    from elastic.worker.model.layers import LayerStack, ListStack
+    from elastic.worker.model.microbatch import Microbatch
     from elastic.worker.model.optimizer import OptimizerSpec
     from elastic.worker.trainer import Trainer
 
@@ -25,7 +26,7 @@ __all__ = ["LayerStack", "ListStack", "Microbatch", "OptimizerSpec", "Trainer", 
 _HOMES = {
     "LayerStack": "elastic.worker.model.layers",
     "ListStack": "elastic.worker.model.layers",
-    "Microbatch": "elastic.worker.model.layers",
+    "Microbatch": "elastic.worker.model.microbatch",
     "OptimizerSpec": "elastic.worker.model.optimizer",
     "Trainer": "elastic.worker.trainer",
 }

@@ -24,7 +24,8 @@ from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import AgentClient, WorkerSettings
 from elastic.worker.engine.injector import FaultInjector, check_faults
 from elastic.worker.model.device import choose_device
-from elastic.worker.model.layers import LayerStack, Microbatch, TensorParallel
+from elastic.worker.model.layers import LayerStack, TensorParallel
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.profiling.run_profile import EMULATE, check_profile
 from elastic.worker.replica.build import build_replica, warm_up

@@ -38,7 +38,8 @@ from elastic.worker.context import WorkerContext
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.engine.step import StepChecks, StepResult, StepRunner
-from elastic.worker.model.layers import Microbatch, tp_sync
+from elastic.worker.model.layers import tp_sync
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.profiling.run_profile import EMULATE
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
@@ -270,6 +271,7 @@ class EpochSession:
             pairs=self._roster.pairs(),
             shaper=shaper_of(Path(settings.memory_dir) / node, settings.link),
             remote=[rank for rank, member in enumerate(members) if member.unit.node != node],
+            varying=context.job.stack.varying,
         )
 
     def _runner(self, installed: LoadedStage, links: Links) -> StepRunner:

@@ -21,7 +21,8 @@ from elastic.worker.control.agent_client import WorkerSettings, connect_agent
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.checks import description, whole_number
 from elastic.worker.model.data_source import DataSource
-from elastic.worker.model.layers import LayerStack, Microbatch
+from elastic.worker.model.layers import LayerStack
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.profiling.measure import measure_job, note_progress
 from elastic.worker.profiling.run_profile import select_stack

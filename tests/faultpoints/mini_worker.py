@@ -40,6 +40,7 @@ from elastic.worker.backup.publisher import Publisher
 from elastic.worker.engine.incremental_allreduce import IncrementalAllReduce
 from elastic.worker.engine.sharded_update import ParameterGather
 from elastic.worker.engine.stage_runner import GroupAgreement
+from elastic.worker.model.values import Message
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
 from elastic.worker.recovery.state_loader import StateLoader
@@ -284,7 +285,7 @@ class MiniWorker:
     def _compare(self, copy: Copy, data: Tensor) -> None:
         (index,) = copy.microbatches
         expected = message(copy.kind, copy.layer, copy.step, index)
-        if not torch.equal(read_message(data), expected):
+        if not torch.equal(read_message(data).tensor, expected):
             raise AssertionError(f"logged message {copy.key} has other values")
 
     def _microbatch(
@@ -309,7 +310,8 @@ class MiniWorker:
             return
         for kind, layer in ((ACTIVATION, layers[-1] + 1), (COTANGENT, layers[0])):
             if 0 < layer < assignment.plan.n_layers:
-                log.keep(LoggedMessage(kind, layer, step, index, message(kind, layer, step, index)))
+                sent = Message.of(message(kind, layer, step, index))
+                log.keep(LoggedMessage(kind, layer, step, index, sent))
 
     def _reduce(
         self, replicas: Sequence[LayerReplica], rounds: IncrementalAllReduce | None, workers: Any

@@ -29,6 +29,7 @@ from elastic.worker.engine.commit import Contribution, LayerContribution, compar
 from elastic.worker.engine.step import StepResult
 from elastic.worker.epoch_session import EpochSession
 from elastic.worker.model.layers import TensorParallel
+from elastic.worker.model.values import Message
 from elastic.worker.transport.cancellation import AbandonSignal, LinkFailed
 from elastic.worker.transport.device_fault import crash_on_node_fault
 from tests.simulation.model import ModelReplica, whole_gradient
@@ -297,7 +298,7 @@ class ModelSteps:
     def _keep(self, kind: str, layer: int, index: int) -> None:
         log = self._p.protection.log
         if log is not None:
-            message = torch.tensor([layer, self.step, index])
+            message = Message.of(torch.tensor([layer, self.step, index]))
             log.keep(LoggedMessage(kind, layer, self.step, index, message))
 
     def _reduce_and_commit(self) -> tuple[dict[int, Tensor], int]:

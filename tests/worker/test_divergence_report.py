@@ -17,7 +17,8 @@ from elastic.planning.plan.plan import parse_plan
 from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.epoch_session import EpochSession
-from elastic.worker.model.layers import ListStack, Microbatch
+from elastic.worker.model.layers import ListStack
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import adamw
 from elastic.worker.replica.build import build_replica
 from elastic.worker.transport.cancellation import AbandonSignal

@@ -1,7 +1,7 @@
 """The `log` scheme: messages between stages, kept as copies on the sender's node.
 
-A copy has a header (int64 words as on the wire, `elastic.worker.transport.tensor_header`), padding
-up to DATA_OFFSET bytes, and the tensor's bytes.
+A copy has a header and its text (`elastic.worker.transport.value_header`, as on the wire), padding
+to a multiple of ALIGNMENT bytes, and the bytes of the message's tensor.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from elastic.domain.errors import ElasticError, VaultError, VaultFull
 from elastic.worker.backup.items import PendingCopy
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.model.state_codec import as_bytes
+from elastic.worker.model.values import Message
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
-from elastic.worker.transport.tensor_header import MAX_DIMS, pack_header, spec_of, unpack_header
+from elastic.worker.transport.value_header import N_WORDS, pack_header, text_nbytes, unpack_header
 
-HEADER_BYTES = 8 * (2 + MAX_DIMS)
-DATA_OFFSET = 128
+HEADER_BYTES = 8 * N_WORDS
+ALIGNMENT = 128
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +36,13 @@ class LoggedMessage:
     layer: int
     step: int
     microbatch: int
-    tensor: Tensor
+    message: Message
 
     @property
     def nbytes(self) -> int:
         """Size of the message's copy in bytes."""
-        return DATA_OFFSET + self.tensor.nbytes
+        text = pack_header(self.message.spec)[1]
+        return _data_offset(text.numel()) + self.message.tensor.nbytes
 
     def as_copy(self) -> PendingCopy:
         """Return the copy to be made of this message."""
@@ -49,19 +51,30 @@ class LoggedMessage:
 
     def write(self, out: Tensor) -> None:
         """Write the copy to `out`, uint8 [nbytes] in host memory."""
-        out[:HEADER_BYTES].copy_(pack_header(spec_of(self.tensor)).view(torch.uint8))
-        out[HEADER_BYTES:DATA_OFFSET].zero_()
-        out[DATA_OFFSET:].copy_(as_bytes(self.tensor))
+        header, text = pack_header(self.message.spec)
+        begin, offset = HEADER_BYTES + text.numel(), _data_offset(text.numel())
+        out[:HEADER_BYTES].copy_(header.view(torch.uint8))
+        out[HEADER_BYTES:begin].copy_(text)
+        out[begin:offset].zero_()
+        out[offset:].copy_(as_bytes(self.message.tensor))
 
 
-def read_message(data: Tensor) -> Tensor:
+def _data_offset(text_bytes: int) -> int:
+    """Return where the tensor's bytes begin, behind a header with a text of `text_bytes`."""
+    return -(-(HEADER_BYTES + text_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+def read_message(data: Tensor) -> Message:
     """Return the message in `data`, a copy's bytes (uint8 [nbytes]), as a view of `data`.
 
     Raises VaultError if the copy is malformed.
     """
     try:
-        dtype, shape = unpack_header(data[:HEADER_BYTES].clone().view(torch.int64), 0)
-        return data[DATA_OFFSET:].view(dtype).view(shape)
+        header = data[:HEADER_BYTES].clone().view(torch.int64)
+        n = text_nbytes(header)
+        spec = unpack_header(header, data[HEADER_BYTES : HEADER_BYTES + n])
+        dtype, shape = spec.message
+        return Message(spec, data[_data_offset(n) :].view(dtype).view(shape))
     except (ElasticError, RuntimeError, ValueError) as error:
         size = data.numel()
         raise VaultError(f"a logged message of {size} bytes is malformed: {error}") from error

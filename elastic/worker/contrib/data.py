@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from elastic.worker.contrib.corpus import ByteCorpus
-from elastic.worker.model.layers import Microbatch
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.rng import derive_seed
 
 __all__ = ["ByteCorpus", "ByteDataset"]

@@ -26,11 +26,11 @@ from elastic.worker.contrib.linear import linear
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.layers import (
     LayerStack,
-    Microbatch,
     TensorParallel,
     describe_parameters,
     layer_spec,
 )
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 
 

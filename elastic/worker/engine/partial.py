@@ -18,6 +18,7 @@ from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import read_message
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import Hooks, StageRunner
+from elastic.worker.model.values import Message
 from elastic.worker.replica.replica import LayerReplica
 
 
@@ -66,7 +67,7 @@ class PartialRunner:
                 given = self._logged_messages(runs)
                 runner.run(self.step, actions, skip, hooks, given, stages)
 
-    def _logged_messages(self, runs: Sequence[PartialRun]) -> dict[Action, torch.Tensor]:
+    def _logged_messages(self, runs: Sequence[PartialRun]) -> dict[Action, Message]:
         """Return the logged messages of `runs`, by the action that would receive them."""
         messages = {}
         for run in runs:

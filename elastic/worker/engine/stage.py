@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from elastic.planning.plan.rank_map import Roster
-from elastic.worker.model.layers import Microbatch
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.split_backward import WeightBackward, backward_input
+from elastic.worker.model.values import Message, Value, needs_gradient, parts_of
 from elastic.worker.replica.replica import LayerReplica
 
 
@@ -34,9 +35,9 @@ class _MicrobatchPass:
     """A micro-batch between its forward pass and the end of its backward pass."""
 
     microbatch: Microbatch
-    hidden: Tensor | None
+    hidden: Value | None
     """Input of the stage; None if the stage holds the first layer."""
-    output: Tensor | None = None
+    output: Value | None = None
     """Output with its graph; None if it will be recomputed."""
     rest: WeightBackward | None = None
     """Weight part of the backward pass, once the input part is done."""
@@ -76,61 +77,57 @@ class LocalStage:
         self._passes: dict[int, _MicrobatchPass] = {}
         self._losses: dict[int, _Loss] = {}
 
-    @property
-    def needs_data(self) -> bool:
-        """Whether this stage holds the first or the last layer, which read the user's data."""
-        return self.begins or self.ends
-
     def clear(self) -> None:
         """Drop all micro-batches in progress."""
         self._passes.clear()
         self._losses.clear()
 
-    def forward(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
+    def forward(self, microbatch: Microbatch, received: Message | None) -> Message:
         """Run the layers. Returns the next stage's input or, on the last stage, the loss.
 
         A stage that recomputes also builds the graph here and drops it, because kernels without a
         graph may give different last bits.
 
         Args:
-            hidden: output of the preceding stage; None on the first stage.
+            received: output of the preceding stage; None on the first stage.
         """
-        if hidden is not None:
-            hidden.requires_grad_()
+        hidden = None if received is None else received.leaves()
         output = self._run(microbatch, hidden)
         kept = None if self._recompute else output
         self._passes[microbatch.index] = _MicrobatchPass(microbatch, hidden, kept)
         if self.ends:
+            assert isinstance(output, Tensor), "the last layer returns the loss"
             self._losses[microbatch.index] = _Loss(output)
-        return output.detach()
+        return Message.of(output)
 
-    def backward(self, index: int, gradient: Tensor | float) -> Tensor | None:
+    def backward(self, index: int, gradient: Message | float) -> Message | None:
         """Run the whole backward pass of micro-batch `index`. It is empty if the stage holds only
         frozen layers, the first one among them.
 
         Args:
-            gradient: gradient of the stage's output.
+            gradient: gradients of the output's parts that need one, or one number for all elements.
 
         Returns:
-            The gradient of the stage's input; None on the first stage.
+            The gradients of the input's parts that need one; None on the first stage.
         """
         current = self._passes.pop(index)
-        output = self._output(current)
-        if output.requires_grad:
-            torch.autograd.backward(output, _like(gradient, output))
+        outputs, gradients = _with_gradients(self._output(current), gradient)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
         return self._input_gradient(current)
 
-    def backward_input(self, index: int, gradient: Tensor | float) -> Tensor | None:
-        """Run the input part of a backward pass, and return the gradient of the stage's input.
+    def backward_input(self, index: int, gradient: Message | float) -> Message | None:
+        """Run the input part of a backward pass, and return the gradients of the stage's input.
 
         `backward_weight` runs the other part.
         """
         current = self._passes[index]
         assert current.hidden is not None, "the first stage has no input"
-        output, current.output = self._output(current), None
+        outputs, gradients = _with_gradients(self._output(current), gradient)
+        current.output = None
+        sources = [part for part in parts_of(current.hidden) if part.requires_grad]
         parameters = [p for layer in self.layers for p in layer.module.parameters()]
-        gradient = _like(gradient, output)
-        current.rest = backward_input(output, gradient, current.hidden, parameters)
+        current.rest = backward_input(outputs, gradients, sources, parameters)
         return self._input_gradient(current)
 
     def backward_weight(self, index: int) -> None:
@@ -150,25 +147,30 @@ class LocalStage:
         for layer in self.layers:
             layer.collect(index, skip=index in skip.get(layer.index, frozenset()))
 
-    def _run(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
+    def _run(self, microbatch: Microbatch, hidden: Value | None) -> Value:
         for layer in self.layers:
             hidden = layer.forward(hidden, microbatch)
         assert hidden is not None
         return hidden
 
-    def _output(self, current: _MicrobatchPass) -> Tensor:
+    def _output(self, current: _MicrobatchPass) -> Value:
         """Return the stage's output with its graph, recomputed if necessary."""
         if current.output is None:
             return self._run(current.microbatch, current.hidden)
         return current.output
 
     @staticmethod
-    def _input_gradient(current: _MicrobatchPass) -> Tensor | None:
-        if current.hidden is None:
+    def _input_gradient(current: _MicrobatchPass) -> Message | None:
+        hidden, current.hidden = current.hidden, None
+        if hidden is None:
             return None
-        gradient, current.hidden = current.hidden.grad, None
-        assert gradient is not None, "the stage's output does not depend on its input"
-        return gradient
+        # A part that no layer of this stage has used has no gradient.
+        found = [
+            torch.zeros_like(part) if part.grad is None else part.grad
+            for part in parts_of(hidden)
+            if part.requires_grad
+        ]
+        return Message.of(found[0] if isinstance(hidden, Tensor) else tuple(found))
 
 
 def stages_of_rank(
@@ -204,6 +206,16 @@ def stages_of_rank(
     return stages
 
 
-def _like(gradient: Tensor | float, output: Tensor) -> Tensor:
-    """Return `gradient` as a tensor in the shape of `output`."""
-    return gradient if isinstance(gradient, Tensor) else torch.full_like(output, gradient)
+def _with_gradients(output: Value, gradient: Message | float) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parts of `output` that have a graph, and their gradients.
+
+    `gradient` has one for each part that `needs_gradient` names, or is one number for all.
+    """
+    parts = parts_of(output)
+    wanted = [part for part, need in zip(parts, needs_gradient(output), strict=True) if need]
+    if isinstance(gradient, Message):
+        given = parts_of(gradient.value())
+    else:
+        given = [torch.full_like(part, gradient) for part in wanted]
+    pairs = [pair for pair in zip(wanted, given, strict=True) if pair[0].requires_grad]
+    return [part for part, _ in pairs], [given for _, given in pairs]

@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-import torch
-
 from elastic.domain.errors import DivergenceError, VaultError
 from elastic.domain.types import ACTIVATION, COTANGENT
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import LoggedMessage
 from elastic.worker.engine.stage import LocalStage
-from elastic.worker.model.layers import Microbatch
+from elastic.worker.model.microbatch import LazyFields, Microbatch
+from elastic.worker.model.values import Message
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import Links, Receive
 
@@ -120,11 +119,11 @@ class _PostedReceives:
         while self._left and len(self._posted) < RECEIVES_AHEAD:
             self._posted.append(self._post(self._left.popleft()))
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> Message:
         """Wait for the next message and return it."""
-        tensor = self._posted.popleft().wait()
+        message = self._posted.popleft().message()
         self._top_up()
-        return tensor
+        return message
 
 
 class StageRunner:
@@ -134,7 +133,8 @@ class StageRunner:
         stages: the stages of this worker, in model order.
         links: the epoch's links.
         n_microbatches: micro-batches M of the whole step; each loss is weighted by 1 / M.
-        data: data(step, index) -> the micro-batch's fields; called on the first and last stage.
+        data: data(step, index) -> the micro-batch's fields. The first and the last stage call it
+            before the forward pass, others when a layer reads a field.
         agreement: the agreement with the tensor-parallel group; None: this rank is alone.
         keep: called with every message that is sent; None: messages are not logged.
     """
@@ -166,8 +166,8 @@ class StageRunner:
     def _clear(self) -> None:
         for stage in self._stages.values():
             stage.clear()
-        self._received: dict[Action, torch.Tensor] = {}
-        self._outgoing: dict[Action, torch.Tensor] = {}
+        self._received: dict[Action, Message] = {}
+        self._outgoing: dict[Action, Message] = {}
         self._uncollected: tuple[LocalStage, int] | None = None
         """Stage and micro-batch whose gradients are in `.grad` but not in the layers' sums."""
 
@@ -177,7 +177,7 @@ class StageRunner:
         actions: Sequence[Action],
         skip: Mapping[int, frozenset[int]],
         hooks: Hooks,
-        given: Mapping[Action, torch.Tensor] | None = None,
+        given: Mapping[Action, Message] | None = None,
         stages: Sequence[LocalStage] | None = None,
     ) -> None:
         """Run `actions` of `step`. Returns when all gradients are collected and messages sent.
@@ -281,33 +281,34 @@ class StageRunner:
                 self._send(action, stage.previous, COTANGENT, stage.layers[0].index, step)
 
     def _send(self, action: Action, rank: int, kind: str, layer: int, step: int) -> None:
-        tensor = self._outgoing.pop(action)
-        self._links.send(tensor, rank, _tag(action))
+        message = self._outgoing.pop(action)
+        self._links.send(message, rank, _tag(action))
         if self._keep_sent is not None:
-            self._keep_sent(LoggedMessage(kind, layer, step, action.microbatch, tensor.detach()))
+            self._keep_sent(LoggedMessage(kind, layer, step, action.microbatch, message))
 
     def _forward(self, stage: LocalStage, step: int, action: Action) -> None:
         m = action.microbatch
         if stage is self._first:
             self.started.add(m)
-        microbatch = self._data(step, m) if stage.needs_data else Microbatch(step, m, {})
+        if stage.begins or stage.ends:
+            microbatch = self._data(step, m)
+        else:
+            microbatch = Microbatch(step, m, LazyFields(lambda: self._data(step, m).fields))
         output = stage.forward(microbatch, self._take_received(Kind.RECV_F, action))
         if stage.following is not None:
             self._outgoing[Action(Kind.SEND_F, m, action.stage)] = output
 
-    def _take_received(self, kind: Kind, action: Action) -> torch.Tensor | None:
+    def _take_received(self, kind: Kind, action: Action) -> Message | None:
         """Return the received or given message that is the input of `action`; None: no message."""
-        tensor = self._received.pop(Action(kind, action.microbatch, action.stage), None)
-        return None if tensor is None else tensor.to(self._links.device)
+        message = self._received.pop(Action(kind, action.microbatch, action.stage), None)
+        return None if message is None else message.to(self._links.device)
 
-    def _gradient(self, action: Action) -> torch.Tensor | float:
+    def _gradient(self, action: Action) -> Message | float:
         """Return the gradient of the stage's output: the next stage's, or 1 / M for the loss."""
         received = self._take_received(Kind.RECV_B, action)
         return self._scale if received is None else received
 
-    def _queue_gradient(
-        self, stage: LocalStage, action: Action, gradient: torch.Tensor | None
-    ) -> None:
+    def _queue_gradient(self, stage: LocalStage, action: Action, gradient: Message | None) -> None:
         """Keep the gradient of the stage's input until the action that sends it."""
         if gradient is not None and stage.previous is not None:
             self._outgoing[Action(Kind.SEND_B, action.microbatch, action.stage)] = gradient

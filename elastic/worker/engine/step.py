@@ -38,15 +38,17 @@ from elastic.worker.engine.sharded_update import ParameterGather
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import GroupAgreement, StageRunner
 from elastic.worker.model.gradients import exact_limit, range_text
-from elastic.worker.model.layers import Microbatch, Tied
+from elastic.worker.model.layers import Tied
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.digest import device_kind
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.links import Links
 
 log = logging.getLogger(__name__)
-UNRECEIVED_PER_UNIT = 2
-"""Messages in flight per unit of a long interleaved pipeline: one message and its header."""
+UNRECEIVED_PER_UNIT = 3
+"""Messages in flight per unit of a long interleaved pipeline: one message, its header and the
+header's text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

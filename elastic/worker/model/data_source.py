@@ -10,7 +10,7 @@ from torch import Tensor
 
 from elastic.domain.errors import FieldError
 from elastic.worker.model.checks import Described, check_callable, description
-from elastic.worker.model.layers import Microbatch
+from elastic.worker.model.microbatch import Microbatch
 
 FUNCTION = (
     "a function data(step, index) that returns a Microbatch of any step and index; "

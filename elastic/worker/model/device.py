@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from elastic.worker.model.values import Value
+
 
 def choose_device(local_rank: int, *, emulated: bool = False) -> torch.device:
     """Return this worker's GPU if the machine has GPUs, else the CPU; the CPU if `emulated`."""
@@ -22,7 +24,7 @@ def device_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def activation_bytes(forward: Callable[[], Tensor], module: nn.Module, device: torch.device) -> int:
+def activation_bytes(forward: Callable[[], Value], module: nn.Module, device: torch.device) -> int:
     """Return the bytes that `forward` keeps for its backward pass, parameters excluded.
 
     On the CPU the storages that autograd saves are counted, each once, with the input. On CUDA the

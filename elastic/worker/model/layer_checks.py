@@ -7,6 +7,7 @@ only they show what a layer returns and whether it changes its buffers.
 from __future__ import annotations
 
 import sys
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,15 @@ from torch.nn.parameter import is_lazy
 
 from elastic.domain.errors import FieldError
 from elastic.worker.model.checks import Described, check_callable, description
+from elastic.worker.model.values import Value, can_have_gradient, parts_of
 
 FORWARD = "its forward must accept (hidden, microbatch): derive a class from it, or wrap it in one"
 LAZY = "lazy modules have no shapes yet: give their sizes, as nn.Linear(64, 64)"
+LOSS = "forward of the last layer must return the mean loss, one number, as .mean() does"
+VALUE = (
+    "forward must return the input of the next layer: a floating-point tensor, or a tuple or dict "
+    "of tensors with at least one such"
+)
 STATE = "a layer that moves to another node, or is exported, loses it"
 
 
@@ -64,29 +71,46 @@ class LayerChecks:
         if self._buffers:
             self._before = self._marks()
 
-    def end(self, hidden: Tensor | None, out: object) -> Tensor:
+    def end(self, hidden: Value | None, out: object) -> Value:
         """Return `out`, the result of a forward pass of `hidden`. Raises FieldError if it is not
         usable, or if the pass has changed a buffer that belongs to the module's state."""
-        if not isinstance(out, Tensor):
-            raise FieldError(self._name, description(out), self._wanted())
-        if (self._last and out.numel() != 1) or not (out.is_floating_point() or out.is_complex()):
-            raise FieldError(self._name, description(out), self._wanted())
-        depends = hidden.requires_grad if hidden is not None else self._trains
-        if (depends or self._last) and torch.is_grad_enabled() and not out.requires_grad:
+        parts = self._parts(out)
+        if hidden is None:
+            depends = self._trains
+        else:
+            depends = any(part.requires_grad for part in parts_of(hidden))
+        has_graph = any(part.requires_grad for part in parts)
+        if (depends or self._last) and torch.is_grad_enabled() and not has_graph:
             remedy = "it must depend on its input and parameters: leave out detach and no_grad"
             everything = "" if depends else ", and do not freeze all layers"
             what = Described("a result without gradient")
             raise FieldError(self._name, what, f"{remedy}{everything}")
         if self._buffers:
             self._check_buffers()
-        return out
+        return cast(Value, out)
 
-    def _wanted(self) -> str:
+    def _parts(self, out: object) -> list[Tensor]:
+        """Return the tensors of a result. Raises FieldError if it is not a value, or no loss."""
         if self._last:
-            return (
-                "forward of the last layer must return the mean loss, one number, as .mean() does"
-            )
-        return "forward must return one floating-point tensor, the input of the next layer"
+            if not isinstance(out, Tensor) or out.numel() != 1 or not can_have_gradient(out.dtype):
+                raise FieldError(self._name, description(out), LOSS)
+            return [out]
+        if isinstance(out, dict):
+            named = {f"[{key!r}]": part for key, part in out.items()}
+            if not all(isinstance(key, str) for key in out):
+                raise FieldError(self._name, description(out), f"{VALUE}; keys are texts")
+        elif isinstance(out, tuple) and not hasattr(out, "_fields"):
+            named = {f"[{index}]": part for index, part in enumerate(out)}
+        else:
+            named = {"": out}
+        for place, part in named.items():
+            if not isinstance(part, Tensor):
+                what = f"{self._name}, result{place}" if place else self._name
+                raise FieldError(what, description(part), VALUE)
+        parts = cast(list[Tensor], list(named.values()))
+        if not any(can_have_gradient(part.dtype) for part in parts):
+            raise FieldError(self._name, description(out), VALUE)
+        return parts
 
     def _marks(self) -> list[tuple[int, int]]:
         """Return identity and number of changes of each buffer."""

@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,15 +30,6 @@ _ON_META = re.compile(r"\bmeta (tensor|device)|\bdevice meta|\bdevices, .*\bmeta
 """What torch says about an operation that needs the values of a tensor on the meta device."""
 ADAM_BYTES = 8
 """Assumed optimizer bytes per element if no optimizer is given: two float32 moments."""
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """One micro-batch of one step. `fields` are filled on the first and the last stage only."""
-
-    step: int
-    index: int
-    fields: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +60,16 @@ def tp_sync(tp: TensorParallel) -> Callable[[bool], bool] | None:
 class LayerStack(ABC):
     """All layers of a model.
 
-    A layer's module has `forward(hidden: Tensor | None, microbatch: Microbatch) -> Tensor`. Layer 0
-    gets None and reads the micro-batch's fields. The last layer returns the scalar mean loss. A
-    parameter that TP ranks split has the split dimension as attribute `partition_dim`. Modules keep
-    no state except parameters and constant buffers.
+    A layer's module has `forward(hidden: Value | None, microbatch: Microbatch) -> Value`, where a
+    value is a tensor, a tuple or a dict of tensors. Layer 0 gets None. Every layer may read the
+    fields of the micro-batch. The last layer returns the scalar mean loss. A parameter that TP
+    ranks split has the split dimension as attribute `partition_dim`. Modules keep no state except
+    parameters and constant buffers.
     """
 
     seed: int
+    varying: bool = False
+    """Whether the shapes of the values between layers differ from micro-batch to micro-batch."""
     tied: Tied = ()
     """Groups of parameters that are one tensor. Each owner holds an equal copy of the tensor, and
     the owners' gradients are summed before the update."""
@@ -173,7 +167,12 @@ class ListStack(LayerStack):
     """
 
     def __init__(
-        self, builders: Sequence[Callable[[], nn.Module]], seed: int, tied: Tied = ()
+        self,
+        builders: Sequence[Callable[[], nn.Module]],
+        seed: int,
+        tied: Tied = (),
+        *,
+        varying: bool = False,
     ) -> None:
         if isinstance(builders, nn.Module) or not isinstance(builders, Iterable):
             raise FieldError("builders", description(builders), f"a list of builders: {BUILDER}")
@@ -184,7 +183,7 @@ class ListStack(LayerStack):
             if isinstance(builder, nn.Module):
                 raise FieldError(f"builders[{index}]", description(builder), BUILDER)
             check_callable(f"builders[{index}]", builder, 0, BUILDER)
-        self.seed = whole_number("seed", seed)
+        self.seed, self.varying = whole_number("seed", seed), bool(varying)
         self._described: dict[int, list[tuple[str, Tensor]]] = {}
         self.tied = tied
         self._check_tied()

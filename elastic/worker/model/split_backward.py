@@ -58,21 +58,24 @@ class WeightBackward:
 
 
 def backward_input(
-    output: Tensor, gradient: Tensor, source: Tensor, parameters: Iterable[Tensor]
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    parameters: Iterable[Tensor],
 ) -> WeightBackward:
-    """Set the `.grad` of `source`, and return the rest of the backward pass.
+    """Set the `.grad` of `sources`, and return the rest of the backward pass.
 
     Args:
-        output: result of a forward pass on `source` and `parameters`.
-        gradient: gradient of `output`.
-        source: a leaf that requires a gradient.
+        outputs: results, with a graph, of a forward pass on `sources` and `parameters`.
+        gradients: gradients of `outputs`.
+        sources: leaves that require a gradient.
         parameters: leaves with an empty `.grad`, which stays empty.
     """
     wanted = [p for p in parameters if p.requires_grad]
-    cuts, rest = _cut(output, source, wanted)
+    cuts, rest = _cut(outputs, sources, wanted)
     handles = [cut.node.register_prehook(cut.keep) for cut in cuts]
     try:
-        torch.autograd.backward(output, gradient, inputs=[source, *rest], retain_graph=True)
+        torch.autograd.backward(outputs, gradients, inputs=[*sources, *rest], retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -83,18 +86,18 @@ def backward_input(
 
 
 def _cut(
-    output: Tensor, source: Tensor, parameters: Sequence[Tensor]
+    outputs: Sequence[Tensor], sources: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> tuple[list[_CutPoint], list[Tensor]]:
     """Return the cuts of the graph, and the parameters that cannot be left for later."""
-    start = get_gradient_edge(source).node
-    order = _children_first(get_gradient_edge(output).node)
-    inside = {start}
+    starts = {get_gradient_edge(source).node for source in sources}
+    order = _children_first([get_gradient_edge(output).node for output in outputs])
+    inside = set(starts)
     for node in order:
         if any(child in inside for child, _ in node.next_functions):
             inside.add(node)
     owners = {get_gradient_edge(p).node: p for p in parameters}
     entering: dict[Node, list[_CutPoint]] = {node: [] for node in owners}
-    cuts = [_CutPoint(node) for node in order if node in inside and node is not start]
+    cuts = [_CutPoint(node) for node in order if node in inside and node not in starts]
     for cut in cuts:
         for node in _behind(cut.node, inside):
             if node in entering:
@@ -120,11 +123,11 @@ def _behind(node: Node, inside: set[Node]) -> set[Node]:
     return found
 
 
-def _children_first(root: Node) -> list[Node]:
+def _children_first(roots: Iterable[Node]) -> list[Node]:
     """Return all operations of a graph, each after the operations behind it."""
     order: list[Node] = []
     seen: set[Node] = set()
-    stack = [(root, False)]
+    stack = [(root, False) for root in roots]
     while stack:
         node, done = stack.pop()
         if done:

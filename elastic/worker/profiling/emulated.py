@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.planning.cost.profile import LayerTimes, Profile
 from elastic.worker.model import rng as randomness
-from elastic.worker.model.layers import LayerStack, Microbatch, TensorParallel
+from elastic.worker.model.layers import LayerStack, TensorParallel
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 
 WIDTH = 4

@@ -26,8 +26,10 @@ from elastic.worker.context import TrainingJob
 from elastic.worker.control.agent_client import WorkerSettings
 from elastic.worker.control.step_timing import mark, seconds_between, synchronize
 from elastic.worker.model.device import activation_bytes, choose_device
-from elastic.worker.model.layers import Microbatch, TensorParallel
+from elastic.worker.model.layers import TensorParallel
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.split_backward import WeightBackward, backward_input
+from elastic.worker.model.values import Message, Value, ValueSpec, parts_of
 from elastic.worker.replica.replica import LayerReplica, shard_dim
 
 
@@ -108,8 +110,8 @@ class _LayerMeasurement:
     def run(self, microbatch: Microbatch) -> list[tuple[LayerSpec, int]]:
         """Return per layer (measured values, index of the equal layer that was measured)."""
         job, last = self._job, self._job.spec.n_layers - 1
-        hidden: Tensor | None = None
-        known: dict[object, tuple[LayerSpec, int, Tensor]] = {}
+        hidden: Value | None = None
+        known: dict[object, tuple[LayerSpec, int, Value]] = {}
         results = []
         for index in range(last + 1):
             replica = job.replica(index, self._tp, self._device)
@@ -122,13 +124,13 @@ class _LayerMeasurement:
         return results
 
     def _measure(
-        self, replica: LayerReplica, hidden: Tensor | None, microbatch: Microbatch
-    ) -> tuple[LayerSpec, int, Tensor]:
+        self, replica: LayerReplica, hidden: Value | None, microbatch: Microbatch
+    ) -> tuple[LayerSpec, int, Value]:
         """Return (measured values, layer index, output)."""
         last = replica.index == self._job.spec.n_layers - 1
         run = _MeasuredPass(replica, hidden, microbatch)
         activations = activation_bytes(run.forward, replica.module, self._device)
-        output = run.forward().detach()
+        sent = Message.of(run.forward())
         reduced = torch.zeros_like(replica.gradient)
 
         def update() -> None:
@@ -152,14 +154,14 @@ class _LayerMeasurement:
         layer = LayerSpec(
             **_layer_bytes(replica, self._tp.size, update),
             activation_bytes=activations,
-            output_bytes=0 if last else output.nbytes,
+            output_bytes=0 if last else sent.tensor.nbytes,
             forward_s=seconds(run.forward),
             backward_s=seconds(run.backward, before=run.forward),
             backward_input_s=seconds(run.input_part, before=run.forward),
             backward_weight_s=seconds(run.weight_part, before=until_weight_part),
             update_s=seconds(update),
         )
-        return layer, replica.index, output
+        return layer, replica.index, sent.leaves()
 
     def _seconds(self, call: Callable[[], object]) -> float:
         """Return the seconds of one call, until the device has done the call's work."""
@@ -176,30 +178,28 @@ class _LayerMeasurement:
 class _MeasuredPass:
     """Runs one micro-batch through one layer repeatedly, pass by pass."""
 
-    def __init__(
-        self, replica: LayerReplica, hidden: Tensor | None, microbatch: Microbatch
-    ) -> None:
-        self._replica, self._microbatch = replica, microbatch
-        self._hidden: Tensor | None = None
-        if hidden is not None:
-            self._hidden = hidden.detach().requires_grad_(hidden.is_floating_point())
+    def __init__(self, replica: LayerReplica, hidden: Value | None, microbatch: Microbatch) -> None:
+        """`hidden`: its parts that need a gradient are leaves of this pass."""
+        self._replica, self._microbatch, self._hidden = replica, microbatch, hidden
         self._weights = [p for p in replica.module.parameters() if p.requires_grad]
-        self._out = torch.empty(0)
+        self._out: list[Tensor] = []
         self._rest: WeightBackward | None = None
 
-    def forward(self) -> Tensor:
-        self._out = self._replica.forward(self._hidden, self._microbatch)
-        return self._out
+    def forward(self) -> Value:
+        value = self._replica.forward(self._hidden, self._microbatch)
+        self._out = [part for part in parts_of(value) if part.requires_grad]
+        return value
 
     def backward(self) -> None:
-        if self._out.requires_grad:  # not if the first layer is frozen
-            torch.autograd.backward(self._out, self._gradient())
+        if self._out:  # not if the first layer is frozen
+            torch.autograd.backward(self._out, self._gradients())
         self._replica.collect(0, skip=False)
 
     def input_part(self) -> None:
         """Run the input part; it is empty for a layer without an input."""
         if self._hidden is not None:
-            self._rest = backward_input(self._out, self._gradient(), self._hidden, self._weights)
+            sources = [part for part in parts_of(self._hidden) if part.requires_grad]
+            self._rest = backward_input(self._out, self._gradients(), sources, self._weights)
 
     def weight_part(self) -> None:
         """Run the weight part; it is the whole backward pass for a layer without an input."""
@@ -209,25 +209,25 @@ class _MeasuredPass:
             self._rest.run()
             self._replica.collect(0, skip=False)
 
-    def _gradient(self) -> Tensor:
-        """Return a gradient of the output that is so small that no sum overflows."""
-        return torch.full_like(self._out, 1.0 / self._out.numel())
+    def _gradients(self) -> list[Tensor]:
+        """Return gradients of the output that are so small that no sum overflows."""
+        return [torch.full_like(part, 1.0 / part.numel()) for part in self._out]
 
     def clear(self) -> None:
         """Restore the initial state for the next repetition."""
-        self._out, self._rest = torch.empty(0), None
+        self._out, self._rest = [], None
         self._replica.module.zero_grad()
-        if self._hidden is not None:
-            self._hidden.grad = None
+        for part in parts_of(self._hidden) if self._hidden is not None else ():
+            part.grad = None
         self._replica.clear()
 
 
-def _signature(replica: LayerReplica, hidden: Tensor | None) -> object:
+def _signature(replica: LayerReplica, hidden: Value | None) -> object:
     """Return a key that is equal for layers with equal modules, parameters and inputs."""
     assert hidden is not None
     named = replica.module.named_parameters()
     parameters = tuple((name, tuple(p.shape), p.dtype) for name, p in named)
-    return repr(replica.module), parameters, tuple(hidden.shape), hidden.dtype
+    return repr(replica.module), parameters, ValueSpec.of(hidden)
 
 
 def _layer_bytes(replica: LayerReplica, tp: int, update: Callable[[], None]) -> dict[str, int]:

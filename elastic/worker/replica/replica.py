@@ -15,7 +15,8 @@ from elastic.worker.model import gradients
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.gradients import Accumulator, FlatLayout
 from elastic.worker.model.layer_checks import LayerChecks
-from elastic.worker.model.layers import Microbatch, TensorParallel
+from elastic.worker.model.layers import TensorParallel
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import LayerOptimizer
 from elastic.worker.model.state_codec import (
     NamedTensor,
@@ -23,6 +24,7 @@ from elastic.worker.model.state_codec import (
     plan_state,
     read_state,
 )
+from elastic.worker.model.values import Value
 from elastic.worker.replica.digest import parameter_digest
 from elastic.worker.replica.gradient_sum import GradientSum
 
@@ -76,7 +78,7 @@ class LayerReplica(GradientSum):
 
     # ---- a micro-batch ----
 
-    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
+    def forward(self, hidden: Value | None, microbatch: Microbatch) -> Value:
         """Run the layer with random numbers keyed by (seed, step, micro-batch, layer). Raises
         FieldError if the layer breaks the rules of `LayerStack`."""
         step, index = microbatch.step, microbatch.index

@@ -7,9 +7,10 @@ Every blocking call ends at once when the epoch's `AbandonSignal` is set (EpochA
 a peer disconnects (LinkFailed). After either error the links stay closed; the next epoch opens new
 links. `elastic.worker.transport.gloo` explains how blocked waits are ended.
 
-A `tag` names a flow of messages with the same dtype and shape. A header with dtype and shape
-precedes the first message of a flow and holds for the whole epoch, so receives can be posted ahead
-of the messages. All messages of a peer, over all flows, are received in the order of sending.
+A `tag` names a flow of messages with the same description: types and shapes of the values. A
+header with the description precedes the first message of a flow and holds for the whole epoch, so
+receives can be posted ahead of the messages. With `varying`, a header precedes each message. All
+messages of a peer, over all flows, are received in the order of sending.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from elastic.domain.errors import FieldError
 from elastic.rpc.link_shaping import LinkShaper
+from elastic.worker.model.checks import Described
+from elastic.worker.model.values import Message, ValueSpec
 from elastic.worker.transport import threads
 from elastic.worker.transport.cancellation import (
     AbandonSignal,
@@ -44,14 +47,19 @@ from elastic.worker.transport.rendezvous import (
     tell_connected,
 )
 from elastic.worker.transport.shaped import ShapedTransport
-from elastic.worker.transport.tensor_header import (
-    MAX_DIMS,
-    TensorSpec,
+from elastic.worker.transport.value_header import (
+    empty_header,
     pack_header,
-    spec_of,
+    text_nbytes,
     unpack_header,
 )
 
+VARYING = (
+    "all micro-batches must have the same types and shapes, unless the stack is made with "
+    "varying=True"
+)
+_TEXT_TAGS = 1 << 20
+"""Beyond all other tags."""
 MAX_UNRECEIVED = 32
 """Default of `Links.max_unreceived`."""
 OPEN_RANK_S = 0.02
@@ -86,16 +94,18 @@ class Links:
         device: torch.device,
         abandon: AbandonSignal,
         open_s: float | None = None,
+        varying: bool = False,
     ) -> None:
         self.epoch, self.rank, self.world_size = epoch, rank, world_size
         self.device, self.abandon, self._open_s = device, abandon, open_s
+        self._varying = varying
         self._store: PrefixStore | None = None
-        self._flows: dict[tuple[int, int], _IncomingFlow] = {}
-        """(rank, tag) -> the flow that this rank receives."""
+        self._flows: dict[tuple[int, int], _IncomingHeader] = {}
+        """(rank, tag) -> header of the flow that this rank receives; empty with `varying`."""
         self._unposted: dict[int, deque[Receive]] = defaultdict(deque)
         """Rank -> receives that wait for the header of their flow, or behind such a receive."""
-        self._sent_specs: dict[tuple[int, int], TensorSpec] = {}
-        """(rank, tag) -> dtype and shape of the flow's messages."""
+        self._sent_specs: dict[tuple[int, int], ValueSpec] = {}
+        """(rank, tag) -> description of the flow's messages; empty with `varying`."""
         self._unreceived: deque[tuple[Operation, torch.Tensor, Transport]] = deque()
         self.max_unreceived = MAX_UNRECEIVED
         """Maximum number of messages in flight from this rank; further sends wait."""
@@ -119,6 +129,7 @@ class Links:
         shaper: LinkShaper | None = None,
         remote: Collection[int] = (),
         open_s: float | None = None,
+        varying: bool = False,
     ) -> Links:
         """Connect to all other ranks of `epoch`.
 
@@ -131,6 +142,8 @@ class Links:
             shaper: delays CPU tensors to the ranks in `remote`; None: no delay.
             open_s: limit for reaching the store, and for connecting once all ranks are there;
                 None: `timeout_s`.
+            varying: whether the messages of a flow may differ in type and shape; equal on all
+                ranks.
 
         Raises:
             EpochAbandoned: `abandon` was set meanwhile.
@@ -138,7 +151,7 @@ class Links:
             RuntimeError: this rank's own node is at fault.
         """
         within_s = timeout_s if open_s is None else open_s + world_size * OPEN_RANK_S
-        links = cls(epoch, rank, world_size, device, abandon, within_s)
+        links = cls(epoch, rank, world_size, device, abandon, within_s, varying)
         if world_size == 1:
             links._groups_opened.set()
             return links
@@ -221,27 +234,29 @@ class Links:
             raise self._failure(peer, error) from error
         self.abandon.check()
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
-        """Start to send `tensor` to `dst`. The tensor must not change until `flush`.
+    def send(self, message: Message | torch.Tensor, dst: int, tag: int = 0) -> None:
+        """Start to send `message` to `dst`. Its tensor must not change until `flush`.
 
         Blocks only while more than `max_unreceived` messages are in flight. Raises FieldError if
-        dtype or shape differ from the first tensor of this flow.
+        type or shape differ from the first message of this flow, unless they may vary.
         """
-        tensor = tensor.detach().contiguous()
-        spec = spec_of(tensor)
+        if isinstance(message, torch.Tensor):
+            message = Message.of(message)
+        spec = message.spec
         first = self._sent_specs.get((dst, tag))
         if first is not None and first != spec:
-            remedy = (
-                "use the dtype and shape of the flow's first tensor in this epoch, "
-                f"{first[0]} {first[1]}"
-            )
-            raise FieldError(f"tensor for rank {dst}", spec, remedy)
+            what = Described(f"a value of {spec.describe()} after one of {first.describe()}")
+            raise FieldError("value between layers", what, VARYING)
         with self.translate_errors(dst):
             if first is None:
-                self._sent_specs[(dst, tag)] = spec
-                header = pack_header(spec)
+                if not self._varying:
+                    self._sent_specs[(dst, tag)] = spec
+                header, text = pack_header(spec)
                 work = self.control.send(header, dst, header_tag(tag))
                 self._keep(work, header, self.control)
+                if text.numel():
+                    self._keep(self.control.send(text, dst, text_tag(tag)), text, self.control)
+            tensor = message.tensor
             self._keep(self.data.send(tensor, dst, data_tag(tag)), tensor, self.data)
 
     def _keep(self, work: Operation, tensor: torch.Tensor, transport: Transport) -> None:
@@ -262,32 +277,41 @@ class Links:
         Post receives in the order in which `src` sends, over all of its flows.
         """
         with self.translate_errors(src):
-            flow = self._flows.get((src, tag))
-            if flow is None:
-                header = torch.zeros(2 + MAX_DIMS, dtype=torch.int64)
-                work = self.control.recv(header, src, header_tag(tag))
-                flow = self._flows[(src, tag)] = _IncomingFlow(header, work)
-            receive = Receive(self, src, tag, flow)
+            header = self._flows.get((src, tag))
+            if header is None:
+                words = empty_header()
+                work = self.control.recv(words, src, header_tag(tag))
+                header = _IncomingHeader(words, work)
+                if not self._varying:
+                    self._flows[(src, tag)] = header
+            receive = Receive(self, src, tag, header)
             self._unposted[src].append(receive)
             self._post(src)
             return receive
 
     def read_header(self, src: int) -> None:
         """Wait for the header that the oldest unposted receive needs, then post receives."""
-        flow = self._unposted[src][0].flow
-        self.control.wait(flow.header_work)
-        flow.spec = unpack_header(flow.header, src)
+        receive = self._unposted[src][0]
+        header = receive.header
+        self.control.wait(header.work)
+        try:
+            text = torch.zeros(text_nbytes(header.words), dtype=torch.uint8)
+            if text.numel():
+                self.control.wait(self.control.recv(text, src, text_tag(receive.tag)))
+            header.spec = unpack_header(header.words, text)
+        except FieldError as error:
+            raise LinkFailed((src,), f"malformed header: {error}") from error
         self._post(src)
 
     def _post(self, src: int) -> None:
         """Post the receives whose dtype and shape are known.
 
         NCCL has no tags, so receives of all flows are posted in the order of `recv`. A receive is
-        posted as soon as its flow's header has arrived, so that the sender need not wait for it.
+        posted as soon as its header has arrived, so that the sender need not wait for it.
         """
         unposted = self._unposted[src]
-        while unposted and (spec := unposted[0].flow.spec) is not None:
-            receive, (dtype, shape) = unposted.popleft(), spec
+        while unposted and (spec := unposted[0].header.spec) is not None:
+            receive, (dtype, shape) = unposted.popleft(), spec.message
             buffer = torch.empty(shape, dtype=dtype, device=self.device)
             receive.posted = self.data.recv(buffer, src, data_tag(receive.tag)), buffer
 
@@ -373,13 +397,13 @@ class Links:
 
 
 @dataclass(slots=True, eq=False)
-class _IncomingFlow:
-    """Receiving end of one flow: all messages from one rank with one tag."""
+class _IncomingHeader:
+    """Description of one message, or of all messages from one rank with one tag."""
 
-    header: torch.Tensor
-    header_work: Operation
-    spec: TensorSpec | None = None
-    """dtype and shape of the messages; None until the header has arrived."""
+    words: torch.Tensor
+    work: Operation
+    spec: ValueSpec | None = None
+    """None until the header has arrived."""
 
 
 @dataclass(slots=True, eq=False)
@@ -389,18 +413,23 @@ class Receive:
     links: Links
     src: int
     tag: int
-    flow: _IncomingFlow
+    header: _IncomingHeader
     posted: tuple[Operation, torch.Tensor] | None = None
-    """The transport's receive and its buffer, once the flow's dtype and shape are known."""
+    """The transport's receive and its buffer, once the message's type and shape are known."""
 
     def wait(self) -> torch.Tensor:
+        """Return the tensor of the message. Raises as `message` does."""
+        return self.message().tensor
+
+    def message(self) -> Message:
         """Return the message, on the links' device. Raises EpochAbandoned or LinkFailed."""
         with self.links.translate_errors(self.src):
             while self.posted is None:
                 self.links.read_header(self.src)
             work, buffer = self.posted
             self.links.data.wait(work)
-        return buffer
+        assert self.header.spec is not None
+        return Message(self.header.spec, buffer)
 
 
 def _close_all(transports: tuple[GlooTransport, Transport]) -> None:
@@ -414,5 +443,11 @@ def data_tag(tag: int) -> int:
 
 
 def header_tag(tag: int) -> int:
-    """Transport tag of a flow's header."""
+    """Transport tag of a flow's headers."""
     return 2 * tag + 1
+
+
+def text_tag(tag: int) -> int:
+    """Transport tag of the texts of headers. A receive of one is posted when its header has come,
+    and receives of further headers may be posted by then."""
+    return _TEXT_TAGS + tag

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from elastic.worker.model.layers import ListStack, Microbatch
+from elastic.worker.model.layers import ListStack
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import adamw
 from elastic.worker.trainer import Trainer
 

@@ -19,6 +19,7 @@ from elastic.store.shared_memory import slot_capacity
 from elastic.worker.backup.activation_log import ActivationLog, LoggedMessage, read_message
 from elastic.worker.backup.items import PendingCopy
 from elastic.worker.backup.publisher import Publisher
+from elastic.worker.model.values import Message
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned
 from tests.agent.vault.copies import LocalWriter, content, make
@@ -43,7 +44,8 @@ def publisher_of(node: MiniNode) -> Publisher:
 
 def message(kind: str, step: int, index: int) -> LoggedMessage:
     tensor = torch.full((3, 2, 5), float(100 * step + index), dtype=torch.bfloat16)
-    return LoggedMessage(kind, 2 if kind == ACTIVATION else 1, step, index, tensor)
+    layer = 2 if kind == ACTIVATION else 1
+    return LoggedMessage(kind, layer, step, index, Message.of(tensor))
 
 
 def log_step(log: ActivationLog, step: int, abandon: AbandonSignal) -> None:
@@ -75,8 +77,8 @@ def test_all_messages_of_two_steps_are_kept(node: MiniNode) -> None:
     assert found(node.vault) == everything(0)
     fetcher = Fetcher("a", {"a": node.server.address})
     for copy in node.vault.inventory():
-        tensor = read_message(fetcher.fetch(copy).data)
-        assert torch.equal(tensor, message(copy.kind, 0, *copy.microbatches).tensor)
+        tensor = read_message(fetcher.fetch(copy).data).tensor
+        assert torch.equal(tensor, message(copy.kind, 0, *copy.microbatches).message.tensor)
     fetcher.close()
     for step in (1, 2, 3):
         log_step(log, step, abandon)

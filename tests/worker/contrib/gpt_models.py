@@ -10,12 +10,14 @@ from torch import Tensor
 from elastic.domain.types import Accumulate
 from elastic.worker.contrib.gpt import GPTConfig
 from elastic.worker.contrib.megatron import GPTStack
-from elastic.worker.model.layers import Microbatch, TensorParallel
+from elastic.worker.model.layers import TensorParallel
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec, adamw
 from elastic.worker.model.split_backward import backward_input
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.model.toy_model import CPU
+from tests.worker.passes import forward
 
 MICROBATCHES = 3
 
@@ -59,7 +61,7 @@ def build(
 def run(layers: Sequence[LayerReplica], step: int, index: int) -> float:
     hidden: Tensor | None = None
     for replica in layers:
-        hidden = replica.forward(hidden, microbatch(step, index))
+        hidden = forward(replica, hidden, microbatch(step, index))
     assert hidden is not None
     torch.autograd.backward(hidden / MICROBATCHES)
     for replica in layers:
@@ -85,10 +87,10 @@ def parts_and_whole(
         )
         output = hidden
         for replica in held:
-            output = replica.forward(output, microbatch(0, 1))
+            output = forward(replica, output, microbatch(0, 1))
         gradient = torch.full_like(output, 0.25)
         if split:
-            backward_input(output, gradient, hidden, parameters).run()
+            backward_input([output], [gradient], [hidden], parameters).run()
         else:
             torch.autograd.backward(output, gradient)
         assert hidden.grad is not None

@@ -35,6 +35,7 @@ from tests.worker.contrib.gpt_models import (
     train,
 )
 from tests.worker.model.toy_model import CPU, same, values
+from tests.worker.passes import forward
 
 
 def test_a_layer_is_equal_in_each_build(alone: TensorParallel) -> None:
@@ -79,7 +80,7 @@ def test_attention_is_causal(alone: TensorParallel) -> None:
     hidden = torch.randn(16, 2, 32)
     changed = hidden.clone()
     changed[10:] += 1.0
-    a, b = (block.forward(h, microbatch(0, 0)) for h in (hidden, changed))
+    a, b = (forward(block, h, microbatch(0, 0)) for h in (hidden, changed))
     assert torch.equal(a[:10], b[:10]) and not torch.equal(a[10:], b[10:])
 
 
@@ -115,7 +116,7 @@ def test_stage_boundaries_do_not_change_the_results(
         start = received(ends[-1][1]).requires_grad_() if ends else None
         hidden = start
         for replica in layers[first:last]:
-            hidden = replica.forward(hidden, microbatch(0, 0))
+            hidden = forward(replica, hidden, microbatch(0, 0))
         assert hidden is not None
         ends.append((start, hidden))
     assert ends[-1][1].item() == loss
@@ -134,7 +135,7 @@ def core_attention(replica: LayerReplica) -> torch.nn.Module:
 
 def test_dropout_applies_to_embeddings_attention_and_residuals(alone: TensorParallel) -> None:
     dropped, plain = build(config(dropout=0.5), alone), build(config(), alone)
-    embedded = dropped[0].forward(None, microbatch(0, 0))
+    embedded = forward(dropped[0], None, microbatch(0, 0))
     assert 0.3 < (embedded == 0).float().mean().item() < 0.7
     attention = core_attention(dropped[1])
     q, k, v = (torch.randn(16, 2, 4, 8) for _ in range(3))
@@ -198,7 +199,7 @@ def test_specs_have_the_real_sizes(changes: dict[str, object], alone: TensorPara
             t.tensor.nbytes for t in tensors if not t.name.startswith("param/") and t.tensor.ndim
         )
         assert told.state_bytes == kept
-    hidden = layers[0].forward(None, microbatch(0, 0)) if not changes else None
+    hidden = forward(layers[0], None, microbatch(0, 0)) if not changes else None
     assert hidden is None or described[0].output_bytes * 2 == hidden.nbytes
     assert described[1].forward_s > described[0].forward_s
 

@@ -11,7 +11,8 @@ from elastic.domain.types import Accumulate
 from elastic.planning.schedule.schedule import Action
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.engine.stage_runner import StageRunner
-from elastic.worker.model.layers import LayerStack, ListStack, Microbatch, TensorParallel
+from elastic.worker.model.layers import LayerStack, ListStack, TensorParallel
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica

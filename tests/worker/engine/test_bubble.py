@@ -20,7 +20,7 @@ from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import Action, actions_of
 from elastic.planning.schedule.timeline import StageTimes, simulate
 from elastic.worker.engine.stage import stages_of_rank
-from elastic.worker.model.layers import Microbatch
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.profiling.emulated import EmulatedStack
 from tests.worker.engine.models import RecordingHooks, replicas, runner
 from tests.worker.engine.rank_processes import Rank, run_ranks

@@ -21,6 +21,7 @@ from elastic.planning.schedule.schedule import actions_of
 from elastic.worker.backup.activation_log import LoggedMessage, read_message
 from elastic.worker.engine.partial import PartialRunner, needed_messages
 from elastic.worker.engine.stage import LocalStage, stages_of_rank
+from elastic.worker.model.values import Message
 from elastic.worker.replica.replica import LayerReplica
 from tests.planning.schedule.action_text import one_f_one_b
 from tests.worker.engine.models import (
@@ -81,12 +82,12 @@ def logged() -> dict[str, torch.Tensor]:
     """Copies of all messages of a step, from a run in which every layer is a stage."""
     layers, copies = replicas(stack(N_LAYERS), range(N_LAYERS), Accumulate.FAST), {}
 
-    def keep(kind: str, layer: int, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        message = LoggedMessage(kind, layer, 0, index, tensor)
+    def keep(kind: str, layer: int, index: int, sent: Message) -> Message:
+        message = LoggedMessage(kind, layer, 0, index, Message(sent.spec, sent.tensor.clone()))
         out = torch.empty(message.nbytes, dtype=torch.uint8)
         message.write(out)
         copies[copy_of(kind, layer, index).key] = out
-        return tensor
+        return message.message
 
     for index in range(M):
         stages = [LocalStage([layer]) for layer in layers]
@@ -96,13 +97,13 @@ def logged() -> dict[str, torch.Tensor]:
             hidden = local.forward(data(0, index), hidden)
             if not local.ends:
                 boundary = local.layers[0].index + 1
-                hidden = keep(ACTIVATION, boundary, index, hidden.clone())
-        gradient: torch.Tensor | float | None = 1.0 / M
+                hidden = keep(ACTIVATION, boundary, index, hidden)
+        gradient: Message | float | None = 1.0 / M
         for local in reversed(stages):
             assert gradient is not None
             gradient = local.backward(index, gradient)
             if gradient is not None:
-                gradient = keep(COTANGENT, local.layers[0].index, index, gradient.clone())
+                gradient = keep(COTANGENT, local.layers[0].index, index, gradient)
     return copies
 
 
@@ -170,9 +171,10 @@ def test_partial_replay_changes_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 60, 128, 140])
 def test_malformed_messages_are_refused(nbytes: int) -> None:
-    whole = LoggedMessage(ACTIVATION, 1, 0, 0, torch.ones(4, dtype=torch.bfloat16))
+    sent = Message.of(torch.ones(4, dtype=torch.bfloat16))
+    whole = LoggedMessage(ACTIVATION, 1, 0, 0, sent)
     out = torch.empty(whole.nbytes, dtype=torch.uint8)
     whole.write(out)
-    assert torch.equal(read_message(out), whole.tensor)
+    assert torch.equal(read_message(out).tensor, sent.tensor)
     with pytest.raises(VaultError, match="malformed"):
         read_message(torch.cat((out, out))[:nbytes])

@@ -19,6 +19,7 @@ from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.engine.stage import LocalStage, stages_of_rank
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.model.layers import ListStack
+from elastic.worker.model.values import Message
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from tests.planning.schedule.action_text import one_f_one_b, parse_actions
 from tests.worker.engine.models import (
@@ -35,6 +36,7 @@ from tests.worker.engine.models import (
 from tests.worker.engine.plans import roster_of
 from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
 from tests.worker.engine.thread_group import ThreadGroup
+from tests.worker.passes import forward
 
 N_LAYERS, M = 4, 5
 CUTS = [[0], [0, 1], [0, 3], [0, 1, 2], [0, 1, 2, 3]]
@@ -79,7 +81,7 @@ def test_one_worker_agrees_with_plain_autograd() -> None:
     for index in range(M):
         hidden = None
         for layer in layers:
-            hidden = layer.forward(hidden, data(0, index))
+            hidden = forward(layer, hidden, data(0, index))
         assert hidden is not None
         total = total + hidden
         assert layers[-1].losses[index] == hidden.item()
@@ -114,7 +116,7 @@ def test_a_stage_of_a_frozen_first_layer_has_no_gradient() -> None:
     layer = replicas(frozen, (0,), Accumulate.EXACT)[0]
     stage = LocalStage([layer], following=1)
     output = stage.forward(data(0, 0), None)
-    assert stage.backward(0, torch.ones_like(output)) is None
+    assert stage.backward(0, Message.of(torch.ones_like(output.tensor))) is None
     stage.collect(0, {})
     assert layer.ledger == {0} and not layer.gradient.any()
 

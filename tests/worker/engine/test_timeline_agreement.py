@@ -19,6 +19,7 @@ from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import Action, actions_of
 from elastic.planning.schedule.timeline import StageTimes
 from elastic.worker.engine.stage import stages_of_rank
+from elastic.worker.model.values import Message
 from elastic.worker.transport.links import Links, Receive
 from tests.planning.schedule.message_simulation import finish_times
 from tests.worker.engine.models import RecordingHooks, replicas, runner, stack
@@ -56,8 +57,9 @@ class CountedClock(RecordingHooks):
             action.kind
         )
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
-        self._links.send(torch.cat([tensor.flatten(), torch.tensor([self.now])]), dst, tag)
+    def send(self, message: Message, dst: int, tag: int = 0) -> None:
+        stamped = torch.cat([message.tensor.flatten(), torch.tensor([self.now])])
+        self._links.send(stamped, dst, tag)
 
     def recv(self, src: int, tag: int = 0) -> Receive:
         return cast(Receive, _Stamped(self, self._links.recv(src, tag)))
@@ -73,10 +75,10 @@ class _Stamped:
     def __init__(self, clock: CountedClock, receive: Receive) -> None:
         self._clock, self._receive = clock, receive
 
-    def wait(self) -> torch.Tensor:
+    def message(self) -> Message:
         tensor = self._receive.wait()
         self._clock.now = max(self._clock.now, float(tensor[-1]))
-        return tensor[:-1].view(-1, 16)
+        return Message.of(tensor[:-1].view(-1, 16))
 
 
 def run_on_a_clock(rank: Rank, text: str, times: Sequence[StageTimes]) -> float:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from elastic.domain.errors import FieldError
 from elastic.worker.model.data_source import DataSource
-from elastic.worker.model.layers import Microbatch
+from elastic.worker.model.microbatch import Microbatch
 from tests.worker.model.toy_model import microbatch
 
 DATASET = TensorDataset(torch.arange(64.0).reshape(16, 4))

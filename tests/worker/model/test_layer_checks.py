@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate
-from elastic.worker.model.layers import ListStack, Microbatch
+from elastic.worker.model.layers import ListStack
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.replica.build import build_replica
 from tests.worker.model.toy_model import ALONE, CPU, First, microbatch, sgd
 
@@ -64,30 +66,39 @@ def forward(layer: Callable[[], nn.Module], *, last: bool = False, times: int = 
         replica.forward(torch.ones(4, 6, requires_grad=True), microbatch(0, index))
 
 
-ONE_TENSOR = "forward must return one floating-point tensor, the input of the next layer"
+VALUE = "forward must return the input of the next layer: a floating-point tensor, or a tuple or "
 LOSS = "forward of the last layer must return the mean loss, one number, as .mean"
+Pair = namedtuple("Pair", ("first", "second"))
 RESULTS: list[tuple[Callable[[Tensor], Any], str]] = [
-    (lambda out: (out, out), "an object of type tuple"),
-    (lambda out: [out], "an object of type list"),
-    (lambda out: {"out": out}, "an object of type dict"),
-    (lambda out: None, "None"),
-    (lambda out: out.mean().item(), "-?[0-9]"),
+    (lambda out: [out], ": an object of type list"),
+    (lambda out: None, ": None"),
+    (lambda out: out.mean().item(), ": -?[0-9]"),
+    (lambda out: (out, [out]), r", result\[1\]: an object of type list"),
+    (lambda out: (out, None), r", result\[1\]: None"),
+    (lambda out: {"a": out, "b": {}}, r", result\['b'\]: an object of type dict"),
+    (lambda out: {0: out}, ": an object of type dict"),
+    (lambda out: (), ": an object of type tuple"),
+    (lambda out: {"ids": out.long()}, ": an object of type dict"),
+    (lambda out: Pair(out, out), ": an object of type Pair"),
+    (lambda out: out.long(), r": a tensor of shape \(4, 6\) and type int64"),
 ]
 
 
 @pytest.mark.parametrize(("change", "found"), RESULTS)
-def test_a_layer_returns_one_tensor(change: Callable[[Tensor], Any], found: str) -> None:
-    with pytest.raises(
-        FieldError, match=rf"layer 1 \(Odd\): {found}.* is not usable: {ONE_TENSOR}"
-    ):
+def test_a_layer_returns_a_value(change: Callable[[Tensor], Any], found: str) -> None:
+    with pytest.raises(FieldError, match=rf"layer 1 \(Odd\){found}.* is not usable: {VALUE}"):
         forward(lambda: Odd(change))
-    with pytest.raises(FieldError, match=rf"layer 1 \(Odd\): {found}.* is not usable: {LOSS}"):
+    with pytest.raises(FieldError, match=rf"layer 1 \(Odd\): .* is not usable: {LOSS}"):
         forward(lambda: Odd(change), last=True)
 
 
-def test_a_layer_returns_floating_point_numbers() -> None:
-    with pytest.raises(FieldError, match=rf"\(4, 6\) and type int64 is not usable: {ONE_TENSOR}"):
-        forward(lambda: Odd(lambda out: out.long()))
+@pytest.mark.parametrize(
+    "change", [lambda out: (out, out.long()), lambda out: {"a": out, "b": out.detach()}]
+)
+def test_a_layer_returns_several_tensors(change: Callable[[Tensor], Any]) -> None:
+    forward(lambda: Odd(change))
+    with pytest.raises(FieldError, match=rf"layer 1 \(Odd\): .* is not usable: {LOSS}"):
+        forward(lambda: Odd(change), last=True)
 
 
 @pytest.mark.parametrize("change", [lambda out: out, lambda out: out.mean(1)])

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate
-from elastic.worker.model.layers import ListStack, Microbatch
+from elastic.worker.model.layers import ListStack
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.replica.build import build_replica
 from tests.worker.model.toy_model import ALONE, CPU, First, Last, Middle, sgd
 

@@ -15,6 +15,7 @@ from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.split_backward import backward_input
 from tests.worker.contrib.gpt_models import build, config, microbatch, parts_and_whole
 from tests.worker.model.toy_model import CPU
+from tests.worker.passes import forward
 
 Pass = Callable[[Tensor], Tensor]
 
@@ -29,7 +30,7 @@ def both_ways(
         output = forward(hidden)
         gradient = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
         if split:
-            rest = backward_input(output, gradient, hidden, parameters)
+            rest = backward_input([output], [gradient], [hidden], parameters)
             assert all(p.grad is None for p in parameters)
             rest.run()
         else:
@@ -165,7 +166,7 @@ def test_linear_computes_only_the_requested_gradients(monkeypatch: pytest.Monkey
     hidden = torch.randn(5, 8, requires_grad=True)
     output = linear(hidden, weight)
     products.clear()
-    rest = backward_input(output, torch.ones_like(output), hidden, [weight])
+    rest = backward_input([output], [torch.ones_like(output)], [hidden], [weight])
     assert products == [(12, 8)]
     rest.run()
     assert products == [(12, 8), (5, 8)]
@@ -175,6 +176,6 @@ def test_a_repeated_pass_draws_the_same_dropout(alone: TensorParallel) -> None:
     """A stage that recomputes needs equal dropout, regardless of passes in between."""
     replica = build(config(dropout=0.5), alone)[1]
     source = torch.randn(16, 2, 32)
-    one = replica.forward(source, microbatch(3, 1))
+    one = forward(replica, source, microbatch(3, 1))
     randomness.seed_forward(9, 9, 9, 9, CPU)
-    assert torch.equal(one, replica.forward(source, microbatch(3, 1)))
+    assert torch.equal(one, forward(replica, source, microbatch(3, 1)))

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from elastic.domain.types import Accumulate
-from elastic.worker.model.layers import ListStack, Microbatch, TensorParallel
+from elastic.worker.model.layers import ListStack, TensorParallel
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec, constant, without_compiler
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
+from tests.worker.passes import forward
 
 CPU = torch.device("cpu")
 ALONE = TensorParallel()
@@ -88,7 +90,7 @@ def run(
     """Run forward and backward of one micro-batch through all layers; return its loss."""
     hidden: Tensor | None = None
     for replica in layers:
-        hidden = replica.forward(hidden, microbatch(step, index))
+        hidden = forward(replica, hidden, microbatch(step, index))
     assert hidden is not None
     torch.autograd.backward(hidden / count)
     for replica in layers:

@@ -12,12 +12,14 @@ import torch
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.planning.cost.profile import Device, LayerTimes, Profile
-from elastic.worker.model.layers import Microbatch, TensorParallel
+from elastic.worker.model.layers import TensorParallel
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.split_backward import backward_input
 from elastic.worker.profiling.emulated import EmulatedStack, PassTimer
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.model.toy_model import CPU, sgd
+from tests.worker.passes import forward
 
 TIMES = LayerTimes(forward_s=0.3, backward_s=0.7, backward_input_s=0.4, backward_weight_s=0.5)
 LAYER = LayerSpec(
@@ -60,7 +62,7 @@ def run_layers(
     layers: list[LayerReplica], index: int, hidden: torch.Tensor | None = None
 ) -> torch.Tensor:
     for layer in layers:
-        hidden = layer.forward(hidden, Microbatch(0, index, {}))
+        hidden = forward(layer, hidden, Microbatch(0, index, {}))
     assert hidden is not None
     return hidden
 
@@ -104,7 +106,7 @@ def test_separate_parts_of_the_backward_pass(waits: RecordedWaits) -> None:
     out = run_layers(layers, 0, given)
     waits.take()
     weights = [p for layer in layers for p in layer.module.parameters()]
-    rest = backward_input(out, torch.ones(()), given, weights)
+    rest = backward_input([out], [torch.ones(())], [given], weights)
     assert waits.take() == [0.4, 0.4]
     assert given.grad is not None and given.grad.shape == given.shape
     rest.run()

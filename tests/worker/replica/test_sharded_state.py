@@ -28,7 +28,8 @@ from elastic.domain.types import (
     Unit,
 )
 from elastic.planning.plan.rank_map import roster
-from elastic.worker.model.layers import ListStack, Microbatch
+from elastic.worker.model.layers import ListStack
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec, adamw
 from elastic.worker.model.state_codec import as_bytes, join_portions, read_state
 from elastic.worker.recovery.state_loader import LoadedStage, StateLoader

@@ -20,7 +20,7 @@ from elastic.worker.transport import gloo, threads
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
 from elastic.worker.transport.interface import BackendGroup, Operation
 from elastic.worker.transport.links import Links, data_tag, header_tag
-from elastic.worker.transport.tensor_header import MAX_DIMS
+from elastic.worker.transport.value_header import empty_header
 from tests.patience import LONG_S
 from tests.worker.engine.rank_processes import Rank, Ranks
 
@@ -185,7 +185,7 @@ def wait_after_a_peer_closed(rank: Rank) -> str:
 
     gloo._probe = report_disconnect
     rank.wait_for_parent()
-    header, tensor = torch.zeros(2 + MAX_DIMS, dtype=torch.int64), torch.zeros(1)
+    header, tensor = empty_header(), torch.zeros(1)
     for into, tag in ((header, header_tag(0)), (tensor, data_tag(0))):
 
         def receive(group: BackendGroup, into: torch.Tensor = into, tag: int = tag) -> Work:

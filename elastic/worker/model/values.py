@@ -1,0 +1,196 @@
+"""Values that layers hand to the next layer: a tensor, a tuple of tensors, or a dict of tensors.
+
+A stage sends one `Message` per value: a tensor with a description. A value of one tensor is its own
+message; several tensors are packed into one tensor of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from elastic.domain.errors import FieldError
+
+Value = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+TENSOR, TUPLE, DICT = "tensor", "tuple", "dict"
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+SENDABLE = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8")
+"""Types that every transport sends. A tensor of another type is sent as bytes."""
+_ALIGNMENT = 16
+"""Each part of a packed message begins at a multiple of this many bytes."""
+
+
+def parts_of(value: Value) -> list[Tensor]:
+    """Return the tensors of `value`, in their order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return list(value.values() if isinstance(value, dict) else value)
+
+
+def with_parts(value: Value, parts: Sequence[Tensor]) -> Value:
+    """Return a value like `value` with other tensors."""
+    if isinstance(value, Tensor):
+        return parts[0]
+    if isinstance(value, dict):
+        return dict(zip(value, parts, strict=True))
+    return tuple(parts)
+
+
+def nbytes_of(value: Value) -> int:
+    """Return the bytes of all tensors of `value`."""
+    return sum(part.nbytes for part in parts_of(value))
+
+
+def needs_gradient(value: Value) -> list[bool]:
+    """Return for each part whether the way back carries its gradient: where the graph says so, else
+    for all floating-point parts. The only tensor of a value counts as one of the latter."""
+    parts = parts_of(value)
+    wanted = [part.requires_grad for part in parts]
+    if any(wanted) and not isinstance(value, Tensor):
+        return wanted
+    return [can_have_gradient(part.dtype) for part in parts]
+
+
+def can_have_gradient(dtype: torch.dtype) -> bool:
+    """Return whether tensors of this type can have a gradient."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """Type and shape of one tensor of a value."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    name: str = ""
+    """Key in a dict."""
+    gradient: bool = False
+    """Whether the way back carries its gradient."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise FieldError("dtype", self.dtype, "a type of torch")
+        if min(self.shape, default=0) < 0:
+            raise FieldError("shape", self.shape, "sizes from 0 up")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSpec:
+    """Description of a value. Raises FieldError if it describes none."""
+
+    kind: str
+    """TENSOR, TUPLE or DICT."""
+    parts: tuple[PartSpec, ...]
+
+    def __post_init__(self) -> None:
+        if self.kind not in (TENSOR, TUPLE, DICT):
+            raise FieldError("kind", self.kind, f"{TENSOR}, {TUPLE} or {DICT}")
+        if self.kind == TENSOR and len(self.parts) != 1:
+            raise FieldError("parts", len(self.parts), "a tensor is one part")
+
+    @classmethod
+    def of(cls, value: Value) -> ValueSpec:
+        found = parts_of(value)
+        names = list(value) if isinstance(value, dict) else [""] * len(found)
+        parts = tuple(
+            PartSpec(str(part.dtype).removeprefix("torch."), tuple(part.shape), name, gradient)
+            for name, part, gradient in zip(names, found, needs_gradient(value), strict=True)
+        )
+        kind = TENSOR if isinstance(value, Tensor) else DICT if isinstance(value, dict) else TUPLE
+        return cls(kind, parts)
+
+    def describe(self) -> str:
+        """Return types and shapes as a text for people."""
+        return ", ".join(
+            f"{f'{part.name} ' if part.name else ''}{part.dtype} {list(part.shape)}"
+            for part in self.parts
+        )
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the message is a tensor of bytes, not the value's only tensor itself."""
+        return self.kind != TENSOR or self.parts[0].dtype not in SENDABLE
+
+    @property
+    def message(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Type and shape of the tensor that is sent."""
+        if self.is_packed:
+            return torch.uint8, (self._offsets()[-1],)
+        return self.parts[0].torch_dtype, self.parts[0].shape
+
+    def pack(self, value: Value) -> Tensor:
+        """Return the tensor that is sent for `value`, a value of this description."""
+        if isinstance(value, Tensor) and not self.is_packed:
+            return value.detach().contiguous()
+        parts, offsets = parts_of(value), self._offsets()
+        device = parts[0].device if parts else torch.device("cpu")
+        out = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
+        for spec, part, begin in zip(self.parts, parts, offsets, strict=False):
+            view = out[begin : begin + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
+            view.copy_(part.detach())
+        return out
+
+    def unpack(self, message: Tensor) -> Value:
+        """Return the value in `message`, as views of it."""
+        if not self.is_packed:
+            return message
+        tensors = [
+            message[begin : begin + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
+            for spec, begin in zip(self.parts, self._offsets(), strict=False)
+        ]
+        if self.kind == DICT:
+            return {spec.name: one for spec, one in zip(self.parts, tensors, strict=True)}
+        return tensors[0] if self.kind == TENSOR else tuple(tensors)
+
+    def _offsets(self) -> list[int]:
+        """Return where each part begins, and the end."""
+        found = [0]
+        for part in self.parts:
+            found.append(found[-1] + -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A value as it is sent, without its graph."""
+
+    spec: ValueSpec
+    tensor: Tensor
+    """Tensor of the type and shape `spec.message`."""
+
+    @classmethod
+    def of(cls, value: Value) -> Message:
+        spec = ValueSpec.of(value)
+        return cls(spec, spec.pack(value))
+
+    def to(self, device: torch.device) -> Message:
+        return Message(self.spec, self.tensor.to(device))
+
+    def value(self) -> Value:
+        """Return the value, as views of the message."""
+        return self.spec.unpack(self.tensor)
+
+    def leaves(self) -> Value:
+        """Return the value for a forward pass: the parts that need a gradient require it."""
+        value = self.value()
+        parts = parts_of(value)
+        for spec, part in zip(self.spec.parts, parts, strict=True):
+            part.requires_grad_(spec.gradient)
+        return value
