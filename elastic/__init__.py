@@ -15,13 +15,22 @@ from typing import TYPE_CHECKING, Any
 from elastic.domain.version import VERSION
 
 if TYPE_CHECKING:
+    from elastic.worker.contrib.huggingface import from_huggingface
     from elastic.worker.model.layers import LayerStack, ListStack
     from elastic.worker.model.microbatch import Microbatch
     from elastic.worker.model.optimizer import OptimizerSpec
     from elastic.worker.trainer import Trainer
 
 __version__ = VERSION
-__all__ = ["LayerStack", "ListStack", "Microbatch", "OptimizerSpec", "Trainer", "__version__"]
+__all__ = [
+    "LayerStack",
+    "ListStack",
+    "Microbatch",
+    "OptimizerSpec",
+    "Trainer",
+    "__version__",
+    "from_huggingface",
+]
 
 _HOMES = {
     "LayerStack": "elastic.worker.model.layers",
@@ -29,6 +38,7 @@ _HOMES = {
     "Microbatch": "elastic.worker.model.microbatch",
     "OptimizerSpec": "elastic.worker.model.optimizer",
     "Trainer": "elastic.worker.trainer",
+    "from_huggingface": "elastic.worker.contrib.huggingface",
 }
 
 

@@ -79,7 +79,7 @@ def train(setting: CompressionSetting, accumulate: Accumulate, dtype: str) -> di
             hidden = None
             for layer in layers:
                 hidden = layer.forward(hidden, data(step, index))
-            assert hidden is not None
+            assert isinstance(hidden, torch.Tensor)
             torch.autograd.backward(hidden)
             for layer in layers:
                 layer.collect(index, skip=False)

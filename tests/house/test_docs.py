@@ -46,6 +46,10 @@ def _python(page: Path) -> str:
         # test_extras runs it, too
         pytest.param(ROOT / "README.md", id="README.md", marks=pytest.mark.chaos),
         pytest.param(DOCS / "guide" / "custom-model.md", id="custom-model.md"),
+        # tests/scenarios/plans/test_huggingface.py trains such a model
+        pytest.param(
+            DOCS / "guide" / "huggingface.md", id="huggingface.md", marks=pytest.mark.chaos
+        ),
     ],
 )
 def test_the_example_trains(page: Path, tmp_path: Path) -> None:

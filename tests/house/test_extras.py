@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONAL = ("megatron", "ray", "etcd3", "pynvml", "yaml", "jinja2", "plotly", "google")
+OPTIONAL = (
+    "megatron",
+    "transformers",
+    "ray",
+    "etcd3",
+    "pynvml",
+    "yaml",
+    "jinja2",
+    "plotly",
+    "google",
+)
 BLOCKER = """
 import os, sys
 
@@ -64,6 +74,7 @@ def test_a_plain_torch_model_needs_no_extra(tmp_path: Path) -> None:
             ("elastic", "run", "--standalone", "--store", "etcd://127.0.0.1:1", "mine.py")),
         ("yaml", "kubernetes", ("elastic", "kubernetes", "render", "--help")),
         ("megatron", "megatron", ("examples.train_gpt", "--steps", "1")),
+        ("transformers", "hf", ("examples.train_huggingface", "--steps", "1")),
         (
             "plotly",
             "simulator",

@@ -1,0 +1,70 @@
+"""Modules whose parameters have no memory, and how they get some.
+
+A model is built once with its parameters on torch's meta device, and keeps its buffers, which are
+small and often computed. Each layer is a copy of a part of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside the block, new modules keep their parameters on the meta device."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            module._parameters[name] = on(parameter, "meta")
+
+    setattr(nn.Module, "register_parameter", register_on_meta)  # noqa: B010 - a method, for mypy
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "register_parameter", register)  # noqa: B010
+
+
+def on(parameter: Parameter, device: torch.device | str) -> Parameter:
+    """Return a parameter like `parameter`, with arbitrary values on `device`."""
+    made = torch.empty_like(parameter, device=device)
+    return Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def without_memory(module: M) -> M:
+    """Return a copy of `module` whose parameters are on the meta device."""
+    known = {id(p): on(p, "meta") for p in module.parameters()}
+    return copy.deepcopy(module, dict(known))
+
+
+def with_memory(module: M, device: torch.device) -> M:
+    """Give the parameters of `module` memory with arbitrary values on `device`, where its buffers
+    go too; return `module`. Parameters that are one tensor stay one."""
+    made: dict[int, Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                fresh = made.get(id(parameter)) or on(parameter, device)
+                part._parameters[name] = made[id(parameter)] = fresh
+                made[id(fresh)] = fresh
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+    return module
+
+
+def fill(module: nn.Module, values: Callable[[str], Tensor]) -> None:
+    """Copy `values(name)` into each parameter of `module`."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(values(name))

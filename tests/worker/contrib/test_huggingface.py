@@ -1,0 +1,311 @@
+"""Hugging Face models, cut into layers, compute what the whole model computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastic.domain.errors import FieldError
+from elastic.domain.types import Accumulate
+from elastic.worker.contrib.huggingface import HuggingFaceStack, from_huggingface
+from elastic.worker.engine.stage import LocalStage
+from elastic.worker.model.microbatch import Microbatch
+from elastic.worker.model.values import Message
+from elastic.worker.replica.build import build_replica
+from elastic.worker.replica.replica import LayerReplica
+from tests.worker.model.toy_model import ALONE, CPU, sgd
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 6},
+    "gemma": {},
+    "gemma2": {"sliding_window": 6},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "mixtral": {"num_local_experts": 4},
+    "olmo2": {},
+    "phi3": {},
+    "gpt_neox": {"attention_dropout": 0.0, "hidden_dropout": 0.0},
+}
+TIED = ("gemma", "gemma2", "gemma3_text", "gpt2")
+ROWS, LENGTH = 2, 12
+
+
+def config(family: str, **changes: Any) -> Any:
+    return transformers.AutoConfig.for_model(family, **{**SIZES, **CONFIGS[family], **changes})
+
+
+def masked(index: int) -> Microbatch:
+    """Sequences of different lengths, padded."""
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(3, 96, (ROWS, LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return Microbatch(0, index, {"input_ids": ids, "attention_mask": mask, "labels": labels})
+
+
+def packed(index: int) -> Microbatch:
+    """Two documents in each sequence."""
+    ids = masked(index).fields["input_ids"]
+    positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(ROWS, LENGTH)
+    return Microbatch(0, index, {"input_ids": ids, "position_ids": positions, "labels": ids})
+
+
+DATA: Mapping[str, Callable[[int], Microbatch]] = {"masked": masked, "packed": packed}
+
+
+def replicas(stack: HuggingFaceStack) -> list[LayerReplica]:
+    return [
+        build_replica(stack, index, ALONE, sgd(), Accumulate.EXACT, 5, CPU)
+        for index in range(stack.n_layers)
+    ]
+
+
+def run(layers: list[LayerReplica], cuts: list[int], microbatch: Microbatch) -> float:
+    """Run one micro-batch through stages that end before the layers `cuts`; return the loss."""
+    ends = [*cuts, len(layers)]
+    starts = [0, *cuts]
+    stages = [
+        LocalStage(
+            layers[first:last],
+            previous=0 if first else None,
+            following=1 if last < len(layers) else None,
+        )
+        for first, last in zip(starts, ends, strict=True)
+    ]
+    message: Message | None = None
+    for stage in stages:  # each stage has fields of its own, as on its node
+        fields = dict(microbatch.fields)
+        message = stage.forward(Microbatch(microbatch.step, microbatch.index, fields), message)
+    assert message is not None
+    gradient: Message | float | None = 1.0
+    for stage in reversed(stages):
+        assert gradient is not None
+        gradient = stage.backward(microbatch.index, gradient)
+        stage.collect(microbatch.index, {})
+    return message.tensor.item()
+
+
+def parameters(stack: HuggingFaceStack, layers: list[LayerReplica]) -> dict[str, Tensor]:
+    """Parameters by their names in the model."""
+    return {
+        stack.name_of(layer.index, name): parameter.detach()
+        for layer in layers
+        for name, parameter in layer.module.named_parameters()
+    }
+
+
+@cache
+def whole(family: str) -> tuple[HuggingFaceStack, Any, dict[str, Tensor]]:
+    """The stack, the plain model with its parameters, and these."""
+    stack = from_huggingface(config(family), seed=3)
+    found = parameters(stack, replicas(stack))
+    plain = transformers.AutoModelForCausalLM.from_config(config(family)).train()
+    missing, unexpected = plain.load_state_dict(found, strict=False)
+    assert not unexpected and not missing
+    return stack, plain, found
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_losses_and_gradients_are_those_of_the_whole_model(family: str, data: str) -> None:
+    """Also on two, three and four stages, where the gradients have the same bits."""
+    stack, plain, _ = whole(family)
+    microbatch = DATA[data](0)
+    plain.zero_grad()
+    expected = plain(**microbatch.fields, use_cache=False).loss
+    torch.autograd.backward(expected)
+    sums: list[list[Tensor]] = []
+    for cuts in ([], [2], [1, 3], [1, 2, 4]):
+        layers = replicas(stack)
+        loss = run(layers, cuts, microbatch)
+        assert loss == pytest.approx(expected.item(), abs=1e-5)
+        sums.append([layer.gradient.clone() for layer in layers])
+    assert all(torch.equal(a, b) for other in sums[1:] for a, b in zip(sums[0], other, strict=True))
+    compare(stack, replicas(stack), microbatch, plain)
+
+
+def compare(
+    stack: HuggingFaceStack, layers: list[LayerReplica], microbatch: Microbatch, plain: Any
+) -> None:
+    """Compare the gradients of a plain backward pass with those of the whole model."""
+    hidden: Any = None
+    for layer in layers:
+        hidden = layer.forward(hidden, microbatch)
+    torch.autograd.backward(hidden)
+    found = {
+        stack.name_of(layer.index, name): parameter.grad
+        for layer in layers
+        for name, parameter in layer.module.named_parameters()
+    }
+    for group in stack.tied:
+        names = [stack.name_of(*owner) for owner in group]
+        total = torch.stack([g for name in names if (g := found[name]) is not None]).sum(0)
+        found.update(dict.fromkeys(names, total))
+    for name, parameter in plain.named_parameters():
+        given = found.pop(name)
+        if parameter.grad is not None:
+            assert given is not None
+            torch.testing.assert_close(given, parameter.grad, rtol=0, atol=1e-6, msg=name)
+
+
+def test_tied_matrices_are_found() -> None:
+    for family in CONFIGS:
+        stack, _, found = whole(family)
+        assert bool(stack.tied) == (family in TIED)
+        for group in stack.tied:
+            one, other = (found[stack.name_of(*owner)] for owner in group)
+            assert torch.equal(one, other)
+
+
+def test_initial_values_depend_on_seed_and_layer_alone() -> None:
+    stack, _, found = whole("llama")
+    for index in reversed(range(stack.n_layers)):
+        torch.manual_seed(index)
+        again = stack.build(index, CPU, ALONE)
+        for name, parameter in again.named_parameters():
+            assert torch.equal(parameter, found[stack.name_of(index, name)])
+    other = from_huggingface(config("llama"), seed=4).build(1, CPU, ALONE)
+    weight = "block.self_attn.q_proj.weight"
+    assert not torch.equal(other.get_parameter(weight), found[stack.name_of(1, weight)])
+    first, second = (found[stack.name_of(index, weight)] for index in (1, 2))
+    assert not torch.equal(first, second) and 0.015 < first.std().item() < 0.025
+
+
+def test_a_model_keeps_its_values() -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config("gpt2"))
+    stack = from_huggingface(model)
+    found = parameters(stack, replicas(stack))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, found[name])
+    assert stack.build_empty(1, CPU, ALONE).get_parameter("block.ln_1.weight").shape == (32,)
+
+
+def test_a_folder_with_a_config(tmp_path: Path) -> None:
+    config("qwen3").save_pretrained(tmp_path)
+    stack = from_huggingface(tmp_path)
+    assert stack.n_layers == 5 and stack.config.model_type == "qwen3"
+    assert stack.contents() == from_huggingface(str(tmp_path)).contents()
+
+
+def test_dropout_depends_on_the_micro_batch_alone() -> None:
+    dropped = config("gpt2", resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2)
+    stack = from_huggingface(dropped)
+    losses = [run(replicas(stack), cuts, masked(1)) for cuts in ([], [1, 3])]
+    assert losses[0] == losses[1]
+    plain = from_huggingface(config("gpt2"))
+    assert run(replicas(plain), [], masked(1)) != losses[0]
+
+
+def test_another_loss() -> None:
+    def loss(outputs: Any, microbatch: Microbatch) -> Tensor:
+        total: Tensor = outputs.logits.square().mean()
+        return total
+
+    stack = from_huggingface(config("llama"), loss=loss)
+    fields = {"input_ids": masked(0).fields["input_ids"]}
+    assert 0 < run(replicas(stack), [2], Microbatch(0, 0, fields)) < 1
+    with pytest.raises(FieldError, match=r"fields without a loss \(input_ids\).* called labels"):
+        run(replicas(from_huggingface(config("llama"))), [], Microbatch(0, 0, fields))
+
+
+def test_a_vision_model() -> None:
+    sizes = {key: SIZES[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    vit = transformers.ViTConfig(
+        **sizes,
+        num_attention_heads=4,
+        image_size=8,
+        patch_size=4,
+        num_labels=5,
+        architectures=["ViTForImageClassification"],
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    stack = from_huggingface(vit)
+    images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    fields = {"pixel_values": images, "labels": torch.tensor([0, 4, 2])}
+    layers = replicas(stack)
+    plain = transformers.ViTForImageClassification(vit).train()
+    plain.load_state_dict(parameters(stack, layers))
+    expected = plain(**fields).loss.item()
+    for cuts in ([], [2], [1, 3]):
+        found = run(replicas(stack), cuts, Microbatch(0, 0, fields))
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (lambda: torch.nn.Linear(2, 2), r"an object of type Linear .* a transformers model, its"),
+        (lambda: "nowhere", r"'nowhere' is not usable: it has no config.json"),
+        (
+            lambda: transformers.T5Config(num_layers=2, d_model=16, d_ff=16, num_heads=2, d_kv=8,
+                                          architectures=["T5ForConditionalGeneration"]),
+            r"T5ForConditionalGeneration: a model with several lists of blocks, encoder.block and "
+            r"decoder.block",
+        ),
+        (
+            lambda: transformers.ResNetConfig(architectures=["ResNetForImageClassification"]),
+            r"ResNetForImageClassification: .* is not usable: build its layers by hand",
+        ),
+        (
+            lambda: config("mixtral", output_router_logits=True),
+            r"MixtralConfig.output_router_logits: True .* set it to False",
+        ),
+        (lambda: transformers.ViTConfig(), r"type ViTConfig .* config.architectures"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_named(given: Callable[[], Any], error: str) -> None:
+    with pytest.raises(FieldError, match=error):
+        from_huggingface(given())
+
+
+def test_a_value_that_passes_by_the_layers_is_refused() -> None:
+    """Stages behind the first lack the embeddings that this model gives to each block."""
+    model = transformers.LlamaForCausalLM(config("llama"))
+    inner = type(model.model)
+
+    class Passing(inner):  # type: ignore[misc, valid-type]
+        def forward(self, input_ids: Tensor, **named: Any) -> Any:
+            return super().forward(input_ids, extra=self.embed_tokens(input_ids), **named)
+
+    model.model.__class__ = Passing
+    with pytest.raises(FieldError, match=r"block 0, extra: a value that depends on other layers"):
+        run(replicas(from_huggingface(model)), [], masked(0))
+
+
+def test_parameters_take_no_memory_before_they_are_needed() -> None:
+    """A model of 8 billion parameters is described, and only its small layers are built."""
+    large = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    stack = from_huggingface(large)
+    specs = stack.specs(Accumulate.FAST)
+    assert sum(spec.param_bytes for spec in specs) == 4 * 8_030_261_248
+    assert json.dumps(stack.contents())
