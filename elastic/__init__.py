@@ -16,6 +16,7 @@ from elastic.domain.version import VERSION
 
 if TYPE_CHECKING:
     from elastic.worker.contrib.huggingface import from_huggingface
+    from elastic.worker.contrib.sequential import from_sequential
     from elastic.worker.model.layers import LayerStack, ListStack
     from elastic.worker.model.microbatch import Microbatch
     from elastic.worker.model.optimizer import OptimizerSpec
@@ -30,6 +31,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "from_huggingface",
+    "from_sequential",
 ]
 
 _HOMES = {
@@ -39,6 +41,7 @@ _HOMES = {
     "OptimizerSpec": "elastic.worker.model.optimizer",
     "Trainer": "elastic.worker.trainer",
     "from_huggingface": "elastic.worker.contrib.huggingface",
+    "from_sequential": "elastic.worker.contrib.sequential",
 }
 
 

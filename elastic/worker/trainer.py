@@ -30,7 +30,8 @@ from elastic.worker.script_exit import begin_training, watch_script
 from elastic.worker.transport.device_fault import crash_on_node_fault
 
 STACK = (
-    "a LayerStack, as ListStack([lambda: Layer(8, 64), lambda: Layer(64, 1)], seed=0); "
+    "a LayerStack, as from_sequential(model, loss=loss), from_huggingface(config) or "
+    "ListStack([lambda: Layer(8, 64), lambda: Layer(64, 1)], seed=0); "
     "docs/guide/custom-model.md shows how to cut a model into layers"
 )
 OPTIMIZER = (

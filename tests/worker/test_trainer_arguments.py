@@ -16,7 +16,7 @@ from tests.worker.model.toy_model import microbatch, sgd, toy_stack
 MODULE = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
 ADAM = torch.optim.Adam(MODULE.parameters())
 WHOLE = "a whole number"
-STACK = r"a LayerStack, as ListStack\(\[lambda: Layer"
+STACK = r"a LayerStack, as from_sequential\(model, .* or ListStack\(\[lambda: Layer"
 OPTIMIZER = r"an OptimizerSpec, as OptimizerSpec\(factory=torch.optim.Adam, lr=lambda step: 0.003\)"
 
 

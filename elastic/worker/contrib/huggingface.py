@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,23 +23,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elastic.domain.errors import FieldError, needs_extra
-from elastic.domain.types import Accumulate, LayerSpec
-from elastic.worker.model import rng as randomness
-from elastic.worker.model.checks import Described, description, whole_number
-from elastic.worker.model.layers import (
-    LayerStack,
-    TensorParallel,
-    describe_parameters,
-    layer_spec,
-)
-from elastic.worker.model.meta_modules import (
-    fill,
-    parameters_on_meta,
-    with_memory,
-    without_memory,
-)
+from elastic.worker.model.checks import Described, description
+from elastic.worker.model.meta_modules import parameters_on_meta, without_memory
 from elastic.worker.model.microbatch import Microbatch
-from elastic.worker.model.optimizer import OptimizerSpec
+from elastic.worker.model.whole_model import WholeModel
 
 with needs_extra("hf", "A Hugging Face model"):
     import transformers
@@ -88,17 +75,14 @@ class _Skeleton:
     model: PreTrainedModel
     path: str
     """Name of the list of blocks, as model.layers."""
-    values: dict[str, Tensor]
-    """Given values of the parameters, by name; empty: the model's own initialisation."""
+    given: nn.Module
+    """The model that was given, or `model`."""
 
     @classmethod
     def of(cls, given: object) -> _Skeleton:
         if isinstance(given, str | Path):
             given = _config_in(Path(given))
-        values: dict[str, Tensor] = {}
         if isinstance(given, PreTrainedModel):
-            if not any(parameter.is_meta for parameter in given.parameters()):
-                values = dict(given.named_parameters(remove_duplicate=False))
             model = without_memory(given)
         elif isinstance(given, PreTrainedConfig):
             with parameters_on_meta():
@@ -109,7 +93,8 @@ class _Skeleton:
             remedy = "set it to False: the routers' loss does not pass through pipelines yet"
             raise FieldError(f"{type(model.config).__name__}.output_router_logits", True, remedy)
         model.config.use_cache = False
-        return cls(model.train(), _path_of_blocks(model), values)
+        whole = given if isinstance(given, PreTrainedModel) else model
+        return cls(model.train(), _path_of_blocks(model), whole)
 
     @property
     def n_blocks(self) -> int:
@@ -392,20 +377,18 @@ class _Last(_Layer):
         raise FieldError(f"{type(self.model).__name__}, {self.__dict__['behind']}", what, SPLIT)
 
 
-class HuggingFaceStack(LayerStack):
+class HuggingFaceStack(WholeModel):
     """The layers of a transformers model, made by `from_huggingface`."""
 
     def __init__(self, skeleton: _Skeleton, seed: int, loss: Loss | None, varying: bool) -> None:
         self._skeleton, self._loss = skeleton, loss
-        self.seed, self.varying = whole_number("seed", seed), varying
         self._before, self._behind = skeleton.around()
         for names, side in ((self._before, "before"), (self._behind, "behind")):
             if not names:
                 what = Described(f"a model without parameters {side} its blocks")
                 raise FieldError(type(skeleton.model).__name__, what, SPLIT)
         self._recorders: dict[torch.device, _Layer] = {}
-        self._empty = [self._layer(index) for index in range(self.n_layers)]
-        self.tied = self._find_tied()
+        super().__init__(skeleton.model, seed, given=skeleton.given, varying=varying)
 
     @property
     def n_layers(self) -> int:
@@ -417,40 +400,13 @@ class HuggingFaceStack(LayerStack):
         return self._skeleton.model.config
 
     def name_of(self, layer: int, name: str) -> str:
-        """Return the model's name of parameter `name` of a layer."""
         kind, _, rest = name.partition(".")
         return f"{self._skeleton.path}.{layer - 1}.{rest}" if kind == "block" else rest
 
-    def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        module = self._initial(index)
-        for (first, first_name), *others in self.tied:
-            for name in (name for layer, name in others if layer == index):
-                with torch.no_grad():
-                    source = self._initial(first).get_parameter(first_name)
-                    module.get_parameter(name).copy_(source)
-        return module.to(device)
+    def initialise(self, module: nn.Module) -> None:
+        _initialise(module, self._skeleton.model)
 
-    def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        return with_memory(self._layer(index), device)
-
-    def specs(
-        self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None
-    ) -> tuple[LayerSpec, ...]:
-        return tuple(
-            layer_spec(
-                module.named_parameters(),
-                accumulate,
-                optimizer,
-                forward_s=2e-9 * (1 + sum(p.numel() for p in _multiplied(module))),
-            )
-            for module in self._empty
-        )
-
-    def contents(self) -> tuple[str, ...]:
-        return tuple(describe_parameters(module.named_parameters()) for module in self._empty)
-
-    def _layer(self, index: int) -> nn.Module:
-        """Return layer `index` without memory."""
+    def empty_layer(self, index: int) -> nn.Module:
         skeleton, call = self._skeleton, _Call()
         if 0 < index < self.n_layers - 1:
             block = copy.deepcopy(skeleton.blocks[index - 1])
@@ -491,34 +447,6 @@ class HuggingFaceStack(LayerStack):
             made.__dict__["first"] = place == 0
             setattr(model.get_submodule(parent), name, made)
 
-    def _initial(self, index: int) -> nn.Module:
-        """Return layer `index` with its initial values, on the CPU."""
-        module = with_memory(self._layer(index), torch.device("cpu"))
-        values = self._skeleton.values
-        if values:
-            fill(module, lambda name: values[self.name_of(index, name)])
-            return module
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(randomness.derive_parameter_seed(self.seed, index, ""))
-            _initialise(module, self._skeleton.model)
-        return module
-
-    def _find_tied(self) -> tuple[tuple[tuple[int, str], ...], ...]:
-        """Return the parameters of several layers that are one tensor of the model."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in self._skeleton.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        owners: dict[str, tuple[int, str]] = {}
-        for index, module in enumerate(self._empty):
-            for name, _ in module.named_parameters():
-                owners[self.name_of(index, name)] = (index, name)
-        groups = []
-        for same in names.values():
-            found = dict(owners[name] for name in same if name in owners)
-            if len(found) > 1:
-                groups.append(tuple(sorted(found.items())))
-        return tuple(sorted(groups))
-
 
 def _initialise(module: nn.Module, owner: PreTrainedModel) -> None:
     """Give each part of `module`, children first, the initial values of the model it belongs to."""
@@ -526,9 +454,3 @@ def _initialise(module: nn.Module, owner: PreTrainedModel) -> None:
         _initialise(child, child if isinstance(child, PreTrainedModel) else owner)
     if not isinstance(module, _Replacement | _Layer | _Block):
         cast(Any, owner)._init_weights(module)
-
-
-def _multiplied(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters that a forward pass multiplies with; an embedding only looks up."""
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    yield from (p for p in module.parameters() if id(p) not in tables)

@@ -20,6 +20,11 @@ from elastic.worker.model.values import Value, can_have_gradient, parts_of
 
 FORWARD = "its forward must accept (hidden, microbatch): derive a class from it, or wrap it in one"
 LAZY = "lazy modules have no shapes yet: give their sizes, as nn.Linear(64, 64)"
+IN_PLACE = Described("a forward pass that changes its input")
+NOT_IN_PLACE = (
+    "the layer before, or its stage, still needs it: use nn.ReLU() without inplace=True, and "
+    "hidden + x instead of hidden += x"
+)
 LOSS = "forward of the last layer must return the mean loss, one number, as .mean() does"
 VALUE = (
     "forward must return the input of the next layer: a floating-point tensor, or a tuple or dict "
@@ -65,11 +70,19 @@ class LayerChecks:
             for key in part._buffers
         ]
         self._before: list[tuple[int, int]] = []
+        self._versions: list[int] = []
 
-    def begin(self) -> None:
-        """Called before each forward pass."""
+    def begin(self, hidden: Value | None) -> None:
+        """Called before each forward pass of `hidden`."""
+        self._versions = [] if hidden is None else [part._version for part in parts_of(hidden)]
         if self._buffers:
             self._before = self._marks()
+
+    def translated(self, error: RuntimeError) -> Exception:
+        """Return an error of the forward pass, in the runtime's words if it is one of its rules."""
+        if "in-place operation" in str(error) and "leaf" in str(error):
+            return FieldError(self._name, IN_PLACE, NOT_IN_PLACE)
+        return error
 
     def end(self, hidden: Value | None, out: object) -> Value:
         """Return `out`, the result of a forward pass of `hidden`. Raises FieldError if it is not
@@ -78,7 +91,10 @@ class LayerChecks:
         if hidden is None:
             depends = self._trains
         else:
-            depends = any(part.requires_grad for part in parts_of(hidden))
+            inputs = parts_of(hidden)
+            if self._versions != [part._version for part in inputs]:
+                raise FieldError(self._name, IN_PLACE, NOT_IN_PLACE)
+            depends = any(part.requires_grad for part in inputs)
         has_graph = any(part.requires_grad for part in parts)
         if (depends or self._last) and torch.is_grad_enabled() and not has_graph:
             remedy = "it must depend on its input and parameters: leave out detach and no_grad"

@@ -83,8 +83,15 @@ class LayerReplica(GradientSum):
         FieldError if the layer breaks the rules of `LayerStack`."""
         step, index = microbatch.step, microbatch.index
         randomness.seed_forward(self.seed, step, index, self.index, self.device)
-        self._checks.begin()
-        return self._checks.end(hidden, self.module(hidden, microbatch))
+        self._checks.begin(hidden)
+        try:
+            out = self.module(hidden, microbatch)
+        except RuntimeError as error:
+            translated = self._checks.translated(error)
+            if translated is error:
+                raise
+            raise translated from error
+        return self._checks.end(hidden, out)
 
     def collect(self, index: int, *, skip: bool) -> None:
         """Move the gradients of micro-batch `index` into the sum, and `index` into the ledger.

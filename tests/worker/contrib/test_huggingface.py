@@ -15,12 +15,10 @@ from torch import Tensor
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate
 from elastic.worker.contrib.huggingface import HuggingFaceStack, from_huggingface
-from elastic.worker.engine.stage import LocalStage
 from elastic.worker.model.microbatch import Microbatch
-from elastic.worker.model.values import Message
-from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
-from tests.worker.model.toy_model import ALONE, CPU, sgd
+from tests.worker.contrib.cut_models import replicas, run
+from tests.worker.model.toy_model import ALONE, CPU
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,38 +75,6 @@ def packed(index: int) -> Microbatch:
 
 
 DATA: Mapping[str, Callable[[int], Microbatch]] = {"masked": masked, "packed": packed}
-
-
-def replicas(stack: HuggingFaceStack) -> list[LayerReplica]:
-    return [
-        build_replica(stack, index, ALONE, sgd(), Accumulate.EXACT, 5, CPU)
-        for index in range(stack.n_layers)
-    ]
-
-
-def run(layers: list[LayerReplica], cuts: list[int], microbatch: Microbatch) -> float:
-    """Run one micro-batch through stages that end before the layers `cuts`; return the loss."""
-    ends = [*cuts, len(layers)]
-    starts = [0, *cuts]
-    stages = [
-        LocalStage(
-            layers[first:last],
-            previous=0 if first else None,
-            following=1 if last < len(layers) else None,
-        )
-        for first, last in zip(starts, ends, strict=True)
-    ]
-    message: Message | None = None
-    for stage in stages:  # each stage has fields of its own, as on its node
-        fields = dict(microbatch.fields)
-        message = stage.forward(Microbatch(microbatch.step, microbatch.index, fields), message)
-    assert message is not None
-    gradient: Message | float | None = 1.0
-    for stage in reversed(stages):
-        assert gradient is not None
-        gradient = stage.backward(microbatch.index, gradient)
-        stage.collect(microbatch.index, {})
-    return message.tensor.item()
 
 
 def parameters(stack: HuggingFaceStack, layers: list[LayerReplica]) -> dict[str, Tensor]:

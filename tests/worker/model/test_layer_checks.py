@@ -101,6 +101,31 @@ def test_a_layer_returns_several_tensors(change: Callable[[Tensor], Any]) -> Non
         forward(lambda: Odd(change), last=True)
 
 
+class Changing(nn.Module):
+    """A layer that changes what it gets."""
+
+    def __init__(self, key: str = "") -> None:
+        super().__init__()
+        self.inner, self.key = nn.Linear(6, 6), key
+
+    def forward(self, hidden: Any, microbatch: Microbatch) -> Any:
+        part = hidden[self.key] if self.key else hidden
+        part.add_(1.0)
+        return self.inner(part)
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("key", ["", "a"])
+def test_a_layer_may_not_change_its_input(key: str, leaf: bool) -> None:
+    """Whether torch refuses it depends on whether the layer is the first of its stage."""
+    stack = ListStack([First, lambda: Changing(key), First], seed=0)
+    replica = build_replica(stack, 1, ALONE, sgd(), Accumulate.FAST, 0, CPU)
+    given = torch.ones(4, 6, requires_grad=True)
+    hidden = given if leaf else given * 2
+    with pytest.raises(FieldError, match=r"layer 1 \(Changing\): .* changes its input .* inplace"):
+        replica.forward({"a": hidden} if key else hidden, microbatch(0, 0))
+
+
 @pytest.mark.parametrize("change", [lambda out: out, lambda out: out.mean(1)])
 def test_the_last_layer_returns_one_number(change: Callable[[Tensor], Any]) -> None:
     with pytest.raises(FieldError, match=rf"a tensor of shape .* is not usable: {LOSS}"):

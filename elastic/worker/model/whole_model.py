@@ -1,0 +1,108 @@
+"""Layers that are cut out of a whole model: what all such stacks have in common.
+
+A layer is a copy of a part of the model, without memory until it is built. Its parameters get the
+values of the given model, or initial values that depend on (seed, layer) alone.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from elastic.domain.types import Accumulate, LayerSpec
+from elastic.worker.model import rng as randomness
+from elastic.worker.model.checks import whole_number
+from elastic.worker.model.layers import LayerStack, TensorParallel, describe_parameters, layer_spec
+from elastic.worker.model.meta_modules import fill, with_memory
+from elastic.worker.model.optimizer import OptimizerSpec
+
+
+class WholeModel(LayerStack):
+    """A stack whose layers are parts of one model. Raises FieldError for a wrong seed."""
+
+    def __init__(self, model: nn.Module, seed: int, *, given: nn.Module, varying: bool) -> None:
+        """`model`: without memory. `given`: the same with values; its parameters are on the meta
+        device if it has none."""
+        self._model = model
+        self.seed, self.varying = whole_number("seed", seed), bool(varying)
+        self._values: dict[str, Tensor] = {}
+        if not any(parameter.is_meta for parameter in given.parameters()):
+            self._values = dict(given.named_parameters(remove_duplicate=False))
+        self._empty = [self.empty_layer(index) for index in range(self.n_layers)]
+        self.tied = self._find_tied()
+
+    @abstractmethod
+    def empty_layer(self, index: int) -> nn.Module:
+        """Return layer `index` without memory."""
+
+    @abstractmethod
+    def name_of(self, layer: int, name: str) -> str:
+        """Return the model's name of parameter `name` of a layer."""
+
+    @abstractmethod
+    def initialise(self, module: nn.Module) -> None:
+        """Give the parameters of a layer initial values from torch's default generator."""
+
+    def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
+        module = self._initial(index)
+        for (first, first_name), *others in self.tied:
+            for name in (name for layer, name in others if layer == index):
+                with torch.no_grad():
+                    source = self._initial(first).get_parameter(first_name)
+                    module.get_parameter(name).copy_(source)
+        return module.to(device)
+
+    def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
+        return with_memory(self.empty_layer(index), device)
+
+    def specs(
+        self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None
+    ) -> tuple[LayerSpec, ...]:
+        return tuple(
+            layer_spec(
+                module.named_parameters(),
+                accumulate,
+                optimizer,
+                forward_s=2e-9 * (1 + sum(p.numel() for p in _multiplied(module))),
+            )
+            for module in self._empty
+        )
+
+    def contents(self) -> tuple[str, ...]:
+        return tuple(describe_parameters(module.named_parameters()) for module in self._empty)
+
+    def _initial(self, index: int) -> nn.Module:
+        """Return layer `index` with its initial values, on the CPU."""
+        module = with_memory(self.empty_layer(index), torch.device("cpu"))
+        if self._values:
+            fill(module, lambda name: self._values[self.name_of(index, name)])
+            return module
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(randomness.derive_parameter_seed(self.seed, index, ""))
+            self.initialise(module)
+        return module
+
+    def _find_tied(self) -> tuple[tuple[tuple[int, str], ...], ...]:
+        """Return the parameters of several layers that are one tensor of the model."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        owners: dict[str, tuple[int, str]] = {}
+        for index, module in enumerate(self._empty):
+            for name, _ in module.named_parameters():
+                owners[self.name_of(index, name)] = (index, name)
+        groups = []
+        for same in names.values():
+            found = dict(owners[name] for name in same if name in owners)
+            if len(found) > 1:
+                groups.append(tuple(sorted(found.items())))
+        return tuple(sorted(groups))
+
+
+def _multiplied(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters that a forward pass multiplies with; an embedding only looks up."""
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    yield from (p for p in module.parameters() if id(p) not in tables)
