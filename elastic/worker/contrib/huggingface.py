@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from elastic.domain.errors import FieldError, needs_extra
+from elastic.worker.contrib.safetensors_folder import Weights, weights_in
 from elastic.worker.model.checks import Described, description
 from elastic.worker.model.meta_modules import parameters_on_meta, without_memory
 from elastic.worker.model.microbatch import Microbatch
-from elastic.worker.model.whole_model import WholeModel
+from elastic.worker.model.whole_model import Values, WholeModel, values_of
 
 with needs_extra("hf", "A Hugging Face model"):
     import transformers
@@ -54,9 +55,10 @@ def from_huggingface(
     """Return the layers of a transformers model: one before its blocks, each block, one behind.
 
     Args:
-        model: a config or the folder of one: parameters get the initial values of the model's own
-            initialisation. A model: it is cut as it is, with its values; each worker then holds the
-            whole model in host memory.
+        model: a config: parameters get the initial values of the model's own initialisation. A
+            folder with a config.json and safetensors files: a node reads the tensors of its layers;
+            without such files, as a config. A model: it is cut as it is, with its values; each
+            worker then holds the whole model in host memory.
         seed: seed of initial values.
         loss: loss(outputs of the model, micro-batch) -> scalar; None: the loss that the model
             computes.
@@ -75,15 +77,17 @@ class _Skeleton:
     model: PreTrainedModel
     path: str
     """Name of the list of blocks, as model.layers."""
-    given: nn.Module
-    """The model that was given, or `model`."""
+    values: Values | None
+    """Values of its parameters; None: the model's own initialisation."""
 
     @classmethod
     def of(cls, given: object) -> _Skeleton:
+        values: Values | None = None
         if isinstance(given, str | Path):
+            values = weights_in(Path(given))
             given = _config_in(Path(given))
         if isinstance(given, PreTrainedModel):
-            model = without_memory(given)
+            model, values = without_memory(given), values_of(given)
         elif isinstance(given, PreTrainedConfig):
             with parameters_on_meta():
                 model = cast(Any, _model_class(given))._from_config(copy.deepcopy(given))
@@ -93,8 +97,9 @@ class _Skeleton:
             remedy = "set it to False: the routers' loss does not pass through pipelines yet"
             raise FieldError(f"{type(model.config).__name__}.output_router_logits", True, remedy)
         model.config.use_cache = False
-        whole = given if isinstance(given, PreTrainedModel) else model
-        return cls(model.train(), _path_of_blocks(model), whole)
+        if isinstance(values, Weights):
+            values.prefix = f"{model.base_model_prefix}."
+        return cls(model.train(), _path_of_blocks(model), values)
 
     @property
     def n_blocks(self) -> int:
@@ -388,7 +393,7 @@ class HuggingFaceStack(WholeModel):
                 what = Described(f"a model without parameters {side} its blocks")
                 raise FieldError(type(skeleton.model).__name__, what, SPLIT)
         self._recorders: dict[torch.device, _Layer] = {}
-        super().__init__(skeleton.model, seed, given=skeleton.given, varying=varying)
+        super().__init__(skeleton.model, seed, values=skeleton.values, varying=varying)
 
     @property
     def n_layers(self) -> int:

@@ -12,7 +12,7 @@ from elastic.worker.model.checks import Described, check_callable, description
 from elastic.worker.model.meta_modules import without_memory
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.values import Value
-from elastic.worker.model.whole_model import WholeModel
+from elastic.worker.model.whole_model import WholeModel, values_of
 
 MODEL = "an nn.Sequential, an nn.ModuleList, or a list of modules, each of which takes one argument"
 LOSS = (
@@ -71,7 +71,7 @@ class SequentialModel(WholeModel):
         self._parts = without_memory(given).train()
         if any(parameter.is_meta for parameter in given.parameters()):
             _check_initialisation(given)
-        super().__init__(self._parts, seed, given=given, varying=varying)
+        super().__init__(self._parts, seed, values=values_of(given), varying=varying)
 
     @property
     def n_layers(self) -> int:

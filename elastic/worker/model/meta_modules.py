@@ -7,12 +7,12 @@ small and often computed. Each layer is a copy of a part of it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
 M = TypeVar("M", bound=nn.Module)
@@ -61,10 +61,3 @@ def with_memory(module: M, device: torch.device) -> M:
             if buffer is not None:
                 part._buffers[name] = buffer.to(device)
     return module
-
-
-def fill(module: nn.Module, values: Callable[[str], Tensor]) -> None:
-    """Copy `values(name)` into each parameter of `module`."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(values(name))

@@ -7,30 +7,39 @@ values of the given model, or initial values that depend on (seed, layer) alone.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.worker.model import rng as randomness
-from elastic.worker.model.checks import whole_number
+from elastic.worker.model.checks import description, whole_number
 from elastic.worker.model.layers import LayerStack, TensorParallel, describe_parameters, layer_spec
-from elastic.worker.model.meta_modules import fill, with_memory
+from elastic.worker.model.meta_modules import with_memory
 from elastic.worker.model.optimizer import OptimizerSpec
+
+Values = Callable[[str], Tensor]
+"""Returns the initial value of a parameter of the model, by its name there."""
+
+
+def values_of(model: nn.Module) -> Values | None:
+    """Return the values of a model; None if it has none, because it is on the meta device."""
+    found = dict(model.named_parameters(remove_duplicate=False))
+    return None if any(value.is_meta for value in found.values()) else found.__getitem__
 
 
 class WholeModel(LayerStack):
     """A stack whose layers are parts of one model. Raises FieldError for a wrong seed."""
 
-    def __init__(self, model: nn.Module, seed: int, *, given: nn.Module, varying: bool) -> None:
-        """`model`: without memory. `given`: the same with values; its parameters are on the meta
-        device if it has none."""
-        self._model = model
+    def __init__(
+        self, model: nn.Module, seed: int, *, values: Values | None, varying: bool
+    ) -> None:
+        """`model`: without memory. `values`: initial values of its parameters by name; None: each
+        layer makes its own."""
+        self._model, self._values = model, values
         self.seed, self.varying = whole_number("seed", seed), bool(varying)
-        self._values: dict[str, Tensor] = {}
-        if not any(parameter.is_meta for parameter in given.parameters()):
-            self._values = dict(given.named_parameters(remove_duplicate=False))
         self._empty = [self.empty_layer(index) for index in range(self.n_layers)]
         self.tied = self._find_tied()
 
@@ -77,13 +86,26 @@ class WholeModel(LayerStack):
     def _initial(self, index: int) -> nn.Module:
         """Return layer `index` with its initial values, on the CPU."""
         module = with_memory(self.empty_layer(index), torch.device("cpu"))
-        if self._values:
-            fill(module, lambda name: self._values[self.name_of(index, name)])
+        if self._values is not None:
+            copied = {n for group in self.tied for layer, n in group[1:] if layer == index}
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    if name not in copied:
+                        self._copy(parameter, self.name_of(index, name))
             return module
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(randomness.derive_parameter_seed(self.seed, index, ""))
             self.initialise(module)
         return module
+
+    def _copy(self, parameter: Tensor, name: str) -> None:
+        """Copy the given value of `name`. Raises FieldError if it has another shape."""
+        assert self._values is not None
+        value = self._values(name)
+        if value.shape != parameter.shape:
+            remedy = f"the model has {name} of shape {tuple(parameter.shape)}"
+            raise FieldError("weights", description(value), remedy)
+        parameter.copy_(value)
 
     def _find_tied(self) -> tuple[tuple[tuple[int, str], ...], ...]:
         """Return the parameters of several layers that are one tensor of the model."""

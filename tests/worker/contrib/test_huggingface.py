@@ -15,6 +15,7 @@ from torch import Tensor
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate
 from elastic.worker.contrib.huggingface import HuggingFaceStack, from_huggingface
+from elastic.worker.contrib.safetensors_folder import INDEX
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.contrib.cut_models import replicas, run
@@ -275,3 +276,65 @@ def test_parameters_take_no_memory_before_they_are_needed() -> None:
     specs = stack.specs(Accumulate.FAST)
     assert sum(spec.param_bytes for spec in specs) == 4 * 8_030_261_248
     assert json.dumps(stack.contents())
+
+
+@pytest.mark.parametrize("size", ["100GB", "20KB"], ids=["one-file", "several-files"])
+@pytest.mark.parametrize("family", ["llama", "gemma", "gpt2"])
+def test_weights_of_a_folder_are_read(family: str, size: str, tmp_path: Path) -> None:
+    """gemma and gpt2 have tied matrices, of which the files hold one."""
+    model = transformers.AutoModelForCausalLM.from_config(config(family))
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    assert (tmp_path / INDEX).is_file() == (size == "20KB")
+    stack = from_huggingface(tmp_path)
+    found = parameters(stack, replicas(stack))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert torch.equal(parameter, found[name])
+
+
+def test_weights_of_a_model_without_its_head(tmp_path: Path) -> None:
+    """They have shorter names. The head of a tied model is in them."""
+    model = transformers.GPT2Model(config("gpt2"))
+    model.save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**described, "architectures": ["GPT2LMHeadModel"]})
+    )
+    stack = from_huggingface(tmp_path)
+    found = parameters(stack, replicas(stack))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, found[f"transformer.{name}"])
+
+
+def damaged(folder: Path, how: str) -> None:
+    index = folder / INDEX
+    names = json.loads(index.read_text())["weight_map"]
+    first = folder / next(iter(names.values()))
+    if how == "truncated":
+        first.write_bytes(first.read_bytes()[:-100])
+    elif how == "absent":
+        first.unlink()
+    elif how == "index":
+        index.write_text("{}")
+    elif how == "names":
+        index.write_text(json.dumps({"weight_map": {f"x.{n}": f for n, f in names.items()}}))
+    else:
+        changed = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**changed, "intermediate_size": 40}))
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("truncated", r"model: '.*-0000\d-.*safetensors' is not usable: it cannot be read"),
+        ("absent", r"0000\d-.*' is not usable: model.safetensors.index.json names it"),
+        ("index", r"index.json' is not usable: an index with a weight_map is needed: KeyError"),
+        ("names", r"it has no tensor model.embed_tokens.weight; this family stores"),
+        ("shape", r"shape \(48, 32\) .* has model.layers.0.mlp.gate_proj.weight of shape \(40, 32"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(how: str, error: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config("llama"))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    damaged(tmp_path, how)
+    with pytest.raises(FieldError, match=error):
+        replicas(from_huggingface(tmp_path))

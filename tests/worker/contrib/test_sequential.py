@@ -116,7 +116,10 @@ def on_meta(make: Callable[[], Any]) -> Any:
         (lambda: 3, r"model: 3 .* an nn.Sequential"),
         (lambda: [nn.ReLU()], r"a model without parameters"),
         (list, r"a model without parameters"),
-        (lambda: [nn.Linear(2, 2), torch.relu], r"model\[1\]: the function relu is not usable: a torch.nn.Module"),
+        (
+            lambda: [nn.Linear(2, 2), torch.relu],
+            r"model\[1\]: the function relu is not usable",
+        ),
         (lambda: [nn.Bilinear(2, 2, 2)], r"model\[0\]: forward\(.*each of which takes one"),
         (lambda: on_meta(lambda: [Scale()]), r"module 0: a Scale .* reset_parameters\(\)"),
         (lambda: [nn.Linear(2, 2), on_meta(lambda: nn.Linear(2, 2))], r"some parameters are on"),
