@@ -11,7 +11,6 @@ docs/design/models.md), so no architecture needs code of its own:
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from elastic.domain.errors import FieldError, needs_extra
+from elastic.domain.errors import FieldError, describe, needs_extra, with_place
 from elastic.worker.contrib.safetensors_folder import Weights, weights_in
 from elastic.worker.model.checks import Described, description
 from elastic.worker.model.meta_modules import parameters_on_meta, without_memory
@@ -31,7 +30,13 @@ from elastic.worker.model.whole_model import Values, WholeModel, values_of
 
 with needs_extra("hf", "A Hugging Face model"):
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        Cache,
+        PreTrainedConfig,
+        PreTrainedModel,
+    )
 
 MODEL = (
     "a transformers model, its config, or a folder with config.json, as "
@@ -96,7 +101,10 @@ class _Skeleton:
         if getattr(model.config, "output_router_logits", False):
             remedy = "set it to False: the routers' loss does not pass through pipelines yet"
             raise FieldError(f"{type(model.config).__name__}.output_router_logits", True, remedy)
-        model.config.use_cache = False
+        for part in model.modules():
+            config = getattr(part, "config", None)
+            if isinstance(config, PreTrainedConfig):
+                config.use_cache = False  # a cache would carry values from block to block
         if isinstance(values, Weights):
             values.prefix = f"{model.base_model_prefix}."
         return cls(model.train(), _path_of_blocks(model), values)
@@ -265,7 +273,8 @@ class _Behind(_Replacement):
     """A module behind the blocks, where none is reached."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        raise AssertionError("the model's forward pass went on behind its blocks")
+        what = Described("a module behind the blocks that is also used before them")
+        raise FieldError(self.__dict__["path"], what, SPLIT)
 
 
 class _Layer(nn.Module):
@@ -316,15 +325,21 @@ class _Block(nn.Module):
         for such an argument, because this stage cannot compute it."""
         recorder: _Layer = self.__dict__["recorder"](hidden.device)
         call: _Call = recorder.__dict__["call"]
-        with contextlib.suppress(_Reached):
+        try:
             recorder.run(dict(microbatch.fields), torch.full_like(hidden, torch.nan))
+        except _Reached:
+            pass
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            cause = with_place(describe(error), error)
+            what = Described(f"a model that fails when it is cut ({cause})")
+            raise FieldError(type(recorder.model).__name__, what, SPLIT) from error
         found, call.arguments = call.arguments, []
         if not call.checked:
             call.checked = True
             for index, (args, named) in enumerate(found):
                 named = {**{f"argument {i + 1}": one for i, one in enumerate(args)}, **named}
                 for name, value in named.items():
-                    if any(_depends(leaf) for leaf in tree_leaves(value)):
+                    if isinstance(value, Cache) or any(map(_depends, tree_leaves(value))):
                         what = Described("a value that depends on other layers")
                         raise FieldError(f"block {index}, {name}", what, SPLIT)
         return found
@@ -449,7 +464,7 @@ class HuggingFaceStack(WholeModel):
         for place, path in enumerate(names):
             parent, _, name = path.rpartition(".")
             made = kind(self._skeleton.model.get_submodule(path), call)
-            made.__dict__["first"] = place == 0
+            made.__dict__.update(first=place == 0, path=path)
             setattr(model.get_submodule(parent), name, made)
 
 

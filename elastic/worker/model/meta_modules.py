@@ -54,9 +54,11 @@ def with_memory(module: M, device: torch.device) -> M:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                fresh = made.get(id(parameter)) or on(parameter, device)
-                part._parameters[name] = made[id(parameter)] = fresh
-                made[id(fresh)] = fresh
+                fresh = made.get(id(parameter))
+                if fresh is None:
+                    fresh = made[id(parameter)] = on(parameter, device)
+                    made[id(fresh)] = fresh
+                part._parameters[name] = fresh
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = buffer.to(device)
