@@ -107,7 +107,7 @@ class Context:
         self.injector = SimpleNamespace(recoveries=0, reach=lambda *_: None)
         optimizer = SimpleNamespace(check=lambda **_: None, lr=lambda step: 0.1, clip_norm=None)
         self.job = SimpleNamespace(
-            stack=SimpleNamespace(tied=()),
+            stack=SimpleNamespace(tied=(), varying=False),
             optimizer=optimizer,
             spec=world.spec,
             accumulate=Accumulate.EXACT,
