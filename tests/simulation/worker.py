@@ -265,7 +265,8 @@ class ModelSteps:
                         message = partial._messages.pop(copy.key, None)
                         if message is not None:
                             wanted = [layer, self.step, run.microbatch]
-                            assert message.tolist() == wanted, f"{copy.key} has {message.tolist()}"
+                            found = message.tensor.tolist()
+                            assert found == wanted, f"{copy.key} has {found}"
                 if any(first <= r.index < last for r in self._p.replicas):
                     self._microbatch(run.microbatch, first, last, covered)
 
