@@ -198,6 +198,8 @@ class _Call:
         """Whether a block returns its hidden states in a tuple; None: not known yet."""
         self.checked = False
         """Whether the arguments of the blocks were checked."""
+        self.passed_on = False
+        """Whether the forward pass has reached the blocks."""
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -251,22 +253,26 @@ class _PassOn(_Replacement):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         call: _Call = self.__dict__["call"]
+        call.passed_on = True
         return (call.hidden,) if call.in_tuple else call.hidden
 
 
 class _Before(_Replacement):
-    """A module before the blocks, whose result only needs a fitting shape."""
+    """A module before the blocks: its result, NaN, has a fitting shape and must not matter."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
         call: _Call = self.__dict__["call"]
         original = self.__dict__["original"]
-        if self.__dict__["first"]:
-            return call.hidden
-        if isinstance(original, nn.Embedding):
-            assert call.hidden is not None
-            shape = (*args[0].shape, original.embedding_dim)
-            return call.hidden.new_full(shape, torch.nan)
-        return next(value for value in (*args, *named.values()) if isinstance(value, Tensor))
+        if call.passed_on:
+            what = Described("a module before the blocks that is used behind them")
+            raise FieldError(self.__dict__["path"], what, SPLIT)
+        assert call.hidden is not None
+        shape = call.hidden.shape
+        given = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
+        if not self.__dict__["first"] and given:
+            wide = (original.embedding_dim,) if isinstance(original, nn.Embedding) else ()
+            shape = torch.Size((*given[0].shape, *wide))
+        return call.hidden.new_full(shape, torch.nan)
 
 
 class _Behind(_Replacement):
@@ -288,7 +294,7 @@ class _Layer(nn.Module):
     def run(self, fields: dict[str, Any], hidden: Tensor | None) -> Any:
         """Run the model's forward pass. Raises _Reached."""
         call: _Call = self.__dict__["call"]
-        call.hidden, call.arguments = hidden, []
+        call.hidden, call.arguments, call.passed_on = hidden, [], False
         try:
             return self.model(**fields)
         finally:

@@ -102,9 +102,15 @@ def _cut(
         for node in _behind(cut.node, inside):
             if node in entering:
                 entering[node].append(cut)
+    # A result that depends on parameters alone is not inside: its gradient comes in the first part.
+    beside: set[Node] = set()
+    for output in outputs:
+        root = get_gradient_edge(output).node
+        if root not in inside:
+            beside |= {root, *_behind(root, inside)}
     rest: list[Tensor] = []
     for node, parameter in owners.items():
-        if len(entering[node]) == 1:
+        if len(entering[node]) == 1 and node not in beside:
             entering[node][0].parameters.append(parameter)
         else:
             rest.append(parameter)

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Wor
 from elastic.worker.transport import threads
 from elastic.worker.transport.interface import BackendGroup, Operation
 
-_POISON_TAG = 2**20
+POISON_TAG = 2**20
 _POISON_S = 0.001
 PEER_CHECK_S = 0.25
 """Time until a wait first checks its peers' connections. Later intervals double each time."""
@@ -208,7 +208,7 @@ def _probe(group: BackendGroup, peer: int) -> None:
 
     The probe is a receive that no rank answers and no thread waits for, so it has no effect.
     """
-    group.recv([torch.empty(1)], peer, _POISON_TAG)
+    group.recv([torch.empty(1)], peer, POISON_TAG)
 
 
 def _poison(group: BackendGroup, rank: int, size: int) -> None:
@@ -216,7 +216,7 @@ def _poison(group: BackendGroup, rank: int, size: int) -> None:
     for peer in range(size):
         if peer != rank:
             try:
-                poison = group.recv([torch.empty(1)], peer, _POISON_TAG)
+                poison = group.recv([torch.empty(1)], peer, POISON_TAG)
                 poison.wait(timedelta(seconds=_POISON_S))
             except RuntimeError:
                 continue

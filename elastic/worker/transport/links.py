@@ -36,7 +36,7 @@ from elastic.worker.transport.cancellation import (
     run_abandonable,
 )
 from elastic.worker.transport.device_fault import is_local_fault
-from elastic.worker.transport.gloo import GlooTransport
+from elastic.worker.transport.gloo import POISON_TAG, GlooTransport
 from elastic.worker.transport.host_memory import HostMemoryTransport, device_is_shared
 from elastic.worker.transport.interface import Operation, Transport
 from elastic.worker.transport.rendezvous import (
@@ -58,8 +58,8 @@ VARYING = (
     "all micro-batches must have the same types and shapes, unless the stack is made with "
     "varying=True"
 )
-_TEXT_TAGS = 1 << 20
-"""Beyond all other tags."""
+_TEXT_TAGS = 2 * POISON_TAG
+"""Beyond all other tags, also that of messages which only wake a waiting rank."""
 MAX_UNRECEIVED = 32
 """Default of `Links.max_unreceived`."""
 OPEN_RANK_S = 0.02

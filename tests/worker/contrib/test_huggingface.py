@@ -266,6 +266,14 @@ def test_a_value_that_passes_by_the_layers_is_refused() -> None:
         run(replicas(from_huggingface(model)), [], masked(0))
 
 
+def test_a_module_on_the_wrong_side_of_the_blocks_is_refused() -> None:
+    """OPT lists its last norm before its blocks."""
+    sizes = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
+    opt = transformers.AutoConfig.for_model("opt", **sizes)
+    with pytest.raises(FieldError, match=r"model.decoder.final_layer_norm: .* used behind them"):
+        run(replicas(from_huggingface(opt)), [], masked(0))
+
+
 def test_parameters_take_no_memory_before_they_are_needed() -> None:
     """A model of 8 billion parameters is described, and only its small layers are built."""
     large = transformers.LlamaConfig(

@@ -5,6 +5,7 @@ Gradients and losses are those of one worker, bit for bit, under every schedule.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -164,6 +165,22 @@ def test_the_result_does_not_depend_on_the_stages(name: str, kind: str, vary: bo
         assert torch.equal(gradient, found[layer])
         assert bool(gradient.any()) == (layer > 0 or kind != "frozen")
     assert results[-1][1] == losses
+
+
+def send_late(rank: Rank) -> list[float]:
+    links = rank.open()
+    if rank.rank == 1:
+        value = links.recv(0).message().value()
+        assert isinstance(value, dict)
+        return [part.sum().item() for part in value.values()]
+    time.sleep(1.0)  # longer than a waiting rank takes to ask whether its peers are there
+    links.send(Message.of({"a": torch.ones(2), "b": torch.ones(3)}), 1)
+    links.flush()
+    return []
+
+
+def test_a_value_may_come_late() -> None:
+    assert run_ranks(send_late, 2)[1] == [2.0, 3.0]
 
 
 def change_shape(rank: Rank) -> str:

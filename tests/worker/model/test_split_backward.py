@@ -119,6 +119,25 @@ class Counting(torch.autograd.Function):
         return gradients[0] * weight, gradients[0] * hidden, None
 
 
+def test_a_result_that_depends_on_parameters_alone() -> None:
+    """The parameter is also used on the way of the input."""
+    weight = nn.Parameter(torch.randn(4))
+    found = []
+    for split in (False, True):
+        hidden = torch.linspace(-1, 1, 4).requires_grad_()
+        bias = weight.tanh()
+        outputs, gradients = [hidden * bias, bias], [torch.ones(4), torch.arange(4.0)]
+        if split:
+            backward_input(outputs, gradients, [hidden], [weight]).run()
+        else:
+            torch.autograd.backward(outputs, gradients)
+        found.append((weight.grad, hidden.grad))
+        weight.grad = None
+    assert all(
+        a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True)
+    )
+
+
 def test_functions_without_split_backward_run_in_each_part() -> None:
     weight, calls = nn.Parameter(torch.randn(4)), list[str]()
     whole, parts = both_ways(
