@@ -158,6 +158,17 @@ def layer_spec(
     )
 
 
+def with_tied_values(tied: Tied, initial: Callable[[int], nn.Module], index: int) -> nn.Module:
+    """Return `initial(index)`, where tied parameters have the values of their first owner."""
+    module = initial(index)
+    for (first, first_name), *others in tied:
+        for name in (name for layer, name in others if layer == index):
+            with torch.no_grad():
+                source = initial(first).get_parameter(first_name)
+                module.get_parameter(name).copy_(source)
+    return module
+
+
 class ListStack(LayerStack):
     """The user's own layers, one builder function per layer, without tensor parallelism.
 
@@ -193,13 +204,7 @@ class ListStack(LayerStack):
         return len(self.builders)
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        module = self._initial(index)
-        for (first, first_name), *others in self.tied:
-            for name in (name for layer, name in others if layer == index):
-                with torch.no_grad():
-                    source = self._initial(first).get_parameter(first_name)
-                    module.get_parameter(name).copy_(source)
-        return module.to(device)
+        return with_tied_values(self.tied, self._initial, index).to(device)
 
     def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         module = self._on_meta(index)

@@ -16,7 +16,13 @@ from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.checks import description, whole_number
-from elastic.worker.model.layers import LayerStack, TensorParallel, describe_parameters, layer_spec
+from elastic.worker.model.layers import (
+    LayerStack,
+    TensorParallel,
+    describe_parameters,
+    layer_spec,
+    with_tied_values,
+)
 from elastic.worker.model.meta_modules import with_memory
 from elastic.worker.model.optimizer import OptimizerSpec
 
@@ -56,13 +62,7 @@ class WholeModel(LayerStack):
         """Give the parameters of a layer initial values from torch's default generator."""
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        module = self._initial(index)
-        for (first, first_name), *others in self.tied:
-            for name in (name for layer, name in others if layer == index):
-                with torch.no_grad():
-                    source = self._initial(first).get_parameter(first_name)
-                    module.get_parameter(name).copy_(source)
-        return module.to(device)
+        return with_tied_values(self.tied, self._initial, index).to(device)
 
     def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         return with_memory(self.empty_layer(index), device)
