@@ -20,6 +20,7 @@ import pytest
 
 from elastic.core.protocol.messages import Halt, Heartbeat, Stop, Trim
 from elastic.domain.errors import FieldError
+from elastic.rpc.control import client as client_module
 from elastic.rpc.control.client import (
     ANNOUNCEMENT,
     ENDED,
@@ -66,6 +67,29 @@ def spawn(*args: str) -> subprocess.Popen[str]:
 def first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
+
+
+def test_no_stream_is_opened_before_there_is_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Given up by a busy agent, it would reach the coordinator as a session that ends at once."""
+    monkeypatch.setattr(client_module, "CONNECT_TIMEOUT_S", 0.05)
+    opened = list[Any]()
+
+    class Stub(CoordinatorStub):
+        def __init__(self, channel: Any) -> None:
+            super().__init__(channel)
+            self.session = opened.append
+
+    monkeypatch.setattr(client_module, "CoordinatorStub", Stub)
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # it accepts, and says nothing
+        host, port = mute.getsockname()
+        bench = ClientBench(f"{host}:{port}")
+        try:
+            assert wait_until(lambda: bench.session.problem), "one attempt has failed"
+        finally:
+            bench.session.close()
+    assert not opened
 
 
 def test_messages_both_ways(server: ServerBench, connect: Connect) -> None:

@@ -222,17 +222,16 @@ class CoordinatorSession:
                 self._no_stream(address, why)
                 if "andshake" in why or "ertificate" in why:
                     REJECTIONS.count("agent", Reason.HANDSHAKE, address, why)
-                # The next attempt reports why there is no connection.
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
+                await _is_ready(channel)  # The next attempt reports why there is no connection.
                 return False
             except ElasticError as error:
                 REJECTIONS.count("agent", Reason.TOKEN, address, error)
                 self._no_stream(address, str(error))
                 return False
-        return await self._stream(
-            address, stub, stub.session(metadata=metadata, wait_for_ready=True)
-        )
+        if not await _is_ready(channel):
+            self._no_stream(address, await self._why_silent(stub))
+            return False
+        return await self._stream(address, stub.session(metadata=metadata))
 
     async def _why_silent(self, stub: CoordinatorStub) -> str:
         """Return why there is no connection. A request fails with the reason; a stream waits."""
@@ -249,13 +248,12 @@ class CoordinatorSession:
             log.info("%s: no stream to %s: %s", self.sender, address, why)
         self._problems[address] = why
 
-    async def _stream(self, address: str, stub: CoordinatorStub, call: Any) -> bool:
-        """Use one stream until it ends, or return soon if there is no connection for it. Return
-        whether it was followed."""
+    async def _stream(self, address: str, call: Any) -> bool:
+        """Use one stream until it ends. Return whether it was followed."""
         tasks: list[asyncio.Task[None]] = []
         reason, followed = "closed", False
         try:
-            reason = await self._open(address, stub, call)
+            reason = await self._open(address, call)
             if reason:
                 return False
             followed = True
@@ -298,10 +296,12 @@ class CoordinatorSession:
                 self._no_stream(address, reason)
         return followed
 
-    async def _open(self, address: str, stub: CoordinatorStub, call: Any) -> str:
-        """Wait until a coordinator opens the stream, and follow it; return why not, or ""."""
-        if not await _is_connected(call):
-            return await self._why_silent(stub)
+    async def _open(self, address: str, call: Any) -> str:
+        """Wait until a coordinator opens the stream, and follow it; return why not, or "".
+
+        A busy coordinator may take long. The wait has no limit of its own, because giving up and
+        asking again would make it busier; if it is gone, the connection ends.
+        """
         opened = await call.initial_metadata()
         if not _text_of(opened, TERM):
             return await _why_refused(call)
@@ -473,13 +473,15 @@ def _text_of(metadata: Any, key: str) -> str:
     return str(dict(metadata or ()).get(key, ""))
 
 
-async def _is_connected(call: Any) -> bool:
-    """Wait a limited time for the connection of a stream, and cancel a stream that has none. Raises
-    AioRpcError if the stream fails."""
+async def _is_ready(channel: grpc.aio.Channel) -> bool:
+    """Wait a limited time for a connection; return whether there is one.
+
+    No stream is opened before. If this process were too busy to notice in time that the coordinator
+    has accepted it, it would leave a stream that the coordinator takes for a node's session.
+    """
     try:
-        await asyncio.wait_for(call.wait_for_connection(), CONNECT_TIMEOUT_S)
+        await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
     except TimeoutError:
-        call.cancel()
         return False
     return True
 
