@@ -68,10 +68,11 @@ class SequentialModel(WholeModel):
         begins[0] = 0
         self._ranges = list(zip(begins, [*begins[1:], len(parts)], strict=True))
         given = nn.ModuleList(parts)
+        values = values_of(given)
         self._parts = without_memory(given).train()
-        if any(parameter.is_meta for parameter in given.parameters()):
+        if values is None:
             _check_initialisation(given)
-        super().__init__(self._parts, seed, values=values_of(given), varying=varying)
+        super().__init__(self._parts, seed, values=values, varying=varying)
 
     @property
     def n_layers(self) -> int:
@@ -147,9 +148,6 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
 
 def _check_initialisation(model: nn.Module) -> None:
     """Raise FieldError unless each module with parameters can draw their initial values."""
-    if not all(parameter.is_meta for parameter in model.parameters()):
-        what = Described("a model of which some parameters are on the meta device")
-        raise FieldError("model", what, "make all of it there, or none")
     for name, part in model.named_modules():
         own = any(True for _ in part.parameters(recurse=False))
         if own and _reset_of(part) is None:

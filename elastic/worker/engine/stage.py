@@ -11,7 +11,7 @@ from torch import Tensor
 from elastic.planning.plan.rank_map import Roster
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.split_backward import WeightBackward, backward_input
-from elastic.worker.model.values import Message, Value, needs_gradient, parts_of
+from elastic.worker.model.values import Message, Value, parts_of
 from elastic.worker.replica.replica import LayerReplica
 
 
@@ -93,6 +93,8 @@ class LocalStage:
         """
         hidden = None if received is None else received.leaves()
         output = self._run(microbatch, hidden)
+        if self._recompute:
+            microbatch.forget_shared()
         kept = None if self._recompute else output
         self._passes[microbatch.index] = _MicrobatchPass(microbatch, hidden, kept)
         if self.ends:
@@ -164,13 +166,15 @@ class LocalStage:
         hidden, current.hidden = current.hidden, None
         if hidden is None:
             return None
+        parts = parts_of(hidden)
         # A part that no layer of this stage has used has no gradient.
-        found = [
+        found = tuple(
             torch.zeros_like(part) if part.grad is None else part.grad
-            for part in parts_of(hidden)
+            for part in parts
             if part.requires_grad
-        ]
-        return Message.of(found[0] if isinstance(hidden, Tensor) else tuple(found))
+        )
+        single = isinstance(hidden, Tensor) and bool(found)
+        return Message.of(found[0] if single else found, parts[0].device)
 
 
 def stages_of_rank(
@@ -207,15 +211,11 @@ def stages_of_rank(
 
 
 def _with_gradients(output: Value, gradient: Message | float) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parts of `output` that have a graph, and their gradients.
-
-    `gradient` has one for each part that `needs_gradient` names, or is one number for all.
-    """
-    parts = parts_of(output)
-    wanted = [part for part, need in zip(parts, needs_gradient(output), strict=True) if need]
+    """Return the parts of `output` that have a graph, and their gradients. `gradient` has one for
+    each of them, or is one number for all."""
+    wanted = [part for part in parts_of(output) if part.requires_grad]
     if isinstance(gradient, Message):
         given = parts_of(gradient.value())
-    else:
-        given = [torch.full_like(part, gradient) for part in wanted]
-    pairs = [pair for pair in zip(wanted, given, strict=True) if pair[0].requires_grad]
-    return [part for part, _ in pairs], [given for _, given in pairs]
+        assert len(given) == len(wanted), "the graph decides which parts have a gradient"
+        return wanted, given
+    return wanted, [torch.full_like(part, gradient) for part in wanted]

@@ -290,11 +290,12 @@ class StageRunner:
         m = action.microbatch
         if stage is self._first:
             self.started.add(m)
+        fields = LazyFields(lambda: self._data(step, m).fields)
         if stage.begins or stage.ends:
-            microbatch = self._data(step, m)
-        else:
-            microbatch = Microbatch(step, m, LazyFields(lambda: self._data(step, m).fields))
-        output = stage.forward(microbatch, self._take_received(Kind.RECV_F, action))
+            fields.read()
+        output = stage.forward(
+            Microbatch(step, m, fields), self._take_received(Kind.RECV_F, action)
+        )
         if stage.following is not None:
             self._outgoing[Action(Kind.SEND_F, m, action.stage)] = output
 

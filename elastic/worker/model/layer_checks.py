@@ -16,20 +16,24 @@ from torch.nn.parameter import is_lazy
 
 from elastic.domain.errors import FieldError
 from elastic.worker.model.checks import Described, check_callable, description
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.values import Value, can_have_gradient, parts_of
 
 FORWARD = "its forward must accept (hidden, microbatch): derive a class from it, or wrap it in one"
 LAZY = "lazy modules have no shapes yet: give their sizes, as nn.Linear(64, 64)"
-IN_PLACE = Described("a forward pass that changes its input")
+IN_PLACE = "a forward pass that changes "
 NOT_IN_PLACE = (
     "the layer before, or its stage, still needs it: use nn.ReLU() without inplace=True, and "
     "hidden + x instead of hidden += x"
 )
+NOT_SHARED = "other layers use it too: change a copy of it, made by clone()"
 LOSS = "forward of the last layer must return the mean loss, one number, as .mean() does"
 VALUE = (
     "forward must return the input of the next layer: a floating-point tensor, or a tuple or dict "
     "of tensors with at least one such"
 )
+_VIEW = "_Separate is a view"
+"""In torch's message about a change of an input that is a part of a value (`separated`)."""
 STATE = "a layer that moves to another node, or is exported, loses it"
 
 
@@ -72,29 +76,31 @@ class LayerChecks:
         self._before: list[tuple[int, int]] = []
         self._versions: list[int] = []
 
-    def begin(self, hidden: Value | None) -> None:
+    def begin(self, hidden: Value | None, microbatch: Microbatch) -> None:
         """Called before each forward pass of `hidden`."""
+        microbatch.watched.mark()
         self._versions = [] if hidden is None else [part._version for part in parts_of(hidden)]
         if self._buffers:
             self._before = self._marks()
 
     def translated(self, error: RuntimeError) -> Exception:
         """Return an error of the forward pass, in the runtime's words if it is one of its rules."""
-        if "in-place operation" in str(error) and "leaf" in str(error):
-            return FieldError(self._name, IN_PLACE, NOT_IN_PLACE)
+        text = str(error)
+        if ("leaf" in text and "in-place operation" in text) or _VIEW in text:
+            return FieldError(self._name, Described(f"{IN_PLACE}its input"), NOT_IN_PLACE)
         return error
 
-    def end(self, hidden: Value | None, out: object) -> Value:
+    def end(self, hidden: Value | None, microbatch: Microbatch, out: object) -> Value:
         """Return `out`, the result of a forward pass of `hidden`. Raises FieldError if it is not
         usable, or if the pass has changed a buffer that belongs to the module's state."""
         parts = self._parts(out)
-        if hidden is None:
-            depends = self._trains
-        else:
-            inputs = parts_of(hidden)
-            if self._versions != [part._version for part in inputs]:
-                raise FieldError(self._name, IN_PLACE, NOT_IN_PLACE)
-            depends = any(part.requires_grad for part in inputs)
+        inputs = [] if hidden is None else parts_of(hidden)
+        if self._versions != [part._version for part in inputs]:
+            raise FieldError(self._name, Described(f"{IN_PLACE}its input"), NOT_IN_PLACE)
+        shared = microbatch.watched.changed()
+        if shared is not None:
+            raise FieldError(self._name, Described(f"{IN_PLACE}{shared}"), NOT_SHARED)
+        depends = self._trains or any(part.requires_grad for part in inputs)
         has_graph = any(part.requires_grad for part in parts)
         if (depends or self._last) and torch.is_grad_enabled() and not has_graph:
             remedy = "it must depend on its input and parameters: leave out detach and no_grad"

@@ -12,25 +12,44 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 M = TypeVar("M", bound=nn.Module)
+MAX_KEPT_NUMEL = 1 << 16
+"""Largest parameter whose value is kept when its memory is taken away."""
+
+
+class RegisteredValues:
+    """Values with which modules registered their small parameters."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[Parameter, Tensor]] = {}
+
+    def keep(self, empty: Parameter, value: Tensor) -> None:
+        if value.numel() <= MAX_KEPT_NUMEL:
+            self._values[id(empty)] = empty, value.detach()
+
+    def of(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the values by the names of the parameters in `model`."""
+        named = model.named_parameters(remove_duplicate=False)
+        return {name: self._values[id(p)][1] for name, p in named if id(p) in self._values}
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[RegisteredValues]:
     """Inside the block, new modules keep their parameters on the meta device."""
-    register = nn.Module.register_parameter
+    register, known = nn.Module.register_parameter, RegisteredValues()
 
     def register_on_meta(module: nn.Module, name: str, parameter: Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None and not parameter.is_meta:
-            module._parameters[name] = on(parameter, "meta")
+            empty = module._parameters[name] = on(parameter, "meta")
+            known.keep(empty, parameter)
 
     setattr(nn.Module, "register_parameter", register_on_meta)  # noqa: B010 - a method, for mypy
     try:
-        yield
+        yield known
     finally:
         setattr(nn.Module, "register_parameter", register)  # noqa: B010
 

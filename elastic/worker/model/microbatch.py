@@ -8,11 +8,39 @@ from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from elastic.domain.errors import FieldError
 from elastic.worker.model.checks import Described
 
 T = TypeVar("T")
+
+
+class _Watched:
+    """Tensors that all layers of a stage share, each with the number of changes it has seen."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[tuple[Tensor, int]]] = {}
+
+    def add(self, name: str, value: object) -> None:
+        found = [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+        self._known[name] = [(one, one._version) for one in found if not one.is_inference()]
+
+    def add_all(self, fields: Mapping[str, object]) -> None:
+        for name, value in fields.items():
+            self.add(f"field {name!r}", value)
+
+    def mark(self) -> None:
+        """Forget all changes up to now."""
+        for name, marks in self._known.items():
+            self._known[name] = [(one, one._version) for one, _ in marks]
+
+    def changed(self) -> str | None:
+        """Return the name of a changed tensor; None: none has changed since `mark` and `add`."""
+        for name, marks in self._known.items():
+            if any(one._version != version for one, version in marks):
+                return name
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +53,14 @@ class Microbatch:
     _shared: dict[Hashable, object] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    watched: _Watched = field(default_factory=_Watched, init=False, repr=False, compare=False)
+    """What no layer may change: the fields that were read, and the values of `once`."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fields, LazyFields):
+            self.fields.when_read(self.watched.add_all)
+        elif isinstance(self.fields, Mapping):  # DataSource refuses anything else
+            self.watched.add_all(self.fields)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return `make()`, which runs once for all layers of a stage, without gradients.
@@ -37,38 +73,61 @@ class Microbatch:
             before = _random_states()
             with torch.no_grad():
                 self._shared[key] = make()
+            self.watched.add(f"once({key!r})", self._shared[key])
             if not all(map(torch.equal, before, _random_states())):
                 what = Described("a function that draws random numbers")
                 remedy = "its result would depend on the plan: draw them in a layer's forward"
                 raise FieldError(f"microbatch.once({key!r})", what, remedy)
         return cast(T, self._shared[key])
 
+    def forget_shared(self) -> None:
+        """Free the values of `once`; they are made again if a layer asks again."""
+        self._shared.clear()
+
 
 def _random_states() -> list[Tensor]:
-    """Return the states of the default generators of this process's devices."""
-    found = [torch.default_generator.get_state()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found.append(torch.cuda.get_rng_state())
-    return found
+    """Return the states of the default generators of the CPU and of this process's device."""
+    own = [torch.default_generator.get_state()]
+    return own + [torch.cuda.get_rng_state(index) for index in _devices()]
 
 
 class LazyFields(Mapping[str, Tensor]):
-    """Fields that `read()` returns, read when the first of them is used."""
+    """Fields that `read()` returns, read when the first of them is used.
+
+    The default generators stay as they are: a layer's random numbers may not depend on whether it
+    is the first of its stage that reads a field.
+    """
 
     def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._read, self._found = read, dict[str, Tensor]()
-        self._is_read = False
+        self._read = read
+        self._found: dict[str, Tensor] | None = None
+        self._notify: Callable[[Mapping[str, Tensor]], None] | None = None
 
-    def _fields(self) -> Mapping[str, Tensor]:
-        if not self._is_read:
-            self._found, self._is_read = dict(self._read()), True
+    def when_read(self, notify: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Call `notify` with the fields once they are read."""
+        self._notify = notify
+
+    def read(self) -> Mapping[str, Tensor]:
+        """Read the fields, unless they are read, and return them."""
+        if self._found is None:
+            with torch.random.fork_rng(devices=_devices()):
+                self._found = dict(self._read())
+            if self._notify is not None:
+                self._notify(self._found)
         return self._found
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._fields()[name]
+        return self.read()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._fields())
+        return iter(self.read())
 
     def __len__(self) -> int:
-        return len(self._fields())
+        return len(self.read())
+
+
+def _devices() -> list[int]:
+    """Return the CUDA device whose generator this process uses, if there is one."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return [torch.cuda.current_device()]
+    return []

@@ -68,11 +68,13 @@ def backward_input(
     Args:
         outputs: results, with a graph, of a forward pass on `sources` and `parameters`.
         gradients: gradients of `outputs`.
-        sources: leaves that require a gradient.
+        sources: leaves that require a gradient; none behind frozen layers alone.
         parameters: leaves with an empty `.grad`, which stays empty.
     """
     wanted = [p for p in parameters if p.requires_grad]
     cuts, rest = _cut(outputs, sources, wanted)
+    if not outputs or not (sources or rest):
+        return WeightBackward([], [])
     handles = [cut.node.register_prehook(cut.keep) for cut in cuts]
     try:
         torch.autograd.backward(outputs, gradients, inputs=[*sources, *rest], retain_graph=True)

@@ -2,6 +2,10 @@
 
 A stage sends one `Message` per value: a tensor with a description. A value of one tensor is its own
 message; several tensors are packed into one tensor of bytes.
+
+Which parts have a gradient, and in which order it is summed, does not depend on where the model is
+cut: a part has one if the graph of the forward pass says so, and `separated` puts into the graph
+what a message between stages would do.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,14 +55,37 @@ def nbytes_of(value: Value) -> int:
     return sum(part.nbytes for part in parts_of(value))
 
 
-def needs_gradient(value: Value) -> list[bool]:
-    """Return for each part whether the way back carries its gradient: where the graph says so, else
-    for all floating-point parts. The only tensor of a value counts as one of the latter."""
+class _Separate(torch.autograd.Function):
+    """Returns its arguments. Its way back gives zeros for those that have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.view_as(part) for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients
+
+
+def separated(value: Value) -> Value:
+    """Return `value` with one operation between the layer that made it and those that use it.
+
+    On the way back this operation sums the gradients of each part before it passes them on, and
+    gives zeros for a part that nobody uses, as a message between two stages does. A value of one
+    tensor needs no such operation, because its only user is the next layer.
+    """
     parts = parts_of(value)
-    wanted = [part.requires_grad for part in parts]
-    if any(wanted) and not isinstance(value, Tensor):
-        return wanted
-    return [can_have_gradient(part.dtype) for part in parts]
+    wanted = [index for index, part in enumerate(parts) if part.requires_grad]
+    if isinstance(value, Tensor) or not wanted:
+        return value
+    made = cast(Any, _Separate).apply(*(parts[index] for index in wanted))
+    for index, part in zip(wanted, made, strict=True):
+        parts[index] = part
+    return with_parts(value, parts)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def can_have_gradient(dtype: torch.dtype) -> bool:
@@ -74,7 +102,7 @@ class PartSpec:
     name: str = ""
     """Key in a dict."""
     gradient: bool = False
-    """Whether the way back carries its gradient."""
+    """Whether the way back carries its gradient: the graph of the forward pass leads to it."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -110,8 +138,8 @@ class ValueSpec:
         found = parts_of(value)
         names = list(value) if isinstance(value, dict) else [""] * len(found)
         parts = tuple(
-            PartSpec(str(part.dtype).removeprefix("torch."), tuple(part.shape), name, gradient)
-            for name, part, gradient in zip(names, found, needs_gradient(value), strict=True)
+            PartSpec(_name_of(part.dtype), tuple(part.shape), name, part.requires_grad)
+            for name, part in zip(names, found, strict=True)
         )
         kind = TENSOR if isinstance(value, Tensor) else DICT if isinstance(value, dict) else TUPLE
         return cls(kind, parts)
@@ -132,20 +160,21 @@ class ValueSpec:
     def message(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """Type and shape of the tensor that is sent."""
         if self.is_packed:
-            return torch.uint8, (self._offsets()[-1],)
+            return torch.uint8, (self._size(),)
         return self.parts[0].torch_dtype, self.parts[0].shape
 
-    def pack(self, value: Value) -> Tensor:
-        """Return the tensor that is sent for `value`, a value of this description."""
+    def pack(self, value: Value, device: torch.device) -> Tensor:
+        """Return the tensor that is sent for `value`, which is on `device`."""
         if isinstance(value, Tensor) and not self.is_packed:
             return value.detach().contiguous()
         parts, offsets = parts_of(value), self._offsets()
-        device = parts[0].device if parts else torch.device("cpu")
-        out = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
+        out = torch.empty(self._size(), dtype=torch.uint8, device=device)
         for spec, part, begin in zip(self.parts, parts, offsets, strict=False):
             view = out[begin : begin + spec.nbytes].view(spec.torch_dtype).view(spec.shape)
             view.copy_(part.detach())
-        return out
+        for spec, begin, end in zip(self.parts, offsets, offsets[1:], strict=False):
+            out[begin + spec.nbytes : end].zero_()
+        return out if parts else out.zero_()
 
     def unpack(self, message: Tensor) -> Value:
         """Return the value in `message`, as views of it."""
@@ -158,6 +187,10 @@ class ValueSpec:
         if self.kind == DICT:
             return {spec.name: one for spec, one in zip(self.parts, tensors, strict=True)}
         return tensors[0] if self.kind == TENSOR else tuple(tensors)
+
+    def _size(self) -> int:
+        """Return the bytes of a packed message; no message is empty."""
+        return max(self._offsets()[-1], 1)
 
     def _offsets(self) -> list[int]:
         """Return where each part begins, and the end."""
@@ -176,9 +209,12 @@ class Message:
     """Tensor of the type and shape `spec.message`."""
 
     @classmethod
-    def of(cls, value: Value) -> Message:
-        spec = ValueSpec.of(value)
-        return cls(spec, spec.pack(value))
+    def of(cls, value: Value, device: torch.device | None = None) -> Message:
+        """`device`: of a value that may have no tensors."""
+        spec, parts = ValueSpec.of(value), parts_of(value)
+        if device is None:
+            device = parts[0].device if parts else torch.device("cpu")
+        return cls(spec, spec.pack(value, device))
 
     def to(self, device: torch.device) -> Message:
         return Message(self.spec, self.tensor.to(device))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.worker.model import rng as randomness
-from elastic.worker.model.checks import description, whole_number
+from elastic.worker.model.checks import Described, description, whole_number
 from elastic.worker.model.layers import (
     LayerStack,
     TensorParallel,
@@ -31,9 +31,14 @@ Values = Callable[[str], Tensor]
 
 
 def values_of(model: nn.Module) -> Values | None:
-    """Return the values of a model; None if it has none, because it is on the meta device."""
+    """Return the values of a model; None if it has none, because it is on the meta device. Raises
+    FieldError for a model of which a part is there."""
     found = dict(model.named_parameters(remove_duplicate=False))
-    return None if any(value.is_meta for value in found.values()) else found.__getitem__
+    absent = [name for name, value in found.items() if value.is_meta]
+    if absent and len(absent) < len(found):
+        what = Described("a parameter on the meta device, while others have values")
+        raise FieldError(f"model, {absent[0]}", what, "make the whole model there, or none of it")
+    return None if absent else found.__getitem__
 
 
 class WholeModel(LayerStack):
@@ -60,6 +65,10 @@ class WholeModel(LayerStack):
     @abstractmethod
     def initialise(self, module: nn.Module) -> None:
         """Give the parameters of a layer initial values from torch's default generator."""
+
+    def left_out(self, name: str) -> Tensor | None:
+        """Return the initial value of a parameter of the model that `initialise` leaves out."""
+        return None
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         return with_tied_values(self.tied, self._initial, index).to(device)
@@ -94,9 +103,21 @@ class WholeModel(LayerStack):
                         self._copy(parameter, self.name_of(index, name))
             return module
         with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(torch.nan if parameter.is_floating_point() else 0)
             torch.manual_seed(randomness.derive_parameter_seed(self.seed, index, ""))
             self.initialise(module)
+            for name, parameter in module.named_parameters():
+                if parameter.isnan().any():
+                    self._fill_left_out(parameter, self.name_of(index, name))
         return module
+
+    def _fill_left_out(self, parameter: Tensor, name: str) -> None:
+        value = self.left_out(name)
+        if value is None or value.isnan().any():
+            what = Described("a parameter without an initial value")
+            raise FieldError(f"model, {name}", what, "give the model with its values")
+        parameter.copy_(value)
 
     def _copy(self, parameter: Tensor, name: str) -> None:
         """Copy the given value of `name`. Raises FieldError if it has another shape."""

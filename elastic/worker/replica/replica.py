@@ -24,7 +24,7 @@ from elastic.worker.model.state_codec import (
     plan_state,
     read_state,
 )
-from elastic.worker.model.values import Value
+from elastic.worker.model.values import Value, separated
 from elastic.worker.replica.digest import parameter_digest
 from elastic.worker.replica.gradient_sum import GradientSum
 
@@ -83,7 +83,7 @@ class LayerReplica(GradientSum):
         FieldError if the layer breaks the rules of `LayerStack`."""
         step, index = microbatch.step, microbatch.index
         randomness.seed_forward(self.seed, step, index, self.index, self.device)
-        self._checks.begin(hidden)
+        self._checks.begin(hidden, microbatch)
         try:
             out = self.module(hidden, microbatch)
         except RuntimeError as error:
@@ -91,7 +91,7 @@ class LayerReplica(GradientSum):
             if translated is error:
                 raise
             raise translated from error
-        return self._checks.end(hidden, out)
+        return separated(self._checks.end(hidden, microbatch, out))
 
     def collect(self, index: int, *, skip: bool) -> None:
         """Move the gradients of micro-batch `index` into the sum, and `index` into the ledger.

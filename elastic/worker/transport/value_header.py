@@ -2,8 +2,8 @@
 
 `elastic.worker.transport.links` sends a header ahead of the messages that it describes, and
 `elastic.worker.backup.activation_log` stores one before every logged message. A header has int64
-words. For a value of one tensor they are its type, its number of dimensions and its shape. For
-every other value they are -1 and the length of a JSON text, which follows.
+words. For a value of one tensor with a gradient they are its type, its number of dimensions and its
+shape. For every other value they are -1 and the length of a JSON text, which follows.
 """
 
 from __future__ import annotations
@@ -13,14 +13,7 @@ from torch import Tensor
 
 from elastic.domain import codec
 from elastic.domain.errors import FieldError
-from elastic.worker.model.values import (
-    DTYPES,
-    SENDABLE,
-    TENSOR,
-    PartSpec,
-    ValueSpec,
-    can_have_gradient,
-)
+from elastic.worker.model.values import SENDABLE, TENSOR, PartSpec, ValueSpec
 
 MAX_DIMS = 8
 N_WORDS = 2 + MAX_DIMS
@@ -39,7 +32,9 @@ def pack_header(spec: ValueSpec) -> tuple[Tensor, Tensor]:
 
     Raises FieldError for a value of so many tensors that it cannot be described.
     """
-    if not spec.is_packed and len((part := spec.parts[0]).shape) <= MAX_DIMS:
+    part = spec.parts[0] if len(spec.parts) == 1 else None
+    short = part is not None and part.gradient and len(part.shape) <= MAX_DIMS
+    if part is not None and short and not spec.is_packed:
         words, text = [SENDABLE.index(part.dtype), len(part.shape), *part.shape], b""
     else:
         text = codec.dumps(spec).encode()
@@ -67,6 +62,5 @@ def unpack_header(header: Tensor, text: Tensor) -> ValueSpec:
         return codec.loads(ValueSpec, bytes(text.tolist()))
     if not (0 <= code < len(SENDABLE) and 0 <= n_dims <= MAX_DIMS):
         raise FieldError("header", header.tolist(), f"a type and at most {MAX_DIMS} dimensions")
-    dtype = SENDABLE[code]
-    part = PartSpec(dtype, tuple(dims[:n_dims]), gradient=can_have_gradient(DTYPES[dtype]))
+    part = PartSpec(SENDABLE[code], tuple(dims[:n_dims]), gradient=True)
     return ValueSpec(TENSOR, (part,))

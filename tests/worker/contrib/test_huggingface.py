@@ -245,11 +245,145 @@ def test_a_vision_model() -> None:
             r"MixtralConfig.output_router_logits: True .* set it to False",
         ),
         (lambda: transformers.ViTConfig(), r"type ViTConfig .* config.architectures"),
+        (
+            lambda: config("llama", architectures=["OurOwnModel"]),
+            r"config.architectures: 'OurOwnModel' .* make a model of other code yourself",
+        ),
+        (
+            lambda: config("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0,
+                                                     "rope_theta": 1e4}),
+            r"rotary_emb.rope_type: 'dynamic' .* depend on earlier micro-batches",
+        ),
+        (
+            lambda: transformers.AutoConfig.for_model("opt", layerdrop=0.1),
+            r"OPTConfig.layerdrop: 0.1 .* every block runs in every micro-batch",
+        ),
+        (lambda: partly_on_meta(), r"model, lm_head.weight: a parameter on the meta device"),
+        (lambda: checkpointed(reentrant=True), r"use_reentrant=True.*'use_reentrant': False"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_named(given: Callable[[], Any], error: str) -> None:
     with pytest.raises(FieldError, match=error):
         from_huggingface(given())
+
+
+def partly_on_meta() -> Any:
+    model = transformers.LlamaForCausalLM(config("llama"))
+    model.lm_head.to("meta")
+    return model
+
+
+def checkpointed(*, reentrant: bool) -> Any:
+    model = transformers.LlamaForCausalLM(config("llama"))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+def test_a_model_with_checkpointing_computes_the_same() -> None:
+    model = checkpointed(reentrant=False)
+    losses = [run(replicas(from_huggingface(model)), [2], masked(0))]
+    model.gradient_checkpointing_disable()
+    losses += [run(replicas(from_huggingface(model)), [2], masked(0))]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "unheard-of"}', '{"a": 1}'])
+def test_a_config_that_cannot_be_read_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(FieldError, match=r"model: .* its config.json is not that of a model"):
+        from_huggingface(tmp_path)
+
+
+def test_values_that_the_initialisation_leaves_out_are_kept() -> None:
+    """Apertus gives the parameters of its activation their values as it makes them."""
+    apertus = transformers.AutoConfig.for_model("apertus", **SIZES)
+    stack = from_huggingface(apertus)
+    plain = dict(transformers.ApertusForCausalLM(apertus).named_parameters())
+    found = parameters(stack, replicas(stack))
+    names = [name for name in found if "alpha" in name]
+    assert len(names) == 6
+    assert all(torch.equal(found[name], plain[name]) for name in names)
+
+
+class Calls(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
+    """A model that calls its blocks as its config says."""
+
+    config_class = transformers.PreTrainedConfig
+    _no_split_modules = None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(96, 8)
+        self.blocks = torch.nn.ModuleList([_Linear(config.form) for _ in range(3)])
+        self.head = torch.nn.Linear(8, 96)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> Any:
+        hidden, how = self.embed(input_ids), self.config.how
+        results = [hidden]
+        for index, block in enumerate(self.blocks):
+            if how == "skips" and index == 2:
+                break
+            out = block(results[0] if how == "branches" and index == 2 else hidden)
+            if how == "twice" and index == 1:
+                out = block(out if self.config.form == 0 else out[0])
+            hidden = out if self.config.form == 0 else out[0]
+            if how == "between":
+                hidden = hidden * 2
+            elif how == "in place":
+                hidden += 1
+            results.append(hidden)
+        if self.config.form > 1:
+            hidden, *_rest = out
+        logits = self.head(hidden)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+class _Linear(torch.nn.Linear):
+    def __init__(self, form: int) -> None:
+        super().__init__(8, 8)
+        self.form = form
+
+    def forward(self, hidden: Tensor) -> Any:
+        out = super().forward(hidden)
+        return (out, *[out.mean()] * (self.form - 1)) if self.form else out
+
+
+def calls(how: str, form: int = 0) -> Any:
+    made = transformers.PreTrainedConfig()
+    made.how, made.form = how, form
+    return Calls(made)
+
+
+@pytest.mark.parametrize("form", [0, 1, 2, 3])
+def test_blocks_return_hidden_states_alone_or_in_a_tuple(form: int) -> None:
+    model = calls("one after the other", form).train()
+    fields = {name: masked(0).fields["input_ids"] for name in ("input_ids", "labels")}
+    expected = model(**fields).loss.item()
+    for cuts in ([], [1, 3], [2]):
+        found = run(replicas(from_huggingface(model)), cuts, Microbatch(0, 0, fields))
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("form", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("between", r"block 1: hidden states other than the result of block 0"),
+        ("in place", r"block 1: hidden states other|a model that fails when it is cut"),
+        ("twice", r"block 1: a block that is called when block 2 should be"),
+        ("skips", r"a model that calls 2 of its 3 blocks"),
+        ("branches", r"block 2: hidden states other than the result of block 1"),
+    ],
+)
+def test_another_way_to_call_the_blocks_is_refused(how: str, error: str, form: int) -> None:
+    """Otherwise a layer would leave out what happens between the blocks."""
+    for cuts in ([], [1, 3]):
+        layers = replicas(from_huggingface(calls(how, form)))
+        fields = {name: masked(0).fields["input_ids"] for name in ("input_ids", "labels")}
+        with pytest.raises(FieldError, match=error):
+            run(layers, cuts, Microbatch(0, 0, fields))
 
 
 def test_a_value_that_passes_by_the_layers_is_refused() -> None:

@@ -78,7 +78,7 @@ class _Stamped:
     def message(self) -> Message:
         tensor = self._receive.wait()
         self._clock.now = max(self._clock.now, float(tensor[-1]))
-        return Message.of(tensor[:-1].view(-1, 16))
+        return Message.of(tensor[:-1].view(-1, 16).requires_grad_())
 
 
 def run_on_a_clock(rank: Rank, text: str, times: Sequence[StageTimes]) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 import torch
@@ -165,6 +166,37 @@ def test_the_result_does_not_depend_on_the_stages(name: str, kind: str, vary: bo
         assert torch.equal(gradient, found[layer])
         assert bool(gradient.any()) == (layer > 0 or kind != "frozen")
     assert results[-1][1] == losses
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_messages_at_a_boundary_do_not_depend_on_other_boundaries(kind: str) -> None:
+    """A partial replay takes messages that were logged under another plan."""
+    ways: list[dict[int, tuple[Message, Message]]] = []
+    for cuts in ([2], [4], [1, 2, 4, 5], [3, 4, 7]):
+        layers = replicas(model(kind), range(N_LAYERS), Accumulate.EXACT)
+        ends = [*cuts, N_LAYERS]
+        stages = [
+            LocalStage(
+                layers[a:b], previous=0 if a else None, following=1 if b < N_LAYERS else None
+            )
+            for a, b in zip([0, *cuts], ends, strict=True)
+        ]
+        ahead: list[Message | None] = [None]
+        for stage in stages:
+            ahead.append(stage.forward(data(0, 0), ahead[-1]))
+        back: Message | float | None = 1.0
+        found: dict[int, tuple[Message, Message]] = {}
+        for cut, stage, sent in reversed(list(zip([0, *cuts], stages, ahead[:-1], strict=True))):
+            assert back is not None
+            back = stage.backward(0, back)
+            if cut:
+                assert back is not None and sent is not None
+                found[cut] = sent, back
+        ways.append(found)
+    for one, other in combinations(ways, 2):
+        for cut in one.keys() & other.keys():
+            for message, same in zip(one[cut], other[cut], strict=True):
+                assert message.spec == same.spec and torch.equal(message.tensor, same.tensor)
 
 
 def send_late(rank: Rank) -> list[float]:

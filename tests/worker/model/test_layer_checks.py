@@ -126,6 +126,26 @@ def test_a_layer_may_not_change_its_input(key: str, leaf: bool) -> None:
         replica.forward({"a": hidden} if key else hidden, microbatch(0, 0))
 
 
+class ChangingShared(nn.Module):
+    """A layer that changes what other layers of its stage may use."""
+
+    def __init__(self, *, field: bool) -> None:
+        super().__init__()
+        self.inner, self.field = nn.Linear(6, 6), field
+
+    def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        mask = microbatch.once("mask", lambda: torch.zeros(6))
+        (microbatch.fields["x"] if self.field else mask).add_(1)
+        out: Tensor = self.inner(hidden + mask)
+        return out
+
+
+@pytest.mark.parametrize(("field", "name"), [(True, "field 'x'"), (False, r"once\('mask'\)")])
+def test_a_layer_may_not_change_what_layers_share(field: bool, name: str) -> None:
+    with pytest.raises(FieldError, match=rf"layer 1 \(.*\): .* changes {name} .* made by clone"):
+        forward(lambda: ChangingShared(field=field))
+
+
 @pytest.mark.parametrize("change", [lambda out: out, lambda out: out.mean(1)])
 def test_the_last_layer_returns_one_number(change: Callable[[Tensor], Any]) -> None:
     with pytest.raises(FieldError, match=rf"a tensor of shape .* is not usable: {LOSS}"):

@@ -32,6 +32,41 @@ def test_a_shared_value_may_not_be_random(draw: Callable[[], torch.Tensor]) -> N
         Microbatch(0, 0, {}).once("noise", draw)
 
 
+def test_reading_fields_leaves_the_random_numbers() -> None:
+    """Which layer of a stage reads them first depends on the plan."""
+
+    def draw() -> dict[str, torch.Tensor]:
+        torch.manual_seed(7)
+        return {"x": torch.rand(2)}
+
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    assert LazyFields(draw)["x"].shape == (2,)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_shared_values_that_are_forgotten_are_made_again() -> None:
+    microbatch, made = Microbatch(0, 0, {}), list[int]()
+    for count in (1, 1, 2):
+        if count == 2:
+            microbatch.forget_shared()
+        microbatch.once("mask", lambda: made.append(1))
+        assert len(made) == count
+
+
+def test_changes_of_shared_tensors_are_noticed() -> None:
+    lazy = LazyFields(lambda: {"x": torch.zeros(2)})
+    for microbatch in (Microbatch(0, 0, {"x": torch.zeros(2)}), Microbatch(0, 0, lazy)):
+        microbatch.fields["x"].add_(1)
+        assert microbatch.watched.changed() == "field 'x'"
+        microbatch.watched.mark()
+        mask = microbatch.once("mask", lambda: (torch.zeros(2), 5))[0]
+        assert microbatch.watched.changed() is None
+        mask.fill_(1)
+        assert microbatch.watched.changed() == "once('mask')"
+
+
 def test_fields_are_read_when_one_is_used() -> None:
     read: list[int] = []
 

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic.domain.errors import FieldError
-from elastic.worker.model.values import DTYPES, Message, Value, ValueSpec, parts_of, with_parts
+from elastic.worker.model.values import (
+    DTYPES,
+    Message,
+    Value,
+    ValueSpec,
+    parts_of,
+    separated,
+    with_parts,
+)
 from elastic.worker.transport.value_header import (
     MAX_TEXT_BYTES,
     N_WORDS,
@@ -52,17 +60,14 @@ def test_a_value_is_the_same_behind_its_message(value: Value) -> None:
     assert type(found) is type(value)
     if isinstance(value, dict):
         assert isinstance(found, dict) and list(found) == list(value)
-    wanted = [part.requires_grad for part in parts_of(value)]
-    if isinstance(value, Tensor) or not any(wanted):
-        wanted = [part.is_floating_point() or part.is_complex() for part in parts_of(value)]
-    for one, other, gradient in zip(parts_of(value), parts_of(found), wanted, strict=True):
+    for one, other in zip(parts_of(value), parts_of(found), strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
-        assert other.requires_grad == gradient
+        assert other.requires_grad == one.requires_grad
 
 
 def test_a_tensor_is_its_own_message() -> None:
     """Nothing is copied, and its header has no text."""
-    tensor = torch.ones(3, 4)
+    tensor = torch.ones(3, 4, requires_grad=True)
     message = Message.of(tensor)
     assert message.tensor.data_ptr() == tensor.data_ptr()
     assert not pack_header(message.spec)[1].numel()
@@ -73,6 +78,27 @@ def test_other_parts_replace_those_of_a_value() -> None:
     assert with_parts(one, [other]) is other
     assert with_parts((one, one), [other, one]) == (other, one)
     assert with_parts({"a": one}, [other]) == {"a": other}
+
+
+def test_a_part_that_nobody_uses_has_a_zero_gradient() -> None:
+    """As behind a message. A part without a gradient and a value of one tensor do not change."""
+    source = torch.ones(2, requires_grad=True)
+    numbers = torch.arange(3)
+    value = separated({"used": source * 2, "unused": torch.sqrt(source - 1), "numbers": numbers})
+    assert isinstance(value, dict) and value["numbers"] is numbers
+    torch.autograd.backward(value["used"].sum())
+    assert source.grad is not None and bool(source.grad.isnan().all())
+    single = source * 2
+    assert separated(single) is single and separated((numbers,)) == (numbers,)
+
+
+def test_the_gradients_of_each_part_are_summed_first() -> None:
+    """(1e8 + 1) + (-1e8 + 1), which is 0 in float32, and not another order of the four."""
+    source = torch.zeros(1, requires_grad=True)
+    one, other = parts_of(separated((source, source)))
+    uses = [one * 1e8, other * -1e8, one, other]
+    torch.autograd.backward(torch.stack(uses).sum())
+    assert source.grad is not None and source.grad.item() == 0.0
 
 
 @pytest.mark.parametrize(

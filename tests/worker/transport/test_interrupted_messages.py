@@ -170,7 +170,7 @@ def wait_after_a_peer_closed(rank: Rank) -> str:
         return "closed"
     if rank.rank == 1:
         rank.wait_for_parent()
-        links.send(torch.ones(1), 0)
+        links.send(torch.ones(1, requires_grad=True), 0)  # its header has no text
         links.flush()
         return "sent"
     gloo.DISCONNECT_GRACE_S, probe = LONG_S, gloo._probe
