@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from elastic.core.protocol.version import ProtocolVersion
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.rpc.control.client import CoordinatorSession
-from elastic.rpc.control.envelope import Envelope
+from elastic.rpc.control.envelope import SESSION_VERSION, Envelope
 from elastic.rpc.control.server import ClientSession, Server
+from elastic.rpc.security.tls import SecuritySettings
 from tests.patience import LONG_S
 
 WAIT_S = LONG_S
@@ -38,10 +40,31 @@ class Recorder:
         return self._queue.empty()
 
 
+def answer(kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The calls that the test server knows."""
+    if kind == "echo":
+        return body
+    if kind == "repeat":
+        return {"text": body["text"] * body["times"]}
+    if kind == "busy":
+        raise ElasticError("a recovery is under way")
+    if kind == "broken":
+        raise RuntimeError("a bug")
+    raise FieldError("kind", kind, "one of echo, repeat, busy, broken")
+
+
 class ServerBench(Recorder):
     """A server with a settable term."""
 
-    def __init__(self, address: str = "127.0.0.1:0", term: int = 1) -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1:0",
+        term: int = 1,
+        *,
+        on_call: Callable[[str, dict[str, Any]], dict[str, Any]] = answer,
+        version: ProtocolVersion = SESSION_VERSION,
+        secure: SecuritySettings | None = None,
+    ) -> None:
         super().__init__()
         self.term = term
         self.server = Server(
@@ -49,9 +72,11 @@ class ServerBench(Recorder):
             on_open=self.callback("open"),
             on_message=self.callback("message"),
             on_close=self.callback("close"),
-            on_call=answer,
+            on_call=on_call,
             term=lambda: self.term,
             keepalive_s=KEEPALIVE_S,
+            version=version,
+            secure=secure,
         )
         self.address = self.server.address
 
@@ -67,7 +92,11 @@ class ServerBench(Recorder):
 
 class ClientBench(Recorder):
     def __init__(
-        self, address: str, sender: str = "node0", keepalive_s: float = KEEPALIVE_S
+        self,
+        address: str,
+        sender: str = "node0",
+        keepalive_s: float = KEEPALIVE_S,
+        version: ProtocolVersion = SESSION_VERSION,
     ) -> None:
         super().__init__()
         self.session = CoordinatorSession(
@@ -75,22 +104,11 @@ class ClientBench(Recorder):
             on_message=self.callback("message"),
             on_up=self.callback("up"),
             on_down=self.callback("down"),
+            on_refused=self.callback("refused"),
             sender=sender,
             keepalive_s=keepalive_s,
+            version=version,
         )
-
-
-def answer(kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The calls that the test server knows."""
-    if kind == "echo":
-        return body
-    if kind == "repeat":
-        return {"text": body["text"] * body["times"]}
-    if kind == "busy":
-        raise ElasticError("a recovery is under way")
-    if kind == "broken":
-        raise RuntimeError("a bug")
-    raise FieldError("kind", kind, "one of echo, repeat, busy, broken")
 
 
 @pytest.fixture

@@ -18,24 +18,14 @@ from elastic.rpc.control.server import Server
 from elastic.rpc.frames import version_text
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from tests.launcher.helpers import wait_until
-from tests.rpc.conftest import KEEPALIVE_S, Recorder
+from tests.rpc.conftest import ClientBench, Recorder, ServerBench
 
 
 @contextmanager
 def serving(version: ProtocolVersion) -> Iterator[tuple[Recorder, Server]]:
-    told = Recorder()
-    server = Server(
-        "127.0.0.1:0",
-        on_open=told.callback("open"),
-        on_message=told.callback("message"),
-        on_close=told.callback("close"),
-        on_call=lambda kind, body: body,
-        term=lambda: 1,
-        keepalive_s=KEEPALIVE_S,
-        version=version,
-    )
-    with closing(server):
-        yield told, server
+    bench = ServerBench(version=version)
+    with closing(bench.server):
+        yield bench, bench.server
 
 
 def connected(
@@ -48,19 +38,9 @@ def connected(
 def session_to(
     address: str, version: ProtocolVersion
 ) -> Iterator[tuple[Recorder, CoordinatorSession]]:
-    told = Recorder()
-    session = CoordinatorSession(
-        address,
-        on_message=told.callback("message"),
-        on_up=told.callback("up"),
-        on_down=told.callback("down"),
-        on_refused=told.callback("refused"),
-        sender="node3",
-        keepalive_s=KEEPALIVE_S,
-        version=version,
-    )
-    with closing(session):
-        yield told, session
+    bench = ClientBench(address, "node3", version=version)
+    with closing(bench.session):
+        yield bench, bench.session
 
 
 def numbered(number: int) -> ProtocolVersion:

@@ -16,12 +16,12 @@ from elastic.launcher.cli import main
 from elastic.rpc.control import client
 from elastic.rpc.control.client import CoordinatorSession, call
 from elastic.rpc.control.envelope import unpack_call
-from elastic.rpc.control.server import Caller, Server
+from elastic.rpc.control.server import Caller
 from elastic.rpc.security.rejections import REJECTIONS, Reason
 from elastic.rpc.security.roles import CHANGES, LESSER, READS, Role, role_of, token_of
 from elastic.rpc.security.tls import SecuritySettings
 from tests.launcher.helpers import read, wait_until
-from tests.rpc.conftest import Recorder
+from tests.rpc.conftest import Recorder, ServerBench
 
 TOKEN = "a-join-token-of-the-tests"
 ME = f"{getpass.getuser()}@{socket.gethostname()}"
@@ -39,18 +39,9 @@ def address(calls: Calls) -> Iterator[str]:
         calls.append((kind, body))
         return {"done": kind}
 
-    told = Recorder()
-    server = Server(
-        "127.0.0.1:0",
-        on_open=told.callback("open"),
-        on_message=told.callback("message"),
-        on_close=told.callback("close"),
-        on_call=on_call,
-        term=lambda: 1,
-        secure=SecuritySettings(token=TOKEN),
-    )
-    yield server.address
-    server.close()
+    bench = ServerBench(on_call=on_call, secure=SecuritySettings(token=TOKEN))
+    yield bench.address
+    bench.server.close()
 
 
 def ask(address: str, kind: str, token: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Gradients and losses are those of one worker, bit for bit, under every schedule.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from itertools import combinations
 
@@ -21,7 +20,9 @@ from elastic.worker.engine.stage import LocalStage, stages_of_rank
 from elastic.worker.model.layers import ListStack
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.values import Message
+from elastic.worker.transport import gloo
 from elastic.worker.transport.cancellation import LinkFailed
+from elastic.worker.transport.interface import BackendGroup
 from tests.planning.schedule.action_text import one_f_one_b
 from tests.worker.engine.models import (
     BATCH,
@@ -32,7 +33,7 @@ from tests.worker.engine.models import (
     single_rank_links,
     stack,
 )
-from tests.worker.engine.rank_processes import Rank, run_ranks
+from tests.worker.engine.rank_processes import Rank, Ranks, run_ranks
 from tests.worker.engine.test_runner_schedules import PIPELINES, plan_of
 
 N_LAYERS, M = 8, 5
@@ -200,19 +201,30 @@ def test_messages_at_a_boundary_do_not_depend_on_other_boundaries(kind: str) -> 
 
 
 def send_late(rank: Rank) -> list[float]:
-    links = rank.open()
+    """Rank 0 sends after rank 1 has asked whether its peer is there."""
+    links, probe = rank.open(), gloo._probe
     if rank.rank == 1:
+
+        def report_question(group: BackendGroup, peer: int) -> None:
+            probe(group, peer)
+            gloo._probe = probe
+            rank.report("asked")
+
+        gloo._probe = report_question
         value = links.recv(0).message().value()
         assert isinstance(value, dict)
         return [part.sum().item() for part in value.values()]
-    time.sleep(1.0)  # longer than a waiting rank takes to ask whether its peers are there
+    rank.wait_for_parent()
     links.send(Message.of({"a": torch.ones(2), "b": torch.ones(3)}), 1)
     links.flush()
     return []
 
 
 def test_a_value_may_come_late() -> None:
-    assert run_ranks(send_late, 2)[1] == [2.0, 3.0]
+    with Ranks(send_late, 2) as ranks:
+        assert ranks.reports(1) == ["asked"]
+        ranks.send("send", 0)
+        assert ranks.reports(1) == [[2.0, 3.0]]
 
 
 def change_shape(rank: Rank) -> str:
