@@ -39,6 +39,7 @@ with needs_extra("hf", "A Hugging Face model"):
         First,
         Last,
         Loss,
+        Note,
         PassOn,
         Record,
         Recorder,
@@ -129,10 +130,14 @@ class _Skeleton:
         return found
 
     def around(self) -> tuple[list[str], list[str]]:
-        """Return the names of the modules with parameters before and behind the blocks, in the
-        order of their calls. Raises FieldError for a parameter that is in none of them."""
-        before: list[str] = []
-        behind: list[str] = []
+        """Return the names of the modules with parameters before and behind the blocks.
+
+        The order in which modules are registered does not tell (OPT registers its last norm before
+        its blocks), so the model's forward pass does; without a result, the order has to. Raises
+        FieldError for a parameter that is in none of the modules.
+        """
+        first: list[str] = []
+        last: list[str] = []
         parent: nn.Module = self.model
         prefix = ""
         for word in self.path.split("."):
@@ -142,10 +147,32 @@ class _Skeleton:
             children = dict(parent.named_children())
             names = [n for n, child in children.items() if n == word or _has_parameters(child)]
             place = names.index(word)
-            before += [f"{prefix}{name}" for name in names[:place]]
-            behind = [f"{prefix}{name}" for name in names[place + 1 :]] + behind
+            first += [f"{prefix}{name}" for name in names[:place]]
+            last = [f"{prefix}{name}" for name in names[place + 1 :]] + last
             parent, prefix = children[word], f"{prefix}{word}."
-        return before, behind
+        model: nn.Module = copy.deepcopy(self.model)
+        call = Call(self.n_blocks)
+        self.replace(model, call, Stop, (Note, first + last))
+        cut = CutModel(model, call).eval()
+        before = cut.called_before_blocks()
+        if not before:
+            return first, last
+        return before, [name for name in first + last if name not in before]
+
+    def replace(
+        self,
+        model: nn.Module,
+        call: Call,
+        block: type[Replacement],
+        *others: tuple[type[Replacement], list[str]],
+    ) -> None:
+        """Replace the blocks of a copy of the model, and other modules by name."""
+        blocks = [f"{self.path}.{index}" for index in range(call.n_blocks)]
+        for kind, names in ((block, blocks), *others):
+            for index, name in enumerate(names):
+                parent, _, last = name.rpartition(".")
+                made = kind(self.model.get_submodule(name), call, name, index)
+                setattr(model.get_submodule(parent), last, made)
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -255,37 +282,19 @@ class HuggingFaceStack(WholeModel):
             return Block(copy.deepcopy(skeleton.blocks[index - 1]), index - 1, self._recorder)
         model = copy.deepcopy(skeleton.model)
         if index == 0:
-            self._replace(model, call, Stop, behind=Behind)
+            skeleton.replace(model, call, Stop, (Behind, self._behind))
             return First(model, call)
-        self._replace(model, call, PassOn, before=Before)
+        skeleton.replace(model, call, PassOn, (Before, self._before))
         return Last(model, call, self._behind[0], self._loss)
 
     def _recorder(self, device: torch.device) -> Recorder:
         """Return the model that records the arguments of its blocks on `device`."""
         if device not in self._recorders:
             model, call = copy.deepcopy(self._skeleton.model), Call(self._skeleton.n_blocks)
-            self._replace(model, call, Record, before=Before, behind=Behind)
+            beside = (Before, self._before), (Behind, self._behind)
+            self._skeleton.replace(model, call, Record, *beside)
             self._recorders[device] = Recorder(cast(nn.Module, model).to(device).eval(), call)
         return self._recorders[device]
-
-    def _replace(
-        self,
-        model: nn.Module,
-        call: Call,
-        block: type[Replacement],
-        *,
-        before: type[Replacement] | None = None,
-        behind: type[Replacement] | None = None,
-    ) -> None:
-        """Replace the blocks, and the modules with parameters before and behind them."""
-        path = self._skeleton.path
-        blocks = [f"{path}.{index}" for index in range(call.n_blocks)]
-        for kind, names in ((block, blocks), (before, self._before), (behind, self._behind)):
-            for index, name in enumerate(names if kind is not None else ()):
-                parent, _, last = name.rpartition(".")
-                assert kind is not None
-                made = kind(self._skeleton.model.get_submodule(name), call, name, index)
-                setattr(model.get_submodule(parent), last, made)
 
 
 def _initialise(module: nn.Module, owner: PreTrainedModel) -> None:

@@ -7,6 +7,7 @@ would silently leave something out.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -50,6 +51,8 @@ class Call:
         """One of FORMS; None: not known yet."""
         self.known_fields: set[tuple[str, ...]] = set()
         """Names of the fields with which the arguments of the blocks were checked."""
+        self.noted: list[str] = []
+        """Names of the modules that were called before the blocks, in that order."""
         self.begin(None)
 
     def begin(self, hidden: Tensor | None) -> None:
@@ -153,10 +156,19 @@ class Before(Replacement):
         assert call.hidden is not None
         shape = call.hidden.shape
         given = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
-        if self.__dict__["index"] and given:
-            wide = (original.embedding_dim,) if isinstance(original, nn.Embedding) else ()
-            shape = torch.Size((*given[0].shape, *wide))
+        if given and isinstance(original, nn.Embedding):
+            shape = torch.Size((*given[0].shape, original.embedding_dim))
+        elif given and self.__dict__["index"]:
+            shape = given[0].shape
         return call.hidden.new_full(shape, torch.nan)
+
+
+class Note(Before):
+    """A module beside the blocks, whose call before them is noted."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        self.__dict__["call"].noted.append(self.__dict__["path"])
+        return super().forward(*args, **named)
 
 
 class Behind(Replacement):
@@ -207,6 +219,17 @@ class CutModel(nn.Module):
         call.form = None
         with self.named_failures():
             raise max(failures, key=lambda one: one[0])[1]
+
+    def called_before_blocks(self) -> list[str]:
+        """Return the names of the `Note` modules that run before the blocks, in the order of their
+        calls, found with two tokens; empty for a model that needs other fields."""
+        call: Call = self.__dict__["call"]
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), contextlib.suppress(*_FAILURES):
+            try:
+                self.run({"input_ids": torch.ones(1, 2, dtype=torch.int64)}, torch.zeros(1, 2, 1))
+            except Reached:
+                return list(dict.fromkeys(call.noted))
+        return []
 
     @contextmanager
     def named_failures(self) -> Iterator[None]:

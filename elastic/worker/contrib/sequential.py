@@ -12,7 +12,7 @@ from elastic.worker.model.checks import Described, check_callable, description
 from elastic.worker.model.meta_modules import without_memory
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.values import Value
-from elastic.worker.model.whole_model import WholeModel, values_of
+from elastic.worker.model.whole_model import WholeModel, reset_of, values_of
 
 MODEL = "an nn.Sequential, an nn.ModuleList, or a list of modules, each of which takes one argument"
 LOSS = (
@@ -91,10 +91,7 @@ class SequentialModel(WholeModel):
         return f"{self._ranges[layer][0] + int(part)}.{rest}"
 
     def initialise(self, module: nn.Module) -> None:
-        for part in module.modules():
-            reset = _reset_of(part)
-            if reset is not None:
-                reset()
+        """Modules draw their values themselves."""
 
 
 class _Layer(nn.Module):
@@ -137,19 +134,10 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """Return the method that draws the initial values of a module, if it has one."""
-    for name in ("reset_parameters", "_reset_parameters"):
-        found = getattr(module, name, None)
-        if callable(found):
-            return cast(Callable[[], object], found)
-    return None
-
-
 def _check_initialisation(model: nn.Module) -> None:
     """Raise FieldError unless each module with parameters can draw their initial values."""
     for name, part in model.named_modules():
         own = any(True for _ in part.parameters(recurse=False))
-        if own and _reset_of(part) is None:
+        if own and reset_of(part) is None:
             what = Described(f"a {type(part).__name__} without initial values")
             raise FieldError(f"model, module {name}", what, RESET)

@@ -7,21 +7,41 @@ small and often computed. Each layer is a copy of a part of it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
 M = TypeVar("M", bound=nn.Module)
 MAX_KEPT_NUMEL = 1 << 16
 """Largest parameter whose value is kept when its memory is taken away."""
 
 
+class _MarkEmpty(TorchFunctionMode):
+    """Fills small new tensors that have arbitrary values with NaN, so that none passes for one."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _ARBITRARY and out.numel() <= MAX_KEPT_NUMEL and out.is_floating_point():
+            out.fill_(torch.nan)
+        return out
+
+
+_ARBITRARY = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
+
+
 class RegisteredValues:
-    """Values with which modules registered their small parameters."""
+    """Values with which modules registered their small parameters; NaN where they gave none."""
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[Parameter, Tensor]] = {}
@@ -49,7 +69,8 @@ def parameters_on_meta() -> Iterator[RegisteredValues]:
 
     setattr(nn.Module, "register_parameter", register_on_meta)  # noqa: B010 - a method, for mypy
     try:
-        yield known
+        with _MarkEmpty():
+            yield known
     finally:
         setattr(nn.Module, "register_parameter", register)  # noqa: B010
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,15 @@ def values_of(model: nn.Module) -> Values | None:
     return None if absent else found.__getitem__
 
 
+def reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """Return the method that draws the initial values of a module, if it has one."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        found = getattr(module, name, None)
+        if callable(found):
+            return cast(Callable[[], object], found)
+    return None
+
+
 class WholeModel(LayerStack):
     """A stack whose layers are parts of one model. Raises FieldError for a wrong seed."""
 
@@ -64,10 +74,11 @@ class WholeModel(LayerStack):
 
     @abstractmethod
     def initialise(self, module: nn.Module) -> None:
-        """Give the parameters of a layer initial values from torch's default generator."""
+        """Give the parameters of a layer initial values from torch's default generator. Modules
+        whose values it leaves out draw them themselves, if they can (`reset_of`)."""
 
     def left_out(self, name: str) -> Tensor | None:
-        """Return the initial value of a parameter of the model that `initialise` leaves out."""
+        """Return the initial value of a parameter of the model that nothing else gives one."""
         return None
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
@@ -107,6 +118,11 @@ class WholeModel(LayerStack):
                 parameter.fill_(torch.nan if parameter.is_floating_point() else 0)
             torch.manual_seed(randomness.derive_parameter_seed(self.seed, index, ""))
             self.initialise(module)
+            for part in reversed(list(module.modules())):  # a module changes its children's
+                reset = reset_of(part)
+                own = part.parameters(recurse=False)
+                if reset is not None and any(bool(p.isnan().any()) for p in own):
+                    reset()
             for name, parameter in module.named_parameters():
                 if parameter.isnan().any():
                     self._fill_left_out(parameter, self.name_of(index, name))

@@ -52,6 +52,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 }
 TIED = ("gemma", "gemma2", "gemma3_text", "gpt2")
 ROWS, LENGTH = 2, 12
+BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
 
 
 def config(family: str, **changes: Any) -> Any:
@@ -305,6 +306,16 @@ def test_values_that_the_initialisation_leaves_out_are_kept() -> None:
     assert all(torch.equal(found[name], plain[name]) for name in names)
 
 
+def test_arbitrary_values_are_no_initial_values() -> None:
+    """OpenAI GPT initialises some parameters after it has registered them, where it is lost."""
+    made = transformers.AutoConfig.for_model("openai-gpt", n_embd=32, n_layer=2, n_head=4)
+    for seed in range(3):
+        with pytest.raises(FieldError, match=r"attn.c_attn.weight: .* give the model with its val"):
+            replicas(from_huggingface(made, seed=seed))
+    stack = from_huggingface(transformers.AutoModelForCausalLM.from_config(made))
+    assert not any(p.isnan().any() for p in parameters(stack, replicas(stack)).values())
+
+
 class Calls(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
     """A model that calls its blocks as its config says."""
 
@@ -400,12 +411,35 @@ def test_a_value_that_passes_by_the_layers_is_refused() -> None:
         run(replicas(from_huggingface(model)), [], masked(0))
 
 
-def test_a_module_on_the_wrong_side_of_the_blocks_is_refused() -> None:
-    """OPT lists its last norm before its blocks."""
-    sizes = {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
-    opt = transformers.AutoConfig.for_model("opt", **sizes)
-    with pytest.raises(FieldError, match=r"model.decoder.final_layer_norm: .* used behind them"):
-        run(replicas(from_huggingface(opt)), [], masked(0))
+def test_modules_may_be_registered_in_another_order_than_they_run() -> None:
+    """OPT registers its last norm before its blocks, and BART its first one behind them."""
+    sizes = {**SIZES, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0}
+    for family, parts in (("opt", {"ffn_dim": 48}), ("bart", BART)):
+        made = transformers.AutoConfig.for_model(family, **sizes, **parts)
+        stack = from_huggingface(made)
+        layers = replicas(stack)
+        plain = transformers.AutoModelForCausalLM.from_config(made).train()
+        assert not plain.load_state_dict(parameters(stack, layers), strict=False).unexpected_keys
+        expected = plain(**masked(0).fields, use_cache=False).loss.item()
+        for cuts in ([], [1, 3]):
+            assert run(replicas(stack), cuts, masked(0)) == pytest.approx(expected, abs=1e-5)
+
+
+class TwoSides(Calls):
+    """A model that uses a module before and behind its blocks."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **named: Any) -> Any:
+        found = super().forward(input_ids, labels, **named)
+        found.loss = found.loss + self.embed(input_ids).mean()
+        return found
+
+
+def test_a_module_on_both_sides_of_the_blocks_is_refused() -> None:
+    made = transformers.PreTrainedConfig()
+    made.how, made.form = "one after the other", 0
+    fields = {name: masked(0).fields["input_ids"] for name in ("input_ids", "labels")}
+    with pytest.raises(FieldError, match=r"embed: .* used behind them"):
+        run(replicas(from_huggingface(TwoSides(made))), [], Microbatch(0, 0, fields))
 
 
 def test_parameters_take_no_memory_before_they_are_needed() -> None:
