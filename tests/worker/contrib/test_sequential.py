@@ -146,8 +146,8 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_modules_draw_initial_values_after_their_children() -> None:
     """Attention sets the bias of its projection, which is a module of its own, to zero."""
-    attention = on_meta(lambda: nn.TransformerEncoderLayer(8, 2, 16))
-    stack = from_sequential([attention, nn.Linear(8, 1)], loss=loss)
+    made = on_meta(lambda: [nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 1)])
+    stack = from_sequential(made, loss=loss)
     values = dict(stack.build(0, CPU, ALONE).named_parameters())
     assert not values["parts.0.self_attn.out_proj.bias"].any()
     assert all(not value.isnan().any() for value in values.values())
