@@ -282,9 +282,9 @@ class StageRunner:
 
     def _send(self, action: Action, rank: int, kind: str, layer: int, step: int) -> None:
         message = self._outgoing.pop(action)
-        self._links.send(message, rank, _tag(action))
-        if self._keep_sent is not None:
+        if self._keep_sent is not None:  # before: a neighbour that is lost now will be replaced
             self._keep_sent(LoggedMessage(kind, layer, step, action.microbatch, message))
+        self._links.send(message, rank, _tag(action))
 
     def _forward(self, stage: LocalStage, step: int, action: Action) -> None:
         m = action.microbatch
