@@ -481,7 +481,7 @@ async def _is_ready(channel: grpc.aio.Channel) -> bool:
     """
     try:
         await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
-    except TimeoutError:
+    except (TimeoutError, RuntimeError):  # the latter if gRPC's watch of the channel fails
         return False
     return True
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError, describe, needs_extra
 from elastic.worker.contrib.safetensors_folder import Weights, weights_in
-from elastic.worker.model.checks import Described, description
+from elastic.worker.model.checks import Described, description, whole_number
 from elastic.worker.model.meta_modules import parameters_on_meta, without_memory
+from elastic.worker.model.rng import derive_parameter_seed
 from elastic.worker.model.whole_model import Values, WholeModel, values_of
 
 with needs_extra("hf", "A Hugging Face model"):
@@ -77,7 +78,7 @@ def from_huggingface(
     The fields of a micro-batch are the keyword arguments of the model's forward. Raises FieldError
     for a model that cannot be cut, with the module where, and MissingExtra without transformers.
     """
-    return HuggingFaceStack(_Skeleton.of(model), seed, loss, varying)
+    return HuggingFaceStack(_Skeleton.of(model, whole_number("seed", seed)), seed, loss, varying)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +94,8 @@ class _Skeleton:
     """Small values with which parameters were made, by name; an initialisation may leave them."""
 
     @classmethod
-    def of(cls, given: object) -> _Skeleton:
+    def of(cls, given: object, seed: int) -> _Skeleton:
+        """`seed`: of values that modules draw as they are made."""
         values: Values | None = None
         registered: dict[str, Tensor] = {}
         if isinstance(given, str | Path):
@@ -102,7 +104,8 @@ class _Skeleton:
         if isinstance(given, PreTrainedModel):
             model, values = without_memory(given), values_of(given)
         elif isinstance(given, PreTrainedConfig):
-            with parameters_on_meta() as known:
+            with torch.random.fork_rng(devices=[]), parameters_on_meta() as known:
+                torch.manual_seed(derive_parameter_seed(seed, 0, "made"))
                 model = cast(Any, _model_class(given))._from_config(copy.deepcopy(given))
             registered = known.of(model)
         else:
@@ -171,7 +174,7 @@ class _Skeleton:
         for kind, names in ((block, blocks), *others):
             for index, name in enumerate(names):
                 parent, _, last = name.rpartition(".")
-                made = kind(self.model.get_submodule(name), call, name, index)
+                made = kind(model.get_submodule(name), call, name, index)
                 setattr(model.get_submodule(parent), last, made)
 
 
@@ -285,7 +288,7 @@ class HuggingFaceStack(WholeModel):
             skeleton.replace(model, call, Stop, (Behind, self._behind))
             return First(model, call)
         skeleton.replace(model, call, PassOn, (Before, self._before))
-        return Last(model, call, self._behind[0], self._loss)
+        return Last(model, call, self._behind, self._loss)
 
     def _recorder(self, device: torch.device) -> Recorder:
         """Return the model that records the arguments of its blocks on `device`."""

@@ -7,9 +7,9 @@ would silently leave something out.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -61,7 +61,8 @@ class Call:
         self.arguments: list[Arguments] = []
         self.called = 0
         """Number of blocks that were called."""
-        self._expected: tuple[Tensor, int] | None = None
+        self.expected: tuple[Tensor, int] | None = None
+        """What the next block gets, with the number of changes it has seen."""
 
     def enter(self, index: int, given: Tensor) -> None:
         """Called as block `index` gets `given`. Raises FieldError unless the block before has just
@@ -69,8 +70,8 @@ class Call:
         if index != self.called:
             what = Described(f"a block that is called when block {self.called} should be")
             raise FieldError(f"block {index}", what, SPLIT)
-        if self._expected is not None:
-            expected, version = self._expected
+        if self.expected is not None:
+            expected, version = self.expected
             same = given.data_ptr() == expected.data_ptr() and given.shape == expected.shape
             if not same or given._version != version:
                 what = Described(f"hidden states other than the result of block {index - 1}")
@@ -89,7 +90,7 @@ class Call:
         out, nan = self.hidden, self.hidden.new_full((), torch.nan)
         if self.called < self.n_blocks:
             out = nan.expand(out.shape)
-        self._expected = out, out._version
+        self.expected = out, out._version
         return (out, *[nan] * (self.form - 1)) if self.form else out
 
 
@@ -105,7 +106,11 @@ class Replacement(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["original"], name)
+            found = getattr(self.__dict__["original"], name)
+        if isinstance(found, MethodType):
+            what = Described(f"a module whose {name}() the model calls, which may change it")
+            raise FieldError(self.__dict__["path"], what, SPLIT)
+        return found
 
     def entered(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Arguments]:
         """Split the arguments of a block into hidden states and the rest."""
@@ -158,6 +163,8 @@ class Before(Replacement):
         given = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
         if given and isinstance(original, nn.Embedding):
             shape = torch.Size((*given[0].shape, original.embedding_dim))
+        elif given and isinstance(original, nn.Linear):
+            shape = torch.Size((*given[0].shape[:-1], original.out_features))
         elif given and self.__dict__["index"]:
             shape = given[0].shape
         return call.hidden.new_full(shape, torch.nan)
@@ -197,7 +204,7 @@ class CutModel(nn.Module):
         try:
             return self.model(**fields)
         finally:
-            call.hidden = None
+            call.hidden = call.expected = None
 
     def find_form(self, run: Callable[[], bool]) -> None:
         """Find out how a block returns its hidden states: `run()`, which runs the model, returns
@@ -224,11 +231,14 @@ class CutModel(nn.Module):
         """Return the names of the `Note` modules that run before the blocks, in the order of their
         calls, found with two tokens; empty for a model that needs other fields."""
         call: Call = self.__dict__["call"]
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), contextlib.suppress(*_FAILURES):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
             try:
                 self.run({"input_ids": torch.ones(1, 2, dtype=torch.int64)}, torch.zeros(1, 2, 1))
             except Reached:
                 return list(dict.fromkeys(call.noted))
+            except _FAILURES as error:
+                if not _is_by_the_cut(error):
+                    raise
         return []
 
     @contextmanager
@@ -330,8 +340,8 @@ def _is_nan(value: object) -> bool:
 class Last(CutModel):
     """The last layer."""
 
-    def __init__(self, model: nn.Module, call: Call, behind: str, loss: Loss | None) -> None:
-        """`behind`: name of the first module behind the blocks."""
+    def __init__(self, model: nn.Module, call: Call, behind: list[str], loss: Loss | None) -> None:
+        """`behind`: names of the modules behind the blocks."""
         super().__init__(model, call)
         self.__dict__.update(behind=behind, loss=loss)
 
@@ -352,9 +362,9 @@ class Last(CutModel):
 
     def _find_form(self, hidden: Tensor, microbatch: Microbatch) -> None:
         """Find out how a block returns its hidden states: the blocks get them from each other, and
-        the first module behind the blocks gets as many numbers."""
+        the first module behind the blocks does not get them with fewer dimensions."""
         call: Call = self.__dict__["call"]
-        behind = self.model.get_submodule(self.__dict__["behind"])
+        behind = [self.model.get_submodule(name) for name in self.__dict__["behind"]]
         fields, devices = dict(microbatch.fields), [hidden.device] if hidden.is_cuda else []
 
         def stop(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -367,11 +377,14 @@ class Last(CutModel):
                     self.run(fields, hidden)
                 except Reached as reached:
                     call.refuse_partly_called()
-                    return reached.hidden is not None and reached.hidden.shape == hidden.shape
+                    return reached.hidden is not None and (
+                        call.n_blocks > 1 or reached.hidden.shape == hidden.shape
+                    )
             return False
 
-        handle = behind.register_forward_pre_hook(stop, with_kwargs=True)
+        handles = [part.register_forward_pre_hook(stop, with_kwargs=True) for part in behind]
         try:
             self.find_form(is_right)
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()

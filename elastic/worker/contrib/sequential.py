@@ -91,7 +91,10 @@ class SequentialModel(WholeModel):
         return f"{self._ranges[layer][0] + int(part)}.{rest}"
 
     def initialise(self, module: nn.Module) -> None:
-        """Modules draw their values themselves."""
+        for part in reversed(list(module.modules())):  # a module changes its children's
+            reset = reset_of(part)
+            if reset is not None:
+                reset()
 
 
 class _Layer(nn.Module):

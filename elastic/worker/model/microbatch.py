@@ -30,6 +30,10 @@ class _Watched:
         for name, value in fields.items():
             self.add(f"field {name!r}", value)
 
+    def forget(self, name: str) -> None:
+        """Drop the tensors of one name."""
+        self._known.pop(name, None)
+
     def mark(self) -> None:
         """Forget all changes up to now."""
         for name, marks in self._known.items():
@@ -73,16 +77,22 @@ class Microbatch:
             before = _random_states()
             with torch.no_grad():
                 self._shared[key] = make()
-            self.watched.add(f"once({key!r})", self._shared[key])
+            self.watched.add(_name_of(key), self._shared[key])
             if not all(map(torch.equal, before, _random_states())):
                 what = Described("a function that draws random numbers")
                 remedy = "its result would depend on the plan: draw them in a layer's forward"
-                raise FieldError(f"microbatch.once({key!r})", what, remedy)
+                raise FieldError(f"microbatch.{_name_of(key)}", what, remedy)
         return cast(T, self._shared[key])
 
     def forget_shared(self) -> None:
         """Free the values of `once`; they are made again if a layer asks again."""
+        for key in self._shared:
+            self.watched.forget(_name_of(key))
         self._shared.clear()
+
+
+def _name_of(key: Hashable) -> str:
+    return f"once({key!r})"
 
 
 def _random_states() -> list[Tensor]:

@@ -30,8 +30,9 @@ DTYPES = {
 }
 SENDABLE = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8")
 """Types that every transport sends. A tensor of another type is sent as bytes."""
-_ALIGNMENT = 16
-"""Each part of a packed message begins at a multiple of this many bytes."""
+_ALIGNMENT = 256
+"""Each part of a packed message begins at a multiple of this many bytes, as fresh CUDA memory does:
+kernels are chosen by it."""
 
 
 def parts_of(value: Value) -> list[Tensor]:
@@ -56,28 +57,29 @@ def nbytes_of(value: Value) -> int:
 
 
 class _Separate(torch.autograd.Function):
-    """Returns its arguments. Its way back gives zeros for those that have no gradient."""
+    """Returns its arguments as contiguous tensors. Its way back gives contiguous gradients, zeros
+    for arguments that have none."""
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part.view_as(part) for part in parts)
+        return tuple(p.view_as(p) if p.is_contiguous() else p.contiguous() for p in parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients
+        return tuple(gradient.contiguous() for gradient in gradients)
 
 
 def separated(value: Value) -> Value:
     """Return `value` with one operation between the layer that made it and those that use it.
 
-    On the way back this operation sums the gradients of each part before it passes them on, and
-    gives zeros for a part that nobody uses, as a message between two stages does. A value of one
-    tensor needs no such operation, because its only user is the next layer.
+    It does what a message between two stages does. Tensors and their gradients are contiguous
+    behind it, because kernels may sum in another order for other strides. On the way back it sums
+    the gradients of each part before it passes them on, and gives zeros for parts that nobody uses.
     """
-    parts = parts_of(value)
+    parts = [part if part.requires_grad else part.contiguous() for part in parts_of(value)]
     wanted = [index for index, part in enumerate(parts) if part.requires_grad]
-    if isinstance(value, Tensor) or not wanted:
-        return value
+    if not wanted:
+        return with_parts(value, parts)
     made = cast(Any, _Separate).apply(*(parts[index] for index in wanted))
     for index, part in zip(wanted, made, strict=True):
         parts[index] = part

@@ -45,9 +45,8 @@ def values_of(model: nn.Module) -> Values | None:
 def reset_of(module: nn.Module) -> Callable[[], object] | None:
     """Return the method that draws the initial values of a module, if it has one."""
     for name in ("reset_parameters", "_reset_parameters"):
-        found = getattr(module, name, None)
-        if callable(found):
-            return cast(Callable[[], object], found)
+        if callable(getattr(type(module), name, None)):
+            return cast(Callable[[], object], getattr(module, name))
     return None
 
 
@@ -118,11 +117,12 @@ class WholeModel(LayerStack):
                 parameter.fill_(torch.nan if parameter.is_floating_point() else 0)
             torch.manual_seed(randomness.derive_parameter_seed(self.seed, index, ""))
             self.initialise(module)
-            for part in reversed(list(module.modules())):  # a module changes its children's
-                reset = reset_of(part)
-                own = part.parameters(recurse=False)
-                if reset is not None and any(bool(p.isnan().any()) for p in own):
-                    reset()
+            if any(bool(p.isnan().any()) for p in module.parameters()):
+                for part in reversed(list(module.modules())):  # a module changes its children's
+                    reset = reset_of(part)
+                    if reset is not None:
+                        reset()
+                self.initialise(module)
             for name, parameter in module.named_parameters():
                 if parameter.isnan().any():
                     self._fill_left_out(parameter, self.name_of(index, name))

@@ -2,8 +2,8 @@
 
 `elastic.worker.transport.links` sends a header ahead of the messages that it describes, and
 `elastic.worker.backup.activation_log` stores one before every logged message. A header has int64
-words. For a value of one tensor with a gradient they are its type, its number of dimensions and its
-shape. For every other value they are -1 and the length of a JSON text, which follows.
+words. For a value of one tensor they are its type, its number of dimensions and its shape. For
+every other value they are -1 and the length of a JSON text, which follows.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def pack_header(spec: ValueSpec) -> tuple[Tensor, Tensor]:
     Raises FieldError for a value of so many tensors that it cannot be described.
     """
     part = spec.parts[0] if len(spec.parts) == 1 else None
-    short = part is not None and part.gradient and len(part.shape) <= MAX_DIMS
-    if part is not None and short and not spec.is_packed:
-        words, text = [SENDABLE.index(part.dtype), len(part.shape), *part.shape], b""
+    if part is not None and not spec.is_packed and len(part.shape) <= MAX_DIMS:
+        code = SENDABLE.index(part.dtype) + (0 if part.gradient else len(SENDABLE))
+        words, text = [code, len(part.shape), *part.shape], b""
     else:
         text = codec.dumps(spec).encode()
         words = [_HAS_TEXT, len(text)]
@@ -60,7 +60,7 @@ def unpack_header(header: Tensor, text: Tensor) -> ValueSpec:
     code, n_dims, *dims = header.tolist()
     if code == _HAS_TEXT:
         return codec.loads(ValueSpec, bytes(text.tolist()))
-    if not (0 <= code < len(SENDABLE) and 0 <= n_dims <= MAX_DIMS):
+    if not (0 <= code < 2 * len(SENDABLE) and 0 <= n_dims <= MAX_DIMS):
         raise FieldError("header", header.tolist(), f"a type and at most {MAX_DIMS} dimensions")
-    part = PartSpec(SENDABLE[code], tuple(dims[:n_dims]), gradient=True)
-    return ValueSpec(TENSOR, (part,))
+    gradient, dtype = code < len(SENDABLE), SENDABLE[code % len(SENDABLE)]
+    return ValueSpec(TENSOR, (PartSpec(dtype, tuple(dims[:n_dims]), gradient=gradient),))

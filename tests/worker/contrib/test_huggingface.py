@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -316,6 +316,50 @@ def test_arbitrary_values_are_no_initial_values() -> None:
     assert not any(p.isnan().any() for p in parameters(stack, replicas(stack)).values())
 
 
+class Scaled(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
+    """A model that draws a parameter as it is made, and initialises half a module later."""
+
+    config_class = transformers.PreTrainedConfig
+    _no_split_modules = None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(96, 8)
+        self.blocks = torch.nn.ModuleList([_Scale() for _ in range(2)])
+        self.head = torch.nn.Linear(8, 96)
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            torch.nn.init.constant_(module.weight, 0.25)
+
+
+class _Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(8))
+
+
+def test_what_modules_draw_depends_on_the_seed_alone() -> None:
+    transformers.AutoModelForCausalLM.register(_ScaledConfig, Scaled, exist_ok=True)
+    found = []
+    for seed in (1, 1, 2):
+        torch.rand(3)
+        stack = from_huggingface(_ScaledConfig(), seed=seed)
+        found.append(parameters(stack, replicas(stack)))
+    for name in ("blocks.0.scale", "head.bias"):
+        assert torch.equal(found[0][name], found[1][name])
+        assert not torch.equal(found[0][name], found[2][name])
+    assert bool((found[0]["head.weight"] == 0.25).all()), "and not what the module draws"
+
+
+class _ScaledConfig(transformers.PreTrainedConfig):  # type: ignore[misc, name-defined]
+    model_type = "scaled"
+
+
+Scaled.config_class = _ScaledConfig
+
+
 class Calls(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
     """A model that calls its blocks as its config says."""
 
@@ -344,6 +388,8 @@ class Calls(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
             elif how == "in place":
                 hidden += 1
             results.append(hidden)
+            if how == "methods":
+                cast(Any, block).change()
         if self.config.form > 1:
             hidden, *_rest = out
         logits = self.head(hidden)
@@ -355,6 +401,9 @@ class _Linear(torch.nn.Linear):
     def __init__(self, form: int) -> None:
         super().__init__(8, 8)
         self.form = form
+
+    def change(self) -> None:
+        self.form = 0
 
     def forward(self, hidden: Tensor) -> Any:
         out = super().forward(hidden)
@@ -385,6 +434,7 @@ def test_blocks_return_hidden_states_alone_or_in_a_tuple(form: int) -> None:
         ("in place", r"block 1: hidden states other|a model that fails when it is cut"),
         ("twice", r"block 1: a block that is called when block 2 should be"),
         ("skips", r"a model that calls 2 of its 3 blocks"),
+        ("methods", r"blocks.0: a module whose change\(\) the model calls"),
         ("branches", r"block 2: hidden states other than the result of block 1"),
     ],
 )

@@ -24,6 +24,7 @@ from elastic.worker.transport import gloo
 from elastic.worker.transport.cancellation import LinkFailed
 from elastic.worker.transport.interface import BackendGroup
 from tests.planning.schedule.action_text import one_f_one_b
+from tests.worker.contrib import cut_models
 from tests.worker.engine.models import (
     BATCH,
     WIDTH,
@@ -198,6 +199,44 @@ def test_messages_at_a_boundary_do_not_depend_on_other_boundaries(kind: str) -> 
         for cut in one.keys() & other.keys():
             for message, same in zip(one[cut], other[cut], strict=True):
                 assert message.spec == same.spec and torch.equal(message.tensor, same.tensor)
+
+
+class Convolution(nn.Module):
+    """Keeps images in channels_last, and hands on a transposed tensor."""
+
+    def __init__(self, channels: int = 6) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(channels, 6, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 6)
+
+    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
+        if hidden is None:
+            hidden = microbatch.fields["x"].view(-1, 3, 4, 4).to(memory_format=torch.channels_last)
+        else:
+            hidden = hidden.transpose(2, 3)
+        return torch.relu(self.norm(self.inner(hidden))).transpose(2, 3)
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        return (hidden.mean((2, 3)) * self.weight).square().mean()
+
+
+def test_strides_do_not_depend_on_the_cuts() -> None:
+    """Kernels may sum in another order for other strides."""
+    stack_ = ListStack([lambda: Convolution(3), Convolution, Convolution, Mean], seed=1)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(4, 48, generator=generator)
+    found = []
+    for cuts in ([], [1], [2], [1, 2, 3]):
+        layers = cut_models.replicas(stack_)
+        loss = cut_models.run(layers, cuts, Microbatch(0, 0, {"x": x}))
+        found.append((loss, torch.cat([layer.gradient.flatten() for layer in layers])))
+    assert all(loss == found[0][0] and torch.equal(g, found[0][1]) for loss, g in found)
 
 
 def send_late(rank: Rank) -> list[float]:

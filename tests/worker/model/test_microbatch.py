@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -53,6 +54,9 @@ def test_shared_values_that_are_forgotten_are_made_again() -> None:
             microbatch.forget_shared()
         microbatch.once("mask", lambda: made.append(1))
         assert len(made) == count
+    kept = weakref.ref(microbatch.once("table", lambda: torch.zeros(2)))
+    microbatch.forget_shared()
+    assert kept() is None
 
 
 def test_changes_of_shared_tensors_are_noticed() -> None:
