@@ -1,4 +1,4 @@
-"""A transformers model as a list of layers. No other file imports transformers.
+"""A transformers model as a list of layers. Only this file and `huggingface_cut` know transformers.
 
 The model's own forward pass prepares the arguments of its blocks, calls them, and computes the
 loss. Each layer runs that code with other layers replaced ("Hugging Face" in
@@ -135,9 +135,10 @@ class _Skeleton:
     def around(self) -> tuple[list[str], list[str]]:
         """Return the names of the modules with parameters before and behind the blocks.
 
-        The order in which modules are registered does not tell (OPT registers its last norm before
-        its blocks), so the model's forward pass does; without a result, the order has to. Raises
-        FieldError for a parameter that is in none of the modules.
+        A forward pass of two tokens shows which run before the blocks. If the model needs other
+        fields, the order in which it registers its modules decides; that order may be wrong, as in
+        OPT, which registers its last norm before its blocks. Raises FieldError for a parameter that
+        is in none of the modules.
         """
         first: list[str] = []
         last: list[str] = []

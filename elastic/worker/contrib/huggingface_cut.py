@@ -1,8 +1,8 @@
 """Modules that stand for other modules of a transformers model while a layer runs its code.
 
-`run_blocks` finds out how the model calls its blocks: one after the other, each with the hidden
-states that the one before has returned. A model that does anything else is refused, because a layer
-would silently leave something out.
+They watch that the model calls its blocks one after the other, each with the hidden states that the
+one before has returned. A model that does anything else is refused, because a layer would silently
+leave something out.
 """
 
 from __future__ import annotations

@@ -316,18 +316,25 @@ def test_arbitrary_values_are_no_initial_values() -> None:
     assert not any(p.isnan().any() for p in parameters(stack, replicas(stack)).values())
 
 
-class Scaled(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
-    """A model that draws a parameter as it is made, and initialises half a module later."""
+class Small(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
+    """A model of embeddings, blocks and a head."""
 
     config_class = transformers.PreTrainedConfig
     _no_split_modules = None
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, blocks: list[torch.nn.Module]) -> None:
         super().__init__(config)
         self.embed = torch.nn.Embedding(96, 8)
-        self.blocks = torch.nn.ModuleList([_Scale() for _ in range(2)])
+        self.blocks = torch.nn.ModuleList(blocks)
         self.head = torch.nn.Linear(8, 96)
         self.post_init()
+
+
+class Scaled(Small):
+    """A model that draws a parameter as it is made, and initialises half a module later."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, [_Scale() for _ in range(2)])
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
@@ -360,18 +367,11 @@ class _ScaledConfig(transformers.PreTrainedConfig):  # type: ignore[misc, name-d
 Scaled.config_class = _ScaledConfig
 
 
-class Calls(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
+class Calls(Small):
     """A model that calls its blocks as its config says."""
 
-    config_class = transformers.PreTrainedConfig
-    _no_split_modules = None
-
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.embed = torch.nn.Embedding(96, 8)
-        self.blocks = torch.nn.ModuleList([_Linear(config.form) for _ in range(3)])
-        self.head = torch.nn.Linear(8, 96)
-        self.post_init()
+        super().__init__(config, [_Linear(config.form) for _ in range(3)])
 
     def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> Any:
         hidden, how = self.embed(input_ids), self.config.how
