@@ -195,6 +195,7 @@ CONSTANTS = {
     "worker/transport/link_probe.py TIMEOUT_S": "person",
     "worker/transport/links.py OPEN_RANK_S": "decision",
     "worker/transport/rendezvous.py _AGREE_TIMEOUT_S": "evidence",
+    "worker/transport/nccl.py ABORT_S": "program",
     "worker/transport/threads.py JOIN_TIMEOUT_S": "program",
 }
 """Kind of each constant. Keys are the path below elastic/ and the name of the constant."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
 
 import torch
@@ -20,8 +22,14 @@ def choose_device(local_rank: int, *, emulated: bool = False) -> torch.device:
 
 
 def device_id(device: torch.device) -> str:
-    """Return a name of a CUDA device that no other device has, on any machine."""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    """Return a name of a CUDA device that no other device has, on any machine.
+
+    NCCL takes ranks with different `NCCL_HOSTID` for ranks of different machines, even if they
+    share a device, and so does this name: the variable is part of it.
+    """
+    own = str(torch.cuda.get_device_properties(device).uuid)
+    host = os.environ.get("NCCL_HOSTID", "")
+    return own if not host else hashlib.sha256(f"{own} {host}".encode()).hexdigest()
 
 
 def activation_bytes(forward: Callable[[], Value], module: nn.Module, device: torch.device) -> int:

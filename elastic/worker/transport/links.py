@@ -205,7 +205,16 @@ class Links:
             from elastic.worker.transport.nccl import NcclTransport
 
             nccl_store = PrefixStore("nccl", store)
-            return NcclTransport(nccl_store, self.rank, self.device, timeout_s, pairs)
+            transport = NcclTransport(nccl_store, self.rank, self.device, timeout_s)
+            self.abandon.subscribe(transport.close)
+            try:
+                transport.open(pairs)
+            except RuntimeError:
+                transport.close()
+                raise
+            finally:
+                self.abandon.unsubscribe(transport.close)
+            return transport
         except RuntimeError:
             control.close()
             raise
