@@ -35,6 +35,7 @@ from elastic.planning.plan.schemes import state_of
 from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.backup.protection import Protection
 from elastic.worker.context import WorkerContext
+from elastic.worker.engine.allreduce import tied_pairs
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.engine.step import StepChecks, StepResult, StepRunner
@@ -268,7 +269,7 @@ class EpochSession:
             abandon=self._abandon,
             host=settings.host,
             holder_sets=self._roster.holder_sets(),
-            pairs=self._roster.pairs(),
+            pairs=(*self._roster.pairs(), *tied_pairs(self._roster, context.job.stack.tied)),
             shaper=shaper_of(Path(settings.memory_dir) / node, settings.link),
             remote=[rank for rank, member in enumerate(members) if member.unit.node != node],
             varying=context.job.stack.varying,

@@ -126,14 +126,20 @@ SECRET_VARIABLES = ("ELASTIC_JOIN_TOKEN", "ELASTIC_NOTICE_TOKEN")
 """Environment variables that training scripts must not see."""
 
 
-NCCL_WATCHDOG_VARIABLES = (
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_NCCL_ENABLE_MONITORING",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS",
-)
-"""Variables of torch's NCCL watchdog, which ends a process some minutes after a peer has died. The
-watchdog is disabled, also against the user's environment, because here survivors go on."""
+NCCL_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_DISTRIBUTED_DEBUG": "OFF",
+}
+"""Variables of torch that would end a process or hold it up after a peer has died. They are set
+also against the user's environment, because here survivors go on."""
 
 
 def worker_environment(
@@ -170,7 +176,7 @@ def worker_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
         "TORCH_CPP_LOG_LEVEL": base.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        **dict.fromkeys(NCCL_WATCHDOG_VARIABLES, "0"),
+        **NCCL_VARIABLES,
         **({"OMP_NUM_THREADS": "1"} if threads_unset and shared else {}),
         **(_one_device(local_rank, base) if config.virtual_local_rank else {}),
         "ELASTIC_AGENT": str(agent_socket(config, info.node)),

@@ -9,6 +9,7 @@ the order of their group, so every owner in every pipeline gets the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import permutations
 
 import torch
 
@@ -140,6 +141,18 @@ class GradientAllReduce:
         """Return the rank in this pipeline that holds `layer`."""
         ranks = self._roster.holders(layer, self._me.shard)
         return next(r for r in ranks if self._roster.members[r].pipeline == self._me.pipeline)
+
+
+def tied_pairs(roster: Roster, tied: Tied) -> tuple[tuple[int, int], ...]:
+    """Return the (sender, receiver) ranks that sum tied tensors, in both directions, sorted."""
+    found = set()
+    for group in tied:
+        for shard in range(roster.tp):
+            ranks = [rank for layer, _ in group for rank in roster.holders(layer, shard)]
+            for one, other in permutations(ranks, 2):
+                if one != other and roster.members[one].pipeline == roster.members[other].pipeline:
+                    found.add((one, other))
+    return tuple(sorted(found))
 
 
 class _ReduceBucket:

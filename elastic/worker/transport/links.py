@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
@@ -39,6 +40,7 @@ from elastic.worker.transport.device_fault import is_local_fault
 from elastic.worker.transport.gloo import POISON_TAG, GlooTransport
 from elastic.worker.transport.host_memory import HostMemoryTransport, device_is_shared
 from elastic.worker.transport.interface import Operation, Transport
+from elastic.worker.transport.nccl import NcclTransport, await_aborts
 from elastic.worker.transport.rendezvous import (
     agree_on_failed_ranks,
     await_ranks,
@@ -152,6 +154,9 @@ class Links:
         """
         within_s = timeout_s if open_s is None else open_s + world_size * OPEN_RANK_S
         links = cls(epoch, rank, world_size, device, abandon, within_s, varying)
+        name, close = f"open-epoch{epoch}", GlooTransport.close
+        if device.type == "cuda":
+            run_abandonable(await_aborts, abandon, name)
         if world_size == 1:
             links._groups_opened.set()
             return links
@@ -168,15 +173,23 @@ class Links:
             on_host = ShapedTransport(control, shaper, remote) if shaper else control
             if device.type != "cuda":
                 return control, on_host
-            return control, links._connect_devices(on_host, control, store, timeout_s, pairs)
+            transport = links._connect_devices(
+                on_host, control, store, timeout_s, pairs, holder_sets
+            )
+            return control, transport
 
-        name, close = f"open-epoch{epoch}", GlooTransport.close
         try:
             # Some ranks load longer than others, so the short limit begins when all are there.
             store = run_abandonable(meet, abandon, name)
             control = run_abandonable(connect, abandon, name, close, within_s=within_s)
             opened = run_abandonable(connect_data, abandon, name, _close_all)
-            run_abandonable(lambda: tell_connected(store, rank), abandon, name, within_s=within_s)
+            try:
+                run_abandonable(
+                    partial(tell_connected, store, rank), abandon, name, within_s=within_s
+                )
+            except BaseException:
+                _close_all(opened)
+                raise
         except RuntimeError as error:
             if is_local_fault(error) and not abandon.is_set():
                 raise
@@ -197,19 +210,18 @@ class Links:
         store: PrefixStore,
         timeout_s: float,
         pairs: Sequence[tuple[int, int]],
+        holder_sets: Sequence[tuple[int, ...]],
     ) -> Transport:
         """Return a transport for CUDA tensors. Raises RuntimeError, and closes `control`."""
         try:
             if device_is_shared(control, self.rank, self.world_size, self.device):
                 return HostMemoryTransport(on_host)
-            from elastic.worker.transport.nccl import NcclTransport
-
             nccl_store = PrefixStore("nccl", store)
             transport = NcclTransport(nccl_store, self.rank, self.device, timeout_s)
             self.abandon.subscribe(transport.close)
             try:
-                transport.open(pairs)
-            except RuntimeError:
+                transport.open(pairs, holder_sets)
+            except BaseException:
                 transport.close()
                 raise
             finally:

@@ -16,8 +16,10 @@ when the host has seen the operation finish, and raises if the transport was clo
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -30,6 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, Work
 from elastic.worker.transport import threads
 from elastic.worker.transport.interface import BackendGroup, Operation
 
+log = logging.getLogger(__name__)
 ABORT_S = 10.0
 """Time in which all communicators of an epoch must be aborted. Otherwise the worker ends, and its
 successor takes the state from the vault."""
@@ -66,17 +69,19 @@ class NcclTransport:
         self._groups: dict[tuple[str, tuple[int, ...]], NcclGroup] = {}
         self._opened: SimpleQueue[Exception | None] = SimpleQueue()
 
-    def open(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Connect to the other ranks of all `pairs` of this rank; blocks until they connect too.
+    def open(self, pairs: Sequence[tuple[int, int]], groups: Sequence[tuple[int, ...]]) -> None:
+        """Connect to the other ranks of all `pairs` and `groups` of this rank.
 
-        Communicators of former transports are aborted first, since their kernels hold the device.
+        Blocks until they connect too. Communicators of former transports are aborted first, since
+        their kernels hold the device. Nothing may run on the device meanwhile: to open a
+        communicator can wait for the kernels of another one.
 
         Args:
             pairs: all (sender, receiver) ranks that will ever communicate in the epoch.
+            groups: all groups of ranks that reduce together; equal on all ranks.
 
         Raises:
-            RuntimeError: a rank could not be reached, or `close` was called. A device fault, if
-                communicators of a former transport could not be aborted.
+            RuntimeError: a rank could not be reached, or `close` was called.
         """
         await_aborts()
         own = [pair for pair in set(pairs) if self._rank in pair]
@@ -86,6 +91,9 @@ class NcclTransport:
             error = self._opened.get()
             if error is not None:
                 raise error
+        # All ranks open their groups in this order, so no two ranks wait for each other.
+        for ranks in sorted(ranks for ranks in set(groups) if self._rank in ranks):
+            self.open_group(ranks)
 
     def _open_pair(self, pair: tuple[int, int]) -> None:
         try:
@@ -103,21 +111,33 @@ class NcclTransport:
         if group is not None:
             return group
         # A client of the store serves one thread at a time, and this one waits for its peer.
-        store = PrefixStore(f"{kind}-" + "-".join(map(str, ranks)), self._store.clone())
+        client = self._store.clone()  # type: ignore[attr-defined]
+        store = PrefixStore(f"{kind}-" + "-".join(map(str, ranks)), client)
         group = self._new_group(store, ranks.index(self._rank), len(ranks), self._timeout_s)
         group.eager_connect_single_device(self._device)
         with self._lock:
             if not self._closed:
                 self._groups[(kind, ranks)] = group
                 return group
-        _start_abort(group)  # `close` came while it connected, and did not see it
+        # `close` came while it connected. An abort now could wait for kernels of the next epoch.
+        _aborts.keep(group)
         raise RuntimeError(_CLOSED)
 
+    def _pair(self, pair: tuple[int, int]) -> NcclGroup:
+        """Return the communicator of `pair`. Raises RuntimeError: to open it now could hang."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(_CLOSED)
+            group = self._groups.get(("pair", pair))
+        if group is None:
+            raise RuntimeError(f"ranks {pair} were not announced as a pair that communicates")
+        return group
+
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        return self._open("pair", (self._rank, dst)).send([tensor], 1, tag)
+        return self._pair((self._rank, dst)).send([tensor], 1, tag)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
-        return self._open("pair", (src, self._rank)).recv([tensor], 0, tag)
+        return self._pair((src, self._rank)).recv([tensor], 0, tag)
 
     def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Work:
         return self._open("set", ranks).allreduce([tensor])
@@ -140,17 +160,17 @@ class NcclTransport:
     def close(self) -> None:
         """Abort all communicators. Returns at once; `await_aborts` waits for their end.
 
-        A communicator that is still being opened is aborted when that ends, which may be never if
-        its peer has died: its thread is left behind.
+        A communicator that is still being opened stays. If its opening ends after all, it is
+        aborted before the next epoch begins. Its thread is left behind if its peer has died.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             groups = list(self._groups.values())
+            self._groups.clear()
         self._opened.put(RuntimeError(_CLOSED))
-        for group in groups:
-            _start_abort(group)
+        _aborts.start(groups)
 
 
 def _new_nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> NcclGroup:
@@ -161,33 +181,68 @@ def _new_nccl_group(store: Store, rank: int, size: int, timeout_s: float) -> Ncc
     return cast(NcclGroup, ProcessGroupNCCL(store, rank, size, options))
 
 
-_aborts: set[threading.Thread] = set()
-"""The threads that abort communicators."""
-_aborts_lock = threading.Lock()
+def end_worker(reason: str) -> None:
+    """End this process as a crash does: another one takes its state from the vault."""
+    log.critical("%s: this worker ends, and a new one continues", reason)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _start_abort(group: NcclGroup) -> None:
-    thread = threads.start("nccl-abort", group.abort)
-    with _aborts_lock:
-        _aborts.add(thread)
+class _Aborts:
+    """The communicators of closed transports, of all epochs of this process."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        """Number of communicators whose abort has not ended well."""
+        self._kept: list[NcclGroup] = []
+        """Communicators that nobody uses, whose abort begins later."""
+
+    def keep(self, group: NcclGroup) -> None:
+        """Abort `group` before the next epoch begins."""
+        with self._changed:
+            self._kept.append(group)
+
+    def start(self, groups: list[NcclGroup]) -> None:
+        """Abort `groups` at the same time. Ends this process if that takes `ABORT_S` or longer."""
+        if not groups:
+            return
+        with self._changed:
+            self._running += len(groups)
+        threads.start("nccl-abort-limit", self._limit)
+        while groups:
+            threads.start("nccl-abort", partial(self._abort, groups.pop()))
+
+    def _abort(self, group: NcclGroup) -> None:
+        try:
+            group.abort()
+        except Exception as error:  # noqa: BLE001 - then it still holds the device
+            log.error("a communicator could not be aborted: %s", error)
+            return
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+        # The last reference to `group` ends here: its destructor may wait for torch's threads.
+
+    def _limit(self) -> None:
+        with self._changed:
+            if self._changed.wait_for(lambda: self._running == 0, ABORT_S):
+                return
+            running = self._running
+        end_worker(f"{running} communicators could not be aborted within {ABORT_S:g} s")
+
+    def wait(self) -> None:
+        """Wait until all communicators are aborted, also those that connected too late."""
+        with self._changed:
+            late, self._kept = self._kept, []
+        self.start(late)
+        with self._changed:
+            self._changed.wait_for(lambda: self._running == 0)
 
 
-def await_aborts(within_s: float = ABORT_S) -> None:
-    """Wait until all communicators of closed transports are aborted.
+_aborts = _Aborts()
 
-    Raises:
-        RuntimeError: a device fault (`device_fault.is_device_fault`), after `within_s` seconds.
-    """
-    end = time.monotonic() + within_s
-    with _aborts_lock:
-        aborts = set(_aborts)
-    for thread in aborts:
-        thread.join(max(0.0, end - time.monotonic()))
-    hanging = sum(thread.is_alive() for thread in aborts)
-    if hanging:
-        raise RuntimeError(
-            f"CUDA error: {hanging} of {len(aborts)} communicators of the former epoch could not "
-            f"be aborted within {within_s:g} s, so their kernels hold the device"
-        )
-    with _aborts_lock:
-        _aborts.difference_update(aborts)
+
+def await_aborts() -> None:
+    """Wait until all communicators of closed transports are aborted: at most `ABORT_S`, then this
+    process ends."""
+    _aborts.wait()

@@ -9,7 +9,7 @@ import torch
 
 from elastic.domain.types import Accumulate
 from elastic.worker.engine import allreduce
-from elastic.worker.engine.allreduce import GradientAllReduce
+from elastic.worker.engine.allreduce import GradientAllReduce, tied_pairs
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.planning.schedule.action_text import one_f_one_b
@@ -142,3 +142,11 @@ def test_accumulators_are_unchanged_after_a_fault_during_the_reduction() -> None
         assert ranks.reports(1) == [0]
         ranks.signal(1, signal.SIGKILL)
         assert ranks.reports(0) == [True]
+
+
+def test_ranks_that_sum_tied_tensors_are_announced() -> None:
+    """NCCL opens all connections of an epoch before its first message."""
+    ranks = roster_of([[0, 1, 2], [0]], 3, [(0,), (1,)])
+    tied = (((0, "weight"), (2, "weight")),)
+    assert tied_pairs(ranks, tied) == ((0, 2), (2, 0))
+    assert tied_pairs(ranks, ()) == ()

@@ -23,7 +23,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from elastic.agent.workers.processes import NCCL_WATCHDOG_VARIABLES
+from elastic.agent.workers.processes import NCCL_VARIABLES
 from elastic.worker.transport.nccl import NcclTransport, await_aborts
 
 VICTIM = 1
@@ -108,7 +108,7 @@ def lose(rank: Rank, transport: NcclTransport, fault: str) -> None:
 
 def open_and_fail(transport: NcclTransport, size: int) -> None:
     try:
-        transport.open(chain(size))
+        transport.open(chain(size), [])
     except RuntimeError:
         return
     raise AssertionError("communicators with an absent rank were opened")
@@ -126,10 +126,8 @@ def main() -> None:
     transport, everybody = rank.transport("first", number), list(range(size))
     if fault != "absent":
         began = time.monotonic()
-        transport.open(chain(size))
-        rank.timed("open pairs", began)
-        transport.open_group(tuple(everybody))
-        rank.timed("open all", began)
+        transport.open(chain(size), [tuple(everybody)])
+        rank.timed("open", began)
         rank.use(transport, everybody)
         rank.meet("first epoch", size)
         if fault != "none" and number == VICTIM:
@@ -145,8 +143,7 @@ def main() -> None:
     rank.meet("closed", len(ranks))
     began = time.monotonic()
     second = rank.transport("second", ranks.index(number))
-    second.open(chain(len(ranks)))
-    second.open_group(tuple(range(len(ranks))))
+    second.open(chain(len(ranks)), [tuple(range(len(ranks)))])
     rank.use(second, ranks)
     rank.timed("second epoch", began)
     rank.meet("end", len(ranks))
@@ -157,7 +154,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update(dict.fromkeys(NCCL_WATCHDOG_VARIABLES, "0"))
+    os.environ.update(NCCL_VARIABLES)
     os.environ["NCCL_HOSTID"] = f"rank-{sys.argv[1]}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     main()

@@ -5,11 +5,15 @@ What the stubs do was measured on a GPU (docs/design/gpu.md); `test_nccl_on_gpu`
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import cast
 
 import pytest
@@ -17,7 +21,6 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
 from elastic.worker.transport import nccl
-from elastic.worker.transport.device_fault import is_local_fault
 from elastic.worker.transport.nccl import NcclGroup, NcclTransport, await_aborts
 from tests.patience import LONG_S
 
@@ -95,9 +98,8 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture(autouse=True)
-def no_aborts_are_left() -> Iterator[None]:
-    yield
-    nccl._aborts.clear()
+def no_former_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_aborts", nccl._Aborts())
 
 
 def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
@@ -117,11 +119,11 @@ def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseEx
 
 def test_all_pairs_open_at_once_over_one_store(port: int) -> None:
     ranks = [Rank(port, rank) for rank in range(4)]
-    opening = [in_thread(partial(rank.transport.open, CHAIN)) for rank in ranks]
+    opening = [in_thread(partial(rank.transport.open, CHAIN, [(0, 1, 2, 3)])) for rank in ranks]
     for thread, errors in opening:
         thread.join(LONG_S)
         assert not thread.is_alive() and not errors
-    assert [len(rank.groups) for rank in ranks] == [2, 4, 4, 2]
+    assert [len(rank.groups) for rank in ranks] == [3, 5, 5, 3]
 
 
 def open_sets(rank: Rank, count: int) -> None:
@@ -136,26 +138,48 @@ def test_all_communicators_are_aborted_together(port: int) -> None:
     rank = Rank(port)
     open_sets(rank, 64)
     rank.transport.close()
-    await_aborts(LONG_S)
+    await_aborts()
     assert all(group.aborted.is_set() for group in rank.groups)
 
 
 class HalfWedged(StubGroup):
-    """A communicator that cannot be aborted if its number is odd."""
+    """A communicator that cannot be aborted if its number is odd, until the test ends."""
+
+    test_ends = threading.Event()
 
     def abort(self) -> None:
         if self.number % 2:
-            threading.Event().wait()
+            self.test_ends.wait()
         self.aborted.set()
 
 
-def test_communicators_that_cannot_be_aborted_crash_the_worker(port: int) -> None:
-    rank = Rank(port, kind=HalfWedged)
+class Failing(StubGroup):
+    """A communicator whose abort fails."""
+
+    def abort(self) -> None:
+        raise RuntimeError("unhandled system error")
+
+
+@pytest.mark.parametrize(("kind", "left"), [(HalfWedged, 32), (Failing, 64)])
+def test_a_worker_that_cannot_abort_its_communicators_ends(
+    kind: type[StubGroup], left: int, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its main thread is not about to open the next ones."""
+    ended: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(nccl, "end_worker", ended.put)
+    monkeypatch.setattr(nccl, "ABORT_S", 0.2)
+    rank = Rank(port, kind=kind)
     open_sets(rank, 64)
     rank.transport.close()
-    with pytest.raises(RuntimeError, match="32 of 64 communicators") as failed:
-        await_aborts(0.2)
-    assert is_local_fault(failed.value)
+    assert f"{left} communicators could not be aborted" in ended.get(timeout=LONG_S)
+    HalfWedged.test_ends.set()
+
+
+def test_a_worker_ends_as_by_a_crash() -> None:
+    code = "from elastic.worker.transport.nccl import end_worker; end_worker('why')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert "why: this worker ends" in done.stderr
 
 
 def test_a_transport_opens_when_the_former_one_is_aborted(port: int) -> None:
@@ -164,7 +188,7 @@ def test_a_transport_opens_when_the_former_one_is_aborted(port: int) -> None:
     held = StubGroup(first.device, first.store)
     first.device.running.add(held)
     first.transport.close()
-    thread, errors = in_thread(lambda: second.transport.open(()))
+    thread, errors = in_thread(lambda: second.transport.open((), ()))
     thread.join(0.2)
     assert thread.is_alive()
     first.device.free(held)
@@ -174,7 +198,7 @@ def test_a_transport_opens_when_the_former_one_is_aborted(port: int) -> None:
 
 def test_close_ends_an_opening_whose_peer_is_absent(port: int) -> None:
     rank = Rank(port)
-    thread, errors = in_thread(lambda: rank.transport.open([(0, 1), (1, 0)]))
+    thread, errors = in_thread(lambda: rank.transport.open([(0, 1), (1, 0)], []))
     end = time.monotonic() + LONG_S
     while len(rank.groups) < 2 and time.monotonic() < end:
         time.sleep(0.001)
@@ -182,8 +206,19 @@ def test_close_ends_an_opening_whose_peer_is_absent(port: int) -> None:
     thread.join(LONG_S)
     assert not thread.is_alive() and "closed" in str(errors[0])
     peer = Rank(port, 1)
-    peer.transport.open([(0, 1), (1, 0)])
-    for group in rank.groups:  # they connected after all, and must not hold the device
-        assert group.aborted.wait(LONG_S)
+    peer.transport.open([(0, 1), (1, 0)], [])
+    end = time.monotonic() + LONG_S
+    while len(nccl._aborts._kept) < 2 and time.monotonic() < end:
+        time.sleep(0.001)
+    assert not any(group.aborted.is_set() for group in rank.groups)
+    await_aborts()  # they connected after all, and must not hold the device of the next epoch
+    assert all(group.aborted.is_set() for group in rank.groups)
     with pytest.raises(RuntimeError, match="closed"):
         rank.transport.open_group((0, 1))
+
+
+def test_a_message_to_a_rank_that_was_not_announced_is_refused(port: int) -> None:
+    rank = Rank(port)
+    rank.transport.open([], [])
+    with pytest.raises(RuntimeError, match="not announced"):
+        rank.transport.send(torch.ones(1), 2, 0)
