@@ -171,25 +171,17 @@ class Links:
 
         def connect_data() -> tuple[GlooTransport, Transport]:
             on_host = ShapedTransport(control, shaper, remote) if shaper else control
-            if device.type != "cuda":
-                return control, on_host
-            transport = links._connect_devices(
-                on_host, control, store, timeout_s, pairs, holder_sets
-            )
-            return control, transport
+            args = (on_host, control, store, timeout_s, pairs, holder_sets)
+            return control, links._connect_devices(*args)
 
         try:
             # Some ranks load longer than others, so the short limit begins when all are there.
             store = run_abandonable(meet, abandon, name)
             control = run_abandonable(connect, abandon, name, close, within_s=within_s)
             opened = run_abandonable(connect_data, abandon, name, _close_all)
-            try:
-                run_abandonable(
-                    partial(tell_connected, store, rank), abandon, name, within_s=within_s
-                )
-            except BaseException:
-                _close_all(opened)
-                raise
+            with _closed_on_error(opened):
+                tell = partial(tell_connected, store, rank)
+                run_abandonable(tell, abandon, name, within_s=within_s)
         except RuntimeError as error:
             if is_local_fault(error) and not abandon.is_set():
                 raise
@@ -200,7 +192,7 @@ class Links:
         abandon.subscribe(links.close)
         # All ranks open their groups in this order, so no two ranks wait for each other.
         groups = sorted(ranks for ranks in set(holder_sets) if rank in ranks)
-        threads.start(f"sets-epoch{epoch}", lambda: links._open_groups(groups))
+        threads.start(f"sets-epoch{epoch}", partial(links._open_groups, groups))
         return links
 
     def _connect_devices(
@@ -212,7 +204,12 @@ class Links:
         pairs: Sequence[tuple[int, int]],
         holder_sets: Sequence[tuple[int, ...]],
     ) -> Transport:
-        """Return a transport for CUDA tensors. Raises RuntimeError, and closes `control`."""
+        """Return a transport for tensors of this rank's device: `on_host` for the CPU.
+
+        Raises RuntimeError, and closes `control`.
+        """
+        if self.device.type != "cuda":
+            return on_host
         try:
             if device_is_shared(control, self.rank, self.world_size, self.device):
                 return HostMemoryTransport(on_host)
@@ -451,6 +448,16 @@ class Receive:
             self.links.data.wait(work)
         assert self.header.spec is not None
         return Message(self.header.spec, buffer)
+
+
+@contextmanager
+def _closed_on_error(transports: tuple[GlooTransport, Transport]) -> Iterator[None]:
+    """Close `transports` if the block raises."""
+    try:
+        yield
+    except BaseException:
+        _close_all(transports)
+        raise
 
 
 def _close_all(transports: tuple[GlooTransport, Transport]) -> None:
