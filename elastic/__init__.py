@@ -16,7 +16,13 @@ from elastic.domain.version import VERSION
 
 if TYPE_CHECKING:
     from elastic.worker.contrib.huggingface import from_huggingface
+    from elastic.worker.contrib.megatron_data import megatron_dataset
     from elastic.worker.contrib.sequential import from_sequential
+    from elastic.worker.datasets.dataloader import from_dataloader
+    from elastic.worker.datasets.map_style import from_dataset
+    from elastic.worker.datasets.packing import PackedDocuments
+    from elastic.worker.datasets.prefetch import prefetch
+    from elastic.worker.datasets.stream import from_stream
     from elastic.worker.model.layers import LayerStack, ListStack
     from elastic.worker.model.microbatch import Microbatch
     from elastic.worker.model.optimizer import OptimizerSpec
@@ -28,10 +34,16 @@ __all__ = [
     "ListStack",
     "Microbatch",
     "OptimizerSpec",
+    "PackedDocuments",
     "Trainer",
     "__version__",
+    "from_dataloader",
+    "from_dataset",
     "from_huggingface",
     "from_sequential",
+    "from_stream",
+    "megatron_dataset",
+    "prefetch",
 ]
 
 _HOMES = {
@@ -40,6 +52,12 @@ _HOMES = {
     "Microbatch": "elastic.worker.model.microbatch",
     "OptimizerSpec": "elastic.worker.model.optimizer",
     "Trainer": "elastic.worker.trainer",
+    "PackedDocuments": "elastic.worker.datasets.packing",
+    "from_dataloader": "elastic.worker.datasets.dataloader",
+    "from_dataset": "elastic.worker.datasets.map_style",
+    "from_stream": "elastic.worker.datasets.stream",
+    "megatron_dataset": "elastic.worker.contrib.megatron_data",
+    "prefetch": "elastic.worker.datasets.prefetch",
     "from_huggingface": "elastic.worker.contrib.huggingface",
     "from_sequential": "elastic.worker.contrib.sequential",
 }

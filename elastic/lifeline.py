@@ -1,4 +1,4 @@
-"""Two ways to end a process when its parent ends, so that no orphan remains. Neither polls.
+"""Ways to end a process when its parent ends, so that no orphan remains. None of them polls.
 
 - `watch(fd)`, for agents and coordinators, which run our code: the parent holds the write
   end of a pipe and never writes. When the parent dies, the kernel closes that end, the child reads
@@ -45,6 +45,13 @@ def _wait_for_end(fd: int) -> None:
 def tied_command(argv: tuple[str, ...]) -> list[str]:
     """Return a command line for `argv` whose process dies with the thread that starts it."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *argv]
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this fork of process `parent` when the thread that forked it ends."""
+    _on_death_of_parent(signal.SIGKILL, "this process")
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os._exit(1)
 
 
 def _on_death_of_parent(number: signal.Signals, name: str) -> None:

@@ -85,6 +85,9 @@ class Trainer:
         source = DataSource(data)
         steps = whole_number("steps", steps, 1)
         microbatches = whole_number("microbatches", microbatches, 1, MOST_MICROBATCHES)
+        made_for = getattr(data, "microbatches", None)
+        if made_for not in (None, microbatches):
+            raise FieldError("microbatches", microbatches, f"{made_for}, as the data was made for")
         seed, tp = whole_number("seed", seed), whole_number("tp", tp, 1)
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 0)
         tokens = whole_number("tokens_per_microbatch", tokens_per_microbatch, 0)

@@ -46,6 +46,7 @@ def _python(page: Path) -> str:
         # test_extras runs it, too
         pytest.param(ROOT / "README.md", id="README.md", marks=pytest.mark.chaos),
         pytest.param(DOCS / "guide" / "custom-model.md", id="custom-model.md"),
+        pytest.param(DOCS / "guide" / "data.md", id="data.md", marks=pytest.mark.chaos),
         # tests/scenarios/plans/test_huggingface.py trains such a model
         pytest.param(
             DOCS / "guide" / "huggingface.md", id="huggingface.md", marks=pytest.mark.chaos

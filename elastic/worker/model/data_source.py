@@ -14,7 +14,7 @@ from elastic.worker.model.microbatch import Microbatch
 
 FUNCTION = (
     "a function data(step, index) that returns a Microbatch of any step and index; "
-    "a DataLoader or iterator cannot: index a Dataset instead"
+    "from_dataset, from_stream and from_dataloader make one (docs/guide/data.md)"
 )
 RESULT = 'data must return Microbatch(step, index, {"x": tensor, ...})'
 PURE = (
@@ -39,7 +39,7 @@ class DataSource:
         found = self._checked(step, index)
         if not self._repeated:
             self._repeated = True
-            if not _equal(found.fields, self._checked(step, index).fields):
+            if not equal_fields(found.fields, self._checked(step, index).fields):
                 what = Described("another micro-batch at the second call")
                 raise FieldError(f"data({step}, {index})", what, PURE)
         return found
@@ -60,7 +60,8 @@ class DataSource:
         return found
 
 
-def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def equal_fields(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return whether both have the same fields, bit for bit."""
     return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
 
 

@@ -1,0 +1,63 @@
+"""The order of samples does not depend on nodes that are lost, that join, or on a resumed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.harness import DEADLINE_S, elastic_run
+from tests.scenarios.jobs import Job
+from tests.scenarios.shared import exact, faults, made_once
+
+JOB = ("-m", "tests.scenarios.data.train_on")
+LOST_AND_JOINED = ("kill node=1 step=2 microbatch=3", "join step=3")
+OFTEN = ("stream", "loader")
+"""The sources of the usual suite; the others run with the campaigns."""
+SOURCES = [
+    pytest.param(source, marks=() if source in OFTEN else pytest.mark.chaos)
+    for source in ("dataset", "stream", "loader", "documents")
+]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_killed_node_and_a_newcomer_change_no_bit(source: str, tmp_path: Path) -> None:
+    expected = made_once(tmp_path, exact("--nnodes", "1"), (*JOB, source)).summary
+    flags = exact("--nnodes", "1:2", "--pipelines", "1", *faults(*LOST_AND_JOINED))
+    hurry = tmp_path / "hurry"
+    script = (*JOB, source, "--hurry", str(hurry))
+    job = Job(tmp_path / "run", ["run", "--standalone", *flags], script)
+
+    def changed() -> bool:
+        causes = " ".join(event["cause"] for event in job.of("recovery"))
+        return "node1 lost" in causes and "join node2" in causes
+
+    try:
+        job.wait("both changes", changed, DEADLINE_S)
+        hurry.touch()
+        run = job.finish()
+    finally:
+        job.kill()
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == expected["params_sha256"], run.output
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_resumed_run_goes_on_with_the_next_sample(source: str, tmp_path: Path) -> None:
+    expected = made_once(tmp_path, exact("--nnodes", "1"), (*JOB, source)).summary
+    half = (*JOB, source, "--steps", "3", "--checkpoint-every", "3")
+    first = elastic_run(tmp_path / "first", exact("--nnodes", "2"), half)
+    assert first.code == 0, first.output
+    (kept,) = (first.run_dir / "checkpoints").glob("step-*")
+    run = elastic_run(
+        tmp_path / "run", exact("--nnodes", "1", "--resume", str(kept)), (*JOB, source)
+    )
+    assert run.code == 0, run.output
+    assert run.summary["params_sha256"] == expected["params_sha256"], run.output
+
+
+def test_a_source_with_hidden_state_is_refused(tmp_path: Path) -> None:
+    run = elastic_run(tmp_path / "run", ["--nnodes", "1"], (*JOB, "hidden"))
+    assert run.code != 0
+    assert "data(0, 0): another micro-batch at the second call" in run.output
+    assert "Traceback" not in run.output
