@@ -186,6 +186,7 @@ CONSTANTS = {
     "telemetry.py LAST_WORDS_S": "program",
     "worker/control/agent_client.py HEARTBEAT_S": "interval",
     "worker/datasets/prefetch.py ANSWER_S": "program",
+    "worker/datasets/prefetch.py END_S": "program",
     "worker/datasets/stream.py REPORT_S": "interval",
     "worker/profiling/emulated.py MAX_CARRYOVER_S": "decision",
     "worker/transport/gloo.py DISCONNECT_GRACE_S": "evidence",

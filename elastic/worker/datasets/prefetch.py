@@ -38,6 +38,8 @@ MOST_AHEAD = 1000
 """Largest number of requests that a pipe holds without blocking."""
 ANSWER_S = 120.0
 """A reader that gives no answer for so long is ended."""
+END_S = 1.0
+"""Time for a killed process to end. One that waits for a disk is left to the kernel."""
 _KEY = struct.Struct("<qq")
 
 
@@ -198,6 +200,7 @@ class Prefetch:
             return
         self._readers.remove(reader)
         reader.process.kill()
+        reader.process.join(END_S)
         log.warning(
             "a process that reads data in advance was lost (exit code %s); %d are left",
             reader.process.exitcode,
