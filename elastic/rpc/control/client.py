@@ -199,7 +199,7 @@ class CoordinatorSession:
                     await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
 
     def _stamp(self) -> tls.Stamp:
-        """Return a value that changes with the certificates; new connections use the new ones."""
+        """Return the version of the certificates: if it changes, the connection is made again."""
         certificates = self._secure.certificates
         return certificates.stamp() if certificates is not None else ()
 

@@ -95,7 +95,7 @@ class _Skeleton:
 
     @classmethod
     def of(cls, given: object, seed: int) -> _Skeleton:
-        """`seed`: of values that modules draw as they are made."""
+        """`seed`: seed of the values that modules draw when they are made."""
         values: Values | None = None
         registered: dict[str, Tensor] = {}
         if isinstance(given, str | Path):

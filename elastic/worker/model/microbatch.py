@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _Watched:
-    """Tensors that all layers of a stage share, each with the number of changes it has seen."""
+    """Tensors shared by the layers of a stage. Notices if one is changed in place."""
 
     def __init__(self) -> None:
         self._known: dict[str, list[tuple[Tensor, int]]] = {}

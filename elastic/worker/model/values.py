@@ -43,7 +43,7 @@ def parts_of(value: Value) -> list[Tensor]:
 
 
 def with_parts(value: Value, parts: Sequence[Tensor]) -> Value:
-    """Return a value like `value` with other tensors."""
+    """Return `parts` in the structure of `value`: a tensor, a tuple, or a dict with its keys."""
     if isinstance(value, Tensor):
         return parts[0]
     if isinstance(value, dict):

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.harness import DEADLINE_S, elastic_run
+from tests.scenarios.harness import elastic_run
 from tests.scenarios.jobs import Job
+from tests.scenarios.paced import finish_after
 from tests.scenarios.shared import exact, faults, made_once
 
 JOB = ("-m", "tests.scenarios.data.train_on")
@@ -27,17 +28,7 @@ def test_a_killed_node_and_a_newcomer_change_no_bit(source: str, tmp_path: Path)
     hurry = tmp_path / "hurry"
     script = (*JOB, source, "--hurry", str(hurry))
     job = Job(tmp_path / "run", ["run", "--standalone", *flags], script)
-
-    def changed() -> bool:
-        causes = " ".join(event["cause"] for event in job.of("recovery"))
-        return "node1 lost" in causes and "join node2" in causes
-
-    try:
-        job.wait("both changes", changed, DEADLINE_S)
-        hurry.touch()
-        run = job.finish()
-    finally:
-        job.kill()
+    run = finish_after(job, hurry, "node1 lost", "join node2")
     assert run.code == 0, run.output
     assert run.summary["params_sha256"] == expected["params_sha256"], run.output
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.scenarios.harness import DEADLINE_S, Run, elastic_run, proved
+from tests.scenarios.harness import Run, elastic_run, proved
 from tests.scenarios.jobs import Job
-from tests.scenarios.paced import paced, paced_reference
+from tests.scenarios.paced import finish_after, paced, paced_reference
 from tests.scenarios.shared import GPT, exact, faults, median
 
 STEPS = ("--steps", "120", "--hidden", "128", "--seq-len", "128")
@@ -39,17 +39,7 @@ FLAGS = exact(
 def test_drain_and_join_lose_nothing(tmp_path: Path) -> None:
     hurry = tmp_path / "hurry"
     job = Job(tmp_path / "run", ["run", "--standalone", *FLAGS], paced(hurry))
-
-    def changed() -> bool:
-        causes = " ".join(event["cause"] for event in job.of("recovery"))
-        return "drain node1" in causes and "join node3" in causes
-
-    try:
-        job.wait("both changes", changed, DEADLINE_S)
-        hurry.touch()
-        run = job.finish()
-    finally:
-        job.kill()
+    run = finish_after(job, hurry, "drain node1", "join node3")
     assert run.code == 0, run.output
     summary = run.summary
     assert summary["params_sha256"] == paced_reference(tmp_path).summary["params_sha256"]

@@ -143,13 +143,13 @@ def test_all_communicators_are_aborted_together(port: int) -> None:
 
 
 class HalfWedged(StubGroup):
-    """A communicator that cannot be aborted if its number is odd, until the test ends."""
+    """A communicator that cannot be aborted if its number is odd, until `released` is set."""
 
-    test_ends = threading.Event()
+    released: threading.Event
 
     def abort(self) -> None:
         if self.number % 2:
-            self.test_ends.wait()
+            self.released.wait()
         self.aborted.set()
 
 
@@ -168,11 +168,12 @@ def test_a_worker_that_cannot_abort_its_communicators_ends(
     ended: SimpleQueue[str] = SimpleQueue()
     monkeypatch.setattr(nccl, "end_worker", ended.put)
     monkeypatch.setattr(nccl, "ABORT_S", 0.2)
+    HalfWedged.released = threading.Event()
     rank = Rank(port, kind=kind)
     open_sets(rank, 64)
     rank.transport.close()
     assert f"{left} communicators could not be aborted" in ended.get(timeout=LONG_S)
-    HalfWedged.test_ends.set()
+    HalfWedged.released.set()
 
 
 def test_a_worker_ends_as_by_a_crash() -> None:
