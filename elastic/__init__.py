@@ -16,6 +16,7 @@ from elastic.domain.version import VERSION
 
 if TYPE_CHECKING:
     from elastic.worker.contrib.huggingface import from_huggingface
+    from elastic.worker.contrib.megatron import from_megatron
     from elastic.worker.contrib.megatron_data import megatron_dataset
     from elastic.worker.contrib.sequential import from_sequential
     from elastic.worker.datasets.dataloader import from_dataloader
@@ -40,6 +41,7 @@ __all__ = [
     "from_dataloader",
     "from_dataset",
     "from_huggingface",
+    "from_megatron",
     "from_sequential",
     "from_stream",
     "megatron_dataset",
@@ -59,6 +61,7 @@ _HOMES = {
     "megatron_dataset": "elastic.worker.contrib.megatron_data",
     "prefetch": "elastic.worker.datasets.prefetch",
     "from_huggingface": "elastic.worker.contrib.huggingface",
+    "from_megatron": "elastic.worker.contrib.megatron",
     "from_sequential": "elastic.worker.contrib.sequential",
 }
 

@@ -31,6 +31,7 @@ COMMANDS = {
         "plan of a running job or of a file, or the best plan for a cluster file",
     ),
     "export": ("commands.queries", "write a checkpoint's parameters to a safetensors file"),
+    "convert": ("commands.convert", "write a checkpoint's parameters as a Hugging Face model"),
     "certs": ("flags.certs", "make an authority and certificates for --certs"),
     "token": ("commands.queries", "print the token of a role that may not run nodes"),
     "coordinator": ("commands.run", "run a coordinator in the foreground, for several machines"),

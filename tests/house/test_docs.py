@@ -47,10 +47,11 @@ def _python(page: Path) -> str:
         pytest.param(ROOT / "README.md", id="README.md", marks=pytest.mark.chaos),
         pytest.param(DOCS / "guide" / "custom-model.md", id="custom-model.md"),
         pytest.param(DOCS / "guide" / "data.md", id="data.md", marks=pytest.mark.chaos),
-        # tests/scenarios/plans/test_huggingface.py trains such a model
+        # test_huggingface.py and test_megatron_models.py of the scenarios train such models
         pytest.param(
             DOCS / "guide" / "huggingface.md", id="huggingface.md", marks=pytest.mark.chaos
         ),
+        pytest.param(DOCS / "guide" / "megatron.md", id="megatron.md", marks=pytest.mark.chaos),
     ],
 )
 def test_the_example_trains(page: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ class _Skeleton:
         registered: dict[str, Tensor] = {}
         if isinstance(given, str | Path):
             values = weights_in(Path(given))
-            given = _config_in(Path(given))
+            given = config_in(Path(given))
         if isinstance(given, PreTrainedModel):
             model, values = without_memory(given), values_of(given)
         elif isinstance(given, PreTrainedConfig):
@@ -183,7 +183,8 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _config_in(folder: Path) -> PreTrainedConfig:
+def config_in(folder: Path) -> PreTrainedConfig:
+    """Return the config in a folder. Raises FieldError without a config.json of a model."""
     if not (folder / "config.json").is_file():
         raise FieldError("model", str(folder), f"it has no config.json: {MODEL}")
     try:
@@ -269,6 +270,11 @@ class HuggingFaceStack(WholeModel):
     def config(self) -> PreTrainedConfig:
         """The model's config."""
         return self._skeleton.model.config
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model's class, as LlamaForCausalLM."""
+        return type(self._skeleton.model).__name__
 
     def name_of(self, layer: int, name: str) -> str:
         kind, _, rest = name.partition(".")

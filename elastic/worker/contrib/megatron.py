@@ -1,93 +1,139 @@
-"""A GPT from megatron-core's layers. No other file imports megatron.core.
+"""Models of megatron-core's layers: `from_megatron`, and a small GPT for demos and tests.
 
-The embedding, each transformer layer, and the head (final norm, output matrix, cross entropy) are
-one layer each. Hidden states are [sequence, batch, hidden], megatron's order. Initial values are
-drawn whole on the CPU from (seed, layer, name), and sliced for the TP rank, so that they do not
-depend on device or TP size.
+Initial values are drawn whole on the CPU from (seed, layer, name), and sliced for the TP rank, so
+that they do not depend on device or TP size.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elastic.domain.errors import FieldError, needs_extra
+from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
 from elastic.worker.contrib.gpt import GPTConfig
-from elastic.worker.contrib.linear import linear
+from elastic.worker.contrib.megatron_experts import SelfGroup
+from elastic.worker.contrib.megatron_layers import (
+    LEARNED,
+    POSITIONS,
+    ROPE,
+    BlockLayer,
+    EmbeddingLayer,
+    HeadLayer,
+    LanguageModel,
+    ProcessGroupCollection,
+    TransformerConfig,
+    is_routed,
+    mark_split,
+    parallel_state,
+)
 from elastic.worker.model import rng as randomness
+from elastic.worker.model.checks import Described, description, whole_number
 from elastic.worker.model.layers import (
     LayerStack,
     TensorParallel,
     describe_parameters,
     layer_spec,
 )
-from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Disable `torch.compile` inside the block, if there is no GPU.
-
-    megatron-core compiles fused helpers while it is imported, which loads the whole compiler. That
-    takes 1.7 s of CPU time per worker start, and only a GPU gains from these helpers.
-    """
-
-    def identity(function: Any = None, **options: Any) -> Any:
-        return function if function is not None else identity
-
-    compiler = torch.compile
-    if not torch.cuda.is_available():
-        torch.compile = identity  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compiler
-
-
-with (
-    needs_extra("megatron", "A GPT from megatron-core layers"),
-    uncompiled(),
-    warnings.catch_warnings(),
-):
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.extensions.transformer_engine import TEFusedMLP  # noqa: F401 - imported by layers
-    from megatron.core.models.common.embeddings.language_model_embedding import (
-        LanguageModelEmbedding,
-    )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel.layers import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        VocabParallelEmbedding,
-        set_tensor_model_parallel_attributes,
-    )
-    from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: F401 - imported by layers
-    from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
+T = TypeVar("T")
 EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
 HEAD_WEIGHT = "output.weight"
-INIT_STD = 0.02
-SHARD_DIMS = {
-    ColumnParallelLinear: {"weight": 0, "bias": 0},
-    RowParallelLinear: {"weight": 1},
-    VocabParallelEmbedding: {"weight": 0},
-}
+OUTPUTS = ("linear_proj.weight", "linear_fc2.weight", "mlp.down.weight", "mlp.down")
+"""Ends of the names of the last matrices of attention and MLP."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+HONOURED = frozenset(
+    {
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "ffn_hidden_size",
+        "kv_channels",
+        "hidden_dropout",
+        "attention_dropout",
+        "normalization",
+        "layernorm_epsilon",
+        "qk_layernorm",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "gated_linear_unit",
+        "activation_func",
+        "rotary_interleaved",
+        "no_rope_freq",
+        "init_method",
+        "output_layer_init_method",
+        "embedding_init_method",
+        "init_method_std",
+        "embedding_init_method_std",
+        "params_dtype",
+        "bf16",
+        "tensor_model_parallel_size",
+        "expert_model_parallel_size",
+        "num_moe_experts",
+        "moe_ffn_hidden_size",
+        "moe_layer_freq",
+        "moe_router_topk",
+        "moe_router_dtype",
+        "moe_router_load_balancing_type",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_pre_softmax",
+        "moe_router_score_function",
+        "moe_router_topk_scaling_factor",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+    }
+)
+"""Fields of a TransformerConfig that may have any value: the layers do what they say."""
+NO_INFLUENCE = frozenset(
+    {
+        "use_cpu_initialization",
+        "perform_initialization",
+        "init_model_with_meta_device",
+        "deterministic_mode",
+        "attention_backend",
+        "attention_softmax_in_fp32",
+        "masked_softmax_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "apply_rope_fusion",
+        "gradient_accumulation_fusion",
+        "async_tensor_model_parallel_allreduce",
+        "pipeline_dtype",
+        "autocast_dtype",
+        "variable_seq_lengths",
+        "overlap_p2p_comm",
+        "batch_p2p_comm",
+        "barrier_with_L1_time",
+        "cross_entropy_loss_fusion",
+        "timers",
+        "moe_grouped_gemm",
+        "moe_token_dispatcher_type",
+        "moe_permute_fusion",
+        "moe_router_fusion",
+    }
+)
+"""Fields that choose between ways to the same values. The layers use their defaults."""
+BALANCING = ("aux_loss", "seq_aux_loss", "none")
+"""Kinds of load balancing whose losses are those of one micro-batch."""
+REMEDIES = {
+    "pipeline_model_parallel_size": "leave it at 1: the runtime plans the stages itself",
+    "virtual_pipeline_model_parallel_size": "leave it out: the runtime plans the stages itself",
+    "fp16": "use bf16=True and params_dtype=torch.bfloat16",
+    "recompute_granularity": "leave it out: the runtime plans which stages recompute",
+}
+"""What to do instead, for fields that users of megatron often set."""
 
 
 def init_tensor_parallel(
@@ -109,100 +155,95 @@ def init_tensor_parallel(
     return TensorParallel(rank, size, dist.group.WORLD)
 
 
-class SDPAttention(nn.Module):
-    """Causal core attention for megatron on `scaled_dot_product_attention`, CPU or GPU."""
+def from_megatron(
+    config: TransformerConfig,
+    *,
+    vocab_size: int,
+    max_sequence_length: int,
+    position_embedding_type: str = ROPE,
+    rotary_percent: float = 1.0,
+    rotary_base: float = 10_000.0,
+    rope_scaling_factor: float | None = None,
+    share_embeddings_and_output_weights: bool = False,
+    attention_mask: bool = False,
+    micro_batch_size: int = 1,
+    seed: int = 0,
+) -> MegatronStack:
+    """Return the layers of a language model of megatron-core: embedding, each block, and head.
 
-    def __init__(self, config: TransformerConfig, **others: Any) -> None:
-        super().__init__()
-        self.dropout = float(config.attention_dropout)
-        self.rank: int = others["pg_collection"].tp.rank()
+    The arguments are those of megatron's `GPTModel`. A micro-batch has the fields of megatron's
+    datasets: `tokens` and `labels`, int64 [rows, length], and as far as the source gives them
+    `loss_mask` [rows, length], which weights the mean of the losses, and `position_ids`, for
+    learned positions.
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **others: Any
-    ) -> Tensor:
-        """[s, b, heads, d] each -> [s, b, heads * d]."""
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        dropout = self.dropout if self.training else 0.0
-        with randomness.rank_stream(self.rank, query.device) if dropout else nullcontext():
-            out = nn.functional.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=True
-            )
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+    Args:
+        config: its fields decide the architecture; tensor_model_parallel_size is --nproc-per-node.
+        position_embedding_type: rope | learned_absolute | none.
+        rope_scaling_factor: factor of Llama 3.1's scaling of the frequencies; None: no scaling.
+        attention_mask: whether micro-batches have the field `attention_mask`, bool [rows, 1,
+            length, length], true where a token may not look: for packed documents. Every stage
+            then reads the data.
+        micro_batch_size: rows of a micro-batch, for the planner's first estimate of memory.
+        seed: seed of initial values.
+
+    Raises FieldError for a field whose value the layers would not follow.
+    """
+    if not isinstance(config, TransformerConfig):
+        remedy = "a TransformerConfig of megatron.core.transformer.transformer_config"
+        raise FieldError("config", description(config), remedy)
+    model = LanguageModel(
+        vocab_size=whole_number("vocab_size", vocab_size, 1),
+        max_sequence_length=whole_number("max_sequence_length", max_sequence_length, 1),
+        position_embedding_type=position_embedding_type,
+        rotary_percent=rotary_percent,
+        rotary_base=rotary_base,
+        rope_scaling_factor=rope_scaling_factor,
+        attention_mask=bool(attention_mask),
+    )
+    if position_embedding_type not in POSITIONS:
+        remedy = f"one of {', '.join(POSITIONS)}"
+        raise FieldError("position_embedding_type", position_embedding_type, remedy)
+    _check_config(config, model)
+    return MegatronStack(
+        config,
+        model,
+        tied=bool(share_embeddings_and_output_weights),
+        micro_batch_size=whole_number("micro_batch_size", micro_batch_size, 1),
+        seed=whole_number("seed", seed),
+    )
 
 
-class EmbeddingLayer(nn.Module):
-    """Embeds bytes and positions as hidden states."""
+class Kind(Enum):
+    """Kinds of layers."""
+
+    EMBEDDING = "embedding"
+    BLOCK = "block"
+    EXPERTS = "experts"
+    """A block whose MLP is a mixture of experts."""
+    HEAD = "head"
+
+
+class MegatronStack(LayerStack):
+    """A language model: embedding, transformer layers and head. Call `tensor_parallel` before
+    `build`."""
 
     def __init__(
-        self, gpt: GPTConfig, config: TransformerConfig, groups: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        model: LanguageModel,
+        *,
+        tied: bool,
+        micro_batch_size: int,
+        seed: int,
     ) -> None:
-        super().__init__()
-        self.embedding = LanguageModelEmbedding(config, gpt.vocab, gpt.seq_len, tp_group=groups.tp)
-
-    def forward(self, hidden: Tensor | None, microbatch: Microbatch) -> Tensor:
-        device = self.embedding.position_embeddings.weight.device
-        tokens = microbatch.fields["tokens"].to(device, non_blocking=True)
-        positions = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
-        out: Tensor = self.embedding(tokens, positions)
-        return out
-
-
-class BlockLayer(nn.Module):
-    """One transformer layer."""
-
-    def __init__(
-        self, index: int, config: TransformerConfig, groups: ProcessGroupCollection, spec: Any
-    ) -> None:
-        super().__init__()
-        self.layer = build_module(spec, config=config, layer_number=index, pg_collection=groups)
-
-    def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        out: Tensor = self.layer(hidden)[0]
-        return out
-
-
-class HeadLayer(nn.Module):
-    """Final norm, output matrix and mean cross entropy."""
-
-    def __init__(
-        self, gpt: GPTConfig, config: TransformerConfig, groups: ProcessGroupCollection
-    ) -> None:
-        super().__init__()
-        self.norm = WrappedTorchNorm(
-            config=config, hidden_size=gpt.hidden, eps=config.layernorm_epsilon
-        )
-        self.output = ColumnParallelLinear(
-            gpt.hidden,
-            gpt.vocab,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            tp_group=groups.tp,
-        )
-
-    def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
-        logits, _ = self.output(self.norm(hidden))
-        labels = (
-            microbatch.fields["labels"]
-            .to(hidden.device, non_blocking=True)
-            .transpose(0, 1)
-            .contiguous()
-        )
-        loss: Tensor = vocab_parallel_cross_entropy(logits.float(), labels).mean()
-        return loss
-
-
-class GPTStack(LayerStack):
-    """A GPT: embedding, transformer layers and head. Call `tensor_parallel` before `build`."""
-
-    def __init__(self, gpt: GPTConfig) -> None:
-        self.gpt, self.seed = gpt, gpt.seed
-        last = gpt.n_layers - 1
-        self.tied = (((0, EMBEDDING_WEIGHT), (last, HEAD_WEIGHT)),) if gpt.tie_embeddings else ()
+        self.config, self.model, self.seed = config, model, seed
+        self._micro_batch_size = micro_batch_size
+        last = config.num_layers + 1
+        self.tied = (((0, EMBEDDING_WEIGHT), (last, HEAD_WEIGHT)),) if tied else ()
 
     @property
     def n_layers(self) -> int:
-        return self.gpt.n_layers
+        return int(self.config.num_layers) + 2
 
     def tensor_parallel(
         self, rank: int, size: int, store_path: str, device: torch.device
@@ -222,85 +263,87 @@ class GPTStack(LayerStack):
         return module
 
     def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        if tp.size != self.gpt.tp:
-            raise FieldError("tp", tp.size, f"this model was configured for {self.gpt.tp}")
+        configured = self.config.tensor_model_parallel_size
+        if tp.size != configured:
+            raise FieldError("tp", tp.size, f"this model was configured for {configured}")
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
-        with torch.device(device):
-            module = self._module(index, self._config(device), groups).to(
-                TORCH_DTYPES[self.gpt.dtype]
-            )
-        for part in module.modules():
-            for name, dim in SHARD_DIMS.get(type(part), {}).items():
-                _mark_sharded(getattr(part, name), dim)
-            if isinstance(part, ColumnParallelLinear | RowParallelLinear):
-                part._forward_impl = linear
-        return module
+        return self._module(index, device, groups)
 
     def specs(
         self, accumulate: Accumulate, optimizer: OptimizerSpec | None = None
     ) -> tuple[LayerSpec, ...]:
-        gpt, width = self.gpt, TORCH_DTYPES[self.gpt.dtype].itemsize
-        tokens, h = gpt.seq_len * gpt.micro_batch_size, gpt.hidden
+        config, width = self.config, self.config.params_dtype.itemsize
+        length, h, vocab = self.model.max_sequence_length, config.hidden_size, self.model.vocab_size
+        tokens = length * self._micro_batch_size
+        heads = config.num_attention_heads * config.kv_channels
+        keys = config.num_query_groups * config.kv_channels
+        matrices = 3 if config.gated_linear_unit else 2
         output = tokens * h * width
-        flops = [
-            tokens * h * 250.0,
-            tokens * (24.0 * h * h + 2.0 * gpt.seq_len * h + 250.0 * h),
-            tokens * (2.0 * h * gpt.vocab + 60.0 * h + 400.0 * gpt.vocab),
-        ]
-        kept = [output, 17 * output, output + 2 * tokens * gpt.vocab * 4]
-        described = [
-            layer_spec(
+
+        def spec(kind: Kind) -> LayerSpec:
+            inner = config.ffn_hidden_size * matrices
+            if kind is Kind.EXPERTS:
+                inner = config.moe_ffn_hidden_size * config.moe_router_topk * matrices
+            weights = h * (2 * heads + 2 * keys + inner)
+            kept = tokens * width * (5 * h + 2 * heads + 2 * keys + inner)
+            flops = tokens * (2.0 * weights + 2.0 * length * heads + 250.0 * h)
+            if kind is Kind.EMBEDDING:
+                kept, flops = output, tokens * h * 250.0
+            elif kind is Kind.HEAD:
+                kept = output + 2 * tokens * vocab * 4
+                flops = tokens * (2.0 * h * vocab + 60.0 * h + 400.0 * vocab)
+            return layer_spec(
                 self._parameters(kind),
                 accumulate,
                 optimizer,
-                forward_s=flops[kind] / 5e10,
-                activation_bytes=kept[kind],
-                output_bytes=output if kind < 2 else 0,
+                forward_s=flops / 5e10,
+                activation_bytes=kept,
+                output_bytes=0 if kind is Kind.HEAD else output,
             )
-            for kind in range(3)
-        ]
-        return (described[0], *(described[1] for _ in range(gpt.layers)), described[2])
+
+        return self._each(spec)
 
     def contents(self) -> tuple[str, ...]:
-        described = [describe_parameters(self._parameters(kind)) for kind in range(3)]
-        return (described[0], *(described[1] for _ in range(self.gpt.layers)), described[2])
+        return self._each(lambda kind: describe_parameters(self._parameters(kind)))
 
-    def _module(
-        self, index: int, config: TransformerConfig, groups: ProcessGroupCollection
-    ) -> nn.Module:
+    def _each(self, describe: Callable[[Kind], T]) -> tuple[T, ...]:
+        """Return one description per layer; layers of a kind have the same one."""
+        kinds = [self._kind(index) for index in range(self.n_layers)]
+        found = {kind: describe(kind) for kind in dict.fromkeys(kinds)}
+        return tuple(found[kind] for kind in kinds)
+
+    def _kind(self, index: int) -> Kind:
         if index == 0:
-            return EmbeddingLayer(self.gpt, config, groups)
+            return Kind.EMBEDDING
         if index == self.n_layers - 1:
-            return HeadLayer(self.gpt, config, groups)
-        return BlockLayer(index, config, groups, self._spec)
+            return Kind.HEAD
+        return Kind.EXPERTS if is_routed(self.config, index) else Kind.BLOCK
 
-    @cached_property
-    def _spec(self) -> Any:
-        """megatron's layer specification, with attention and norm that run on CPU and GPU."""
-        with warnings.catch_warnings():
+    def _module(self, index: int, device: torch.device, groups: Any) -> nn.Module:
+        """Return layer `index` with arbitrary values."""
+        config = self._config_on(device)
+        with torch.device(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            spec = get_gpt_layer_local_spec()
-        spec.submodules.self_attention.submodules.core_attention = SDPAttention
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = WrappedTorchNorm
-        return spec
+            made: nn.Module
+            match self._kind(index):
+                case Kind.EMBEDDING:
+                    made = EmbeddingLayer(self.model, config, groups)
+                case Kind.HEAD:
+                    made = HeadLayer(self.model, config, groups)
+                case _:
+                    made = BlockLayer(index, self.model, config, groups)
+        made = made.to(config.params_dtype)
+        mark_split(made)
+        return made
 
-    def _config(self, device: torch.device) -> TransformerConfig:
-        gpt = self.gpt
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return TransformerConfig(
-                num_layers=gpt.layers,
-                hidden_size=gpt.hidden,
-                num_attention_heads=gpt.heads,
-                tensor_model_parallel_size=gpt.tp,
-                hidden_dropout=gpt.dropout,
-                attention_dropout=gpt.dropout,
-                params_dtype=TORCH_DTYPES[gpt.dtype],
-                bf16=gpt.dtype == "bf16",
-                use_cpu_initialization=True,
-                perform_initialization=False,
-                deterministic_mode=device.type == "cuda",
-            )
+    def _config_on(self, device: torch.device) -> TransformerConfig:
+        config = copy.copy(self.config)
+        for field in dataclasses.fields(config):
+            if field.name in NO_INFLUENCE and field.default is not dataclasses.MISSING:
+                setattr(config, field.name, field.default)
+        config.use_cpu_initialization, config.perform_initialization = True, False
+        config.deterministic_mode = device.type == "cuda"
+        return config
 
     def _initial(self, index: int, name: str, parameter: Tensor, tp: TensorParallel) -> Tensor:
         """Return this rank's part of the parameter's initial value, float32 on the CPU.
@@ -313,22 +356,59 @@ class GPTStack(LayerStack):
             return torch.ones(parameter.shape)
         owner = next((group[0] for group in self.tied if (index, name) in group), (index, name))
         dim = getattr(parameter, "partition_dim", -1)
-        whole = [n * tp.size if i == dim else n for i, n in enumerate(parameter.shape)]
-        std = INIT_STD
-        if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-            std /= math.sqrt(2 * self.gpt.layers)
-        seed = randomness.derive_parameter_seed(self.seed, *owner)
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.empty(whole).normal_(0.0, std, generator=generator)
+        drawn = torch.empty([n * tp.size if i == dim else n for i, n in enumerate(parameter.shape)])
+        method = self.config.init_method
+        if owner[0] == 0:
+            method = self.config.embedding_init_method
+        elif name.endswith(OUTPUTS):
+            method = self.config.output_layer_init_method
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(randomness.derive_parameter_seed(self.seed, *owner))
+            for matrix in drawn if drawn.dim() == 3 else [drawn]:  # one after the other: experts
+                method(matrix)
         return drawn if dim < 0 else drawn.chunk(tp.size, dim)[tp.rank]
 
-    def _parameters(self, kind: int) -> list[tuple[str, Tensor]]:
-        """Return the whole parameters of embedding (0), layer (1) or head (2), without memory."""
+    def _parameters(self, kind: Kind) -> list[tuple[str, Tensor]]:
+        """Return the whole parameters of the layers of a kind, without memory."""
+        alone = SelfGroup()
+        groups = ProcessGroupCollection(tp=alone, cp=alone, pp=alone)
+        index = [self._kind(index) for index in range(self.n_layers)].index(kind)
+        return list(self._module(index, torch.device("meta"), groups).named_parameters())
+
+
+class GPTStack(MegatronStack):
+    """A GPT with learned positions, LayerNorm and GELU, as `GPTConfig` describes it."""
+
+    def __init__(self, gpt: GPTConfig) -> None:
+        self.gpt = gpt
+        dtype = TORCH_DTYPES[gpt.dtype]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = TransformerConfig(
+                num_layers=gpt.layers,
+                hidden_size=gpt.hidden,
+                num_attention_heads=gpt.heads,
+                tensor_model_parallel_size=gpt.tp,
+                hidden_dropout=gpt.dropout,
+                attention_dropout=gpt.dropout,
+                params_dtype=dtype,
+                bf16=gpt.dtype == "bf16",
+            )
+        model = LanguageModel(
+            vocab_size=gpt.vocab,
+            max_sequence_length=gpt.seq_len,
+            position_embedding_type=LEARNED,
+        )
+        tied, rows = gpt.tie_embeddings, gpt.micro_batch_size
+        super().__init__(config, model, tied=tied, micro_batch_size=rows, seed=gpt.seed)
+
+    def _parameters(self, kind: Kind) -> list[tuple[str, Tensor]]:
+        """The same, by numbers instead of names, as checkpoints of this model describe them."""
         h, dtype = self.gpt.hidden, TORCH_DTYPES[self.gpt.dtype]
         shapes: list[tuple[int, ...]]
-        if kind == 0:
+        if kind is Kind.EMBEDDING:
             shapes = [(self.gpt.vocab, h), (self.gpt.seq_len, h)]
-        elif kind == 1:
+        elif kind is Kind.BLOCK:
             matrices = [(h, h), (3 * h, h), (4 * h, h), (h, 4 * h)]
             shapes = [(h,)] * 4 + [shape for rows, w in matrices for shape in ((rows, w), (rows,))]
         else:
@@ -339,7 +419,53 @@ class GPTStack(LayerStack):
         ]
 
 
-def _mark_sharded(parameter: Tensor | None, dim: int) -> None:
-    """Mark `parameter` as split along `dim`; also with one rank, so that it can be split later."""
-    if parameter is not None and getattr(parameter, "partition_dim", -1) < 0:
-        set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+def _check_config(config: TransformerConfig, model: LanguageModel) -> None:
+    """Raise FieldError if a field of `config` asks for what the layers do not do."""
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    honoured = {name: value for name, value in given.items() if name in HONOURED}
+    if config.params_dtype not in TORCH_DTYPES.values():
+        remedy = "torch.float32 or torch.bfloat16"
+        raise FieldError("config.params_dtype", Described(str(config.params_dtype)), remedy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = TransformerConfig(**honoured)
+    for name, value in given.items():
+        default = getattr(plain, name, None)
+        if name not in HONOURED | NO_INFLUENCE and value != default:
+            remedy = f"these layers do not follow it: leave it at {default!r}"
+            remedy = REMEDIES.get(name, remedy)
+            raise FieldError(f"config.{name}", Described(repr(value)), remedy)
+    tp = config.tensor_model_parallel_size
+    if config.num_moe_experts is not None:
+        _check_experts(config)
+    split = {
+        "config.num_attention_heads": config.num_attention_heads,
+        "config.num_query_groups": config.num_query_groups,
+        "config.ffn_hidden_size": config.ffn_hidden_size,
+        "vocab_size": model.vocab_size,
+    }
+    for name, number in split.items():
+        if number % tp:
+            remedy = f"it must be a multiple of config.tensor_model_parallel_size ({tp})"
+            raise FieldError(name, number, remedy)
+    if not 0 < model.rotary_percent <= 1 or not math.isfinite(model.rotary_percent):
+        raise FieldError("rotary_percent", model.rotary_percent, "above 0 and at most 1")
+    if not model.rotary_base > 0 or not math.isfinite(model.rotary_base):
+        raise FieldError("rotary_base", model.rotary_base, "above 0")
+
+
+def _check_experts(config: TransformerConfig) -> None:
+    """Raise FieldError for a mixture of experts that `Experts` does not compute."""
+    tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    if ep != tp:
+        remedy = f"it must be tensor_model_parallel_size ({tp}): the ranks of a node share both"
+        raise FieldError("config.expert_model_parallel_size", ep, remedy)
+    if config.num_moe_experts % ep:
+        remedy = f"it must be a multiple of expert_model_parallel_size ({ep})"
+        raise FieldError("config.num_moe_experts", config.num_moe_experts, remedy)
+    if config.add_bias_linear:
+        raise FieldError("config.add_bias_linear", True, "experts have no biases: use False")
+    kind = config.moe_router_load_balancing_type
+    if kind not in BALANCING:
+        remedy = f"one of {', '.join(BALANCING)}"
+        raise FieldError("config.moe_router_load_balancing_type", kind, remedy)

@@ -55,6 +55,18 @@ def params_sha256(layers: Iterable[Sequence[memoryview]]) -> str:
     return digest.hexdigest()
 
 
+def checkpoint_path(given: str | Path) -> Path:
+    """Return the directory of a checkpoint: `given`, or the newest one in it. Raises FieldError."""
+    path = Path(given)
+    if (path / checkpoint_directory.MANIFEST).exists():
+        return path
+    found = checkpoint_directory.latest(path)
+    if found is None:
+        remedy = "a checkpoint directory, or one that contains some, is needed"
+        raise FieldError("checkpoint", str(path), remedy)
+    return found
+
+
 def checkpoint_runs(path: Path) -> Iterator[list[memoryview]]:
     """Yield the verified state runs of a checkpoint, layer by layer."""
     manifest = checkpoint_directory.read_manifest(path)
@@ -72,7 +84,7 @@ def export_checkpoint(
     Returns step, number of tensors, bytes and params_sha256. The file appears whole or not at all.
     Raises FieldError if `out` exists and `force` is not set, or if it cannot be written.
     """
-    path, target = _resolve(Path(checkpoint)), Path(out)
+    path, target = checkpoint_path(checkpoint), Path(out)
     if target.is_dir() or (target.exists() and not force):
         raise FieldError(
             "output", str(target), "the file exists; name another file or force overwriting"
@@ -97,16 +109,6 @@ def export_checkpoint(
         fresh.unlink(missing_ok=True)
         raise FieldError("output", str(target), f"cannot be written: {error}") from error
     return {"step": step, "tensors": len(tensors), "bytes": nbytes, "params_sha256": sha}
-
-
-def _resolve(path: Path) -> Path:
-    if (path / checkpoint_directory.MANIFEST).exists():
-        return path
-    found = checkpoint_directory.latest(path)
-    if found is None:
-        remedy = "a checkpoint directory, or one that contains some, is needed"
-        raise FieldError("checkpoint", str(path), remedy)
-    return found
 
 
 def _values(run: memoryview, entry: TensorEntry) -> NDArray[np.generic]:

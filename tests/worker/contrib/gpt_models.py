@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from elastic.domain.types import Accumulate
 from elastic.worker.contrib.gpt import GPTConfig
-from elastic.worker.contrib.megatron import GPTStack
+from elastic.worker.contrib.megatron import GPTStack, MegatronStack
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec, adamw
@@ -49,20 +50,29 @@ def build(
     *,
     empty: bool = False,
 ) -> list[LayerReplica]:
-    stack = GPTStack(gpt)
+    return build_stack(GPTStack(gpt), tp, optimizer, empty=empty)
+
+
+def build_stack(
+    stack: MegatronStack,
+    tp: TensorParallel,
+    optimizer: OptimizerSpec | None = None,
+    *,
+    empty: bool = False,
+) -> list[LayerReplica]:
     return [
         build_replica(
-            stack, i, tp, optimizer or adamw(0.01), Accumulate.EXACT, gpt.seed, CPU, empty=empty
+            stack, i, tp, optimizer or adamw(0.01), Accumulate.EXACT, stack.seed, CPU, empty=empty
         )
         for i in range(stack.n_layers)
     ]
 
 
 def run(layers: Sequence[LayerReplica], step: int, index: int) -> float:
-    hidden: Tensor | None = None
+    hidden: Any = None
     for replica in layers:
-        hidden = forward(replica, hidden, microbatch(step, index))
-    assert hidden is not None
+        hidden = replica.forward(hidden, microbatch(step, index))
+    assert isinstance(hidden, Tensor)
     torch.autograd.backward(hidden / MICROBATCHES)
     for replica in layers:
         replica.collect(index, skip=False)

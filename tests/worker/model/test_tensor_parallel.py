@@ -13,7 +13,8 @@ import torch
 from elastic.worker.contrib.megatron import GPTStack
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.state_codec import read_state, reshard
-from tests.worker.contrib.gpt_models import build, config, run, state_of, train
+from tests.worker.contrib.gpt_models import build, build_stack, config, run, state_of, train
+from tests.worker.model.tp_worker import current
 
 SIZE = 2
 ROOT = Path(__file__).parents[3]
@@ -113,3 +114,23 @@ def test_a_backward_pass_in_two_parts_gives_the_same_bits(ranks: list[dict[str, 
     for rank in ranks:
         assert len(rank["whole"]) == len(rank["parts"]) > 12
         assert all(torch.equal(a, b) for a, b in zip(rank["whole"], rank["parts"], strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_current_architectures_learn_as_on_one_rank(
+    ranks: list[dict[str, Any]], name: str, alone: TensorParallel
+) -> None:
+    layers = build_stack(current(1)[name], alone)
+    for index, replica in enumerate(layers):
+        parts = [rank[f"{name} initial"][index] for rank in ranks]
+        merged = read_state(reshard(parts, 0, 1))[1]
+        for theirs, ours in zip(merged, read_state(state_of(replica))[1], strict=True):
+            assert theirs.name == ours.name and torch.equal(theirs.tensor, ours.tensor)
+    losses = train(layers, 2)
+    assert ranks[0][f"{name} losses"] == ranks[1][f"{name} losses"]
+    assert ranks[0][f"{name} losses"] == pytest.approx(losses, abs=1e-4)
+    for index, replica in enumerate(layers):
+        one, other = (rank[f"{name} states"][index] for rank in ranks)
+        for a, b in zip(read_state(one)[1], read_state(other)[1], strict=True):
+            assert a.shard_dim >= 0 or torch.equal(a.tensor, b.tensor), a.name
+        close(reshard([one, other], 0, 1), state_of(replica))

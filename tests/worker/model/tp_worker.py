@@ -10,8 +10,28 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-from elastic.worker.contrib.megatron import GPTStack, init_tensor_parallel
-from tests.worker.contrib.gpt_models import build, config, parts_and_whole, run, state_of, train
+from elastic.worker.contrib.megatron import GPTStack, MegatronStack, init_tensor_parallel
+from tests.worker.contrib import llama_models
+from tests.worker.contrib.gpt_models import (
+    build,
+    build_stack,
+    config,
+    parts_and_whole,
+    run,
+    state_of,
+    train,
+)
+
+
+def current(size: int) -> dict[str, MegatronStack]:
+    """Models of current architectures for `size` ranks."""
+    sizes = {"tensor_model_parallel_size": size}
+    return {
+        "llama": llama_models.stack(llama_models.config(**sizes)),
+        "experts": llama_models.stack(
+            llama_models.experts(**sizes, expert_model_parallel_size=size)
+        ),
+    }
 
 
 def main(rank: int, size: int, folder: Path) -> None:
@@ -33,6 +53,11 @@ def main(rank: int, size: int, folder: Path) -> None:
     tied = config(tp=size, tie_embeddings=True)
     tied_layers = build(tied, tp)
     results["tied losses"] = train(tied_layers, 2, GPTStack(tied).tied)
+    for name, stack in current(size).items():
+        layers = build_stack(stack, tp)
+        results[f"{name} initial"] = [state_of(replica) for replica in layers]
+        results[f"{name} losses"] = train(layers, 2)
+        results[f"{name} states"] = [state_of(replica) for replica in layers]
     torch.save(results, folder / f"rank{rank}.pt")
 
 

@@ -1,0 +1,142 @@
+"""Writes a checkpoint's parameters as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from elastic.domain.errors import FieldError
+from elastic.store import checkpoint_directory, safetensors_stream
+from elastic.store.safetensors_stream import RawTensor
+from elastic.worker.contrib.huggingface import HuggingFaceStack, config_in, from_huggingface
+from elastic.worker.contrib.safetensors_folder import INDEX, SINGLE
+from elastic.worker.replica.export import checkpoint_path, checkpoint_runs, parameters
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
+"""Ends of the names of files with weights, which are not copied."""
+MODEL = "the folder with the config.json of the model that was trained is needed"
+
+
+def to_huggingface(
+    checkpoint: str | Path, model: str | Path, out: str | Path, *, shard_bytes: int = 5 << 30
+) -> dict[str, int | str]:
+    """Write the parameters of a checkpoint to the new folder `out`, and return what it holds.
+
+    The folder has the safetensors files with their index, the config.json, and the other files of
+    `model`, as those of its tokeniser. It appears whole or not at all. A parameter that is tied to
+    another one is left out, as transformers does. At most one file is in memory.
+
+    Args:
+        checkpoint: the directory of one step, or of all steps; then the newest is taken.
+        model: folder with the config.json of the model, as `from_huggingface` takes it.
+        shard_bytes: size from which a file is ended.
+
+    Raises FieldError if `out` exists or cannot be written, or for a checkpoint of another model.
+    """
+    path, source, target = checkpoint_path(checkpoint), Path(model), Path(out)
+    if target.exists():
+        raise FieldError("OUT", str(target), "it exists; give another")
+    if not (source / "config.json").is_file():
+        raise FieldError("--model", str(source), MODEL)
+    stack = from_huggingface(config_in(source))
+    fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        fresh.mkdir(parents=True)
+        found = _write(stack, path, fresh, shard_bytes)
+        _copy_others(source, fresh)
+        fresh.rename(target)
+    except OSError as error:
+        raise FieldError("OUT", str(target), f"it cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return found
+
+
+def _write(
+    stack: HuggingFaceStack, path: Path, folder: Path, shard_bytes: int
+) -> dict[str, int | str]:
+    """Write config and weights to `folder`; return step, number of tensors, bytes and hash."""
+    digest, files, places, total = hashlib.sha256(), 0, {}, 0
+    step, dtypes = checkpoint_directory.read_manifest(path).step, set()
+    for shard in _shards(_tensors(stack, path, digest), shard_bytes):
+        files += 1
+        safetensors_stream.write(folder / f"part-{files}", shard, {"format": "pt"})
+        for tensor in shard:
+            places[tensor.name] = files
+            total += tensor.data.nbytes
+            dtypes.add(tensor.dtype)
+    for number in range(1, files + 1):
+        (folder / f"part-{number}").rename(folder / _file(number, files))
+    if files > 1:
+        weight_map = {name: _file(number, files) for name, number in sorted(places.items())}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    config = stack.config
+    config.architectures = [stack.model_name]
+    if len(dtypes) == 1:
+        config.dtype = getattr(torch, dtypes.pop())
+    config.save_pretrained(folder)
+    sha = digest.hexdigest()
+    return {"step": step, "tensors": len(places), "bytes": total, "params_sha256": sha}
+
+
+def _tensors(stack: HuggingFaceStack, path: Path, digest: hashlib._Hash) -> Iterator[RawTensor]:
+    """Yield the parameters under the model's names; add all of them to `digest`."""
+    again = {owner for group in stack.tied for owner in group[1:]}
+    layers = checkpoint_directory.read_manifest(path).n_layers
+    if layers != stack.n_layers:
+        what = f"it is cut into {stack.n_layers} layers, and the checkpoint has {layers}"
+        raise FieldError("--model", stack.model_name, f"{what}: {MODEL}")
+    for layer, runs in enumerate(checkpoint_runs(path)):
+        wanted = {name: tuple(p.shape) for name, p in stack.empty_layer(layer).named_parameters()}
+        held = list(parameters(runs))
+        _check(stack, layer, wanted, {name: values.shape for name, _, values in held})
+        for name, dtype, values in held:
+            data = memoryview(values.reshape(-1).view(np.uint8).data)
+            digest.update(data)
+            if (layer, name) not in again:
+                yield RawTensor(stack.name_of(layer, name), dtype, values.shape, data)
+
+
+def _check(
+    stack: HuggingFaceStack,
+    layer: int,
+    wanted: dict[str, tuple[int, ...]],
+    held: dict[str, tuple[int, ...]],
+) -> None:
+    """Raise FieldError unless a layer of the checkpoint has the parameters of the model's layer."""
+    for name in sorted(wanted.keys() | held.keys()):
+        if wanted.get(name) != held.get(name):
+            full, absent = stack.name_of(layer, name), "no such parameter"
+            what = f"{full} is {wanted.get(name, absent)}, and {held.get(name, absent)} in the"
+            raise FieldError("--model", stack.model_name, f"{what} checkpoint: {MODEL}")
+
+
+def _shards(tensors: Iterator[RawTensor], shard_bytes: int) -> Iterator[Sequence[RawTensor]]:
+    shard: list[RawTensor] = []
+    for tensor in tensors:
+        if shard and sum(t.data.nbytes for t in shard) + tensor.data.nbytes > shard_bytes:
+            yield shard
+            shard = []
+        shard.append(tensor)
+    if shard:
+        yield shard
+
+
+def _file(number: int, files: int) -> str:
+    return SINGLE if files == 1 else f"model-{number:05}-of-{files:05}.safetensors"
+
+
+def _copy_others(source: Path, folder: Path) -> None:
+    """Copy the files of a model's folder that hold no weights and are not there yet."""
+    for path in sorted(source.iterdir()):
+        weights = path.suffix in WEIGHTS or path.name.endswith(".index.json")
+        if path.is_file() and not weights and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)

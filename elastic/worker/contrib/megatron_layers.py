@@ -1,0 +1,375 @@
+"""Layers of a language model, made of megatron-core's modules.
+
+The embedding, each transformer layer, and the head (final norm, output matrix, cross entropy) are
+one layer each. Hidden states are [sequence, batch, hidden], megatron's order. With a mixture of
+experts, the values between layers also carry the sum of the routers' losses, which the head adds to
+its loss. Parameters have arbitrary values until `elastic.worker.contrib.megatron` sets them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from elastic.domain.errors import needs_extra
+from elastic.worker.contrib.linear import linear
+from elastic.worker.model import rng as randomness
+from elastic.worker.model.microbatch import Microbatch
+from elastic.worker.model.values import Value
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Disable `torch.compile` inside the block, if there is no GPU.
+
+    megatron-core compiles fused helpers while it is imported, which loads the whole compiler. That
+    takes 1.7 s of CPU time per worker start, and only a GPU gains from these helpers.
+    """
+
+    def identity(function: Any = None, **options: Any) -> Any:
+        return function if function is not None else identity
+
+    compiler = torch.compile
+    if not torch.cuda.is_available():
+        torch.compile = identity  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+
+
+with (
+    needs_extra("megatron", "A model of megatron-core layers"),
+    uncompiled(),
+    warnings.catch_warnings(),
+):
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state as parallel_state
+    from megatron.core.extensions.transformer_engine import TEFusedMLP  # noqa: F401 - imported by layers
+    from megatron.core.models.common.embeddings.language_model_embedding import (
+        LanguageModelEmbedding,
+    )
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection as ProcessGroupCollection
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        vocab_parallel_cross_entropy,
+    )
+    from megatron.core.tensor_parallel.layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        set_tensor_model_parallel_attributes,
+    )
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: F401 - imported by layers
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
+
+    from elastic.worker.contrib.megatron_experts import Experts
+
+LEARNED, ROPE, NO_POSITIONS = "learned_absolute", "rope", "none"
+POSITIONS = (LEARNED, ROPE, NO_POSITIONS)
+"""Kinds of position embeddings, in megatron-core's words."""
+F32 = torch.float32
+HIDDEN, ROUTER_LOSS = "hidden", "router_loss"
+"""Parts of the values between layers of a mixture of experts."""
+SHARD_DIMS = {
+    ColumnParallelLinear: {"weight": 0, "bias": 0},
+    RowParallelLinear: {"weight": 1},
+    VocabParallelEmbedding: {"weight": 0},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModel:
+    """What megatron's `GPTModel` takes besides its TransformerConfig."""
+
+    vocab_size: int
+    max_sequence_length: int
+    position_embedding_type: str = ROPE
+    rotary_percent: float = 1.0
+    rotary_base: float = 10_000.0
+    rope_scaling_factor: float | None = None
+    """Factor of the scaling of Llama 3.1; None: no scaling."""
+    attention_mask: bool = False
+    """Whether micro-batches have the field `attention_mask`."""
+
+
+class SDPAttention(nn.Module):
+    """Causal core attention for megatron on `scaled_dot_product_attention`, CPU or GPU."""
+
+    def __init__(self, config: TransformerConfig, **others: Any) -> None:
+        super().__init__()
+        self.dropout = float(config.attention_dropout)
+        self.rank: int = others["pg_collection"].tp.rank()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """[s, b, heads, d], and [s, b, groups, d] twice -> [s, b, heads * d].
+
+        Args:
+            attention_mask: bool, broadcast to [b, heads, s, s]: where a token may look. None: at
+                itself and all before.
+        """
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        if k.shape[1] != q.shape[1]:  # query groups: several heads have the same key and value
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        dropout = self.dropout if self.training else 0.0
+        with randomness.rank_stream(self.rank, query.device) if dropout else nullcontext():
+            out = nn.functional.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=attention_mask,
+                dropout_p=dropout,
+                is_causal=attention_mask is None,
+            )
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+
+class HeadNorm(nn.Module):
+    """Norm of queries or keys. The heads of all tensor-parallel ranks share its parameters, so
+    their gradients are summed over the ranks."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, group: Any, **others: Any
+    ) -> None:
+        super().__init__()
+        self.norm = WrappedTorchNorm(config=config, hidden_size=hidden_size, eps=eps)
+        self._group = group
+
+    def forward(self, heads: Tensor) -> Tensor:
+        if self._group.size() == 1:
+            return cast(Tensor, self.norm(heads))
+        shared = {
+            name: copy_to_tensor_model_parallel_region(parameter, self._group)
+            for name, parameter in self.norm.named_parameters()
+        }
+        return cast(Tensor, torch.func.functional_call(self.norm, shared, (heads,)))
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), as SwiGLU.
+
+    megatron's MLP has gate and up in one matrix, of which a tensor-parallel rank holds two pieces.
+    Two matrices are split like all others, so that checkpoints fit any tensor-parallel size.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
+        super().__init__()
+        inner, self.activation = config.ffn_hidden_size, config.activation_func
+        gate_and_up: dict[str, Any] = {
+            "config": config,
+            "init_method": config.init_method,
+            "gather_output": False,
+            "bias": config.add_bias_linear,
+            "tp_group": tp_group,
+        }
+        self.gate = ColumnParallelLinear(config.hidden_size, inner, **gate_and_up)
+        self.up = ColumnParallelLinear(config.hidden_size, inner, **gate_and_up)
+        self.down = RowParallelLinear(
+            inner,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=tp_group,
+        )
+
+    def forward(self, hidden: Tensor, **others: Any) -> tuple[Tensor, Tensor | None]:
+        """[s, b, hidden] -> the same shape, and the bias that is still to be added."""
+        gate, up = self.gate(hidden)[0], self.up(hidden)[0]
+        return cast("tuple[Tensor, Tensor | None]", self.down(self.activation(gate) * up))
+
+
+class EmbeddingLayer(nn.Module):
+    """Embeds tokens, and positions if they are learned, as hidden states."""
+
+    def __init__(self, model: LanguageModel, config: TransformerConfig, groups: Any) -> None:
+        super().__init__()
+        kind = model.position_embedding_type
+        sizes = model.vocab_size, model.max_sequence_length
+        self.embedding = LanguageModelEmbedding(
+            config, *sizes, position_embedding_type=kind, tp_group=groups.tp
+        )
+        self._routed = config.num_moe_experts is not None
+
+    def forward(self, hidden: Value | None, microbatch: Microbatch) -> Value:
+        device = self.embedding.word_embeddings.weight.device
+        tokens = microbatch.fields["tokens"].to(device, non_blocking=True)
+        if "position_ids" in microbatch.fields:
+            positions = microbatch.fields["position_ids"].to(device, non_blocking=True)
+        else:
+            positions = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
+        out: Tensor = self.embedding(tokens, positions)
+        return {HIDDEN: out, ROUTER_LOSS: out.new_zeros((), dtype=F32)} if self._routed else out
+
+
+class BlockLayer(nn.Module):
+    """One transformer layer."""
+
+    def __init__(
+        self, index: int, model: LanguageModel, config: TransformerConfig, groups: Any
+    ) -> None:
+        super().__init__()
+        self.masked = model.attention_mask
+        self.rotary = _rotary(model, config, groups)
+        spec = layer_spec(config, groups)
+        self.layer = build_module(spec, config=config, layer_number=index, pg_collection=groups)
+        if is_routed(config, index):
+            self.layer.mlp = Experts(config, groups.tp)
+        elif config.gated_linear_unit:
+            self.layer.mlp = GatedMLP(config, groups.tp)
+
+    def forward(self, value: Value, microbatch: Microbatch) -> Value:
+        if not isinstance(value, dict):
+            return self._transformed(cast(Tensor, value), microbatch)
+        out, loss = self._transformed(value[HIDDEN], microbatch), value[ROUTER_LOSS]
+        if isinstance(self.layer.mlp, Experts):
+            loss = loss + self.layer.mlp.router_loss().to(loss.device, F32)
+        return {HIDDEN: out, ROUTER_LOSS: loss}
+
+    def _transformed(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        mask = angles = None
+        if self.rotary is not None:
+            length, rotary = hidden.shape[0], self.rotary
+            angles = microbatch.once(
+                ("angles", length), lambda: angles_of(rotary, length).to(hidden.device)
+            )
+        if self.masked:
+            mask = microbatch.once(
+                "attention_mask",
+                lambda: may_look(microbatch.fields["attention_mask"], hidden.device),
+            )
+        out: Tensor = self.layer(hidden, attention_mask=mask, rotary_pos_emb=angles)[0]
+        return out
+
+
+class HeadLayer(nn.Module):
+    """Final norm, output matrix and mean cross entropy, weighted by the field `loss_mask` if the
+    micro-batch has one."""
+
+    def __init__(self, model: LanguageModel, config: TransformerConfig, groups: Any) -> None:
+        super().__init__()
+        self.norm = WrappedTorchNorm(
+            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
+        self.output = ColumnParallelLinear(
+            config.hidden_size,
+            model.vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            tp_group=groups.tp,
+        )
+
+    def forward(self, value: Value, microbatch: Microbatch) -> Tensor:
+        if not isinstance(value, dict):
+            return self._loss(cast(Tensor, value), microbatch)
+        return self._loss(value[HIDDEN], microbatch) + value[ROUTER_LOSS]
+
+    def _loss(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        logits, _ = self.output(self.norm(hidden))
+
+        def field(name: str) -> Tensor:
+            found = microbatch.fields[name].to(hidden.device, non_blocking=True)
+            return found.transpose(0, 1).contiguous()
+
+        losses: Tensor = vocab_parallel_cross_entropy(logits.float(), field("labels"))
+        if "loss_mask" not in microbatch.fields:
+            return losses.mean()
+        weights = field("loss_mask").float()
+        return (losses * weights).sum() / weights.sum().clamp(min=1.0)
+
+
+def may_look(attention_mask: Tensor, device: torch.device) -> Tensor:
+    """Return where tokens may look, bool [b, 1, s, s], from megatron's mask of the places where
+    they may not: [b, s, s] or [b, 1, s, s]. Nobody looks ahead."""
+    if attention_mask.dim() == 3:
+        attention_mask = attention_mask.unsqueeze(1)
+    allowed = ~attention_mask.to(device, torch.bool, non_blocking=True)
+    length = allowed.shape[-1]
+    return allowed & torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+
+def angles_of(rotary: RotaryEmbedding, length: int) -> Tensor:
+    """Return the angles of rotary embeddings, [length, 1, 1, dim], float32 on the CPU. (The
+    module's own forward computes them on a GPU.)"""
+    angles: Tensor = rotary.get_freqs_non_repeated(length)
+    if rotary.rotary_interleaved:
+        return angles.repeat_interleave(2, dim=-1)[:, None, None, :]
+    return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+def layer_spec(config: TransformerConfig, groups: Any) -> Any:
+    """Return megatron's layer specification, with parts that run on CPU and GPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    attention.core_attention = SDPAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = WrappedTorchNorm
+    if config.qk_layernorm:
+        norm = ModuleSpec(module=HeadNorm, params={"group": groups.tp})
+        attention.q_layernorm = attention.k_layernorm = norm
+    if config.gated_linear_unit or config.num_moe_experts is not None:
+        layer.mlp = IdentityOp  # BlockLayer makes its own
+    return spec
+
+
+def is_routed(config: TransformerConfig, index: int) -> bool:
+    """Return whether layer `index` (from 1) is a mixture of experts."""
+    if config.num_moe_experts is None:
+        return False
+    every = config.moe_layer_freq
+    if isinstance(every, int):
+        return (index - 1) % every == 0
+    return bool(every[index - 1])
+
+
+def mark_split(module: nn.Module) -> None:
+    """Mark the parameters that tensor-parallel ranks split, and use our linear function.
+
+    Parameters are marked also with one rank, so that their checkpoints can be split later.
+    """
+    for part in module.modules():
+        for name, dim in SHARD_DIMS.get(type(part), {}).items():
+            parameter = getattr(part, name)
+            if parameter is not None and getattr(parameter, "partition_dim", -1) < 0:
+                set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+        if isinstance(part, ColumnParallelLinear | RowParallelLinear):
+            part._forward_impl = linear
+
+
+def _rotary(model: LanguageModel, config: TransformerConfig, groups: Any) -> Any:
+    if model.position_embedding_type != ROPE:
+        return None
+    return RotaryEmbedding(
+        config.kv_channels,
+        model.rotary_percent,
+        rotary_interleaved=config.rotary_interleaved,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.rope_scaling_factor is not None,
+        rope_scaling_factor=model.rope_scaling_factor or 1.0,
+        use_cpu_initialization=True,
+        cp_group=groups.cp,
+    )

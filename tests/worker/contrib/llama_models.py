@@ -1,0 +1,51 @@
+"""Small models with rotary positions, query groups, RMSNorm, SwiGLU and norms of queries."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import silu
+
+from elastic.worker.contrib.megatron import MegatronStack, from_megatron
+
+VOCABULARY, LENGTH = 64, 16
+
+
+def config(**changes: Any) -> TransformerConfig:
+    modern: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 48,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+        "gated_linear_unit": True,
+        "activation_func": silu,
+        "add_bias_linear": False,
+        "qk_layernorm": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": torch.float32,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig(**{**modern, **changes})
+
+
+def experts(**changes: Any) -> TransformerConfig:
+    """Four experts, of which each token chooses two."""
+    mixture = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.1}
+    return config(**{**mixture, **changes})
+
+
+def stack(given: TransformerConfig | None = None, **changes: Any) -> MegatronStack:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": LENGTH,
+        "seed": 7,
+    }
+    return from_megatron(config() if given is None else given, **{**sizes, **changes})

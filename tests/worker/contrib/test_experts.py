@@ -1,0 +1,151 @@
+"""A mixture of experts computes what Mixtral computes, and its routers' losses are in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastic.domain.types import Accumulate
+from elastic.worker.contrib.megatron_experts import Experts
+from elastic.worker.model.layers import TensorParallel
+from elastic.worker.model.optimizer import adamw
+from elastic.worker.replica.build import build_replica
+from elastic.worker.replica.replica import LayerReplica
+from tests.worker.contrib.cut_models import run
+from tests.worker.contrib.gpt_models import build_stack
+from tests.worker.contrib.llama_models import VOCABULARY, experts, stack
+from tests.worker.contrib.test_from_megatron import by_group, compare, microbatch
+from tests.worker.model.toy_model import CPU
+
+transformers = pytest.importorskip("transformers")
+
+
+def mixtral() -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.MixtralConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=32,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+                num_local_experts=4,
+                rms_norm_eps=1e-6,
+                tie_word_embeddings=False,
+                attn_implementation="eager",
+            )
+        )
+
+
+def of_mixtral(values: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    layers = [{"embedding.word_embeddings.weight": values["model.embed_tokens.weight"]}]
+    for index in range(2):
+        block = f"model.layers.{index}"
+        attention, mlp = f"{block}.self_attn", f"{block}.mlp"
+        gate, up = values[f"{mlp}.experts.gate_up_proj"].chunk(2, dim=1)
+        qkv = [values[f"{attention}.{part}_proj.weight"] for part in "qkv"]
+        layers.append(
+            {
+                "layer.input_layernorm.weight": values[f"{block}.input_layernorm.weight"],
+                "layer.pre_mlp_layernorm.weight": values[
+                    f"{block}.post_attention_layernorm.weight"
+                ],
+                "layer.self_attention.linear_qkv.weight": by_group(*qkv),
+                "layer.self_attention.linear_proj.weight": values[f"{attention}.o_proj.weight"],
+                "layer.mlp.router.weight": values[f"{mlp}.gate.weight"],
+                "layer.mlp.gate": gate,
+                "layer.mlp.up": up,
+                "layer.mlp.down": values[f"{mlp}.experts.down_proj"],
+            }
+        )
+    last = {"norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+    return [*layers, {ours: values[theirs] for ours, theirs in last.items()}]
+
+
+def test_losses_and_gradients_are_those_of_mixtral(alone: TensorParallel) -> None:
+    given = experts(qk_layernorm=False, moe_aux_loss_coeff=0.0)
+    layers = build_stack(stack(given, rotary_base=1e6), alone)  # the default of Mixtral
+    compare(layers, mixtral(), of_mixtral)
+
+
+def balance(logits: Tensor, topk: int) -> float:
+    """The loss of the Switch transformer (arXiv 2101.03961, equation 4), for top-k: experts times
+    the sum over experts of their share of the tokens and their mean probability."""
+    probabilities = logits.flatten(0, -2).float().softmax(-1)
+    chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(topk).indices, 1.0)
+    share, mean = chosen.mean(0) / topk, probabilities.mean(0)
+    return float(probabilities.shape[1] * (share * mean).sum().detach())
+
+
+def watch(layer: LayerReplica, logits: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the logits of each routing of `layer` to `logits`."""
+    router = mlp_of(layer).router
+    gating = router.gating
+
+    def watched(hidden: Tensor) -> Tensor:
+        logits.append(gating(hidden))
+        return logits[-1]
+
+    monkeypatch.setattr(router, "gating", watched)
+
+
+def mlp_of(layer: LayerReplica) -> Experts:
+    mlp = layer.module.get_submodule("layer.mlp")
+    assert isinstance(mlp, Experts)
+    return mlp
+
+
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3]])
+def test_the_routers_losses_are_added_once(
+    cuts: list[int], alone: TensorParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = build_stack(stack(experts(moe_aux_loss_coeff=0.0)), alone)
+    balanced = build_stack(stack(experts(moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.25)), alone)
+    logits: list[Tensor] = []
+    for layer in balanced[1:3]:
+        watch(layer, logits, monkeypatch)
+    difference = run(balanced, cuts, microbatch(1)) - run(plain, cuts, microbatch(1))
+    assert len(logits) == 2
+    wanted = sum(
+        0.5 * balance(one, 2) + 0.25 * one.flatten(0, 1).logsumexp(-1).square().mean().item()
+        for one in logits
+    )
+    assert difference == pytest.approx(wanted, abs=1e-5) and wanted > 0.5
+    router = "layer.mlp.router.weight"
+    one, other = (
+        layers[1].gradient[layers[1].gradient_slice(router)] for layers in (plain, balanced)
+    )
+    assert not torch.equal(one, other)
+
+
+def test_an_expert_that_nobody_chooses_has_zero_gradients(
+    alone: TensorParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = build_stack(stack(experts(moe_aux_loss_coeff=0.0)), alone)
+    logits = torch.tensor([0.0, 2.0, -9.0, 1.0])
+    router = mlp_of(layers[1]).router
+    monkeypatch.setattr(router, "gating", lambda x: logits.expand(*x.shape[:2], 4))
+    run(layers, [2], microbatch(2))
+    found = layers[1].gradient[layers[1].gradient_slice("layer.mlp.down")].view(4, -1)
+    assert [bool(one.any()) for one in found] == [False, True, False, True]
+
+
+def test_dense_layers_between(alone: TensorParallel) -> None:
+    model = stack(experts(moe_layer_freq=[0, 1]))
+    kinds = [
+        isinstance(model.build(i, CPU, alone).get_submodule("layer.mlp"), Experts) for i in (1, 2)
+    ]
+    assert kinds == [False, True]
+    described = model.specs(Accumulate.EXACT, adamw(0.01))
+    assert len(described) == 4 and described[1].param_bytes < described[2].param_bytes
+    for index, told in enumerate(described):
+        replica = build_replica(model, index, alone, adamw(0.01), Accumulate.EXACT, 7, CPU)
+        assert told.param_bytes == sum(p.nbytes for p in replica.module.parameters())
+    assert len(set(model.contents())) == 4

@@ -1,0 +1,283 @@
+"""Current architectures of megatron-core's layers compute what transformers computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from elastic.domain.errors import FieldError
+from elastic.domain.types import Accumulate
+from elastic.worker.contrib.megatron import from_megatron
+from elastic.worker.contrib.megatron_layers import may_look
+from elastic.worker.engine.stage import LocalStage
+from elastic.worker.model.gradients import SCALE
+from elastic.worker.model.layers import TensorParallel
+from elastic.worker.model.microbatch import Microbatch
+from elastic.worker.model.optimizer import adamw
+from elastic.worker.replica.build import build_replica
+from elastic.worker.replica.replica import LayerReplica
+from tests.worker.contrib.cut_models import run
+from tests.worker.contrib.gpt_models import build_stack
+from tests.worker.contrib.llama_models import LENGTH, VOCABULARY, config, experts, stack
+from tests.worker.model.toy_model import CPU
+
+transformers = pytest.importorskip("transformers")
+FAMILIES = {"llama": {}, "qwen3": {"qk_layernorm": True}, "qwen2": {"add_qkv_bias": True}}
+
+
+def microbatch(index: int, **others: Tensor) -> Microbatch:
+    generator = torch.Generator().manual_seed(index)
+    rows = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
+    fields = {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+    return Microbatch(0, index, {**fields, **others})
+
+
+def transformers_model(family: str) -> Any:
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attn_implementation": "eager",
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(family, **sizes)
+        )
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                torch.nn.init.normal_(parameter, 1.0, 0.2)
+    return model
+
+
+def by_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rows of queries, keys and values, as megatron orders them: group after group."""
+    parts = zip(q.chunk(2), k.chunk(2), v.chunk(2), strict=True)
+    return torch.cat([torch.cat(part) for part in parts])
+
+
+def of_transformers(values: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Values by the names of a transformers model, as values of our layers."""
+    layers = [{"embedding.word_embeddings.weight": values["model.embed_tokens.weight"]}]
+    for index in range(2):
+        block = f"model.layers.{index}"
+        attention, mlp = f"{block}.self_attn", f"{block}.mlp"
+        found = {
+            "layer.input_layernorm.weight": values[f"{block}.input_layernorm.weight"],
+            "layer.pre_mlp_layernorm.weight": values[f"{block}.post_attention_layernorm.weight"],
+            "layer.self_attention.linear_proj.weight": values[f"{attention}.o_proj.weight"],
+            "layer.mlp.gate.weight": values[f"{mlp}.gate_proj.weight"],
+            "layer.mlp.up.weight": values[f"{mlp}.up_proj.weight"],
+            "layer.mlp.down.weight": values[f"{mlp}.down_proj.weight"],
+        }
+        for kind in ("weight", "bias"):
+            if f"{attention}.q_proj.{kind}" in values:
+                found[f"layer.self_attention.linear_qkv.{kind}"] = by_group(
+                    *(values[f"{attention}.{part}_proj.{kind}"] for part in "qkv")
+                )
+        for part in "qk":
+            if f"{attention}.{part}_norm.weight" in values:
+                name = f"layer.self_attention.{part}_layernorm.norm.weight"
+                found[name] = values[f"{attention}.{part}_norm.weight"]
+        layers.append(found)
+    last = {"norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+    return [*layers, {ours: values[theirs] for ours, theirs in last.items()}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_gradients_are_those_of_transformers(family: str, alone: TensorParallel) -> None:
+    given = config(**{"qk_layernorm": False, **FAMILIES[family]})
+    layers = build_stack(stack(given), alone)
+    compare(layers, transformers_model(family), of_transformers)
+
+
+def compare(
+    layers: Sequence[LayerReplica],
+    model: Any,
+    ours: Callable[[Mapping[str, Tensor]], list[dict[str, Tensor]]],
+) -> None:
+    """Give `layers` the values of a transformers model; compare loss and gradients with it.
+
+    Args:
+        ours: converts the model's values by name to values of the layers.
+    """
+    for layer, values in zip(layers, ours(dict(model.named_parameters())), strict=True):
+        parameters = dict(layer.module.named_parameters())
+        assert parameters.keys() == values.keys()
+        with torch.no_grad():
+            for name, value in values.items():
+                parameters[name].copy_(value)
+    fields = microbatch(0).fields
+    logits = model(input_ids=fields["tokens"]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), fields["labels"].flatten())
+    assert run(list(layers), [1, 3], microbatch(0)) == pytest.approx(loss.item(), abs=1e-5)
+    torch.autograd.backward(loss)
+    wanted = ours({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for layer, gradients in zip(layers, wanted, strict=True):
+        found = layer.accumulator.layout.views(layer.gradient)
+        names = [name for name, _ in layer.module.named_parameters()]
+        for name, gradient in zip(names, found, strict=True):
+            value = gradient.double() / SCALE
+            torch.testing.assert_close(
+                value, gradients[name].double(), rtol=1e-3, atol=1e-5, msg=name
+            )
+
+
+@pytest.mark.parametrize("cuts", [[1], [2], [1, 2, 3]])
+def test_cuts_change_no_bit(cuts: list[int], alone: TensorParallel) -> None:
+    whole, cut = build_stack(stack(), alone), build_stack(stack(), alone)
+    assert run(whole, [], microbatch(1)) == run(cut, cuts, microbatch(1))
+    for one, other in zip(whole, cut, strict=True):
+        assert torch.equal(one.gradient, other.gradient)
+
+
+@pytest.mark.parametrize("given", [config(), experts()], ids=["llama", "experts"])
+def test_a_backward_pass_in_two_parts_changes_no_bit(
+    given: TransformerConfig, alone: TensorParallel
+) -> None:
+    found = []
+    for split in (False, True):
+        layers = build_stack(stack(given), alone)
+        first, last = LocalStage(layers[:1], following=1), LocalStage(layers[3:], previous=1)
+        middle = LocalStage(layers[1:3], previous=0, following=2)
+        hidden = first.forward(microbatch(5), None)
+        last.forward(microbatch(5), middle.forward(microbatch(5), hidden))
+        gradient = last.backward(5, 1.0)
+        assert gradient is not None
+        if split:
+            back = middle.backward_input(5, gradient)
+            middle.backward_weight(5)
+        else:
+            back = middle.backward(5, gradient)
+        middle.collect(5, {})
+        assert back is not None
+        found.append([back.tensor, *(layer.gradient for layer in layers[1:3])])
+    assert all(map(torch.equal, *found))
+
+
+def test_first_loss_is_random_guessing_and_layers_differ(alone: TensorParallel) -> None:
+    layers = build_stack(stack(), alone)
+    guessing = torch.tensor(float(VOCABULARY)).log().item()
+    assert run(layers, [], microbatch(2)) == pytest.approx(guessing, abs=0.1)
+    one, two = (dict(layers[i].module.named_parameters()) for i in (1, 2))
+    for name, parameter in one.items():
+        wanted = 0.01 if name.endswith(("linear_proj.weight", "down.weight")) else 0.02
+        if parameter.dim() == 2:
+            assert parameter.std().item() == pytest.approx(wanted, rel=0.15)
+            assert not torch.equal(parameter, two[name])
+        else:
+            assert parameter.eq(1).all()
+
+
+def test_initial_values_follow_the_config(alone: TensorParallel) -> None:
+    given = config(init_method=torch.nn.init.ones_, embedding_init_method_std=3.0)
+    layers = build_stack(stack(given, position_embedding_type="learned_absolute"), alone)
+    for name, parameter in layers[0].module.named_parameters():
+        assert parameter.std().item() == pytest.approx(3.0, rel=0.1), name
+    assert layers[3].module.get_parameter("output.weight").eq(1).all()
+
+
+def packed(lengths: tuple[int, ...]) -> Tensor:
+    """megatron's mask of documents of these lengths, [1, 1, s, s]."""
+    document = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    same = document[:, None] == document[None, :]
+    return ~(same & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())[None, None]
+
+
+def test_a_packed_document_sees_no_other(alone: TensorParallel) -> None:
+    """A change in the first document changes no loss of the second one, and does without mask."""
+    mask = packed((6, 10)).expand(2, 1, LENGTH, LENGTH)
+    only_second = torch.zeros(2, LENGTH)
+    only_second[:, 6:] = 1.0
+    first, labels = microbatch(3).fields["tokens"], microbatch(3).fields["labels"]
+    changed = first.clone()
+    changed[:, :6] = (changed[:, :6] + 1) % VOCABULARY
+    shared = {"attention_mask": mask, "loss_mask": only_second, "labels": labels}
+    seen = {}
+    for masked in (True, False):
+        layers = build_stack(stack(attention_mask=masked), alone)
+        seen[masked] = [
+            run(layers, [2], microbatch(index, tokens=tokens, **shared))
+            for index, tokens in enumerate((first, changed))
+        ]
+    assert seen[True][0] == seen[True][1]
+    assert seen[False][0] != seen[False][1]
+
+
+def test_no_mask_lets_a_token_look_ahead() -> None:
+    nothing_hidden = torch.zeros(2, LENGTH, LENGTH, dtype=torch.bool)
+    found = may_look(nothing_hidden, CPU)
+    assert found.shape == (2, 1, LENGTH, LENGTH)
+    assert torch.equal(found[0, 0], torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+
+
+def test_specs_have_the_real_sizes(alone: TensorParallel) -> None:
+    model = stack(config(params_dtype=torch.bfloat16, bf16=True, add_qkv_bias=True))
+    spec = adamw(0.01, master_weights=True)
+    described = model.specs(Accumulate.EXACT, spec)
+    assert len(described) == model.n_layers == 4 == len(model.contents())
+    for index, told in enumerate(described):
+        replica = build_replica(model, index, alone, spec, Accumulate.EXACT, 7, CPU)
+        assert told.param_bytes == sum(p.nbytes for p in replica.module.parameters())
+        assert told.gradient_bytes == replica.gradient_nbytes
+    assert model.contents()[1] == model.contents()[2] != model.contents()[0]
+
+
+def test_rotary_options_change_the_result(alone: TensorParallel) -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"position_embedding_type": "none"},
+        {"rotary_base": 500.0},
+        {"rotary_percent": 0.5},
+        {"given": config(rotary_interleaved=True)},
+        {"given": config(no_rope_freq=[0, 1])},
+    ]
+    losses = [run(build_stack(stack(**option), alone), [], microbatch(4)) for option in options]
+    assert len(set(losses)) == len(losses)
+
+
+CAPACITY, EXPERTS = "config.moe_expert_capacity_factor", "config.expert_model_parallel_size"
+KIND = "config.moe_router_load_balancing_type"
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0}, {}, CAPACITY, "leave it at None"),
+    ({"num_moe_experts": 4, "add_bias_linear": True}, {}, "config.add_bias_linear", "no biases"),
+    ({"num_moe_experts": 4, "tensor_model_parallel_size": 2}, {}, EXPERTS, "share both"),
+    ({"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}, {}, KIND, "aux_loss"),
+    ({"window_size": (4, 0)}, {}, "config.window_size", "leave it at None"),
+    ({"fp16": True}, {}, "config.fp16", "bf16=True"),
+    ({"params_dtype": torch.float16}, {}, "config.params_dtype", "bfloat16"),
+    ({"recompute_granularity": "selective"}, {}, "config.recompute_granularity", "runtime plans"),
+    ({"tensor_model_parallel_size": 4}, {}, "config.num_query_groups", "multiple"),
+    ({"tensor_model_parallel_size": 2}, {"vocab_size": 63}, "vocab_size", "multiple"),
+    ({}, {"vocab_size": 0}, "vocab_size", "1"),
+    ({}, {"max_sequence_length": 1.5}, "max_sequence_length", "whole number"),
+    ({}, {"position_embedding_type": "yarn"}, "position_embedding_type", "rope"),
+    ({}, {"rotary_percent": 0.0}, "rotary_percent", "above 0"),
+    ({}, {"rotary_base": float("nan")}, "rotary_base", "above 0"),
+    ({}, {"micro_batch_size": 0}, "micro_batch_size", "1"),
+]
+
+
+@pytest.mark.parametrize(("fields", "arguments", "field", "remedy"), WRONG)
+def test_what_the_layers_do_not_follow_is_refused(
+    fields: dict[str, Any], arguments: dict[str, Any], field: str, remedy: str
+) -> None:
+    with pytest.raises(FieldError, match=remedy) as caught:
+        stack(config(**fields), **arguments)
+    assert caught.value.field == field
+
+
+def test_another_object_is_no_config() -> None:
+    with pytest.raises(FieldError, match="TransformerConfig"):
+        from_megatron({"num_layers": 2}, vocab_size=8, max_sequence_length=8)

@@ -1,0 +1,110 @@
+"""A checkpoint becomes a folder that transformers loads with the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.domain.errors import FieldError
+from elastic.launcher.cli import main
+from elastic.store import checkpoint_directory
+from elastic.worker.contrib.huggingface import from_huggingface
+from elastic.worker.contrib.huggingface_export import to_huggingface
+from elastic.worker.contrib.safetensors_folder import INDEX
+from elastic.worker.replica.export import params_sha256
+from elastic.worker.replica.replica import LayerReplica
+from tests.worker.contrib.cut_models import replicas, run
+from tests.worker.contrib.test_huggingface import config, masked
+
+transformers = pytest.importorskip("transformers")
+
+
+def trained(given: Any) -> list[LayerReplica]:
+    """Layers of a model after one step. (Gradients of tied parameters are not summed here.)"""
+    stack = from_huggingface(given, seed=3)
+    layers = replicas(stack)
+    run(layers, [1, 3], masked(0))
+    for layer in layers:
+        layer.update(layer.gradient, 1.0, 0.1)
+    for (first, name), *others in stack.tied:
+        for other, again in others:
+            with torch.no_grad():
+                value = layers[first].module.get_parameter(name)
+                layers[other].module.get_parameter(again).copy_(value)
+    return layers
+
+
+def save(layers: list[LayerReplica], folder: Path) -> Path:
+    """Write the layers as a checkpoint."""
+    for layer in layers:
+        view = memoryview(layer.state_run().numpy().data)
+        checkpoint_directory.write_part(folder, 1, layer.index, 0, len(layers), 1, view)
+    return checkpoint_directory.commit(folder, 1)
+
+
+def folder_of(given: Any, path: Path) -> Path:
+    """A folder with the config and the files of a tokeniser."""
+    given.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    (path / "model.safetensors").write_text("old weights")
+    return path
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 20_000])
+def test_transformers_loads_the_same_bits(family: str, shard_bytes: int, tmp_path: Path) -> None:
+    given = config(family)
+    layers = trained(given)
+    out = tmp_path / "out"
+    source = folder_of(given, tmp_path / "model")
+    found = to_huggingface(save(layers, tmp_path / "c"), source, out, shard_bytes=shard_bytes)
+    runs = [[memoryview(layer.state_run().numpy().data)] for layer in layers]
+    assert found["params_sha256"] == params_sha256(runs)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    stack = from_huggingface(given)
+    values = dict(model.named_parameters(remove_duplicate=False))
+    for layer in layers:
+        for name, parameter in layer.module.named_parameters():
+            assert torch.equal(values[stack.name_of(layer.index, name)], parameter), name
+    assert (out / INDEX).exists() == (shard_bytes < 1 << 30)
+    assert (out / "tokenizer.json").read_text() == "{}" and found["step"] == 1
+    again = replicas(from_huggingface(out))
+    assert run(again, [2], masked(1)) == run(trained(given), [], masked(1))
+    with torch.no_grad():
+        loss = model.train()(**masked(2).fields).loss.item()
+    assert run(again, [1], masked(2)) == pytest.approx(loss, abs=1e-5)
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    given = config("llama")
+    checkpoint = save(trained(given), tmp_path / "c")
+    source, out = folder_of(given, tmp_path / "model"), tmp_path / "new" / "out"
+    words = ["convert", str(checkpoint.parent), str(out), "--model", str(source), "--json"]
+    assert main(words) == 0
+    printed = json.loads(capfd.readouterr().out)
+    assert printed["step"] == 1 and printed["tensors"] == len(list(json_names(out)))
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
+    assert main(words) == 2
+    assert "OUT" in capfd.readouterr().err
+
+
+def json_names(folder: Path) -> list[str]:
+    """The names of the tensors in a folder with one file."""
+    data = (folder / "model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return [name for name in header if name != "__metadata__"]
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    checkpoint, out = save(trained(config("llama")), tmp_path / "c"), tmp_path / "out"
+    wider = folder_of(config("llama", intermediate_size=64), tmp_path / "wider")
+    deeper = folder_of(config("llama", num_hidden_layers=4), tmp_path / "deeper")
+    for source, text in ((wider, "down_proj"), (deeper, "6 layers"), (tmp_path, "config.json")):
+        with pytest.raises(FieldError, match=text) as caught:
+            to_huggingface(checkpoint, source, out)
+        assert caught.value.field == "--model"
+    assert not out.exists() and not list(tmp_path.glob(".*"))
