@@ -4,6 +4,9 @@
     elastic run --standalone --nnodes 2 --nproc-per-node 2 -m examples.train_megatron \\
         --model experts --tp 2 --steps 20
 
+    elastic run --standalone --nnodes 2 --nproc-per-node 2 -m examples.train_megatron \\
+        --model llama --cp 2 --steps 20
+
 `llama` has rotary positions, query groups, RMSNorm, SwiGLU and norms of queries and keys; `experts`
 also has a mixture of experts, which the workers of a node share.
 """
@@ -36,7 +39,11 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--seq-len", type=int, default=64, help="bytes per sequence")
     out.add_argument("--micro-batch-size", type=int, default=2, help="sequences per micro-batch")
     out.add_argument("--num-microbatches", type=int, default=6, help="micro-batches per step")
-    out.add_argument("--tp", type=int, default=1, help="workers of a node that share each layer")
+    shared = out.add_mutually_exclusive_group()
+    shared.add_argument("--tp", type=int, default=1, help="workers of a node that share each layer")
+    shared.add_argument(
+        "--cp", type=int, default=1, help="workers of a node that split each sequence"
+    )
     out.add_argument("--steps", type=int, default=20, help="optimizer updates")
     out.add_argument("--data", default=None, help="file or folder of text")
     out.add_argument("--seed", type=int, default=0, help="seed of initial values and samples")
@@ -72,6 +79,7 @@ def train(flags: argparse.Namespace) -> None:
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=flags.tp,
+            context_parallel_size=flags.cp,
             expert_model_parallel_size=flags.tp if "num_moe_experts" in options else 1,
             **options,
         )
@@ -90,7 +98,7 @@ def train(flags: argparse.Namespace) -> None:
         steps=flags.steps,
         microbatches=flags.num_microbatches,
         seed=flags.seed,
-        tp=flags.tp,
+        tp=flags.tp * flags.cp,
         tokens_per_microbatch=flags.micro_batch_size * flags.seq_len,
     ).run()
 

@@ -79,6 +79,7 @@ HONOURED = frozenset(
         "params_dtype",
         "bf16",
         "tensor_model_parallel_size",
+        "context_parallel_size",
         "expert_model_parallel_size",
         "num_moe_experts",
         "moe_ffn_hidden_size",
@@ -137,9 +138,16 @@ REMEDIES = {
 
 
 def init_tensor_parallel(
-    rank: int, size: int, store_path: str, device: torch.device | None = None
+    rank: int,
+    size: int,
+    store_path: str,
+    device: torch.device | None = None,
+    *,
+    split_sequences: bool = False,
 ) -> TensorParallel:
     """Form this worker's tensor-parallel group, which is torch.distributed's WORLD.
+
+    With `split_sequences` it is megatron's context-parallel group instead.
 
     `store_path` is a file that only the ranks of this group use; size 1 needs it too. A process
     has one group: a second call with the same rank and size returns it. NCCL needs a GPU for each
@@ -151,7 +159,8 @@ def init_tensor_parallel(
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    kind = "context_parallel_size" if split_sequences else "tensor_model_parallel_size"
+    parallel_state.initialize_model_parallel(**{kind: size})
     return TensorParallel(rank, size, dist.group.WORLD)
 
 
@@ -248,7 +257,8 @@ class MegatronStack(LayerStack):
     def tensor_parallel(
         self, rank: int, size: int, store_path: str, device: torch.device
     ) -> TensorParallel:
-        return init_tensor_parallel(rank, size, store_path, device)
+        split = self.config.context_parallel_size > 1
+        return init_tensor_parallel(rank, size, store_path, device, split_sequences=split)
 
     def release(self) -> None:
         parallel_state.destroy_model_parallel()
@@ -263,7 +273,7 @@ class MegatronStack(LayerStack):
         return module
 
     def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
-        configured = self.config.tensor_model_parallel_size
+        configured = self.config.tensor_model_parallel_size * self.config.context_parallel_size
         if tp.size != configured:
             raise FieldError("tp", tp.size, f"this model was configured for {configured}")
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
@@ -333,7 +343,7 @@ class MegatronStack(LayerStack):
                 case _:
                     made = BlockLayer(index, self.model, config, groups)
         made = made.to(config.params_dtype)
-        mark_split(made)
+        mark_split(made, split=config.context_parallel_size == 1)
         return made
 
     def _config_on(self, device: torch.device) -> TransformerConfig:
@@ -436,6 +446,8 @@ def _check_config(config: TransformerConfig, model: LanguageModel) -> None:
             remedy = REMEDIES.get(name, remedy)
             raise FieldError(f"config.{name}", Described(repr(value)), remedy)
     tp = config.tensor_model_parallel_size
+    if config.context_parallel_size > 1:
+        _check_context(config, model)
     if config.num_moe_experts is not None:
         _check_experts(config)
     split = {
@@ -469,3 +481,21 @@ def _check_experts(config: TransformerConfig) -> None:
     if kind not in BALANCING:
         remedy = f"one of {', '.join(BALANCING)}"
         raise FieldError("config.moe_router_load_balancing_type", kind, remedy)
+
+
+def _check_context(config: TransformerConfig, model: LanguageModel) -> None:
+    """Raise FieldError for what ranks that split sequences cannot compute."""
+    size = config.context_parallel_size
+    if config.tensor_model_parallel_size > 1:
+        remedy = "the ranks of a node split layers or sequences: one of the two must be 1"
+        raise FieldError("config.context_parallel_size", size, remedy)
+    if config.num_moe_experts is not None:
+        remedy = "use tensor and expert parallelism for a mixture of experts"
+        raise FieldError("config.context_parallel_size", size, remedy)
+    if config.hidden_dropout or config.attention_dropout:
+        dropout = max(config.hidden_dropout, config.attention_dropout)
+        remedy = "set both dropouts to 0.0 with context parallelism"
+        raise FieldError("config.hidden_dropout, config.attention_dropout", dropout, remedy)
+    if model.max_sequence_length % (2 * size):
+        remedy = f"it must be a multiple of 2 x context_parallel_size ({2 * size})"
+        raise FieldError("max_sequence_length", model.max_sequence_length, remedy)

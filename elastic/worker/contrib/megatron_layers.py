@@ -16,9 +16,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from elastic.domain.errors import needs_extra
 from elastic.worker.contrib.linear import linear
+from elastic.worker.contrib.megatron_context import ContextParallel
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.values import Value
@@ -110,7 +112,9 @@ class SDPAttention(nn.Module):
     def __init__(self, config: TransformerConfig, **others: Any) -> None:
         super().__init__()
         self.dropout = float(config.attention_dropout)
-        self.rank: int = others["pg_collection"].tp.rank()
+        groups = others["pg_collection"]
+        self.rank: int = groups.tp.rank()
+        self._context = context_of(groups)
 
     def forward(
         self,
@@ -123,23 +127,40 @@ class SDPAttention(nn.Module):
         """[s, b, heads, d], and [s, b, groups, d] twice -> [s, b, heads * d].
 
         Args:
-            attention_mask: bool, broadcast to [b, heads, s, s]: where a token may look. None: at
-                itself and all before.
+            attention_mask: bool, broadcast to [b, heads, s, all tokens]: where a token may look.
+                None: at itself and all before.
         """
+        context = self._context
+        if context is not None:
+            key, value = context.gather(key), context.gather(value)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if k.shape[1] != q.shape[1]:  # query groups: several heads have the same key and value
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        dropout = self.dropout if self.training else 0.0
-        with randomness.rank_stream(self.rank, query.device) if dropout else nullcontext():
-            out = nn.functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=attention_mask,
-                dropout_p=dropout,
-                is_causal=attention_mask is None,
+        if context is not None and attention_mask is None:
+            out = torch.cat(
+                [self._piece(q[:, :, mine], k, v, end) for mine, end in context.pieces(k.shape[2])],
+                dim=2,
             )
+        else:
+            dropout = self.dropout if self.training else 0.0
+            with randomness.rank_stream(self.rank, query.device) if dropout else nullcontext():
+                out = nn.functional.scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    attn_mask=attention_mask,
+                    dropout_p=dropout,
+                    is_causal=attention_mask is None,
+                )
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    @staticmethod
+    def _piece(q: Tensor, k: Tensor, v: Tensor, end: int) -> Tensor:
+        """Return the attention of the tokens before position `end`, of which `q` has the last."""
+        bias: Any = causal_lower_right(q.shape[2], end)
+        return nn.functional.scaled_dot_product_attention(
+            q, k[:, :, :end], v[:, :, :end], attn_mask=bias
+        )
 
 
 class HeadNorm(nn.Module):
@@ -199,11 +220,36 @@ class GatedMLP(nn.Module):
         return cast("tuple[Tensor, Tensor | None]", self.down(self.activation(gate) * up))
 
 
-class EmbeddingLayer(nn.Module):
+def context_of(groups: Any) -> ContextParallel | None:
+    """Return the ranks that split sequences; None if no others do."""
+    return ContextParallel(groups.cp) if groups.cp.size() > 1 else None
+
+
+class MegatronLayer(nn.Module):
+    """A layer of the model. With context parallelism it computes a part of the sequences."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__()
+        self.context = context_of(groups)
+
+    def forward(self, value: Value | None, microbatch: Microbatch) -> Value:
+        if self.context is None:
+            return self.compute(value, microbatch)
+        return cast(Value, self.context.call(self, value, microbatch))
+
+    def compute(self, value: Value | None, microbatch: Microbatch) -> Value:
+        raise NotImplementedError
+
+    def part(self, field: Tensor) -> Tensor:
+        """Return this rank's columns of a field [rows, length]."""
+        return field if self.context is None else self.context.part(field)
+
+
+class EmbeddingLayer(MegatronLayer):
     """Embeds tokens, and positions if they are learned, as hidden states."""
 
     def __init__(self, model: LanguageModel, config: TransformerConfig, groups: Any) -> None:
-        super().__init__()
+        super().__init__(groups)
         kind = model.position_embedding_type
         sizes = model.vocab_size, model.max_sequence_length
         self.embedding = LanguageModelEmbedding(
@@ -211,24 +257,24 @@ class EmbeddingLayer(nn.Module):
         )
         self._routed = config.num_moe_experts is not None
 
-    def forward(self, hidden: Value | None, microbatch: Microbatch) -> Value:
+    def compute(self, value: Value | None, microbatch: Microbatch) -> Value:
         device = self.embedding.word_embeddings.weight.device
         tokens = microbatch.fields["tokens"].to(device, non_blocking=True)
         if "position_ids" in microbatch.fields:
             positions = microbatch.fields["position_ids"].to(device, non_blocking=True)
         else:
             positions = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
-        out: Tensor = self.embedding(tokens, positions)
+        out: Tensor = self.embedding(self.part(tokens), self.part(positions))
         return {HIDDEN: out, ROUTER_LOSS: out.new_zeros((), dtype=F32)} if self._routed else out
 
 
-class BlockLayer(nn.Module):
+class BlockLayer(MegatronLayer):
     """One transformer layer."""
 
     def __init__(
         self, index: int, model: LanguageModel, config: TransformerConfig, groups: Any
     ) -> None:
-        super().__init__()
+        super().__init__(groups)
         self.masked = model.attention_mask
         self.rotary = _rotary(model, config, groups)
         spec = layer_spec(config, groups)
@@ -238,7 +284,7 @@ class BlockLayer(nn.Module):
         elif config.gated_linear_unit:
             self.layer.mlp = GatedMLP(config, groups.tp)
 
-    def forward(self, value: Value, microbatch: Microbatch) -> Value:
+    def compute(self, value: Value | None, microbatch: Microbatch) -> Value:
         if not isinstance(value, dict):
             return self._transformed(cast(Tensor, value), microbatch)
         out, loss = self._transformed(value[HIDDEN], microbatch), value[ROUTER_LOSS]
@@ -247,27 +293,37 @@ class BlockLayer(nn.Module):
         return {HIDDEN: out, ROUTER_LOSS: loss}
 
     def _transformed(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+        length, device = hidden.shape[0], hidden.device
+        if self.context is not None:
+            length *= self.context.size
         mask = angles = None
         if self.rotary is not None:
-            length, rotary = hidden.shape[0], self.rotary
-            angles = microbatch.once(
-                ("angles", length), lambda: angles_of(rotary, length).to(hidden.device)
-            )
+            angles = microbatch.once(("angles", length), lambda: self._angles(length).to(device))
         if self.masked:
             mask = microbatch.once(
-                "attention_mask",
-                lambda: may_look(microbatch.fields["attention_mask"], hidden.device),
+                ("attention_mask", length), lambda: self._may_look(length, device, microbatch)
             )
         out: Tensor = self.layer(hidden, attention_mask=mask, rotary_pos_emb=angles)[0]
         return out
 
+    def _angles(self, length: int) -> Tensor:
+        angles = angles_of(self.rotary, length)
+        return angles if self.context is None else angles[self.context.positions(length)]
 
-class HeadLayer(nn.Module):
+    def _may_look(self, length: int, device: torch.device, microbatch: Microbatch) -> Tensor:
+        """Return where this rank's tokens may look, bool [b, 1, its tokens, all tokens]."""
+        allowed = may_look(microbatch.fields["attention_mask"], device)
+        if self.context is None:
+            return allowed
+        return allowed[:, :, self.context.positions(length).to(device)]
+
+
+class HeadLayer(MegatronLayer):
     """Final norm, output matrix and mean cross entropy, weighted by the field `loss_mask` if the
     micro-batch has one."""
 
     def __init__(self, model: LanguageModel, config: TransformerConfig, groups: Any) -> None:
-        super().__init__()
+        super().__init__(groups)
         self.norm = WrappedTorchNorm(
             config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
@@ -280,7 +336,7 @@ class HeadLayer(nn.Module):
             tp_group=groups.tp,
         )
 
-    def forward(self, value: Value, microbatch: Microbatch) -> Tensor:
+    def compute(self, value: Value | None, microbatch: Microbatch) -> Value:
         if not isinstance(value, dict):
             return self._loss(cast(Tensor, value), microbatch)
         return self._loss(value[HIDDEN], microbatch) + value[ROUTER_LOSS]
@@ -288,15 +344,21 @@ class HeadLayer(nn.Module):
     def _loss(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         logits, _ = self.output(self.norm(hidden))
 
-        def field(name: str) -> Tensor:
-            found = microbatch.fields[name].to(hidden.device, non_blocking=True)
+        def columns(field: Tensor) -> Tensor:
+            found = self.part(field).to(hidden.device, non_blocking=True)
             return found.transpose(0, 1).contiguous()
 
-        losses: Tensor = vocab_parallel_cross_entropy(logits.float(), field("labels"))
-        if "loss_mask" not in microbatch.fields:
-            return losses.mean()
-        weights = field("loss_mask").float()
-        return (losses * weights).sum() / weights.sum().clamp(min=1.0)
+        losses: Tensor = vocab_parallel_cross_entropy(
+            logits.float(), columns(microbatch.fields["labels"])
+        )
+        if "loss_mask" in microbatch.fields:
+            mask = microbatch.fields["loss_mask"].float()
+            total = (losses * columns(mask)).sum() / mask.sum().clamp(min=1.0).to(hidden.device)
+        elif self.context is None:
+            total = losses.mean()
+        else:
+            total = losses.sum() / (losses.numel() * self.context.size)
+        return total if self.context is None else self.context.total(total)
 
 
 def may_look(attention_mask: Tensor, device: torch.device) -> Tensor:
@@ -346,13 +408,14 @@ def is_routed(config: TransformerConfig, index: int) -> bool:
     return bool(every[index - 1])
 
 
-def mark_split(module: nn.Module) -> None:
+def mark_split(module: nn.Module, *, split: bool) -> None:
     """Mark the parameters that tensor-parallel ranks split, and use our linear function.
 
-    Parameters are marked also with one rank, so that their checkpoints can be split later.
+    Parameters are marked also with one rank, so that their checkpoints can be split later. With
+    `split` unset they are not: all ranks hold them whole.
     """
     for part in module.modules():
-        for name, dim in SHARD_DIMS.get(type(part), {}).items():
+        for name, dim in SHARD_DIMS.get(type(part), {}).items() if split else ():
             parameter = getattr(part, name)
             if parameter is not None and getattr(parameter, "partition_dim", -1) < 0:
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from elastic.domain.types import Accumulate
 from elastic.worker.contrib.gpt import GPTConfig
 from elastic.worker.contrib.megatron import GPTStack, MegatronStack
+from elastic.worker.engine.stage import LocalStage
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec, adamw
@@ -68,10 +69,15 @@ def build_stack(
     ]
 
 
-def run(layers: Sequence[LayerReplica], step: int, index: int) -> float:
+def run(
+    layers: Sequence[LayerReplica],
+    step: int,
+    index: int,
+    data: Callable[[int, int], Microbatch] = microbatch,
+) -> float:
     hidden: Any = None
     for replica in layers:
-        hidden = replica.forward(hidden, microbatch(step, index))
+        hidden = replica.forward(hidden, data(step, index))
     assert isinstance(hidden, Tensor)
     torch.autograd.backward(hidden / MICROBATCHES)
     for replica in layers:
@@ -120,14 +126,43 @@ def tie(layers: Sequence[LayerReplica], group: Sequence[tuple[int, str]]) -> lis
     return reduced
 
 
+def backward_in_two_parts(
+    build_layers: Callable[[], list[LayerReplica]], data: Microbatch
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the blocks and of their input, from a whole backward pass and from two parts.
+    The first and the last layer are stages of their own."""
+    found = []
+    for split in (False, True):
+        layers = build_layers()
+        first, last = LocalStage(layers[:1], following=1), LocalStage(layers[-1:], previous=1)
+        middle = LocalStage(layers[1:-1], previous=0, following=2)
+        hidden = first.forward(data, None)
+        last.forward(data, middle.forward(data, hidden))
+        gradient = last.backward(data.index, 1.0)
+        assert gradient is not None
+        if split:
+            back = middle.backward_input(data.index, gradient)
+            middle.backward_weight(data.index)
+        else:
+            back = middle.backward(data.index, gradient)
+        middle.collect(data.index, {})
+        assert back is not None
+        found.append([back.tensor, *(layer.gradient for layer in layers[1:-1])])
+    return found[0], found[1]
+
+
 def train(
-    layers: Sequence[LayerReplica], steps: int, tied: Sequence[Sequence[tuple[int, str]]] = ()
+    layers: Sequence[LayerReplica],
+    steps: int,
+    tied: Sequence[Sequence[tuple[int, str]]] = (),
+    data: Callable[[int, int], Microbatch] = microbatch,
 ) -> list[float]:
     losses = []
     for step in range(steps):
         for replica in layers:
             replica.clear()
-        losses.append(sum(run(layers, step, index) for index in range(MICROBATCHES)) / MICROBATCHES)
+        total = sum(run(layers, step, index, data) for index in range(MICROBATCHES))
+        losses.append(total / MICROBATCHES)
         reduced = tie(layers, tied[0]) if tied else [replica.gradient for replica in layers]
         for replica, gradient in zip(layers, reduced, strict=True):
             replica.update(gradient, 1.0, 0.01)

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.nn.functional import silu
 
 from elastic.worker.contrib.megatron import MegatronStack, from_megatron
+from elastic.worker.model.microbatch import Microbatch
+from tests.worker.contrib import gpt_models
 
 VOCABULARY, LENGTH = 64, 16
 
@@ -49,3 +52,19 @@ def stack(given: TransformerConfig | None = None, **changes: Any) -> MegatronSta
         "seed": 7,
     }
     return from_megatron(config() if given is None else given, **{**sizes, **changes})
+
+
+def packed(lengths: tuple[int, ...]) -> Tensor:
+    """megatron's mask of documents of these lengths, [1, 1, s, s]."""
+    document = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    same = document[:, None] == document[None, :]
+    return ~(same & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())[None, None]
+
+
+def packed_microbatch(step: int, index: int) -> Microbatch:
+    """Two documents in each row, the first of which counts half."""
+    plain = gpt_models.microbatch(step, index)
+    weights = torch.ones(2, LENGTH)
+    weights[:, :7] = 0.5
+    mask = packed((7, LENGTH - 7)).expand(2, 1, LENGTH, LENGTH)
+    return Microbatch(step, index, {**plain.fields, "attention_mask": mask, "loss_mask": weights})

@@ -14,7 +14,6 @@ from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate
 from elastic.worker.contrib.megatron import from_megatron
 from elastic.worker.contrib.megatron_layers import may_look
-from elastic.worker.engine.stage import LocalStage
 from elastic.worker.model.gradients import SCALE
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.microbatch import Microbatch
@@ -22,8 +21,8 @@ from elastic.worker.model.optimizer import adamw
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.contrib.cut_models import run
-from tests.worker.contrib.gpt_models import build_stack
-from tests.worker.contrib.llama_models import LENGTH, VOCABULARY, config, experts, stack
+from tests.worker.contrib.gpt_models import backward_in_two_parts, build_stack
+from tests.worker.contrib.llama_models import LENGTH, VOCABULARY, config, experts, packed, stack
 from tests.worker.model.toy_model import CPU
 
 transformers = pytest.importorskip("transformers")
@@ -146,24 +145,8 @@ def test_cuts_change_no_bit(cuts: list[int], alone: TensorParallel) -> None:
 def test_a_backward_pass_in_two_parts_changes_no_bit(
     given: TransformerConfig, alone: TensorParallel
 ) -> None:
-    found = []
-    for split in (False, True):
-        layers = build_stack(stack(given), alone)
-        first, last = LocalStage(layers[:1], following=1), LocalStage(layers[3:], previous=1)
-        middle = LocalStage(layers[1:3], previous=0, following=2)
-        hidden = first.forward(microbatch(5), None)
-        last.forward(microbatch(5), middle.forward(microbatch(5), hidden))
-        gradient = last.backward(5, 1.0)
-        assert gradient is not None
-        if split:
-            back = middle.backward_input(5, gradient)
-            middle.backward_weight(5)
-        else:
-            back = middle.backward(5, gradient)
-        middle.collect(5, {})
-        assert back is not None
-        found.append([back.tensor, *(layer.gradient for layer in layers[1:3])])
-    assert all(map(torch.equal, *found))
+    whole, parts = backward_in_two_parts(lambda: build_stack(stack(given), alone), microbatch(5))
+    assert all(map(torch.equal, whole, parts))
 
 
 def test_first_loss_is_random_guessing_and_layers_differ(alone: TensorParallel) -> None:
@@ -186,13 +169,6 @@ def test_initial_values_follow_the_config(alone: TensorParallel) -> None:
     for name, parameter in layers[0].module.named_parameters():
         assert parameter.std().item() == pytest.approx(3.0, rel=0.1), name
     assert layers[3].module.get_parameter("output.weight").eq(1).all()
-
-
-def packed(lengths: tuple[int, ...]) -> Tensor:
-    """megatron's mask of documents of these lengths, [1, 1, s, s]."""
-    document = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
-    same = document[:, None] == document[None, :]
-    return ~(same & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())[None, None]
 
 
 def test_a_packed_document_sees_no_other(alone: TensorParallel) -> None:
@@ -248,6 +224,8 @@ def test_rotary_options_change_the_result(alone: TensorParallel) -> None:
 
 
 CAPACITY, EXPERTS = "config.moe_expert_capacity_factor", "config.expert_model_parallel_size"
+CONTEXT = "config.context_parallel_size"
+DROPOUTS = "config.hidden_dropout, config.attention_dropout"
 KIND = "config.moe_router_load_balancing_type"
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0}, {}, CAPACITY, "leave it at None"),
@@ -255,6 +233,10 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"num_moe_experts": 4, "tensor_model_parallel_size": 2}, {}, EXPERTS, "share both"),
     ({"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}, {}, KIND, "aux_loss"),
     ({"window_size": (4, 0)}, {}, "config.window_size", "leave it at None"),
+    ({"context_parallel_size": 2, "tensor_model_parallel_size": 2}, {}, CONTEXT, "must be 1"),
+    ({"context_parallel_size": 2, "num_moe_experts": 4}, {}, CONTEXT, "expert parallelism"),
+    ({"context_parallel_size": 2}, {"max_sequence_length": 6}, "max_sequence_length", "multiple"),
+    ({"context_parallel_size": 2, "hidden_dropout": 0.1}, {}, DROPOUTS, "0.0"),
     ({"fp16": True}, {}, "config.fp16", "bf16=True"),
     ({"params_dtype": torch.float16}, {}, "config.params_dtype", "bfloat16"),
     ({"recompute_granularity": "selective"}, {}, "config.recompute_granularity", "runtime plans"),

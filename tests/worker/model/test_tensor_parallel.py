@@ -14,7 +14,8 @@ from elastic.worker.contrib.megatron import GPTStack
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.state_codec import read_state, reshard
 from tests.worker.contrib.gpt_models import build, build_stack, config, run, state_of, train
-from tests.worker.model.tp_worker import current
+from tests.worker.contrib.llama_models import packed_microbatch
+from tests.worker.model.tp_worker import current, split_models
 
 SIZE = 2
 ROOT = Path(__file__).parents[3]
@@ -23,10 +24,19 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of both ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
+    return results_of(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def sequence_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of both ranks, which split sequences."""
+    return results_of(tmp_path_factory.mktemp("sequences"), "sequences")
+
+
+def results_of(folder: Path, *words: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "tests.worker.model.tp_worker"]
     workers = [
-        subprocess.Popen([*command, str(rank), str(SIZE), str(folder)], cwd=ROOT)
+        subprocess.Popen([*command, str(rank), str(SIZE), str(folder), *words], cwd=ROOT)
         for rank in range(SIZE)
     ]
     try:
@@ -134,3 +144,24 @@ def test_current_architectures_learn_as_on_one_rank(
         for a, b in zip(read_state(one)[1], read_state(other)[1], strict=True):
             assert a.shard_dim >= 0 or torch.equal(a.tensor, b.tensor), a.name
         close(reshard([one, other], 0, 1), state_of(replica))
+
+
+@pytest.mark.parametrize("name", ["plain", "learned", "masked"])
+def test_ranks_that_split_sequences_learn_as_one(
+    sequence_ranks: list[dict[str, Any]], name: str, alone: TensorParallel
+) -> None:
+    layers = build_stack(split_models(1)[name], alone)
+    losses = train(layers, 2, data=packed_microbatch)
+    one, other = (rank[f"{name} losses"] for rank in sequence_ranks)
+    assert one == other == pytest.approx(losses, abs=1e-5)
+    for index, replica in enumerate(layers):
+        states = [rank[f"{name} states"][index] for rank in sequence_ranks]
+        assert torch.equal(*states), "all ranks have the same gradients"
+        close(reshard(states, 0, 1), state_of(replica))
+
+
+def test_ranks_that_split_sequences_run_backward_passes_in_two_parts(
+    sequence_ranks: list[dict[str, Any]],
+) -> None:
+    for rank in sequence_ranks:
+        assert all(map(torch.equal, rank["whole"], rank["parts"]))

@@ -13,6 +13,7 @@ import torch
 from elastic.worker.contrib.megatron import GPTStack, MegatronStack, init_tensor_parallel
 from tests.worker.contrib import llama_models
 from tests.worker.contrib.gpt_models import (
+    backward_in_two_parts,
     build,
     build_stack,
     config,
@@ -31,6 +32,32 @@ def current(size: int) -> dict[str, MegatronStack]:
         "experts": llama_models.stack(
             llama_models.experts(**sizes, expert_model_parallel_size=size)
         ),
+    }
+
+
+def split_sequences(rank: int, size: int, folder: Path) -> None:
+    """Train models whose ranks split sequences."""
+    tp = init_tensor_parallel(rank, size, str(folder / "store"), split_sequences=True)
+    results: dict[str, object] = {}
+    for name, stack in split_models(size).items():
+        layers = build_stack(stack, tp)
+        results[f"{name} losses"] = train(layers, 2, data=llama_models.packed_microbatch)
+        results[f"{name} states"] = [state_of(replica) for replica in layers]
+    data = llama_models.packed_microbatch(0, 1)
+    stack = split_models(size)["masked"]
+    parts = backward_in_two_parts(lambda: build_stack(stack, tp), data)
+    results["whole"], results["parts"] = parts
+    torch.save(results, folder / f"rank{rank}.pt")
+
+
+def split_models(size: int) -> dict[str, MegatronStack]:
+    """Models for `size` ranks that split sequences, or for one."""
+    config = llama_models.config(context_parallel_size=size)
+    learned = llama_models.stack(config, position_embedding_type="learned_absolute")
+    return {
+        "plain": llama_models.stack(config),
+        "learned": learned,
+        "masked": llama_models.stack(config, attention_mask=True),
     }
 
 
@@ -62,4 +89,5 @@ def main(rank: int, size: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    work = split_sequences if sys.argv[4:] == ["sequences"] else main
+    work(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
