@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from elastic.domain.version import VERSION
 
 if TYPE_CHECKING:
-    from elastic.worker.contrib.huggingface import from_huggingface
-    from elastic.worker.contrib.megatron import from_megatron
-    from elastic.worker.contrib.megatron_data import megatron_dataset
+    from elastic.worker.contrib.huggingface.stack import from_huggingface
+    from elastic.worker.contrib.megatron.data import megatron_dataset
+    from elastic.worker.contrib.megatron.stack import from_megatron
     from elastic.worker.contrib.sequential import from_sequential
     from elastic.worker.datasets.dataloader import from_dataloader
     from elastic.worker.datasets.map_style import from_dataset
@@ -58,10 +58,10 @@ _HOMES = {
     "from_dataloader": "elastic.worker.datasets.dataloader",
     "from_dataset": "elastic.worker.datasets.map_style",
     "from_stream": "elastic.worker.datasets.stream",
-    "megatron_dataset": "elastic.worker.contrib.megatron_data",
+    "megatron_dataset": "elastic.worker.contrib.megatron.data",
     "prefetch": "elastic.worker.datasets.prefetch",
-    "from_huggingface": "elastic.worker.contrib.huggingface",
-    "from_megatron": "elastic.worker.contrib.megatron",
+    "from_huggingface": "elastic.worker.contrib.huggingface.stack",
+    "from_megatron": "elastic.worker.contrib.megatron.stack",
     "from_sequential": "elastic.worker.contrib.sequential",
 }
 
@@ -69,4 +69,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    found = getattr(importlib.import_module(_HOMES[name]), name)
+    importlib.import_module("elastic.worker.script_exit").watch_errors()
+    return found

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from elastic.domain.errors import ElasticError, FieldError
 from elastic.worker.contrib.corpus import ByteCorpus
-from elastic.worker.contrib.gpt import DTYPES, GPTConfig
+from elastic.worker.contrib.megatron.gpt import DTYPES, GPTConfig
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,7 +86,7 @@ def check(flags: argparse.Namespace) -> tuple[GPTConfig, ByteCorpus]:
 def train(flags: argparse.Namespace, gpt: GPTConfig, corpus: ByteCorpus) -> None:
     """Import torch and megatron-core, and train."""
     from elastic.worker.contrib.data import ByteDataset
-    from elastic.worker.contrib.megatron import GPTStack
+    from elastic.worker.contrib.megatron.stack import GPTStack
     from elastic.worker.model.optimizer import adamw, cosine
     from elastic.worker.trainer import Trainer
 

@@ -18,9 +18,10 @@ import sys
 import warnings
 from typing import Any
 
-from elastic.domain.errors import ElasticError
+from elastic.domain.errors import ElasticError, FieldError
 from elastic.worker.contrib.corpus import ByteCorpus
 
+HEADS, GROUPS = 4, 2
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "experts": {"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_aux_loss_coeff": 0.01},
@@ -53,13 +54,19 @@ def parser() -> argparse.ArgumentParser:
 
 def train(flags: argparse.Namespace) -> None:
     """Train under `elastic run`. Raises ElasticError for a wrong flag."""
+    for name in ("layers", "seq_len", "micro_batch_size", "num_microbatches", "tp", "cp", "steps"):
+        if getattr(flags, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            raise FieldError(flag, getattr(flags, name), "a whole number of 1 or more is needed")
+    if HEADS % flags.tp or GROUPS % flags.tp:
+        raise FieldError("--tp", flags.tp, f"it must divide the {GROUPS} groups of heads")
     corpus = ByteCorpus(flags.data)
     corpus.need(flags.seq_len + 1)
     import torch
 
     from elastic import Trainer, from_megatron
     from elastic.worker.contrib.data import ByteDataset
-    from elastic.worker.contrib.megatron_layers import TransformerConfig
+    from elastic.worker.contrib.megatron.layers import TransformerConfig
     from elastic.worker.model.optimizer import adamw, cosine
 
     options = MODELS[flags.model]
@@ -68,8 +75,8 @@ def train(flags: argparse.Namespace) -> None:
         config = TransformerConfig(
             num_layers=flags.layers,
             hidden_size=64,
-            num_attention_heads=4,
-            num_query_groups=2,
+            num_attention_heads=HEADS,
+            num_query_groups=GROUPS,
             ffn_hidden_size=128,
             normalization="RMSNorm",
             gated_linear_unit=True,

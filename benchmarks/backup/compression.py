@@ -29,8 +29,8 @@ from elastic.domain.types import Accumulate
 from elastic.rpc.bulk.blocks import BLOCK_BYTES
 from elastic.worker.contrib.corpus import ByteCorpus
 from elastic.worker.contrib.data import ByteDataset
-from elastic.worker.contrib.gpt import GPTConfig
-from elastic.worker.contrib.megatron import GPTStack
+from elastic.worker.contrib.megatron.gpt import GPTConfig
+from elastic.worker.contrib.megatron.stack import GPTStack
 from elastic.worker.model.optimizer import adamw, cosine
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica

@@ -1,7 +1,8 @@
 """The end of a training script: usage errors in one line, and a warning if it never trained.
 
-`watch_script` is called when a script imports `Trainer`. Without it a wrong argument would end in a
-traceback through this package, which does not help the author of the script.
+`watch_errors` is called when a script imports a name of the public interface. Without it a wrong
+argument would end in a traceback through this package, which does not help the script's author.
+`watch_script` is called when it imports `Trainer`.
 """
 
 from __future__ import annotations
@@ -32,14 +33,23 @@ class _Script:
 
     trained = False
     process = 0
-    """Process that imported `Trainer`; 0: none has. A fork of it is not the script."""
+    """Process that imported a public name; 0: none has. A fork of it is not the script."""
+    should_train = False
+    """Whether the script has imported `Trainer`."""
 
 
-def watch_script() -> None:
-    """Install the hooks of this process, once."""
+def watch_errors() -> None:
+    """Install the hook that reports usage errors in one line, once."""
     if not _Script.process:
         _Script.process = os.getpid()
         sys.excepthook = partial(_on_uncaught, sys.excepthook)
+
+
+def watch_script() -> None:
+    """Install all hooks of this process, once."""
+    watch_errors()
+    if not _Script.should_train:
+        _Script.should_train = True
         atexit.register(_warn_if_never_trained)
 
 
@@ -54,8 +64,9 @@ def user_place(trace: TracebackType | None) -> str:
     """Return "FILE:LINE: " of the innermost line of `trace` in the user's own code; "": none."""
     place = ""
     while trace is not None:
-        code = trace.tb_frame.f_code
-        if is_users(code.co_filename):
+        code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__", "")
+        # Methods that dataclasses make have no file, and the name of the class's module.
+        if is_users(code.co_filename) and not module.startswith("elastic."):
             place = f"{_short(code.co_filename)}:{trace.tb_lineno}: "
         trace = trace.tb_next
     return place

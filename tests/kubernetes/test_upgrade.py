@@ -1,8 +1,10 @@
-"""A rolling upgrade of etcd, coordinators and agents to the next version while the job trains."""
+"""A rolling upgrade of etcd, coordinators and agents to the next version while the job trains.
+Pods are replaced as soon as a controller would replace them."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +67,13 @@ def test_a_rolling_upgrade_loses_nothing(tmp_path: Path) -> None:
         assert len(coordinators) == 3
 
         upgrade(cluster, "agent")
-        for pod in cluster.of("agent"):
-            before = len(job.plans())
+        before, pods = len(job.plans()), cluster.of("agent")
+        for pod in pods:
             rolled(cluster, pod)
             job.agents = cluster.of("agent")
-            job.wait_for_everybody(before)
+            # A controller asks for no more than this time before it replaces the next pod.
+            time.sleep(cluster.workload("agent")["spec"]["minReadySeconds"])
+        job.wait_for_everybody(before)
         found = job.recoveries()
         spoken = {pod.name: told(pod) for pod in (*coordinators, *job.agents)}
         job.coordinators = coordinators

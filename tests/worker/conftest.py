@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> TensorParallel:
     """The tensor-parallel group of one rank that megatron-core needs."""
-    from elastic.worker.contrib.megatron import init_tensor_parallel
+    from elastic.worker.contrib.megatron.stack import init_tensor_parallel
 
     store: Path = tmp_path_factory.mktemp("tp") / "store"
     return init_tensor_parallel(0, 1, str(store))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from elastic.command_line import Command, file_errors
+from elastic.command_line import Command
 from elastic.domain.errors import FieldError
 from elastic.launcher.commands.queries import JSON, show
 from elastic.launcher.flags.validators import FOLDER, SIZE
@@ -25,15 +25,14 @@ from elastic.launcher.flags.validators import FOLDER, SIZE
 @click.option("--shard-size", type=SIZE, default="5GiB", help="size of a safetensors file")
 @JSON
 def convert(checkpoint: Path, out: Path, model: Path, shard_size: int, json: bool) -> int:
-    """Write the parameters of CHECKPOINT, a directory step-..., as the Hugging Face model OUT.
+    """Write the parameters of CHECKPOINT as the Hugging Face model OUT.
 
-    OUT is a new folder, which from_pretrained loads, and from_huggingface too.
+    CHECKPOINT is a directory step-..., or one that contains some. OUT is a new folder, which
+    from_pretrained loads, and from_huggingface too.
     """
     if out.exists():
         raise FieldError("OUT", str(out), "it exists; give another")
-    with file_errors("OUT", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    from elastic.worker.contrib.huggingface_export import to_huggingface
+    from elastic.worker.contrib.huggingface.export import to_huggingface
 
     found = to_huggingface(checkpoint, model, out, shard_bytes=shard_size)
     return show({"out": str(out), **found}, json)

@@ -142,8 +142,9 @@ def result_of(run_dir: Path) -> Answer | None:
     if end is None:
         return None
     phase = "finished" if end.get("code") == 0 else "failed"
-    summary, last = read_object(run_dir / "summary.json") or {}, _last_line(run_dir)
-    losses, recoveries = summary.get("loss") or [None], summary.get("recoveries") or []
+    path, last = run_dir / "summary.json", _last_line(run_dir)
+    summary = read_object(path) or {}
+    losses, recoveries = summary.get("loss") or [last.get("loss")], summary.get("recoveries") or []
     result = {
         "phase": phase if job is not None else "interrupted",
         "reason": end.get("reason", ""),
@@ -154,12 +155,12 @@ def result_of(run_dir: Path) -> Answer | None:
         "nodes": [],
         "tokens_per_s": summary.get("tokens_per_s") or None,
         "wall_s": summary.get("wall_s"),
-        "epoch_changes": len(recoveries),
+        "epoch_changes": len(recoveries) if summary else None,
         "params_sha256": summary.get("params_sha256", ""),
         "plan": summary.get("plan", ""),
     }
-    if summary:
-        result["summary"] = str(run_dir / "summary.json")
+    if path.exists():
+        result["summary"] = str(path) if summary else f"{path} is damaged"
     return result
 
 

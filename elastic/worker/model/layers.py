@@ -22,6 +22,11 @@ from elastic.worker.model.gradients import DTYPES, FlatLayout, flat_numel
 from elastic.worker.model.layer_checks import check_module
 from elastic.worker.model.optimizer import OptimizerSpec
 
+# torch finds the functions that make tensors at the first use of a device context. transformers
+# replaces some of them for a while, and those would then be left out.
+with torch.device("meta"):
+    torch.empty(0)
+
 Tied = tuple[tuple[tuple[int, str], ...], ...]
 """Groups of (layer, parameter name) that are one tensor."""
 BUILDER = "each entry must be a function that builds the layer anew, as lambda: Layer(64, 64)"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from elastic.domain.types import Accumulate
-from elastic.worker.contrib.gpt import GPTConfig
-from elastic.worker.contrib.megatron import GPTStack, MegatronStack
+from elastic.worker.contrib.megatron.gpt import GPTConfig
+from elastic.worker.contrib.megatron.stack import GPTStack, MegatronStack
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.microbatch import Microbatch

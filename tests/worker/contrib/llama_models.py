@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import silu
 
-from elastic.worker.contrib.megatron import MegatronStack, from_megatron
+from elastic.worker.contrib.megatron.stack import MegatronStack, from_megatron
 from elastic.worker.model.microbatch import Microbatch
 from tests.worker.contrib import gpt_models
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from elastic.domain.types import Accumulate
-from elastic.worker.contrib.megatron_experts import Experts
+from elastic.worker.contrib.megatron.experts import Experts
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.optimizer import adamw
 from elastic.worker.replica.build import build_replica
@@ -149,3 +149,9 @@ def test_dense_layers_between(alone: TensorParallel) -> None:
         replica = build_replica(model, index, alone, adamw(0.01), Accumulate.EXACT, 7, CPU)
         assert told.param_bytes == sum(p.nbytes for p in replica.module.parameters())
     assert len(set(model.contents())) == 4
+
+
+def test_nothing_of_a_pass_is_kept_in_a_layer(alone: TensorParallel) -> None:
+    layers = build_stack(stack(experts(moe_z_loss_coeff=0.1)), alone)
+    run(layers, [1], microbatch(3))
+    assert all(not mlp_of(layer).router.losses for layer in layers[1:3])

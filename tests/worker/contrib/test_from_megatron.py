@@ -12,8 +12,8 @@ from torch import Tensor
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate
-from elastic.worker.contrib.megatron import from_megatron
-from elastic.worker.contrib.megatron_layers import may_look
+from elastic.worker.contrib.megatron.layers import may_look
+from elastic.worker.contrib.megatron.stack import from_megatron
 from elastic.worker.model.gradients import SCALE
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.microbatch import Microbatch
@@ -223,41 +223,147 @@ def test_rotary_options_change_the_result(alone: TensorParallel) -> None:
     assert len(set(losses)) == len(losses)
 
 
-CAPACITY, EXPERTS = "config.moe_expert_capacity_factor", "config.expert_model_parallel_size"
-CONTEXT = "config.context_parallel_size"
-DROPOUTS = "config.hidden_dropout, config.attention_dropout"
-KIND = "config.moe_router_load_balancing_type"
-WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
-    ({"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0}, {}, CAPACITY, "leave it at None"),
-    ({"num_moe_experts": 4, "add_bias_linear": True}, {}, "config.add_bias_linear", "no biases"),
-    ({"num_moe_experts": 4, "tensor_model_parallel_size": 2}, {}, EXPERTS, "share both"),
-    ({"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}, {}, KIND, "aux_loss"),
-    ({"window_size": (4, 0)}, {}, "config.window_size", "leave it at None"),
-    ({"context_parallel_size": 2, "tensor_model_parallel_size": 2}, {}, CONTEXT, "must be 1"),
-    ({"context_parallel_size": 2, "num_moe_experts": 4}, {}, CONTEXT, "expert parallelism"),
-    ({"context_parallel_size": 2}, {"max_sequence_length": 6}, "max_sequence_length", "multiple"),
-    ({"context_parallel_size": 2, "hidden_dropout": 0.1}, {}, DROPOUTS, "0.0"),
-    ({"fp16": True}, {}, "config.fp16", "bf16=True"),
-    ({"params_dtype": torch.float16}, {}, "config.params_dtype", "bfloat16"),
-    ({"recompute_granularity": "selective"}, {}, "config.recompute_granularity", "runtime plans"),
-    ({"tensor_model_parallel_size": 4}, {}, "config.num_query_groups", "multiple"),
-    ({"tensor_model_parallel_size": 2}, {"vocab_size": 63}, "vocab_size", "multiple"),
-    ({}, {"vocab_size": 0}, "vocab_size", "1"),
-    ({}, {"max_sequence_length": 1.5}, "max_sequence_length", "whole number"),
-    ({}, {"position_embedding_type": "yarn"}, "position_embedding_type", "rope"),
-    ({}, {"rotary_percent": 0.0}, "rotary_percent", "above 0"),
-    ({}, {"rotary_base": float("nan")}, "rotary_base", "above 0"),
-    ({}, {"micro_batch_size": 0}, "micro_batch_size", "1"),
+ROUTED = {"num_moe_experts": 4}
+CONTEXT2, TP2 = {"context_parallel_size": 2}, {"tensor_model_parallel_size": 2}
+DROPOUTS = "hidden_dropout, config.attention_dropout"
+FREQUENCY, TOPK = "moe_layer_freq", "moe_router_topk"
+BALANCING = "moe_router_load_balancing_type"
+SHARED = "share_embeddings_and_output_weights"
+FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({**ROUTED, "moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor", "at None"),
+    ({**ROUTED, "add_bias_linear": True}, "add_bias_linear", "no biases"),
+    ({**ROUTED, **TP2}, "expert_model_parallel_size", "share both"),
+    ({**ROUTED, "moe_router_load_balancing_type": "sinkhorn"}, BALANCING, "aux_loss"),
+    ({**ROUTED, BALANCING: ["aux_loss"], "moe_aux_loss_coeff": [0.1]}, BALANCING, "no list"),
+    ({**ROUTED, "moe_router_score_function": "tanh"}, "moe_router_score_function", "softmax"),
+    ({**ROUTED, "moe_router_dtype": "bf16"}, "moe_router_dtype", "fp32"),
+    ({**ROUTED, TOPK: 5}, TOPK, "1 to 4"),
+    ({**ROUTED, FREQUENCY: [1]}, FREQUENCY, "a list of 2"),
+    ({**ROUTED, FREQUENCY: 0}, FREQUENCY, "whole number"),
+    ({**ROUTED, "moe_aux_loss_coeff": float("nan")}, "moe_aux_loss_coeff", "from 0 up"),
+    ({"window_size": (4, 0)}, "window_size", "leave it at None"),
+    ({**CONTEXT2, **TP2}, "context_parallel_size", "must be 1"),
+    ({**CONTEXT2, **ROUTED}, "context_parallel_size", "expert parallelism"),
+    ({**CONTEXT2, "hidden_dropout": 0.1}, DROPOUTS, "0.0"),
+    ({"fp16": True}, "fp16", "bf16=True"),
+    ({"bf16": True}, "bf16", "params_dtype=torch.bfloat16"),
+    ({"params_dtype": torch.float16}, "params_dtype", "bfloat16"),
+    ({"recompute_granularity": "selective"}, "recompute_granularity", "runtime plans"),
+    ({"tensor_model_parallel_size": 4}, "num_query_groups", "multiple"),
+    ({"num_query_groups": 3}, "num_query_groups", "divide"),
+    ({"normalization": "rmsnorm"}, "normalization", "RMSNorm"),
+    ({"activation_func": torch.nn.SiLU}, "activation_func", "silu"),
+    ({"activation_func": "silu"}, "activation_func", "silu"),
+    ({"init_method": "xavier"}, "init_method", "xavier_uniform_"),
+    ({"init_method": torch.zeros_like}, "init_method", "fills its argument"),
+    ({"kv_channels": 5}, "kv_channels", "even"),
+    ({"ffn_hidden_size": 0}, "ffn_hidden_size", "from 1 up"),
+    ({"hidden_dropout": 1.5}, "hidden_dropout", "at most 1"),
+    ({"layernorm_epsilon": -1.0}, "layernorm_epsilon", "above 0"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "arguments", "field", "remedy"), WRONG)
-def test_what_the_layers_do_not_follow_is_refused(
-    fields: dict[str, Any], arguments: dict[str, Any], field: str, remedy: str
+@pytest.mark.parametrize(("fields", "field", "remedy"), FIELDS)
+def test_fields_that_the_layers_do_not_follow_are_refused(
+    fields: dict[str, Any], field: str, remedy: str
 ) -> None:
     with pytest.raises(FieldError, match=remedy) as caught:
-        stack(config(**fields), **arguments)
+        stack(config(**fields))
+    assert caught.value.field == f"config.{field}"
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"vocab_size": 0}, "vocab_size", "from 1 up"),
+    ({"max_sequence_length": 1.5}, "max_sequence_length", "whole number"),
+    ({"position_embedding_type": "yarn"}, "position_embedding_type", "rope"),
+    ({"rotary_percent": 0.0}, "rotary_percent", "above 0"),
+    ({"rotary_percent": "1"}, "rotary_percent", "a number"),
+    ({"rotary_base": float("nan")}, "rotary_base", "above 0"),
+    ({"rotary_base": None}, "rotary_base", "a number"),
+    ({"rope_scaling_factor": 0}, "rope_scaling_factor", "above 0"),
+    ({"rope_scaling_factor": "8"}, "rope_scaling_factor", "a number"),
+    ({"attention_mask": torch.ones(2)}, "attention_mask", "True or False"),
+    ({"share_embeddings_and_output_weights": "false"}, SHARED, "True or False"),
+    ({"micro_batch_size": 0}, "micro_batch_size", "from 1 up"),
+    ({"rope_scaling_factor": 8, "position_embedding_type": "none"}, "rope_scaling_factor", "rope"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "field", "remedy"), ARGUMENTS)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], field: str, remedy: str) -> None:
+    with pytest.raises(FieldError, match=remedy) as caught:
+        stack(**arguments)
     assert caught.value.field == field
+
+
+def test_sizes_of_arguments_must_split() -> None:
+    with pytest.raises(FieldError, match=r"vocab_size.*multiple"):
+        stack(config(**TP2), vocab_size=63)
+    with pytest.raises(FieldError, match=r"max_sequence_length.*multiple"):
+        stack(config(**CONTEXT2), max_sequence_length=6)
+
+
+def test_a_config_that_was_changed_later_is_refused() -> None:
+    given = config()
+    given.tensor_model_parallel_size = 3
+    with pytest.raises(FieldError, match="changed after it was made"):
+        stack(given)
+
+
+def long(*shape: int, value: int = 1) -> Tensor:
+    return torch.full(shape, value)
+
+
+BATCHES: list[tuple[dict[str, Tensor], str, str]] = [
+    ({"tokens": long(2, LENGTH, value=VOCABULARY)}, "tokens", "0 to 63 of the vocabulary"),
+    ({"tokens": long(LENGTH)}, "tokens", "rows, length"),
+    ({"tokens": torch.ones(2, LENGTH)}, "tokens", "int64"),
+    ({"tokens": long(2, LENGTH + 2)}, "tokens", "at most max_sequence_length"),
+    ({"labels": long(2, LENGTH, value=-1)}, "labels", "-100 for a position"),
+    ({"loss_mask": torch.ones(2, 1)}, "loss_mask", "it needs the shape"),
+    ({"attention_mask": torch.ones(2, LENGTH)}, "attention_mask", "bool"),
+    ({"attention_mask": packed((16,))[:, :, :4, :4]}, "attention_mask", "tokens per row"),
+    ({"attention_mask": ~packed((16,))}, "attention_mask", "invert it"),
+    ({"position_ids": long(2, LENGTH, value=LENGTH)}, "position_ids", "0 to 15 of positions"),
+]
+
+
+@pytest.mark.parametrize(("fields", "field", "remedy"), BATCHES)
+def test_wrong_fields_of_a_microbatch_are_named(
+    fields: dict[str, Tensor], field: str, remedy: str, alone: TensorParallel
+) -> None:
+    kind = "learned_absolute" if field == "position_ids" else "rope"
+    model = stack(attention_mask=field == "attention_mask", position_embedding_type=kind)
+    with pytest.raises(FieldError, match=remedy) as caught:
+        run(build_stack(model, alone), [2], microbatch(0, **fields))
+    assert caught.value.field == f"microbatch.{field}"
+
+
+def test_an_absent_field_is_named(alone: TensorParallel) -> None:
+    fields = {"input_ids": long(2, LENGTH)}
+    with pytest.raises(FieldError, match=r"microbatch.tokens.*it gives input_ids"):
+        run(build_stack(stack(), alone), [2], Microbatch(0, 0, fields))
+
+
+def test_a_label_of_minus_100_does_not_count(alone: TensorParallel) -> None:
+    """It is the same as a weight of 0; the mean is that of the others."""
+    labels = microbatch(6).fields["labels"].clone()
+    mask = torch.ones(2, LENGTH)
+    labels[0, 5:], mask[0, 5:] = -100, 0.0
+    one, other = build_stack(stack(), alone), build_stack(stack(), alone)
+    ignored = run(one, [2], microbatch(6, labels=labels))
+    weighted = run(other, [2], microbatch(6, loss_mask=mask))
+    assert ignored == weighted != run(other, [2], Microbatch(0, 7, microbatch(6).fields))
+    small = run(other, [2], Microbatch(0, 8, {**microbatch(6).fields, "loss_mask": mask * 0.01}))
+    assert small == pytest.approx(weighted, rel=1e-5)
+
+
+def test_rows_of_different_lengths(alone: TensorParallel) -> None:
+    model = stack(config(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall"))
+    assert model.varying and not stack().varying
+    layers = build_stack(model, alone)
+    short = {name: field[:, :10] for name, field in microbatch(0).fields.items()}
+    assert run(layers, [1, 2], microbatch(0)) != run(layers, [2], Microbatch(0, 1, short))
 
 
 def test_another_object_is_no_config() -> None:

@@ -12,9 +12,9 @@ import torch
 from elastic.domain.errors import FieldError
 from elastic.launcher.cli import main
 from elastic.store import checkpoint_directory
-from elastic.worker.contrib.huggingface import from_huggingface
-from elastic.worker.contrib.huggingface_export import to_huggingface
-from elastic.worker.contrib.safetensors_folder import INDEX
+from elastic.worker.contrib.huggingface.export import to_huggingface
+from elastic.worker.contrib.huggingface.stack import from_huggingface
+from elastic.worker.contrib.huggingface.weights import INDEX
 from elastic.worker.replica.export import params_sha256
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.contrib.cut_models import replicas, run
@@ -50,6 +50,7 @@ def folder_of(given: Any, path: Path) -> Path:
     """A folder with the config and the files of a tokeniser."""
     given.save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
+    (path / ".env").write_text("PASSWORD=1")
     (path / "model.safetensors").write_text("old weights")
     return path
 
@@ -72,6 +73,10 @@ def test_transformers_loads_the_same_bits(family: str, shard_bytes: int, tmp_pat
             assert torch.equal(values[stack.name_of(layer.index, name)], parameter), name
     assert (out / INDEX).exists() == (shard_bytes < 1 << 30)
     assert (out / "tokenizer.json").read_text() == "{}" and found["step"] == 1
+    assert not (out / ".env").exists()
+    before, after = (json.loads((f / "config.json").read_text()) for f in (source, out))
+    changed = {name for name in before.keys() | after if before.get(name) != after.get(name)}
+    assert changed <= {"architectures", "dtype"}
     again = replicas(from_huggingface(out))
     assert run(again, [2], masked(1)) == run(trained(given), [], masked(1))
     with torch.no_grad():
@@ -103,8 +108,25 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     checkpoint, out = save(trained(config("llama")), tmp_path / "c"), tmp_path / "out"
     wider = folder_of(config("llama", intermediate_size=64), tmp_path / "wider")
     deeper = folder_of(config("llama", num_hidden_layers=4), tmp_path / "deeper")
-    for source, text in ((wider, "down_proj"), (deeper, "6 layers"), (tmp_path, "config.json")):
+    tied = folder_of(config("llama", tie_word_embeddings=True), tmp_path / "tied")
+    several = folder_of(transformers.T5Config(), tmp_path / "several")
+    damaged = folder_of(config("llama"), tmp_path / "damaged")
+    (damaged / "config.json").write_text('{"model_type": "llama", "hidden_size": "x"}')
+    for source, text in (
+        (wider, "down_proj"),
+        (deeper, "6 layers"),
+        (tmp_path, "config.json"),
+        (tied, "are tied in config.json, and differ"),
+        (several, "its config.json does not fit"),
+        (damaged, "its config.json is not that of a model"),
+    ):
         with pytest.raises(FieldError, match=text) as caught:
             to_huggingface(checkpoint, source, out)
         assert caught.value.field == "--model"
     assert not out.exists() and not list(tmp_path.glob(".*"))
+    inside, unwritable = checkpoint / "out", Path("/proc/x/out")
+    model = folder_of(config("llama"), tmp_path / "model")
+    for target, text in ((inside, "in the checkpoint"), (unwritable, "cannot be written")):
+        with pytest.raises(FieldError, match=text) as caught:
+            to_huggingface(checkpoint, model, target)
+        assert caught.value.field == "OUT"

@@ -11,8 +11,8 @@ import torch
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate
-from elastic.worker.contrib.gpt import GPTConfig
-from elastic.worker.contrib.megatron import (
+from elastic.worker.contrib.megatron.gpt import GPTConfig
+from elastic.worker.contrib.megatron.stack import (
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
     GPTStack,
@@ -258,7 +258,7 @@ def test_vocabulary_must_split(alone: TensorParallel) -> None:
 def test_sizes_are_checked_without_torch() -> None:
     code = (
         "import sys, elastic.worker.contrib.corpus; "
-        "from elastic.worker.contrib.gpt import GPTConfig; "
+        "from elastic.worker.contrib.megatron.gpt import GPTConfig; "
         "GPTConfig(layers=1, hidden=4, heads=1, seq_len=4); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=LONG_S).returncode == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic.worker.contrib.linear import linear
+from elastic.worker.contrib.megatron.linear import linear
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.split_backward import backward_input

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.worker.contrib.megatron import GPTStack
+from elastic.worker.contrib.megatron.stack import GPTStack
 from elastic.worker.model.layers import TensorParallel
 from elastic.worker.model.state_codec import read_state, reshard
 from tests.worker.contrib.gpt_models import build, build_stack, config, run, state_of, train

@@ -10,7 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-from elastic.worker.contrib.megatron import GPTStack, MegatronStack, init_tensor_parallel
+from elastic.worker.contrib.megatron.stack import GPTStack, MegatronStack, init_tensor_parallel
 from tests.worker.contrib import llama_models
 from tests.worker.contrib.gpt_models import (
     backward_in_two_parts,

@@ -3,7 +3,7 @@
 The embedding, each transformer layer, and the head (final norm, output matrix, cross entropy) are
 one layer each. Hidden states are [sequence, batch, hidden], megatron's order. With a mixture of
 experts, the values between layers also carry the sum of the routers' losses, which the head adds to
-its loss. Parameters have arbitrary values until `elastic.worker.contrib.megatron` sets them.
+its loss. Parameters have arbitrary values until `elastic.worker.contrib.megatron.stack` sets them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from elastic.domain.errors import needs_extra
-from elastic.worker.contrib.linear import linear
-from elastic.worker.contrib.megatron_context import ContextParallel
+from elastic.domain.errors import FieldError, needs_extra
+from elastic.worker.contrib.megatron.context import ContextParallel
+from elastic.worker.contrib.megatron.linear import linear
 from elastic.worker.model import rng as randomness
+from elastic.worker.model.checks import Described, description
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.values import Value
 
@@ -76,12 +77,14 @@ with (
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
 
-    from elastic.worker.contrib.megatron_experts import Experts
+    from elastic.worker.contrib.megatron.experts import Experts
 
 LEARNED, ROPE, NO_POSITIONS = "learned_absolute", "rope", "none"
 POSITIONS = (LEARNED, ROPE, NO_POSITIONS)
 """Kinds of position embeddings, in megatron-core's words."""
 F32 = torch.float32
+IGNORED = -100
+"""Label of a position that does not count, as in transformers and in `PackedDocuments`."""
 HIDDEN, ROUTER_LOSS = "hidden", "router_loss"
 """Parts of the values between layers of a mixture of experts."""
 SHARD_DIMS = {
@@ -102,6 +105,7 @@ class LanguageModel:
     rotary_base: float = 10_000.0
     rope_scaling_factor: float | None = None
     """Factor of the scaling of Llama 3.1; None: no scaling."""
+    share_embeddings_and_output_weights: bool = False
     attention_mask: bool = False
     """Whether micro-batches have the field `attention_mask`."""
 
@@ -250,7 +254,7 @@ class EmbeddingLayer(MegatronLayer):
 
     def __init__(self, model: LanguageModel, config: TransformerConfig, groups: Any) -> None:
         super().__init__(groups)
-        kind = model.position_embedding_type
+        self._model, kind = model, model.position_embedding_type
         sizes = model.vocab_size, model.max_sequence_length
         self.embedding = LanguageModelEmbedding(
             config, *sizes, position_embedding_type=kind, tp_group=groups.tp
@@ -259,11 +263,15 @@ class EmbeddingLayer(MegatronLayer):
 
     def compute(self, value: Value | None, microbatch: Microbatch) -> Value:
         device = self.embedding.word_embeddings.weight.device
-        tokens = microbatch.fields["tokens"].to(device, non_blocking=True)
-        if "position_ids" in microbatch.fields:
-            positions = microbatch.fields["position_ids"].to(device, non_blocking=True)
-        else:
-            positions = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
+        model = self._model
+        tokens = token_field(microbatch, "tokens", model)
+        check_range("tokens", tokens, model.vocab_size, "of the vocabulary")
+        length = tokens.shape[1]
+        positions = torch.arange(length).unsqueeze(0)
+        if model.position_embedding_type == LEARNED and "position_ids" in microbatch.fields:
+            positions = token_field(microbatch, "position_ids", model, tokens.shape)
+            check_range("position_ids", positions, model.max_sequence_length, "of positions")
+        tokens, positions = (one.to(device, non_blocking=True) for one in (tokens, positions))
         out: Tensor = self.embedding(self.part(tokens), self.part(positions))
         return {HIDDEN: out, ROUTER_LOSS: out.new_zeros((), dtype=F32)} if self._routed else out
 
@@ -289,7 +297,7 @@ class BlockLayer(MegatronLayer):
             return self._transformed(cast(Tensor, value), microbatch)
         out, loss = self._transformed(value[HIDDEN], microbatch), value[ROUTER_LOSS]
         if isinstance(self.layer.mlp, Experts):
-            loss = loss + self.layer.mlp.router_loss().to(loss.device, F32)
+            loss = loss + self.layer.mlp.take_router_loss().to(loss.device, F32)
         return {HIDDEN: out, ROUTER_LOSS: loss}
 
     def _transformed(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
@@ -312,7 +320,11 @@ class BlockLayer(MegatronLayer):
 
     def _may_look(self, length: int, device: torch.device, microbatch: Microbatch) -> Tensor:
         """Return where this rank's tokens may look, bool [b, 1, its tokens, all tokens]."""
-        allowed = may_look(microbatch.fields["attention_mask"], device)
+        rows = shaped_field(microbatch, "attention_mask", None)
+        if rows.shape[-1] != length:
+            remedy = f"its last dimension must be the tokens per row ({length})"
+            raise FieldError("microbatch.attention_mask", description(rows), remedy)
+        allowed = may_look(rows, device)
         if self.context is None:
             return allowed
         return allowed[:, :, self.context.positions(length).to(device)]
@@ -320,10 +332,11 @@ class BlockLayer(MegatronLayer):
 
 class HeadLayer(MegatronLayer):
     """Final norm, output matrix and mean cross entropy, weighted by the field `loss_mask` if the
-    micro-batch has one."""
+    micro-batch has one. A label of -100 does not count."""
 
     def __init__(self, model: LanguageModel, config: TransformerConfig, groups: Any) -> None:
         super().__init__(groups)
+        self._model = model
         self.norm = WrappedTorchNorm(
             config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
         )
@@ -343,30 +356,91 @@ class HeadLayer(MegatronLayer):
 
     def _loss(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         logits, _ = self.output(self.norm(hidden))
+        labels, weights = self._labels_and_weights(microbatch)
 
         def columns(field: Tensor) -> Tensor:
             found = self.part(field).to(hidden.device, non_blocking=True)
             return found.transpose(0, 1).contiguous()
 
-        losses: Tensor = vocab_parallel_cross_entropy(
-            logits.float(), columns(microbatch.fields["labels"])
-        )
-        if "loss_mask" in microbatch.fields:
-            mask = microbatch.fields["loss_mask"].float()
-            total = (losses * columns(mask)).sum() / mask.sum().clamp(min=1.0).to(hidden.device)
+        losses: Tensor = vocab_parallel_cross_entropy(logits.float(), columns(labels))
+        if weights is not None:
+            whole = weights.sum().to(hidden.device)
+            total = (losses * columns(weights)).sum() / torch.where(whole == 0, 1.0, whole)
         elif self.context is None:
             total = losses.mean()
         else:
             total = losses.sum() / (losses.numel() * self.context.size)
         return total if self.context is None else self.context.total(total)
 
+    def _labels_and_weights(self, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
+        """Return the labels, and the weights of their losses; None: all count equally. A label of
+        -100 has the weight 0."""
+        labels = token_field(microbatch, "labels", self._model)
+        weights: Tensor | None = None
+        if "loss_mask" in microbatch.fields:
+            weights = shaped_field(microbatch, "loss_mask", labels.shape).float()
+        ignored = labels == IGNORED
+        if bool(ignored.any()):
+            weights = torch.ones(labels.shape, device=labels.device) if weights is None else weights
+            weights, labels = weights.masked_fill(ignored, 0.0), labels.masked_fill(ignored, 0)
+        remedy = f"of the vocabulary, or {IGNORED} for a position that does not count"
+        check_range("labels", labels, self._model.vocab_size, remedy)
+        return labels, weights
+
+
+def token_field(
+    microbatch: Microbatch, name: str, model: LanguageModel, shape: torch.Size | None = None
+) -> Tensor:
+    """Return a field of whole numbers, [rows, length]. Raises FieldError for anything else."""
+    found = shaped_field(microbatch, name, shape)
+    if found.is_floating_point() or found.is_complex() or found.dim() != 2:
+        raise FieldError(f"microbatch.{name}", description(found), "int64 [rows, length]")
+    if found.shape[1] > model.max_sequence_length:
+        remedy = f"at most max_sequence_length ({model.max_sequence_length}) tokens per row"
+        raise FieldError(f"microbatch.{name}", description(found), remedy)
+    return found.long()
+
+
+def shaped_field(microbatch: Microbatch, name: str, shape: torch.Size | None) -> Tensor:
+    """Return a field. Raises FieldError if it is absent or has another shape."""
+    if name not in microbatch.fields:
+        known = ", ".join(microbatch.fields)
+        remedy = f"a field that data gives: it gives {known}; labels are the next tokens"
+        raise FieldError(f"microbatch.{name}", Described("no such field"), remedy)
+    found = microbatch.fields[name]
+    if shape is not None and found.shape != shape:
+        remedy = f"it needs the shape {tuple(shape)}"
+        raise FieldError(f"microbatch.{name}", description(found), remedy)
+    return found
+
+
+def check_range(name: str, numbers: Tensor, end: int, remedy: str) -> None:
+    """Raise FieldError unless all numbers are from 0 to end - 1. On a GPU nothing is checked,
+    because the worker would wait for it."""
+    if numbers.is_cuda or not numbers.numel():
+        return
+    least, most = (int(one) for one in numbers.aminmax())
+    if least < 0 or most >= end:
+        wrong = Described(f"the number {least if least < 0 else most}")
+        raise FieldError(f"microbatch.{name}", wrong, f"numbers from 0 to {end - 1} {remedy}")
+
 
 def may_look(attention_mask: Tensor, device: torch.device) -> Tensor:
     """Return where tokens may look, bool [b, 1, s, s], from megatron's mask of the places where
-    they may not: [b, s, s] or [b, 1, s, s]. Nobody looks ahead."""
-    if attention_mask.dim() == 3:
-        attention_mask = attention_mask.unsqueeze(1)
-    allowed = ~attention_mask.to(device, torch.bool, non_blocking=True)
+    they may not: bool [b, s, s] or [b, 1, s, s]. Nobody looks ahead.
+
+    Raises FieldError for another shape or type, and for a mask that hides a token from itself.
+    """
+    field, mask = "microbatch.attention_mask", attention_mask
+    mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
+    square = mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == mask.shape[3]
+    if not square or mask.dtype != torch.bool:
+        remedy = "bool [rows, 1, length, length], true where a token may not look"
+        raise FieldError(field, description(attention_mask), remedy)
+    if not mask.is_cuda and bool(mask.diagonal(dim1=-2, dim2=-1).any()):
+        what = Described("a mask that hides a token from itself")
+        raise FieldError(field, what, "true is where a token may not look: perhaps invert it")
+    allowed = ~mask.to(device, non_blocking=True)
     length = allowed.shape[-1]
     return allowed & torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
@@ -432,7 +506,7 @@ def _rotary(model: LanguageModel, config: TransformerConfig, groups: Any) -> Any
         rotary_interleaved=config.rotary_interleaved,
         rotary_base=model.rotary_base,
         rope_scaling=model.rope_scaling_factor is not None,
-        rope_scaling_factor=model.rope_scaling_factor or 1.0,
+        rope_scaling_factor=1.0 if model.rope_scaling_factor is None else model.rope_scaling_factor,
         use_cpu_initialization=True,
         cp_group=groups.cp,
     )

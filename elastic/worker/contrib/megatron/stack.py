@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable
 from enum import Enum
@@ -20,11 +19,11 @@ from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
-from elastic.worker.contrib.gpt import GPTConfig
-from elastic.worker.contrib.megatron_experts import SelfGroup
-from elastic.worker.contrib.megatron_layers import (
+from elastic.worker.contrib.megatron.checks import NO_INFLUENCE, check_config, check_model
+from elastic.worker.contrib.megatron.experts import SelfGroup
+from elastic.worker.contrib.megatron.gpt import GPTConfig
+from elastic.worker.contrib.megatron.layers import (
     LEARNED,
-    POSITIONS,
     ROPE,
     BlockLayer,
     EmbeddingLayer,
@@ -37,7 +36,7 @@ from elastic.worker.contrib.megatron_layers import (
     parallel_state,
 )
 from elastic.worker.model import rng as randomness
-from elastic.worker.model.checks import Described, description, whole_number
+from elastic.worker.model.checks import whole_number
 from elastic.worker.model.layers import (
     LayerStack,
     TensorParallel,
@@ -52,89 +51,6 @@ HEAD_WEIGHT = "output.weight"
 OUTPUTS = ("linear_proj.weight", "linear_fc2.weight", "mlp.down.weight", "mlp.down")
 """Ends of the names of the last matrices of attention and MLP."""
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-HONOURED = frozenset(
-    {
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "ffn_hidden_size",
-        "kv_channels",
-        "hidden_dropout",
-        "attention_dropout",
-        "normalization",
-        "layernorm_epsilon",
-        "qk_layernorm",
-        "add_bias_linear",
-        "add_qkv_bias",
-        "gated_linear_unit",
-        "activation_func",
-        "rotary_interleaved",
-        "no_rope_freq",
-        "init_method",
-        "output_layer_init_method",
-        "embedding_init_method",
-        "init_method_std",
-        "embedding_init_method_std",
-        "params_dtype",
-        "bf16",
-        "tensor_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "num_moe_experts",
-        "moe_ffn_hidden_size",
-        "moe_layer_freq",
-        "moe_router_topk",
-        "moe_router_dtype",
-        "moe_router_load_balancing_type",
-        "moe_router_num_groups",
-        "moe_router_group_topk",
-        "moe_router_pre_softmax",
-        "moe_router_score_function",
-        "moe_router_topk_scaling_factor",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-    }
-)
-"""Fields of a TransformerConfig that may have any value: the layers do what they say."""
-NO_INFLUENCE = frozenset(
-    {
-        "use_cpu_initialization",
-        "perform_initialization",
-        "init_model_with_meta_device",
-        "deterministic_mode",
-        "attention_backend",
-        "attention_softmax_in_fp32",
-        "masked_softmax_fusion",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "apply_rope_fusion",
-        "gradient_accumulation_fusion",
-        "async_tensor_model_parallel_allreduce",
-        "pipeline_dtype",
-        "autocast_dtype",
-        "variable_seq_lengths",
-        "overlap_p2p_comm",
-        "batch_p2p_comm",
-        "barrier_with_L1_time",
-        "cross_entropy_loss_fusion",
-        "timers",
-        "moe_grouped_gemm",
-        "moe_token_dispatcher_type",
-        "moe_permute_fusion",
-        "moe_router_fusion",
-    }
-)
-"""Fields that choose between ways to the same values. The layers use their defaults."""
-BALANCING = ("aux_loss", "seq_aux_loss", "none")
-"""Kinds of load balancing whose losses are those of one micro-batch."""
-REMEDIES = {
-    "pipeline_model_parallel_size": "leave it at 1: the runtime plans the stages itself",
-    "virtual_pipeline_model_parallel_size": "leave it out: the runtime plans the stages itself",
-    "fp16": "use bf16=True and params_dtype=torch.bfloat16",
-    "recompute_granularity": "leave it out: the runtime plans which stages recompute",
-}
-"""What to do instead, for fields that users of megatron often set."""
 
 
 def init_tensor_parallel(
@@ -181,12 +97,12 @@ def from_megatron(
     """Return the layers of a language model of megatron-core: embedding, each block, and head.
 
     The arguments are those of megatron's `GPTModel`. A micro-batch has the fields of megatron's
-    datasets: `tokens` and `labels`, int64 [rows, length], and as far as the source gives them
-    `loss_mask` [rows, length], which weights the mean of the losses, and `position_ids`, for
-    learned positions.
+    datasets: `tokens` and `labels` (the next tokens), int64 [rows, length]; optionally `loss_mask`
+    [rows, length], which weights the mean of the losses, and `position_ids`, for learned positions.
 
     Args:
         config: its fields decide the architecture; tensor_model_parallel_size is --nproc-per-node.
+            variable_seq_lengths allows rows of different lengths in different micro-batches.
         position_embedding_type: rope | learned_absolute | none.
         rope_scaling_factor: factor of Llama 3.1's scaling of the frequencies; None: no scaling.
         attention_mask: whether micro-batches have the field `attention_mask`, bool [rows, 1,
@@ -197,26 +113,20 @@ def from_megatron(
 
     Raises FieldError for a field whose value the layers would not follow.
     """
-    if not isinstance(config, TransformerConfig):
-        remedy = "a TransformerConfig of megatron.core.transformer.transformer_config"
-        raise FieldError("config", description(config), remedy)
     model = LanguageModel(
-        vocab_size=whole_number("vocab_size", vocab_size, 1),
-        max_sequence_length=whole_number("max_sequence_length", max_sequence_length, 1),
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
         position_embedding_type=position_embedding_type,
         rotary_percent=rotary_percent,
         rotary_base=rotary_base,
         rope_scaling_factor=rope_scaling_factor,
-        attention_mask=bool(attention_mask),
+        share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+        attention_mask=attention_mask,
     )
-    if position_embedding_type not in POSITIONS:
-        remedy = f"one of {', '.join(POSITIONS)}"
-        raise FieldError("position_embedding_type", position_embedding_type, remedy)
-    _check_config(config, model)
+    check_model(model)
     return MegatronStack(
-        config,
+        check_config(config, model),
         model,
-        tied=bool(share_embeddings_and_output_weights),
         micro_batch_size=whole_number("micro_batch_size", micro_batch_size, 1),
         seed=whole_number("seed", seed),
     )
@@ -241,14 +151,15 @@ class MegatronStack(LayerStack):
         config: TransformerConfig,
         model: LanguageModel,
         *,
-        tied: bool,
         micro_batch_size: int,
         seed: int,
     ) -> None:
         self.config, self.model, self.seed = config, model, seed
+        self.varying = bool(config.variable_seq_lengths)
         self._micro_batch_size = micro_batch_size
-        last = config.num_layers + 1
-        self.tied = (((0, EMBEDDING_WEIGHT), (last, HEAD_WEIGHT)),) if tied else ()
+        if model.share_embeddings_and_output_weights:
+            last = config.num_layers + 1
+            self.tied = (((0, EMBEDDING_WEIGHT), (last, HEAD_WEIGHT)),)
 
     @property
     def n_layers(self) -> int:
@@ -275,7 +186,10 @@ class MegatronStack(LayerStack):
     def build_empty(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
         configured = self.config.tensor_model_parallel_size * self.config.context_parallel_size
         if tp.size != configured:
-            raise FieldError("tp", tp.size, f"this model was configured for {configured}")
+            remedy = (
+                f"give Trainer(tp={configured}) and --nproc-per-node {configured}, as the config"
+            )
+            raise FieldError("tp", tp.size, f"{remedy} of this model asks")
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp"])
         return self._module(index, device, groups)
 
@@ -408,9 +322,9 @@ class GPTStack(MegatronStack):
             vocab_size=gpt.vocab,
             max_sequence_length=gpt.seq_len,
             position_embedding_type=LEARNED,
+            share_embeddings_and_output_weights=gpt.tie_embeddings,
         )
-        tied, rows = gpt.tie_embeddings, gpt.micro_batch_size
-        super().__init__(config, model, tied=tied, micro_batch_size=rows, seed=gpt.seed)
+        super().__init__(config, model, micro_batch_size=gpt.micro_batch_size, seed=gpt.seed)
 
     def _parameters(self, kind: Kind) -> list[tuple[str, Tensor]]:
         """The same, by numbers instead of names, as checkpoints of this model describe them."""
@@ -427,75 +341,3 @@ class GPTStack(MegatronStack):
             (str(i), torch.empty(shape, dtype=dtype, device="meta"))
             for i, shape in enumerate(shapes)
         ]
-
-
-def _check_config(config: TransformerConfig, model: LanguageModel) -> None:
-    """Raise FieldError if a field of `config` asks for what the layers do not do."""
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    honoured = {name: value for name, value in given.items() if name in HONOURED}
-    if config.params_dtype not in TORCH_DTYPES.values():
-        remedy = "torch.float32 or torch.bfloat16"
-        raise FieldError("config.params_dtype", Described(str(config.params_dtype)), remedy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = TransformerConfig(**honoured)
-    for name, value in given.items():
-        default = getattr(plain, name, None)
-        if name not in HONOURED | NO_INFLUENCE and value != default:
-            remedy = f"these layers do not follow it: leave it at {default!r}"
-            remedy = REMEDIES.get(name, remedy)
-            raise FieldError(f"config.{name}", Described(repr(value)), remedy)
-    tp = config.tensor_model_parallel_size
-    if config.context_parallel_size > 1:
-        _check_context(config, model)
-    if config.num_moe_experts is not None:
-        _check_experts(config)
-    split = {
-        "config.num_attention_heads": config.num_attention_heads,
-        "config.num_query_groups": config.num_query_groups,
-        "config.ffn_hidden_size": config.ffn_hidden_size,
-        "vocab_size": model.vocab_size,
-    }
-    for name, number in split.items():
-        if number % tp:
-            remedy = f"it must be a multiple of config.tensor_model_parallel_size ({tp})"
-            raise FieldError(name, number, remedy)
-    if not 0 < model.rotary_percent <= 1 or not math.isfinite(model.rotary_percent):
-        raise FieldError("rotary_percent", model.rotary_percent, "above 0 and at most 1")
-    if not model.rotary_base > 0 or not math.isfinite(model.rotary_base):
-        raise FieldError("rotary_base", model.rotary_base, "above 0")
-
-
-def _check_experts(config: TransformerConfig) -> None:
-    """Raise FieldError for a mixture of experts that `Experts` does not compute."""
-    tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
-    if ep != tp:
-        remedy = f"it must be tensor_model_parallel_size ({tp}): the ranks of a node share both"
-        raise FieldError("config.expert_model_parallel_size", ep, remedy)
-    if config.num_moe_experts % ep:
-        remedy = f"it must be a multiple of expert_model_parallel_size ({ep})"
-        raise FieldError("config.num_moe_experts", config.num_moe_experts, remedy)
-    if config.add_bias_linear:
-        raise FieldError("config.add_bias_linear", True, "experts have no biases: use False")
-    kind = config.moe_router_load_balancing_type
-    if kind not in BALANCING:
-        remedy = f"one of {', '.join(BALANCING)}"
-        raise FieldError("config.moe_router_load_balancing_type", kind, remedy)
-
-
-def _check_context(config: TransformerConfig, model: LanguageModel) -> None:
-    """Raise FieldError for what ranks that split sequences cannot compute."""
-    size = config.context_parallel_size
-    if config.tensor_model_parallel_size > 1:
-        remedy = "the ranks of a node split layers or sequences: one of the two must be 1"
-        raise FieldError("config.context_parallel_size", size, remedy)
-    if config.num_moe_experts is not None:
-        remedy = "use tensor and expert parallelism for a mixture of experts"
-        raise FieldError("config.context_parallel_size", size, remedy)
-    if config.hidden_dropout or config.attention_dropout:
-        dropout = max(config.hidden_dropout, config.attention_dropout)
-        remedy = "set both dropouts to 0.0 with context parallelism"
-        raise FieldError("config.hidden_dropout, config.attention_dropout", dropout, remedy)
-    if model.max_sequence_length % (2 * size):
-        remedy = f"it must be a multiple of 2 x context_parallel_size ({2 * size})"
-        raise FieldError("max_sequence_length", model.max_sequence_length, remedy)

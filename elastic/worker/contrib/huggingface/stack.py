@@ -1,4 +1,4 @@
-"""A transformers model as a list of layers. Only this file and `huggingface_cut` know transformers.
+"""A transformers model as a list of layers. Only this file and `cut.py` know transformers.
 
 The model's own forward pass prepares the arguments of its blocks, calls them, and computes the
 loss. Each layer runs that code with other layers replaced ("Hugging Face" in
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError, describe, needs_extra
-from elastic.worker.contrib.safetensors_folder import Weights, weights_in
+from elastic.worker.contrib.huggingface.weights import Weights, weights_in
 from elastic.worker.model.checks import Described, description, whole_number
 from elastic.worker.model.meta_modules import parameters_on_meta, without_memory
 from elastic.worker.model.rng import derive_parameter_seed
@@ -30,7 +30,7 @@ with needs_extra("hf", "A Hugging Face model"):
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-    from elastic.worker.contrib.huggingface_cut import (
+    from elastic.worker.contrib.huggingface.cut import (
         SPLIT,
         Before,
         Behind,
@@ -189,7 +189,7 @@ def config_in(folder: Path) -> PreTrainedConfig:
         raise FieldError("model", str(folder), f"it has no config.json: {MODEL}")
     try:
         return cast(PreTrainedConfig, AutoConfig.from_pretrained(folder, local_files_only=True))
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+    except Exception as error:  # a config checks its values in many ways
         remedy = f"its config.json is not that of a model: {describe(error)}"
         raise FieldError("model", str(folder), remedy) from error
 

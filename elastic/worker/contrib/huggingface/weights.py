@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from elastic.domain.errors import FieldError
+from elastic.domain.errors import FieldError, needs_extra
+
+with needs_extra("hf", "A Hugging Face model"):
+    from safetensors import SafetensorError, safe_open
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 OTHER_NAMES = (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from elastic.domain.errors import needs_extra
 
 with (
-    needs_extra("megatron", "A mixture of experts from megatron-core"),
+    needs_extra("megatron", "A model of megatron-core layers"),
     warnings.catch_warnings(),
 ):
     warnings.simplefilter("ignore")
@@ -33,7 +33,7 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class SelfGroup:
-    """Stands for a process group with one rank, where torch.distributed has none."""
+    """Stands for a process group of one rank. It needs no torch.distributed."""
 
     def size(self) -> int:
         return 1
@@ -103,18 +103,21 @@ class Experts(nn.Module):
         if self._group.size() > 1:
             tokens = copy_to_tensor_model_parallel_region(tokens, self._group)
             probabilities = copy_to_tensor_model_parallel_region(probabilities, self._group)
-        out = torch.zeros_like(tokens)
+        dtype = torch.promote_types(probabilities.dtype, tokens.dtype)
+        out = torch.zeros_like(tokens, dtype=dtype)
         for index in range(len(self.up)):
             rows = chosen[:, self._first + index].nonzero().squeeze(1)
-            weight = probabilities[rows, self._first + index].unsqueeze(1).to(tokens.dtype)
+            weight = probabilities[rows, self._first + index].unsqueeze(1)
             out.index_add_(0, rows, self._expert(index, tokens[rows]) * weight)
         if self._group.size() > 1:
             out = reduce_from_tensor_model_parallel_region(out, self._group)
-        return out.view_as(hidden), None
+        return out.to(hidden.dtype).view_as(hidden), None
 
-    def router_loss(self) -> Tensor:
-        """Return the sum of the router's losses in the last forward pass."""
-        return sum(self.router.losses, start=torch.zeros(()))
+    def take_router_loss(self) -> Tensor:
+        """Return the sum of the router's losses in the last forward pass, once: a layer keeps
+        nothing of a pass."""
+        losses, self.router.losses = self.router.losses, []
+        return sum(losses, start=torch.zeros(()))
 
     def _expert(self, index: int, tokens: Tensor) -> Tensor:
         linear = nn.functional.linear

@@ -15,12 +15,23 @@ import torch
 from elastic.domain.errors import FieldError
 from elastic.store import checkpoint_directory, safetensors_stream
 from elastic.store.safetensors_stream import RawTensor
-from elastic.worker.contrib.huggingface import HuggingFaceStack, config_in, from_huggingface
-from elastic.worker.contrib.safetensors_folder import INDEX, SINGLE
+from elastic.worker.contrib.huggingface.stack import HuggingFaceStack, config_in, from_huggingface
+from elastic.worker.contrib.huggingface.weights import INDEX, SINGLE
+from elastic.worker.model.checks import whole_number
 from elastic.worker.replica.export import checkpoint_path, checkpoint_runs, parameters
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
-"""Ends of the names of files with weights, which are not copied."""
+COPIED = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template*",
+    "preprocessor_config.json",
+    "*.model",
+)
+"""Names of files that belong to a model beside its weights."""
 MODEL = "the folder with the config.json of the model that was trained is needed"
 
 
@@ -29,40 +40,64 @@ def to_huggingface(
 ) -> dict[str, int | str]:
     """Write the parameters of a checkpoint to the new folder `out`, and return what it holds.
 
-    The folder has the safetensors files with their index, the config.json, and the other files of
-    `model`, as those of its tokeniser. It appears whole or not at all. A parameter that is tied to
-    another one is left out, as transformers does. At most one file is in memory.
+    The folder has the safetensors files with their index, the config.json, and other files that
+    belong to a model, as those of its tokeniser. It appears whole or not at all. A parameter that
+    is tied to another one is left out, as transformers does. A file and a layer are in memory.
 
     Args:
         checkpoint: the directory of one step, or of all steps; then the newest is taken.
         model: folder with the config.json of the model, as `from_huggingface` takes it.
-        shard_bytes: size from which a file is ended.
+        shard_bytes: largest size of a file, unless a tensor is larger.
 
     Raises FieldError if `out` exists or cannot be written, or for a checkpoint of another model.
     """
     path, source, target = checkpoint_path(checkpoint), Path(model), Path(out)
+    shard_bytes = whole_number("--shard-size", shard_bytes, 1)
     if target.exists():
         raise FieldError("OUT", str(target), "it exists; give another")
-    if not (source / "config.json").is_file():
-        raise FieldError("--model", str(source), MODEL)
-    stack = from_huggingface(config_in(source))
+    if target.absolute().is_relative_to(path.absolute()):
+        raise FieldError("OUT", str(target), "it is in the checkpoint; give another")
+    stack = _stack_of(source)
     fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         fresh.mkdir(parents=True)
         found = _write(stack, path, fresh, shard_bytes)
+        _save_config(source, stack.model_name, fresh, str(found.pop("dtype")))
         _copy_others(source, fresh)
         fresh.rename(target)
     except OSError as error:
-        raise FieldError("OUT", str(target), f"it cannot be written: {error}") from error
+        remedy = f"it cannot be written ({error.strerror}); give another"
+        raise FieldError("OUT", str(target), remedy) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return found
 
 
+def _stack_of(source: Path) -> HuggingFaceStack:
+    """Return the layers of the model whose config is in a folder. Raises FieldError."""
+    if not (source / "config.json").is_file():
+        raise FieldError("--model", str(source), MODEL)
+    try:
+        return from_huggingface(config_in(source))
+    except FieldError as error:
+        remedy = f"its config.json does not fit: {error}"
+        raise FieldError("--model", str(source), remedy) from error
+
+
+def _save_config(source: Path, model_name: str, folder: Path, dtype: str) -> None:
+    """Write the config of `source` with the class and the type of the parameters."""
+    config = config_in(source)
+    config.architectures = [model_name]
+    if dtype:
+        config.dtype = getattr(torch, dtype)
+    config.save_pretrained(folder)
+
+
 def _write(
     stack: HuggingFaceStack, path: Path, folder: Path, shard_bytes: int
 ) -> dict[str, int | str]:
-    """Write config and weights to `folder`; return step, number of tensors, bytes and hash."""
+    """Write the weights to `folder`. Return step, number of tensors, bytes, hash, and the type of
+    all parameters, if they have one."""
     digest, files, places, total = hashlib.sha256(), 0, {}, 0
     step, dtypes = checkpoint_directory.read_manifest(path).step, set()
     for shard in _shards(_tensors(stack, path, digest), shard_bytes):
@@ -78,18 +113,16 @@ def _write(
         weight_map = {name: _file(number, files) for name, number in sorted(places.items())}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    config = stack.config
-    config.architectures = [stack.model_name]
-    if len(dtypes) == 1:
-        config.dtype = getattr(torch, dtypes.pop())
-    config.save_pretrained(folder)
-    sha = digest.hexdigest()
-    return {"step": step, "tensors": len(places), "bytes": total, "params_sha256": sha}
+    found: dict[str, int | str] = {"step": step, "tensors": len(places), "bytes": total}
+    found["params_sha256"] = digest.hexdigest()
+    found["dtype"] = dtypes.pop() if len(dtypes) == 1 else ""
+    return found
 
 
 def _tensors(stack: HuggingFaceStack, path: Path, digest: hashlib._Hash) -> Iterator[RawTensor]:
     """Yield the parameters under the model's names; add all of them to `digest`."""
-    again = {owner for group in stack.tied for owner in group[1:]}
+    firsts = {owner: group[0] for group in stack.tied for owner in group}
+    seen: dict[tuple[int, str], bytes] = {}
     layers = checkpoint_directory.read_manifest(path).n_layers
     if layers != stack.n_layers:
         what = f"it is cut into {stack.n_layers} layers, and the checkpoint has {layers}"
@@ -101,7 +134,14 @@ def _tensors(stack: HuggingFaceStack, path: Path, digest: hashlib._Hash) -> Iter
         for name, dtype, values in held:
             data = memoryview(values.reshape(-1).view(np.uint8).data)
             digest.update(data)
-            if (layer, name) not in again:
+            first = firsts.get((layer, name))
+            if first is not None:
+                value = hashlib.sha256(data).digest()
+                if seen.setdefault(first, value) != value:
+                    what = f"{stack.name_of(layer, name)} and {stack.name_of(*first)} are tied in"
+                    remedy = f"{what} config.json, and differ in the checkpoint: {MODEL}"
+                    raise FieldError("--model", stack.model_name, remedy)
+            if first in (None, (layer, name)):
                 yield RawTensor(stack.name_of(layer, name), dtype, values.shape, data)
 
 
@@ -135,8 +175,13 @@ def _file(number: int, files: int) -> str:
 
 
 def _copy_others(source: Path, folder: Path) -> None:
-    """Copy the files of a model's folder that hold no weights and are not there yet."""
-    for path in sorted(source.iterdir()):
-        weights = path.suffix in WEIGHTS or path.name.endswith(".index.json")
+    """Copy the files of a model that hold no weights and are not there yet. Raises FieldError."""
+    for path in sorted({path for name in COPIED for path in source.glob(name)}):
+        weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
         if path.is_file() and not weights and not (folder / path.name).exists():
-            shutil.copyfile(path, folder / path.name)
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                remedy = f"it cannot be read ({error.strerror})"
+                raise FieldError("--model", str(path), remedy) from error
+            (folder / path.name).write_bytes(data)
