@@ -212,7 +212,7 @@ class Message:
 
     @classmethod
     def of(cls, value: Value, device: torch.device | None = None) -> Message:
-        """`device`: of a value that may have no tensors."""
+        """Pack `value`. Its tensor is on `device`; None: where the first part of the value is."""
         spec, parts = ValueSpec.of(value), parts_of(value)
         if device is None:
             device = parts[0].device if parts else torch.device("cpu")

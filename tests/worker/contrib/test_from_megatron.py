@@ -249,7 +249,7 @@ FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"bf16": True}, "bf16", "params_dtype=torch.bfloat16"),
     ({"params_dtype": torch.float16}, "params_dtype", "bfloat16"),
     ({"recompute_granularity": "selective"}, "recompute_granularity", "runtime plans"),
-    ({"tensor_model_parallel_size": 4}, "num_query_groups", "multiple"),
+    ({**TP2, "ffn_hidden_size": 49}, "ffn_hidden_size", "multiple"),
     ({"num_query_groups": 3}, "num_query_groups", "divide"),
     ({"normalization": "rmsnorm"}, "normalization", "RMSNorm"),
     ({"activation_func": torch.nn.SiLU}, "activation_func", "silu"),

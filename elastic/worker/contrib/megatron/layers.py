@@ -277,7 +277,7 @@ class EmbeddingLayer(MegatronLayer):
 
 
 class BlockLayer(MegatronLayer):
-    """One transformer layer."""
+    """One transformer layer: attention, and an MLP or a mixture of experts."""
 
     def __init__(
         self, index: int, model: LanguageModel, config: TransformerConfig, groups: Any
