@@ -273,7 +273,7 @@ def _for_plan(state: JobState) -> Waiting:
         return Waiting(what, state.missing.since, then)
     why = state.change.reason if state.change is not None else ""
     what = f"a plan that fits{f': {why}' if why else ''}"
-    return Waiting(what, state.watch.since, "the job continues when nodes join and one does")
+    return Waiting(what, state.watch.since, "the job continues when more nodes join")
 
 
 def _for_end(state: JobState) -> Waiting | None:

@@ -154,7 +154,7 @@ def test_a_paused_job() -> None:
     paused = state(JobPhase.PAUSED, change=replace(CHANGE, reason="layer 0 needs 3 MB on a node"))
     result = found(paused)
     assert result.what == "a plan that fits: layer 0 needs 3 MB on a node"
-    assert result.ends == "the job continues when nodes join and one does" and result.since == 95.0
+    assert result.ends == "the job continues when more nodes join" and result.since == 95.0
     missing = MissingCopies("no copy of layer 1 is left", 3, ("b",), 97.0)
     away = found(paused.of(missing=missing))
     assert away.what == "b, because no copy of layer 1 is left" and away.since == 97.0

@@ -11,3 +11,4 @@ from tests.patience import LONG_S
 @pytest.fixture(autouse=True)
 def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "EVERY_S", 10 * LONG_S)
+    monkeypatch.setattr(progress, "FIRST_S", 10 * LONG_S)

@@ -30,6 +30,7 @@ LINE = r"elastic-sim (\w+): \d+% done after \d+ s: .+\n"
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress is shown often, and each command takes long enough for one line."""
     monkeypatch.setattr(module, "EVERY_S", 0.05)
+    monkeypatch.setattr(module, "FIRST_S", 0.05)
     shown, line, close = threading.Event(), Progress._line, Progress.__exit__
 
     def noted(self: Progress) -> str:
@@ -76,6 +77,7 @@ def test_a_terminal_gets_a_bar(
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     monkeypatch.setattr(module, "EVERY_S", every_s)
+    monkeypatch.setattr(module, "FIRST_S", every_s)
     with open(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         with Progress("prog") as progress:
@@ -119,6 +121,7 @@ def test_the_share_of_a_replay_grows() -> None:
 def test_ctrl_c_is_for_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     blocked, shown = list[set[int]](), threading.Event()
     monkeypatch.setattr(module, "EVERY_S", 0.01)
+    monkeypatch.setattr(module, "FIRST_S", 0.01)
 
     def line(self: Progress) -> str:
         blocked.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, ())))

@@ -7,32 +7,62 @@ from pathlib import Path
 import click
 
 from elastic.command_line import Command
-from elastic.domain.errors import FieldError
+from elastic.domain.errors import FieldError, UsageError
 from elastic.launcher.commands.queries import JSON, show
 from elastic.launcher.flags.validators import FOLDER, SIZE
+
+HUGGINGFACE, DCP, MEGATRON = "huggingface", "dcp", "megatron"
 
 
 @click.command(cls=Command)
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=FOLDER)
 @click.option(
+    "--to",
+    "kind",
+    type=click.Choice((HUGGINGFACE, DCP, MEGATRON)),
+    default=HUGGINGFACE,
+    help="format of OUT: a Hugging Face model, torch.distributed.checkpoint, or megatron's "
+    "torch_dist",
+)
+@click.option(
     "--model",
-    required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="folder with the config.json of the Hugging Face model",
+    help="folder with the config.json of the Hugging Face model; without it, --to dcp names the "
+    "parameters layers.N.NAME",
 )
-@click.option("--shard-size", type=SIZE, default="5GiB", help="size of a safetensors file")
+@click.option(
+    "--shard-size", type=SIZE, default="5GiB", help="size of a file of a Hugging Face model"
+)
 @JSON
-def convert(checkpoint: Path, out: Path, model: Path, shard_size: int, json: bool) -> int:
-    """Write the parameters of CHECKPOINT as the Hugging Face model OUT.
+def convert(
+    checkpoint: Path, out: Path, kind: str, model: Path | None, shard_size: int, json: bool
+) -> int:
+    """Write the parameters of CHECKPOINT for another library, to the new folder OUT.
 
-    CHECKPOINT is a directory step-..., or one that contains some. OUT is a new folder, which
-    from_pretrained loads, and from_huggingface too.
+    CHECKPOINT is a directory step-..., or one that contains some. `weights=` of from_huggingface and
+    from_megatron reads OUT, too.
     """
     if out.exists():
         raise FieldError("OUT", str(out), "it exists; give another")
-    from elastic.worker.contrib.huggingface.export import to_huggingface
+    if kind == HUGGINGFACE and model is None:
+        raise UsageError(
+            "--model: give the folder with the config.json of the model, or another --to"
+        )
+    if kind == MEGATRON:
+        if model is not None:
+            raise FieldError("--model", str(model), "leave it out: it is for Hugging Face models")
+        from elastic.worker.contrib.megatron.checkpoint import to_megatron
 
-    found = to_huggingface(checkpoint, model, out, shard_bytes=shard_size)
+        found = to_megatron(checkpoint, out)
+    elif kind == DCP:
+        from elastic.worker.contrib.distributed_export import to_distributed_checkpoint
+
+        found = to_distributed_checkpoint(checkpoint, out, model, shard_bytes=shard_size)
+    else:
+        from elastic.worker.contrib.huggingface.export import to_huggingface
+
+        assert model is not None
+        found = to_huggingface(checkpoint, model, out, shard_bytes=shard_size)
     return show({"out": str(out), **found}, json)

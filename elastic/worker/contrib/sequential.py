@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError
+from elastic.worker.contrib.weights import take_weights
 from elastic.worker.model.checks import Described, check_callable, description
 from elastic.worker.model.meta_modules import without_memory
 from elastic.worker.model.microbatch import Microbatch
@@ -31,6 +33,7 @@ def from_sequential(
     *,
     loss: Loss,
     inputs: str = "x",
+    weights: str | Path | None = None,
     seed: int = 0,
     varying: bool = False,
 ) -> SequentialModel:
@@ -45,18 +48,28 @@ def from_sequential(
             values from the `reset_parameters` methods of its modules, seeded by `seed` and layer.
         loss: loss(output of the last part, micro-batch) -> scalar.
         inputs: field of the micro-batch that the first part gets.
+        weights: folder with initial values, under the names of nn.Sequential's parameters:
+            safetensors files, or a checkpoint of torch.distributed.checkpoint.
         seed: seed of initial values.
         varying: whether shapes differ from micro-batch to micro-batch.
 
     Raises FieldError for a model or an argument that is not usable.
     """
-    return SequentialModel(model, loss, inputs, seed, varying)
+    return SequentialModel(model, loss, inputs, seed, varying, weights)
 
 
 class SequentialModel(WholeModel):
     """Layers of a sequence of modules, made by `from_sequential`."""
 
-    def __init__(self, model: object, loss: Loss, inputs: str, seed: int, varying: bool) -> None:
+    def __init__(
+        self,
+        model: object,
+        loss: Loss,
+        inputs: str,
+        seed: int,
+        varying: bool,
+        weights: str | Path | None,
+    ) -> None:
         parts = _parts(model)
         check_callable("loss", loss, 2, LOSS)
         if not isinstance(inputs, str):
@@ -70,9 +83,11 @@ class SequentialModel(WholeModel):
         given = nn.ModuleList(parts)
         values = values_of(given)
         self._parts = without_memory(given).train()
-        if values is None:
+        if values is None and weights is None:
             _check_initialisation(given)
         super().__init__(self._parts, seed, values=values, varying=varying)
+        if weights is not None:
+            take_weights(self, weights)
 
     @property
     def n_layers(self) -> int:

@@ -58,10 +58,20 @@ class WholeModel(LayerStack):
     ) -> None:
         """`model`: without memory. `values`: initial values of its parameters by name; None: each
         layer makes its own."""
-        self._model, self._values = model, values
+        self._model, self.values = model, values
         self.seed, self.varying = whole_number("seed", seed), bool(varying)
         self._empty = [self.empty_layer(index) for index in range(self.n_layers)]
         self.tied = self._find_tied()
+
+    def parameter_names(self) -> list[str]:
+        """Return the model's names of all parameters; of those that are tied, the first one's."""
+        copies = self._copies()
+        return [
+            self.name_of(index, name)
+            for index, module in enumerate(self._empty)
+            for name, _ in module.named_parameters()
+            if (index, name) not in copies
+        ]
 
     @abstractmethod
     def empty_layer(self, index: int) -> nn.Module:
@@ -105,11 +115,11 @@ class WholeModel(LayerStack):
     def _initial(self, index: int) -> nn.Module:
         """Return layer `index` with its initial values, on the CPU."""
         module = with_memory(self.empty_layer(index), torch.device("cpu"))
-        if self._values is not None:
-            copied = {n for group in self.tied for layer, n in group[1:] if layer == index}
+        if self.values is not None:
+            copied = self._copies()
             with torch.no_grad():
                 for name, parameter in module.named_parameters():
-                    if name not in copied:
+                    if (index, name) not in copied:
                         self._copy(parameter, self.name_of(index, name))
             return module
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -128,6 +138,10 @@ class WholeModel(LayerStack):
                     self._fill_left_out(parameter, self.name_of(index, name))
         return module
 
+    def _copies(self) -> set[tuple[int, str]]:
+        """Return (layer, name) of the parameters that get the value of one they are tied to."""
+        return {copy for group in self.tied for copy in group[1:]}
+
     def _fill_left_out(self, parameter: Tensor, name: str) -> None:
         value = self.left_out(name)
         if value is None or value.isnan().any():
@@ -137,8 +151,8 @@ class WholeModel(LayerStack):
 
     def _copy(self, parameter: Tensor, name: str) -> None:
         """Copy the given value of `name`. Raises FieldError if it has another shape."""
-        assert self._values is not None
-        value = self._values(name)
+        assert self.values is not None
+        value = self.values(name)
         if value.shape != parameter.shape:
             remedy = f"the model has {name} of shape {tuple(parameter.shape)}"
             raise FieldError("weights", description(value), remedy)

@@ -17,11 +17,14 @@ from elastic.reminder import EVERY_S
 
 BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
 
+FIRST_S = 2.0
+"""Time in seconds until the first line. The user has waited for Python's imports, too."""
+
 
 class Progress:
     """Share of a command's work that is done, and what is computed now.
 
-    A command that takes less than EVERY_S shows nothing. Later there is a bar on a terminal, and
+    A command that takes less than FIRST_S shows nothing. Later there is a bar on a terminal, and
     elsewhere one line per EVERY_S. Another thread shows it, because one step may take long.
     """
 
@@ -33,7 +36,7 @@ class Progress:
             total=1.0,
             desc=command,
             bar_format=BAR,
-            delay=EVERY_S,
+            delay=FIRST_S,
             miniters=0,
             disable=not sys.stderr.isatty(),
         )
@@ -64,7 +67,9 @@ class Progress:
     def _run(self) -> None:
         """Show the progress until the command has ended. Ctrl-C is for the main thread."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        while not self._ended.wait(EVERY_S):
+        wait_s = FIRST_S
+        while not self._ended.wait(wait_s):
+            wait_s = EVERY_S
             with suppress(OSError, ValueError):  # nobody reads standard error
                 if self._bar.disable:
                     click.echo(self._line(), err=True)

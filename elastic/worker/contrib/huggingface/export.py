@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from elastic.store import checkpoint_directory, safetensors_stream
 from elastic.store.safetensors_stream import RawTensor
 from elastic.worker.contrib.huggingface.stack import HuggingFaceStack, config_in, from_huggingface
 from elastic.worker.contrib.huggingface.weights import INDEX, SINGLE
+from elastic.worker.contrib.new_folder import new_folder
 from elastic.worker.model.checks import whole_number
 from elastic.worker.replica.export import checkpoint_path, checkpoint_runs, parameters
 
@@ -51,26 +50,25 @@ def to_huggingface(
 
     Raises FieldError if `out` exists or cannot be written, or for a checkpoint of another model.
     """
-    path, source, target = checkpoint_path(checkpoint), Path(model), Path(out)
+    path, source = checkpoint_path(checkpoint), Path(model)
     shard_bytes = whole_number("--shard-size", shard_bytes, 1)
-    if target.exists():
-        raise FieldError("OUT", str(target), "it exists; give another")
-    if target.absolute().is_relative_to(path.absolute()):
-        raise FieldError("OUT", str(target), "it is in the checkpoint; give another")
-    stack = _stack_of(source)
-    fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        fresh.mkdir(parents=True)
+    with new_folder(Path(out), path) as fresh:
+        stack = _stack_of(source)
         found = _write(stack, path, fresh, shard_bytes)
         _save_config(source, stack.model_name, fresh, str(found.pop("dtype")))
         _copy_others(source, fresh)
-        fresh.rename(target)
-    except OSError as error:
-        remedy = f"it cannot be written ({error.strerror}); give another"
-        raise FieldError("OUT", str(target), remedy) from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return found
+
+
+def named_tensors(
+    path: Path, model: Path, digest: hashlib._Hash, shard_bytes: int
+) -> Iterator[Sequence[RawTensor]]:
+    """Yield all parameters of a checkpoint under the names of a model, in lists of `shard_bytes`.
+
+    Tied parameters are given under each name, as in a model's state_dict. The values are added to
+    `digest`. Raises FieldError for a checkpoint of another model.
+    """
+    return _shards(_tensors(_stack_of(model), path, digest, copies=True), shard_bytes)
 
 
 def _stack_of(source: Path) -> HuggingFaceStack:
@@ -119,8 +117,11 @@ def _write(
     return found
 
 
-def _tensors(stack: HuggingFaceStack, path: Path, digest: hashlib._Hash) -> Iterator[RawTensor]:
-    """Yield the parameters under the model's names; add all of them to `digest`."""
+def _tensors(
+    stack: HuggingFaceStack, path: Path, digest: hashlib._Hash, *, copies: bool = False
+) -> Iterator[RawTensor]:
+    """Yield the parameters under the model's names; add all of them to `digest`. `copies`: yield
+    those that are tied to another one, too."""
     firsts = {owner: group[0] for group in stack.tied for owner in group}
     seen: dict[tuple[int, str], bytes] = {}
     layers = checkpoint_directory.read_manifest(path).n_layers
@@ -141,7 +142,7 @@ def _tensors(stack: HuggingFaceStack, path: Path, digest: hashlib._Hash) -> Iter
                     what = f"{stack.name_of(layer, name)} and {stack.name_of(*first)} are tied in"
                     remedy = f"{what} config.json, and differ in the checkpoint: {MODEL}"
                     raise FieldError("--model", stack.model_name, remedy)
-            if first in (None, (layer, name)):
+            if copies or first in (None, (layer, name)):
                 yield RawTensor(stack.name_of(layer, name), dtype, values.shape, data)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError, describe, needs_extra
 from elastic.worker.contrib.huggingface.weights import Weights, weights_in
+from elastic.worker.contrib.weights import take_weights
 from elastic.worker.model.checks import Described, description, whole_number
 from elastic.worker.model.meta_modules import parameters_on_meta, without_memory
 from elastic.worker.model.rng import derive_parameter_seed
@@ -59,6 +60,7 @@ DROPPED_LAYERS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 def from_huggingface(
     model: PreTrainedModel | PreTrainedConfig | str | Path,
     *,
+    weights: str | Path | None = None,
     seed: int = 0,
     loss: Loss | None = None,
     varying: bool = False,
@@ -70,6 +72,8 @@ def from_huggingface(
             folder with a config.json and safetensors files: a node reads the tensors of its layers;
             without such files, as a config. A model: it is cut as it is, with its values; each
             worker then holds the whole model in host memory.
+        weights: folder with the initial values instead: safetensors files, or a checkpoint of
+            torch.distributed.checkpoint. A node reads the tensors of its layers.
         seed: seed of initial values.
         loss: loss(outputs of the model, micro-batch) -> scalar; None: the loss that the model
             computes.
@@ -78,7 +82,11 @@ def from_huggingface(
     The fields of a micro-batch are the keyword arguments of the model's forward. Raises FieldError
     for a model that cannot be cut, with the module where, and MissingExtra without transformers.
     """
-    return HuggingFaceStack(_Skeleton.of(model, whole_number("seed", seed)), seed, loss, varying)
+    stack = HuggingFaceStack(_Skeleton.of(model, whole_number("seed", seed)), seed, loss, varying)
+    if weights is not None:
+        take_weights(stack, weights)
+        stack.allow_absent_prefix()
+    return stack
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,8 +126,6 @@ class _Skeleton:
             config = getattr(part, "config", None)
             if isinstance(config, PreTrainedConfig):
                 config.use_cache = False  # a cache would carry values from block to block
-        if isinstance(values, Weights):
-            values.prefix = f"{model.base_model_prefix}."
         return cls(model.train(), _path_of_blocks(model), values, registered)
 
     @property
@@ -261,6 +267,7 @@ class HuggingFaceStack(WholeModel):
                 raise FieldError(type(skeleton.model).__name__, what, SPLIT)
         self._recorders: dict[torch.device, Recorder] = {}
         super().__init__(skeleton.model, seed, values=skeleton.values, varying=varying)
+        self.allow_absent_prefix()
 
     @property
     def n_layers(self) -> int:
@@ -275,6 +282,11 @@ class HuggingFaceStack(WholeModel):
     def model_name(self) -> str:
         """The name of the model's class, as LlamaForCausalLM."""
         return type(self._skeleton.model).__name__
+
+    def allow_absent_prefix(self) -> None:
+        """Accept files of the model without its head, whose names lack the model's prefix."""
+        if isinstance(self.values, Weights):
+            self.values.prefix = f"{self._skeleton.model.base_model_prefix}."
 
     def name_of(self, layer: int, name: str) -> str:
         kind, _, rest = name.partition(".")

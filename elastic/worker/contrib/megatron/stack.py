@@ -11,6 +11,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
+from elastic.worker.contrib.megatron.checkpoint import MegatronCheckpoint
 from elastic.worker.contrib.megatron.checks import NO_INFLUENCE, check_config, check_model
 from elastic.worker.contrib.megatron.experts import SelfGroup
 from elastic.worker.contrib.megatron.gpt import GPTConfig
@@ -91,6 +93,7 @@ def from_megatron(
     rope_scaling_factor: float | None = None,
     share_embeddings_and_output_weights: bool = False,
     attention_mask: bool = False,
+    weights: str | Path | None = None,
     micro_batch_size: int = 1,
     seed: int = 0,
 ) -> MegatronStack:
@@ -108,6 +111,8 @@ def from_megatron(
         attention_mask: whether micro-batches have the field `attention_mask`, bool [rows, 1,
             length, length], true where a token may not look: for packed documents. Every stage
             then reads the data.
+        weights: folder with the initial values, which megatron's --save has written with
+            --ckpt-format torch_dist. Optimizer and step begin anew.
         micro_batch_size: rows of a micro-batch, for the planner's first estimate of memory.
         seed: seed of initial values.
 
@@ -129,6 +134,7 @@ def from_megatron(
         model,
         micro_batch_size=whole_number("micro_batch_size", micro_batch_size, 1),
         seed=whole_number("seed", seed),
+        weights=None if weights is None else MegatronCheckpoint(weights),
     )
 
 
@@ -153,8 +159,9 @@ class MegatronStack(LayerStack):
         *,
         micro_batch_size: int,
         seed: int,
+        weights: MegatronCheckpoint | None = None,
     ) -> None:
-        self.config, self.model, self.seed = config, model, seed
+        self.config, self.model, self.seed, self._weights = config, model, seed, weights
         self.varying = bool(config.variable_seq_lengths)
         self._micro_batch_size = micro_batch_size
         if model.share_embeddings_and_output_weights:
@@ -270,17 +277,21 @@ class MegatronStack(LayerStack):
         return config
 
     def _initial(self, index: int, name: str, parameter: Tensor, tp: TensorParallel) -> Tensor:
-        """Return this rank's part of the parameter's initial value, float32 on the CPU.
+        """Return this rank's part of the parameter's initial value, on the CPU.
 
         Tied parameters take the value of their first owner.
         """
+        owner = next((group[0] for group in self.tied if (index, name) in group), (index, name))
+        dim = getattr(parameter, "partition_dim", -1)
+        shape = [n * tp.size if i == dim else n for i, n in enumerate(parameter.shape)]
+        if self._weights is not None:
+            whole = self._weights.value(*owner, shape, gated=self.config.gated_linear_unit)
+            return whole if dim < 0 else whole.chunk(tp.size, dim)[tp.rank]
         if name.endswith("bias"):
             return torch.zeros(parameter.shape)
         if "norm" in name:
             return torch.ones(parameter.shape)
-        owner = next((group[0] for group in self.tied if (index, name) in group), (index, name))
-        dim = getattr(parameter, "partition_dim", -1)
-        drawn = torch.empty([n * tp.size if i == dim else n for i, n in enumerate(parameter.shape)])
+        drawn = torch.empty(shape)
         method = self.config.init_method
         if owner[0] == 0:
             method = self.config.embedding_init_method

@@ -1,0 +1,31 @@
+"""Values of a model's parameters from a folder: safetensors, or torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic.domain.errors import FieldError
+from elastic.worker.contrib.distributed_checkpoint import METADATA, DistributedCheckpoint
+from elastic.worker.model.checks import description
+from elastic.worker.model.whole_model import WholeModel
+
+FOLDER = (
+    "a folder with model.safetensors, or its index, or a folder that torch.distributed.checkpoint "
+    "has written"
+)
+
+
+def take_weights(stack: WholeModel, folder: object) -> None:
+    """Let the layers of `stack` begin with the values in `folder`. Raises FieldError."""
+    if not isinstance(folder, str | Path):
+        raise FieldError("weights", description(folder), FOLDER)
+    path = Path(folder)
+    if (path / METADATA).is_file():
+        stack.values = DistributedCheckpoint(path).values_of(stack.parameter_names())
+        return
+    from elastic.worker.contrib.huggingface.weights import weights_in  # needs the extra hf
+
+    found = weights_in(path)
+    if found is None:
+        raise FieldError("weights", str(path), FOLDER)
+    stack.values = found
