@@ -1,15 +1,19 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), read tensor by tensor and written in parts.
 
 A folder has data files and `.metadata`, a pickle with the name, the shape and the place of each
-tensor. A pickle can call any function, so `.metadata` is read by an unpickler that makes only the
-types which DCP and Megatron write there. torch.load(weights_only=True) reads the data.
+tensor. A pickle can call any function, and change any class that it gets. So `.metadata` is read by
+an unpickler that makes objects without behaviour, of the types which DCP and megatron write there.
+torch.load(weights_only=True) reads the data.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +26,8 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -35,12 +37,10 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from elastic.domain.errors import FieldError, describe
+from elastic.worker.contrib.folders import METADATA
 
-METADATA = ".metadata"
 METADATA_TYPES = {
-    "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "torch": {"Size"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -52,7 +52,7 @@ METADATA_TYPES = {
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     },
-    "torch.distributed.checkpoint.planner": {  # Megatron stores its plans, too
+    "torch.distributed.checkpoint.planner": {  # megatron stores its plans, too
         "BytesIOWriteData",
         "SavePlan",
         "TensorWriteData",
@@ -61,8 +61,42 @@ METADATA_TYPES = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""What the unpickler may make, by module; types of numbers (torch.float32) are allowed, too."""
+"""What `.metadata` may name, by module, beside torch.Size, OrderedDict and types of numbers."""
 SOURCE = "a folder that torch.distributed.checkpoint.save has written is needed"
+OPTIMIZERS = ("optim", "exp_avg")
+"""Words in the beginnings of names that are no parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A rectangular part of a tensor, and where its numbers are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    path: str
+    """Name of its file, relative to the folder."""
+    begin: int
+    length: int
+    """Place in the file, in bytes."""
+    extensions: tuple[str, ...]
+
+    def holds(self, at: Sequence[int]) -> bool:
+        """Return whether it has numbers at these indices of the first dimensions."""
+        places = zip(at, self.offsets, self.sizes, strict=False)
+        return all(begin <= index < begin + n for index, begin, n in places)
+
+    def overlaps(self, other: Chunk) -> bool:
+        places = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(a < b + m and b < a + n for a, n, b, m in places)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Type, size and parts of a tensor."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
 
 
 class DistributedCheckpoint:
@@ -70,76 +104,120 @@ class DistributedCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        found = _metadata(folder / METADATA)
-        self._places: dict[MetadataIndex, Any] = found.storage_data
-        self.tensors = {
-            name: stored
-            for name, stored in found.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }
-        """Type, size and parts of each tensor, by name."""
+        try:
+            with (folder / METADATA).open("rb") as file:
+                self.tensors = dict(_stored(_Unpickler(file).load()))
+        except Exception as error:  # damaged pickles fail in many ways
+            raise self._error(f"{METADATA} cannot be read ({describe(error)}): {SOURCE}") from error
 
     def read(self, name: str, at: Sequence[int] = ()) -> Tensor:
         """Return a tensor, or the part of it at the indices `at` of its first dimensions."""
         stored = self.tensors[name]
-        whole = torch.empty(stored.size[len(at) :], dtype=stored.properties.dtype)
-        absent = whole.numel()
-        for chunk in stored.chunks:
-            begins, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            if any(not b <= i < b + n for i, b, n in zip(at, begins, sizes, strict=False)):
-                continue
-            part = self._chunk(name, chunk)
-            for index, begin in zip(at, begins, strict=False):
-                part = part[index - begin]
-            rest = zip(begins[len(at) :], sizes[len(at) :], strict=True)
-            whole[tuple(slice(begin, begin + size) for begin, size in rest)] = part
-            absent -= part.numel()
+        chunks = [chunk for chunk in stored.chunks if chunk.holds(at)]
+        if any(one.overlaps(other) for one, other in combinations(chunks, 2)):
+            raise self._error(f"two parts of {name} overlap: {SOURCE}")
+        shape, first = stored.size[len(at) :], len(at)
+        absent = math.prod(shape) - sum(math.prod(chunk.sizes[first:]) for chunk in chunks)
         if absent:
-            raise self._error(f"{absent} of {whole.numel()} numbers of {name} are absent")
+            raise self._error(f"{absent} of {math.prod(shape)} numbers of {name} are absent")
+        if len(chunks) == 1:
+            return self._part(name, stored, chunks[0], at)
+        whole = torch.empty(shape, dtype=stored.dtype)
+        for chunk in chunks:
+            rest = zip(chunk.offsets[first:], chunk.sizes[first:], strict=True)
+            place = tuple(slice(begin, begin + n) for begin, n in rest)
+            whole[place].copy_(self._part(name, stored, chunk, at))
         return whole
 
-    def values_of(self, names: Collection[str]) -> Callable[[str], Tensor]:
-        """Return a function that reads the parameters of a model by name.
+    def values_of(self, names: Collection[str], others: Collection[str] = ()) -> ModelValues:
+        """Return the tensors of a model by its names for them.
 
-        Stored names may have a common beginning, as `model.` in the checkpoint of a dict of models.
-        Raises FieldError unless there is one beginning with which all `names` are stored.
+        Stored names may have a common beginning, as `model.` in the checkpoint of a dict. Raises
+        FieldError unless there is one beginning with which all `names` are stored, and the model
+        has all that is stored.
+
+        Args:
+            names: of the parameters.
+            others: further names that the model has, and that may be stored.
         """
+        start, known = self._start(names), {*names, *others}
+        modules = {name.partition(".")[0] for name in known}
+        mine = [n.removeprefix(start) for n in self.tensors if n.startswith(start)]
+        more = [
+            name
+            for name in sorted(mine)
+            if name not in known and (name.partition(".")[0] in modules or name[0].isdigit())
+        ]
+        if more:
+            text = f"it has {len(more)} tensors that the model lacks, as {start}{more[0]}"
+            raise self._error(f"{text}: a checkpoint of this model is needed")
+        wanted = {f"{start}{name}" for name in mine if name in known}
+        self.tensors = {name: self.tensors[name] for name in wanted}
+        return ModelValues(self, start)
+
+    def _start(self, names: Collection[str]) -> str:
+        """Return the beginning of the stored names of a model."""
         first = min(names)
         stored = (name.removesuffix(first) for name in self.tensors if name.endswith(first))
-        starts = sorted({start for start in stored if not start or start.endswith(".")})
+        starts = sorted(
+            start
+            for start in set(stored)
+            if start == "" or (start.endswith(".") and not any(w in start for w in OPTIMIZERS))
+        )
         whole = [s for s in starts if all(f"{s}{name}" in self.tensors for name in names)]
-        if len(whole) == 1:
-            return lambda name: self.read(whole[0] + name)
-        if whole:
+        if len(whole) == 1 and ("model." not in starts or whole == ["model."]):
+            return whole[0]
+        if len(whole) > 1:
             several = " and ".join(f"{start}{first}" for start in whole)
             raise self._error(f"it has {several}: leave one model in the checkpoint")
-        start = min(starts, key=lambda s: sum(s + n not in self.tensors for n in names), default="")
-        absent = next(start + name for name in sorted(names) if start + name not in self.tensors)
-        raise self._error(f"it has no tensor {absent}: a checkpoint of this model is needed")
+        found = {s: sum(f"{s}{name}" in self.tensors for name in names) for s in starts}
+        start = "model." if "model." in starts else max(starts, key=found.__getitem__, default="")
+        absent = next((n for n in sorted(names) if f"{start}{n}" not in self.tensors), first)
+        remedy = f"it has no tensor {start}{absent}: a checkpoint of this model is needed"
+        raise self._error(remedy)
 
-    def _chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        place = self._places.get(MetadataIndex(name, chunk.offsets))
-        if place is None:
-            raise self._error(f"a part of {name} is absent: {SOURCE}")
-        if getattr(place, "transform_descriptors", None):
-            what = f"{name} is stored with {' '.join(place.transform_descriptors)}"
+    def _part(self, name: str, stored: StoredTensor, chunk: Chunk, at: Sequence[int]) -> Tensor:
+        """Return the numbers of a chunk, at the indices `at` of the tensor's first dimensions."""
+        if chunk.extensions:
+            what = f"{name} is stored with {' '.join(chunk.extensions)}"
             raise self._error(f"{what}: save it without extensions of the writer")
-        path = (self.folder / place.relative_path).resolve()
-        if not path.is_relative_to(self.folder.resolve()):
-            raise self._error(f"{name} is stored outside, at {place.relative_path}: {SOURCE}")
         try:
+            path = (self.folder / chunk.path).resolve()
+            if not path.is_relative_to(self.folder.resolve()) or not path.is_file():
+                raise self._error(f"{name} is in no file of this folder, at {chunk.path}: {SOURCE}")
             with path.open("rb") as file:
-                file.seek(place.offset)
-                data = io.BytesIO(file.read(place.length))
+                file.seek(chunk.begin)
+                data = io.BytesIO(file.read(chunk.length))
             value = torch.load(data, map_location="cpu", weights_only=True)
+        except FieldError:
+            raise
         except Exception as error:  # torch.load fails in many ways
-            raise self._error(f"{path.name} cannot be read: {describe(error)}") from error
-        if not isinstance(value, Tensor) or value.shape != chunk.sizes:
-            raise self._error(f"{path.name} is damaged: {name} has another shape there")
-        return value
+            raise self._error(f"{chunk.path} cannot be read: {describe(error)}") from error
+        right = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+        if not right or (tuple(value.shape), value.dtype) != (chunk.sizes, stored.dtype):
+            raise self._error(f"{chunk.path} is damaged: it has another tensor than {name}")
+        for index, begin in zip(at, chunk.offsets, strict=False):
+            value = value[index - begin]
+        found: Tensor = value
+        return found
 
     def _error(self, remedy: str) -> FieldError:
         return FieldError("weights", str(self.folder), remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelValues:
+    """The tensors of one model in a checkpoint."""
+
+    checkpoint: DistributedCheckpoint
+    start: str
+    """Beginning of their names."""
+
+    def __call__(self, name: str) -> Tensor:
+        return self.checkpoint.read(self.start + name)
+
+    def __contains__(self, name: str) -> bool:
+        return self.start + name in self.checkpoint.tensors
 
 
 class Part(NamedTuple):
@@ -159,7 +237,7 @@ def write(folder: Path, files: Iterable[Sequence[Part]]) -> None:
 
     Only the parts of one file are in memory. Raises OSError if it cannot be written.
     """
-    writer = FileSystemWriter(folder, overwrite=False)
+    writer = FileSystemWriter(str(folder), per_thread_copy_ahead=0)  # 0: opens no CUDA stream
     writer.set_up_storage_writer(True)
     folder.mkdir(parents=True, exist_ok=True)
     plans: list[SavePlan] = []
@@ -169,7 +247,11 @@ def write(folder: Path, files: Iterable[Sequence[Part]]) -> None:
         # The writer names files after the number of the plan.
         numbered = writer.prepare_global_plan([*plans, SavePlan(planner.items)])[len(plans)]
         plans.append(numbered)
-        results.append(writer.write_data(numbered, planner).wait())
+        try:
+            results.append(writer.write_data(numbered, planner).wait())
+        except RuntimeError as error:  # how torch.save reports a full disk
+            raise OSError(describe(error)) from error
+        del parts, planner
     _, metadata = create_default_global_save_plan(plans)
     writer.finish(metadata, results)
 
@@ -201,30 +283,76 @@ def _item(part: Part) -> WriteItem:
     return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
 
 
-def _metadata(path: Path) -> Metadata:
-    """Read a `.metadata` file. Raises FieldError if it is absent or holds anything else."""
-    try:
-        with path.open("rb") as file:
-            found = _Unpickler(file).load()
-        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-            raise pickle.UnpicklingError("it describes no checkpoint")
-    except Exception as error:  # damaged pickles fail in many ways
-        remedy = f"{METADATA} cannot be read ({describe(error)}): {SOURCE}"
-        raise FieldError("weights", str(path.parent), remedy) from error
-    return found
+class _Made:
+    """An object of the pickle, without behaviour."""
+
+    kind = ""
+    state: Any = None
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes the types of METADATA_TYPES, and refuses anything else."""
+    """Makes objects of the types in METADATA_TYPES, of classes of its own; refuses the rest."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._types: dict[str, type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if name in METADATA_TYPES.get(module, ()) or isinstance(dtype, torch.dtype):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return name
+        base: type = _Made
+        if (module, name) == ("torch", "Size"):
+            base = tuple
+        elif (module, name) == ("collections", "OrderedDict"):
+            base = dict
+        elif name not in METADATA_TYPES.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        return self._types.setdefault(name, type(name, (base,), {"kind": name}))
+
+
+def _stored(found: Any) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield names and tensors of a checkpoint. Raises an Exception for anything else."""
+    if getattr(found, "kind", "") != "Metadata":
+        raise pickle.UnpicklingError("it describes no checkpoint")
+    places = {
+        (index.state["fqn"], tuple(index.state.get("offset") or ())): place.state
+        for index, place in found.state["storage_data"].items()
+    }
+    for name, tensor in found.state["state_dict_metadata"].items():
+        if tensor.kind == "TensorStorageMetadata":
+            size = _numbers(tensor.state["size"])
+            chunks = [_chunk(name, chunk.state, size, places) for chunk in tensor.state["chunks"]]
+            dtype = getattr(torch, tensor.state["properties"].state[0])
+            yield str(name), StoredTensor(dtype, size, tuple(chunks))
+
+
+def _chunk(
+    name: str, chunk: dict[str, Any], size: tuple[int, ...], places: dict[Any, Any]
+) -> Chunk:
+    offsets, sizes = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
+    if any(begin + n > most for begin, n, most in zip(offsets, sizes, size, strict=True)):
+        raise ValueError(f"a part of {name} is outside of it")
+    place = places[name, offsets]
+    begin, length = _numbers((place["offset"], place["length"]))
+    extensions = tuple(map(str, place.get("transform_descriptors") or ()))
+    return Chunk(offsets, sizes, str(place["relative_path"]), begin, length, extensions)
+
+
+def _numbers(found: Iterable[Any]) -> tuple[int, ...]:
+    numbers = tuple(found)
+    if not all(isinstance(n, int) and n >= 0 for n in numbers):
+        raise ValueError(f"{numbers} are no sizes")
+    return numbers
 
 
 def as_tensor(dtype: str, data: Any, shape: Sequence[int]) -> Tensor:
     """Return a copy of raw little-endian numbers as a tensor. `dtype`: as "bfloat16"."""
-    flat = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
+    raw, kind = bytearray(data), getattr(torch, dtype)
+    flat = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
     return flat.reshape(tuple(shape))

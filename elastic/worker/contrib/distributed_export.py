@@ -11,7 +11,7 @@ import numpy as np
 from elastic.store import checkpoint_directory
 from elastic.store.safetensors_stream import RawTensor
 from elastic.worker.contrib.distributed_checkpoint import Part, as_tensor, write
-from elastic.worker.contrib.new_folder import new_folder
+from elastic.worker.contrib.folders import new_folder
 from elastic.worker.replica.export import checkpoint_path, checkpoint_runs, parameters
 
 
@@ -42,7 +42,7 @@ def to_distributed_checkpoint(
             from elastic.worker.contrib.huggingface.export import named_tensors  # extra hf
 
             files = named_tensors(path, Path(model), digest, shard_bytes)
-        write(fresh, ([_part(tensor) for tensor in file] for file in files))
+        write(fresh, (list(map(_part, file)) for file in files))
     step = checkpoint_directory.read_manifest(path).step
     return {"step": step, "params_sha256": digest.hexdigest()}
 

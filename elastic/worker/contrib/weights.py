@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from elastic.domain.errors import FieldError
-from elastic.worker.contrib.distributed_checkpoint import METADATA, DistributedCheckpoint
+from elastic.worker.contrib.folders import METADATA, is_file
 from elastic.worker.model.checks import description
 from elastic.worker.model.whole_model import WholeModel
 
@@ -20,12 +20,15 @@ def take_weights(stack: WholeModel, folder: object) -> None:
     if not isinstance(folder, str | Path):
         raise FieldError("weights", description(folder), FOLDER)
     path = Path(folder)
-    if (path / METADATA).is_file():
-        stack.values = DistributedCheckpoint(path).values_of(stack.parameter_names())
+    if is_file(path / METADATA):
+        from elastic.worker.contrib.distributed_checkpoint import DistributedCheckpoint  # slow
+
+        read = DistributedCheckpoint(path).values_of(stack.parameter_names(), stack.other_names())
+        stack.take_values(read)
         return
     from elastic.worker.contrib.huggingface.weights import weights_in  # needs the extra hf
 
     found = weights_in(path)
     if found is None:
         raise FieldError("weights", str(path), FOLDER)
-    stack.values = found
+    stack.take_values(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,14 @@ from elastic.worker.model.optimizer import OptimizerSpec
 
 Values = Callable[[str], Tensor]
 """Returns the initial value of a parameter of the model, by its name there."""
+
+
+class StoredValues(Protocol):
+    """Values of a checkpoint, by the model's names."""
+
+    def __call__(self, name: str) -> Tensor: ...
+
+    def __contains__(self, name: str) -> bool: ...
 
 
 def values_of(model: nn.Module) -> Values | None:
@@ -62,6 +70,24 @@ class WholeModel(LayerStack):
         self.seed, self.varying = whole_number("seed", seed), bool(varying)
         self._empty = [self.empty_layer(index) for index in range(self.n_layers)]
         self.tied = self._find_tied()
+
+    def take_values(self, values: StoredValues) -> None:
+        """Let the layers begin with the values of a checkpoint; buffers that it has, too.
+
+        Raises FieldError for a buffer of another shape.
+        """
+        self.values = values
+        kept = self._model.state_dict()
+        for name, buffer in self._model.named_buffers():
+            if name in kept and name in values:
+                if buffer.is_meta:
+                    what = Described("a buffer on the meta device")
+                    raise FieldError(f"model, {name}", what, "make the model on the CPU")
+                self._copy(buffer, name)
+
+    def other_names(self) -> set[str]:
+        """Return the names that a checkpoint of the model may have beside `parameter_names`."""
+        return {*self._model.state_dict(), *(name for name, _ in self._model.named_buffers())}
 
     def parameter_names(self) -> list[str]:
         """Return the model's names of all parameters; of those that are tied, the first one's."""
@@ -156,7 +182,11 @@ class WholeModel(LayerStack):
         if value.shape != parameter.shape:
             remedy = f"the model has {name} of shape {tuple(parameter.shape)}"
             raise FieldError("weights", description(value), remedy)
-        parameter.copy_(value)
+        if value.is_floating_point() != parameter.is_floating_point():
+            remedy = f"the model has {name} of type {parameter.dtype}"
+            raise FieldError("weights", Described(f"a tensor of {value.dtype}"), remedy)
+        with torch.no_grad():
+            parameter.copy_(value)
 
     def _find_tied(self) -> tuple[tuple[tuple[int, str], ...], ...]:
         """Return the parameters of several layers that are one tensor of the model."""

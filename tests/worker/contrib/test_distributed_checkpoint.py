@@ -164,6 +164,8 @@ def test_parts_of_a_tensor_in_several_files(tmp_path: Path) -> None:
     write(tmp_path / "d", files[:1])
     with pytest.raises(FieldError, match="12 of 24 numbers of a are absent"):
         DistributedCheckpoint(tmp_path / "d").read("a")
+    write(tmp_path / "e", [[Part("none", torch.empty(0, 3))]])
+    assert DistributedCheckpoint(tmp_path / "e").read("none").shape == (0, 3)
 
 
 class Evil:
@@ -194,6 +196,15 @@ def _moved(folder: Path, values: dict[str, Tensor]) -> None:
     path.write_bytes(pickle.dumps(metadata))
 
 
+def _overlapping(folder: Path, values: dict[str, Tensor]) -> None:
+    """A checkpoint that lists each part of a tensor twice."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())  # noqa: S301 - this test has written it
+    for tensor in metadata.state_dict_metadata.values():
+        tensor.chunks = [*tensor.chunks, *tensor.chunks]
+    path.write_bytes(pickle.dumps(metadata))
+
+
 def _other(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path, dict[str, Tensor]], None]:
     def replace(folder: Path, values: dict[str, Tensor]) -> None:
         for path in folder.iterdir():
@@ -205,8 +216,21 @@ def _other(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path, dict[s
 
 WRONG: dict[str, tuple[Callable[[Path, dict[str, Tensor]], Any], str]] = {
     "truncated": (_truncated, "distcp cannot be read"),
-    "no data": (_absent, "distcp cannot be read"),
-    "outside": (_moved, "is stored outside"),
+    "no data": (_absent, "is in no file of this folder"),
+    "outside": (_moved, "is in no file of this folder"),
+    "overlapping": (_overlapping, "two parts of .* overlap"),
+    "of a larger model": (
+        _other(lambda values: {**values, "9.weight": torch.ones(3)}),
+        r"1 tensors that the model lacks, as 9\.weight",
+    ),
+    "of numbers of another kind": (
+        _other(lambda values: {n: v.to(torch.int8) for n, v in values.items()}),
+        "a tensor of torch.int8",
+    ),
+    "of half a model, and its average": (
+        _other(lambda values: {"model": {"1.bias": values["1.bias"]}, "ema": values}),
+        r"it has no tensor model\.1\.weight",
+    ),
     "damaged": (lambda f, _: (f / ".metadata").write_bytes(b"x"), ".metadata cannot be read"),
     "no checkpoint": (
         lambda f, _: (f / ".metadata").write_bytes(pickle.dumps({"a": 1})),
@@ -254,3 +278,40 @@ def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"it asks for posix\.mkdir, which no checkpoint needs"):
         from_sequential(nn.Sequential(*parts()), loss=loss, weights=folder)
     assert not made.exists()
+
+
+def test_a_checkpoint_changes_no_class(tmp_path: Path) -> None:
+    """A pickle may set attributes of the classes that it gets."""
+    folder = saved({"a": torch.ones(3)}, tmp_path / "c")
+    path = folder / ".metadata"
+    changed = b"cpathlib\nPosixPath\nN}X\x0e\x00\x00\x00is_relative_tocpathlib\nPosixPath\ns\x86b0"
+    path.write_bytes(b"\x80\x02" + changed + path.read_bytes()[2:])
+    before = Path.is_relative_to
+    with pytest.raises(FieldError):
+        DistributedCheckpoint(folder)
+    assert type(path).is_relative_to is before
+
+
+def test_buffers_of_a_sequence_are_taken(tmp_path: Path) -> None:
+    class Shift(nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.register_buffer("by", torch.tensor(by))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.get_buffer("by")
+
+    def made(by: float) -> nn.Sequential:
+        return nn.Sequential(nn.Flatten(), nn.Linear(12, 5), Shift(by))
+
+    folder = saved(made(3.0).state_dict(), tmp_path / "c")
+    (layer,) = replicas(from_sequential(made(0.0), loss=loss, weights=folder))
+    assert layer.module.get_buffer("parts.2.by").item() == 3.0
+
+
+def test_an_optimizer_beside_a_model_is_left_out(tmp_path: Path) -> None:
+    values = nn.Sequential(*parts()).state_dict()
+    folder = saved({"model": values, "optim": {"exp_avg": values}}, tmp_path / "c")
+    layers = replicas(from_sequential(nn.Sequential(*parts()), loss=loss, weights=folder))
+    name = "parts.1.weight"
+    assert torch.equal(layers[0].module.get_parameter(name), values["1.weight"])

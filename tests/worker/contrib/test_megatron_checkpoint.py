@@ -95,8 +95,9 @@ def test_a_folder_without_a_checkpoint_is_named(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"num_layers": 3}, "the model has more blocks"),
-        ({"ffn_hidden_size": 64}, "layer 1 of the model has layer.mlp.gate.weight of shape"),
+        ({"num_layers": 3}, "the model has 3 blocks"),
+        ({"num_layers": 1}, "the model has 1 blocks"),
+        ({"ffn_hidden_size": 64}, "block 0 of the model has mlp.gate.weight of shape"),
         ({"add_qkv_bias": True}, "no tensor .*linear_qkv.bias"),
     ],
 )

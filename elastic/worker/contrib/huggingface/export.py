@@ -13,9 +13,9 @@ import torch
 from elastic.domain.errors import FieldError
 from elastic.store import checkpoint_directory, safetensors_stream
 from elastic.store.safetensors_stream import RawTensor
+from elastic.worker.contrib.folders import new_folder
 from elastic.worker.contrib.huggingface.stack import HuggingFaceStack, config_in, from_huggingface
 from elastic.worker.contrib.huggingface.weights import INDEX, SINGLE
-from elastic.worker.contrib.new_folder import new_folder
 from elastic.worker.model.checks import whole_number
 from elastic.worker.replica.export import checkpoint_path, checkpoint_runs, parameters
 

@@ -25,7 +25,7 @@ from elastic.worker.contrib.weights import take_weights
 from elastic.worker.model.checks import Described, description, whole_number
 from elastic.worker.model.meta_modules import parameters_on_meta, without_memory
 from elastic.worker.model.rng import derive_parameter_seed
-from elastic.worker.model.whole_model import Values, WholeModel, values_of
+from elastic.worker.model.whole_model import StoredValues, Values, WholeModel, values_of
 
 with needs_extra("hf", "A Hugging Face model"):
     import transformers
@@ -85,7 +85,6 @@ def from_huggingface(
     stack = HuggingFaceStack(_Skeleton.of(model, whole_number("seed", seed)), seed, loss, varying)
     if weights is not None:
         take_weights(stack, weights)
-        stack.allow_absent_prefix()
     return stack
 
 
@@ -267,7 +266,8 @@ class HuggingFaceStack(WholeModel):
                 raise FieldError(type(skeleton.model).__name__, what, SPLIT)
         self._recorders: dict[torch.device, Recorder] = {}
         super().__init__(skeleton.model, seed, values=skeleton.values, varying=varying)
-        self.allow_absent_prefix()
+        if isinstance(self.values, Weights):
+            self.take_values(self.values)
 
     @property
     def n_layers(self) -> int:
@@ -283,10 +283,10 @@ class HuggingFaceStack(WholeModel):
         """The name of the model's class, as LlamaForCausalLM."""
         return type(self._skeleton.model).__name__
 
-    def allow_absent_prefix(self) -> None:
-        """Accept files of the model without its head, whose names lack the model's prefix."""
-        if isinstance(self.values, Weights):
-            self.values.prefix = f"{self._skeleton.model.base_model_prefix}."
+    def take_values(self, values: StoredValues) -> None:
+        if isinstance(values, Weights):  # files of the model without its head lack its prefix
+            values.prefix = f"{self._skeleton.model.base_model_prefix}."
+        super().take_values(values)
 
     def name_of(self, layer: int, name: str) -> str:
         kind, _, rest = name.partition(".")

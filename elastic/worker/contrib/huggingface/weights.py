@@ -27,6 +27,9 @@ class Weights:
         self.prefix = ""
         """Beginning of names that a file of the model without its head leaves out."""
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._files or name.removeprefix(self.prefix) in self._files
+
     def __call__(self, name: str) -> Tensor:
         stored = name if name in self._files else name.removeprefix(self.prefix)
         if stored not in self._files:

@@ -19,16 +19,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elastic.domain.errors import FieldError
+from elastic.domain.errors import FieldError, describe
 from elastic.store import checkpoint_directory
 from elastic.worker.contrib import distributed_checkpoint
 from elastic.worker.contrib.distributed_checkpoint import (
-    METADATA,
     DistributedCheckpoint,
     Part,
     as_tensor,
 )
-from elastic.worker.contrib.new_folder import new_folder
+from elastic.worker.contrib.folders import METADATA, is_file, new_folder
 from elastic.worker.model.checks import description
 from elastic.worker.replica.export import checkpoint_path, checkpoint_runs, parameters
 
@@ -56,10 +55,17 @@ class MegatronCheckpoint:
     Raises FieldError for what is absent or has another shape.
     """
 
-    def __init__(self, folder: object) -> None:
+    def __init__(self, folder: object, blocks: int) -> None:
+        """`blocks`: number of blocks of the model."""
         if not isinstance(folder, str | Path):
             raise FieldError("weights", description(folder), FOLDER)
         self._stored = DistributedCheckpoint(_iteration_in(Path(folder)))
+        self._blocks = blocks
+        for name in self._stored.tensors:
+            number = re.match(rf"{re.escape(BLOCKS)}\.(\d+)\.", name)
+            if number and int(number[1]) >= blocks:
+                remedy = f"it has {name}, and the model has {blocks} blocks"
+                raise FieldError("weights", str(folder), remedy)
 
     def value(self, layer: int, name: str, shape: Sequence[int], *, gated: bool) -> Tensor:
         """Return the whole parameter `name` of a layer, of this shape. `gated`: MLPs are gated."""
@@ -78,25 +84,36 @@ class MegatronCheckpoint:
         half = _half(name) if gated else None
         if name.startswith("mlp.") and len(shape) == 3:
             matrix = f"{_expert_matrix(name)}.weight"
-            value = torch.stack([self._expert(block, e, matrix) for e in range(shape[0])])
+            value = self._experts(block, matrix, shape[0])
         else:
             names = _names(name)
-            numbered = [f"{BLOCKS}.{block}.{one}" for one in names]
-            stored = self._first([*numbered, *(f"{BLOCKS}.{one}" for one in names)])
-            value = self._stored.read(stored, () if stored in numbered else self._at(stored, block))
+            value = self._of_blocks(block, names)
         if half is None:
             return value
-        return value.chunk(2, _rows(name, value))[half]
+        dim = _rows(name, value)
+        if value.shape[dim] != 2 * shape[dim]:
+            remedy = f"block {block} of the model has {name} of shape {tuple(shape)}"
+            raise FieldError("weights", description(value), f"{remedy}, one of two halves")
+        return value.chunk(2, dim)[half]
 
-    def _expert(self, block: int, expert: int, matrix: str) -> Tensor:
-        """Return a matrix of one expert."""
-        places: dict[str, tuple[int, ...]] = {
-            f"{BLOCKS}.{block}.{EXPERTS}.{expert}.{matrix}": (),
-            f"{BLOCKS}.{block}.{EXPERTS}.{matrix}": (expert,),
-            f"{BLOCKS}.{EXPERTS}.{matrix}": (block, expert),
-        }
-        stored = self._first(list(places))
-        return self._stored.read(stored, self._at(stored, *places[stored]))
+    def _of_blocks(self, block: int, names: Sequence[str]) -> Tensor:
+        """Return a tensor of a block, which may be stored for all blocks at once."""
+        numbered = [f"{BLOCKS}.{block}.{one}" for one in names]
+        stored = self._first([*numbered, *(f"{BLOCKS}.{one}" for one in names)])
+        if stored in numbered:
+            return self._stored.read(stored)
+        size = self._stored.tensors[stored].size
+        if not size or size[0] != self._blocks:
+            remedy = f"{stored} is {size}, and the model has {self._blocks} blocks"
+            raise FieldError("weights", str(self._stored.folder), remedy)
+        return self._stored.read(stored, (block,))
+
+    def _experts(self, block: int, matrix: str, experts: int) -> Tensor:
+        """Return a matrix of all experts of a block, [experts, rows, columns]."""
+        each = [f"{BLOCKS}.{block}.{EXPERTS}.{e}.{matrix}" for e in range(experts)]
+        if each[0] in self._stored.tensors:
+            return torch.stack([self._stored.read(self._first([name])) for name in each])
+        return self._of_blocks(block, [f"{EXPERTS}.{matrix}"])
 
     def _first(self, names: Sequence[str]) -> str:
         """Return the first of `names` that is stored."""
@@ -105,14 +122,6 @@ class MegatronCheckpoint:
                 return name
         remedy = f"it has no tensor {' or '.join(names)}: a checkpoint of this model is needed"
         raise FieldError("weights", str(self._stored.folder), remedy)
-
-    def _at(self, name: str, *place: int) -> tuple[int, ...]:
-        """Return `place`. Raises FieldError if the stored tensor is smaller."""
-        size = tuple(self._stored.tensors[name].size)
-        if any(index >= n for index, n in zip(place, size, strict=False)):
-            remedy = f"{name} is {size}, and the model has more blocks or experts"
-            raise FieldError("weights", str(self._stored.folder), remedy)
-        return place
 
 
 def to_megatron(checkpoint: str | Path, out: str | Path) -> dict[str, int | str]:
@@ -129,7 +138,10 @@ def to_megatron(checkpoint: str | Path, out: str | Path) -> dict[str, int | str]
     with new_folder(Path(out), path) as fresh:
         folder = fresh / f"iter_{manifest.step:07}"
         distributed_checkpoint.write(folder, _files(path, digest))
-        torch.save(common, folder / "common.pt")
+        try:
+            torch.save(common, folder / "common.pt")
+        except RuntimeError as error:  # how torch.save reports a full disk
+            raise OSError(describe(error)) from error
         (folder / "metadata.json").write_text(json.dumps(backends | versions))
         (fresh / ITERATION).write_text(str(manifest.step))
     return {"step": manifest.step, "params_sha256": digest.hexdigest()}
@@ -237,16 +249,18 @@ def _rows(name: str, value: Tensor) -> int:
 
 def _iteration_in(folder: Path) -> Path:
     """Return the folder of an iteration: `folder`, or the newest one in it. Raises FieldError."""
-    if (folder / METADATA).is_file():
+    if is_file(folder / METADATA):
         return folder
     newest = folder / ITERATION
+    if not is_file(newest):
+        remedy = f"it has no {METADATA} and no {ITERATION}: {FOLDER}"
+        raise FieldError("weights", str(folder), remedy)
     try:
         text = newest.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        remedy = f"it has no {METADATA} and no {ITERATION}: {FOLDER}"
-        raise FieldError("weights", str(folder), remedy) from error
-    found = folder / ("release" if text == "release" else f"iter_{text:>07}")
-    if not (text == "release" or text.isdigit()) or not (found / METADATA).is_file():
+        raise FieldError("weights", str(newest), f"it cannot be read: {error}") from error
+    found = folder / ("release" if text == "release" else f"iter_{text[:20]:>07}")
+    if not (text == "release" or text.isdigit()) or not is_file(found / METADATA):
         remedy = f"{newest} names it, and it has no {METADATA}: {FOLDER}"
         raise FieldError("weights", str(found), remedy)
     return found

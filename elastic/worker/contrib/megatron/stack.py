@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, LayerSpec
-from elastic.worker.contrib.megatron.checkpoint import MegatronCheckpoint
 from elastic.worker.contrib.megatron.checks import NO_INFLUENCE, check_config, check_model
 from elastic.worker.contrib.megatron.experts import SelfGroup
 from elastic.worker.contrib.megatron.gpt import GPTConfig
@@ -46,6 +45,9 @@ from elastic.worker.model.layers import (
     layer_spec,
 )
 from elastic.worker.model.optimizer import OptimizerSpec
+
+if TYPE_CHECKING:
+    from elastic.worker.contrib.megatron.checkpoint import MegatronCheckpoint
 
 T = TypeVar("T")
 EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
@@ -134,8 +136,14 @@ def from_megatron(
         model,
         micro_batch_size=whole_number("micro_batch_size", micro_batch_size, 1),
         seed=whole_number("seed", seed),
-        weights=None if weights is None else MegatronCheckpoint(weights),
+        weights=None if weights is None else _stored(weights, config.num_layers),
     )
+
+
+def _stored(weights: str | Path, blocks: int) -> MegatronCheckpoint:
+    from elastic.worker.contrib.megatron.checkpoint import MegatronCheckpoint  # slow
+
+    return MegatronCheckpoint(weights, blocks)
 
 
 class Kind(Enum):

@@ -1,4 +1,4 @@
-"""A new folder that appears whole or not at all."""
+"""Folders of checkpoints: those that are there, and new ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from pathlib import Path
 
 from elastic.domain.errors import FieldError
 
+METADATA = ".metadata"
+"""Name of the index of a checkpoint of torch.distributed.checkpoint."""
+
+
+def is_file(path: Path) -> bool:
+    """Return whether there is a file. Raises FieldError if that cannot be found out."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError) as error:
+        raise FieldError("weights", str(path.parent), f"it cannot be read: {error}") from error
+
 
 @contextmanager
 def new_folder(out: Path, checkpoint: Path) -> Iterator[Path]:
@@ -19,7 +30,7 @@ def new_folder(out: Path, checkpoint: Path) -> Iterator[Path]:
     """
     if out.exists():
         raise FieldError("OUT", str(out), "it exists; give another")
-    if out.absolute().is_relative_to(checkpoint.absolute()):
+    if out.resolve().is_relative_to(checkpoint.resolve()):
         raise FieldError("OUT", str(out), "it is in the checkpoint; give another")
     fresh = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
     try:
