@@ -82,8 +82,10 @@ class StallWatch:
         self._since = 0.0
 
     def look(self, state: JobState, now: float, store: Waiting | None = None) -> Stall | None:
-        """Return the present stall; None: the job makes progress, or it is over. `store`: the wait
-        for the store, if it is away; orders wait for it, but nodes that train go on."""
+        """Return the present stall. None: the job makes progress, or it is over.
+
+        `store`: the wait for the store, if it is away. Orders then wait for it; nodes train on.
+        """
         found = _stall(state, now) if store is None else _stall_by_store(state, store)
         if found is None:
             self._since = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from elastic.command_line import Command
 from elastic.domain.errors import FieldError, UsageError
@@ -50,6 +51,9 @@ def convert(
         raise UsageError(
             "--model: give the folder with the config.json of the model, or another --to"
         )
+    source = click.get_current_context().get_parameter_source("shard_size")
+    if model is None and source is ParameterSource.COMMANDLINE:
+        raise UsageError("--shard-size: leave it out: it is for Hugging Face models, with --model")
     if kind == MEGATRON:
         if model is not None:
             raise FieldError("--model", str(model), "leave it out: it is for Hugging Face models")

@@ -149,7 +149,7 @@ class DistributedCheckpoint:
             if name not in known and (name.partition(".")[0] in modules or name[0].isdigit())
         ]
         if more:
-            text = f"it has {len(more)} tensors that the model lacks, as {start}{more[0]}"
+            text = f"the model lacks {len(more)} of its tensors, as {start}{more[0]}"
             raise self._error(f"{text}: a checkpoint of this model is needed")
         wanted = {f"{start}{name}" for name in mine if name in known}
         self.tensors = {name: self.tensors[name] for name in wanted}
@@ -221,7 +221,7 @@ class ModelValues:
 
 
 class Part(NamedTuple):
-    """A tensor, or a rectangular part of one, to be written."""
+    """A tensor to write, or a rectangular part of one."""
 
     name: str
     values: Tensor

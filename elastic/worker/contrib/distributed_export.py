@@ -24,7 +24,7 @@ def to_distributed_checkpoint(
 ) -> dict[str, int | str]:
     """Write the parameters of a checkpoint to the new folder `out`, and return what it holds.
 
-    It appears whole or not at all. A file is in memory at a time.
+    It appears whole or not at all. A file is in memory at a time, twice while it is written.
 
     Args:
         checkpoint: the directory of one step, or of all steps; then the newest is taken.

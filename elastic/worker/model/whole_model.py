@@ -72,7 +72,9 @@ class WholeModel(LayerStack):
         self.tied = self._find_tied()
 
     def take_values(self, values: StoredValues) -> None:
-        """Let the layers begin with the values of a checkpoint; buffers that it has, too.
+        """Let the layers begin with the values of a checkpoint.
+
+        Buffers that it has get their values at once, parameters when a layer is built.
 
         Raises FieldError for a buffer of another shape.
         """
@@ -176,7 +178,8 @@ class WholeModel(LayerStack):
         parameter.copy_(value)
 
     def _copy(self, parameter: Tensor, name: str) -> None:
-        """Copy the given value of `name`. Raises FieldError if it has another shape."""
+        """Copy the given value of `name` to a parameter or buffer. Raises FieldError if its shape
+        differs, or if only one of the two has floating-point numbers."""
         assert self.values is not None
         value = self.values(name)
         if value.shape != parameter.shape:

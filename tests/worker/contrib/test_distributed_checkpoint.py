@@ -107,6 +107,15 @@ def test_a_format_that_does_not_fit_is_refused(
     assert not out.exists() and not list(tmp_path.glob(".*"))
 
 
+def test_a_size_of_files_that_would_be_ignored_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", str(tmp_path), str(tmp_path / "out"), "--shard-size", "1MiB", "--to"]
+    for kind in ("dcp", "megatron"):
+        assert main([*words, kind]) == 2
+        assert "--shard-size: leave it out" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_a_sequence_begins_with_them(on_meta: bool, tmp_path: Path) -> None:
     torch.manual_seed(2)
@@ -221,7 +230,7 @@ WRONG: dict[str, tuple[Callable[[Path, dict[str, Tensor]], Any], str]] = {
     "overlapping": (_overlapping, "two parts of .* overlap"),
     "of a larger model": (
         _other(lambda values: {**values, "9.weight": torch.ones(3)}),
-        r"1 tensors that the model lacks, as 9\.weight",
+        r"the model lacks 1 of its tensors, as 9\.weight",
     ),
     "of numbers of another kind": (
         _other(lambda values: {n: v.to(torch.int8) for n, v in values.items()}),

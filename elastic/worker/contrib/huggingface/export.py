@@ -94,8 +94,8 @@ def _save_config(source: Path, model_name: str, folder: Path, dtype: str) -> Non
 def _write(
     stack: HuggingFaceStack, path: Path, folder: Path, shard_bytes: int
 ) -> dict[str, int | str]:
-    """Write the weights to `folder`. Return step, number of tensors, bytes, hash, and the type of
-    all parameters, if they have one."""
+    """Write the weights to `folder`. Return step, number of tensors, bytes and hash; and the type
+    of the parameters, if all have the same."""
     digest, files, places, total = hashlib.sha256(), 0, {}, 0
     step, dtypes = checkpoint_directory.read_manifest(path).step, set()
     for shard in _shards(_tensors(stack, path, digest), shard_bytes):

@@ -97,7 +97,7 @@ class MegatronCheckpoint:
         return value.chunk(2, dim)[half]
 
     def _of_blocks(self, block: int, names: Sequence[str]) -> Tensor:
-        """Return a tensor of a block, which may be stored for all blocks at once."""
+        """Return a tensor of one block. It may be a row of a tensor of all blocks."""
         numbered = [f"{BLOCKS}.{block}.{one}" for one in names]
         stored = self._first([*numbered, *(f"{BLOCKS}.{one}" for one in names)])
         if stored in numbered:
