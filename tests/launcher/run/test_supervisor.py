@@ -299,12 +299,14 @@ def test_killed_agents_stay_dead_and_their_children_with_them(start: Start, tmp_
 def test_a_run_directory_belongs_to_one_run(start: Start, tmp_path: Path) -> None:
     first, run = start("serve"), tmp_path / "runs" / "a"
     assert wait_until(lambda: up(run))
-    before = sorted(path.name for path in run.iterdir())
+    firsts = ("agents.jsonl", "config.json", "coordinator.json", "join.token", "launcher.lock")
+    before = {name: (run / name).stat().st_ino for name in firsts}
     for flags in ([], ["--resume", "auto"]):
         second = start("serve", *flags)
         _, err = second.communicate(timeout=LONG_S)
         assert second.returncode == 2 and "--run-dir" in err and len(err.splitlines()) == 1
-    assert sorted(path.name for path in run.iterdir()) == before
+    assert {name: (run / name).stat().st_ino for name in firsts} == before
+    assert not (run / "exit.json").exists() and not list(run.glob("attempt-*"))
     first.terminate()
     assert first.wait(LONG_S) == 143
 
