@@ -229,7 +229,7 @@ def test_an_isolated_member_is_left_at_once(tmp_path: Path, caplog: LogCapture) 
         for member in others:
             member.kill()
         url = f"etcd://{isolated.endpoint}"
-        alone = EtcdStore(StoreSpec(url=url), "test", **PATIENT)
+        alone = EtcdStore(StoreSpec(url=url), "test", call_s=5.0, patience_s=10.0)
         with pytest.raises(StoreUnavailable, match=r"no leader|request timed out"):
             alone.get("k")
         alone.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from math import inf
 
 import pytest
@@ -90,3 +92,16 @@ def problem_of(case: Case, schedules: tuple[str, ...] = ("1f1b",)) -> Problem:
     return Problem(
         model=model, counts=case.counts, microbatches=case.microbatches, schedules=schedules
     )
+
+
+def test_the_solver_writes_nothing() -> None:
+    """`elastic plan --json` writes the plan to the same stdout. HiGHS 1.16.0 had a banner."""
+    code = (
+        "import numpy as np\n"
+        "from elastic.planning.search.master_problem import Relaxation, solve_integer\n"
+        "relaxation = Relaxation(np.array([[1, 0], [0, 1], [1, 1]]), (3, 2))\n"
+        "assert solve_integer(relaxation, np.array([2, 3, 6]), 10).value >= 10"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

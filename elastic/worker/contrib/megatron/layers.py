@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from elastic.domain.errors import FieldError, needs_extra
 from elastic.worker.contrib.megatron.context import ContextParallel
@@ -161,6 +160,9 @@ class SDPAttention(nn.Module):
     @staticmethod
     def _piece(q: Tensor, k: Tensor, v: Tensor, end: int) -> Tensor:
         """Return the attention of the tokens before position `end`, of which `q` has the last."""
+        # Imported here, since it loads the compiler: 2 s of CPU time at each start of a worker.
+        from torch.nn.attention.bias import causal_lower_right
+
         bias: Any = causal_lower_right(q.shape[2], end)
         return nn.functional.scaled_dot_product_attention(
             q, k[:, :, :end], v[:, :, :end], attn_mask=bias
