@@ -131,6 +131,7 @@ def test_leader_killed_and_leader_paused(start: Start, tmp_path: Path) -> None:
     assert len(job.of("end")) == 1
 
 
+@pytest.mark.chaos
 def test_etcd_member_lost_then_all_of_etcd_and_back(start: Start, tmp_path: Path) -> None:
     with etcd(tmp_path / "etcd", size=3) as cluster:
         flags = [*STEADY, "--nnodes", "3", "--coordinators", "2", "--store", cluster.url]

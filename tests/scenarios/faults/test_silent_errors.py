@@ -117,6 +117,7 @@ def test_a_bit_flips_in_the_last_step(tmp_path: Path, late: tuple[str, ...]) -> 
     assert (found["wrong"], found["fatal"]) == ([["node1", 1, 0]], False)
 
 
+@pytest.mark.chaos
 def test_a_seldom_comparison_finds_a_flip_at_the_end(tmp_path: Path) -> None:
     """Steps 0 and 4 are compared, and the end. By then both nodes have updated, so none is proven
     wrong, and the job ends with the values as evidence."""
@@ -186,7 +187,9 @@ def test_an_infinite_gradient(tmp_path: Path, action: str) -> None:
 @pytest.mark.parametrize(
     ("backup", "kill"),
     [
-        ("stream+snapshot", "kill node=1 step=3 phase=optimizer"),
+        pytest.param(
+            "stream+snapshot", "kill node=1 step=3 phase=optimizer", marks=pytest.mark.chaos
+        ),
         pytest.param(
             "stream+replay", "kill node=1 step=3 phase=optimizer", marks=pytest.mark.chaos
         ),

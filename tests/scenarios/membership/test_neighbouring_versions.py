@@ -35,7 +35,7 @@ ALL = pytest.mark.chaos
     ("number", "fault"),
     [
         pytest.param(FORMER, "kill-worker node=0 step=2 microbatch=2", id="former"),
-        pytest.param(NEXT, "kill-worker node=0 step=2 microbatch=2", id="next"),
+        pytest.param(NEXT, "kill-worker node=0 step=2 microbatch=2", id="next", marks=ALL),
         pytest.param(FORMER, "kill-worker node=1 step=2 microbatch=2", id="former-dies", marks=ALL),
         pytest.param(FORMER, "kill node=0 step=2 microbatch=2", id="former-is-left", marks=ALL),
         pytest.param(NEXT, "kill node=0 step=2 phase=optimizer", id="next-is-left", marks=ALL),
