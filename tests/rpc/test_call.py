@@ -8,10 +8,12 @@ import grpc
 import pytest
 
 from elastic.domain.errors import ElasticError, FieldError, UsageError
+from elastic.rpc.control.channel_options import CONNECT_TIMEOUT_S
 from elastic.rpc.control.client import CoordinatorStub, call
 from elastic.rpc.control.envelope import CALL, Envelope, to_wire
 from tests.patience import LONG_S
 from tests.rpc.conftest import ServerBench
+from tests.scenarios.network.proxy import Proxy
 
 
 def test_answer(server: ServerBench) -> None:
@@ -59,6 +61,16 @@ def test_malformed_envelope(server: ServerBench, data: bytes) -> None:
         channel.unary_unary(CALL)(data, timeout=LONG_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "envelope: " in caught.value.details()
+
+
+def test_a_slow_connection_may_take_the_whole_time_of_the_question(server: ServerBench) -> None:
+    """A busy coordinator takes longer for a handshake than an agent waits before it tries again."""
+    far = Proxy(server.address, rtt_s=0.8 * CONNECT_TIMEOUT_S)
+    try:
+        assert call(far.address, "echo", {"a": 1}, timeout_s=LONG_S) == {"a": 1}
+        assert far.accepted == 1
+    finally:
+        far.close()
 
 
 def test_nobody_there() -> None:

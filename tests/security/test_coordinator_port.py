@@ -83,7 +83,8 @@ def tls(authority: Authority) -> Iterator[Bench]:
 
 def serves(bench: Bench, certs: Path | None) -> None:
     """A session that stands there goes on, and calls are answered."""
-    assert call(bench.address, "echo", {"a": 1}, secure=secure(certs)) == {"kind": "echo", "a": 1}
+    answer = call(bench.address, "echo", {"a": 1}, timeout_s=LONG_S, secure=secure(certs))
+    assert answer == {"kind": "echo", "a": 1}
 
 
 def session(

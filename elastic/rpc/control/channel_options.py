@@ -12,6 +12,7 @@ SPARE_BYTES = 4096
 RETRY_MIN_S, RETRY_MAX_S = 0.05, 0.5
 """Shortest and longest pause between two attempts to reach the coordinator, with jitter."""
 CONNECT_TIMEOUT_S = 2.0
+"""Time limit of an attempt to connect, where another one follows."""
 IDLE_S = 30.0
 """Time after which a connection without a call is closed. An agent's session is a call."""
 MAX_CONNECTIONS = 16_384
@@ -42,8 +43,13 @@ def check_address(address: str, lowest_port: int = 1) -> None:
         )
 
 
-def client_options(keepalive_s: float) -> list[tuple[str, int]]:
-    """Return client options. A silent server is noticed in two keepalive intervals."""
+def client_options(
+    keepalive_s: float, connect_s: float = CONNECT_TIMEOUT_S
+) -> list[tuple[str, int]]:
+    """Return client options. A silent server is noticed in two keepalive intervals.
+
+    `connect_s`: time limit of one attempt to connect, handshake included.
+    """
     return [
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", 0),
@@ -51,7 +57,7 @@ def client_options(keepalive_s: float) -> list[tuple[str, int]]:
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", _ms(RETRY_MIN_S)),
         ("grpc.max_reconnect_backoff_ms", _ms(RETRY_MAX_S)),
-        ("grpc.min_reconnect_backoff_ms", _ms(CONNECT_TIMEOUT_S)),  # time limit of one attempt
+        ("grpc.min_reconnect_backoff_ms", _ms(connect_s)),  # time limit of one attempt
         *_both(keepalive_s, MAX_BODY_BYTES),
     ]
 

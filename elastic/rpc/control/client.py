@@ -407,9 +407,9 @@ class Unreachable(UsageError):
 def _call(
     address: str, kind: str, body: dict[str, Any], timeout_s: float, secure: tls.SecuritySettings
 ) -> dict[str, Any]:
-    with _channel(
-        grpc, address, client_options(keepalive_s=DEFAULT_TIMEOUTS.keepalive_s), secure
-    ) as channel:
+    # It makes one attempt: a busy coordinator may take all the time for the handshake.
+    options = client_options(DEFAULT_TIMEOUTS.keepalive_s, connect_s=timeout_s)
+    with _channel(grpc, address, options, secure) as channel:
         stub = CoordinatorStub(channel)
         question = pack_call(kind, body)
         metadata: tuple[tuple[str, str], ...] = ()

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from elastic import (
     Microbatch,
-    OptimizerSpec,
     PackedDocuments,
     Trainer,
     from_dataloader,
@@ -27,6 +26,7 @@ from elastic import (
     from_stream,
     prefetch,
 )
+from elastic.worker.model.optimizer import adamw
 
 ROWS, MICROBATCHES, WIDTH = 4, 6, 16
 Source = Callable[[int, int], Microbatch]
@@ -115,7 +115,7 @@ def main() -> None:
             nn.Sequential(*layers, nn.Linear(WIDTH, 1)),
             loss=lambda y, microbatch: (y[:, 0] - microbatch.fields["y"]).square().mean(),
         ),
-        optimizer=OptimizerSpec(factory=torch.optim.Adam, lr=lambda step: 0.01),
+        optimizer=adamw(0.01),
         data=source if given.hurry is None else paced(source, given.hurry),
         steps=given.steps,
         microbatches=MICROBATCHES,
