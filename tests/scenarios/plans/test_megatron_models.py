@@ -18,7 +18,7 @@ TP2, CP2 = ("--tp", "2"), ("--cp", "2")
 CASES = (
     pytest.param("llama", (), "3", "1", BACKWARD, id="llama", marks=SLOW),
     pytest.param("llama", TP2, "2", "2", REDUCTION, id="llama-layers", marks=SLOW),
-    pytest.param("llama", CP2, "2", "2", REDUCTION, id="llama-sequences"),
+    pytest.param("llama", CP2, "2", "2", REDUCTION, id="llama-sequences", marks=SLOW),
     pytest.param("llama", CP2, "2", "1", FORWARD, id="sequences-forward", marks=SLOW),
     pytest.param("llama", CP2, "3", "1", BACKWARD, id="sequences-backward", marks=SLOW),
     pytest.param("experts", (), "4", "2", REDUCTION, id="experts", marks=SLOW),
