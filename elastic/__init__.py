@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from elastic.domain.version import VERSION
 
 if TYPE_CHECKING:
+    from elastic.launcher.tracking.callback import Callback
     from elastic.worker.contrib.huggingface.stack import from_huggingface
     from elastic.worker.contrib.megatron.data import megatron_dataset
     from elastic.worker.contrib.megatron.stack import from_megatron
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 __all__ = [
+    "Callback",
     "LayerStack",
     "ListStack",
     "Microbatch",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "elastic.launcher.tracking.callback",
     "LayerStack": "elastic.worker.model.layers",
     "ListStack": "elastic.worker.model.layers",
     "Microbatch": "elastic.worker.model.microbatch",

@@ -32,6 +32,7 @@ COMMANDS = {
     ),
     "export": ("commands.queries", "write a checkpoint's parameters to a safetensors file"),
     "convert": ("commands.convert", "write a checkpoint's parameters as a Hugging Face model"),
+    "track": ("commands.track", "tell TensorBoard, W&B, MLflow or a callback what a run does"),
     "certs": ("flags.certs", "make an authority and certificates for --certs"),
     "token": ("commands.queries", "print the token of a role that may not run nodes"),
     "coordinator": ("commands.run", "run a coordinator in the foreground, for several machines"),

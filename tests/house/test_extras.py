@@ -22,6 +22,9 @@ OPTIONAL = (
     "yaml",
     "jinja2",
     "plotly",
+    "tensorboardX",
+    "wandb",
+    "mlflow",
     "google",
 )
 BLOCKER = """
@@ -73,6 +76,10 @@ def test_a_plain_torch_model_needs_no_extra(tmp_path: Path) -> None:
         ("etcd3", "etcd",
             ("elastic", "run", "--standalone", "--store", "etcd://127.0.0.1:1", "mine.py")),
         ("yaml", "kubernetes", ("elastic", "kubernetes", "render", "--help")),
+        ("tensorboardX", "tensorboard", ("elastic", "track", "--to", "tensorboard:board")),
+        ("wandb", "wandb", ("elastic", "track", "--to", "wandb:mine")),
+        ("mlflow", "mlflow",
+            ("elastic", "run", "--standalone", "--track", "mlflow:mine", "mine.py")),
         ("megatron", "megatron", ("examples.train_gpt", "--steps", "1")),
         ("transformers", "hf", ("examples.train_huggingface", "--steps", "1")),
         (

@@ -40,6 +40,7 @@ from elastic.launcher.flags.validators import (
     SIZE,
     SIZES,
     SOURCES,
+    TARGET,
     TIMES,
 )
 
@@ -184,6 +185,9 @@ OURS = (
               "any free ones, as RUN_DIR/metrics/ tells"),
     flag("--metrics-host", type=HOST, default="127.0.0.1",
          help="address of this machine under which metrics are served"),
+    flag("--track", type=TARGET, multiple=True,
+         help="write metrics to tensorboard:FOLDER, wandb:PROJECT, mlflow:EXPERIMENT or "
+              "callback:MODULE:NAME, on the machine of the coordinator"),
     flag("--fault", type=FAULT, multiple=True,
          help='inject a fault, as "kill node=2 step=3 microbatch=5"'),
 )

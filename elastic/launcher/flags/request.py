@@ -26,6 +26,7 @@ from elastic.launcher.flags.local_gpus import visible_gpus
 from elastic.launcher.flags.ray_options import RayOptions, ray_options
 from elastic.launcher.flags.script import check_command
 from elastic.launcher.flags.validators import Guard, folder, slug, streams
+from elastic.launcher.tracking.targets import Target
 from elastic.planning.cost.profile import LinkProfile
 from elastic.planning.plan.shape import check_shape
 from elastic.store import checkpoint_directory
@@ -60,6 +61,8 @@ class Request:
     """Settings of agents on a Ray cluster; None: agents run on this machine."""
     as_service: bool = False
     """`elastic coordinator` or `elastic agent`: exit codes tell whether a restart would help."""
+    trackers: tuple[Target, ...] = ()
+    """Where the machine of the coordinator writes what the run does."""
     endpoint_flag: str = ENDPOINT_FLAG
     """Flag that gave the coordinator's address, for errors."""
     guard: Guard = field(default_factory=Guard)
@@ -143,6 +146,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         console_events=flags.event_log_handler == "console",
         in_place=in_place,
         ray=ray,
+        trackers=_trackers(flags.track),
         endpoint_flag=validators.endpoint_flag(flags),
         guard=guard,
     )
@@ -162,6 +166,14 @@ def _check_combinations(flags: SimpleNamespace, nproc: int) -> None:
             f"--store etcd://{endpoint} keeps the job's state in etcd"
         )
         raise FieldError("--rdzv-backend", flags.rdzv_backend, remedy)
+
+
+def _trackers(targets: tuple[Target, ...]) -> tuple[Target, ...]:
+    """Return the targets of --track. Raises FieldError for one that is given twice."""
+    for number, target in enumerate(targets):
+        if target in targets[:number]:
+            raise FieldError("--track", str(target), "it is given twice: leave one out")
+    return targets
 
 
 # ---- nodes, workers and addresses ----

@@ -29,6 +29,7 @@ from elastic.core.protocol.timeouts import SILENCE_S, budget
 from elastic.domain.errors import FieldError
 from elastic.domain.types import Accumulate, OnNonfinite
 from elastic.launcher.flags.addresses import ENDPOINT_FLAG
+from elastic.launcher.tracking.targets import parse_target
 from elastic.planning.cost.profile import LinkProfile, Profile, parse_profile
 from elastic.planning.plan.schemes import schemes_of
 from elastic.planning.plan.shape import parse_shape
@@ -258,6 +259,7 @@ FILE, FOLDER = ParsedType("FILE", _file), ParsedType("DIR", folder)
 PROFILE, CERTS = ParsedType("FILE", read_profile), ParsedType("DIR", _certs)
 CONF, LINK = ParsedType("KEY=VALUE,...", _conf), ParsedType("LINK", _link)
 SHAPE, BACKUP = ParsedType("SHAPE", _shape), ParsedType("SCHEMES", _backup)
+TARGET = ParsedType("TARGET", parse_target)
 FAULT = ParsedType("SPEC", lambda _, text: parse_fault(text))
 SOURCES = ParsedType("SOURCE,...", lambda _, text: parse_sources(text))
 

@@ -31,6 +31,7 @@ from elastic.launcher.ray.remote_agent import CONNECT_TIMEOUT_S, AgentHost
 from elastic.launcher.ray.supervisor import ClusterSupervisor, RemoteAgent
 from elastic.launcher.run.rundir import free_port
 from elastic.launcher.run.supervisor import open_run_dir
+from elastic.launcher.run.trackers import check_targets
 
 ZONE = "ray.io/availability-zone"
 """Label of a Ray node that names its failure domain."""
@@ -55,6 +56,7 @@ def launch(request: Request) -> int:
     """
     options, config = request.ray, request.config
     assert options is not None
+    check_targets(request.trackers)
     connect(options.address)
     try:
         host = config.local_addr or _own_host(options.address)

@@ -53,6 +53,7 @@ from elastic.launcher.run.json_lines import json_view
 from elastic.launcher.run.metrics_endpoint import check_free, first_agent, metrics_flag
 from elastic.launcher.run.processes import Child, Coordinators
 from elastic.launcher.run.rundir import LAUNCHER_EXIT, RunDir, free_port
+from elastic.launcher.run.trackers import Trackers, check_targets
 from elastic.launcher.run.wait_lines import WaitLines, sentence
 from elastic.logs import source_of
 from elastic.reminder import EVERY_S, Reminder
@@ -66,6 +67,8 @@ LONGEST_POLL_S = EVERY_S / 8
 """Longest interval between two looks at whether the user must be told what is awaited."""
 REFUSAL_PAUSE_S = 30.0
 """Least time between two lines about refusals for the same reason."""
+TRACKER_S = 5.0
+"""Longest time from SIGTERM to SIGKILL of a tracker."""
 FAULT_POLL_S = 0.02
 """Interval between reads of progress while `LauncherFaults` are pending."""
 
@@ -82,6 +85,7 @@ def launch(request: Request) -> int:
     hosted = addresses if config.standalone else _hosted(addresses, request.hosts, flag)
     if hosted:
         _ask_store(config)
+        check_targets(request.trackers)
     host = LOOPBACK if config.standalone else config.local_addr or local_address(addresses[0], flag)
     check_free(config, len(hosted), len(request.nodes))
     with open_run_dir(request) as run_dir:
@@ -202,6 +206,13 @@ class Supervisor:
             self._view.note,
             **outputs,
         )
+        self._trackers = Trackers(
+            self._path,
+            request.trackers if self._hosting else (),
+            self._lifeline[0],
+            self._view.note,
+            self._view.output_of,
+        )
         self._agents: list[Child] = []
         self._refusals: dict[tuple[Any, Any], float] = {}
         """Time of the newest line about refusals, by the node that refused and its reason."""
@@ -230,6 +241,7 @@ class Supervisor:
                     self._poll()
                 self._end(wake)
                 self._record_end()
+                self._end_trackers(wake)
             finally:
                 self._kill_all()
                 self._view.close()
@@ -284,6 +296,7 @@ class Supervisor:
             self._view.note(problem)
             self._code = EXIT_FAILURE
         self._check_agents()
+        self._trackers.check()
         self._remind()
 
     def _remind(self) -> None:
@@ -428,6 +441,18 @@ class Supervisor:
                 child.terminate()
         self._await(wake, self._coordinators.children, timeout_s)
 
+    def _end_trackers(self, wake: int) -> None:
+        """Let the trackers tell the rest of the record, for a limited time."""
+        timeout_s = self._config.shutdown_timeout_s
+        if not self._await(wake, self._trackers.children, timeout_s):
+            for child in self._trackers.children:
+                child.terminate()
+            self._await(wake, self._trackers.children, min(timeout_s, TRACKER_S))
+        self._trackers.check()
+        for target in self._trackers.unfinished():
+            command = f"elastic track --run-dir {self._path} --to {target}"
+            self._view.note(f"warning: {target} does not have all of the run yet; try {command}")
+
     def _check_exits(self) -> None:
         """After a job that succeeded: fail if the script failed after its training."""
         failed = [agent for agent in self._agents if agent.returncode == EXIT_JOB_FAILED]
@@ -466,7 +491,7 @@ class Supervisor:
         return True
 
     def _kill_all(self) -> None:
-        for child in (*self._agents, *self._coordinators.children):
+        for child in (*self._agents, *self._coordinators.children, *self._trackers.children):
             child.kill()
 
     @contextlib.contextmanager
