@@ -19,6 +19,7 @@ from elastic.domain.types import Accumulate, JobSpec
 from elastic.worker.context import TrainingJob, WorkerContext
 from elastic.worker.control.agent_client import WorkerSettings, connect_agent
 from elastic.worker.epoch_session import EpochSession
+from elastic.worker.local_training import train_here
 from elastic.worker.model.checks import description, whole_number
 from elastic.worker.model.data_source import DataSource
 from elastic.worker.model.layers import LayerStack
@@ -62,7 +63,7 @@ class Trainer:
         tokens_per_microbatch: for the reported tokens per second; 0 if unknown.
         checkpoint_every: steps between two checkpoints; 0 for none.
 
-    Raises FieldError for an argument that is not usable, and UsageError outside `elastic run`.
+    Raises FieldError for an argument that is not usable, and UsageError under torchrun.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class Trainer:
         seed, tp = whole_number("seed", seed), whole_number("tp", tp, 1)
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 0)
         tokens = whole_number("tokens_per_microbatch", tokens_per_microbatch, 0)
-        self._settings = WorkerSettings.from_environment()
-        if self._settings.measure:
-            note_progress(self._settings, "waiting for the script to call Trainer.run()")
-        stack = select_stack(self._settings, stack)
+        self._settings = settings = WorkerSettings.if_in_job()
+        if settings is not None and settings.measure:
+            note_progress(settings, "waiting for the script to call Trainer.run()")
+        stack = stack if settings is None else select_stack(settings, stack)
         optimizer.lr(0)  # raises FieldError for a result that is no number
-        accumulate = Accumulate(self._settings.accumulate)
+        accumulate = Accumulate.FAST if settings is None else Accumulate(settings.accumulate)
         spec = JobSpec(
             layers=stack.specs(accumulate, optimizer),
             n_microbatches=microbatches,
@@ -118,17 +119,22 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train until the job is done. Under `elastic profile`, measure the layers instead.
+        """Train until the job is done. Under `elastic profile`, measure the layers instead. Without
+        `elastic run`, this process trains alone (`elastic.worker.local_training`).
 
         Raises UsageError if this process has trained before, and SystemExit with the job's exit
         code if the job failed.
         """
         begin_training()
-        if self._settings.measure:
-            measure_job(self._settings, self._job)
+        settings = self._settings
+        if settings is None:
+            train_here(self._job)
+            return
+        if settings.measure:
+            measure_job(settings, self._job)
             return
         gc.freeze()  # no collection looks at the modules again, neither in a step nor at the end
-        context = self._attach()
+        context = self._attach(settings)
         left_epoch = 0
         while True:
             order = context.agent.next_order()
@@ -138,20 +144,20 @@ class Trainer:
                     raise SystemExit(order.code)
                 return
             if order.epoch > left_epoch:
-                with crash_on_node_fault(context.agent.send, self._settings.local_rank):
+                with crash_on_node_fault(context.agent.send, settings.local_rank):
                     EpochSession(context, order).run()
                 left_epoch = order.epoch
 
-    def _attach(self) -> WorkerContext:
+    def _attach(self, settings: WorkerSettings) -> WorkerContext:
         """Attach to the agent. Report an error to the agent; raise SystemExit for an ElasticError,
         which ends the job, else the error, which ends this worker only."""
-        rank = self._settings.local_rank
+        rank = settings.local_rank
         try:
-            return WorkerContext.attach(self._settings, self._job)
+            return WorkerContext.attach(settings, self._job)
         except ElasticError as error:
             text = str(error) or type(error).__name__
-            connect_agent(self._settings).send(m.Failed(text, error.exit_code, rank))
+            connect_agent(settings).send(m.Failed(text, error.exit_code, rank))
             raise SystemExit(error.exit_code) from None
         except Exception as error:
-            connect_agent(self._settings).send(m.Crashed(describe(error), rank))
+            connect_agent(settings).send(m.Crashed(describe(error), rank))
             raise

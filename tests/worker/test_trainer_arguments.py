@@ -60,12 +60,19 @@ def test_a_wrong_argument_is_named(name: str, value: Any, given: str, wanted: st
 
 
 def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:
-    with pytest.raises(UsageError, match="this script trains under `elastic run`"):
-        Trainer(
-            stack=toy_stack(),
-            optimizer=sgd(),
-            data=microbatch,
-            steps=torch.tensor(4),  # type: ignore[arg-type]
-            microbatches=2,
-            seed=2**64 - 1,
-        )
+    made = Trainer(
+        stack=toy_stack(),
+        optimizer=sgd(),
+        data=microbatch,
+        steps=torch.tensor(4),  # type: ignore[arg-type]
+        microbatches=2,
+        seed=2**64 - 1,
+    )
+    assert type(made._job.spec.n_steps) is int and made._job.spec.n_steps == 4
+
+
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its processes would train the whole model alone."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(UsageError, match="torchrun has started this script: use `elastic run`"):
+        Trainer(stack=toy_stack(), optimizer=sgd(), data=microbatch, steps=4, microbatches=2)

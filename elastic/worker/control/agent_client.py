@@ -81,6 +81,14 @@ class WorkerSettings:
     """Version of the agent; the agent refuses this worker if the versions do not fit."""
 
     @staticmethod
+    def if_in_job() -> WorkerSettings | None:
+        """Return the settings; None: this process was not started by `elastic run`. Raises
+        UsageError if torchrun started it: each of its processes would train alone."""
+        if "ELASTIC_AGENT" not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
+            raise UsageError("torchrun has started this script: use `elastic run`, with its flags")
+        return WorkerSettings.from_environment() if "ELASTIC_AGENT" in os.environ else None
+
+    @staticmethod
     def from_environment() -> WorkerSettings:
         """Read the settings from the environment. Raises UsageError outside `elastic run`."""
         if "ELASTIC_AGENT" not in os.environ:

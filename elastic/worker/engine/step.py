@@ -153,7 +153,8 @@ class StepRunner:
             reduced, agreed = self._reduce_and_commit()
             if not math.isfinite(agreed.norm) and not self.checks.verifies(step):
                 self.verify(step)  # a wrong replica may be the cause
-        self.record = self._judge(agreed)
+        limit = exact_limit(self.plan.n_microbatches, self.tied)
+        self.record = judge(step, agreed, self.optimizer.clip_norm, self.checks, limit)
         lr = self.optimizer.lr(step)
         with self.agreement:
             self._update(reduced, self.record, lr)
@@ -175,37 +176,6 @@ class StepRunner:
         shard = self._member.shard
         shared = (r for r in self.replicas if len(self.roster.holders(r.index, shard)) > 1)
         return {replica.index: replica.digest() for replica in shared}
-
-    def _judge(self, agreed: Commit) -> StepRecord:
-        """Return the record of the step. Raises NonfiniteError if the job must stop.
-
-        All workers have the same `agreed`, so all of them do the same.
-        """
-        step, clip = self.step, _clip(agreed.norm, self.optimizer.clip_norm)
-        finite = math.isfinite(agreed.norm)
-        skipped = not finite and self.checks.on_nonfinite is OnNonfinite.SKIP
-        record = StepRecord(
-            step,
-            clip,
-            agreed.norm,
-            agreed.loss,
-            ledgers=agreed.ledgers,
-            nonfinite=agreed.nonfinite,
-            skipped=skipped,
-        )
-        if finite:
-            return record
-        layers = format_indices(agreed.nonfinite)
-        text = f"step {step}: the gradient norm is {agreed.norm}, because of layers {layers}"
-        if self.checks.on_nonfinite is OnNonfinite.STOP:
-            reason = f"{text} (loss {agreed.loss})"
-            if self.checks.exact:
-                limit = exact_limit(self.plan.n_microbatches, self.tied)
-                reason += f"; {range_text(limit)}"
-            remedy = "--on-nonfinite skip leaves such updates out"
-            raise NonfiniteError(f"{reason}; {remedy}", record)
-        log.warning("%s; the update is %s", text, "left out" if skipped else "made")
-        return record
 
     def _run_partial_replay(self, covered: Mapping[int, frozenset[int]]) -> None:
         """Before the epoch's first step, run the partial replays. Their compute is not timed."""
@@ -310,6 +280,39 @@ class StepRunner:
             self._computing = False
             self.injector.stretch(time.perf_counter() - self._began)
             self.timer.end()
+
+
+def judge(
+    step: int, agreed: Commit, clip_norm: float | None, checks: StepChecks, limit: float
+) -> StepRecord:
+    """Return the record of a step. Raises NonfiniteError if the job must stop.
+
+    All workers have the same `agreed`, so all of them do the same. `limit`: largest gradient that
+    exact accumulation can add.
+    """
+    clip, finite = _clip(agreed.norm, clip_norm), math.isfinite(agreed.norm)
+    skipped = not finite and checks.on_nonfinite is OnNonfinite.SKIP
+    record = StepRecord(
+        step,
+        clip,
+        agreed.norm,
+        agreed.loss,
+        ledgers=agreed.ledgers,
+        nonfinite=agreed.nonfinite,
+        skipped=skipped,
+    )
+    if finite:
+        return record
+    layers = format_indices(agreed.nonfinite)
+    text = f"step {step}: the gradient norm is {agreed.norm}, because of layers {layers}"
+    if checks.on_nonfinite is OnNonfinite.STOP:
+        reason = f"{text} (loss {agreed.loss})"
+        if checks.exact:
+            reason += f"; {range_text(limit)}"
+        remedy = "--on-nonfinite skip leaves such updates out"
+        raise NonfiniteError(f"{reason}; {remedy}", record)
+    log.warning("%s; the update is %s", text, "left out" if skipped else "made")
+    return record
 
 
 def _clip(norm: float, limit: float | None) -> float:

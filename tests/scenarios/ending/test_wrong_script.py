@@ -133,9 +133,9 @@ def test_a_mistake_ends_the_job_with_one_line(tmp_path: Path, statement: str) ->
 
 
 def test_without_the_launcher_the_script_prints_the_line(tmp_path: Path) -> None:
-    hint = "this script trains under `elastic run`; try: elastic run --standalone --nnodes 2 SCRIPT"
-    line = f"elastic: {place('return Trainer(')}{hint}"
-    assert run(tmp_path, "trainer().run()") == (EXIT_USAGE, [line])
+    statement = "trainer(steps=0).run()"
+    (code, (line,)) = run(tmp_path, statement)
+    assert code == EXIT_USAGE and line.startswith(f"elastic: {place('return Trainer(')}steps: 0")
 
 
 def test_a_script_that_never_trains_causes_a_warning(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""Training in the script's own process, without `elastic run`: for a debugger and for first tries.
+
+    python mine.py
+
+The model, the data, the optimizer and the engine are those of a job on one node. The coordinator,
+the agent, backups and checkpoints are absent. So losses and parameters are those of the job, and a
+breakpoint or a print in a layer works as in any other script.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from elastic.domain.errors import FieldError
+from elastic.domain.types import OnNonfinite, Pipeline, Plan, Stage, Unit
+from elastic.planning.plan.rank_map import roster
+from elastic.planning.schedule.schedule import Action, actions_of
+from elastic.worker.context import TrainingJob
+from elastic.worker.engine.allreduce import GradientAllReduce
+from elastic.worker.engine.commit import commit
+from elastic.worker.engine.stage import stages_of_rank
+from elastic.worker.engine.stage_runner import StageRunner
+from elastic.worker.engine.step import StepChecks, judge
+from elastic.worker.model.device import choose_device
+from elastic.worker.model.gradients import exact_limit
+from elastic.worker.model.microbatch import Microbatch
+from elastic.worker.transport.cancellation import AbandonSignal
+from elastic.worker.transport.links import Links
+
+EPOCH = 1
+CHECKS = StepChecks(on_nonfinite=OnNonfinite.STOP)
+
+
+class _NoHooks:
+    """Nothing is backed up or reported between two actions."""
+
+    def before(self, action: Action) -> None: ...
+
+    def on_backward(self, index: int) -> None: ...
+
+
+def train_here(job: TrainingJob) -> None:
+    """Train the whole model in this process, and print each step.
+
+    Raises UsageError if the model needs several processes, and NonfiniteError for a gradient that
+    is infinite or NaN.
+    """
+    spec = job.spec
+    if spec.tp > 1:
+        remedy = f"a single process trains: try elastic run --nproc-per-node {spec.tp} SCRIPT"
+        raise FieldError("tp", spec.tp, remedy)
+    _say("this process trains alone, without recovery and checkpoints; `elastic run` has both")
+    with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
+        for step, text in enumerate(_steps(job, str(Path(folder) / "store")), 1):
+            _say(f"step {step}/{spec.n_steps}: {text}")
+        job.stack.release()
+
+
+def _steps(job: TrainingJob, store: str) -> Iterator[str]:
+    """Run each step; yield its figures. `store`: file for a process group of one."""
+    spec, device = job.spec, choose_device(0)
+    tp = job.stack.tensor_parallel(0, 1, store, device)
+    indices = tuple(range(spec.n_microbatches))
+    pipeline = Pipeline((Stage(Unit("here"), 0, spec.n_layers),), indices)
+    plan = Plan(EPOCH, spec.n_layers, spec.n_microbatches, 1, (pipeline,))
+    ranks = roster(plan)
+    replicas = [job.replica(layer, tp, device) for layer in range(spec.n_layers)]
+    links = Links.open(
+        epoch=EPOCH,
+        rank=0,
+        world_size=1,
+        store_address="",
+        device=device,
+        timeout_s=0.0,
+        abandon=AbandonSignal(),
+    )
+
+    def data(step: int, index: int) -> Microbatch:
+        fields = job.data(step, index).fields
+        return Microbatch(step, index, {name: value.to(device) for name, value in fields.items()})
+
+    stages = stages_of_rank(ranks, 0, replicas)
+    runner = StageRunner(stages, links, n_microbatches=spec.n_microbatches, data=data)
+    all_reduce = GradientAllReduce(replicas, links, ranks, job.stack.tied)
+    limit = exact_limit(spec.n_microbatches, job.stack.tied)
+    try:
+        for step in range(spec.n_steps):
+            began = time.perf_counter()
+            runner.run(step, actions_of(pipeline, indices)[0], {}, _NoHooks())
+            reduced = all_reduce.run(lambda layer: None)
+            norms_sq = {one.index: one.norm_sq(reduced[one.index]) for one in replicas}
+            agreed = commit(links, ranks, replicas, norms_sq, step=step)
+            record = judge(step, agreed, job.optimizer.clip_norm, CHECKS, limit)
+            lr = job.optimizer.lr(step)
+            for replica in replicas:
+                replica.update(reduced[replica.index], record.clip, lr)
+                replica.clear()
+            seconds = time.perf_counter() - began
+            yield f"loss {record.loss:.4f}, gradient norm {record.grad_norm:.4g}, {seconds:.2f} s"
+    finally:
+        links.close()
+
+
+def _say(text: str) -> None:
+    print(f"elastic: {text}", file=sys.stderr, flush=True)

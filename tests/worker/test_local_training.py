@@ -1,0 +1,76 @@
+"""`python mine.py`: the script trains in its own process as a job on one node does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.domain.errors import FieldError, NonfiniteError
+from elastic.domain.types import Accumulate, JobSpec
+from elastic.worker.context import TrainingJob
+from elastic.worker.local_training import train_here
+from elastic.worker.model.microbatch import Microbatch
+from tests.scenarios.harness import ROOT
+from tests.scenarios.shared import GPT, SCRIPT, exact, made_once
+from tests.worker.model.toy_model import microbatch, sgd, toy_stack
+
+LINE = re.compile(r"elastic: step (\d+)/6: loss ([\d.]+), gradient norm ([\d.e-]+), [\d.]+ s")
+
+
+def job(tp: int = 1, data: object = microbatch) -> TrainingJob:
+    stack, optimizer = toy_stack(), sgd()
+    spec = JobSpec(
+        layers=stack.specs(Accumulate.FAST, optimizer), n_microbatches=2, n_steps=3, tp=tp
+    )
+    return TrainingJob(
+        stack=stack,
+        optimizer=optimizer,
+        data=data,  # type: ignore[arg-type]
+        accumulate=Accumulate.FAST,
+        spec=spec,
+    )
+
+
+@pytest.mark.parametrize("words", [SCRIPT, (*GPT, "--tie-embeddings", "--dropout", "0.1")])
+def test_losses_and_norms_are_those_of_the_job(words: tuple[str, ...], tmp_path: Path) -> None:
+    expected = made_once(tmp_path, exact("--nnodes", "1"), words).summary
+    env = {name: value for name, value in os.environ.items() if not name.startswith("ELASTIC_")}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, *lines = done.stderr.splitlines()
+    assert "trains alone, without recovery and checkpoints" in first
+    found = [match.groups() for line in lines if (match := LINE.fullmatch(line))]
+    wanted = zip(expected["loss"], expected["grad_norm"], strict=True)
+    assert found == [(str(i), f"{a:.4f}", f"{b:.4g}") for i, (a, b) in enumerate(wanted, 1)]
+
+
+def test_each_step_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    train_here(job())
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1] for line in lines[1:]] == [f" step {i}/3" for i in (1, 2, 3)]
+
+
+def test_a_tensor_parallel_model_needs_workers() -> None:
+    with pytest.raises(FieldError, match=r"tp: 2 .*elastic run --nproc-per-node 2 SCRIPT"):
+        train_here(job(tp=2))
+
+
+def test_a_gradient_that_is_not_finite_ends_it() -> None:
+    def data(step: int, index: int) -> Microbatch:
+        found = microbatch(step, index)
+        scale = float("inf") if (step, index) == (1, 1) else 1.0
+        return Microbatch(step, index, {n: value * scale for n, value in found.fields.items()})
+
+    with pytest.raises(NonfiniteError, match="step 1: the gradient norm is"):
+        train_here(job(data=data))
