@@ -151,6 +151,7 @@ CONSTANTS = {
     "launcher/tracking/follower.py MAX_PAUSE_S": "interval",
     "launcher/tracking/follower.py PAUSE_S": "interval",
     "launcher/tracking/follower.py POLL_S": "interval",
+    "launcher/tracking/follower.py STOP_S": "program",
     "launcher/tracking/follower.py TOLD_S": "person",
     "launcher/run/supervisor.py FAULT_POLL_S": "interval",
     "launcher/run/supervisor.py TRACKER_S": "program",

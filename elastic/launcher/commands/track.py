@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -44,31 +47,35 @@ def track(run_dir: Path | None, target: Target, once: bool, check: bool, parent_
     Each finished step is told once, whatever nodes were lost. The run may be over. If the command
     is started again, it goes on where it ended.
     """
+    if parent_pipe >= 0:
+        lifeline.watch(parent_pipe)
+    stop, numbers = threading.Event(), list[int]()
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        if numbers:  # a second one ends a callback that hangs
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        numbers.append(number)
+        stop.set()
+
+    for number in () if check else (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, interrupt)
     callback = make_callback(target, "--to")
     if check:
         return EXIT_OK
-    place = run_dir or LATEST
+    place = (run_dir or LATEST).resolve()  # "latest" may name another run later
     if not (place / FILE).is_file():
         remedy = f"it has no {FILE}: give the run directory of `elastic run`"
-        raise FieldError("--run-dir", str(place), remedy)
+        raise FieldError("--run-dir", str(run_dir or LATEST), remedy)
     config = load_config(str(place))
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    if parent_pipe >= 0:
-        lifeline.watch(parent_pipe)
 
     def say(text: str) -> None:
-        print(f"elastic track: {text}", flush=True)
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            print(f"elastic track: {text}", flush=True)
 
-    tracker = Tracker(config, place, target, callback, say, quiet=parent_pipe >= 0)
-    numbers: list[int] = []
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        numbers.append(number)
-        tracker.stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    if once:
-        tracker.stop.set()
+    tracker = Tracker(
+        config, place, target, callback, say, once=once, quiet=parent_pipe >= 0, stop=stop
+    )
     code = tracker.run()
     return 128 + numbers[0] if numbers and not tracker.ended else code

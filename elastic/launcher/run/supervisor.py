@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import select
+import shlex
 import signal
 import threading
 import time
@@ -443,14 +444,17 @@ class Supervisor:
 
     def _end_trackers(self, wake: int) -> None:
         """Let the trackers tell the rest of the record, for a limited time."""
-        timeout_s = self._config.shutdown_timeout_s
-        if not self._await(wake, self._trackers.children, timeout_s):
-            for child in self._trackers.children:
-                child.terminate()
-            self._await(wake, self._trackers.children, min(timeout_s, TRACKER_S))
         self._trackers.check()
+        children, timeout_s = self._trackers.children, self._config.shutdown_timeout_s
+        told = any((self._path / name).exists() for name in ("exit.json", LAUNCHER_EXIT))
+        if not (told and self._await(wake, children, timeout_s)):
+            for child in children:  # a tracker then ends after what the record has
+                child.terminate()
+            self._await(wake, children, min(timeout_s, TRACKER_S))
+        self._trackers.check(ending=True)
         for target in self._trackers.unfinished():
-            command = f"elastic track --run-dir {self._path} --to {target}"
+            words = ["elastic", "track", "--run-dir", str(self._path), "--to", target]
+            command = shlex.join(words)
             self._view.note(f"warning: {target} does not have all of the run yet; try {command}")
 
     def _check_exits(self) -> None:

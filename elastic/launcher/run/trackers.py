@@ -6,6 +6,8 @@ by itself what may succeed later. The job does not depend on trackers.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,10 +17,13 @@ from pathlib import Path
 from typing import IO
 
 from elastic.domain.errors import EXIT_OK, FieldError, UsageError, describe
+from elastic.launcher.flags.validators import TOKEN_VARIABLE
 from elastic.launcher.run.processes import Child
 from elastic.launcher.tracking.targets import Target
+from elastic.lifeline import tied_command
 
 MODULE = "elastic"
+TERMINATED = 128 + signal.SIGTERM
 PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 """First and longest pause before a tracker is started again; each is twice the one before."""
 CHECK_S = 120.0
@@ -32,10 +37,15 @@ def check_targets(targets: Sequence[Target]) -> None:
     Another process tries it, so that neither stays in this one.
     """
     for target in targets:
-        command = [sys.executable, "-m", MODULE, "track", "--check", "--to", str(target)]
+        command = (sys.executable, "-m", MODULE, "track", "--check", "--to", str(target))
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=CHECK_S, check=False
+                tied_command(command),
+                env={name: text for name, text in os.environ.items() if name != TOKEN_VARIABLE},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=CHECK_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             remedy = f"it could not be loaded within {CHECK_S:g} s; give another, or leave it out"
@@ -69,19 +79,22 @@ class Trackers:
     def children(self) -> list[Child]:
         return list(self._children.values())
 
-    def check(self) -> None:
-        """Start the trackers that are due, and note which have ended."""
+    def check(self, *, ending: bool = False) -> None:
+        """Note which trackers have ended, and start those that are due, unless `ending`."""
         for target, child in tuple(self._children.items()):
             if not child.ended():
                 continue
             del self._children[target]
-            if (child.returncode or 0) < 0:  # killed, as for want of memory
+            if ending and child.returncode != EXIT_OK:
+                self._failed.append(target)
+            elif (child.returncode or 0) < 0 or child.returncode == TERMINATED:
+                # Killed, as for want of memory, or by a signal to all processes of a service.
                 self._later(target, f"ended ({child.how})")
             elif child.returncode != EXIT_OK:  # it has printed why
                 self._failed.append(target)
                 self._note(f"warning: the tracker {target} ended ({child.how})")
         for target, at in tuple(self._start_at.items()):
-            if time.monotonic() >= at:
+            if time.monotonic() >= at and not ending:
                 del self._start_at[target]
                 self._start(target)
 
@@ -90,7 +103,7 @@ class Trackers:
         try:
             with self._output_of(f"tracker-{target.kind}") as output:
                 self._children[target] = Child(str(target), MODULE, args, self._lifeline, output)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # no process, no thread
             self._later(target, f"cannot be started ({describe(error)})")
 
     def _later(self, target: Target, why: str) -> None:

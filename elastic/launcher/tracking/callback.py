@@ -17,7 +17,7 @@ class RunInfo:
     """--rdzv-id, or the job's generated name."""
     run_dir: str
     steps: int
-    """Number of steps of the whole training."""
+    """Number of steps of the whole training; 0: unknown."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """Settings of the job, as script, backup and microbatches."""
 

@@ -5,10 +5,11 @@ The library's own variables hold: MLFLOW_TRACKING_URI, MLFLOW_TRACKING_TOKEN and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from elastic.domain.errors import needs_extra
+from elastic.domain.errors import FieldError, describe, needs_extra
 from elastic.launcher.tracking.callback import Callback, RunEvent, RunInfo, StepMetrics
 from elastic.launcher.tracking.figures import figures
 
@@ -21,15 +22,19 @@ MOST_CHARS = 6000
 """MLflow refuses longer parameters."""
 MOST_METRICS = 1000
 """MLflow refuses more metrics in one request."""
+PASSING = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
+"""Codes of errors that may pass; the library gives the first one to a network that is away."""
 STATUS = {True: "FINISHED", False: "FAILED"}
 
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Raise OSError, after which a call is repeated, for an error of the server."""
+    """Raise OSError, after which a call is repeated, for an error that may pass."""
     try:
         yield
     except MlflowException as error:
+        if error.error_code not in PASSING:
+            raise
         raise OSError(f"MLflow: {error}") from error
 
 
@@ -38,7 +43,13 @@ class MLflow(Callback):
 
     def __init__(self, experiment: str) -> None:
         self._experiment, self._run = experiment, ""
-        self._client = MlflowClient()
+        try:
+            self._client = MlflowClient()
+        except Exception as error:  # MLflow, and those whom it asks, raise many kinds
+            given = os.environ.get("MLFLOW_TRACKING_URI", "")
+            remedy = "give the address of a server; a file of SQLite needs `pip install mlflow`"
+            why = next(iter(str(error).strip().splitlines()), describe(error))
+            raise FieldError("MLFLOW_TRACKING_URI", given, f"{remedy} ({why})") from error
         self._metrics: list[Metric] = []
         self._tags: list[RunTag] = []
 
@@ -48,11 +59,11 @@ class MLflow(Callback):
         with _errors():
             found = self._client.get_experiment_by_name(self._experiment)
             place = found.experiment_id if found else self._new_experiment()
+            # A call that is repeated must not make another run.
+            self._run = self._run or key or self._new_run(place, run.name)
             if not key:
-                key = self._client.create_run(place, run_name=run.name).info.run_id
-                self._client.log_batch(key, params=with_values)
-        self._run = key
-        return key
+                self._client.log_batch(self._run, params=with_values)
+        return self._run
 
     def on_step(self, step: StepMetrics) -> None:
         self._note(step.scalars(), step.step, step.at)
@@ -83,6 +94,9 @@ class MLflow(Callback):
 
     def _new_experiment(self) -> str:
         return self._client.create_experiment(self._experiment)
+
+    def _new_run(self, experiment: str, name: str) -> str:
+        return str(self._client.create_run(experiment, run_name=name).info.run_id)
 
     def _note(self, values: dict[str, float], step: int, at: float) -> None:
         self._metrics += [Metric(n, value, int(at * 1000), step) for n, value in values.items()]

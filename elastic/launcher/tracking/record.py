@@ -73,16 +73,24 @@ class Record:
         ValueError for a line that has not the fields of its kind."""
         kind, at = event["kind"], float(event["at"])
         if kind == "job":
-            first, self._began = not self._began, self._began or at
-            return [Call("on_start", self._info(event))] if first else []
+            return self._start(event, at)
         if kind == "step":
-            return self._step(event, at)
+            return [*self._start({}, at), *self._step(event, at)]
         if kind not in EVENTS:
             return []
+        begins = self._start({}, at) if kind == "plan" else []
         if kind == "plan":
             self._plan(event)
         fields = {name: value for name, value in event.items() if name not in ("at", "kind")}
-        return [Call(EVENTS[kind], RunEvent(at=at, step=self._next, fields=fields))]
+        return [*begins, Call(EVENTS[kind], RunEvent(at=at, step=self._next, fields=fields))]
+
+    def _start(self, job: Mapping[str, Any], at: float) -> list[Call]:
+        """Return the first call, once. The record of a coordinator that took over on another
+        machine has no event `job`."""
+        if self._began:
+            return []
+        self._began = at
+        return [Call("on_start", self._info(job))]
 
     def _info(self, job: Mapping[str, Any]) -> RunInfo:
         config, command = self._config, self._config.command
@@ -94,7 +102,7 @@ class Record:
         settings |= {name: job[name] for name in JOB_SETTINGS if name in job}
         name = config.run_id if config.run_id != "none" else config.job_id
         return RunInfo(
-            name=name, run_dir=config.run_dir, steps=int(job["steps"]), settings=settings
+            name=name, run_dir=config.run_dir, steps=int(job.get("steps", 0)), settings=settings
         )
 
     def _plan(self, plan: Mapping[str, Any]) -> None:

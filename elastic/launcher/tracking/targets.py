@@ -47,6 +47,20 @@ def parse_target(flag: str, text: str) -> Target:
 def make_callback(target: Target, flag: str) -> Callback:
     """Return the callback of `target`. Raises MissingExtra if its library is not installed, and
     FieldError, which names `flag`, if a user's callback cannot be made."""
+    try:
+        made = _make(target)
+    except ElasticError:
+        raise
+    except (Exception, SystemExit) as error:  # of the user's code, or of a library
+        remedy = f"it cannot be made ({describe(error)}); give another"
+        raise FieldError(flag, str(target), remedy) from error
+    if not isinstance(made, Callback):
+        remedy = f"it makes a {type(made).__name__}: derive the class from elastic.Callback"
+        raise FieldError(flag, str(target), remedy)
+    return made
+
+
+def _make(target: Target) -> object:
     if target.kind == "tensorboard":
         from elastic.launcher.tracking.tensorboard import TensorBoard
 
@@ -59,20 +73,6 @@ def make_callback(target: Target, flag: str) -> Callback:
         from elastic.launcher.tracking.mlflow import MLflow
 
         return MLflow(target.place)
-    return _own_callback(target, flag)
-
-
-def _own_callback(target: Target, flag: str) -> Callback:
     module, _, name = target.place.partition(":")
     sys.path[:0] = [] if os.getcwd() in sys.path else [os.getcwd()]
-    try:
-        made = getattr(importlib.import_module(module), name)()
-    except ElasticError:
-        raise
-    except Exception as error:  # the user's code
-        remedy = f"it cannot be made ({describe(error)}); give a class that is made without values"
-        raise FieldError(flag, str(target), remedy) from error
-    if not isinstance(made, Callback):
-        remedy = f"{name}() is a {type(made).__name__}: derive it from elastic.Callback"
-        raise FieldError(flag, str(target), remedy)
-    return made
+    return getattr(importlib.import_module(module), name)()

@@ -1,16 +1,24 @@
-"""A callback that writes event files for TensorBoard."""
+"""A callback that writes event files for TensorBoard.
+
+The library's SummaryWriter writes on a thread of its own and forgets what a full disk refuses. So
+events are kept here until `flush` has written them, in the thread that asks for it.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
+from typing import Any
 
 from elastic.domain.errors import needs_extra
 from elastic.launcher.tracking.callback import Callback, RunEvent, RunInfo, StepMetrics
 from elastic.launcher.tracking.figures import figures
 
 with needs_extra("tensorboard", "--track tensorboard:FOLDER"):
-    from tensorboardX import SummaryWriter
+    from tensorboardX import summary
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event
 
 
 class TensorBoard(Callback):
@@ -20,19 +28,15 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._writer: SummaryWriter | None = None
+        self._folder = Path(folder)
+        self._file: EventsWriter | None = None
+        self._waiting: list[Event] = []
+        """Events that are not in a file yet."""
 
     def on_start(self, run: RunInfo, key: str) -> str:
-        self._writer = SummaryWriter(
-            self._folder,
-            max_queue=1000,
-            flush_secs=3600,
-            filename_suffix=f".{time.time_ns()}",  # else a second one in a second replaces the file
-        )
         if not key:
             settings = json.dumps({"name": run.name, **run.settings}, indent=2)
-            self._text("run", f"    {settings.replace(chr(10), chr(10) + '    ')}", 0, None)
+            self._text("run", f"    {settings.replace(chr(10), chr(10) + '    ')}", 0, time.time())
         return "begun"
 
     def on_step(self, step: StepMetrics) -> None:
@@ -56,17 +60,30 @@ class TensorBoard(Callback):
         self._text("end", str(end.fields.get("reason", "")), end.step, end.at)
 
     def flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
+        """Write all events. After an error the next call writes them to a new file, because a torn
+        event hides what follows it."""
+        if not self._waiting:
+            return
+        file, self._file = self._file, None
+        if file is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # Without the suffix, a second file within a second replaces the first.
+            file = EventsWriter(str(self._folder / "events"), f".{time.time_ns()}")
+        for event in self._waiting:
+            file.write_event(event)
+        file.flush()
+        self._file = file
+        self._waiting.clear()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()
 
     def _scalar(self, name: str, value: float, step: int, at: float) -> None:
-        if self._writer is not None:
-            self._writer.add_scalar(name, value, step, walltime=at)
+        self._keep(summary.scalar(name, value), step, at)
 
-    def _text(self, name: str, text: str, step: int, at: float | None) -> None:
-        if self._writer is not None:
-            self._writer.add_text(name, text, step, walltime=at)
+    def _text(self, name: str, text: str, step: int, at: float) -> None:
+        self._keep(summary.text(name, text), step, at)
+
+    def _keep(self, written: Any, step: int, at: float) -> None:
+        self._waiting.append(Event(summary=written, step=step, wall_time=at))

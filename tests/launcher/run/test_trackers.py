@@ -68,12 +68,20 @@ def test_one_ends_well_and_one_cannot_begin(tmp_path: Path, lifeline: int) -> No
     assert trackers.unfinished() == ["callback:my_hooks:Bad"]
 
 
+def test_nothing_is_started_at_the_end(tmp_path: Path, lifeline: int) -> None:
+    trackers = Trackers(
+        tmp_path, (target("Good"),), lifeline, print, lambda name: nullcontext(None)
+    )
+    trackers.check(ending=True)
+    assert not trackers.children and trackers.unfinished() == ["callback:my_hooks:Good"]
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("Missing", "AttributeError"),
         ("NeedsValues", "missing 1 required positional argument"),
-        ("nothing", "is a int: derive it from elastic.Callback"),
+        ("nothing", "it makes a int: derive the class from elastic.Callback"),
     ],
 )
 def test_a_callback_that_cannot_be_made_is_refused(name: str, text: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastic.domain.errors import ElasticError, FieldError
+from elastic.launcher.run.rundir import locked
 from elastic.launcher.tracking import follower
 from elastic.launcher.tracking.callback import Callback, RunEvent, RunInfo, StepMetrics
 from elastic.launcher.tracking.follower import Tracker
@@ -48,24 +49,25 @@ class Notes(Callback):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("POLL_S", "PAUSE_S", "MAX_PAUSE_S"):
+    for name in ("POLL_S", "PAUSE_S", "MAX_PAUSE_S", "TOLD_S"):
         monkeypatch.setattr(follower, name, 0.01)
 
 
-def tracker(run_dir: Path, notes: Callback, said: list[str] | None = None) -> Tracker:
+def tracker(
+    run_dir: Path, notes: Callback, said: list[str] | None = None, *, once: bool = False
+) -> Tracker:
     say = (said if said is not None else []).append
-    return Tracker(config(str(run_dir)), run_dir, TARGET, notes, say)
+    return Tracker(config(str(run_dir)), run_dir, TARGET, notes, say, once=once)
 
 
 def once(run_dir: Path, notes: Callback, said: list[str] | None = None) -> int:
     """Run a tracker over what the record has now."""
-    made = tracker(run_dir, notes, said)
-    made.stop.set()
-    return made.run()
+    return tracker(run_dir, notes, said, once=True).run()
 
 
 def test_it_follows_a_record_that_grows(tmp_path: Path) -> None:
     notes, codes = Notes(), []
+    hold(tmp_path)
     made = tracker(tmp_path, notes)  # before there is a record
     thread = threading.Thread(target=lambda: codes.append(made.run()))
     thread.start()
@@ -179,6 +181,98 @@ def test_a_line_that_cannot_be_read_is_told_once(tmp_path: Path) -> None:
     assert tracker(tmp_path, notes, said).run() == 0
     assert notes.calls == ["start first", "step 0", "end 0", "close"]
     assert len([text for text in said if "cannot be read" in text]) == 1
+
+
+def test_three_errors_end_it_also_if_each_comes_alone(tmp_path: Path) -> None:
+    write(tmp_path, JOB)
+    notes = Notes(*(ValueError("a bug") for _ in range(3)))
+    made, ended = tracker(tmp_path, notes), list[str]()
+
+    def follow() -> None:
+        with pytest.raises(ElasticError, match="the tracker ends after three failures"):
+            made.run()
+        ended.append("yes")
+
+    hold(tmp_path)
+    thread = threading.Thread(target=follow)
+    thread.start()
+    for number in range(3):
+        write(tmp_path, step(number))
+        assert wait_until(lambda left=2 - number: len(notes.errors) == left)  # type: ignore[misc]
+    thread.join()
+    assert ended
+
+
+def hold(run_dir: Path) -> None:
+    """Let the run have a living launcher: this process, until it ends."""
+    assert locked(run_dir / "launcher.lock") is not None
+
+
+def test_a_run_without_a_launcher_is_over(tmp_path: Path) -> None:
+    """The launcher was killed, and nobody wrote an end."""
+    write(tmp_path, JOB, step(0))
+    notes, said = Notes(), list[str]()
+    assert tracker(tmp_path, notes, said).run() == 0
+    assert notes.calls == ["start first", "step 0", "close"]
+    assert "does not run any more" in said[-1]
+
+
+def test_a_directory_that_another_run_uses_is_left(tmp_path: Path) -> None:
+    write(tmp_path, JOB, step(0))
+    hold(tmp_path)
+    made, notes = tracker(tmp_path, seen := Notes()), list[str]()
+
+    def follow() -> None:
+        with pytest.raises(ElasticError, match="the run directory is used by another run now"):
+            made.run()
+        notes.append("left")
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    assert wait_until(lambda: "step 0" in seen.calls)
+    (tmp_path / "attempt-1").mkdir()
+    for name in ("events.jsonl", "tracking"):
+        (tmp_path / name).rename(tmp_path / "attempt-1" / name)
+    write(tmp_path, JOB, step(0), step(1))
+    thread.join()
+    assert notes == ["left"] and seen.calls == ["start first", "step 0", "close"]
+    assert not (tmp_path / "tracking").exists()
+
+
+def test_the_end_is_told_once(tmp_path: Path) -> None:
+    write(tmp_path, JOB, step(0), END)
+    (tmp_path / "exit.json").write_text('{"code": 0, "reason": "done"}')
+    first, second = Notes(), Notes()
+    assert tracker(tmp_path, first).run() == tracker(tmp_path, second).run() == 0
+    assert first.calls[-2:] == ["end 0", "close"] and second.calls == ["start k1", "close"]
+
+
+def test_the_end_of_a_killed_run_is_told_once(tmp_path: Path) -> None:
+    write(tmp_path, JOB, step(0))
+    (tmp_path / "launcher-exit.json").write_text('{"code": 143, "reason": "ended by SIGTERM"}')
+    first, second = Notes(), Notes()
+    assert tracker(tmp_path, first).run() == tracker(tmp_path, second).run() == 0
+    assert first.calls[-2:] == ["end 143", "close"] and second.calls == ["start k1", "close"]
+
+
+def test_a_line_that_is_repeated_counts_once(tmp_path: Path) -> None:
+    write(tmp_path, JOB, plan(0), step(0), recovery(1), recovery(1), plan(0), step(1), END)
+    notes = Notes()
+    tracker(tmp_path, notes).run()
+    assert [call for call in notes.calls if call.startswith("recovery")] == ["recovery at 1"]
+
+
+def test_a_flush_that_fails_keeps_no_position(tmp_path: Path) -> None:
+    class Unwritten(Notes):
+        def flush(self) -> None:
+            raise ValueError("a bug")
+
+    write(tmp_path, JOB, step(0))
+    with pytest.raises(ElasticError, match="flush failed: ValueError: a bug"):
+        once(tmp_path, Unwritten())
+    again = Notes()
+    once(tmp_path, again)
+    assert again.calls == ["start k1", "step 0", "close"]
 
 
 def test_two_trackers_of_a_run_have_two_targets(tmp_path: Path) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic.domain.errors import FieldError
+from elastic.launcher.tracking.callback import Callback, RunInfo, StepMetrics
 from elastic.launcher.tracking.follower import Tracker
+from elastic.launcher.tracking.record import Record
 from elastic.launcher.tracking.targets import Target, make_callback
 from tests.launcher.tracking.records import END, JOB, config, plan, recovery, step, write
 
@@ -31,10 +37,8 @@ def run_dir(tmp_path: Path) -> Path:
 def track(run_dir: Path, target: Target) -> None:
     for more in ((), (recovery(2), plan(1, epoch=2), step(1, epoch=2), step(2, loss=3.0), END)):
         write(run_dir, *more)
-        tracker = Tracker(
-            config(str(run_dir)), run_dir, target, make_callback(target, "--to"), print
-        )
-        tracker.stop.set()
+        made = make_callback(target, "--to")
+        tracker = Tracker(config(str(run_dir)), run_dir, target, made, print, once=True)
         assert tracker.run() == 0
 
 
@@ -50,6 +54,88 @@ def test_tensorboard(run_dir: Path, tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in found.Scalars("recovery/total_s")] == [(2, 0.5)]
     (text,) = found.Tensors("recovery/text_summary")
     assert text.tensor_proto.string_val == [b"node1 lost"]
+
+
+def scalars(folder: Path) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found.Reload()
+    return [event.step for event in found.Scalars("loss")]
+
+
+def begun(folder: Path) -> Callback:
+    made = make_callback(Target("tensorboard", str(folder)), "--to")
+    (begin,) = Record(config()).observe(JOB)
+    assert isinstance(begin.argument, RunInfo)
+    made.on_start(begin.argument, "")
+    return made
+
+
+def tell(callback: Callback, numbers: range) -> None:
+    record = Record(config())
+    for number in numbers:
+        call = record.observe(step(number))[-1]
+        assert isinstance(call.argument, StepMetrics)
+        callback.on_step(call.argument)
+
+
+def test_what_tensorboard_has_flushed_is_in_the_file(tmp_path: Path) -> None:
+    made = begun(tmp_path)
+    tell(made, range(300))
+    made.flush()
+    assert scalars(tmp_path) == list(range(300))  # it was not closed
+
+
+def test_tensorboard_writes_later_what_a_full_disk_refuses(tmp_path: Path) -> None:
+    made = begun(tmp_path)
+    tell(made, range(10))
+    made.flush()
+    tell(made, range(10, 300))
+    room = resource.getrlimit(resource.RLIMIT_FSIZE)
+    former = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, room[1]))
+        with pytest.raises(OSError, match="File too large"):
+            made.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+        signal.signal(signal.SIGXFSZ, former)
+    made.flush()
+    assert sorted(set(scalars(tmp_path))) == list(range(300))
+
+
+def test_a_repeated_start_makes_one_run_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.exceptions import MlflowException
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    made: Any = make_callback(Target("mlflow", "mine"), "--to")
+    answers: list[Exception | None] = [MlflowException("away"), None]
+    runs: list[str] = []
+
+    class Client:
+        def get_experiment_by_name(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(experiment_id="1")
+
+        def create_run(self, experiment: str, run_name: str) -> SimpleNamespace:
+            runs.append(run_name)
+            return SimpleNamespace(info=SimpleNamespace(run_id=f"run{len(runs)}"))
+
+        def log_batch(self, run: str, params: object) -> None:
+            if error := answers.pop(0):
+                raise error
+
+    monkeypatch.setattr(made, "_client", Client())
+    (begin,) = Record(config()).observe(JOB)
+    with pytest.raises(OSError, match="away"):
+        made.on_start(begin.argument, "")
+    assert made.on_start(begin.argument, "") == "run1" and runs == ["mine"]
+
+
+def test_an_address_that_mlflow_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "foo://x")
+    with pytest.raises(FieldError, match=r"MLFLOW_TRACKING_URI: 'foo://x' .*address of a server"):
+        make_callback(Target("mlflow", "mine"), "--to")
 
 
 def stored(data: bytes) -> Iterator[bytes]:

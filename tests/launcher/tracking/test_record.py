@@ -92,3 +92,11 @@ def test_a_set_of_steps_stays_small() -> None:
     assert all(found.add(i) for i in (0, 1, 4, 3))
     assert not any(found.add(i) for i in (0, 1, 3, 4))
     assert found.below == 2 and found.add(2) and found.below == 5
+
+
+def test_a_record_without_the_job_begins_with_its_plan() -> None:
+    """That of a coordinator that took over on another machine."""
+    calls = told(plan(3), step(3), JOB, step(4))
+    assert [call.method for call in calls] == ["on_start", "on_plan", "on_step", "on_step"]
+    info = calls[0].argument
+    assert isinstance(info, RunInfo) and info.steps == 0 and steps(calls) == [3, 4]
