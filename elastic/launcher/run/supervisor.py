@@ -444,7 +444,7 @@ class Supervisor:
 
     def _end_trackers(self, wake: int) -> None:
         """Let the trackers tell the rest of the record, for a limited time."""
-        self._trackers.check()
+        self._trackers.start_waiting()
         children, timeout_s = self._trackers.children, self._config.shutdown_timeout_s
         told = any((self._path / name).exists() for name in ("exit.json", LAUNCHER_EXIT))
         if not (told and self._await(wake, children, timeout_s)):

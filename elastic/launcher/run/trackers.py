@@ -79,6 +79,13 @@ class Trackers:
     def children(self) -> list[Child]:
         return list(self._children.values())
 
+    def start_waiting(self) -> None:
+        """Start the trackers that wait for their pause: the job ends, and they have the rest to
+        tell."""
+        self.check()
+        self._start_at = dict.fromkeys(self._start_at, 0.0)
+        self.check()
+
     def check(self, *, ending: bool = False) -> None:
         """Note which trackers have ended, and start those that are due, unless `ending`."""
         for target, child in tuple(self._children.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -66,6 +67,29 @@ def test_one_ends_well_and_one_cannot_begin(tmp_path: Path, lifeline: int) -> No
     assert (tmp_path / "told").read_text() == "0\n1\n"
     assert notes == ["warning: the tracker callback:my_hooks:Bad ended (exit code 1)"]
     assert trackers.unfinished() == ["callback:my_hooks:Bad"]
+
+
+def test_a_tracker_that_was_killed_tells_the_rest_at_the_end(tmp_path: Path, lifeline: int) -> None:
+    """It does not wait for its pause."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    config(str(run_dir)).save()
+    write(run_dir, JOB, plan(0), step(0))
+    told, notes = tmp_path / "told", list[str]()
+    trackers = Trackers(
+        run_dir, (target("Good"),), lifeline, notes.append, lambda name: nullcontext(None)
+    )
+    trackers.check()
+    assert wait_until(told.exists)
+    (child,) = trackers.children
+    os.kill(child.pid, signal.SIGKILL)
+    assert wait_until(child.ended)
+    write(run_dir, step(1), END)
+    trackers.start_waiting()
+    assert wait_until(lambda: all(child.ended() for child in trackers.children))
+    trackers.check(ending=True)
+    assert trackers.unfinished() == [] and told.read_text().splitlines()[-1] == "1"
+    assert len(notes) == 1 and "ended (SIGKILL); it is started again" in notes[0]
 
 
 def test_nothing_is_started_at_the_end(tmp_path: Path, lifeline: int) -> None:

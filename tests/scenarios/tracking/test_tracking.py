@@ -19,7 +19,7 @@ def test_each_step_once_with_the_values_of_the_failure_free_run(tmp_path: Path) 
 
     board, lines = tmp_path / "board", tmp_path / "lines"
     flags = exact("--nnodes", "3", "--pipelines", "1", *faults(*LOST))
-    flags += ["--track", CALLBACK, "--track", f"tensorboard:{board}"]
+    flags += ["--track", CALLBACK, "--track", f"tensorboard:{board}", "--shutdown-timeout", "200"]
     more = ("--checkpoint-every", "3")
     environment = {OUT: str(lines), KILL_AT: "1"}
     run = elastic_run(tmp_path / "run", flags, script(*more), environment=environment)
