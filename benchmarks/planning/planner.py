@@ -342,7 +342,7 @@ def published(found: list[PlanComparison]) -> Iterator[Row]:
 
 
 def table(found: list[PlanComparison]) -> str:
-    """Return the comparison as CSV: seconds of a step; inf: no plan."""
+    """Return the comparison as CSV. Each value is the seconds of a step; inf means no plan."""
     lines = [f"{m.model},{m.nodes},{m.ours:.6g},{m.oobleck:.6g},{m.varuna:.6g}" for m in found]
     return "\n".join(("model,nodes,ours_s,oobleck_s,varuna_s", *lines, ""))
 

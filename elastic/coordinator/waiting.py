@@ -180,7 +180,7 @@ def cause_of(change: EpochChange) -> str:
 
 
 def names(nodes: Iterable[str]) -> str:
-    """Return the names, the first `MAX_NAMES` of many."""
+    """Return the sorted names as one text; at most `MAX_NAMES`, then the number of the others."""
     known = sorted(nodes)
     more = len(known) - MAX_NAMES
     return " ".join(known[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -70,7 +70,7 @@ class Record:
 
     def observe(self, event: Mapping[str, Any]) -> list[Call]:
         """Return the calls for one line of the record. Raises KeyError, TypeError or
-        ValueError for a line that has not the fields of its kind."""
+        ValueError if the line lacks a field of its kind, or has a wrong value."""
         kind, at = event["kind"], float(event["at"])
         if kind == "job":
             return self._start(event, at)
@@ -85,8 +85,10 @@ class Record:
         return [*begins, Call(EVENTS[kind], RunEvent(at=at, step=self._next, fields=fields))]
 
     def _start(self, job: Mapping[str, Any], at: float) -> list[Call]:
-        """Return the first call, once. The record of a coordinator that took over on another
-        machine has no event `job`."""
+        """Return the call of `on_start` if it was not made yet.
+
+        `job`: the fields of the event `job`; {}: the record has none, because its coordinator took
+        over on another machine."""
         if self._began:
             return []
         self._began = at

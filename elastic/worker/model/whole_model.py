@@ -115,7 +115,7 @@ class WholeModel(LayerStack):
         whose values it leaves out draw them themselves, if they can (`reset_of`)."""
 
     def left_out(self, name: str) -> Tensor | None:
-        """Return the initial value of a parameter of the model that nothing else gives one."""
+        """Return the initial value of a parameter that `initialise` leaves out; None: unknown."""
         return None
 
     def build(self, index: int, device: torch.device, tp: TensorParallel) -> nn.Module:
