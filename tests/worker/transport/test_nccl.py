@@ -164,7 +164,8 @@ class Failing(StubGroup):
 def test_a_worker_that_cannot_abort_its_communicators_ends(
     kind: type[StubGroup], left: int, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if its main thread is not about to open the next ones."""
+    """Also if its main thread is not about to open the next ones. The limit is so short that some
+    of the others may not be aborted yet, on a busy machine."""
     ended: SimpleQueue[str] = SimpleQueue()
     monkeypatch.setattr(nccl, "end_worker", ended.put)
     monkeypatch.setattr(nccl, "ABORT_S", 0.2)
@@ -172,7 +173,11 @@ def test_a_worker_that_cannot_abort_its_communicators_ends(
     rank = Rank(port, kind=kind)
     open_sets(rank, 64)
     rank.transport.close()
-    assert f"{left} communicators could not be aborted" in ended.get(timeout=LONG_S)
+    number, text = ended.get(timeout=LONG_S).split(" ", 1)
+    assert left <= int(number) <= 64 and text == "communicators could not be aborted within 0.2 s"
+    if kind is HalfWedged:
+        assert all(group.aborted.wait(LONG_S) for group in rank.groups if not group.number % 2)
+        assert not any(group.aborted.is_set() for group in rank.groups if group.number % 2)
     HalfWedged.released.set()
 
 
