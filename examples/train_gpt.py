@@ -57,6 +57,12 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--checkpoint-every", type=int, default=0, help="steps between checkpoints; 0: none"
     )
+    run.add_argument(
+        "--evaluate-every",
+        type=int,
+        default=0,
+        help="steps between evaluations on other samples of the text; 0: none",
+    )
     return out
 
 
@@ -67,6 +73,7 @@ def check(flags: argparse.Namespace) -> tuple[GPTConfig, ByteCorpus]:
         ("steps", 1),
         ("warmup", 0),
         ("checkpoint_every", 0),
+        ("evaluate_every", 0),
     ):
         if getattr(flags, name) < least:
             remedy = f"a whole number of {least} or more is needed"
@@ -87,6 +94,7 @@ def train(flags: argparse.Namespace, gpt: GPTConfig, corpus: ByteCorpus) -> None
     """Import torch and megatron-core, and train."""
     from elastic.worker.contrib.data import ByteDataset
     from elastic.worker.contrib.megatron.stack import GPTStack
+    from elastic.worker.model.evaluation import Evaluation
     from elastic.worker.model.optimizer import adamw, cosine
     from elastic.worker.trainer import Trainer
 
@@ -96,16 +104,26 @@ def train(flags: argparse.Namespace, gpt: GPTConfig, corpus: ByteCorpus) -> None
         clip_norm=flags.clip or None,
         master_weights=gpt.dtype != "fp32",
     )
+
+    def samples(seed: int) -> ByteDataset:
+        return ByteDataset(corpus, gpt.seq_len, gpt.micro_batch_size, seed)
+
+    evaluation = Evaluation(
+        data=samples(gpt.seed + 1).microbatch,
+        every=flags.evaluate_every or flags.steps,
+        microbatches=flags.num_microbatches,
+    )
     Trainer(
         stack=GPTStack(gpt),
         optimizer=optimizer,
-        data=ByteDataset(corpus, gpt.seq_len, gpt.micro_batch_size, gpt.seed).microbatch,
+        data=samples(gpt.seed).microbatch,
         steps=flags.steps,
         microbatches=flags.num_microbatches,
         seed=gpt.seed,
         tp=gpt.tp,
         tokens_per_microbatch=gpt.seq_len * gpt.micro_batch_size,
         checkpoint_every=flags.checkpoint_every,
+        evaluation=evaluation if flags.evaluate_every else None,
     ).run()
 
 

@@ -59,7 +59,10 @@ TRAINING: list[Panel] = [
         (at("elastic_plan_measured_step_seconds"), "measured"),
     ]),
     ("lines", "Tokens/s", "short", [(rate("elastic_tokens_total"), "tokens/s")]),
-    ("lines", "Loss", "none", [(at("elastic_loss"), "loss")]),
+    ("lines", "Loss", "none", [
+        (at("elastic_loss"), "loss"),
+        (at("elastic_evaluation_loss"), "evaluation"),
+    ]),
     ("lines", "Slowdown of nodes", "none", [(at("elastic_node_slowdown_ratio"), "{{node}}")]),
 ]  # fmt: skip
 RECOVERIES: list[Panel] = [

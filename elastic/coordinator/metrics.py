@@ -373,6 +373,10 @@ def _job(state: JobState) -> Iterator[Metric]:
     yield _gauge("checkpoint_step", "Step of the newest durable checkpoint; -1: none", saved)
     if state.record is not None:
         yield _gauge("loss", "Loss of the newest step", state.record.loss)
+    if state.evaluation is not None:
+        newest = state.evaluation
+        yield _gauge("evaluation_loss", "Mean loss of the newest evaluation", newest.loss)
+        yield _gauge("evaluation_step", "Steps before the newest evaluation", newest.step)
 
 
 def _membership(state: JobState, now: float) -> Iterator[Metric]:

@@ -116,6 +116,7 @@ def status(state: job.JobState) -> dict[str, Any]:
         "step": steps_done(state),
         "steps": state.spec.n_steps if state.spec else 0,
         "loss": state.record.loss if state.record else None,
+        "evaluation": codec.encode(state.evaluation),
         "nodes": nodes(state),
         "plan": format_plan(state.plan) if state.plan else "",
         "checkpoint": state.checkpoint[0] if state.checkpoint else "",

@@ -215,6 +215,10 @@ class JobSpec:
     """Pairs of layers that share a tensor."""
     checkpoint_every: int = 0
     """Number of steps between durable checkpoints; 0: no checkpoints."""
+    evaluate_every: int = 0
+    """Number of steps between evaluations; 0: no evaluations."""
+    evaluation_microbatches: int = 0
+    """Micro-batches of an evaluation."""
     contents: tuple[str, ...] = ()
     """Per layer, its parameters as a short text; (): unknown. Checkpoints are compared by it."""
     optimizer: str = ""
@@ -226,6 +230,12 @@ class JobSpec:
     @property
     def n_layers(self) -> int:
         return len(self.layers)
+
+    def evaluates(self, version: int) -> bool:
+        """Return whether the parameters after `version` steps are evaluated."""
+        if not self.evaluate_every or version <= 0:
+            return False
+        return version % self.evaluate_every == 0 or version == self.n_steps
 
     def joined(self, other: JobSpec) -> JobSpec | None:
         """Return what both descriptions tell about one job, or None if they are of two jobs. What
@@ -300,6 +310,30 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure that layers reported in an evaluation, such as the accuracy."""
+
+    name: str
+    value: float
+    """Mean over the micro-batches that reported it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Result of an evaluation, equal on every worker."""
+
+    step: int
+    """Version of the evaluated parameters: the number of steps before."""
+    loss: float
+    """Mean loss of the evaluation's micro-batches, which are added in their order."""
+    microbatches: int
+    seconds: float
+    """Time that the slowest worker needed."""
+    figures: tuple[Figure, ...] = ()
+    """In the order of names."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """Results of a step's commit, equal on every worker. An update needs them."""
 
@@ -314,6 +348,8 @@ class StepRecord:
     """Layers whose gradient is not finite."""
     skipped: bool = False
     """Whether the update was left out (`OnNonfinite.SKIP`)."""
+    evaluation: EvaluationResult | None = None
+    """Evaluation of the parameters before this step; None: none was due."""
 
 
 NORM, PARAMETERS = "gradient norm", "parameters"

@@ -18,12 +18,13 @@ from torch._C._distributed_c10d import TCPStore
 
 from elastic.core.protocol import messages as m
 from elastic.domain.errors import FieldError
-from elastic.domain.types import WHOLE, Accumulate, JobSpec, Portion, Unit
+from elastic.domain.types import WHOLE, Accumulate, EvaluationResult, JobSpec, Portion, Unit
 from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import AgentClient, WorkerSettings
 from elastic.worker.engine.injector import FaultInjector, check_faults
 from elastic.worker.model.device import choose_device
+from elastic.worker.model.evaluation import Evaluation
 from elastic.worker.model.layers import LayerStack, TensorParallel
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
@@ -43,6 +44,8 @@ class TrainingJob:
     """data(step, index) -> micro-batch `index` of `step`, on any device."""
     accumulate: Accumulate
     spec: JobSpec
+    evaluation: Evaluation | None = None
+    """None: the model is not evaluated."""
 
     def replica(
         self,
@@ -72,8 +75,9 @@ class TrainingJob:
 class WorkerContext:
     """Objects that a worker process owns from `attach` to `release`.
 
-    Only `replicas` and `protection` change between epochs. They outlive the epoch that created
-    them, because the next epoch starts from live layers, and acknowledgements may arrive late.
+    Only `replicas`, `evaluated` and `protection` change between epochs. They outlive the epoch that
+    created them, because the next epoch starts from live layers, and acknowledgements may arrive
+    late.
     """
 
     settings: WorkerSettings
@@ -89,6 +93,8 @@ class WorkerContext:
     injector: FaultInjector
     replicas: dict[int, LayerReplica] = field(default_factory=dict)
     """Layers that this worker holds, by index. Each epoch keeps the usable layers."""
+    evaluated: EvaluationResult | None = None
+    """Newest evaluation, which the next epoch need not repeat; None: none is known."""
     protection: Protection | None = None
     """Backup of `replicas`. The next epoch replaces it once its own layers are installed."""
 

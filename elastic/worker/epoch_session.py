@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from torch import Tensor
+
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import Phase
 from elastic.domain.errors import (
@@ -29,18 +31,20 @@ from elastic.domain.errors import (
     describe,
     with_place,
 )
-from elastic.domain.types import WHOLE, Accumulate, Plan
+from elastic.domain.types import WHOLE, Accumulate, EvaluationResult, Plan
 from elastic.planning.plan.rank_map import Roster, roster
 from elastic.planning.plan.schemes import state_of
+from elastic.planning.schedule.schedule import Action, Kind
 from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.backup.protection import Protection
 from elastic.worker.context import WorkerContext
 from elastic.worker.engine.allreduce import tied_pairs
+from elastic.worker.engine.evaluation import EvaluationRunner
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.engine.step import StepChecks, StepResult, StepRunner
 from elastic.worker.model.layers import tp_sync
-from elastic.worker.model.microbatch import Microbatch
+from elastic.worker.model.microbatch import LazyFields, Microbatch
 from elastic.worker.profiling.run_profile import EMULATE
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
@@ -65,6 +69,9 @@ class EpochSession:
         self._context, self._order = context, order
         self._abandon = context.agent.begin_epoch(order.epoch)
         self._assignment = order.assignment
+        known = context.evaluated
+        if known is not None and known.step > order.assignment.step:  # its steps are undone
+            context.evaluated = None
         self._plan = order.assignment.plan
         self._roster: Roster = roster(self._plan)
         self._rank = -1
@@ -75,6 +82,7 @@ class EpochSession:
         self._agreement = GroupAgreement(sync, self._abandon)
         self._links: Links | None = None
         self._steps: StepRunner | None = None
+        self._evaluations: EvaluationRunner | None = None
         self._resumed = False
 
     def run(self) -> None:
@@ -194,7 +202,8 @@ class EpochSession:
         n_steps = context.job.spec.n_steps
         todo, covered = self._assignment.todo, dict(self._assignment.covered)
         for step in range(self._assignment.step, n_steps):
-            result = steps.run(step, todo, covered)
+            evaluation = self._evaluate(steps, step)
+            result = steps.run(step, todo, covered, evaluation)
             self._record_timing(steps, step)
             self._report_step(result)
             if result.halt_epoch > self._order.epoch:
@@ -203,7 +212,7 @@ class EpochSession:
         # A tensor-parallel rank that failed in the last step waits in an exchange: take part in it.
         self._agreement.check()
         if all(replica.version == n_steps for replica in context.replicas.values()):
-            self._finish()
+            self._finish(steps)
 
     def _install(self) -> StepRunner:
         """Load the layers at the assigned version, connect, report `Ready`; return the runner."""
@@ -218,6 +227,7 @@ class EpochSession:
         context.agent.position.update("wait")  # for the workers that still load their layers
         self._links = self._open_links()
         steps = self._runner(installed, self._links)
+        self._evaluations = self._evaluation_runner(installed, self._links)
         if recovering:
             context.injector.recoveries += 1
         transfer_s, rebuild_s = transferred - began, time.perf_counter() - transferred
@@ -311,7 +321,59 @@ class EpochSession:
             ),
         )
 
+    def _evaluation_runner(self, installed: LoadedStage, links: Links) -> EvaluationRunner | None:
+        """Return the runner of the evaluations; None: the job has none."""
+        context, evaluation = self._context, self._context.job.evaluation
+        if evaluation is None:
+            return None
+        position, injector = context.agent.position, context.injector
+
+        def before(version: int, action: Action) -> None:
+            position.update("compute" if action.kind.computes else "wait", version, 0)
+            if action.kind is Kind.F:
+                injector.reach(version, Phase.EVALUATION, action.microbatch)
+
+        def after(seconds: float) -> None:
+            injector.stretch(seconds)
+            position.update("wait")
+            self._report_resumed()
+
+        return EvaluationRunner(
+            microbatches=evaluation.microbatches,
+            data=self._evaluation_data,
+            plan=self._plan,
+            roster=self._roster,
+            replicas=installed.replicas,
+            links=links,
+            agreement=self._agreement,
+            before=before,
+            after=after,
+        )
+
     # ---- training ----
+
+    def _evaluate(self, steps: StepRunner, version: int) -> EvaluationResult | None:
+        """Return the evaluation of the parameters after `version` steps; None: none is due."""
+        context, evaluations = self._context, self._evaluations
+        if evaluations is None or not context.job.spec.evaluates(version):
+            return None
+        steps.protect()  # the epoch's first copies do not wait for the evaluation
+        context.evaluated = evaluations.run(version, context.evaluated)
+        return context.evaluated
+
+    def _evaluation_data(self, version: int, index: int) -> Microbatch:
+        """Return micro-batch `index` of the evaluation on this device, which keeps figures."""
+        evaluation, fields = self._context.job.evaluation, dict[str, Tensor]()
+        assert evaluation is not None
+        if self._context.settings.profile == EMULATE:
+            return Microbatch(version, index, fields, figures={})
+        source, device = evaluation.data, self._context.device
+
+        def read() -> dict[str, Tensor]:
+            found = source(0, index).fields
+            return {name: tensor.to(device) for name, tensor in found.items()}
+
+        return Microbatch(version, index, LazyFields(read), figures={})
 
     def _data(self, step: int, index: int) -> Microbatch:
         """Return micro-batch `index` of `step` on this device; under --emulate without data."""
@@ -345,20 +407,22 @@ class EpochSession:
         if measured:
             context.agent.position.measured = measured
 
-    def _finish(self) -> None:
-        """Wait until all final states are in vaults; report `Finished`, with rank 0's hash."""
+    def _finish(self, steps: StepRunner) -> None:
+        """Wait until all final states are in vaults; evaluate them, if that is due; report
+        `Finished`, with rank 0's hash."""
         context, spec = self._context, self._context.job.spec
-        assert context.protection is not None and self._steps is not None
+        assert context.protection is not None
         context.agent.position.update("wait", spec.n_steps)
         self._report_resumed()
         context.protection.finish()
-        self._steps.verify(spec.n_steps)
+        evaluation = self._evaluate(steps, spec.n_steps)
+        steps.verify(spec.n_steps)
         sha = ""
         if self._rank == 0:
             vaults, node = dict(self._assignment.vaults), context.settings.node
             advance = context.agent.position.advance
             sha = job_sha256(self._plan, spec, vaults, node, self._abandon, advance)
-        self._send(m.Finished(spec.n_steps, sha))
+        self._send(m.Finished(spec.n_steps, sha, evaluation))
 
     # ---- leaving ----
 

@@ -16,14 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elastic.domain.errors import FieldError
-from elastic.domain.types import OnNonfinite, Pipeline, Plan, Stage, Unit
+from elastic.domain.types import EvaluationResult, OnNonfinite, Pipeline, Plan, Stage, Unit
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import Action, actions_of
 from elastic.worker.context import TrainingJob
 from elastic.worker.engine.allreduce import GradientAllReduce
 from elastic.worker.engine.commit import commit
+from elastic.worker.engine.evaluation import EvaluationRunner
 from elastic.worker.engine.stage import stages_of_rank
-from elastic.worker.engine.stage_runner import StageRunner
+from elastic.worker.engine.stage_runner import GroupAgreement, StageRunner
 from elastic.worker.engine.step import StepChecks, judge
 from elastic.worker.model.device import choose_device
 from elastic.worker.model.gradients import exact_limit
@@ -55,13 +56,13 @@ def train_here(job: TrainingJob) -> None:
         raise FieldError("tp", spec.tp, remedy)
     _say("this process trains alone, without recovery and checkpoints; `elastic run` has both")
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
-        for step, text in enumerate(_steps(job, str(Path(folder) / "store")), 1):
-            _say(f"step {step}/{spec.n_steps}: {text}")
+        for text in _steps(job, str(Path(folder) / "store")):
+            _say(text)
         job.stack.release()
 
 
 def _steps(job: TrainingJob, store: str) -> Iterator[str]:
-    """Run each step; yield its figures. `store`: file for a process group of one."""
+    """Run each step and evaluation; yield its figures. `store`: file for a process group of one."""
     spec, device = job.spec, choose_device(0)
     tp = job.stack.tensor_parallel(0, 1, store, device)
     indices = tuple(range(spec.n_microbatches))
@@ -83,6 +84,25 @@ def _steps(job: TrainingJob, store: str) -> Iterator[str]:
         fields = job.data(step, index).fields
         return Microbatch(step, index, {name: value.to(device) for name, value in fields.items()})
 
+    evaluations, evaluation = None, job.evaluation
+    if evaluation is not None:
+
+        def evaluation_data(version: int, index: int) -> Microbatch:
+            fields = evaluation.data(0, index).fields
+            on_device = {name: value.to(device) for name, value in fields.items()}
+            return Microbatch(version, index, on_device, figures={})
+
+        evaluations = EvaluationRunner(
+            microbatches=evaluation.microbatches,
+            data=evaluation_data,
+            plan=plan,
+            roster=ranks,
+            replicas=replicas,
+            links=links,
+            agreement=GroupAgreement(None, links.abandon),
+            before=lambda version, action: None,
+            after=lambda seconds: None,
+        )
     stages = stages_of_rank(ranks, 0, replicas)
     runner = StageRunner(stages, links, n_microbatches=spec.n_microbatches, data=data)
     all_reduce = GradientAllReduce(replicas, links, ranks, job.stack.tied)
@@ -100,9 +120,18 @@ def _steps(job: TrainingJob, store: str) -> Iterator[str]:
                 replica.update(reduced[replica.index], record.clip, lr)
                 replica.clear()
             seconds = time.perf_counter() - began
-            yield f"loss {record.loss:.4f}, gradient norm {record.grad_norm:.4g}, {seconds:.2f} s"
+            figures = f"loss {record.loss:.4f}, gradient norm {record.grad_norm:.4g}"
+            yield f"step {step + 1}/{spec.n_steps}: {figures}, {seconds:.2f} s"
+            if evaluations is not None and spec.evaluates(step + 1):
+                yield _described(evaluations.run(step + 1, None))
     finally:
         links.close()
+
+
+def _described(found: EvaluationResult) -> str:
+    figures = {"loss": found.loss, **{one.name: one.value for one in found.figures}}
+    text = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+    return f"evaluated after step {found.step}: {text}, {found.seconds:.2f} s"
 
 
 def _say(text: str) -> None:

@@ -22,6 +22,7 @@ from elastic.worker.epoch_session import EpochSession
 from elastic.worker.local_training import train_here
 from elastic.worker.model.checks import description, whole_number
 from elastic.worker.model.data_source import DataSource
+from elastic.worker.model.evaluation import Evaluation
 from elastic.worker.model.layers import LayerStack
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
@@ -39,6 +40,7 @@ OPTIMIZER = (
     "an OptimizerSpec, as OptimizerSpec(factory=torch.optim.Adam, lr=lambda step: 0.003); "
     "the runtime makes one optimizer per layer"
 )
+EVALUATION = "Evaluation(data=..., every=100, microbatches=8), imported from elastic"
 MOST_MICROBATCHES = 1_000_000
 """Largest number of micro-batches per step; plans and reports list each of them."""
 
@@ -62,6 +64,7 @@ class Trainer:
         tp: workers per tensor-parallel group.
         tokens_per_microbatch: for the reported tokens per second; 0 if unknown.
         checkpoint_every: steps between two checkpoints; 0 for none.
+        evaluation: when and with which data the model is evaluated; None for never.
 
     Raises FieldError for an argument that is not usable, and UsageError under torchrun.
     """
@@ -78,11 +81,14 @@ class Trainer:
         tp: int = 1,
         tokens_per_microbatch: int = 0,
         checkpoint_every: int = 0,
+        evaluation: Evaluation | None = None,
     ) -> None:
         if not isinstance(stack, LayerStack):
             raise FieldError("stack", description(stack), STACK)
         if not isinstance(optimizer, OptimizerSpec):
             raise FieldError("optimizer", description(optimizer), OPTIMIZER)
+        if evaluation is not None and not isinstance(evaluation, Evaluation):
+            raise FieldError("evaluation", description(evaluation), EVALUATION)
         source = DataSource(data)
         steps = whole_number("steps", steps, 1)
         microbatches = whole_number("microbatches", microbatches, 1, MOST_MICROBATCHES)
@@ -107,6 +113,8 @@ class Trainer:
             tokens_per_microbatch=tokens,
             tied=tuple((group[0][0], owner[0]) for group in stack.tied for owner in group[1:]),
             checkpoint_every=checkpoint_every,
+            evaluate_every=evaluation.every if evaluation else 0,
+            evaluation_microbatches=evaluation.microbatches if evaluation else 0,
             contents=stack.contents(),
             optimizer=optimizer.describe(),
         )
@@ -116,6 +124,7 @@ class Trainer:
             data=source,
             accumulate=accumulate,
             spec=spec,
+            evaluation=evaluation,
         )
 
     def run(self) -> None:

@@ -11,7 +11,7 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from elastic import ListStack, Microbatch, Trainer
+from elastic import Evaluation, ListStack, Microbatch, Trainer
 from elastic.worker.model.optimizer import adamw, cosine
 
 VOCABULARY, WIDER = 256, 6
@@ -43,6 +43,8 @@ class Head(nn.Linear):
 
     def forward(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
         logits = super().forward(hidden)
+        if microbatch.in_evaluation:
+            microbatch.report("confidence", logits.softmax(dim=-1).amax(dim=-1).mean())
         return nn.functional.cross_entropy(
             logits.flatten(0, 1), microbatch.fields["labels"].view(-1)
         )
@@ -57,6 +59,8 @@ def main() -> None:
     flags.add_argument("--num-microbatches", type=int, default=6)
     flags.add_argument("--steps", type=int, required=True)
     flags.add_argument("--checkpoint-every", type=int, default=0)
+    flags.add_argument("--evaluate-every", type=int, default=0)
+    flags.add_argument("--evaluation-microbatches", type=int, default=5)
     given = flags.parse_args()
     shape = (given.micro_batch_size, given.seq_len + 1)
 
@@ -66,6 +70,12 @@ def main() -> None:
         fields = {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
         return Microbatch(step, index, fields)
 
+    def unseen(step: int, index: int) -> Microbatch:
+        return Microbatch(step, index, data(-1, index).fields)
+
+    evaluation = Evaluation(
+        data=unseen, every=given.evaluate_every or 1, microbatches=given.evaluation_microbatches
+    )
     layers = [
         lambda: Embedding(given.hidden, VOCABULARY, bias=False),
         *[lambda: Block(given.hidden)] * given.layers,
@@ -79,6 +89,7 @@ def main() -> None:
         microbatches=given.num_microbatches,
         tokens_per_microbatch=given.micro_batch_size * given.seq_len,
         checkpoint_every=given.checkpoint_every,
+        evaluation=evaluation if given.evaluate_every else None,
     ).run()
 
 

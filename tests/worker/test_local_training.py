@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from elastic.domain.errors import FieldError, NonfiniteError
 from elastic.domain.types import Accumulate, JobSpec
 from elastic.worker.context import TrainingJob
 from elastic.worker.local_training import train_here
+from elastic.worker.model.evaluation import Evaluation
 from elastic.worker.model.microbatch import Microbatch
 from tests.scenarios.harness import ROOT
 from tests.scenarios.shared import GPT, SCRIPT, exact, made_once
@@ -59,6 +61,25 @@ def test_each_step_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     train_here(job())
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[1] for line in lines[1:]] == [f" step {i}/3" for i in (1, 2, 3)]
+
+
+def test_the_model_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluation = Evaluation(data=microbatch, every=2, microbatches=3)
+    plain = job()
+    evaluated = replace(
+        plain,
+        evaluation=evaluation,
+        spec=replace(plain.spec, evaluate_every=2, evaluation_microbatches=3),
+    )
+    train_here(evaluated)
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert [re.sub(r"[\d.]{3,}", "N", line) for line in lines] == [
+        "elastic: step 1/3: loss N, gradient norm N, N s",
+        "elastic: step 2/3: loss N, gradient norm N, N s",
+        "elastic: evaluated after step 2: loss N, N s",
+        "elastic: step 3/3: loss N, gradient norm N, N s",
+        "elastic: evaluated after step 3: loss N, N s",
+    ]
 
 
 def test_a_tensor_parallel_model_needs_workers() -> None:

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from elastic.domain.errors import FieldError, UsageError
+from elastic.domain.types import JobSpec
+from elastic.worker.datasets.map_style import from_dataset
+from elastic.worker.model.evaluation import Evaluation
 from elastic.worker.model.layers import ListStack
 from elastic.worker.trainer import Trainer
 from tests.worker.model.toy_model import microbatch, sgd, toy_stack
@@ -50,6 +53,8 @@ OPTIMIZER = r"an OptimizerSpec, as OptimizerSpec\(factory=torch.optim.Adam, lr=l
         ("tokens_per_microbatch", 1.5, "1.5", f"{WHOLE} from 0 up"),
         ("checkpoint_every", -1, "-1", f"{WHOLE} from 0 up"),
         ("checkpoint_every", None, "None", f"{WHOLE} from 0 up"),
+        ("evaluation", 10, "10", r"Evaluation\(data=..., every=100, microbatches=8\)"),
+        ("evaluation", microbatch, "the function microbatch", r"Evaluation\(data="),
     ],
 )
 def test_a_wrong_argument_is_named(name: str, value: Any, given: str, wanted: str) -> None:
@@ -69,6 +74,47 @@ def test_numbers_of_other_libraries_are_whole_numbers_too() -> None:
         seed=2**64 - 1,
     )
     assert type(made._job.spec.n_steps) is int and made._job.spec.n_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "given", "wanted"),
+    [
+        ("data", [microbatch(0, 0)], "an object of type list", r"a function data\(step, index\)"),
+        ("data", lambda index: index, "<lambda>.*", r"a function data\(step, index\)"),
+        ("every", 0, "0", f"{WHOLE} from 1 up"),
+        ("every", "10", "'10'", f"{WHOLE} from 1 up"),
+        ("microbatches", 0, "0", f"{WHOLE} from 1 to 1000000"),
+        ("microbatches", 10**9, "1000000000", f"{WHOLE} from 1 to 1000000"),
+    ],
+)
+def test_a_wrong_argument_of_an_evaluation_is_named(
+    name: str, value: Any, given: str, wanted: str
+) -> None:
+    arguments = {"data": microbatch, "every": 2, "microbatches": 3, name: value}
+    pattern = rf"^evaluation.{name}: {given} is not usable: {wanted}"
+    with pytest.raises(FieldError, match=pattern):
+        Evaluation(**arguments)
+
+
+def test_data_made_for_another_number_of_micro_batches_is_refused() -> None:
+    source = from_dataset([torch.ones(6)] * 64, rows=2, microbatches=4)
+    with pytest.raises(FieldError, match=r"evaluation.microbatches: 3 .* 4, as the data was made"):
+        Evaluation(data=source, every=2, microbatches=3)
+
+
+def test_nodes_compare_when_they_evaluate() -> None:
+    """A node whose script evaluates at other steps would wait in other exchanges."""
+
+    def spec_of(**arguments: Any) -> JobSpec:
+        numbers = {"steps": 4, "microbatches": 2}
+        made = Trainer(stack=toy_stack(), optimizer=sgd(), data=microbatch, **numbers, **arguments)
+        return made._job.spec
+
+    plain = spec_of()
+    twice = spec_of(evaluation=Evaluation(data=microbatch, every=2, microbatches=3))
+    assert [twice.evaluates(version) for version in range(5)] == [False, False, True, False, True]
+    assert not any(plain.evaluates(version) for version in range(5))
+    assert twice.joined(plain) is None and twice.joined(twice) == twice
 
 
 def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

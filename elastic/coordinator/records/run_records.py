@@ -26,7 +26,7 @@ from elastic.coordinator.records.run_directory import (
 )
 from elastic.coordinator.records.run_summary import plan_shape, steps_done, summarize
 from elastic.coordinator.waiting import Waiting
-from elastic.core.job.goodput import recovery_entry, step_entry
+from elastic.core.job.goodput import evaluation_entries, recovery_entry, step_entry
 from elastic.core.job.state import ChangeCompleted, JobState
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.election import retry_s
@@ -322,6 +322,8 @@ class RunRecords:
         """Record a finished step once, although several nodes report it, some of them again to each
         new coordinator. `at`: time of the report; None: now."""
         if self._steps.add(done.epoch, done.record.step):
+            for entry in evaluation_entries(done.record.evaluation, done.epoch):
+                self._events.append(entry.kind, entry.data, at)
             self._events.append("step", step_entry(done), at)
             if done.record.step > state.logged_step:  # else nodes report it to a new coordinator
                 self.progress(state, done)

@@ -22,7 +22,7 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the summary of a run, from the entries of its event log."""
     steps: dict[int, dict[str, Any]] = {}
     recoveries, plan, backup, end, checkpoints = [], "", {}, {}, []
-    nonfinite: dict[int, dict[str, Any]] = {}
+    by_step: dict[str, dict[int, dict[str, Any]]] = {"nonfinite": {}, "evaluation": {}}
     divergences, ledgers, wrong = [], 0, {"double": 0, "missing": 0}
     first = last = 0.0
     for entry in _distinct(events):
@@ -35,8 +35,8 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
                 recoveries.append(_fields(entry))
             case "job":
                 ledgers = entry.get("ledgers", 0)
-            case "nonfinite":
-                nonfinite[entry["step"]] = _fields(entry)
+            case ("nonfinite" | "evaluation") as kind:
+                by_step[kind][entry["step"]] = _fields(entry)
             case "divergence":
                 divergences.append(_fields(entry))
             case "ledger":
@@ -47,17 +47,21 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
                 checkpoints.append(entry["step"])
             case "lost-steps":
                 lost = entry["from_step"]
-                steps = {step: kept for step, kept in steps.items() if step < lost}
-                nonfinite = {step: kept for step, kept in nonfinite.items() if step < lost}
+                steps = _below(steps, lost)
+                by_step = {
+                    "nonfinite": _below(by_step["nonfinite"], lost),
+                    "evaluation": _below(by_step["evaluation"], lost + 1),
+                }
             case "end":
                 end = entry
-    ordered = [steps[step] for step in sorted(steps)]
+    ordered = _in_order(steps)
     seconds = sum(entry["seconds"] for entry in ordered)
     tokens = sum(entry["tokens"] for entry in ordered)
     return {
         "steps": len(ordered),
         "loss": [entry["loss"] for entry in ordered],
         "grad_norm": [entry["grad_norm"] for entry in ordered],
+        "evaluations": _in_order(by_step["evaluation"]),
         "params_sha256": end.get("params_sha256", ""),
         "exit_code": end.get("code"),
         "reason": end.get("reason", ""),
@@ -70,11 +74,21 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
             **wrong,
             "proved": sum(0 < ledgers == entry.get("ledgers", 0) for entry in ordered),
         },
-        "nonfinite": [nonfinite[step] for step in sorted(nonfinite)],
+        "nonfinite": _in_order(by_step["nonfinite"]),
         "divergences": divergences,
         "checkpoints": checkpoints,
         "recoveries": recoveries,
     }
+
+
+def _below(entries: dict[int, dict[str, Any]], step: int) -> dict[int, dict[str, Any]]:
+    """Return the entries of steps below `step`."""
+    return {number: entry for number, entry in entries.items() if number < step}
+
+
+def _in_order(entries: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries in the order of their steps."""
+    return [entries[step] for step in sorted(entries)]
 
 
 def _distinct(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -102,6 +116,7 @@ def job_entry(spec: JobSpec) -> dict[str, Any]:
         "ledgers": spec.n_layers * spec.tp,
         "tied": spec.tied,
         "checkpoint_every": spec.checkpoint_every,
+        "evaluate_every": spec.evaluate_every,
     }
 
 

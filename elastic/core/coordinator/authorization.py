@@ -37,7 +37,15 @@ LIMITS: dict[type, tuple[int, int]] = {
 }
 """(characters, items) by message type, in place of MAX_CHARS and MAX_ITEMS."""
 UNBOUNDED = frozenset(
-    {"StepRecord.clip", "StepRecord.grad_norm", "StepRecord.loss", "StepDone.lr", "Copy.losses"}
+    {
+        "StepRecord.clip",
+        "StepRecord.grad_norm",
+        "StepRecord.loss",
+        "StepDone.lr",
+        "Copy.losses",
+        "EvaluationResult.loss",
+        "Figure.value",
+    }
 )
 """Results of the training, which are not finite if the training diverges."""
 _checked: dict[type, Any] = {}

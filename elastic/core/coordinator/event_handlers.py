@@ -244,6 +244,7 @@ def _step_finished(state: JobState, event: m.StepDone, now: float) -> JobTransit
         state = state.of(durations=durations)
     seen = state.seen.grown(step_s=event.seconds)
     state = state.of(record=event.record, step_finished_at=now, logged_step=step, seen=seen)
+    state = state.of(evaluation=event.record.evaluation or state.evaluation)
     return state, nonfinite_entries(event.record), ""
 
 

@@ -33,7 +33,7 @@ from elastic.core.job.epoch_change import (
     resume_if_feasible,
     without_joining,
 )
-from elastic.core.job.goodput import nonfinite_entries
+from elastic.core.job.goodput import evaluation_entries, nonfinite_entries
 from elastic.core.job.join_policy import plan_if_feasible, record_pause, without_member
 from elastic.core.job.membership import end_job, launch_nodes
 from elastic.core.job.quarantine import SUSPECTED
@@ -282,7 +282,7 @@ def _evidence(failed: m.Failed) -> tuple[LogEntry, ...]:
 def _finished(state: JobState, finished: m.Finished, now: float) -> JobTransition | None:
     """End the job once the checkpoint of its last step is durable, if one is due. Older ones are
     awaited for `limits.disk_s` while nodes write them."""
-    text, sha = f"all {finished.step} steps done", finished.params_sha256
+    text = f"all {finished.step} steps done"
     if not checkpoints.is_final_missing(state):
         late = checkpoints.being_written(state, now)
         if late and not state.finished_at:
@@ -292,11 +292,23 @@ def _finished(state: JobState, finished: m.Finished, now: float) -> JobTransitio
             return state, entries, f"{text}; older checkpoints are written"
         if late and now - state.finished_at < state.limits.disk_s:
             return None
-        return _end_job(state, JobPhase.FINISHED, EXIT_OK, text, sha)
+        return _end_evaluated(state, finished, JobPhase.FINISHED, EXIT_OK, text)
     problem = final_checkpoint.problem(state)
     if problem:
-        return _end_job(state, JobPhase.FAILED, EXIT_FAILURE, f"{text}, but {problem}", sha)
+        text = f"{text}, but {problem}"
+        return _end_evaluated(state, finished, JobPhase.FAILED, EXIT_FAILURE, text)
     return final_checkpoint.replace_writers(state, now)
+
+
+def _end_evaluated(
+    state: JobState, finished: m.Finished, phase: JobPhase, code: int, text: str
+) -> JobTransition:
+    """End the job, and log the evaluation of its final parameters."""
+    evaluation = finished.evaluation
+    entries = evaluation_entries(evaluation, state.epoch)
+    state = state.of(evaluation=evaluation or state.evaluation)
+    state, actions, reason = _end_job(state, phase, code, text, finished.params_sha256)
+    return state, (*entries, *actions), reason
 
 
 def _last_checkpoint(state: JobState, now: float) -> JobTransition | None:

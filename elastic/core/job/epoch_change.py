@@ -28,7 +28,7 @@ from math import inf
 
 from elastic.core.health.diagnosis import FaultClass, Finding, HealthAction
 from elastic.core.job import absent_nodes, checkpoints, join_policy, quarantine, reachability
-from elastic.core.job.goodput import nonfinite_entries, step_entry
+from elastic.core.job.goodput import evaluation_entries, nonfinite_entries, step_entry
 from elastic.core.job.measured_conditions import backup_conditions
 from elastic.core.job.membership import end_job
 from elastic.core.job.reachability import CopyPlace
@@ -499,7 +499,8 @@ def _unlogged_step(
     since = state.step_finished_at
     seconds, tokens = max(0.0, now - since), spec.n_microbatches * spec.tokens_per_microbatch
     done = m.StepDone(state.epoch - 1, record, seconds if since else 0.0, 0.0, tokens)
-    return (LogEntry("step", step_entry(done)), *nonfinite_entries(record))
+    evaluated = evaluation_entries(record.evaluation, done.epoch)
+    return (*evaluated, LogEntry("step", step_entry(done)), *nonfinite_entries(record))
 
 
 def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:

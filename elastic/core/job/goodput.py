@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic.core.job.state import ChangeCompleted, EpochChange, JobPhase, JobState, LogEntry
 from elastic.core.protocol.messages import StepDone
-from elastic.domain.types import OnNonfinite, StepRecord
+from elastic.domain.types import EvaluationResult, OnNonfinite, StepRecord
 
 NODE_TIME_USES = ("useful", "detect", "plan", "transfer", "lost", "idle")
 
@@ -106,6 +106,21 @@ def step_entry(done: StepDone) -> dict[str, Any]:
         "tokens": done.tokens,
         "ledgers": done.record.ledgers,
     }
+
+
+def evaluation_entries(evaluation: EvaluationResult | None, epoch: int) -> tuple[LogEntry, ...]:
+    """Return the log entry of an evaluation; (): none was due."""
+    if evaluation is None:
+        return ()
+    data = {
+        "epoch": epoch,
+        "step": evaluation.step,
+        "loss": evaluation.loss,
+        "figures": {figure.name: figure.value for figure in evaluation.figures},
+        "microbatches": evaluation.microbatches,
+        "seconds": round(evaluation.seconds, 5),
+    }
+    return (LogEntry("evaluation", data),)
 
 
 def nonfinite_entries(record: StepRecord | None, *, stops: bool = False) -> tuple[LogEntry, ...]:

@@ -27,7 +27,16 @@ from elastic.core.protocol.messages import Heartbeat as Heartbeat
 from elastic.core.protocol.timeouts import LongestDurations, Timeouts, budget
 from elastic.core.protocol.version import FIRST
 from elastic.core.recovery.divergence import Distrust
-from elastic.domain.types import Assignment, JobSpec, NodeInfo, Plan, SavedModel, Slot, StepRecord
+from elastic.domain.types import (
+    Assignment,
+    EvaluationResult,
+    JobSpec,
+    NodeInfo,
+    Plan,
+    SavedModel,
+    Slot,
+    StepRecord,
+)
 from elastic.planning.cost.profile import Profile
 
 
@@ -386,6 +395,8 @@ class JobState:
     record: StepRecord | None = None
     """Record of the newest finished step that is known; None: unknown. It is a step before the
     assignment's first one, or a step that was committed under this assignment."""
+    evaluation: EvaluationResult | None = None
+    """Newest evaluation that is known; None: none."""
     step_finished_at: float = 0.0
     finished: Finished | None = None
     """Report of rank 0, while the end of the job waits for older checkpoints."""

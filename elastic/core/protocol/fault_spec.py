@@ -21,6 +21,8 @@ phase=. Faults of the launcher can only have phase=recovery. Meaning of the fiel
   step (phase=forward: before its forward pass);
 - phase=reduce: in the data-parallel reduction, after the first layer was reduced;
 - phase=optimizer: after the first layer's update;
+- phase=evaluation: before the first forward pass that the node runs in the evaluation at that step
+  or later; with microbatch=m, of the first micro-batch >= m of the evaluation;
 - phase=recovery: during the installation, in a recovery at that step or later; after=N skips the
   first N recoveries.
 
@@ -69,12 +71,15 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     REDUCE = "reduce"
     OPTIMIZER = "optimizer"
+    EVALUATION = "evaluation"
     RECOVERY = "recovery"
 
 
 LAUNCHER_KINDS = frozenset({FaultKind.KILL_COORDINATOR, FaultKind.DRAIN, FaultKind.JOIN})
 """Kinds that the launcher (`elastic run`) carries out."""
 NODE_KINDS = frozenset(FaultKind) - {FaultKind.KILL_COORDINATOR, FaultKind.JOIN}
+WITH_MICROBATCH = (Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATION)
+"""Phases in which a fault may name a micro-batch."""
 _PHASES = tuple(phase for phase in Phase if phase is not Phase.START)
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 0.001, "m": 60.0}
 _NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
@@ -160,15 +165,19 @@ def due(
     """Return whether a worker must carry out `spec` now, if it was not carried out yet.
 
     `phase`: the point that the worker has reached: START of `step`; before FORWARD or BACKWARD of
-    `microbatch`; REDUCE after the first layer was reduced; OPTIMIZER after the first layer's
-    update; RECOVERY during an installation, after `recoveries` earlier recoveries.
+    `microbatch`, or in the EVALUATION before `step`; REDUCE after the first layer was reduced;
+    OPTIMIZER after the first layer's update; RECOVERY during an installation, after `recoveries`
+    earlier recoveries.
     """
     if spec.kind in LAUNCHER_KINDS or spec.node != node or not _concerns(spec, worker):
         return False
-    if (spec.phase is Phase.RECOVERY) != (phase is Phase.RECOVERY) or step < spec.step:
+    apart = (Phase.RECOVERY, Phase.EVALUATION)
+    if step < spec.step or (spec.phase is not phase and {spec.phase, phase} & {*apart}):
         return False
     if spec.phase is Phase.RECOVERY:
         return recoveries >= spec.after
+    if spec.phase is Phase.EVALUATION:
+        return step > spec.step or (microbatch or 0) >= (spec.microbatch or 0)
     if spec.phase in (Phase.REDUCE, Phase.OPTIMIZER):
         return phase is spec.phase
     if step > spec.step:
@@ -218,7 +227,7 @@ def _check_fields(kind: FaultKind, fields: dict[str, str]) -> None:
     if phase is not None and kind in LAUNCHER_KINDS and phase != Phase.RECOVERY:
         remedy = f"{kind} knows recovery only; use step= and microbatch="
         raise FieldError(f"{FLAG} phase", phase, remedy)
-    if "microbatch" in fields and phase not in (None, Phase.FORWARD, Phase.BACKWARD):
+    if "microbatch" in fields and phase not in (None, *WITH_MICROBATCH):
         value = f"microbatch={fields['microbatch']}"
         raise FieldError(FLAG, value, f"phase={phase} has no micro-batch")
     if "after" in fields and phase != Phase.RECOVERY:

@@ -24,6 +24,7 @@ from elastic.domain.types import (
     Assignment,
     Copy,
     Divergence,
+    EvaluationResult,
     JobSpec,
     NodeInfo,
     Slot,
@@ -248,6 +249,8 @@ class Finished:
     step: int
     params_sha256: str = ""
     """Hash of all parameters. Rank 0 sets it; it is empty from other workers."""
+    evaluation: EvaluationResult | None = None
+    """Evaluation of the final parameters; None: none was due."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,8 @@ def local_wait(run_dir: Path) -> Answer | None:
 def main_view(answer: Answer) -> Answer:
     """Return the part of the answer to `status` that people read; JSON has all of it."""
     view = {key: value for key, value in answer.items() if key not in ("timeouts", "waiting")}
-    for key in ("tokens_per_s", "steps"):  # a model without tokens, a script without Trainer
+    # A model without tokens, a script without Trainer, a job without evaluations.
+    for key in ("tokens_per_s", "steps", "evaluation"):
         if not view.get(key):
             view.pop(key, None)
     leader = view.pop("coordinator", None)
@@ -152,6 +153,7 @@ def result_of(run_dir: Path) -> Answer | None:
         "step": last.get("step", summary.get("steps", 0)),
         "steps": last.get("steps", 0),
         "loss": losses[-1],
+        "evaluation": next(iter((summary.get("evaluations") or [])[-1:]), None),
         "nodes": [],
         "tokens_per_s": summary.get("tokens_per_s") or None,
         "wall_s": summary.get("wall_s"),

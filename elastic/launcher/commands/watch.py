@@ -127,6 +127,9 @@ def headline(answer: Answer) -> str:
     parts = [f"{answer['phase']} at step {answer['step']}{total}", f"epoch {answer['epoch']}"]
     if isinstance(answer.get("loss"), (int, float)):
         parts.append(f"loss {answer['loss']:.4f}")
+    newest = answer.get("evaluation")
+    if newest:
+        parts.append(f"evaluated after step {newest['step']}: loss {newest['loss']:.4f}")
     if answer.get("step_s"):
         parts.append(f"{answer['step_s']:.3g} s per step")
         parts += tokens_rate(answer)

@@ -379,6 +379,13 @@ _REMEDIES = {
 """Ends of lines about refusals, by reason. "": the detail has the remedy."""
 
 
+def _evaluation_line(event: Entry) -> str:
+    figures = {"loss": _field(event, "loss"), **(event.get("figures") or {})}
+    texts = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items()]
+    size = f"{_field(event, 'microbatches')} micro-batches, {event.get('seconds', 0.0):.2f} s"
+    return f"evaluated after step {_field(event, 'step')}: {', '.join(texts)} ({size})"
+
+
 def _nonfinite_line(event: Entry) -> str:
     done = {
         "stop": "the job ends",
@@ -427,6 +434,7 @@ def _plan_line(event: Entry) -> str:
 EVENT_LINES: dict[str, Callable[[Entry], str]] = {
     "stalled": _stalled_line,
     "retry": _retry_line,
+    "evaluation": _evaluation_line,
     "nonfinite": _nonfinite_line,
     "divergence": _divergence_line,
     "recovery": recovery_line,

@@ -65,6 +65,28 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationMetrics:
+    """An evaluation of the model."""
+
+    step: int
+    """Number of steps before it."""
+    at: float
+    """Time at which it became known, in seconds since 1970."""
+    loss: float
+    """Mean loss of its micro-batches."""
+    figures: Mapping[str, float]
+    """Means of the figures that layers reported (`Microbatch.report`)."""
+    microbatches: int
+    seconds: float
+    """Duration of the evaluation."""
+
+    def scalars(self) -> dict[str, float]:
+        """Return the values that trackers draw, by name."""
+        found = {"loss": self.loss, **self.figures, "seconds": self.seconds}
+        return {f"evaluation/{name}": value for name, value in found.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
     """A recovery, a new plan, a checkpoint, or the end of a run."""
 
@@ -96,6 +118,9 @@ class Callback:
 
     def on_step(self, step: StepMetrics) -> None:
         """A step has finished."""
+
+    def on_evaluation(self, evaluation: EvaluationMetrics) -> None:
+        """The model was evaluated. Each evaluation comes once, after the step before it."""
 
     def on_recovery(self, recovery: RunEvent) -> None:
         """Nodes were lost or have joined, and training goes on."""

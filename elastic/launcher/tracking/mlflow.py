@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from elastic.domain.errors import FieldError, describe, needs_extra
-from elastic.launcher.tracking.callback import Callback, RunEvent, RunInfo, StepMetrics
+from elastic.launcher.tracking.callback import (
+    Callback,
+    EvaluationMetrics,
+    RunEvent,
+    RunInfo,
+    StepMetrics,
+)
 from elastic.launcher.tracking.figures import figures
 
 with needs_extra("mlflow", "--track mlflow:EXPERIMENT"):
@@ -67,6 +73,9 @@ class MLflow(Callback):
 
     def on_step(self, step: StepMetrics) -> None:
         self._note(step.scalars(), step.step, step.at)
+
+    def on_evaluation(self, evaluation: EvaluationMetrics) -> None:
+        self._note(evaluation.scalars(), evaluation.step, evaluation.at)
 
     def on_recovery(self, recovery: RunEvent) -> None:
         values = {f"recovery/{name}": value for name, value in figures(recovery).items()}

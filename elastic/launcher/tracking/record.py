@@ -8,7 +8,13 @@ from enum import Enum
 from typing import Any
 
 from elastic.config import JobConfig
-from elastic.launcher.tracking.callback import RunEvent, RunInfo, Setting, StepMetrics
+from elastic.launcher.tracking.callback import (
+    EvaluationMetrics,
+    RunEvent,
+    RunInfo,
+    Setting,
+    StepMetrics,
+)
 from elastic.planning.plan.plan import parse_plan
 
 SETTINGS = (
@@ -32,7 +38,7 @@ class Call:
     """A call that a callback gets."""
 
     method: str
-    argument: RunInfo | StepMetrics | RunEvent
+    argument: RunInfo | StepMetrics | EvaluationMetrics | RunEvent
 
 
 class StepSet:
@@ -60,6 +66,7 @@ class Record:
     def __init__(self, config: JobConfig) -> None:
         self._config = config
         self._done = StepSet()
+        self._evaluated: set[int] = set()
         self._began = self._useful_s = 0.0
         self._nodes = self._next = 0
 
@@ -76,6 +83,8 @@ class Record:
             return self._start(event, at)
         if kind == "step":
             return [*self._start({}, at), *self._step(event, at)]
+        if kind == "evaluation":
+            return self._evaluation(event, at)
         if kind not in EVENTS:
             return []
         begins = self._start({}, at) if kind == "plan" else []
@@ -112,6 +121,22 @@ class Record:
         if not self._useful_s:  # nothing has finished: a resumed run begins here
             self._done.below = int(plan["step"])
         self._next = int(plan["step"])
+
+    def _evaluation(self, event: Mapping[str, Any], at: float) -> list[Call]:
+        step, seconds = int(event["step"]), float(event["seconds"])
+        if step in self._evaluated:
+            return []
+        self._evaluated.add(step)
+        self._useful_s += seconds
+        metrics = EvaluationMetrics(
+            step=step,
+            at=at,
+            loss=float(event["loss"]),
+            figures={str(name): float(value) for name, value in event["figures"].items()},
+            microbatches=int(event["microbatches"]),
+            seconds=seconds,
+        )
+        return [Call("on_evaluation", metrics)]
 
     def _step(self, event: Mapping[str, Any], at: float) -> list[Call]:
         step, seconds = int(event["step"]), float(event["seconds"])

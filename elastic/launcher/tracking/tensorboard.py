@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from elastic.domain.errors import needs_extra
-from elastic.launcher.tracking.callback import Callback, RunEvent, RunInfo, StepMetrics
+from elastic.launcher.tracking.callback import (
+    Callback,
+    EvaluationMetrics,
+    RunEvent,
+    RunInfo,
+    StepMetrics,
+)
 from elastic.launcher.tracking.figures import figures
 
 with needs_extra("tensorboard", "--track tensorboard:FOLDER"):
@@ -42,6 +48,10 @@ class TensorBoard(Callback):
     def on_step(self, step: StepMetrics) -> None:
         for name, value in step.scalars().items():
             self._scalar(name, value, step.step, step.at)
+
+    def on_evaluation(self, evaluation: EvaluationMetrics) -> None:
+        for name, value in evaluation.scalars().items():
+            self._scalar(name, value, evaluation.step, evaluation.at)
 
     def on_recovery(self, recovery: RunEvent) -> None:
         for name, value in figures(recovery).items():

@@ -9,7 +9,13 @@ import uuid
 from typing import Any
 
 from elastic.domain.errors import needs_extra
-from elastic.launcher.tracking.callback import Callback, RunEvent, RunInfo, StepMetrics
+from elastic.launcher.tracking.callback import (
+    Callback,
+    EvaluationMetrics,
+    RunEvent,
+    RunInfo,
+    StepMetrics,
+)
 from elastic.launcher.tracking.figures import figures
 
 with needs_extra("wandb", "--track wandb:PROJECT"):
@@ -47,6 +53,9 @@ class WeightsAndBiases(Callback):
 
     def on_step(self, step: StepMetrics) -> None:
         self._log(step.step, step.at, step.scalars())
+
+    def on_evaluation(self, evaluation: EvaluationMetrics) -> None:
+        self._log(evaluation.step, evaluation.at, evaluation.scalars())
 
     def on_recovery(self, recovery: RunEvent) -> None:
         values = {f"recovery/{name}": value for name, value in figures(recovery).items()}

@@ -21,11 +21,18 @@ _LAUNCHER_FAULTS = (FaultKind.KILL_COORDINATOR, FaultKind.DRAIN, FaultKind.JOIN)
 
 
 def check_faults(faults: Sequence[FaultSpec], spec: JobSpec) -> None:
-    """Raise FieldError for a fault at a step or micro-batch that the job does not have."""
+    """Raise FieldError for a fault at a step, micro-batch or evaluation that the job does not
+    have."""
     for fault in faults:
+        steps, microbatches = spec.n_steps, spec.n_microbatches
+        if fault.phase is Phase.EVALUATION:
+            if not spec.evaluate_every:
+                remedy = "this job has no evaluation: give the Trainer evaluation=Evaluation(...)"
+                raise FieldError(f"{FLAG} phase", fault.phase.value, remedy)
+            steps, microbatches = spec.n_steps + 1, spec.evaluation_microbatches
         for name, given, number in (
-            ("step", fault.step, spec.n_steps),
-            ("microbatch", fault.microbatch or 0, spec.n_microbatches),
+            ("step", fault.step, steps),
+            ("microbatch", fault.microbatch or 0, microbatches),
         ):
             if given >= number:
                 remedy = f"this job has {number}, numbered from 0 to {number - 1}"

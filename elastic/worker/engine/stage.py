@@ -102,6 +102,16 @@ class LocalStage:
             self._losses[microbatch.index] = _Loss(output)
         return Message.of(output)
 
+    def evaluate(self, microbatch: Microbatch, received: Message | None) -> Value:
+        """Run the layers without a graph. Returns the next stage's input or, on the last stage,
+        the loss. Nothing is kept.
+
+        Args:
+            received: output of the preceding stage; None on the first stage.
+        """
+        with torch.no_grad():
+            return self._run(microbatch, None if received is None else received.value())
+
     def backward(self, index: int, gradient: Message | float) -> Message | None:
         """Run the whole backward pass of micro-batch `index`. It is empty if the stage holds only
         frozen layers, the first one among them.

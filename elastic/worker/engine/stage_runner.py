@@ -11,23 +11,19 @@ stage, or several stages under the interleaved schedule.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from elastic.domain.errors import DivergenceError, VaultError
 from elastic.domain.types import ACTIVATION, COTANGENT
 from elastic.planning.schedule.schedule import Action, Kind
 from elastic.worker.backup.activation_log import LoggedMessage
+from elastic.worker.engine.expected_messages import ExpectedMessages, message_tag
 from elastic.worker.engine.stage import LocalStage
 from elastic.worker.model.microbatch import LazyFields, Microbatch
 from elastic.worker.model.values import Message
 from elastic.worker.transport.cancellation import AbandonSignal, EpochAbandoned, LinkFailed
-from elastic.worker.transport.links import Links, Receive
-
-RECEIVES_AHEAD = 2
-"""Number of receives that are posted in advance, per neighbour."""
+from elastic.worker.transport.links import Links
 
 
 class Hooks(Protocol):
@@ -107,25 +103,6 @@ class GroupAgreement:
             self._settle()
 
 
-class _PostedReceives:
-    """Receives from one neighbour, in order. The next `RECEIVES_AHEAD` of them are posted."""
-
-    def __init__(self, actions: Iterable[Action], post: Callable[[Action], Receive]) -> None:
-        self._left, self._post = deque(actions), post
-        self._posted: deque[Receive] = deque()
-        self._top_up()
-
-    def _top_up(self) -> None:
-        while self._left and len(self._posted) < RECEIVES_AHEAD:
-            self._posted.append(self._post(self._left.popleft()))
-
-    def take(self) -> Message:
-        """Wait for the next message and return it."""
-        message = self._posted.popleft().message()
-        self._top_up()
-        return message
-
-
 class StageRunner:
     """Runs a worker's stages for one epoch.
 
@@ -200,7 +177,7 @@ class StageRunner:
         self._received.update(given or {})
         try:
             with self.agreement:
-                self._post_receives(actions)
+                self._expected = ExpectedMessages(actions, self._stages, self._links)
                 for action in actions:
                     if action.kind.computes or action.kind.receives:
                         self._collect_and_notify(skip, hooks)
@@ -233,25 +210,6 @@ class StageRunner:
         stage.collect(index, skip)
         return index
 
-    def _post_receives(self, actions: Sequence[Action]) -> None:
-        incoming: dict[int, list[Action]] = defaultdict(list)
-        for action in actions:
-            if action.kind.receives:
-                incoming[self._sender(self._stages[action.stage], action)].append(action)
-        self._expected = {
-            rank: _PostedReceives(expected, partial(self._post_receive, rank))
-            for rank, expected in incoming.items()
-        }
-
-    def _post_receive(self, rank: int, action: Action) -> Receive:
-        return self._links.recv(rank, _tag(action))
-
-    @staticmethod
-    def _sender(stage: LocalStage, action: Action) -> int:
-        rank = stage.previous if action.kind is Kind.RECV_F else stage.following
-        assert rank is not None, f"{action}: this stage has no neighbour on that side"
-        return rank
-
     def _act(self, step: int, action: Action) -> None:
         stage, m = self._stages[action.stage], action.microbatch
         if action.kind.computes:
@@ -269,7 +227,7 @@ class StageRunner:
                 stage.backward_weight(m)
                 self._uncollected = stage, m
             case Kind.RECV_F | Kind.RECV_B:
-                self._received[action] = self._expected[self._sender(stage, action)].take()
+                self._received[action] = self._expected.take(action)
             case Kind.SEND_F:
                 assert stage.following is not None
                 boundary = stage.layers[-1].index + 1
@@ -284,7 +242,7 @@ class StageRunner:
         message = self._outgoing.pop(action)
         if self._keep_sent is not None:  # before: a neighbour that is lost now will be replaced
             self._keep_sent(LoggedMessage(kind, layer, step, action.microbatch, message))
-        self._links.send(message, rank, _tag(action))
+        self._links.send(message, rank, message_tag(action))
 
     def _forward(self, stage: LocalStage, step: int, action: Action) -> None:
         m = action.microbatch
@@ -313,15 +271,3 @@ class StageRunner:
         """Keep the gradient of the stage's input until the action that sends it."""
         if gradient is not None and stage.previous is not None:
             self._outgoing[Action(Kind.SEND_B, action.microbatch, action.stage)] = gradient
-
-
-def _tag(action: Action) -> int:
-    """Return the tag of a message's flow (`Links`).
-
-    The tag encodes the direction, and the boundary if the worker has several stages.
-    """
-    forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
-    if action.stage < 0:
-        return 0 if forward else 1
-    upper = action.stage + (action.kind in (Kind.SEND_F, Kind.RECV_B))
-    return 2 * upper + (0 if forward else 1)

@@ -15,14 +15,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from elastic.core.protocol.fault_spec import Phase
 from elastic.domain.errors import NonfiniteError
 from elastic.domain.ledger import format_indices
-from elastic.domain.types import OnNonfinite, Plan, StepRecord
+from elastic.domain.types import EvaluationResult, OnNonfinite, Plan, StepRecord
 from elastic.planning.plan.rank_map import Roster
 from elastic.planning.plan.schemes import gradients_of
 from elastic.planning.schedule.schedule import Action, Kind, actions_of, units_of
@@ -129,14 +129,24 @@ class StepRunner:
             self._incremental = IncrementalAllReduce(replicas, links, roster, every, self.agreement)
         self.timer = StepTimer(links.device, lambda: self.protection.sending)
 
+    def protect(self) -> None:
+        """Publish the first copies of the epoch, unless they are published already."""
+        with self.agreement:
+            self.protection.enter()
+
     def run(
-        self, step: int, todo: Sequence[tuple[int, ...]], covered: Mapping[int, frozenset[int]]
+        self,
+        step: int,
+        todo: Sequence[tuple[int, ...]],
+        covered: Mapping[int, frozenset[int]],
+        evaluation: EvaluationResult | None = None,
     ) -> StepResult:
         """Run step `step`.
 
         Args:
             todo: micro-batches that each pipeline runs.
             covered: layer -> micro-batches that some holder's ledger has already.
+            evaluation: evaluation of the present parameters, for the step's record; None: none.
 
         Raises:
             EpochAbandoned, LinkFailed, VaultError: the ledgers and versions of the replicas show
@@ -154,7 +164,8 @@ class StepRunner:
             if not math.isfinite(agreed.norm) and not self.checks.verifies(step):
                 self.verify(step)  # a wrong replica may be the cause
         limit = exact_limit(self.plan.n_microbatches, self.tied)
-        self.record = judge(step, agreed, self.optimizer.clip_norm, self.checks, limit)
+        record = judge(step, agreed, self.optimizer.clip_norm, self.checks, limit)
+        self.record = replace(record, evaluation=evaluation)
         lr = self.optimizer.lr(step)
         with self.agreement:
             self._update(reduced, self.record, lr)
@@ -193,8 +204,7 @@ class StepRunner:
         actions = actions_of(pipeline, todo[self._member.pipeline])[self._member.stage]
         if not actions:
             # With actions, the first copies of the epoch are published after a micro-batch.
-            with self.agreement:
-                self.protection.enter()
+            self.protect()
         if self._incremental is not None:
             self._position.update("wait", self.step)
             with self.agreement:

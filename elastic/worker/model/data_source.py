@@ -31,9 +31,11 @@ class DataSource:
     of n steps may return those of step % n. The caller knows the true numbers.
     """
 
-    def __init__(self, function: Callable[[int, int], Microbatch]) -> None:
-        check_callable("data", function, 2, FUNCTION)
+    def __init__(self, function: Callable[[int, int], Microbatch], name: str = "data") -> None:
+        """`name`: what errors call the function."""
+        check_callable(name, function, 2, FUNCTION)
         self._function, self._repeated, self._warned = function, False, False
+        self._name = name
 
     def __call__(self, step: int, index: int) -> Microbatch:
         found = self._checked(step, index)
@@ -41,11 +43,11 @@ class DataSource:
             self._repeated = True
             if not equal_fields(found.fields, self._checked(step, index).fields):
                 what = Described("another micro-batch at the second call")
-                raise FieldError(f"data({step}, {index})", what, PURE)
+                raise FieldError(f"{self._name}({step}, {index})", what, PURE)
         return found
 
     def _checked(self, step: int, index: int) -> Microbatch:
-        field, found = f"data({step}, {index})", self._function(step, index)
+        field, found = f"{self._name}({step}, {index})", self._function(step, index)
         if not isinstance(found, Microbatch):
             raise FieldError(field, description(found), RESULT)
         if not isinstance(found.fields, Mapping):

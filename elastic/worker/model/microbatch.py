@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from elastic.domain.errors import FieldError
-from elastic.worker.model.checks import Described
+from elastic.worker.model.checks import Described, description
 
 T = TypeVar("T")
+FIGURE_NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
+"""Names of figures, which trackers take."""
 
 
 class _Watched:
@@ -49,11 +52,18 @@ class _Watched:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Micro-batch `index` of `step`. Every layer may read its fields."""
+    """Micro-batch `index` of `step`. Every layer may read its fields.
+
+    In an evaluation, `step` is the number of steps before it.
+    """
 
     step: int
     index: int
     fields: Mapping[str, Tensor]
+    figures: dict[str, Tensor | float] | None = field(
+        default=None, repr=False, compare=False, kw_only=True
+    )
+    """Figures that layers reported; None: in training, which keeps none."""
     _shared: dict[Hashable, object] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -65,6 +75,31 @@ class Microbatch:
             self.fields.when_read(self.watched.add_all)
         elif isinstance(self.fields, Mapping):  # DataSource refuses anything else
             self.watched.add_all(self.fields)
+
+    @property
+    def in_evaluation(self) -> bool:
+        """Whether this is a micro-batch of an evaluation, which keeps reported figures."""
+        return self.figures is not None
+
+    def report(self, name: str, value: Tensor | float) -> None:
+        """Report a figure of this micro-batch, such as its accuracy, in an evaluation.
+
+        The evaluation's figure is the mean over the micro-batches that report it. In training
+        nothing happens; `in_evaluation` saves the computation there. Raises FieldError if the value
+        is not one number, or if the micro-batch has the figure already.
+        """
+        if self.figures is None:
+            return
+        what = f"microbatch.report({name!r})"
+        if not isinstance(name, str) or not FIGURE_NAME.fullmatch(name):
+            raise FieldError(what, name, "a name of 1 to 64 letters, digits, _, -, . and /")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number and not (isinstance(value, Tensor) and value.numel() == 1):
+            raise FieldError(what, description(value), "one number, as .mean() returns")
+        if name in self.figures:
+            remedy = "two layers report it: give each figure a name of its own"
+            raise FieldError(what, Described("a figure that is known already"), remedy)
+        self.figures[name] = value.detach() if isinstance(value, Tensor) else float(value)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return `make()`, which runs once for all layers of a stage, without gradients.

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from elastic.launcher.tracking.callback import RunEvent, RunInfo, StepMetrics
+from elastic.launcher.tracking.callback import (
+    EvaluationMetrics,
+    RunEvent,
+    RunInfo,
+    StepMetrics,
+)
 from elastic.launcher.tracking.record import Call, Record, StepSet
 from tests.launcher.tracking.records import JOB, config, plan, recovery, step
 
@@ -68,6 +73,24 @@ def test_a_resumed_run_begins_with_its_first_step() -> None:
     events = (JOB, plan(5), step(5), step(6))
     calls = [call for event in events for call in record.observe(event)]
     assert steps(calls) == [5, 6] and record.next_step == 7
+
+
+def test_each_evaluation_comes_once() -> None:
+    """After a fall-back to the checkpoint of step 1, the evaluation after step 2 comes again."""
+    one = {
+        "at": 13.0, "kind": "evaluation", "epoch": 1, "step": 2, "loss": 4.0,
+        "figures": {"accuracy": 0.5}, "microbatches": 8, "seconds": 1.5,
+    }  # fmt: skip
+    first = (step(0), step(1), one, step(2))
+    calls = told(JOB, plan(0), *first, plan(1, epoch=2), step(1), {**one, "epoch": 2})
+    (call,) = [call for call in calls if call.method == "on_evaluation"]
+    found = call.argument
+    assert isinstance(found, EvaluationMetrics) and (found.step, found.at) == (2, 13.0)
+    assert found.scalars() == {
+        "evaluation/loss": 4.0,
+        "evaluation/accuracy": 0.5,
+        "evaluation/seconds": 1.5,
+    }
 
 
 def test_plans_checkpoints_and_the_end() -> None:

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from elastic import Callback
-from elastic.launcher.tracking.callback import RunEvent, RunInfo, StepMetrics
+from elastic.launcher.tracking.callback import EvaluationMetrics, RunEvent, RunInfo, StepMetrics
 
 OUT, KILL_AT = "HOOKS_OUT", "HOOKS_KILL_AT"
 
@@ -26,6 +26,9 @@ class Lines(Callback):
             self.note("killed")
             os.kill(os.getpid(), signal.SIGKILL)
         self.note("step", step=step.step, loss=step.loss, nodes=step.nodes)
+
+    def on_evaluation(self, evaluation: EvaluationMetrics) -> None:
+        self.note("evaluation", step=evaluation.step, loss=evaluation.loss, **evaluation.figures)
 
     def on_recovery(self, recovery: RunEvent) -> None:
         self.note("recovery", step=recovery.step, lost=recovery.fields["microbatches_lost"])
