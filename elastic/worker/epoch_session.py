@@ -43,6 +43,7 @@ from elastic.worker.engine.evaluation import EvaluationRunner
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.engine.step import StepChecks, StepResult, StepRunner
+from elastic.worker.model.data_source import digest_of
 from elastic.worker.model.layers import tp_sync
 from elastic.worker.model.microbatch import LazyFields, Microbatch
 from elastic.worker.profiling.run_profile import EMULATE
@@ -379,9 +380,11 @@ class EpochSession:
         """Return micro-batch `index` of `step` on this device; under --emulate without data."""
         if self._context.settings.profile == EMULATE:
             return Microbatch(step, index, {})
-        microbatch, device = self._context.job.data(step, index), self._context.device
-        fields = {name: tensor.to(device) for name, tensor in microbatch.fields.items()}
-        return Microbatch(step, index, fields)
+        job, device = self._context.job, self._context.device
+        found = job.data(step, index).fields
+        digest = digest_of(index, found, exact=job.accumulate is Accumulate.EXACT)
+        fields = {name: tensor.to(device) for name, tensor in found.items()}
+        return Microbatch(step, index, fields, digest=digest)
 
     def _report_resumed(self) -> None:
         """Report `Resumed`, once per epoch."""

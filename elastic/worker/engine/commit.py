@@ -13,9 +13,14 @@ compared in every step, and the hashes of their parameters in those steps in whi
 A contribution is a row of bytes, padded to the longest row. M is the number of micro-batches:
 
     step, epoch, halt epoch (int64 each), common (1 byte), kind of device (uint32)
+    hashes of the data that was read (3 x uint64)
     per layer: ledger (M // 8 + 1 bytes; bit m is micro-batch m), squared norm (float64),
                hash of the parameters (uint64; 0: not computed)
     losses (M float64)
+
+The first and the last stage of a pipeline read the same micro-batches, so the sums of their hashes
+must be equal. In the first step of an epoch, all of these workers also compare the last micro-batch
+of the step.
 
 Only workers that hold the last layer append losses; the losses of micro-batches outside the ledger
 are NaN. `common` is 1 if the ledgers belong to common sums, which are equal at all holders
@@ -28,20 +33,23 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from elastic.domain.errors import DivergenceError, LedgerError
+from elastic.domain.errors import DivergenceError, FieldError, LedgerError
 from elastic.domain.types import NORM, PARAMETERS, Divergence
 from elastic.planning.plan.rank_map import RankMember, Roster
+from elastic.worker.model.checks import Described
+from elastic.worker.model.data_source import PURE
 from elastic.worker.replica.gradient_sum import GradientSum
 from elastic.worker.transport.cancellation import EpochAbandoned, LinkFailed
 from elastic.worker.transport.links import Links
 
-_HEADER = struct.Struct("<qqq?I")
-"""step, epoch, halt epoch, common, kind of device."""
+_HEADER = struct.Struct("<qqq?IQQQ")
+"""step, epoch, halt epoch, common, kind of device, hashes of the data."""
 _SHARE = struct.Struct("<dQ")
 """Squared norm, hash of the parameters."""
 
@@ -55,6 +63,23 @@ class LayerContribution:
     """Squared norm of the layer's reduced gradient."""
     digest: int = 0
     """Hash of the layer's parameters; 0: not computed in this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadData:
+    """Hashes of the micro-batches that one worker has read in a step; 0: it has read none."""
+
+    first: int = 0
+    """Sum over those that it read for the model's first stage, modulo 2**64."""
+    last: int = 0
+    """Sum over those that it read for the model's last stage."""
+    common: int = 0
+    """Hash of a micro-batch that all workers with the first or the last stage have read."""
+
+    @classmethod
+    def of(cls, first: Mapping[int, int], last: Mapping[int, int], common: int = 0) -> ReadData:
+        """`first`, `last`: hash by micro-batch."""
+        return cls(sum(first.values()) % 2**64, sum(last.values()) % 2**64, common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +98,7 @@ class Contribution:
     """Whether the ledgers belong to common sums, which are equal at all holders."""
     device: int = 0
     """Kind of the worker's device (`elastic.worker.replica.digest.device_kind`)."""
+    data: ReadData = ReadData()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +129,7 @@ def commit(
     exact: bool = False,
     digests: Mapping[int, int] | None = None,
     device: int = 0,
+    data: ReadData = ReadData(),
 ) -> Commit:
     """Gather all contributions and derive the commit.
 
@@ -113,8 +140,10 @@ def commit(
         exact: compare what the holders of a layer have.
         digests: layer -> hash of its parameters; None: not computed in this step.
         device: kind of this worker's device.
+        data: hashes of the data that this worker has read.
 
     Raises:
+        FieldError: workers have read different data.
         LedgerError: a micro-batch is missing or counted twice in a layer, or the workers are not
             at the same step.
         DivergenceError: holders of a layer disagree. All workers learn it, and none updates.
@@ -126,7 +155,7 @@ def commit(
         for s in sums
     )
     losses = sums[-1].losses if sums[-1].index == roster.n_layers - 1 else {}
-    own = Contribution(step, links.epoch, halt_epoch, layers, losses, common, device)
+    own = Contribution(step, links.epoch, halt_epoch, layers, losses, common, device, data)
     gathered = _gather(links, own, roster)
     with _told_to_all(links):
         return decide(gathered, roster, exact=exact)
@@ -182,7 +211,11 @@ def _told_to_all(links: Links) -> Iterator[None]:
 def pack(contribution: Contribution, roster: Roster) -> bytes:
     """Encode `contribution`, padded to `row_length`."""
     own, n = contribution, roster.n_microbatches
-    row = _HEADER.pack(own.step, own.epoch, own.halt_epoch, own.common, own.device)
+    data = own.data
+    row = _HEADER.pack(
+        own.step, own.epoch, own.halt_epoch, own.common, own.device,
+        data.first, data.last, data.common,
+    )  # fmt: skip
     for layer in own.layers:
         mask = sum(1 << m for m in layer.ledger)
         row += mask.to_bytes(_ledger_bytes(roster), "little")
@@ -204,8 +237,9 @@ def unpack(row: bytes, member: RankMember, roster: Roster) -> Contribution:
     if member.layers[-1] == roster.n_layers - 1:
         values = struct.unpack_from(f"<{roster.n_microbatches}d", row, at)
         losses = {m: value for m, value in enumerate(values) if m in layers[-1].ledger}
-    step, epoch, halt_epoch, common, device = _HEADER.unpack_from(row)
-    return Contribution(step, epoch, halt_epoch, tuple(layers), losses, common, device)
+    step, epoch, halt_epoch, common, device, *hashes = _HEADER.unpack_from(row)
+    data = ReadData(*hashes)
+    return Contribution(step, epoch, halt_epoch, tuple(layers), losses, common, device, data)
 
 
 def row_length(roster: Roster) -> int:
@@ -248,10 +282,31 @@ def compare(contributions: Sequence[Contribution], roster: Roster) -> None:
         raise DivergenceError(contributions[0].step, tuple(found))
 
 
+def compare_data(contributions: Sequence[Contribution], roster: Roster) -> None:
+    """Raise FieldError if workers have read different data. `contributions` are in rank order."""
+    step, last_layer = contributions[0].step, roster.n_layers - 1
+    per_pipeline: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    everywhere: list[tuple[int, str]] = []
+    for member, row in zip(roster.members, contributions, strict=True):
+        name, data = member.unit.node, row.data
+        if 0 in member.layers:
+            per_pipeline[member.pipeline].append((data.first, name))
+        if last_layer in member.layers:
+            per_pipeline[member.pipeline].append((data.last, name))
+        if data.common:
+            everywhere.append((data.common, name))
+    for read in (everywhere, *per_pipeline.values()):
+        first = read[0] if read else (0, "")
+        other = next((name for digest, name in read if digest != first[0]), None)
+        if other is not None:
+            what = Described(f"other micro-batches on {other} than on {first[1]} in step {step}")
+            raise FieldError("data", what, PURE)
+
+
 def decide(contributions: Sequence[Contribution], roster: Roster, *, exact: bool = False) -> Commit:
     """Derive the commit from all contributions, in rank order.
 
-    Raises LedgerError, and with `exact` DivergenceError (`compare`).
+    Raises LedgerError, FieldError (`compare_data`), and with `exact` DivergenceError (`compare`).
     """
     steps = [(c.step, c.epoch) for c in contributions]
     if len(set(steps)) > 1:
@@ -259,6 +314,7 @@ def decide(contributions: Sequence[Contribution], roster: Roster, *, exact: bool
     common = {c.common for c in contributions}
     if len(common) > 1:
         raise LedgerError("some workers contribute common sums, others their own sums")
+    compare_data(contributions, roster)
     by_holder = {
         (r, index): layer
         for r, (member, c) in enumerate(zip(roster.members, contributions, strict=True))

@@ -14,6 +14,8 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from elastic.domain.errors import DivergenceError, VaultError
 from elastic.domain.types import ACTIVATION, COTANGENT
 from elastic.planning.schedule.schedule import Action, Kind
@@ -138,6 +140,10 @@ class StageRunner:
         """Micro-batches of this step whose forward pass has begun here."""
         self.sent: set[int] = set()
         """Micro-batches of this step whose activations the first stage here has sent."""
+        self.read_first: dict[int, int] = {}
+        self.read_last: dict[int, int] = {}
+        """Micro-batch -> hash of its fields, of the newest run, as the model's first and its last
+        stage have read it; empty without such a stage."""
         self._clear()
 
     def _clear(self) -> None:
@@ -174,6 +180,7 @@ class StageRunner:
         stages = stages or self._all_stages
         self._first, self._stages = stages[0], {stage.number: stage for stage in stages}
         self._clear()
+        self.read_first, self.read_last = {}, {}
         self._received.update(given or {})
         try:
             with self.agreement:
@@ -248,7 +255,7 @@ class StageRunner:
         m = action.microbatch
         if stage is self._first:
             self.started.add(m)
-        fields = LazyFields(lambda: self._data(step, m).fields)
+        fields = LazyFields(lambda: self._read(stage, step, m))
         if stage.begins or stage.ends:
             fields.read()
         output = stage.forward(
@@ -256,6 +263,15 @@ class StageRunner:
         )
         if stage.following is not None:
             self._outgoing[Action(Kind.SEND_F, m, action.stage)] = output
+
+    def _read(self, stage: LocalStage, step: int, index: int) -> Mapping[str, Tensor]:
+        """Return the fields of a micro-batch; note their hash."""
+        found = self._data(step, index)
+        if stage.begins:
+            self.read_first[index] = found.digest
+        if stage.ends:
+            self.read_last[index] = found.digest
+        return found.fields
 
     def _take_received(self, kind: Kind, action: Action) -> Message | None:
         """Return the received or given message that is the input of `action`; None: no message."""

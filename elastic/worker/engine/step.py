@@ -30,7 +30,7 @@ from elastic.worker.backup.protection import Protection
 from elastic.worker.control.agent_client import AgentClient
 from elastic.worker.control.step_timing import StepTimer
 from elastic.worker.engine.allreduce import GradientAllReduce
-from elastic.worker.engine.commit import Commit, commit, verify
+from elastic.worker.engine.commit import Commit, ReadData, commit, verify
 from elastic.worker.engine.incremental_allreduce import IncrementalAllReduce
 from elastic.worker.engine.injector import FaultInjector
 from elastic.worker.engine.partial import PartialRunner
@@ -117,7 +117,7 @@ class StepRunner:
             keep=log.keep if log is not None else None,
         )
         self._device = device_kind(links.device)
-        self._in_partial_replay = self._computing = False
+        self._in_partial_replay = self._computing = self._compared = False
         self._began = 0.0
         n_units = len(units_of(plan.pipelines[self._member.pipeline]))
         links.max_unreceived = max(links.max_unreceived, UNRECEIVED_PER_UNIT * n_units)
@@ -232,8 +232,21 @@ class StepRunner:
             exact=self.checks.exact,
             digests=digests,
             device=self._device,
+            data=self._data_read(),
         )
         return reduced, agreed
+
+    def _data_read(self) -> ReadData:
+        """Return the hashes of the data that was read in this step. In the first step of the epoch,
+        the last micro-batch is read for that, if it was not: streams are only read forward."""
+        first, last = self.runner.read_first, self.runner.read_last
+        common, ends = 0, {0, self.plan.n_layers - 1} & {*self._member.layers}
+        if ends and not self._compared:
+            index = self.plan.n_microbatches - 1
+            known = (first | last).get(index)
+            common = self.data(self.step, index).digest if known is None else known
+        self._compared = True
+        return ReadData.of(first, last, common)
 
     def _reduce(self, on_layer: Callable[[int], None]) -> dict[int, Tensor]:
         """Return layer -> reduced flat gradient. Calls `on_layer(layer)` when a sum is whole."""

@@ -6,11 +6,14 @@ import sys
 from collections.abc import Callable, Mapping
 
 import torch
+import xxhash
 from torch import Tensor
 
 from elastic.domain.errors import FieldError
 from elastic.worker.model.checks import Described, check_callable, description
 from elastic.worker.model.microbatch import Microbatch
+from elastic.worker.model.state_codec import as_memory
+from elastic.worker.model.values import can_have_gradient
 
 FUNCTION = (
     "a function data(step, index) that returns a Microbatch of any step and index; "
@@ -65,6 +68,23 @@ class DataSource:
 def equal_fields(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Return whether both have the same fields, bit for bit."""
     return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+
+
+def digest_of(index: int, fields: Mapping[str, Tensor], *, exact: bool) -> int:
+    """Return a 64-bit hash of micro-batch `index`, by which workers compare what they have read.
+
+    It covers names, shapes and types, and the bits of whole numbers; with `exact` also the bits of
+    floating-point numbers, which may differ between kinds of machines.
+    """
+    hasher = xxhash.xxh3_64(seed=index)
+    for name in sorted(fields):
+        value = fields[name]
+        hasher.update(f"{name} {type(value).__name__}".encode())
+        if _has_bits(value):
+            hasher.update(f"{tuple(value.shape)} {value.dtype}".encode())
+            if exact or not can_have_gradient(value.dtype):
+                hasher.update(as_memory(_bits(value.cpu())))
+    return int(hasher.intdigest())
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

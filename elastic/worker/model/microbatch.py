@@ -64,6 +64,8 @@ class Microbatch:
         default=None, repr=False, compare=False, kw_only=True
     )
     """Figures that layers reported; None: in training, which keeps none."""
+    digest: int = field(default=0, repr=False, compare=False, kw_only=True)
+    """Hash of the fields (`elastic.worker.model.data_source.digest_of`); 0: unknown."""
     _shared: dict[Hashable, object] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

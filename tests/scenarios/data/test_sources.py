@@ -54,3 +54,17 @@ def test_a_source_with_hidden_state_is_refused(tmp_path: Path) -> None:
     assert run.code != 0
     assert "data(0, 0): another micro-batch at the second call" in run.output
     assert "Traceback" not in run.output
+
+
+@pytest.mark.parametrize(
+    "pipelines",
+    [pytest.param("1", id="one pipeline"), pytest.param("2", id="two", marks=pytest.mark.chaos)],
+)
+def test_a_source_that_differs_between_nodes_is_refused(pipelines: str, tmp_path: Path) -> None:
+    """Both ends of a pipeline read its micro-batches; two pipelines compare one of them."""
+    run = elastic_run(
+        tmp_path / "run", ["--nnodes", "2", "--pipelines", pipelines], (*JOB, "local")
+    )
+    assert run.code == 2, run.output
+    assert "data: other micro-batches on node1 than on node0 in step 0 is not usable" in run.output
+    assert "Traceback" not in run.output

@@ -8,6 +8,7 @@ With `--hurry`, reading takes longer from step to step, until FILE exists.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,6 +86,21 @@ def hidden() -> Source:
     return prefetch(source, processes=1)
 
 
+def local() -> Source:
+    """A source that must be refused: each node has other samples."""
+    node = float(os.environ["ELASTIC_NODE"].removeprefix("node"))
+    samples = [(torch.full((WIDTH,), index / 50), torch.tensor(node)) for index in range(50)]
+    return from_dataset(
+        samples, rows=ROWS, microbatches=MICROBATCHES, collate=rounded, shuffle=False
+    )
+
+
+def rounded(samples: list[object]) -> dict[str, Tensor]:
+    """Return the samples, with the second part as a whole number too."""
+    x, y = (torch.stack(list(part)) for part in zip(*samples, strict=True))  # type: ignore[call-overload]
+    return {"x": x, "y": y, "label": y.long()}
+
+
 def paced(source: Source, hurry: Path) -> Source:
     """Return `source` that takes 0.5 s a micro-batch in step 3, and twice as long in each step."""
 
@@ -97,7 +113,7 @@ def paced(source: Source, hurry: Path) -> Source:
     return read
 
 
-SOURCES = {f.__name__: f for f in (dataset, stream, loader, documents, hidden)}
+SOURCES = {f.__name__: f for f in (dataset, stream, loader, documents, hidden, local)}
 
 
 def main() -> None:

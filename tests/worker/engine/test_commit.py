@@ -11,13 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.domain.errors import DivergenceError, LedgerError
+from elastic.domain.errors import DivergenceError, FieldError, LedgerError
 from elastic.domain.types import NORM, PARAMETERS, Accumulate, Divergence
 from elastic.planning.plan.rank_map import Roster
 from elastic.worker.engine.commit import (
     Commit,
     Contribution,
     LayerContribution,
+    ReadData,
     commit,
     decide,
     pack,
@@ -115,6 +116,46 @@ def test_one_halt_request_halts_all_workers() -> None:
     assert decide(rows, ROSTER).halt_epoch == 5
 
 
+def reading(*data: ReadData) -> list[Contribution]:
+    return [replace(row, data=d) for row, d in zip(contributions(ROSTER), data, strict=True)]
+
+
+FIRST, SECOND = {0: 2**63, 1: 2**63 + 5}, {2: 11, 3: 12}
+
+
+def test_both_ends_of_a_pipeline_have_read_the_same() -> None:
+    """Pipelines read different micro-batches, and middle stages none."""
+    rows = reading(
+        ReadData.of(FIRST, {}, 9),
+        ReadData.of({}, dict(reversed(FIRST.items())), 9),
+        ReadData.of(SECOND, {}, 9),
+        ReadData.of({}, SECOND, 9),
+    )
+    assert decide(rows, ROSTER) == decide(contributions(ROSTER), ROSTER)
+    assert rows[0].data.first == 5, "modulo 2**64"
+
+
+@pytest.mark.parametrize(
+    ("data", "nodes"),
+    [
+        ((ReadData(5), ReadData(0, 6), ReadData(), ReadData()), "node1 than on node0"),
+        ((ReadData(), ReadData(), ReadData(4), ReadData()), "node3 than on node2"),
+        ((ReadData(0, 0, 9), ReadData(), ReadData(0, 0, 8), ReadData()), "node2 than on node0"),
+    ],
+)
+def test_other_data_on_another_node_is_refused(data: tuple[ReadData, ...], nodes: str) -> None:
+    text = f"^data: other micro-batches on {nodes} in step 7 is not usable: data must depend on"
+    with pytest.raises(FieldError, match=text) as caught:
+        decide(reading(*data), ROSTER)
+    assert caught.value.exit_code == 2
+
+
+def test_a_worker_with_the_whole_model_reads_each_micro_batch_once() -> None:
+    (row,) = contributions(SINGLE)
+    hashes = dict.fromkeys(range(130), 3)
+    assert decide([replace(row, data=ReadData.of(hashes, hashes, 3))], SINGLE).ledgers == 1
+
+
 def altered(rank: int, layer: int, device: int = 0, **changes: Any) -> list[Contribution]:
     """Contributions of which one has other facts about one layer."""
     rows = contributions(ROSTER)
@@ -191,6 +232,7 @@ def test_a_norm_that_is_not_finite_at_one_holder_counts(rank: int, bad: float) -
     step=st.integers(0, 2**40),
     halt=st.integers(-1, 2**40),
     common=st.booleans(),
+    data=st.builds(ReadData, *[st.integers(0, 2**64 - 1)] * 3),
 )
 def test_rows_round_trip(
     ledger: frozenset[int],
@@ -200,10 +242,11 @@ def test_rows_round_trip(
     step: int,
     halt: int,
     common: bool,
+    data: ReadData,
 ) -> None:
     losses = {m: m / 3 for m in ledger}
     share = LayerContribution(ledger, norm, digest)
-    before = Contribution(step, 3, halt, (share,), losses, common, device)
+    before = Contribution(step, 3, halt, (share,), losses, common, device, data)
     row = pack(before, SINGLE)
     assert len(row) == row_length(SINGLE)
     assert unpack(row, SINGLE.members[0], SINGLE) == before

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic.domain.errors import FieldError
-from elastic.worker.model.data_source import DataSource
+from elastic.worker.model.data_source import DataSource, digest_of
 from elastic.worker.model.microbatch import Microbatch
 from tests.worker.model.toy_model import microbatch
 
@@ -127,3 +127,47 @@ def test_only_the_first_microbatch_is_asked_for_twice() -> None:
     source(4, 1)
     source(4, 2)
     assert calls == [(4, 1), (4, 1), (4, 2)]
+
+
+FIELDS = {"x": torch.arange(4.0), "label": torch.tensor([1, 2]), "mask": torch.tensor([True])}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("label", torch.tensor([1, 3])),
+        ("label", torch.tensor([[1, 2]])),
+        ("label", torch.tensor([1, 2], dtype=torch.int32)),
+        ("mask", torch.tensor([False])),
+        ("x", torch.arange(5.0)),
+        ("x", torch.arange(4.0, dtype=torch.float64)),
+        ("other", torch.ones(1)),
+    ],
+)
+def test_another_micro_batch_has_another_hash(name: str, value: torch.Tensor) -> None:
+    for exact in (False, True):
+        assert digest_of(3, {**FIELDS, name: value}, exact=exact) != digest_of(
+            3, FIELDS, exact=exact
+        )
+
+
+def test_the_hash_covers_the_index_and_the_order_of_fields_does_not_matter() -> None:
+    mirrored = dict(reversed(FIELDS.items()))
+    strided = {**FIELDS, "x": torch.arange(8.0)[::2] / 2}
+    for fields in (mirrored, strided):
+        assert digest_of(3, fields, exact=True) == digest_of(3, FIELDS, exact=True)
+    assert digest_of(4, FIELDS, exact=True) != digest_of(3, FIELDS, exact=True)
+
+
+def test_numbers_with_a_fraction_are_compared_bit_for_bit_only_if_the_job_is_exact() -> None:
+    rounded = {**FIELDS, "x": FIELDS["x"] + 1e-6}
+    assert digest_of(3, rounded, exact=False) == digest_of(3, FIELDS, exact=False)
+    assert digest_of(3, rounded, exact=True) != digest_of(3, FIELDS, exact=True)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.zeros(0), torch.eye(3).to_sparse(), Picture([1.0]), torch.tensor(2.0).bfloat16()],
+)
+def test_every_kind_of_tensor_has_a_hash(value: torch.Tensor) -> None:
+    assert digest_of(0, {"x": value}, exact=True) == digest_of(0, {"x": value}, exact=True)
