@@ -40,7 +40,8 @@ def parameters(runs: Sequence[memoryview]) -> Iterator[tuple[str, str, NDArray[n
         parts = [_values(run, shard[name]) for run, shard in zip(runs, shards, strict=True)]
         split = entry.shard_dim >= 0 and len(parts) > 1
         whole = np.concatenate(parts, entry.shard_dim) if split else parts[0]
-        yield name.removeprefix("param/"), entry.dtype, np.ascontiguousarray(whole)
+        # Not ascontiguousarray, which gives a number the shape (1,).
+        yield name.removeprefix("param/"), entry.dtype, np.asarray(whole, order="C")
 
 
 def params_sha256(layers: Iterable[Sequence[memoryview]]) -> str:

@@ -23,6 +23,8 @@ BASE_S = 1e6
 OTHER = {
     "EpochChange": {"detect_s"},
     "JobState": {
+        "evaluation",
+        "finished",
         "recovered_at",  # on the clocks of nodes
         "start_s",
         "late_s",

@@ -10,17 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from elastic.domain.errors import FieldError
 from elastic.store import checkpoint_directory
-from elastic.worker.model.layers import describe_parameters
+from elastic.worker.model.layers import ListStack, describe_parameters
 from elastic.worker.model.state_codec import reshard
 from elastic.worker.replica.checkpoint import load_layer, read_layer
 from elastic.worker.replica.export import checkpoint_runs, export_checkpoint, params_sha256
 from elastic.worker.replica.replica import LayerReplica
 from tests.agent.vault.checkpoints import N_LAYERS, floats, layer_run, whole
 from tests.patience import LONG_S
-from tests.worker.model.toy_model import replicas, state_of, toy_stack, train
+from tests.worker.model.toy_model import (
+    First,
+    Last,
+    Middle,
+    replicas,
+    state_of,
+    toy_stack,
+    train,
+)
 
 
 def split_replicas(*, empty: bool = False) -> list[LayerReplica]:
@@ -129,6 +138,23 @@ def test_export_merges_shards(tmp_path: Path) -> None:
         assert tensors["layers.1.bias"].dtype == torch.bfloat16 and len(tensors) == 9
         found.append(out.read_bytes())
     assert found[0] == found[1]
+
+
+class Scaled(First):
+    """A layer with a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.5))
+
+
+def test_a_parameter_of_one_number_keeps_its_shape(tmp_path: Path) -> None:
+    layers = replicas(ListStack([Scaled, Middle, Last], seed=1))
+    path = save(tmp_path, layers, 1)
+    done = export_checkpoint(path, tmp_path / "out.safetensors")
+    found = load_file(tmp_path / "out.safetensors")["layers.0.scale"]
+    assert found.shape == () and found.item() == 2.5
+    assert done["params_sha256"] == params_sha256(checkpoint_runs(path))
 
 
 def test_export_overwrites_a_file_only_if_forced(tmp_path: Path) -> None:
