@@ -104,6 +104,7 @@ class Context:
         self.publisher = Publisher(agent.send, memory, settings.node)
         self.replicas: dict[int, Any] = {}
         self.protection: Any = None
+        self.evaluated: Any = None
         self.injector = SimpleNamespace(recoveries=0, reach=lambda *_: None)
         optimizer = SimpleNamespace(check=lambda **_: None, lr=lambda step: 0.1, clip_norm=None)
         self.job = SimpleNamespace(
@@ -112,6 +113,7 @@ class Context:
             spec=world.spec,
             accumulate=Accumulate.EXACT,
             data=lambda step, index: None,
+            evaluation=None,
         )
 
     def on_acked(self, acked: m.BundleAcknowledged) -> None:
@@ -230,7 +232,11 @@ class ModelSteps:
         self.timer = SimpleNamespace(take=lambda *_: None)
 
     def run(
-        self, step: int, todo: Sequence[tuple[int, ...]], covered: Mapping[int, frozenset[int]]
+        self,
+        step: int,
+        todo: Sequence[tuple[int, ...]],
+        covered: Mapping[int, frozenset[int]],
+        evaluation: None,
     ) -> StepResult:
         began = self._world.scheduler.now
         self.step = self.runner.step = step

@@ -134,6 +134,7 @@ def test_all_ranks_of_a_group_leave(
             settings=SimpleNamespace(timeouts=DEFAULT_TIMEOUTS),
             job=SimpleNamespace(spec=SimpleNamespace(n_steps=3)),
             replicas={},
+            evaluated=None,
             protection=None,
         )
         session = EpochSession(context, order)
