@@ -291,6 +291,9 @@ class Copy:
     """Node of the vault that holds the copy."""
     portion: Portion = WHOLE
     """Portion of the state that this copy holds or updates."""
+    record: StepRecord | None = None
+    """Record of the step that made the state, or to which the update belongs; of the last layer
+    only. All nodes that committed the step may be lost before they reported it."""
 
     @property
     def slot(self) -> Slot:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from elastic.domain.errors import LedgerError, VaultError
 from elastic.domain.state_layout import plan_layout, read_header
-from elastic.domain.types import WHOLE, JobSpec, Portion
+from elastic.domain.types import WHOLE, JobSpec, Portion, StepRecord
 from elastic.worker.model.state_codec import as_memory
 from elastic.worker.replica.export import params_sha256
 from elastic.worker.replica.replica import SKIPPED
@@ -104,6 +104,7 @@ class ModelReplica(ModelSum):
 
     shard, tp_size, complete, common = 0, 1, True, None
     portion: Portion = WHOLE
+    record: StepRecord | None = None
 
     def __init__(self, spec: JobSpec, layer: int, owner: str) -> None:
         super().__init__(layer, torch.zeros(spec.n_microbatches, dtype=torch.int64))
@@ -179,7 +180,7 @@ class ModelReplica(ModelSum):
         view = as_memory(run)
         header = read_header(view)
         entry = header.tensors[0]
-        self.version = header.version
+        self.version, self.record = header.version, None
         self.value = bytes(view[entry.offset : entry.offset + len(self.value)])
         self.clear()
 

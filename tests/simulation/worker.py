@@ -252,6 +252,9 @@ class ModelSteps:
         spec = self._world.spec
         record = StepRecord(step, 1.0, 1.0, float(step), ledgers=spec.n_layers * spec.tp)
         self.record = record
+        for replica in self._p.replicas:
+            if replica.index == spec.n_layers - 1:
+                replica.record = record
         self._update(reduced)
         self._world.step_done(self.step, self._links)
         seconds = self._world.scheduler.now - began

@@ -493,7 +493,8 @@ def _unlogged_step(
 ) -> tuple[LogEntry, ...]:
     """Return the log entry of the last finished step if its worker was lost before reporting it."""
     spec = state.spec
-    record = next((r for r in _records(state) if r.step == assignment.step - 1), None)
+    records = (*_records(state), *_records_of_copies(assignment))
+    record = next((r for r in records if r.step == assignment.step - 1), None)
     if record is None or spec is None or state.logged_step >= record.step:
         return ()
     since = state.step_finished_at
@@ -501,6 +502,13 @@ def _unlogged_step(
     done = m.StepDone(state.epoch - 1, record, seconds if since else 0.0, 0.0, tokens)
     evaluated = evaluation_entries(record.evaluation, done.epoch)
     return (*evaluated, LogEntry("step", step_entry(done)), *nonfinite_entries(record))
+
+
+def _records_of_copies(assignment: recovery.Assignment) -> tuple[StepRecord, ...]:
+    """Return the records in the copies that the assignment uses."""
+    recipes = (recipe for _, recipe in assignment.recipes)
+    copies = (copy for recipe in recipes for copy in (recipe.state, *recipe.updates))
+    return tuple(copy.record for copy in copies if copy is not None and copy.record is not None)
 
 
 def _orders(state: JobState, plan: Plan, step: int) -> tuple[tuple[int, ...], ...]:

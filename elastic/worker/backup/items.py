@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from elastic.domain.types import GRADIENT, LOGS, REDUCED, STATE, UPDATE, WHOLE, Portion
+from elastic.domain.types import GRADIENT, LOGS, REDUCED, STATE, UPDATE, WHOLE, Portion, StepRecord
 from elastic.worker.model.state_codec import as_bytes
 from elastic.worker.replica.gradient_sum import GradientSum
 from elastic.worker.replica.replica import SKIPPED, LayerReplica
@@ -31,6 +31,8 @@ class PendingCopy:
     microbatches: frozenset[int] = frozenset()
     losses: tuple[tuple[int, float], ...] = ()
     portion: Portion = WHOLE
+    record: StepRecord | None = None
+    """As `Copy.record`."""
     source: GradientSum | None = None
     """The data that `write` reads; None if no later micro-batch or update changes the data."""
 
@@ -78,9 +80,23 @@ def reduced_gradients(
 def skipped_updates(replicas: Iterable[LayerReplica]) -> list[PendingCopy]:
     """Return the copies that stand for updates that are left out."""
     return [
-        PendingCopy(UPDATE, r.index, r.version, len(SKIPPED), _write_skipped, portion=r.portion)
+        PendingCopy(
+            UPDATE,
+            r.index,
+            r.version,
+            len(SKIPPED),
+            _write_skipped,
+            portion=r.portion,
+            record=record_of(r, r.version),
+        )
         for r in replicas
     ]
+
+
+def record_of(replica: LayerReplica, step: int) -> StepRecord | None:
+    """Return the record of `step` if the replica has it."""
+    record = replica.record
+    return record if record is not None and record.step == step else None
 
 
 def updates(
@@ -98,8 +114,11 @@ def updates(
         write = partial(_write_update, replica, source, clip)
         if replica.device.type == "cuda":
             write = partial(_copy, replica.update_input(source, clip))
-        portion = replica.portion
-        copies.append(PendingCopy(UPDATE, replica.index, version, size, write, portion=portion))
+        portion, record = replica.portion, record_of(replica, version)
+        copy = PendingCopy(
+            UPDATE, replica.index, version, size, write, portion=portion, record=record
+        )
+        copies.append(copy)
     return copies
 
 
@@ -112,6 +131,7 @@ def states(replicas: Iterable[LayerReplica]) -> list[PendingCopy]:
             replica.state_nbytes(),
             replica.write_state,
             portion=replica.portion,
+            record=record_of(replica, replica.version - 1),
             source=replica,
         )
         for replica in replicas

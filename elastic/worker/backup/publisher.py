@@ -224,6 +224,7 @@ class Publisher:
             losses=item.losses,
             node=self._node,
             portion=item.portion,
+            record=item.record,
         )
         copy = replace(copy, checksum=copy_checksum(copy, self._checksum(view)))
         slot.finish(sequence, item.nbytes, epoch)

@@ -166,6 +166,9 @@ class StepRunner:
         limit = exact_limit(self.plan.n_microbatches, self.tied)
         record = judge(step, agreed, self.optimizer.clip_norm, self.checks, limit)
         self.record = replace(record, evaluation=evaluation)
+        for replica in self.replicas:
+            if replica.index == self.plan.n_layers - 1:
+                replica.record = self.record
         lr = self.optimizer.lr(step)
         with self.agreement:
             self._update(reduced, self.record, lr)

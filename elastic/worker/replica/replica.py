@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from elastic.domain.errors import LedgerError, VaultError
-from elastic.domain.types import WHOLE, Portion
+from elastic.domain.types import WHOLE, Portion, StepRecord
 from elastic.worker.model import gradients
 from elastic.worker.model import rng as randomness
 from elastic.worker.model.gradients import Accumulator, FlatLayout
@@ -61,6 +61,9 @@ class LayerReplica(GradientSum):
         """Node of this worker."""
         self.common: GradientSum | None = None
         """Under `reduce`: the sum of finished rounds, equal on all holders of the layer."""
+        self.record: StepRecord | None = None
+        """On the last layer, the record of the newest step whose update began here; None: none, or
+        the state was loaded since then."""
         self.complete = True
         """Whether all parameters have this version; if not, only the optimizer's portion has it
         (`elastic.worker.engine.sharded_update`)."""
@@ -341,7 +344,7 @@ class LayerReplica(GradientSum):
             if optimizer.targets[split[name][0]].numel()
         }
         optimizer.load(state, {k: v for k, v in header.extra.items() if self._in_portion(k)})
-        self.complete, self.version = whole, header.version
+        self.complete, self.version, self.record = whole, header.version, None
 
     def _in_portion(self, path: str) -> bool:
         """Return whether this replica's portion of the state includes the text named `path`."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from elastic.core.job.state import JobPhase, JobState, ProgressWatch
+from elastic.core.job.state import JobPhase, JobState, LogEntry, ProgressWatch
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.domain.types import GRADIENT, STATE, Copy, StepRecord
@@ -93,6 +94,32 @@ def test_a_worker_that_missed_an_installation_reports_the_former_commit() -> Non
     }
     state = recovered(state, 2, ledgers, halted)
     assert assignment_of(state).step == STEP
+
+
+def test_a_step_that_only_lost_nodes_committed_is_logged() -> None:
+    """The last layer's copy has the record; without it the step's loss is not known."""
+    for record in (COMMITTED, None):
+        state = running().of(logged_step=STEP - 1, record=None)
+        (kept, lost), last = plan_of(state).nodes(), plan_of(state).n_layers - 1
+        newer = tuple(
+            replace(
+                copy, step=STEP + 1, sequence=copy.sequence + 500, node=kept,
+                record=record if copy.layer == last else None,
+            )
+            for copy in copies(state, lost, 1, frozenset())
+        )  # fmt: skip
+        state, _, _ = send_report(state, lost, phase=NodePhase.STARTING, cause="crash")
+        inventory = {kept: (*copies(state, kept, 1, frozenset()), *newer), lost: ()}
+        actions: tuple[object, ...] = ()
+        for node, found in inventory.items():
+            halted = (m.Halted(state.epoch, STEP),) if node == kept else ()
+            state, actions, _ = send_report(
+                state, node, phase=NodePhase.HALTED, epoch=state.epoch,
+                inventory=found, halted=halted,
+            )  # fmt: skip
+        assert assignment_of(state).step == STEP + 1
+        steps = [a.data for a in actions if isinstance(a, LogEntry) and a.kind == "step"]
+        assert [(s["step"], s["loss"]) for s in steps] == ([(STEP, 1.0)] if record else [])
 
 
 def test_the_commit_of_the_second_run_counts() -> None:
