@@ -23,7 +23,8 @@ SAMPLES_UNPROFILED, CHANGED_UNPROFILED = 8, 1.5
 """SAMPLES and CHANGED without a profile, because a node's own first steps are a rough measure."""
 SPAN_UNPROFILED_S = 10.0
 """Least time between the first and the last of these steps without a profile, because a machine
-may be busy for a few steps."""
+may be busy for a few steps. Of shorter steps, those in between are left out."""
+_GAP_S = SPAN_UNPROFILED_S / (SAMPLES_UNPROFILED - 1)
 MIN_SLOW_FACTOR = 1.1
 """Lower slow factors count as 1."""
 
@@ -76,6 +77,8 @@ def observe(
         return replace(fresh, unit=0.0, former=former)
     if step <= speed.step:
         return speed
+    if not speed.profiled and speed.times and at - speed.times[-1] < _GAP_S and speed.times[-1] > 0:
+        return replace(speed, step=step)
     samples, times = (*speed.samples, (step, ratio)), (*speed.times, at)
     return replace(speed, step=step, samples=samples[-speed.wanted :], times=times[-speed.wanted :])
 
@@ -116,10 +119,6 @@ def changed_factor(speed: ComputeSpeed) -> float | None:
     A node above normal speed gets slow factor 1.
     """
     if not (speed.unit and speed.ratio):
-        return None
-    times = speed.times
-    brief = bool(times) and times[0] > 0 and times[-1] - times[0] < SPAN_UNPROFILED_S
-    if brief and not speed.profiled:
         return None
     factors = [ratio / speed.unit / speed.factor for _, ratio in speed.samples]
     normal = speed.factor > 1.0 and max(factors) * speed.factor < MIN_SLOW_FACTOR

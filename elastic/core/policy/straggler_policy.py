@@ -164,7 +164,7 @@ def _with_profile_error(state: JobState, error: float, why: str, now: float) -> 
     used = {state.members[node].report.info.incarnation for node in nodes}
 
     def anew(pace: ComputeSpeed, factor: float) -> ComputeSpeed:
-        kept, unit = -SAMPLES if not error else 0, 0.0 if error else 1.0
+        kept, unit = -1 if error else -SAMPLES, 0.0 if error else 1.0
         pace = replace(pace, samples=pace.samples[kept:], times=pace.times[kept:])
         return replace(pace, profiled=not error, unit=unit, factor=factor, former=0.0)
 

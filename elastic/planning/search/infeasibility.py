@@ -34,12 +34,13 @@ def explain_infeasible(problem: Problem, kinds: NodeKinds, request: PlanRequest)
         return (
             f"no plan fits: {depth} stages need {size_text(need)} per worker when each is cut to "
             f"need least, which does not fit the sizes and order of the nodes ({node} may use "
-            f"{size_text(memory)}): add memory or nodes"
+            f"{size_text(memory)}): add nodes, or memory (--node-memory)"
         )
     return (
         f"memory is short: even one pipeline of {depth} stages on all {sum(problem.counts)} nodes "
         f"needs {size_text(need)} per worker (stage {stage}, layers {first} to {last - 1}), but "
-        f"{node} may use {size_text(memory)}: short by {size_text(missing)}"
+        f"{node} may use {size_text(memory)}: short by {size_text(missing)}; add nodes, or give "
+        "them more memory (--node-memory)"
     )
 
 

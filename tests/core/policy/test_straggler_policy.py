@@ -427,8 +427,7 @@ def test_an_equal_slowdown_of_all_nodes_changes_nothing(monkeypatch: pytest.Monk
     assert [a.kind for a in actions if isinstance(a, LogEntry)] == ["profile-wrong"]
     assert state.phase is JobPhase.RUNNING and stragglers.slowdowns(state) == ()
     assert straggler_policy.rebalance_stragglers(state, 10.1) is None, "it is found once"
-    for step in range(8, 11):
-        state = beat(beat(state, "node0", step, 6.0), "node1", step, 6.0 * 2.0)
+    state = steps_of(state, 8, 3, node0=1.0, node1=2.0)
     assert straggler_policy.rebalance_stragglers(state, 11.0) is not None, (
         "it is still slow when the others are quick again"
     )
@@ -522,11 +521,24 @@ def test_a_node_without_layers_is_still_tried_again_if_the_profile_is_wrong() ->
     assert stragglers.slowdowns(result[0]) == () and result[0].considered == ()
 
 
-def test_without_a_profile_a_few_short_steps_are_not_enough() -> None:
-    """Eight steps of 0.1 s are too short a time."""
+@pytest.mark.parametrize(
+    ("apart_s", "steps", "factor"),
+    [(0.1, 8, None), (2.0, 8, 2.0), (0.1, 98, None), (0.1, 120, 2.0), (0.9, 16, 2.0)],
+)
+def test_without_a_profile_steps_count_that_span_ten_seconds(
+    apart_s: float, steps: int, factor: float | None
+) -> None:
+    """Eight steps of 0.1 s are too short a time; a hundred of them are not."""
     pace = replace(unprofiled(40.0), times=())
-    for apart, factor in ((0.1, None), (2.0, 2.0)):
-        slower = pace
-        for number in range(SAMPLES_UNPROFILED):
-            slower = observe(slower, 1, slower.step + 1, 80.0, 100.0 + number * apart)
-        assert changed_factor(slower) == factor
+    for number in range(steps):
+        pace = observe(pace, 1, pace.step + 1, 80.0, 100.0 + number * apart_s)
+    assert changed_factor(pace) == factor
+
+
+def test_short_steps_of_which_some_are_fast_are_no_slowdown() -> None:
+    """Every second in which the machine was busy is followed by one in which it was not."""
+    pace = replace(unprofiled(40.0), times=())
+    for number in range(600):
+        ratio = 80.0 if number // 10 % 2 else 40.0
+        pace = calibrate(observe(pace, 1, pace.step + 1, ratio, 100.0 + number * 0.1), ())
+        assert changed_factor(pace) is None
