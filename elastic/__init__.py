@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from elastic.worker.datasets.packing import PackedDocuments
     from elastic.worker.datasets.prefetch import prefetch
     from elastic.worker.datasets.stream import from_stream
-    from elastic.worker.model.evaluation import Evaluation
+    from elastic.worker.evaluation import Evaluation
     from elastic.worker.model.layers import LayerStack, ListStack
     from elastic.worker.model.microbatch import Microbatch
     from elastic.worker.model.optimizer import OptimizerSpec
@@ -54,7 +54,7 @@ __all__ = [
 
 _HOMES = {
     "Callback": "elastic.launcher.tracking.callback",
-    "Evaluation": "elastic.worker.model.evaluation",
+    "Evaluation": "elastic.worker.evaluation",
     "LayerStack": "elastic.worker.model.layers",
     "ListStack": "elastic.worker.model.layers",
     "Microbatch": "elastic.worker.model.microbatch",

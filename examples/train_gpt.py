@@ -94,7 +94,7 @@ def train(flags: argparse.Namespace, gpt: GPTConfig, corpus: ByteCorpus) -> None
     """Import torch and megatron-core, and train."""
     from elastic.worker.contrib.data import ByteDataset
     from elastic.worker.contrib.megatron.stack import GPTStack
-    from elastic.worker.model.evaluation import Evaluation
+    from elastic.worker.evaluation import Evaluation
     from elastic.worker.model.optimizer import adamw, cosine
     from elastic.worker.trainer import Trainer
 

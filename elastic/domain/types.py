@@ -247,8 +247,15 @@ class JobSpec:
 
 
 def _completed(spec: JobSpec, other: JobSpec) -> JobSpec:
-    """Return `spec` with the fields that it does not tell from `other`."""
+    """Return `spec` with the fields that it does not tell from `other`. The former version tells
+    neither contents and optimizer nor evaluations."""
     contents, optimizer = spec.contents or other.contents, spec.optimizer or other.optimizer
+    if not (spec.contents or spec.optimizer):
+        spec = replace(
+            spec,
+            evaluate_every=other.evaluate_every,
+            evaluation_microbatches=other.evaluation_microbatches,
+        )
     return replace(spec, contents=contents, optimizer=optimizer)
 
 
@@ -327,6 +334,8 @@ class EvaluationResult:
 
     step: int
     """Version of the evaluated parameters: the number of steps before."""
+    epoch: int
+    """Epoch in which they were evaluated."""
     loss: float
     """Mean loss of the evaluation's micro-batches, which are added in their order."""
     microbatches: int

@@ -23,10 +23,10 @@ from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.control.agent_client import AgentClient, WorkerSettings
 from elastic.worker.engine.injector import FaultInjector, check_faults
+from elastic.worker.evaluation import Evaluation
 from elastic.worker.model.device import choose_device
-from elastic.worker.model.evaluation import Evaluation
 from elastic.worker.model.layers import LayerStack, TensorParallel
-from elastic.worker.model.microbatch import Microbatch
+from elastic.worker.model.microbatch import LazyFields, Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec
 from elastic.worker.profiling.run_profile import EMULATE, check_profile
 from elastic.worker.replica.build import build_replica, warm_up
@@ -46,6 +46,20 @@ class TrainingJob:
     spec: JobSpec
     evaluation: Evaluation | None = None
     """None: the model is not evaluated."""
+
+    def evaluation_microbatch(
+        self, version: int, index: int, device: torch.device, *, emulated: bool = False
+    ) -> Microbatch:
+        """Return micro-batch `index` of the evaluation after `version` steps, on `device`. It keeps
+        figures, and its data are read when a layer uses them. `emulated`: it has none."""
+        assert self.evaluation is not None
+        source = self.evaluation.data
+
+        def read() -> dict[str, torch.Tensor]:
+            found = source(0, index).fields
+            return {name: tensor.to(device) for name, tensor in found.items()}
+
+        return Microbatch(version, index, {} if emulated else LazyFields(read), figures={})
 
     def replica(
         self,

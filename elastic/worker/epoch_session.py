@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from torch import Tensor
-
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.fault_spec import Phase
+from elastic.core.recovery import lineage
 from elastic.domain.errors import (
     EXIT_FAILURE,
     MAX_DESCRIPTION_CHARS,
@@ -34,18 +33,18 @@ from elastic.domain.errors import (
 from elastic.domain.types import WHOLE, Accumulate, EvaluationResult, Plan
 from elastic.planning.plan.rank_map import Roster, roster
 from elastic.planning.plan.schemes import state_of
-from elastic.planning.schedule.schedule import Action, Kind
+from elastic.planning.schedule.schedule import Kind
 from elastic.rpc.link_shaping import shaper_of
 from elastic.worker.backup.protection import Protection
 from elastic.worker.context import WorkerContext
 from elastic.worker.engine.allreduce import tied_pairs
-from elastic.worker.engine.evaluation import EvaluationRunner
+from elastic.worker.engine.evaluation_runner import EvaluationRunner
 from elastic.worker.engine.partial import PartialRunner
 from elastic.worker.engine.stage_runner import GroupAgreement
 from elastic.worker.engine.step import StepChecks, StepResult, StepRunner
 from elastic.worker.model.data_source import digest_of
 from elastic.worker.model.layers import tp_sync
-from elastic.worker.model.microbatch import LazyFields, Microbatch
+from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.profiling.run_profile import EMULATE
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.final_hash import job_sha256
@@ -70,9 +69,9 @@ class EpochSession:
         self._context, self._order = context, order
         self._abandon = context.agent.begin_epoch(order.epoch)
         self._assignment = order.assignment
-        known = context.evaluated
-        if known is not None and known.step > order.assignment.step:  # its steps are undone
-            context.evaluated = None
+        known, starts = context.evaluated, lineage.starts_of(order.assignment)
+        if known and any(known.epoch < epoch and step < known.step for epoch, step in starts):
+            context.evaluated = None  # training went back behind it
         self._plan = order.assignment.plan
         self._roster: Roster = roster(self._plan)
         self._rank = -1
@@ -169,6 +168,7 @@ class EpochSession:
     def _report_divergence(self, error: DivergenceError) -> None:
         """Report which layers diverged, and what this worker's replicas and copies prove."""
         context = self._context
+        context.evaluated = None  # a wrong replica may have taken part
         sound: list[tuple[str, int, int, bool]] = []
         portions: list[tuple[str, int, int, int, int]] = []
         unit, protection = context.unit.name, context.protection
@@ -329,10 +329,10 @@ class EpochSession:
             return None
         position, injector = context.agent.position, context.injector
 
-        def before(version: int, action: Action) -> None:
-            position.update("compute" if action.kind.computes else "wait", version, 0)
-            if action.kind is Kind.F:
-                injector.reach(version, Phase.EVALUATION, action.microbatch)
+        def before(version: int, kind: Kind, index: int) -> None:
+            position.update("evaluate" if kind.computes else "wait", version, 0)
+            if kind is Kind.F:
+                injector.reach(version, Phase.EVALUATION, index)
 
         def after(seconds: float) -> None:
             injector.stretch(seconds)
@@ -363,18 +363,8 @@ class EpochSession:
         return context.evaluated
 
     def _evaluation_data(self, version: int, index: int) -> Microbatch:
-        """Return micro-batch `index` of the evaluation on this device, which keeps figures."""
-        evaluation, fields = self._context.job.evaluation, dict[str, Tensor]()
-        assert evaluation is not None
-        if self._context.settings.profile == EMULATE:
-            return Microbatch(version, index, fields, figures={})
-        source, device = evaluation.data, self._context.device
-
-        def read() -> dict[str, Tensor]:
-            found = source(0, index).fields
-            return {name: tensor.to(device) for name, tensor in found.items()}
-
-        return Microbatch(version, index, LazyFields(read), figures={})
+        context, emulated = self._context, self._context.settings.profile == EMULATE
+        return context.job.evaluation_microbatch(version, index, context.device, emulated=emulated)
 
     def _data(self, step: int, index: int) -> Microbatch:
         """Return micro-batch `index` of `step` on this device; under --emulate without data."""

@@ -22,13 +22,14 @@ from elastic.planning.schedule.schedule import Action, actions_of
 from elastic.worker.context import TrainingJob
 from elastic.worker.engine.allreduce import GradientAllReduce
 from elastic.worker.engine.commit import commit
-from elastic.worker.engine.evaluation import EvaluationRunner
+from elastic.worker.engine.evaluation_runner import EvaluationRunner
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import GroupAgreement, StageRunner
 from elastic.worker.engine.step import StepChecks, judge
 from elastic.worker.model.device import choose_device
 from elastic.worker.model.gradients import exact_limit
 from elastic.worker.model.microbatch import Microbatch
+from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.cancellation import AbandonSignal
 from elastic.worker.transport.links import Links
 
@@ -84,25 +85,7 @@ def _steps(job: TrainingJob, store: str) -> Iterator[str]:
         fields = job.data(step, index).fields
         return Microbatch(step, index, {name: value.to(device) for name, value in fields.items()})
 
-    evaluations, evaluation = None, job.evaluation
-    if evaluation is not None:
-
-        def evaluation_data(version: int, index: int) -> Microbatch:
-            fields = evaluation.data(0, index).fields
-            on_device = {name: value.to(device) for name, value in fields.items()}
-            return Microbatch(version, index, on_device, figures={})
-
-        evaluations = EvaluationRunner(
-            microbatches=evaluation.microbatches,
-            data=evaluation_data,
-            plan=plan,
-            roster=ranks,
-            replicas=replicas,
-            links=links,
-            agreement=GroupAgreement(None, links.abandon),
-            before=lambda version, action: None,
-            after=lambda seconds: None,
-        )
+    evaluations = _evaluations(job, plan, replicas, links)
     stages = stages_of_rank(ranks, 0, replicas)
     runner = StageRunner(stages, links, n_microbatches=spec.n_microbatches, data=data)
     all_reduce = GradientAllReduce(replicas, links, ranks, job.stack.tied)
@@ -126,6 +109,25 @@ def _steps(job: TrainingJob, store: str) -> Iterator[str]:
                 yield _described(evaluations.run(step + 1, None))
     finally:
         links.close()
+
+
+def _evaluations(
+    job: TrainingJob, plan: Plan, replicas: list[LayerReplica], links: Links
+) -> EvaluationRunner | None:
+    """Return the runner of the evaluations; None: the job has none."""
+    if job.evaluation is None:
+        return None
+    return EvaluationRunner(
+        microbatches=job.evaluation.microbatches,
+        data=lambda version, index: job.evaluation_microbatch(version, index, links.device),
+        plan=plan,
+        roster=roster(plan),
+        replicas=replicas,
+        links=links,
+        agreement=GroupAgreement(None, links.abandon),
+        before=lambda version, kind, index: None,
+        after=lambda seconds: None,
+    )
 
 
 def _described(found: EvaluationResult) -> str:

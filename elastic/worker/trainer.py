@@ -19,10 +19,10 @@ from elastic.domain.types import Accumulate, JobSpec
 from elastic.worker.context import TrainingJob, WorkerContext
 from elastic.worker.control.agent_client import WorkerSettings, connect_agent
 from elastic.worker.epoch_session import EpochSession
+from elastic.worker.evaluation import Evaluation
 from elastic.worker.local_training import train_here
 from elastic.worker.model.checks import description, whole_number
 from elastic.worker.model.data_source import DataSource
-from elastic.worker.model.evaluation import Evaluation
 from elastic.worker.model.layers import LayerStack
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec

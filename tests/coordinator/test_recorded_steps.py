@@ -9,9 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.coordinator.records import recorded_steps
-from elastic.coordinator.records.recorded_steps import RecordedSteps, steps_in
+from elastic.coordinator.records.recorded_steps import (
+    RecordedLines,
+    RecordedSteps,
+    lines_in,
+    recorded_in,
+)
 from elastic.telemetry import EventLog, event_line
 
+KINDS = ("step", "evaluation")
 STEPS = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 12)), max_size=40)
 
 
@@ -41,6 +47,20 @@ def test_all_steps_of_a_log_are_found(
         file.write(event_line("lost", {"node": "node0", "step": step}))
         fields = {"epoch": 7 + step // 50, "step": step, "loss": 1.0}
         file.write(event_line("step", fields, at=1234567890.123456))
-    found = RecordedSteps(steps_in(file))
+        if step % 10 == 0:
+            file.write(event_line("evaluation", {**fields, "figures": {}}, at=1234567890.5))
+    found = RecordedLines(lines_in(file))
     file.close()
-    assert found._ranges == {7: [[0, 49]], 8: [[50, 99]]}
+    steps, evaluations = found._kinds[b"step"], found._kinds[b"evaluation"]
+    assert steps._ranges == {7: [[0, 49]], 8: [[50, 99]]}
+    assert [first for part in evaluations._ranges.values() for first, _ in part] == [
+        *range(0, 100, 10)
+    ]
+
+
+def test_a_step_is_no_evaluation() -> None:
+    found = RecordedLines([(b"step", 1, 2)])
+    same, other = (recorded_in(event_line(k, {"epoch": 1, "step": 2, "loss": 1.0})) for k in KINDS)
+    assert same is not None and same in found
+    assert other is not None and other not in found
+    assert recorded_in(event_line("lost", {"epoch": 1, "step": 2})) is None

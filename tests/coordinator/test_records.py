@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 
 from elastic.coordinator.records.run_records import RunRecords
 from elastic.coordinator.records.run_summary import job_entry, summarize
-from elastic.core.job.goodput import nonfinite_entries, step_entry
+from elastic.core.job.goodput import evaluation_entries, nonfinite_entries, step_entry
 from elastic.core.job.state import JobState, Policy
 from elastic.core.protocol.messages import StepDone
-from elastic.domain.types import JobSpec, LayerSpec, StepRecord
+from elastic.domain.types import EvaluationResult, JobSpec, LayerSpec, StepRecord
 from elastic.telemetry import event_line, read_events
 from tests.patience import LONG_S
 
@@ -84,7 +85,7 @@ def test_the_end_has_the_time_of_its_decision(
     assert (event["kind"], event["at"]) == ("end", 50.0)
 
 
-def step(number: int, ledgers: int = 3, norm: float = 1.0, **more: bool) -> list[dict[str, Any]]:
+def step(number: int, ledgers: int = 3, norm: float = 1.0, **more: Any) -> list[dict[str, Any]]:
     """The events of a finished step."""
     record = StepRecord(number, 1.0, norm, 2.0, ledgers, () if norm == 1.0 else (1,), **more)
     entries = nonfinite_entries(record)
@@ -177,6 +178,24 @@ def test_steps_that_a_former_coordinator_has_recorded_are_not_recorded_again(
     events = read_events(tmp_path / "events.jsonl")
     steps = [event["step"] for event in events if event["kind"] == "step"]
     assert steps == [*range(0, 9000, 2), *range(1, 9000, 2)]
+
+
+def test_evaluations_are_recorded_once(tmp_path: Path) -> None:
+    """By one coordinator, by the next, and if the former one has written the evaluation alone."""
+    found = EvaluationResult(1, 1, 0.5, 4, 0.1)
+    done = StepDone(1, StepRecord(1, 1.0, 1.0, 2.0, evaluation=found), 0.5, 0.1)
+    again = replace(done, epoch=2)  # a node that was cut off reports the step of its epoch
+    records, state = RunRecords(tmp_path), JobState(policy=Policy())
+    records.event("coordinator", {})
+    records.event("evaluation", evaluation_entries(found)[0].data)
+    records.close()
+    for _ in range(2):
+        records = RunRecords(tmp_path)
+        for report in (done, done, again):
+            records.step(report, state)
+        records.close()
+    kinds = [event["kind"] for event in read_events(tmp_path / "events.jsonl")]
+    assert kinds == ["coordinator", "evaluation", "step", "step"]
 
 
 def test_old_steps_are_no_progress(tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from elastic.core.protocol.messages import Diverged, Published
 from elastic.domain.errors import DivergenceError
-from elastic.domain.types import PARAMETERS, WHOLE, Accumulate, Divergence, Portion, Unit
+from elastic.domain.types import (
+    PARAMETERS,
+    WHOLE,
+    Accumulate,
+    Divergence,
+    EvaluationResult,
+    Portion,
+    Unit,
+)
 from elastic.planning.plan.plan import parse_plan
 from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
@@ -82,10 +90,12 @@ class Worker:
                 replicas={0: self.layer},
                 protection=self.protection,
                 agent=SimpleNamespace(send=self._said.append),
+                evaluated=EvaluationResult(self.layer.version, 1, 0.5, 4, 0.1),
             ),
         )
         found = Divergence(0, 0, PARAMETERS, (("a", "x"), ("b", "y")))
         session._report_divergence(DivergenceError(self.layer.version, (found,)))
+        assert session._context.evaluated is None, "the wrong layer may have taken part in it"
         return self._said[-1]
 
 

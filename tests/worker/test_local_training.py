@@ -14,8 +14,8 @@ import pytest
 from elastic.domain.errors import FieldError, NonfiniteError
 from elastic.domain.types import Accumulate, JobSpec
 from elastic.worker.context import TrainingJob
+from elastic.worker.evaluation import Evaluation
 from elastic.worker.local_training import train_here
-from elastic.worker.model.evaluation import Evaluation
 from elastic.worker.model.microbatch import Microbatch
 from tests.scenarios.harness import ROOT
 from tests.scenarios.shared import GPT, SCRIPT, exact, made_once

@@ -11,7 +11,7 @@ from torch import nn
 from elastic.domain.errors import FieldError, UsageError
 from elastic.domain.types import JobSpec
 from elastic.worker.datasets.map_style import from_dataset
-from elastic.worker.model.evaluation import Evaluation
+from elastic.worker.evaluation import Evaluation
 from elastic.worker.model.layers import ListStack
 from elastic.worker.trainer import Trainer
 from tests.worker.model.toy_model import microbatch, sgd, toy_stack
@@ -106,9 +106,8 @@ def test_nodes_compare_when_they_evaluate() -> None:
     """A node whose script evaluates at other steps would wait in other exchanges."""
 
     def spec_of(**arguments: Any) -> JobSpec:
-        numbers = {"steps": 4, "microbatches": 2}
-        made = Trainer(stack=toy_stack(), optimizer=sgd(), data=microbatch, **numbers, **arguments)
-        return made._job.spec
+        common: dict[str, Any] = {"data": microbatch, "steps": 4, "microbatches": 2}
+        return Trainer(stack=toy_stack(), optimizer=sgd(), **common, **arguments)._job.spec
 
     plain = spec_of()
     twice = spec_of(evaluation=Evaluation(data=microbatch, every=2, microbatches=3))

@@ -1,4 +1,4 @@
-"""Which finished steps a run has recorded, so that each is recorded once.
+"""Which finished steps and evaluations a run has recorded, so that each is recorded once.
 
 Nodes report their last 4,096 steps again after each reconnect (`elastic.agent.outbox`), and a new
 coordinator finds the steps of the former ones in events.jsonl.
@@ -12,8 +12,10 @@ from collections.abc import Iterable, Iterator
 
 from elastic.telemetry import EventLog
 
-STEP = re.compile(rb'"kind":"step","epoch":(\d+),"step":(\d+),')
-"""Start of a line about a step (`elastic.core.job.goodput.step_entry`), after its time."""
+STEP = re.compile(rb'"kind":"(step|evaluation)","epoch":(\d+),"step":(\d+),')
+"""Start of a line about a step or an evaluation (`elastic.core.job.goodput`), after its time."""
+Recorded = tuple[bytes, int, int]
+"""(kind, epoch, step) of such a line."""
 PIECE_BYTES = 1 << 20
 """The log is read in pieces of this size."""
 STEP_BYTES = 128
@@ -54,17 +56,30 @@ class RecordedSteps:
         return True
 
 
-def steps_in(file: EventLog) -> Iterator[tuple[int, int]]:
-    """Yield (epoch, step) of the steps in a log; a step may come twice."""
+class RecordedLines:
+    """The steps and evaluations of a log."""
+
+    def __init__(self, lines: Iterable[Recorded] = ()) -> None:
+        self._kinds = {b"step": RecordedSteps(), b"evaluation": RecordedSteps()}
+        for kind, epoch, step in lines:
+            self._kinds[kind].add(epoch, step)
+
+    def __contains__(self, line: Recorded) -> bool:
+        kind, epoch, step = line
+        return (epoch, step) in self._kinds[kind]
+
+
+def lines_in(file: EventLog) -> Iterator[Recorded]:
+    """Yield the steps and evaluations in a log; each may come twice."""
     rest = b""
     for piece in file.pieces(PIECE_BYTES):
         piece = rest + piece
         for match in STEP.finditer(piece):
-            yield int(match[1]), int(match[2])
+            yield match[1], int(match[2]), int(match[3])
         rest = piece[-STEP_BYTES:]
 
 
-def step_of(line: bytes) -> tuple[int, int] | None:
-    """Return (epoch, step) of a step's line; None: the line is another event."""
+def recorded_in(line: bytes) -> Recorded | None:
+    """Return the step or evaluation of a line; None: the line is another event."""
     match = STEP.search(line)
-    return (int(match[1]), int(match[2])) if match else None
+    return (match[1], int(match[2]), int(match[3])) if match else None

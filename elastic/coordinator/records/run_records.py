@@ -17,7 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elastic.coordinator.records.recorded_steps import RecordedSteps, step_of, steps_in
+from elastic.coordinator.records.recorded_steps import (
+    RecordedLines,
+    RecordedSteps,
+    lines_in,
+    recorded_in,
+)
 from elastic.coordinator.records.run_directory import (
     announce,
     overwrite_file,
@@ -70,7 +75,7 @@ class RetryingEventLog:
         self._log: EventLog | None = None
         self._failures, self._failed_at, self._closed = 0, 0.0, False
         self._given_up, self._former = False, former
-        self._former_steps: RecordedSteps | None = None
+        self._former_lines: RecordedLines | None = None
         self._late_since, self.dropped = 0.0, 0
         """Time since which an event is not on disk; 0: all are. Number of events that were dropped
         for ever."""
@@ -154,7 +159,7 @@ class RetryingEventLog:
 
     def _write_line(self, file: EventLog, line: bytes) -> None:
         try:
-            if not self._is_former_step(file, line):
+            if not self._is_former(file, line):
                 file.write(line)
         except OSError:
             with self._lock:
@@ -162,16 +167,17 @@ class RetryingEventLog:
                 self._nbytes += len(line)
             raise
 
-    def _is_former_step(self, file: EventLog, line: bytes) -> bool:
-        """Return whether the line is a step that the file had before the first one was written."""
-        step = step_of(line)
-        if step is not None and self._former_steps is None:
-            self._former_steps = RecordedSteps()
+    def _is_former(self, file: EventLog, line: bytes) -> bool:
+        """Return whether the line is a step or an evaluation that the file had before the first one
+        was written."""
+        found = recorded_in(line)
+        if found is not None and self._former_lines is None:
+            self._former_lines = RecordedLines()
             try:
-                self._former_steps = RecordedSteps(steps_in(file))
-            except OSError as error:  # steps may then be written twice
+                self._former_lines = RecordedLines(lines_in(file))
+            except OSError as error:  # they may then be written twice
                 log.warning("%s cannot be read: %s", self.path, error)
-        return step is not None and step in (self._former_steps or ())
+        return found is not None and found in (self._former_lines or ())
 
     def _take(self) -> bytes:
         """Return the oldest unwritten event; b"": there is none."""
@@ -249,8 +255,8 @@ class RunRecords:
         self._events = RetryingEventLog(run_dir / "events.jsonl", self._disk.post, former=former)
         self._progress = RetryingEventLog(run_dir / "progress.jsonl", self._disk.post)
         self._last_position = (0, 0)
-        self._steps = RecordedSteps()
-        """Steps that were recorded since this coordinator leads."""
+        self._steps, self._evaluations = RecordedSteps(), RecordedSteps()
+        """Steps and evaluations that were recorded since this coordinator leads."""
         self._draft = run_dir / "exit.draft"
         self._closed = self._given_up = False
         self._closing = threading.Event()
@@ -322,8 +328,10 @@ class RunRecords:
         """Record a finished step once, although several nodes report it, some of them again to each
         new coordinator. `at`: time of the report; None: now."""
         if self._steps.add(done.epoch, done.record.step):
-            for entry in evaluation_entries(done.record.evaluation, done.epoch):
-                self._events.append(entry.kind, entry.data, at)
+            found = done.record.evaluation
+            if found is not None and self._evaluations.add(found.epoch, found.step):
+                for entry in evaluation_entries(found):
+                    self._events.append(entry.kind, entry.data, at)
             self._events.append("step", step_entry(done), at)
             if done.record.step > state.logged_step:  # else nodes report it to a new coordinator
                 self.progress(state, done)

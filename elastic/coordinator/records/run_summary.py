@@ -47,11 +47,8 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
                 checkpoints.append(entry["step"])
             case "lost-steps":
                 lost = entry["from_step"]
-                steps = _below(steps, lost)
-                by_step = {
-                    "nonfinite": _below(by_step["nonfinite"], lost),
-                    "evaluation": _below(by_step["evaluation"], lost + 1),
-                }
+                steps = _kept("step", steps, lost)
+                by_step = {kind: _kept(kind, known, lost) for kind, known in by_step.items()}
             case "end":
                 end = entry
     ordered = _in_order(steps)
@@ -81,9 +78,11 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _below(entries: dict[int, dict[str, Any]], step: int) -> dict[int, dict[str, Any]]:
-    """Return the entries of steps below `step`."""
-    return {number: entry for number, entry in entries.items() if number < step}
+def _kept(kind: str, entries: dict[int, dict[str, Any]], lost: int) -> dict[int, dict[str, Any]]:
+    """Return the entries that a return to step `lost` does not undo. An evaluation at that step
+    comes before it."""
+    end = lost + (kind == "evaluation")
+    return {step: entry for step, entry in entries.items() if step < end}
 
 
 def _in_order(entries: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:

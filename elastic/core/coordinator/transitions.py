@@ -272,7 +272,8 @@ def _error(failure: JobFailure) -> str:
 
 def _evidence(failed: m.Failed) -> tuple[LogEntry, ...]:
     """Return the log entries of the wrong ledger or the gradient that made a worker fail."""
-    entries = nonfinite_entries(failed.record, stops=True)
+    evaluation = failed.record.evaluation if failed.record is not None else None
+    entries = (*evaluation_entries(evaluation), *nonfinite_entries(failed.record, stops=True))
     if failed.doubled or failed.missing:
         counts = {"double": failed.doubled, "missing": failed.missing}
         entries = (*entries, LogEntry("ledger", counts))
@@ -305,7 +306,7 @@ def _end_evaluated(
 ) -> JobTransition:
     """End the job, and log the evaluation of its final parameters."""
     evaluation = finished.evaluation
-    entries = evaluation_entries(evaluation, state.epoch)
+    entries = evaluation_entries(evaluation)
     state = state.of(evaluation=evaluation or state.evaluation)
     state, actions, reason = _end_job(state, phase, code, text, finished.params_sha256)
     return state, (*entries, *actions), reason

@@ -49,7 +49,7 @@ from elastic.core.protocol import messages as m
 from elastic.core.protocol.messages import NodePhase
 from elastic.core.recovery import divergence, lineage, partial_replay, recovery
 from elastic.domain.errors import EXIT_UNRECOVERABLE, FieldError, InfeasiblePlan, Unrecoverable
-from elastic.domain.types import NodeInfo, Plan, StepRecord
+from elastic.domain.types import EvaluationResult, NodeInfo, Plan, StepRecord
 from elastic.planning.plan.schemes import state_of
 from elastic.planning.search.search import PlanRequest, make_plan
 
@@ -412,7 +412,8 @@ def _install(
     first = assignment.step
     if fallback and checkpoints.is_of_other_history(state):
         first, state = first - 1, checkpoints.adopted_history(state, state.epoch)
-    unlogged = () if fallback else _unlogged_step(state, assignment, change.decided)
+    unlogged = None if fallback else _unlogged_step(state, assignment)
+    entries = _entries_of(state, unlogged, change.decided) if unlogged is not None else ()
     newest = assignment.step - 1
     state = checkpoints.began_epoch(state, assignment).of(
         phase=JobPhase.INSTALLING,
@@ -428,6 +429,7 @@ def _install(
         starts=lineage.with_start(state.starts, state.epoch, first),
         missing=None,
         logged_step=newest if unlogged else min(state.logged_step, newest),
+        evaluation=_newest_evaluation(state, unlogged, assignment.step),
     )
     entry = {
         "epoch": state.epoch,
@@ -439,7 +441,7 @@ def _install(
     }
     sends = [Send(node, m.Install(state.epoch, assignment)) for node in state.members]
     commits = checkpoints.commits_to_repeat(state)
-    actions: list[JobAction] = [*sends, *unlogged, LogEntry("plan", entry), *commits]
+    actions: list[JobAction] = [*sends, *entries, LogEntry("plan", entry), *commits]
     if fallback and state.trained:
         lost = {"from_step": assignment.step, "why": plan.reason, "checkpoint": fallback[0]}
         actions.append(LogEntry("lost-steps", lost))
@@ -488,20 +490,31 @@ def _with_figures(
     )
 
 
-def _unlogged_step(
-    state: JobState, assignment: recovery.Assignment, now: float
-) -> tuple[LogEntry, ...]:
-    """Return the log entry of the last finished step if its worker was lost before reporting it."""
-    spec = state.spec
+def _unlogged_step(state: JobState, assignment: recovery.Assignment) -> StepRecord | None:
+    """Return the record of the last finished step if its worker was lost before reporting it; None:
+    it was reported, or its record is not known."""
     records = (*_records(state), *_records_of_copies(assignment))
     record = next((r for r in records if r.step == assignment.step - 1), None)
-    if record is None or spec is None or state.logged_step >= record.step:
-        return ()
-    since = state.step_finished_at
-    seconds, tokens = max(0.0, now - since), spec.n_microbatches * spec.tokens_per_microbatch
-    done = m.StepDone(state.epoch - 1, record, seconds if since else 0.0, 0.0, tokens)
-    evaluated = evaluation_entries(record.evaluation, done.epoch)
-    return (*evaluated, LogEntry("step", step_entry(done)), *nonfinite_entries(record))
+    return record if record is not None and state.logged_step < record.step else None
+
+
+def _entries_of(state: JobState, record: StepRecord, now: float) -> tuple[LogEntry, ...]:
+    """Return the log entries of a step that no worker has reported."""
+    spec, evaluation, since = state.spec, record.evaluation, state.step_finished_at
+    assert spec is not None
+    seconds = now - since - (evaluation.seconds if evaluation is not None else 0.0)
+    tokens = spec.n_microbatches * spec.tokens_per_microbatch
+    took_s = max(0.0, seconds) if since else 0.0
+    step = LogEntry("step", step_entry(m.StepDone(state.epoch - 1, record, took_s, 0.0, tokens)))
+    return (*evaluation_entries(evaluation), step, *nonfinite_entries(record))
+
+
+def _newest_evaluation(
+    state: JobState, unlogged: StepRecord | None, step: int
+) -> EvaluationResult | None:
+    """Return the newest evaluation that training from `step` on does not undo."""
+    newest = (unlogged.evaluation if unlogged is not None else None) or state.evaluation
+    return newest if newest is not None and newest.step <= step else None
 
 
 def _records_of_copies(assignment: recovery.Assignment) -> tuple[StepRecord, ...]:

@@ -108,12 +108,12 @@ def step_entry(done: StepDone) -> dict[str, Any]:
     }
 
 
-def evaluation_entries(evaluation: EvaluationResult | None, epoch: int) -> tuple[LogEntry, ...]:
+def evaluation_entries(evaluation: EvaluationResult | None) -> tuple[LogEntry, ...]:
     """Return the log entry of an evaluation; (): none was due."""
     if evaluation is None:
         return ()
     data = {
-        "epoch": epoch,
+        "epoch": evaluation.epoch,
         "step": evaluation.step,
         "loss": evaluation.loss,
         "figures": {figure.name: figure.value for figure in evaluation.figures},

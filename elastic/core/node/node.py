@@ -69,9 +69,11 @@ class WorkerState:
     """The worker's report of a broken device; "": none."""
     signs: int = 0
     """Number of signs of progress: changes of `Progress.counter`; before the end of the first step
-    of a process or epoch also CPU time, because kernels may be compiled then."""
+    of a process or epoch, and in an evaluation, also CPU time: kernels may be compiled then."""
     moved_at: float = 0.0
     """Time of the newest sign of progress."""
+    counted_at: float = 0.0
+    """Time at which `Progress.counter` last changed."""
     runnable_s: float = 0.0
     """Time for which the main thread ran, or waited for a processor."""
     moved_runnable_s: float = 0.0
@@ -319,7 +321,8 @@ def _moved(worker: WorkerState, now: float) -> WorkerState:
 def _with_cpu_signs(
     state: NodeState, known: WorkerState, worker: WorkerState, now: float
 ) -> WorkerState:
-    """Count CPU time that `worker` used since `known` as progress of the first step, for some time.
+    """Count CPU time that `worker` used since `known` as progress for some time: in the first step,
+    and in each forward pass of an evaluation.
 
     Disk sleep is no progress: the job must not wait for a disk that hangs.
     """
@@ -328,6 +331,8 @@ def _with_cpu_signs(
     known_s = state.first_step_s if worker.attach is not None else 0.0
     limit_s = max(state.limits.stuck_s, known_s * FIRST_STEP_FACTOR) if known_s else FIRST_STEP_S
     counts = worker.in_first_step and now - worker.first_since < limit_s
+    if worker.activity == "evaluate":
+        counts = now - worker.counted_at < FIRST_STEP_S
     used = worker.cpu_s > known.cpu_s or worker.family_cpu_s > known.family_cpu_s > 0
     return _moved(worker, now) if counts and used else worker
 
@@ -370,7 +375,7 @@ def hang_reason(
     idle = now - worker.active_at
     if silent > limits.silent_s and idle > limits.silent_s:
         return f"silent and without CPU time for {min(silent, idle):.0f} s"
-    computing = worker.progress is not None and worker.progress.activity == "compute"
+    computing = worker.activity in ("compute", "evaluate")
     if (computing or halting) and idle > limits.stuck_s:
         since = "after the order to halt" if halting else "while computing"
         return f"no progress and no CPU time for {idle:.0f} s {since}"
@@ -598,7 +603,7 @@ def _attached(state: NodeState, rank: int, worker: WorkerState) -> NodeTransitio
 def _progress(state: NodeState, rank: int, message: m.Progress, now: float) -> NodeTransition:
     worker = state.workers[rank]
     if worker.progress is None or message.counter != worker.progress.counter:
-        worker = _moved(replace(worker, active_at=now), now)
+        worker = _moved(replace(worker, active_at=now, counted_at=now), now)
     first = worker.in_first_step
     worker = replace(worker, progress=message)
     state = _with_worker(state, rank, worker)

@@ -129,7 +129,7 @@ class Progress:
     counter: int
     """Number that grows with every action of the main thread."""
     activity: str
-    """Activity of the main thread: compute | wait | install | idle."""
+    """Activity of the main thread: compute | evaluate | wait | install | idle."""
     step: int
     microbatch: int
     measured: MicrobatchTiming | None = None
@@ -396,8 +396,8 @@ class Heartbeat:
     signs: int = 0
     """Number that changes with every sign of progress of the workers; 0: they are not counted."""
     activity: str = ""
-    """Activity of the worker without a sign for the longest time: start | compute | wait | install
-    | idle; one that waits for others is named only if all do."""
+    """Activity of the worker without a sign for the longest time: start | compute | evaluate | wait
+    | install | idle; one that waits for others is named only if all do."""
     spun_s: float = 0.0
     """Time since its last sign of progress for which this worker's main thread ran, or waited for a
     processor."""

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -164,8 +164,8 @@ class StepRunner:
             if not math.isfinite(agreed.norm) and not self.checks.verifies(step):
                 self.verify(step)  # a wrong replica may be the cause
         limit = exact_limit(self.plan.n_microbatches, self.tied)
-        record = judge(step, agreed, self.optimizer.clip_norm, self.checks, limit)
-        self.record = replace(record, evaluation=evaluation)
+        clip_norm = self.optimizer.clip_norm
+        self.record = judge(step, agreed, clip_norm, self.checks, limit, evaluation)
         for replica in self.replicas:
             if replica.index == self.plan.n_layers - 1:
                 replica.record = self.record
@@ -309,7 +309,12 @@ class StepRunner:
 
 
 def judge(
-    step: int, agreed: Commit, clip_norm: float | None, checks: StepChecks, limit: float
+    step: int,
+    agreed: Commit,
+    clip_norm: float | None,
+    checks: StepChecks,
+    limit: float,
+    evaluation: EvaluationResult | None = None,
 ) -> StepRecord:
     """Return the record of a step. Raises NonfiniteError if the job must stop.
 
@@ -326,6 +331,7 @@ def judge(
         ledgers=agreed.ledgers,
         nonfinite=agreed.nonfinite,
         skipped=skipped,
+        evaluation=evaluation,
     )
     if finite:
         return record

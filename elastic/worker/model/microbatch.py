@@ -17,6 +17,15 @@ from elastic.worker.model.checks import Described, description
 T = TypeVar("T")
 FIGURE_NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 """Names of figures, which trackers take."""
+RESERVED = ("loss", "seconds")
+"""Names of what each evaluation has."""
+
+
+def figure_known(name: str) -> FieldError:
+    """Return the error about a figure that two layers report for one micro-batch."""
+    remedy = "two layers report it: give each figure a name of its own"
+    what = Described("a figure that is known already")
+    return FieldError(f"microbatch.report({name!r})", what, remedy)
 
 
 class _Watched:
@@ -98,10 +107,12 @@ class Microbatch:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number and not (isinstance(value, Tensor) and value.numel() == 1):
             raise FieldError(what, description(value), "one number, as .mean() returns")
+        if name in RESERVED:
+            raise FieldError(what, name, "every evaluation has it: give the figure another name")
         if name in self.figures:
-            remedy = "two layers report it: give each figure a name of its own"
-            raise FieldError(what, Described("a figure that is known already"), remedy)
-        self.figures[name] = value.detach() if isinstance(value, Tensor) else float(value)
+            raise figure_known(name)
+        # A clone, because the value may be a small view of a large tensor, which may also change.
+        self.figures[name] = value.detach().clone() if isinstance(value, Tensor) else float(value)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return `make()`, which runs once for all layers of a stage, without gradients.

@@ -616,6 +616,24 @@ def test_the_first_step_may_not_take_for_ever() -> None:
     assert len(set(signs[:limit])) == limit and len(set(signs[limit + 1 :])) == 1
 
 
+@pytest.mark.parametrize("activity", ["evaluate", "compute"])
+def test_a_forward_pass_of_an_evaluation_may_compile_its_kernels(activity: str) -> None:
+    """In the middle of an epoch only CPU time in an evaluation is progress, for a limited time."""
+    state = at(
+        play(*RUN),
+        (10.1, poll(1.0, 1.0)),
+        (11.0, WorkerMessage(0, m.Progress(90, activity, 50, 0))),
+        (11.0, WorkerMessage(1, m.Progress(90, "wait", 50, 0))),
+    )
+    signs = list[int]()
+    for second in range(20, 1200, 10):
+        state = replace(state, polled_at=float(second))
+        state = at(state, (float(second), poll(float(second), 1.0)))
+        signs.append(node_core.heartbeat(state).signs)
+    limit = int(node_core.FIRST_STEP_S / 10) - 1 if activity == "evaluate" else 1
+    assert len(set(signs[:limit])) == limit and len(set(signs[limit + 1 :])) == 1
+
+
 def test_a_worker_that_starts_again_has_as_much_time_as_the_first() -> None:
     """The measured first step begins with the installation, so it has no imports in it."""
     state = replace(play(LAUNCH), first_step_s=3.0)

@@ -97,7 +97,7 @@ def local() -> Source:
 
 def rounded(samples: list[object]) -> dict[str, Tensor]:
     """Return the samples, with the second part as a whole number too."""
-    x, y = (torch.stack(list(part)) for part in zip(*samples, strict=True))  # type: ignore[call-overload]
+    x, y = (torch.stack(list(part)) for part in zip(*samples, strict=True))
     return {"x": x, "y": y, "label": y.long()}
 
 

@@ -93,6 +93,18 @@ def test_tensor_parallel_workers_agree(tmp_path: Path) -> None:
     assert evaluations(run) == evaluations(wanted)
 
 
+@pytest.mark.chaos
+def test_a_new_coordinator_repeats_no_evaluation(tmp_path: Path) -> None:
+    """Nodes report their newest steps again to it."""
+    flags = exact("--nnodes", "2", *faults("kill-coordinator step=3 down=1"))
+    run = elastic_run(tmp_path / "run", flags, script(*EVERY, "--steps", "40"))
+    assert run.code == 0, run.output
+    events = [json.loads(line) for line in (run.run_dir / "events.jsonl").open()]
+    terms = [e["term"] for e in events if e["kind"] == "coordinator"]
+    assert len(terms) == 2, run.output
+    assert [e["step"] for e in events if e["kind"] == "evaluation"] == list(range(2, 41, 2))
+
+
 def test_evaluations_do_not_change_the_training(tmp_path: Path) -> None:
     plain, evaluated = reference(tmp_path), expected(tmp_path)
     for field in ("params_sha256", "loss", "grad_norm"):

@@ -13,7 +13,8 @@ from elastic.domain.types import Accumulate, EvaluationResult, Figure, Plan
 from elastic.planning.plan.plan import parse_plan
 from elastic.planning.plan.rank_map import roster
 from elastic.planning.schedule.schedule import actions_of
-from elastic.worker.engine.evaluation import (
+from elastic.worker.engine import evaluation_runner
+from elastic.worker.engine.evaluation_runner import (
     Contribution,
     EvaluationRunner,
     combined,
@@ -96,7 +97,7 @@ def evaluations(
         replicas=layers,
         links=links,
         agreement=GroupAgreement(None, links.abandon),
-        before=lambda version, action: None,
+        before=lambda version, kind, index: None,
         after=lambda seconds: forwards.append(1),
     )
     return made, RecordingHooks()
@@ -143,7 +144,7 @@ def expected() -> EvaluationResult:
             total += float(layers[-1](hidden, microbatch))
             largest += float((microbatch.figures or {}).get("largest", 0.0))
     figures = (Figure("index", sum(range(E)) / E), Figure("largest", largest / (E - 1)))
-    return EvaluationResult(3, total / E, E, 0.0, figures)
+    return EvaluationResult(3, 1, total / E, E, 0.0, figures)
 
 
 class NoDropout(Middle):
@@ -232,7 +233,7 @@ def test_the_mean_does_not_depend_on_who_computed_what() -> None:
         total += loss
     figures = (Figure("a", 3.0),)
     for order in (parts, parts[::-1]):
-        assert combined(9, order, 5) == EvaluationResult(9, total / 5, 5, 3.0, figures)
+        assert combined(9, 2, order, 5) == EvaluationResult(9, 2, total / 5, 5, 3.0, figures)
 
 
 @pytest.mark.parametrize(
@@ -240,17 +241,36 @@ def test_the_mean_does_not_depend_on_who_computed_what() -> None:
     [
         ([Contribution(((0, 1.0),))], "missing: 1-2"),
         ([Contribution(((0, 1.0), (1, 1.0), (2, 1.0))), Contribution(((1, 1.0),))], "doubled: 1"),
-        (
-            [Contribution(((0, 1.0), (1, 1.0), (2, 1.0)), (("a", 2, 1.0), ("a", 2, 1.0)))],
-            "doubled: 2",
-        ),
     ],
 )
 def test_a_micro_batch_that_is_missing_or_doubled_is_an_error(
     parts: list[Contribution], text: str
 ) -> None:
     with pytest.raises(LedgerError, match=f"evaluation after step 4: micro-batches {text}"):
-        combined(4, parts, 3)
+        combined(4, 1, parts, 3)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one stage", "two stages"])
+def test_a_figure_of_two_layers_is_named_under_every_plan(apart: bool) -> None:
+    whole = tuple((index, 1.0) for index in range(3))
+    parts = [Contribution(whole, (("a", 2, 1.0),)), Contribution((), (("a", 2, 1.0),))]
+    if not apart:
+        parts = [Contribution(whole, tuple(f for part in parts for f in part.figures))]
+    with pytest.raises(FieldError, match=r"microbatch.report\('a'\).*two layers report it"):
+        combined(4, 1, parts, 3)
+
+
+@pytest.mark.parametrize("text", PLANS.values(), ids=PLANS)
+def test_pieces_give_the_same_result(text: str) -> None:
+    size = roster(plan_of(text)).size
+    found = run_ranks(evaluate_in_pieces, size, text)
+    assert found == [single(PLANS["one worker"])] * size
+
+
+def evaluate_in_pieces(rank: Rank, text: str) -> EvaluationResult:
+    evaluation_runner.PIECE = 2
+    made, _ = evaluations(text, rank.open(pairs=roster(plan_of(text)).pairs()), [])
+    return timeless(made.run(3, None))
 
 
 def test_texts_of_a_single_rank() -> None:
@@ -263,6 +283,8 @@ def test_texts_of_a_single_rank() -> None:
     [
         ("a b", 1.0, "'a b' is not usable: a name of 1 to 64 letters"),
         ("", 1.0, "'' is not usable: a name of 1 to 64"),
+        ("loss", 1.0, "'loss' is not usable: every evaluation has it"),
+        ("seconds", 1.0, "'seconds' is not usable: every evaluation has it"),
         ("accuracy", torch.ones(2), r"a tensor of shape \(2,\).* one number"),
         ("accuracy", "high", "'high' is not usable: one number"),
         ("accuracy", True, "True is not usable: one number"),
@@ -272,6 +294,16 @@ def test_a_wrong_figure_is_named(name: str, value: object, text: str) -> None:
     microbatch = Microbatch(1, 0, {}, figures={})
     with pytest.raises(FieldError, match=text):
         microbatch.report(name, value)  # type: ignore[arg-type]
+
+
+def test_a_figure_does_not_follow_later_changes() -> None:
+    microbatch, large = Microbatch(1, 0, {}, figures={}), torch.ones(1000)
+    microbatch.report("first", large[0])
+    large.zero_()
+    assert microbatch.figures is not None
+    found = microbatch.figures["first"]
+    assert isinstance(found, Tensor) and float(found) == 1.0
+    assert found.untyped_storage().nbytes() == 4
 
 
 def test_a_figure_is_reported_once_and_not_in_training() -> None:

@@ -28,16 +28,18 @@ from elastic.domain.errors import LedgerError
 from elastic.domain.ledger import format_indices
 from elastic.domain.types import EvaluationResult, Figure, Plan
 from elastic.planning.plan.rank_map import Roster
-from elastic.planning.schedule.schedule import Action, Kind, actions_of
+from elastic.planning.schedule.schedule import Kind, actions_of
 from elastic.worker.engine.expected_messages import ExpectedMessages, message_tag
 from elastic.worker.engine.stage import stages_of_rank
 from elastic.worker.engine.stage_runner import GroupAgreement
-from elastic.worker.model.microbatch import Microbatch
+from elastic.worker.model.microbatch import Microbatch, figure_known
 from elastic.worker.model.values import Message
 from elastic.worker.replica.replica import LayerReplica
 from elastic.worker.transport.links import Links
 
 FORWARD = (Kind.RECV_F, Kind.F, Kind.SEND_F)
+PIECE = 1024
+"""Micro-batches whose actions are listed at once."""
 FIRST_TAG = 1 << 16
 """Tags of an evaluation's messages begin here. They are flows of their own, because shapes may
 differ from those of the training."""
@@ -68,8 +70,8 @@ class EvaluationRunner:
     links: Links
     agreement: GroupAgreement
     """Agreement with the tensor-parallel group to leave the epoch."""
-    before: Callable[[int, Action], None]
-    """before(version, action): called before each action."""
+    before: Callable[[int, Kind, int], None]
+    """before(version, kind, micro-batch): called before each action."""
     after: Callable[[float], None]
     """after(seconds): called after each forward pass, which took this time."""
 
@@ -82,6 +84,7 @@ class EvaluationRunner:
         Raises:
             EpochAbandoned, LinkFailed: there is no result.
             LedgerError: a micro-batch was evaluated twice or not at all.
+            FieldError: two layers report the same figure.
         """
         if known is not None and known.step != version:
             known = None
@@ -95,25 +98,48 @@ class EvaluationRunner:
             mine = self._run(version)
             mine = replace(mine, seconds=time.perf_counter() - began)
             texts = gather_texts(self.links, codec.dumps(mine))
-        shares = [codec.loads(Contribution, text) for text in texts]
-        return combined(version, shares, self.microbatches)
+        found_by = [codec.loads(Contribution, text) for text in texts]
+        return combined(version, self.plan.epoch, found_by, self.microbatches)
 
     def _run(self, version: int) -> Contribution:
-        """Run this worker's part of the forward passes."""
+        """Run this worker's part of the forward passes, piece by piece: the actions of a piece are
+        listed at once."""
+        member = self.roster.members[self.links.rank]
+        mine = shares(self.plan, self.microbatches)[member.pipeline]
+        losses: dict[int, Tensor] = {}
+        figures: list[tuple[str, int, Tensor | float]] = []
+        for first in range(0, len(mine), PIECE):
+            for microbatch, loss in self._piece(version, mine[first : first + PIECE]):
+                index, found = microbatch.index, (microbatch.figures or {}).items()
+                figures += [(name, index, value) for name, value in found]
+                if loss is not None:
+                    losses[index] = loss
+        self.links.flush()
+        if member.shard:  # the ranks of a tensor-parallel group have the same values
+            return Contribution()
+        return Contribution(
+            tuple((index, float(loss)) for index, loss in losses.items()),
+            tuple((name, index, float(value)) for name, index, value in figures),
+        )
+
+    def _piece(
+        self, version: int, indices: Sequence[int]
+    ) -> Iterator[tuple[Microbatch, Tensor | None]]:
+        """Run some micro-batches. Yield each forward pass: (micro-batch, loss; None before the last
+        stage)."""
         member = self.roster.members[self.links.rank]
         pipeline = self.plan.pipelines[member.pipeline]
-        indices = shares(self.plan, self.microbatches)[member.pipeline]
-        actions = [a for a in actions_of(pipeline, indices)[member.stage] if a.kind in FORWARD]
+        lists = actions_of(pipeline, tuple(range(len(indices))))
+        actions = [action for action in lists[member.stage] if action.kind in FORWARD]
         local = stages_of_rank(self.roster, self.links.rank, self.replicas)
         stages = {stage.number: stage for stage in local}
         expected = ExpectedMessages(actions, stages, self.links, FIRST_TAG)
         received: dict[tuple[int, int], Message] = {}
         outgoing: dict[tuple[int, int], Message] = {}
-        losses: dict[int, Tensor] = {}
-        figures: list[tuple[str, int, Tensor | float]] = []
         for action in actions:
             stage, place = stages[action.stage], (action.microbatch, action.stage)
-            self.before(version, action)
+            index = indices[action.microbatch]
+            self.before(version, action.kind, index)
             match action.kind:
                 case Kind.RECV_F:
                     received[place] = expected.take(action).to(self.links.device)
@@ -124,23 +150,15 @@ class EvaluationRunner:
                 case _:
                     self.agreement.check()
                     began = time.perf_counter()
-                    microbatch = self.data(version, action.microbatch)
+                    microbatch, loss = self.data(version, index), None
                     out = stage.evaluate(microbatch, received.pop(place, None))
-                    found = (microbatch.figures or {}).items()
-                    figures += [(name, action.microbatch, value) for name, value in found]
                     if stage.ends:
                         assert isinstance(out, Tensor), "the last layer returns the loss"
-                        losses[action.microbatch] = out
+                        loss = out.clone()
                     else:
                         outgoing[place] = Message.of(out, self.links.device)
                     self.after(time.perf_counter() - began)
-        self.links.flush()
-        if member.shard:  # the ranks of a tensor-parallel group have the same values
-            return Contribution()
-        return Contribution(
-            tuple((index, float(loss)) for index, loss in losses.items()),
-            tuple((name, index, float(value)) for name, index, value in figures),
-        )
+                    yield microbatch, loss
 
 
 def shares(plan: Plan, microbatches: int) -> tuple[tuple[int, ...], ...]:
@@ -155,11 +173,12 @@ def shares(plan: Plan, microbatches: int) -> tuple[tuple[int, ...], ...]:
 
 
 def combined(
-    version: int, contributions: Sequence[Contribution], microbatches: int
+    version: int, epoch: int, contributions: Sequence[Contribution], microbatches: int
 ) -> EvaluationResult:
     """Derive the result from the contributions of all workers.
 
-    Raises LedgerError unless each micro-batch has one loss, and at most one value of each figure.
+    Raises LedgerError unless each micro-batch has one loss, and FieldError if a micro-batch has two
+    values of a figure.
     """
     losses: dict[int, float] = {}
     figures: dict[str, dict[int, float]] = defaultdict(dict)
@@ -169,7 +188,8 @@ def combined(
             doubled += [index] if index in losses else []
             losses[index] = loss
         for name, index, value in share.figures:
-            doubled += [index] if index in figures[name] else []
+            if index in figures[name]:
+                raise figure_known(name)
             figures[name][index] = value
     missing = sorted({*range(microbatches)} - losses.keys())
     if missing or doubled:
@@ -177,11 +197,12 @@ def combined(
         text = ", ".join(f"{name}: {format_indices(i)}" for name, i in parts.items() if i)
         raise LedgerError(f"evaluation after step {version}: micro-batches {text}")
     return EvaluationResult(
-        version,
-        _mean(losses),
-        microbatches,
-        max(share.seconds for share in contributions),
-        tuple(Figure(name, _mean(figures[name])) for name in sorted(figures)),
+        step=version,
+        epoch=epoch,
+        loss=_mean(losses),
+        microbatches=microbatches,
+        seconds=max(share.seconds for share in contributions),
+        figures=tuple(Figure(name, _mean(figures[name])) for name in sorted(figures)),
     )
 
 
