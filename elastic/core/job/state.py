@@ -1,7 +1,7 @@
 """State, events and actions of the coordinator.
 
-`elastic.core.coordinator.transitions` has the transition over them. The whole `JobState` is saved
-with every decision, so a new coordinator continues from it.
+`elastic.core.coordinator.transitions` computes the next state and the actions from a state and an
+event. The whole `JobState` is saved with every decision, so a new coordinator continues from it.
 """
 
 from __future__ import annotations

@@ -112,8 +112,10 @@ class Callback:
     """
 
     def on_start(self, run: RunInfo, key: str) -> str:
-        """Begin. `key`: what this method returned when the tracker was started before; "": it is
-        started for the first time. Return a key with which a later start goes on."""
+        """The tracker has started. Return a text by which a later start finds its place again.
+
+        `key`: the text that the former start returned; "": this is the first start.
+        """
         return key
 
     def on_step(self, step: StepMetrics) -> None:

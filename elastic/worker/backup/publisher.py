@@ -342,13 +342,13 @@ class Publisher:
             return ring[-1]
 
     def _give_up_logs(self, abandon: AbandonSignal | None) -> bool:
-        """Free slots of logged messages; return whether there were any.
+        """Free the slots of logged messages; return whether there were any.
 
-        No more messages are logged in this epoch. The agent must have read the announcement of a
-        message before its slot is written again; the vault then drops the message. So wait for the
-        oldest announcement as `publish` does. If `abandon` is None, that may never be acknowledged:
-        a bundle for a dead peer is held before it, or the agent has dropped both. So wait up to
-        `silence_s` for the answer to a probe.
+        No more messages are logged in this epoch. A slot may be written again once the agent has
+        read the announcement of its message, because the vault then drops the message. So wait for
+        the oldest announcement, as `publish` does. If `abandon` is None, it may never be
+        acknowledged: a bundle for a dead peer may be held before it, or the agent may have dropped
+        both. Then wait up to `silence_s` for the answer to a probe.
         """
         self._logs_given_up = True
         rings = [ring for key, ring in self._rings.items() if key[0] in LOGS]
