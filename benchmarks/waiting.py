@@ -11,6 +11,7 @@ import argparse
 import torch
 from torch import Tensor, nn
 
+from elastic.worker.evaluation import Evaluation
 from elastic.worker.model.layers import ListStack
 from elastic.worker.model.microbatch import Microbatch
 from elastic.worker.model.optimizer import OptimizerSpec, adamw, without_compiler
@@ -45,6 +46,9 @@ def main() -> None:
     parser.add_argument("--num-microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument(
+        "--evaluate-every", type=int, default=0, help="steps between evaluations; 0: none"
+    )
+    parser.add_argument(
         "--moments",
         action="store_true",
         help="AdamW: two moments a parameter are kept and backed up",
@@ -59,6 +63,9 @@ def main() -> None:
         steps=args.steps,
         microbatches=args.num_microbatches,
         tokens_per_microbatch=8,
+        evaluation=Evaluation(data=data, every=args.evaluate_every, microbatches=1)
+        if args.evaluate_every
+        else None,
     ).run()
 
 

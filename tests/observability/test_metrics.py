@@ -36,7 +36,16 @@ from elastic.core.job.goodput import NODE_TIME_USES, NodeTimeAccount, recovery_e
 from elastic.core.job.state import Cause, CauseKind, EpochChange, JobPhase, JobState, Member, Policy
 from elastic.core.protocol import messages as m
 from elastic.core.protocol.health_report import CertificateEnd
-from elastic.domain.types import Copy, NodeInfo, Pipeline, Plan, Stage, StepRecord, Unit
+from elastic.domain.types import (
+    Copy,
+    EvaluationResult,
+    NodeInfo,
+    Pipeline,
+    Plan,
+    Stage,
+    StepRecord,
+    Unit,
+)
 from elastic.launcher.flags.certs import make_certificates
 from elastic.metrics import discovery, new_registry, serve
 from elastic.rpc.security.rejections import REJECTIONS, Reason
@@ -119,7 +128,9 @@ def names(registry: CollectorRegistry) -> dict[str, tuple[str, frozenset[str]]]:
 
 
 def known() -> dict[str, tuple[str, frozenset[str]]]:
-    full = RUNNING.of(record=StepRecord(1, 1.0, 1.0, 2.0))
+    full = RUNNING.of(
+        record=StepRecord(1, 1.0, 1.0, 2.0), evaluation=EvaluationResult(2, 1, 1.0, 4, 0.5)
+    )
     metrics = coordinator(full)
     metrics.step_s[:] = [0.1, 0.2]
     found = {**names(metrics.registry), **names(agent().registry)}

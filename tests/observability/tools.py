@@ -145,6 +145,7 @@ def job(folder: Path, *flags: str) -> Iterator[Path]:
         "--lease", "30",
         "--emulate", str(folder / "profile.json"), "--metrics-port", "0", *flags,
         "-m", "benchmarks.waiting", "--num-microbatches", "8", "--steps", "100000",
+        "--evaluate-every", "10",
     ]  # fmt: skip
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(

@@ -375,7 +375,8 @@ def hang_reason(
     idle = now - worker.active_at
     if silent > limits.silent_s and idle > limits.silent_s:
         return f"silent and without CPU time for {min(silent, idle):.0f} s"
-    computing = worker.activity in ("compute", "evaluate")
+    activity = worker.progress.activity if worker.progress else ""
+    computing = activity in ("compute", "evaluate")
     if (computing or halting) and idle > limits.stuck_s:
         since = "after the order to halt" if halting else "while computing"
         return f"no progress and no CPU time for {idle:.0f} s {since}"
