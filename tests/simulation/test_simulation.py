@@ -46,7 +46,7 @@ from tests.simulation.world import (
     scenario_of,
 )
 
-FRESH_S = 8.0
+FRESH_S = 4.0
 """Time for fresh seeds."""
 QUIET = Scenario(
     seed=1,
@@ -392,7 +392,7 @@ def test_a_fault_prolongs_only_the_wait_for_the_next_step(
     assert world._progress_s() == bound_s
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.chaos)])
 def test_an_agent_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     """Its network is cut until the job and the coordinator have ended."""
     ways = tuple(Fault(kind, 3.0, 0, 0, 15.0) for kind in ("cut-out", "cut-in"))

@@ -179,6 +179,8 @@ MOMENTS: dict[str, tuple[NodePhase, int, Fault | None]] = {
     "joining": (NodePhase.STARTING, 0, BACK),
 }
 """Per phase of the job: (phase of a node, its least epoch, a fault that leads to the phase)."""
+SMALL = ("training", "installing")
+"""Phases in `make test`; `make chaos` has all."""
 
 
 def cut(pair: tuple[int, int], ways: str, moment: str) -> Outcome:
@@ -222,7 +224,13 @@ def cut(pair: tuple[int, int], ways: str, moment: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(moment, marks=[] if moment in SMALL else [pytest.mark.chaos])
+        for moment in MOMENTS
+    ],
+)
 def test_training_continues_without_one_path(moment: str) -> None:
     cut(random.choice(PAIRS), random.choice(("there", "back", "both")), moment)
 
@@ -312,8 +320,15 @@ def test_the_ends_of_a_known_bad_path_are_not_blamed() -> None:
 # ---- slow networks ----
 
 
-@pytest.mark.parametrize("reset_after_s", [1.0, 5.0])
-@pytest.mark.parametrize("latency_s", [0.04, 0.1])
+@pytest.mark.parametrize(
+    ("latency_s", "reset_after_s"),
+    [
+        pytest.param(0.1, 1.0),
+        pytest.param(0.1, 5.0, marks=pytest.mark.chaos),
+        pytest.param(0.04, 1.0, marks=pytest.mark.chaos),
+        pytest.param(0.04, 5.0, marks=pytest.mark.chaos),
+    ],
+)
 def test_a_reset_after_the_latency_grew_loses_nobody(
     latency_s: float, reset_after_s: float
 ) -> None:

@@ -7,7 +7,7 @@ recorded traces, which are not part of this repository.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -174,10 +174,11 @@ because it fails with fewer nodes than the model's twelve stages.
 """
 
 
-def parcae(data: Path) -> list[Row]:
+def parcae(data: Path, traces: Collection[str] = tuple(PARCAE_TRACES)) -> list[Row]:
     """Return rows for four hours of p3: ideal, reactive, and Parcae with a perfect forecast."""
     rows = []
-    for name, file in PARCAE_TRACES.items():
+    for name in traces:
+        file = PARCAE_TRACES[name]
         trace = parcae_trace(_read(data / "traces/parcae" / file), file)
         for model in parcae_models.MODELS:
             published = PARCAE_PUBLISHED.get((model.name, name), (None, None, None))

@@ -116,7 +116,7 @@ def test_what_is_lost_is_what_the_scheme_promises(
     ("lost", "source"),
     [
         pytest.param((1,), "peer", id="one", marks=pytest.mark.chaos),
-        pytest.param((1, 2), "checkpoint", id="with-its-peer"),
+        pytest.param((1, 2), "checkpoint", id="with-its-peer", marks=pytest.mark.chaos),
     ],
 )
 def test_a_shared_optimizer_state_survives_one_loss(
@@ -273,7 +273,7 @@ def test_a_full_vault_costs_protection_not_the_job(fault: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("pipelines", "source"),
     [
-        pytest.param("1", "checkpoint", id="no-good-copy"),
+        pytest.param("1", "checkpoint", id="no-good-copy", marks=pytest.mark.chaos),
         pytest.param("2", "peer", id="another-source", marks=pytest.mark.chaos),
     ],
 )

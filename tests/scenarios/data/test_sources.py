@@ -35,6 +35,7 @@ def test_a_killed_node_and_a_newcomer_change_no_bit(source: str, tmp_path: Path)
     assert run.summary["params_sha256"] == expected["params_sha256"], run.output
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("source", sources("loader"))
 def test_a_resumed_run_goes_on_with_the_next_sample(source: str, tmp_path: Path) -> None:
     expected = made_once(tmp_path, exact("--nnodes", "1"), (*JOB, source)).summary

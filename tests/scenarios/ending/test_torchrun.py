@@ -80,9 +80,8 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]
     return run
 
 
-@pytest.mark.parametrize(
-    "launcher", ["one-node", pytest.param("two-nodes", marks=pytest.mark.chaos)]
-)
+@pytest.mark.chaos
+@pytest.mark.parametrize("launcher", ["one-node", "two-nodes"])
 def test_same_result_restart_included(
     launcher: str, torchrun: Callable[[str], Ended], tmp_path: Path
 ) -> None:

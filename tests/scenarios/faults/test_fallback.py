@@ -95,6 +95,7 @@ def test_resumes_on_more_nodes_and_ends_the_same(fallen_back: Run, tmp_path: Pat
     assert run.summary["loss"] == fallen_back.summary["loss"][4:]
 
 
+@pytest.mark.chaos
 def test_a_checkpoint_of_another_model_ends_the_job(fallen_back: Run, tmp_path: Path) -> None:
     """Also one that an older version wrote, without a description of the model."""
     described = fallen_back.run_dir / "checkpoints" / "step-00000004"

@@ -75,6 +75,7 @@ def test_a_flipped_bit_of_a_shared_state_is_repaired(
     assert recovery["cause_kinds"] == ["divergence"] and recovery["nodes_after"] == 2
 
 
+@pytest.mark.chaos
 def test_a_flipped_bit_and_then_a_lost_node(tmp_path: Path) -> None:
     """The parameters are those of the run without both."""
     kill = faults("kill node=0 step=3 microbatch=2")

@@ -84,6 +84,7 @@ def steps(run_dir: Path) -> int:
     return sum(event["kind"] == "step" for event in read_events(path)) if path.exists() else 0
 
 
+@pytest.mark.chaos
 def test_nothing_is_done_about_anybody_on_a_loaded_machine(tmp_path: Path) -> None:
     soak(tmp_path, 8.0, 2, 4.0)
 

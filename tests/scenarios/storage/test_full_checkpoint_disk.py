@@ -24,6 +24,7 @@ FULL_S = 15.0
 """Time for which the disk is full in the long test."""
 
 
+@pytest.mark.chaos
 def test_the_disk_is_full_when_the_last_checkpoint_is_completed(tmp_path: Path) -> None:
     """The coordinator is stopped until all parts are written, and the disk is full."""
     disk, hurry = tmp_path / "disk", tmp_path / "hurry"

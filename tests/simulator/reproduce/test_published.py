@@ -11,11 +11,19 @@ DATA = Path(__file__).parents[4] / "shared/data"
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the recorded traces are not at hand")
-def test_parcae_s_optimizer() -> None:
+@pytest.mark.parametrize(
+    "trace",
+    [
+        pytest.param(name, marks=[] if name == "hasp" else [pytest.mark.chaos])
+        for name in reproduce.PARCAE_TRACES
+    ],
+)
+def test_parcae_s_optimizer(trace: str) -> None:
     """The tolerance covers the random draws of lost nodes."""
-    rows = reproduce.parcae(DATA)
+    rows = reproduce.parcae(DATA, [trace])
     values = {(row["model"], row["trace"], row["system"]): row["value"] for row in rows}
-    for (model, trace), published in reproduce.PARCAE_PUBLISHED.items():
+    of_trace = {m: v for (m, name), v in reproduce.PARCAE_PUBLISHED.items() if name == trace}
+    for model, published in of_trace.items():
         for system, value in zip(("ideal", "reactive", "parcae"), published, strict=True):
             found = 100 * values[model, trace, system] / values[model, trace, "ideal"]
             assert found == pytest.approx(100 * value / published[0], abs=0.5), (
