@@ -33,9 +33,15 @@ _RUN_PATH = (
 )
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NAME_RULE = "letters, digits, '.', '_' and '-', at most 64"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 LOG_FORMATS = ("text", "json")
 PREFLIGHTS = ("on", "off", "strict")
 SCHEDULES = ("auto", "1f1b", "interleaved", "zero-bubble")
+
+
+def is_url(location: str) -> bool:
+    """Return whether the location of checkpoints is a URL, and not the path of a directory."""
+    return _URL.match(location) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +87,7 @@ class JobConfig:
     memory_dir: str
     """Directory of the job's vaults and stores, in shared memory if possible; finally removed."""
     checkpoint_dir: str
-    """Absolute directory of durable checkpoints."""
+    """Absolute directory of durable checkpoints, or the URL of one in an object store."""
     command: WorkerCommand
     min_nodes: int = 1
     """Least number of nodes; the job waits until it has them."""
@@ -126,8 +132,10 @@ class JobConfig:
     """Most bytes of other nodes' copies in a vault; 0: as much as shared memory allows."""
     node_memories_bytes: tuple[int, ...] = ()
     """Memory of each local node that plans may use, or one value for all; (): no limit."""
+    checkpoint_keep: int = 0
+    """Number of newest checkpoints of the job that are kept; 0: all."""
     resume: str = ""
-    """Checkpoint directory to start from; "": start from scratch."""
+    """Location of checkpoints, or of one, to start from; "": start from scratch."""
     max_restarts: int = 0
     """Group restarts of a script that does not use elastic; membership changes do not count."""
     monitor_interval_s: float = 0.1
@@ -213,8 +221,9 @@ class JobConfig:
     @property
     def directories(self) -> tuple[tuple[str, Path], ...]:
         """(purpose, path) of each directory that a node writes to."""
+        checkpoints = [] if is_url(self.checkpoint_dir) else [self.checkpoint_dir]
         return (
-            ("checkpoints", Path(self.checkpoint_dir)),
+            *(("checkpoints", Path(path)) for path in checkpoints),
             ("run", Path(self.run_dir)),
             ("memory", Path(self.memory_dir)),
         )

@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from elastic.agent.health.disks import nearest_parent
+from elastic.config import is_url
 from elastic.core.protocol.health_report import CertificateEnd
 from elastic.domain.types import Copy
 from elastic.metrics import FAST_S, certificate_metric
@@ -58,7 +59,9 @@ class AgentMetrics(Collector):
     ) -> None:
         """`certificates()` returns the ends of the node's certificates."""
         self.registry, self._certificates = registry, certificates
-        self._directories = {"memory": memory_dir, "checkpoints": checkpoint_dir}
+        self._directories = {"memory": memory_dir}
+        if not is_url(checkpoint_dir):
+            self._directories["checkpoints"] = checkpoint_dir
         self.read: Callable[[], Mapping[str, float]] | None = None
         """Returns the value of each gauge; called at a scrape, on any thread. None: no gauges."""
         self.heartbeats = Counter(

@@ -52,7 +52,7 @@ from elastic.agent.workers.channels import WorkerChannels
 from elastic.agent.workers.processes import KILL_S, WorkerExit, WorkerGroup, agent_socket
 from elastic.background import ends_within
 from elastic.command_line import Command, flag, read_flags
-from elastic.config import STDOUT, JobConfig, load_config
+from elastic.config import STDOUT, JobConfig, is_url, load_config
 from elastic.console import STALL_S, Console
 from elastic.core.node import node as core
 from elastic.core.protocol import messages as m
@@ -184,7 +184,11 @@ class NodeAgent:
         mine = tls.current().certificates
         ends = partial(certificate_ends, mine)
         self._monitor = Monitor(
-            self._node, config.directories, health, certificates=ends if mine else None
+            self._node,
+            config.directories,
+            health,
+            certificates=ends if mine else None,
+            checkpoints=config.checkpoint_dir,
         ).start()
         self._paths = PathProber(self._node, config.timeouts, self._monitor.unreachable)
         self._notices = NoticeController(config, self._node, later, self._send, self._report)
@@ -261,7 +265,7 @@ class NodeAgent:
         """Start a new incarnation of the node, without workers, on the present vault."""
         config, limits = self._config, self._config.timeouts
         self._checkpoints = CheckpointWriter(
-            Path(config.checkpoint_dir),
+            config.checkpoint_dir,
             self._vault,
             self._later(self._send_part),
             self._monitor.checkpoint_failed,
@@ -725,6 +729,7 @@ class NodeAgent:
         checks, score = local_checks(
             config.directories,
             memory_bytes,
+            checkpoint_url=config.checkpoint_dir if is_url(config.checkpoint_dir) else "",
             trial=trial,
             limits=limits,
             tell=lambda text: self._console.say(f"{self._node}: {text}"),

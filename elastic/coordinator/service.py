@@ -178,7 +178,8 @@ class Coordinator:
         self._heartbeats, self._filter = list[m.Heartbeat](), SessionFilter(self._dismiss)
         # The first state takes long if there are many checkpoints, or if their disk is slow.
         ready_s = config.timeouts.preflight_disk_s
-        self._keeper = LeaseKeeper(store, lease, self._clock.now, self._events.put, ready_s)
+        put = self._events.put
+        self._keeper = LeaseKeeper(store, lease, self._clock.now, put, ready_s)
         try:
             self._load()
         except BaseException:
@@ -186,7 +187,7 @@ class Coordinator:
             raise
         self._keeper.ready.set()
         self._commits = CheckpointCommits(
-            Path(config.checkpoint_dir), self._events.put, self._events.put, self._state.run
+            config.checkpoint_dir, put, put, self._state.run, config.checkpoint_keep
         )
         self._records = RunRecords(
             self._run_dir,
@@ -196,11 +197,9 @@ class Coordinator:
         )
         self._metrics = metrics
         self._saver.report, self._saver.measured = self._log_event, self._metrics.saved
-        self._ports = PortWatch(self._events.put, self._is_away)
-        self._certificates = CertificateWatch(
-            tls.current().certificates, config.store, self._events.put
-        )
-        REJECTIONS.subscribe(self._events.put)
+        self._ports = PortWatch(put, self._is_away)
+        self._certificates = CertificateWatch(tls.current().certificates, config.store, put)
+        REJECTIONS.subscribe(put)
         self._server = Server(
             address,
             on_open=lambda session: self._events.put(StreamOpened(session)),
@@ -251,8 +250,7 @@ class Coordinator:
         if not self._state.launched_at:
             # From here on a coordinator that takes over has the same run, so that a late removal
             # does not concern the files of its agents.
-            directory = Path(self._config.checkpoint_dir)
-            run_directory.discard_former(directory, self._state.run)
+            run_directory.discard_former(self._config.checkpoint_dir, self._state.run)
         self._saver = StateSaver(self._store, self._lease, STATE_KEY, entry)
 
     def run(self) -> int:

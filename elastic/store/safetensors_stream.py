@@ -44,8 +44,8 @@ class RawTensor(NamedTuple):
     data: memoryview
 
 
-def write(path: Path, tensors: Sequence[RawTensor], metadata: dict[str, str]) -> tuple[int, str]:
-    """Write and sync a new file. Return its size in bytes and its xxh3-64, hexadecimal."""
+def encode(tensors: Sequence[RawTensor], metadata: dict[str, str]) -> list[memoryview]:
+    """Return the content of a file, in pieces that refer to the tensors' bytes."""
     ordered = sorted(tensors, key=lambda t: (-ITEM_BYTES[t.dtype], t.name))
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
@@ -60,11 +60,16 @@ def write(path: Path, tensors: Sequence[RawTensor], metadata: dict[str, str]) ->
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     start = memoryview(len(text).to_bytes(8, "little") + text)
+    return [start, *(tensor.data for tensor in ordered)]
+
+
+def write(path: Path, tensors: Sequence[RawTensor], metadata: dict[str, str]) -> tuple[int, str]:
+    """Write and sync a new file. Return its size in bytes and its xxh3-64, hexadecimal."""
     hasher = xxhash.xxh3_64()
     with open(path, "xb") as file:
-        for part in (start, *(tensor.data for tensor in ordered)):
-            hasher.update(part)
-            file.write(part)
+        for piece in encode(tensors, metadata):
+            hasher.update(piece)
+            file.write(piece)
         file.flush()
         os.fsync(file.fileno())
         return file.tell(), hasher.hexdigest()
@@ -75,17 +80,24 @@ def read(path: Path) -> tuple[dict[str, str], list[RawTensor]]:
 
     Raises FieldError if the file is torn or is no safetensors file.
     """
-    data = open_map(path)
+    return parse(open_map(path), path)
+
+
+def parse(data: memoryview, name: object) -> tuple[dict[str, str], list[RawTensor]]:
+    """Return the metadata and the tensors of the content of a file. The tensors are views of it.
+
+    Raises FieldError, with `name`, if the content is torn or is no safetensors file.
+    """
     length = int.from_bytes(data[:8], "little")
     if not 0 < length <= len(data) - 8:
-        raise FieldError("file", str(path), _REMEDY)
+        raise FieldError("file", str(name), _REMEDY)
     try:
         header = json.loads(bytes(data[8 : 8 + length]))
         metadata = header.pop("__metadata__", {})
         tensors = [_tensor(name, entry, data[8 + length :]) for name, entry in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FieldError(
-            "file", str(path), f"{_REMEDY} ({type(error).__name__}: {error})"
+            "file", str(name), f"{_REMEDY} ({type(error).__name__}: {error})"
         ) from error
     return metadata, tensors
 

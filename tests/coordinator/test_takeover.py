@@ -22,7 +22,7 @@ from elastic.core.protocol.messages import NodeReport
 from elastic.domain import codec
 from elastic.domain.errors import FieldError, StaleError
 from elastic.store import checkpoint_directory
-from elastic.store.checkpoint_directory import CheckpointFile
+from elastic.store.checkpoint_format import CheckpointFile
 from elastic.store.interface import Entry, Lease
 from elastic.telemetry import read_events
 from tests.coordinator.helpers import three_nodes

@@ -75,6 +75,8 @@ def test_a_plain_torch_model_needs_no_extra(tmp_path: Path) -> None:
         ("ray", "ray", ("elastic", "run", "--backend", "ray", "mine.py")),
         ("etcd3", "etcd",
             ("elastic", "run", "--standalone", "--store", "etcd://127.0.0.1:1", "mine.py")),
+        ("s3fs", "objects", ("elastic", "run", "--standalone", "--checkpoint-dir", "s3://bucket/x",
+                             "mine.py")),
         ("yaml", "kubernetes", ("elastic", "kubernetes", "render", "--help")),
         ("tensorboardX", "tensorboard", ("elastic", "track", "--to", "tensorboard:board")),
         ("wandb", "wandb", ("elastic", "track", "--to", "wandb:mine")),

@@ -145,6 +145,7 @@ CONSTANTS = {
     "launcher/run/processes.py RETRY_S": "interval",
     "launcher/run/processes.py SETTLED_S": "program",
     "launcher/run/rundir.py HANGING_S": "person",
+    "launcher/run/rundir.py OBJECTS_S": "person",
     "launcher/run/trackers.py CHECK_S": "program",
     "launcher/run/trackers.py MAX_PAUSE_S": "interval",
     "launcher/run/trackers.py PAUSE_S": "interval",

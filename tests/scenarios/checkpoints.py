@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from elastic.domain.state_layout import read_header
-from elastic.store import checkpoint_directory
+from elastic.store.checkpoints import SavedCheckpoint, latest, open_checkpoints
 from elastic.worker.replica.export import checkpoint_runs, params_sha256
 
 EXAMPLES, SMALL_JOB = ("examples.train_gpt", "tests.scenarios.train"), "small_job.py"
@@ -33,44 +33,49 @@ def due(script: Sequence[str], first: int = 0) -> list[int]:
     return [step for step in range(first + 1, steps + 1) if step % every == 0 or step == steps]
 
 
-def directory_of(run_dir: Path, flags: Sequence[str]) -> Path:
-    """Return the directory of the checkpoints of `elastic run FLAGS`."""
+def location_of(run_dir: Path, flags: Sequence[str]) -> str:
+    """Return the path or URL of the checkpoints of `elastic run FLAGS`."""
     if "--checkpoint-dir" in flags:
-        return Path(flags[list(flags).index("--checkpoint-dir") + 1])
-    return run_dir / "checkpoints"
+        return flags[list(flags).index("--checkpoint-dir") + 1]
+    return str(run_dir / "checkpoints")
+
+
+def kept(steps: Sequence[int], flags: Sequence[str]) -> Sequence[int]:
+    """Return those of the steps whose checkpoints `elastic run FLAGS` keeps."""
+    return steps[-_last(flags, "--checkpoint-keep", 0) :]
 
 
 def resumed_step(flags: Sequence[str]) -> int:
     """Return the step of the checkpoint that `--resume` names; 0: none."""
     if "--resume" not in flags:
         return 0
-    path = checkpoint_directory.latest(flags[list(flags).index("--resume") + 1])
+    path = latest(flags[list(flags).index("--resume") + 1])
     assert path is not None
-    return checkpoint_directory.read_manifest(path).step
+    return SavedCheckpoint(path).manifest.step
 
 
 def assert_written(
-    directory: Path, steps: Sequence[int], final_sha256: str, explanation: object = ""
+    location: str | Path, steps: Sequence[int], final_sha256: str, explanation: object = ""
 ) -> None:
-    """Assert that `directory` has the checkpoints of `steps`, whole, and that the last of them has
+    """Assert that `location` has the checkpoints of `steps`, whole, and that the last of them has
     the final parameters. All files are read, and their checksums are compared."""
-    paths = {step: directory / f"step-{step:08d}" for step in steps}
-    missing = [step for step, path in paths.items() if not path.is_dir()]
+    there = {manifest.step for _, manifest in open_checkpoints(location).complete()[0]}
+    missing = set(steps) - there
     assert not missing, f"checkpoints {missing} of {list(steps)} are missing; {explanation}"
-    found = {step: verified_sha256(path, step) for step, path in paths.items()}
+    found = {step: verified_sha256(f"{location}/step-{step:08d}", step) for step in steps}
     if found:
         assert found[max(found)] == final_sha256, "the last checkpoint has other parameters"
 
 
-def verified_sha256(path: Path, step: int) -> str:
+def verified_sha256(path: str | Path, step: int) -> str:
     """Return the hash of the parameters of a checkpoint. All files are read, and their checksums
     are compared. Raises AssertionError, OSError or ElasticError if it is not whole."""
     return params_sha256(_verified_runs(path, step))
 
 
-def _verified_runs(path: Path, step: int) -> Iterator[list[memoryview]]:
+def _verified_runs(path: str | Path, step: int) -> Iterator[list[memoryview]]:
     """Yield the states of each layer. Reading them compares the checksums of the files."""
-    assert checkpoint_directory.read_manifest(path).step == step
+    assert SavedCheckpoint(path).manifest.step == step
     for runs in checkpoint_runs(path):
         assert {read_header(run).version for run in runs} == {step}, path
         yield runs

@@ -94,12 +94,12 @@ def elastic_run(
 
 def assert_checkpoints(run: Run, flags: Sequence[str], script: Sequence[str]) -> None:
     """Assert that a run which succeeded has every due checkpoint."""
-    due = checkpoints.due(script, checkpoints.resumed_step(flags))
+    due = checkpoints.kept(checkpoints.due(script, checkpoints.resumed_step(flags)), flags)
     if not due:
         return
     lost = [event for event in run.events if event["kind"] == "checkpoint-lost"]
     checkpoints.assert_written(
-        checkpoints.directory_of(run.run_dir, flags),
+        checkpoints.location_of(run.run_dir, flags),
         due,
         run.final_sha256,
         f"{lost}\n{run.output}",

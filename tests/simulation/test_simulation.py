@@ -23,7 +23,7 @@ from elastic.core.job.state import JobState, LossKind
 from elastic.core.policy import progress_watchdog
 from elastic.core.protocol.messages import StepDone, Stop
 from elastic.domain.errors import EXIT_UNRECOVERABLE, Unrecoverable, VaultError
-from elastic.store import checkpoint_directory
+from elastic.store import checkpoint_directory, checkpoint_format
 from elastic.worker.transport.cancellation import LinkFailed
 from tests.simulation.control import SimServerSession
 from tests.simulation.kept import kept
@@ -232,7 +232,7 @@ def test_a_missing_checkpoint_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(directory: object, step: int, *rest: object) -> object:
         path = commit(directory, step, *rest)  # type: ignore[arg-type]
         if step == 2:
-            (path / checkpoint_directory.MANIFEST).unlink()
+            (path / checkpoint_format.MANIFEST).unlink()
         return path
 
     monkeypatch.setattr(checkpoint_directory, "commit", forgetful)

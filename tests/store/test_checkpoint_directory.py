@@ -22,7 +22,7 @@ from elastic.domain import codec
 from elastic.domain.errors import FieldError, VaultError
 from elastic.domain.state_layout import plan_layout, read_header
 from elastic.domain.types import JobSpec, LayerSpec
-from elastic.store import checkpoint_directory, safetensors_stream
+from elastic.store import checkpoint_directory, checkpoint_format, safetensors_stream
 from tests.agent.vault.checkpoints import (
     N_LAYERS,
     layer_run,
@@ -270,7 +270,7 @@ def test_a_commit_that_is_tried_again_tears_no_file_that_is_written_meanwhile(
     write, manifests = checkpoint_directory._write_json, list[str]()
 
     def full_once(path: Path, text: str) -> None:
-        if path.name != checkpoint_directory.MANIFEST:  # the record of the second file
+        if path.name != checkpoint_format.MANIFEST:  # the record of the second file
             with pytest.raises(FieldError, match="No space left"):
                 checkpoint_directory.commit(tmp_path, 5)
         elif not manifests:
@@ -451,7 +451,7 @@ def test_files_of_earlier_epochs_are_discarded(tmp_path: Path, committed: bool) 
 def test_the_removal_of_a_lost_checkpoint_leaves_a_committed_one(tmp_path: Path) -> None:
     path = whole(tmp_path, 5)
     write_layer(tmp_path, 5, 0, 1)
-    (checkpoint_directory.staging_path(tmp_path, 5) / checkpoint_directory.MANIFEST).touch()
+    (checkpoint_directory.staging_path(tmp_path, 5) / checkpoint_format.MANIFEST).touch()
     checkpoint_directory.discard_step(tmp_path, 5, before=2)
     verified(path)
     assert checkpoint_directory.staged_steps(tmp_path) == (), "nothing is left of the other one"
@@ -545,7 +545,7 @@ def test_a_checkpoint_describes_its_model_and_older_ones_load(tmp_path: Path) ->
     layer = LayerSpec(1, 1, 1, 1.0, 1.0)
     spec = JobSpec((layer,) * N_LAYERS, 1, 9, contents=("a", "b", "c"), optimizer="AdamW (x)")
     path = checkpoint_directory.commit(tmp_path, 4, spec)
-    saved = checkpoint_directory.saved_model(path, verified(path))
+    saved = checkpoint_format.saved_model(path, verified(path))
     assert (saved.n_layers, saved.contents, saved.optimizer) == (3, ("a", "b", "c"), "AdamW (x)")
     old = json.loads((path / "manifest.json").read_text())
     del old["contents"], old["optimizer"]
@@ -553,7 +553,7 @@ def test_a_checkpoint_describes_its_model_and_older_ones_load(tmp_path: Path) ->
     for part in old["parts"]:
         del part["epoch"], part["run"]
     (path / "manifest.json").write_text(json.dumps(old))
-    saved = checkpoint_directory.saved_model(path, verified(path))
+    saved = checkpoint_format.saved_model(path, verified(path))
     assert (saved.n_layers, saved.contents, saved.optimizer) == (3, (), "")
 
 

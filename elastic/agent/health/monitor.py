@@ -99,9 +99,12 @@ class Monitor:
         devices: DeviceReader | None = None,
         clock: Callable[[], float] = time.monotonic,
         certificates: Callable[[], tuple[CertificateEnd, ...]] | None = None,
+        checkpoints: str = "",
     ) -> None:
         """`directories`: (role, path) of each directory that the node writes to. `certificates()`
-        returns the ends of the node's certificates; None: it has none."""
+        returns the ends of the node's certificates; None: it has none. `checkpoints`: their
+        location."""
+        self._checkpoints = checkpoints or str(dict(directories).get("checkpoints", ""))
         self._certificates: BackgroundReading[tuple[CertificateEnd, ...]] | None = None
         if certificates is not None:
             self._certificates = BackgroundReading("certificates", certificates, ())
@@ -140,7 +143,7 @@ class Monitor:
     def checkpoint_failed(self, why: str) -> None:
         """Report at once that a checkpoint could not be written: the job may end before the next
         sample."""
-        path = str(dict(self._directories)["checkpoints"])[:MAX_TEXT_LENGTH]
+        path = self._checkpoints[:MAX_TEXT_LENGTH]
         with self._lock:
             count = 1 + sum(failure.count for failure in self._failures)
             self._failures = (FailedOperation("checkpoint", path, why[:MAX_TEXT_LENGTH], count),)

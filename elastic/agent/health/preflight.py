@@ -36,6 +36,7 @@ from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from elastic.domain.errors import ElasticError, Unanswered, describe
 from elastic.rpc.bulk.transfer import VaultClient
 from elastic.rpc.control.client import call
+from elastic.store import checkpoints
 
 log = logging.getLogger(__name__)
 MATRIX_ROWS, ROUNDS = 256, 5
@@ -63,15 +64,17 @@ def local_checks(
     trial: bool = False,
     limits: Timeouts = DEFAULT_TIMEOUTS,
     tell: Callable[[str], object] = log.warning,
+    checkpoint_url: str = "",
 ) -> tuple[list[PreflightCheck], float]:
     """Make the checks that need neither coordinator nor peer; return (checks, score).
 
     `memory_bytes`: memory that the plan may use; 0: unknown. `trial`: also compute on the devices,
-    in a child process, which takes seconds. `tell(text)`: see `disk_checks`. The score is the
-    processor's speed in GFLOP/s, or after a trial that of the slowest device in TFLOP/s; 0: the
-    check failed.
+    in a child process, which takes seconds. `tell(text)`: see `disk_checks`. `checkpoint_url`:
+    that of the checkpoints, if they are in an object store. The score is the processor's speed in
+    GFLOP/s, or after a trial that of the slowest device in TFLOP/s; 0: the check failed.
     """
-    disks = disk_checks(directories, limits, tell)
+    objects = [("checkpoints", checkpoint_url)] if checkpoint_url else []
+    disks = disk_checks([*directories, *objects], limits, tell)
     checks = [compute(), memory(memory_bytes), *disks]
     score = checks[0].value if checks[0].ok else 0.0
     devices = devices if devices is not None else DeviceReader()
@@ -110,11 +113,12 @@ def memory(wanted_bytes: int) -> PreflightCheck:
 
 
 def disk_checks(
-    directories: Sequence[tuple[str, Path]],
+    directories: Sequence[tuple[str, Path | str]],
     limits: Timeouts = DEFAULT_TIMEOUTS,
     tell: Callable[[str], object] = log.warning,
 ) -> list[PreflightCheck]:
-    """Check that files can be written in each directory (role, path) and that space is free.
+    """Check that files can be written in each directory (role, path) and that space is free. In
+    place of a path, the URL of an object store may stand.
 
     All directories together have `limits.preflight_disk_s`, because their disks may hang.
     `tell(text)` is called if the user has to wait for some. A failure is not fatal for checkpoints:
@@ -135,7 +139,7 @@ def disk_checks(
 class _DiskCheck:
     """The check of one directory, on a thread of its own from construction on."""
 
-    def __init__(self, role: str, path: Path) -> None:
+    def __init__(self, role: str, path: Path | str) -> None:
         self.path, self._role = path, role
         self.result = _disk_check(role, 0, "not checked")
         self._checker = threading.Thread(target=self._check, name=f"disk-{role}", daemon=True)
@@ -151,7 +155,11 @@ class _DiskCheck:
 
     def _check(self) -> None:
         try:
-            self.result = _disk(self._role, self.path)
+            if isinstance(self.path, Path):
+                self.result = _disk(self._role, self.path)
+            else:
+                checkpoints.probe(self.path)
+                self.result = _disk_check(self._role, 0, "")
         except Exception as error:  # noqa: BLE001 - any error means that it cannot be used
             self.failed(f"cannot be used: {describe(error)}")
 

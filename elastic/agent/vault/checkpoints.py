@@ -34,6 +34,7 @@ from elastic.domain.errors import ElasticError, VaultError, describe
 from elastic.domain.types import STATE, WHOLE, Assignment, Copy, Plan, Slot
 from elastic.rpc.control.event_loop import run_callback
 from elastic.store import checkpoint_directory
+from elastic.store.checkpoints import open_checkpoints
 from elastic.store.shared_memory import checksum, private_copy
 
 log = logging.getLogger(__name__)
@@ -57,13 +58,14 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        directory: Path,
+        location: str | Path,
         vault: Vault,
         emit: Callable[[CheckpointPart], None],
         failed: Callable[[str], None] = lambda why: None,
         patience_s: float = 0.0,
     ) -> None:
-        self._directory, self._vault, self._emit, self._failed = directory, vault, emit, failed
+        self._checkpoints = open_checkpoints(location)
+        self._vault, self._emit, self._failed = vault, emit, failed
         self._patience_s = patience_s
         self.every = 0
         """Steps between checkpoints; 0: no checkpoints."""
@@ -275,8 +277,7 @@ class CheckpointWriter:
         return self._closed.wait(seconds) or self.is_undone(copy)
 
     def _write_part(self, plan: Plan, copy: Copy, data: memoryview) -> None:
-        checkpoint_directory.write_part(
-            self._directory,
+        self._checkpoints.write_part(
             copy.step,
             copy.layer,
             copy.shard,

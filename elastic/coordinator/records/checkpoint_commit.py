@@ -21,6 +21,8 @@ from elastic.domain.errors import ElasticError, StaleError
 from elastic.domain.types import JobSpec
 from elastic.rpc.control.event_loop import Dispatcher
 from elastic.store import checkpoint_directory
+from elastic.store.checkpoint_format import is_of, job_name
+from elastic.store.checkpoints import open_checkpoints
 
 T = TypeVar("T")
 log = logging.getLogger("elastic.coordinator")
@@ -34,12 +36,15 @@ class CheckpointCommits:
 
     def __init__(
         self,
-        directory: Path,
+        location: str | Path,
         done: Callable[[Any], object],
         late: Callable[[job.LogEntry], object] = lambda entry: None,
         run: str = "",
+        keep: int = 0,
     ) -> None:
-        self._directory, self._done, self._late, self._run = directory, done, late, run
+        """`keep`: number of newest checkpoints that are kept; 0: all."""
+        self._checkpoints, self._keep = open_checkpoints(location), keep
+        self._done, self._late, self._run = done, late, run
         self._disk = Dispatcher("checkpoint")
         self._closed = threading.Event()
         self._pending: dict[Commit, int] = {}
@@ -75,9 +80,7 @@ class CheckpointCommits:
         def commit() -> job.CheckpointCommitted | job.CheckpointFailed:
             try:
                 path = checkpoint_directory.retry(
-                    lambda: checkpoint_directory.commit(
-                        self._directory, step, spec, counts, self._run
-                    ),
+                    lambda: self._checkpoints.commit(step, spec, counts, self._run),
                     self._pause,
                     patience_s=patience_s,
                     held=held,
@@ -85,11 +88,31 @@ class CheckpointCommits:
             except (ElasticError, OSError) as error:  # a network disk may fail at any time
                 log.error("checkpoint of step %d is incomplete: %s", step, error)
                 return job.CheckpointFailed(step, str(error))
-            return job.CheckpointCommitted(str(path), step)
+            self._remove_old(step, spec)
+            return job.CheckpointCommitted(path, step)
 
         future = self._post(commit)
         self._pending[future] = step
         future.add_done_callback(self._done)
+
+    def _remove_old(self, step: int, spec: JobSpec | None) -> None:
+        """Remove the checkpoints of this job and model before the newest `keep` up to `step`."""
+        if not self._keep:
+            return
+        try:
+            found, _ = self._checkpoints.complete()
+            mine = [
+                manifest.step
+                for _, manifest in found
+                if manifest.step <= step
+                and job_name(manifest.run) == job_name(self._run)
+                and (spec is None or is_of(manifest, spec))
+            ]
+            for old in mine[self._keep :]:
+                self._checkpoints.remove(old)
+                log.info("removed the checkpoint of step %d (--checkpoint-keep)", old)
+        except (ElasticError, OSError) as error:
+            log.error("old checkpoints cannot be removed: %s", error)
 
     def _post(self, action: Callable[[], T]) -> Future[T]:
         """Call `action` on the thread that waits for the disk, after all that was posted before."""
@@ -149,9 +172,7 @@ class CheckpointCommits:
         self._removals.add(order)
 
         def discard() -> None:
-            checkpoint_directory.discard_step(
-                self._directory, step, order.before, self._run, committed=order.committed
-            )
+            self._checkpoints.discard_step(step, order.before, self._run, committed=order.committed)
 
         def work() -> None:
             self._removals.discard(order)
@@ -185,13 +206,12 @@ class CheckpointCommits:
         """
 
         def survey() -> tuple[job.CheckpointCommitted | job.CheckpointFailed, ...]:
-            staged = checkpoint_directory.staged_steps(self._directory)
+            staged = self._checkpoints.staged_steps()
             found: list[job.CheckpointCommitted | job.CheckpointFailed] = []
             open_steps = [
                 step
                 for step in sorted({*staged, *due})
-                if not settled(step)
-                and not checkpoint_directory.is_committed(self._directory, step, self._run)
+                if not settled(step) and not self._checkpoints.is_committed(step, self._run)
             ]
             known = frozenset(recorded()) if open_steps else frozenset()
             for step in open_steps:
@@ -201,7 +221,7 @@ class CheckpointCommits:
                     why = "none of its files were on disk when the job ended"
                     found.append(job.CheckpointFailed(step, why))
             for step in set(staged) - set(open_steps):
-                checkpoint_directory.discard_step(self._directory, step)
+                self._checkpoints.discard_step(step)
             return tuple(found)
 
         try:
@@ -218,10 +238,10 @@ class CheckpointCommits:
     ) -> job.CheckpointCommitted | job.CheckpointFailed:
         """Complete a checkpoint of which not all parts were reported, in one try."""
         try:
-            path = checkpoint_directory.commit(self._directory, step, spec, counts, self._run)
+            path = self._checkpoints.commit(step, spec, counts, self._run)
         except (ElasticError, OSError) as error:
             return job.CheckpointFailed(step, f"it was incomplete when the job ended: {error}")
-        return job.CheckpointCommitted(str(path), step)
+        return job.CheckpointCommitted(path, step)
 
     def flush(self, timeout_s: float) -> None:
         """Wait for commits and removals, up to `timeout_s`."""

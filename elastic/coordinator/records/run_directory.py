@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elastic.config import JobConfig
+from elastic.config import JobConfig, is_url
 from elastic.coordinator.queries import policy_of
 from elastic.core.job import state as job
 from elastic.core.protocol.version import PROTOCOL
 from elastic.domain.errors import CorruptCheckpoint, FieldError
-from elastic.store import checkpoint_directory
-from elastic.store.checkpoint_directory import Manifest
+from elastic.store import checkpoint_directory, checkpoint_format
+from elastic.store.checkpoint_format import Manifest, job_name
+from elastic.store.checkpoints import open_checkpoints
 
 log = logging.getLogger("elastic.coordinator")
 
@@ -36,31 +36,31 @@ def initial_state(
     """
     state = job.JobState(policy=policy_of(config), protocol=PROTOCOL, run=run)
     checkpoint_directory.retry(
-        partial(checkpoint_directory.finish_commits, Path(config.checkpoint_dir)),
+        open_checkpoints(config.checkpoint_dir).finish_commits,
         wait,
         patience_s=state.limits.disk_s,
         held=lambda error: log.warning("the run cannot begin yet: %s", error),
     )
     if not config.resume:
         return state, ()
-    found, problems = checkpoint_directory.complete(config.resume)
+    found, problems = open_checkpoints(config.resume).complete()
     if not found:
         remedy = "; ".join(map(str, problems)) or "it holds no checkpoint"
         raise CorruptCheckpoint("--resume", config.resume, remedy)
     found, note = _of_one_job(config, run, found)
-    known = tuple((str(path), manifest.step) for path, manifest in found)
-    resumed = checkpoint_directory.saved_model(*found[0])
+    known = tuple((path, manifest.step) for path, manifest in found)
+    resumed = checkpoint_format.saved_model(*found[0])
     state = state.of(checkpoint=known[0], older_checkpoints=known[1:], resumed=resumed)
     unusable = [{"path": error.value, "why": error.remedy} for error in problems]
     path, manifest = found[0]
-    data = {"path": str(path), "step": manifest.step, "run": manifest.run, "note": note}
+    data = {"path": path, "step": manifest.step, "run": manifest.run, "note": note}
     entries = [job.LogEntry("checkpoint-unusable", problem) for problem in unusable]
     return state, (*entries, job.LogEntry("checkpoint-resumed", data))
 
 
 def _of_one_job(
-    config: JobConfig, run: str, found: list[tuple[Path, Manifest]]
-) -> tuple[list[tuple[Path, Manifest]], str]:
+    config: JobConfig, run: str, found: list[tuple[str, Manifest]]
+) -> tuple[list[tuple[str, Manifest]], str]:
     """Return those of the checkpoints, newest first, that a run may resume, and a note if they are
     of another job, or if newer ones are.
 
@@ -68,32 +68,25 @@ def _of_one_job(
     of the job that wrote the newest one. A directory that the user names otherwise, or that belongs
     to the run directory, is taken as it is.
     """
-    directory = Path(config.checkpoint_dir)
-    if Path(config.resume) != directory or Path(config.run_dir) in directory.parents:
+    directory = config.checkpoint_dir
+    own = not is_url(directory) and Path(config.run_dir) in Path(directory).parents
+    if config.resume.rstrip("/") != directory.rstrip("/") or own:
         return found, ""
     mine, newest = job_name(run), found[0][1]
-    own = [one for one in found if job_name(one[1].run) == mine]
-    if not own:
+    of_job = [one for one in found if job_name(one[1].run) == mine]
+    if not of_job:
         other = job_name(newest.run)
         others = [one for one in found if job_name(one[1].run) == other]
         return others, f"another job wrote it, since {directory} has no checkpoint of this one"
-    if own[0][1] is newest:
-        return own, ""
-    return own, f"that of step {newest.step} is of another job, run {newest.run or 'unknown'}"
+    if of_job[0][1] is newest:
+        return of_job, ""
+    return of_job, f"that of step {newest.step} is of another job, run {newest.run or 'unknown'}"
 
 
-def job_name(run: str) -> str:
-    """Return the name that the user gave a job (`--rdzv-id`), from the name of a run; "": no name,
-    or an unknown run. The name of a run is NAME-TOKEN.TERM, or TOKEN.TERM without a name."""
-    job_id = run.rpartition(".")[0]
-    token = re.fullmatch(r"(?:(.*)-)?[0-9a-f]{6}", job_id)
-    return job_id if token is None else token[1] or ""
-
-
-def discard_former(directory: Path, run: str) -> None:
+def discard_former(location: str | Path, run: str) -> None:
     """Remove the files of unfinished checkpoints of other runs than `run`. Call this before nodes
     are told to start workers. If the disk fails, the files stay: `run` ignores them."""
-    discard = partial(checkpoint_directory.discard_incomplete, directory, run)
+    discard = partial(open_checkpoints(location).discard_incomplete, run)
     try:
         checkpoint_directory.retry(discard, time.sleep)
     except (FieldError, OSError) as error:

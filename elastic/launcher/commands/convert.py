@@ -10,13 +10,13 @@ from click.core import ParameterSource
 from elastic.command_line import Command
 from elastic.domain.errors import FieldError, UsageError
 from elastic.launcher.commands.queries import JSON, show
-from elastic.launcher.flags.validators import FOLDER, SIZE
+from elastic.launcher.flags.validators import FOLDER, SAVED, SIZE
 
 HUGGINGFACE, DCP, MEGATRON = "huggingface", "dcp", "megatron"
 
 
 @click.command(cls=Command)
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("checkpoint", type=SAVED)
 @click.argument("out", type=FOLDER)
 @click.option(
     "--to",
@@ -38,7 +38,7 @@ HUGGINGFACE, DCP, MEGATRON = "huggingface", "dcp", "megatron"
 )
 @JSON
 def convert(
-    checkpoint: Path, out: Path, kind: str, model: Path | None, shard_size: int, json: bool
+    checkpoint: str, out: Path, kind: str, model: Path | None, shard_size: int, json: bool
 ) -> int:
     """Write the parameters of CHECKPOINT for another library, to the new folder OUT.
 

@@ -12,16 +12,17 @@ from typing import Any
 import click
 
 from elastic.command_line import Command
+from elastic.config import is_url
 from elastic.domain.errors import EXIT_FAILURE, EXIT_OK
 from elastic.launcher.commands.queries import ENDPOINT, JSON, SECRETS, Answer, show, with_options
 from elastic.launcher.flags.request import memory_root
-from elastic.launcher.flags.validators import FOLDER, SIZE, client_security
+from elastic.launcher.flags.validators import FOLDER, LOCATION, SIZE, client_security
 from elastic.rpc.security import tls
 
 
 @click.command(cls=Command)
 @click.option("--run-dir", type=FOLDER, default=".", help="directory of runs")
-@click.option("--checkpoint-dir", type=FOLDER, help="directory of checkpoints")
+@click.option("--checkpoint-dir", type=LOCATION, help="directory or URL of checkpoints")
 @click.option(
     "--node-memory",
     type=SIZE,
@@ -33,7 +34,7 @@ from elastic.rpc.security import tls
 @JSON
 def preflight(
     run_dir: Path,
-    checkpoint_dir: Path | None,
+    checkpoint_dir: str | None,
     node_memory: int,
     rdzv_endpoint: str | None,
     strict: bool,
@@ -42,14 +43,17 @@ def preflight(
 ) -> int:
     """Check whether this machine can be a node; exit code 1 if not."""
     directories = [("run", run_dir), ("memory", memory_root())]
-    directories += [("checkpoints", checkpoint_dir)] if checkpoint_dir else []
+    url = checkpoint_dir if checkpoint_dir and is_url(checkpoint_dir) else ""
+    directories += [("checkpoints", Path(checkpoint_dir))] if checkpoint_dir and not url else []
     tls.use(client_security(SimpleNamespace(**secrets), os.environ, None))
 
     from elastic.agent.health.preflight import local_checks, network_checks, score_class
     from elastic.core.protocol.health_report import Preflight
 
     began = perf_counter()
-    checks, score = local_checks(directories, node_memory, trial=True, tell=_tell)
+    checks, score = local_checks(
+        directories, node_memory, trial=True, tell=_tell, checkpoint_url=url
+    )
     checks += network_checks(rdzv_endpoint) if rdzv_endpoint else []
     flight = Preflight("strict" if strict else "on", perf_counter() - began, tuple(checks), score)
     rows = [

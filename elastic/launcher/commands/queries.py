@@ -16,7 +16,14 @@ import click
 from elastic.command_line import OUTPUT, TIME, Command
 from elastic.config import load_config
 from elastic.domain.errors import ElasticError, FieldError, UsageError
-from elastic.launcher.flags.validators import CERTS, ENDPOINTS, HOST, client_security, member_token
+from elastic.launcher.flags.validators import (
+    CERTS,
+    ENDPOINTS,
+    HOST,
+    SAVED,
+    client_security,
+    member_token,
+)
 from elastic.launcher.run.event_tail import read_object
 from elastic.launcher.run.rundir import LAUNCHER_EXIT, launcher_of
 from elastic.launcher.run.wait_lines import STANDBY, WAITING_NODE, waiting_text
@@ -248,11 +255,11 @@ def _drain_self(run_dir: Path, deadline_s: float) -> Answer:
 
 
 @click.command(cls=Command)
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("checkpoint", type=SAVED)
 @click.argument("out", type=OUTPUT)
 @click.option("--force", is_flag=True, help="replace OUT if it exists")
 @JSON
-def export(checkpoint: Path, out: Path, force: bool, json: bool) -> int:
+def export(checkpoint: str, out: Path, force: bool, json: bool) -> int:
     """Write the parameters of CHECKPOINT, a directory step-..., to the safetensors file OUT."""
     if out.exists() and not force:
         raise FieldError("OUT", str(out), "it exists; give another, or --force")

@@ -29,6 +29,7 @@ from elastic.launcher.flags.validators import (
     HOST,
     LINK,
     LOCAL_ADDR,
+    LOCATION,
     NAME,
     NAMES,
     NODES,
@@ -127,9 +128,12 @@ OURS = (
          help="memory of a node for copies of other nodes, as 2GiB; further copies are refused"),
     flag("--compress", type=Choice(compression.MODES), default="auto",
          help="compression of copies between vaults; auto: where it pays"),
-    flag("--checkpoint-dir", type=FOLDER,
-         help="directory of durable checkpoints (default RUN_DIR/checkpoints)"),
-    flag("--resume", metavar="DIR",
+    flag("--checkpoint-dir", type=LOCATION,
+         help="directory of durable checkpoints, or a URL such as s3://BUCKET/FOLDER "
+              "(default RUN_DIR/checkpoints)"),
+    flag("--checkpoint-keep", type=IntRange(0), metavar="N", default=0,
+         help="keep the newest N checkpoints of this job, and remove older ones; 0: keep all"),
+    flag("--resume", metavar="LOCATION",
          help="start from this checkpoint; auto: from the newest of this job in --checkpoint-dir, "
               "if any"),
     flag("--domain", type=NAMES,

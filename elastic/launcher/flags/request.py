@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from elastic.command_line import file_errors
-from elastic.config import FILE, JobConfig, load_config
+from elastic.config import FILE, JobConfig, is_url, load_config
 from elastic.core.protocol.fault_spec import FaultKind
 from elastic.core.protocol.store_spec import StoreSpec
 from elastic.domain.errors import FieldError, UsageError
@@ -29,7 +29,7 @@ from elastic.launcher.flags.validators import Guard, folder, slug, streams
 from elastic.launcher.tracking.targets import Target
 from elastic.planning.cost.profile import LinkProfile
 from elastic.planning.plan.shape import check_shape
-from elastic.store import checkpoint_directory
+from elastic.store.checkpoints import open_checkpoints
 
 LOOPBACK = "127.0.0.1"
 ETCD_BACKENDS = ("etcd", "etcd-v2")
@@ -81,8 +81,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
     token = secrets.token_hex(3)
     job_id = token if flags.rdzv_id == "none" else f"{slug(flags.rdzv_id)}-{token}"
     run_dir, in_place = _run_dir(flags, token)
-    checkpoints = flags.checkpoint_dir or run_dir / "checkpoints"
-    conf = flags.rdzv_conf or {}
+    checkpoints = flags.checkpoint_dir or str(run_dir / "checkpoints")
     coordinator = "" if standalone or (ray and not flags.rdzv_endpoint) else _endpoint(flags)
     static, host = flags.rdzv_backend == "static", coordinator.rpartition(":")[0].strip("[]")
     if ray:
@@ -94,7 +93,8 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         job_id=job_id,
         run_dir=str(run_dir),
         memory_dir=str(memory_root() / f"elastic-{job_id}"),
-        checkpoint_dir=str(checkpoints),
+        checkpoint_dir=checkpoints,
+        checkpoint_keep=flags.checkpoint_keep,
         command=command,
         min_nodes=low,
         max_nodes=high,
@@ -103,7 +103,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
         standalone=standalone,
         coordinator=coordinator,
         run_id=job_id if standalone and flags.rdzv_id == "none" else flags.rdzv_id,
-        rdzv_conf=tuple(conf.items()),
+        rdzv_conf=tuple((flags.rdzv_conf or {}).items()),
         master_addr=LOOPBACK if standalone else host if static and not ray else "",
         local_addr=flags.local_addr or "",
         backup="none+none" if flags.backup in ("none", "off") else flags.backup,
@@ -141,7 +141,7 @@ def request(flags: SimpleNamespace, environ: Mapping[str, str]) -> Request:
     return Request(
         config=config,
         nodes=() if ray else _names(flags, standalone, _at_start(config) if standalone else high),
-        hosts=True if ray else _hosts(flags, standalone, conf),
+        hosts=True if ray else _hosts(flags, standalone),
         signals=flags.signals_to_handle,
         console_events=flags.event_log_handler == "console",
         in_place=in_place,
@@ -230,7 +230,8 @@ def _names(flags: SimpleNamespace, standalone: bool, high: int) -> tuple[str, ..
     return (f"{slug(socket.gethostname())}-{secrets.token_hex(2)}",)
 
 
-def _hosts(flags: SimpleNamespace, standalone: bool, conf: Mapping[str, str]) -> bool | None:
+def _hosts(flags: SimpleNamespace, standalone: bool) -> bool | None:
+    conf: Mapping[str, str] = flags.rdzv_conf or {}
     if standalone:
         return True
     if "is_host" in conf:
@@ -270,28 +271,47 @@ def _run_dir(flags: SimpleNamespace, token: str) -> tuple[Path, bool]:
     return path, True
 
 
-def _resume(text: str | None, checkpoints: Path) -> str:
-    """Return the directory to resume from; "": without --resume, or with auto and no checkpoint."""
+def _resume(text: str | None, checkpoints: str) -> str:
+    """Return the location to resume from; "": without --resume, or with auto and no checkpoint."""
     if text is None:
         return ""
     with file_errors("--resume", text, "read"):
         return _checkpoint(text, checkpoints)
 
 
-def _checkpoint(text: str, checkpoints: Path) -> str:
-    if text == "auto" and not _holds_checkpoint(checkpoints):
+def _checkpoint(text: str, checkpoints: str) -> str:
+    if is_url(checkpoints if text == "auto" else text):
+        return _checkpoint_objects(text, checkpoints)
+    if text == "auto" and not _holds_checkpoint(Path(checkpoints)):
         return ""
-    path = checkpoints if text == "auto" else Path(os.path.abspath(os.path.expanduser(text)))
+    path = Path(checkpoints if text == "auto" else os.path.abspath(os.path.expanduser(text)))
     if not path.is_dir():
         raise FieldError("--resume", text, "there is no such directory; give one, or auto")
     if not _holds_checkpoint(path):
         remedy = f"{path} holds no checkpoint (step-...); give another, or auto"
         raise FieldError("--resume", text, remedy)
-    found, problems = checkpoint_directory.complete(path)
-    if not found:
+    _complete(text, str(path))
+    return str(path)
+
+
+def _checkpoint_objects(text: str, checkpoints: str) -> str:
+    """Return the URL to resume from; "": auto, and there is no checkpoint."""
+    url = (checkpoints if text == "auto" else text).rstrip("/")
+    if _complete(text, url):
+        return url
+    if text == "auto":
+        return ""
+    remedy = f"{url} holds no complete checkpoint (step-... with a manifest); give another, or auto"
+    raise FieldError("--resume", text, remedy)
+
+
+def _complete(text: str, location: str) -> bool:
+    """Return whether a location has a complete checkpoint. Raises FieldError if all are damaged."""
+    found, problems = open_checkpoints(location, "--resume").complete()
+    if not found and problems:
         remedy = f"no checkpoint is complete: {'; '.join(str(one) for one in problems)}"
         raise FieldError("--resume", text, remedy)
-    return str(path)
+    return bool(found)
 
 
 def _holds_checkpoint(path: Path) -> bool:

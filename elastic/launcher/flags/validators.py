@@ -22,7 +22,7 @@ from click import Choice
 
 from elastic.command_line import ParsedType, file_errors, input_text, time_of
 from elastic.config import FILE as CONFIG_FILE
-from elastic.config import load_config
+from elastic.config import is_url, load_config
 from elastic.core.protocol.fault_spec import parse_fault
 from elastic.core.protocol.notice_source import NoticeSource, SourceKind, parse_sources
 from elastic.core.protocol.timeouts import SILENCE_S, budget
@@ -36,6 +36,7 @@ from elastic.planning.plan.shape import parse_shape
 from elastic.planning.plan.units import duration_of, rate_of, size_of
 from elastic.rpc.security import tls
 from elastic.rpc.security.roles import Role, role_of
+from elastic.store.checkpoints import open_checkpoints
 
 STATIC_PORT, DYNAMIC_PORT = 29500, 29400
 """torchrun's default ports of static and dynamic rendezvous."""
@@ -204,6 +205,24 @@ def folder(flag: str, text: str) -> Path:
     return path
 
 
+def location(flag: str, text: str) -> str:
+    """Return the absolute path of a directory that exists or can be created, or a URL."""
+    if not is_url(text):
+        return str(folder(flag, text))
+    open_checkpoints(text, flag)
+    return text.rstrip("/")
+
+
+def _saved(flag: str, text: str) -> str:
+    """Return the path of an existing directory, or a URL."""
+    if is_url(text):
+        return location(flag, text)
+    path = Path(os.path.abspath(os.path.expanduser(text)))
+    if not path.is_dir():
+        raise FieldError(flag, text, "there is no such directory; give another, or a URL")
+    return str(path)
+
+
 def _is_there(path: Path) -> bool:
     """Return whether `path` exists, be it a link to nothing. Raises OSError if it cannot exist."""
     try:
@@ -256,6 +275,7 @@ NONFINITE = Choice(tuple(mode.value for mode in OnNonfinite))
 SIZE, SIZES = ParsedType("SIZE", size_of), ParsedType("SIZE,...", _several(size_of))
 NAMES, TIMES = ParsedType("NAME,...", _several(_name)), ParsedType("TIME,...", _several(time_of))
 FILE, FOLDER = ParsedType("FILE", _file), ParsedType("DIR", folder)
+LOCATION, SAVED = ParsedType("LOCATION", location), ParsedType("CHECKPOINT", _saved)
 PROFILE, CERTS = ParsedType("FILE", read_profile), ParsedType("DIR", _certs)
 CONF, LINK = ParsedType("KEY=VALUE,...", _conf), ParsedType("LINK", _link)
 SHAPE, BACKUP = ParsedType("SHAPE", _shape), ParsedType("SCHEMES", _backup)

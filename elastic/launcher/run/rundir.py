@@ -9,17 +9,20 @@ import os
 import random
 import shutil
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from elastic.command_line import file_errors, make_folder
-from elastic.config import JobConfig
+from elastic.config import JobConfig, is_url
 from elastic.domain.errors import FieldError, UsageError
 from elastic.launcher.flags.request import LOOPBACK, Request
 from elastic.launcher.flags.validators import PRIVATE_CERTS, TOKEN_VARIABLE
 from elastic.rpc.security.tls import TOKEN_FILE, write_token
+from elastic.store.checkpoints import probe
 from elastic.store.shared_memory import remove_fallbacks
 
 KEPT = ("checkpoints", "launcher.lock")
@@ -30,6 +33,8 @@ PORTS, ATTEMPTS = range(20_000, 32_000), 100
 """Ports of services without a given port, and how many of them to try."""
 HANGING_S = 2.0
 """Longest wait for a directory on another disk at the start."""
+OBJECTS_S = 20.0
+"""Longest wait for an object store at the start."""
 
 
 class RunDir:
@@ -133,27 +138,42 @@ def _make_folders(config: JobConfig) -> None:
 
     A full disk of checkpoints is no error: training goes on without new ones, with a warning.
     """
-    run_dir, checkpoints = Path(config.run_dir), Path(config.checkpoint_dir)
-    if not checkpoints.is_relative_to(run_dir):
-        _make_in_time("--checkpoint-dir", checkpoints)
+    run_dir, checkpoints = Path(config.run_dir), config.checkpoint_dir
+    if is_url(checkpoints):
+        _in_time(partial(check_objects, "--checkpoint-dir", checkpoints), OBJECTS_S, checkpoints)
+    elif not Path(checkpoints).is_relative_to(run_dir):
+        make = partial(make_folder, "--checkpoint-dir", Path(checkpoints), may_be_full=True)
+        _in_time(make, HANGING_S, checkpoints)
     if not Path(config.log_dir).is_relative_to(run_dir):
         make_folder("--log-dir", Path(config.log_dir))
     make_folder("--run-dir", run_dir)
 
 
-def _make_in_time(flag: str, path: Path) -> None:
-    """Create a directory that may be full. A disk that hangs is left to the pre-flight."""
+def check_objects(flag: str, url: str) -> None:
+    """Raises FieldError if nothing can be written to an object store."""
+    try:
+        probe(url)
+    except OSError as error:
+        text = f"it cannot be written: {error}; check bucket, credentials and endpoint"
+        raise FieldError(flag, url, text) from error
+
+
+def _in_time(check: Callable[[], object], limit_s: float, location: str) -> None:
+    """Call `check`, and raise its FieldError. Storage that hangs is left to the pre-flight."""
     problems: list[FieldError] = []
 
-    def make() -> None:
+    def work() -> None:
         try:
-            make_folder(flag, path, may_be_full=True)
+            check()
         except FieldError as error:
             problems.append(error)
 
-    thread = threading.Thread(target=make, name="make-folder", daemon=True)
+    thread = threading.Thread(target=work, name="check-storage", daemon=True)
     thread.start()
-    thread.join(HANGING_S)
+    thread.join(min(HANGING_S, limit_s))
+    if thread.is_alive() and limit_s > HANGING_S:
+        print(f"elastic: waiting up to {limit_s:g} s for {location}", file=sys.stderr, flush=True)
+        thread.join(limit_s - HANGING_S)
     if problems:
         raise problems[0]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from elastic.store import checkpoint_directory
+from elastic.store.checkpoints import SavedCheckpoint
 from elastic.store.safetensors_stream import RawTensor
 from elastic.worker.contrib.distributed_checkpoint import Part, as_tensor, write
 from elastic.worker.contrib.folders import new_folder
@@ -43,11 +43,11 @@ def to_distributed_checkpoint(
 
             files = named_tensors(path, Path(model), digest, shard_bytes)
         write(fresh, (list(map(_part, file)) for file in files))
-    step = checkpoint_directory.read_manifest(path).step
+    step = SavedCheckpoint(path).manifest.step
     return {"step": step, "params_sha256": digest.hexdigest()}
 
 
-def _layers(path: Path, digest: hashlib._Hash) -> Iterator[list[RawTensor]]:
+def _layers(path: str, digest: hashlib._Hash) -> Iterator[list[RawTensor]]:
     for layer, runs in enumerate(checkpoint_runs(path)):
         tensors = []
         for name, dtype, values in parameters(runs):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from elastic.config import is_url
 from elastic.domain.errors import FieldError
 
 METADATA = ".metadata"
@@ -23,14 +24,14 @@ def is_file(path: Path) -> bool:
 
 
 @contextmanager
-def new_folder(out: Path, checkpoint: Path) -> Iterator[Path]:
+def new_folder(out: Path, checkpoint: str) -> Iterator[Path]:
     """Give a folder to write to, which becomes `out` when the block has ended.
 
     Raises FieldError if `out` exists, is in the checkpoint, or cannot be written.
     """
     if out.exists():
         raise FieldError("OUT", str(out), "it exists; give another")
-    if out.resolve().is_relative_to(checkpoint.resolve()):
+    if not is_url(checkpoint) and out.resolve().is_relative_to(Path(checkpoint).resolve()):
         raise FieldError("OUT", str(out), "it is in the checkpoint; give another")
     fresh = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
     try:

@@ -8,23 +8,22 @@ import torch
 from torch import Tensor
 
 from elastic.domain.errors import FieldError, VaultError
-from elastic.store.checkpoint_directory import read_manifest, read_run
+from elastic.store.checkpoints import SavedCheckpoint
 from elastic.worker.model.state_codec import as_memory, reshard
 from elastic.worker.replica.replica import LayerReplica
 
 
 def read_layer(path: str | Path, layer: int) -> list[Tensor]:
     """Return the layer's state runs (uint8 [n]) in TP rank order. FieldError if one is corrupt."""
-    directory = Path(path)
-    manifest = read_manifest(directory)
+    saved = SavedCheckpoint(path)
     runs: list[Tensor] = []
 
     def allocate(nbytes: int) -> memoryview:
         runs.append(torch.empty(nbytes, dtype=torch.uint8))
         return as_memory(runs[-1])
 
-    for shard in range(manifest.tp):
-        read_run(directory, manifest, layer, shard, allocate)
+    for shard in range(saved.manifest.tp):
+        saved.state(layer, shard, allocate)
     return runs
 
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from elastic.domain.errors import FieldError, VaultError
 from elastic.domain.state_layout import ITEM_BYTES, TensorEntry, read_header
-from elastic.store import checkpoint_directory, safetensors_stream
+from elastic.store import safetensors_stream
+from elastic.store.checkpoints import SavedCheckpoint, latest
 
 _RAW = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 """Unsigned little-endian dtypes by item size."""
@@ -56,24 +57,21 @@ def params_sha256(layers: Iterable[Sequence[memoryview]]) -> str:
     return digest.hexdigest()
 
 
-def checkpoint_path(given: str | Path) -> Path:
-    """Return the directory of a checkpoint: `given`, or the newest one in it. Raises FieldError."""
-    path = Path(given)
-    if (path / checkpoint_directory.MANIFEST).exists():
-        return path
-    found = checkpoint_directory.latest(path)
+def checkpoint_path(given: str | Path) -> str:
+    """Return the path or URL of a checkpoint: `given`, or the newest one in it. Raises
+    FieldError."""
+    found = latest(given)
     if found is None:
         remedy = "a checkpoint directory, or one that contains some, is needed"
-        raise FieldError("checkpoint", str(path), remedy)
+        raise FieldError("checkpoint", str(given), remedy)
     return found
 
 
-def checkpoint_runs(path: Path) -> Iterator[list[memoryview]]:
+def checkpoint_runs(path: str | Path) -> Iterator[list[memoryview]]:
     """Yield the verified state runs of a checkpoint, layer by layer."""
-    manifest = checkpoint_directory.read_manifest(path)
-    for layer in range(manifest.n_layers):
-        shards = range(manifest.tp)
-        yield [checkpoint_directory.read_run(path, manifest, layer, shard) for shard in shards]
+    saved = SavedCheckpoint(path)
+    for layer in range(saved.manifest.n_layers):
+        yield [saved.state(layer, shard) for shard in range(saved.manifest.tp)]
 
 
 def export_checkpoint(
@@ -100,7 +98,7 @@ def export_checkpoint(
             digest.update(data)
             full_name = f"layers.{layer}.{name}"
             tensors.append(safetensors_stream.RawTensor(full_name, dtype, values.shape, data))
-    step, sha = checkpoint_directory.read_manifest(path).step, digest.hexdigest()
+    step, sha = SavedCheckpoint(path).manifest.step, digest.hexdigest()
     fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         metadata = {"step": str(step), "params_sha256": sha}

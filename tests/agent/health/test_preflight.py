@@ -33,6 +33,7 @@ from elastic.core.protocol.timeouts import DEFAULT_TIMEOUTS, budget
 from elastic.domain.errors import UsageError
 from tests.agent.health.drivers import Driver, reader
 from tests.patience import LONG_S
+from tests.store.objects import s3_server
 
 NONE = reader(Driver(0))
 
@@ -52,6 +53,15 @@ def test_a_disk_that_cannot_be_written_is_fatal_but_for_checkpoints() -> None:
     for check in disk_checks((("run", nowhere), ("checkpoints", nowhere))):
         assert not check.ok and check.fatal is (check.name == "disk:run")
         assert "cannot be written" in check.remedy
+
+
+def test_an_object_store_that_refuses_is_no_reason_to_refuse_a_node() -> None:
+    with s3_server() as (bucket, _):
+        sound, absent = (
+            local_checks((), checkpoint_url=f"{url}/job")[0][-1] for url in (bucket, "s3://nobody")
+        )
+        assert sound.ok and sound.name == absent.name == "disk:checkpoints"
+    assert not absent.ok and not absent.fatal and "s3://nobody/job" in absent.remedy
 
 
 def test_disks_that_hang_are_a_reason_after_one_limit_for_all(

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from elastic.store import checkpoint_directory
-from elastic.store.checkpoint_directory import CheckpointFile, Manifest
+from elastic.store.checkpoint_format import CheckpointFile, Manifest
 from tests.agent.vault.copies import state_run
 
 N_LAYERS = 3

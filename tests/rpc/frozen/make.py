@@ -23,7 +23,7 @@ from elastic.core.protocol.version import PROTOCOL
 from elastic.domain import codec
 from elastic.rpc.bulk.transfer import REQUESTS, Reply
 from elastic.rpc.control.envelope import KINDS
-from elastic.store.checkpoint_directory import CheckpointFile, Manifest
+from elastic.store.checkpoint_format import CheckpointFile, Manifest
 
 FOLDER = Path(__file__).parent
 

@@ -16,7 +16,7 @@ from elastic.domain.errors import FieldError
 from elastic.rpc.control import envelope as wire
 from elastic.rpc.control.envelope import Envelope
 from elastic.store import checkpoint_directory
-from elastic.store.checkpoint_directory import CheckpointFile, Manifest
+from elastic.store.checkpoint_format import CheckpointFile, Manifest
 from tests.rpc.frozen.make import enumerations, frozen, kinds
 
 NEIGHBOURS = [PROTOCOL - 1, PROTOCOL]

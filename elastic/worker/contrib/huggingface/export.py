@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from elastic.domain.errors import FieldError
-from elastic.store import checkpoint_directory, safetensors_stream
+from elastic.store import safetensors_stream
+from elastic.store.checkpoints import SavedCheckpoint
 from elastic.store.safetensors_stream import RawTensor
 from elastic.worker.contrib.folders import new_folder
 from elastic.worker.contrib.huggingface.stack import HuggingFaceStack, config_in, from_huggingface
@@ -61,7 +62,7 @@ def to_huggingface(
 
 
 def named_tensors(
-    path: Path, model: Path, digest: hashlib._Hash, shard_bytes: int
+    path: str, model: Path, digest: hashlib._Hash, shard_bytes: int
 ) -> Iterator[Sequence[RawTensor]]:
     """Yield all parameters of a checkpoint under the names of a model, in lists of `shard_bytes`.
 
@@ -92,12 +93,12 @@ def _save_config(source: Path, model_name: str, folder: Path, dtype: str) -> Non
 
 
 def _write(
-    stack: HuggingFaceStack, path: Path, folder: Path, shard_bytes: int
+    stack: HuggingFaceStack, path: str, folder: Path, shard_bytes: int
 ) -> dict[str, int | str]:
     """Write the weights to `folder`. Return step, number of tensors, bytes and hash; and the type
     of the parameters, if all have the same."""
     digest, files, places, total = hashlib.sha256(), 0, {}, 0
-    step, dtypes = checkpoint_directory.read_manifest(path).step, set()
+    step, dtypes = SavedCheckpoint(path).manifest.step, set()
     for shard in _shards(_tensors(stack, path, digest), shard_bytes):
         files += 1
         safetensors_stream.write(folder / f"part-{files}", shard, {"format": "pt"})
@@ -118,13 +119,13 @@ def _write(
 
 
 def _tensors(
-    stack: HuggingFaceStack, path: Path, digest: hashlib._Hash, *, copies: bool = False
+    stack: HuggingFaceStack, path: str, digest: hashlib._Hash, *, copies: bool = False
 ) -> Iterator[RawTensor]:
     """Yield the parameters under the model's names; add all of them to `digest`. `copies`: yield
     those that are tied to another one, too."""
     firsts = {owner: group[0] for group in stack.tied for owner in group}
     seen: dict[tuple[int, str], bytes] = {}
-    layers = checkpoint_directory.read_manifest(path).n_layers
+    layers = SavedCheckpoint(path).manifest.n_layers
     if layers != stack.n_layers:
         what = f"it is cut into {stack.n_layers} layers, and the checkpoint has {layers}"
         raise FieldError("--model", stack.model_name, f"{what}: {MODEL}")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from elastic.domain.errors import FieldError, describe
-from elastic.store import checkpoint_directory
+from elastic.store.checkpoints import SavedCheckpoint
 from elastic.worker.contrib import distributed_checkpoint
 from elastic.worker.contrib.distributed_checkpoint import (
     DistributedCheckpoint,
@@ -131,7 +131,7 @@ def to_megatron(checkpoint: str | Path, out: str | Path) -> dict[str, int | str]
     exists or cannot be written, or for a checkpoint of another model.
     """
     path = checkpoint_path(checkpoint)
-    manifest, digest = checkpoint_directory.read_manifest(path), hashlib.sha256()
+    manifest, digest = SavedCheckpoint(path).manifest, hashlib.sha256()
     common = {"checkpoint_version": 3.0, "iteration": manifest.step}
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     versions = {"sharded_backend_version": 1, "common_backend_version": 1}
@@ -147,12 +147,12 @@ def to_megatron(checkpoint: str | Path, out: str | Path) -> dict[str, int | str]
     return {"step": manifest.step, "params_sha256": digest.hexdigest()}
 
 
-def _files(path: Path, digest: hashlib._Hash) -> Iterator[list[Part]]:
+def _files(path: str, digest: hashlib._Hash) -> Iterator[list[Part]]:
     """Yield the parts of each layer of a checkpoint, and add its values to `digest`.
 
     Raises FieldError for another model.
     """
-    manifest = checkpoint_directory.read_manifest(path)
+    manifest = SavedCheckpoint(path).manifest
     blocks = manifest.n_layers - 2
     alike = len(set(manifest.contents[1:-1] or _names_of_blocks(path))) <= 1
     for layer, runs in enumerate(checkpoint_runs(path)):
@@ -176,7 +176,7 @@ def _files(path: Path, digest: hashlib._Hash) -> Iterator[list[Part]]:
         ]
 
 
-def _names_of_blocks(path: Path) -> Iterator[tuple[str, ...]]:
+def _names_of_blocks(path: str) -> Iterator[tuple[str, ...]]:
     """Yield the names of each block's parameters, for a checkpoint that does not describe them."""
     layers = [tuple(name for name, _, _ in parameters(runs)) for runs in checkpoint_runs(path)]
     yield from layers[1:-1]
