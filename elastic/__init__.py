@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from elastic.worker.datasets.stream import from_stream
     from elastic.worker.evaluation import Evaluation
     from elastic.worker.model.layers import LayerStack, ListStack
+    from elastic.worker.model.learning_rate import from_scheduler
     from elastic.worker.model.microbatch import Microbatch
     from elastic.worker.model.optimizer import OptimizerSpec
     from elastic.worker.trainer import Trainer
@@ -46,6 +47,7 @@ __all__ = [
     "from_dataset",
     "from_huggingface",
     "from_megatron",
+    "from_scheduler",
     "from_sequential",
     "from_stream",
     "megatron_dataset",
@@ -66,6 +68,7 @@ _HOMES = {
     "from_stream": "elastic.worker.datasets.stream",
     "megatron_dataset": "elastic.worker.contrib.megatron.data",
     "prefetch": "elastic.worker.datasets.prefetch",
+    "from_scheduler": "elastic.worker.model.learning_rate",
     "from_huggingface": "elastic.worker.contrib.huggingface.stack",
     "from_megatron": "elastic.worker.contrib.megatron.stack",
     "from_sequential": "elastic.worker.contrib.sequential",

@@ -95,7 +95,8 @@ def train(flags: argparse.Namespace, gpt: GPTConfig, corpus: ByteCorpus) -> None
     from elastic.worker.contrib.data import ByteDataset
     from elastic.worker.contrib.megatron.stack import GPTStack
     from elastic.worker.evaluation import Evaluation
-    from elastic.worker.model.optimizer import adamw, cosine
+    from elastic.worker.model.learning_rate import cosine
+    from elastic.worker.model.optimizer import adamw
     from elastic.worker.trainer import Trainer
 
     optimizer = adamw(

@@ -61,7 +61,8 @@ def train(flags: argparse.Namespace) -> None:
     import torch
 
     from elastic import Microbatch, Trainer, from_huggingface
-    from elastic.worker.model.optimizer import adamw, cosine
+    from elastic.worker.model.learning_rate import cosine
+    from elastic.worker.model.optimizer import adamw
 
     def data(step: int, index: int) -> Microbatch:
         draw = random.Random(f"{flags.seed} {step} {index}")

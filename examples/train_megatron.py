@@ -67,7 +67,8 @@ def train(flags: argparse.Namespace) -> None:
     from elastic import Trainer, from_megatron
     from elastic.worker.contrib.data import ByteDataset
     from elastic.worker.contrib.megatron.layers import TransformerConfig
-    from elastic.worker.model.optimizer import adamw, cosine
+    from elastic.worker.model.learning_rate import cosine
+    from elastic.worker.model.optimizer import adamw
 
     options = MODELS[flags.model]
     with warnings.catch_warnings():

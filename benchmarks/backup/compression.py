@@ -31,7 +31,8 @@ from elastic.worker.contrib.corpus import ByteCorpus
 from elastic.worker.contrib.data import ByteDataset
 from elastic.worker.contrib.megatron.gpt import GPTConfig
 from elastic.worker.contrib.megatron.stack import GPTStack
-from elastic.worker.model.optimizer import adamw, cosine
+from elastic.worker.model.learning_rate import cosine
+from elastic.worker.model.optimizer import adamw
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 

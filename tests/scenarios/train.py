@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from elastic import Evaluation, ListStack, Microbatch, Trainer
-from elastic.worker.model.optimizer import adamw, cosine
+from elastic.worker.model.learning_rate import cosine
+from elastic.worker.model.optimizer import adamw
 
 VOCABULARY, WIDER = 256, 6
 

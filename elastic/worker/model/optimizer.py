@@ -7,7 +7,6 @@ an update does not depend on earlier steps except through the state.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import math
@@ -26,6 +25,7 @@ from elastic.domain.state_layout import GRAIN, span
 from elastic.domain.types import WHOLE, Portion
 from elastic.planning.plan.schemes import SHARDED
 from elastic.worker.model.checks import Described, check_callable, description
+from elastic.worker.model.learning_rate import RATE, LearningRate, checked_rate, constant
 
 FACTORY = (
     "a function of the parameter groups that returns a torch optimizer of these parameters, as "
@@ -35,14 +35,11 @@ GROUPS = (
     "a function of [(name, parameter), ...] that returns groups, as "
     'lambda named: [{"params": [p for _, p in named], "weight_decay": 0.1}]'
 )
-RATE = "a function of the step, as lambda step: 0.003"
 ANY_OPTIMIZER = (
     "each layer has an optimizer of its own, which must accept parameters of any shape and a step "
     "without closure, as torch.optim.AdamW does"
 )
 ParameterGroups = list[dict[str, Any]]
-LearningRate = Callable[[int], float]
-"""Learning rate as a function of the step."""
 
 
 def one_group(parameters: list[tuple[str, Parameter]]) -> ParameterGroups:
@@ -84,7 +81,7 @@ class OptimizerSpec:
         check_callable("OptimizerSpec.factory", self.factory, 1, FACTORY)
         check_callable("OptimizerSpec.groups", self.groups, 1, GROUPS)
         check_callable("OptimizerSpec.lr", self.lr, 1, RATE)
-        object.__setattr__(self, "lr", _checked_rate(self.lr))
+        object.__setattr__(self, "lr", checked_rate(self.lr))
         clip = self.clip_norm
         number = isinstance(clip, Real) and not isinstance(clip, bool)
         if clip is not None and not (number and 0 < clip < math.inf):
@@ -286,21 +283,6 @@ def _read_groups(given: object) -> ParameterGroups:
     return groups
 
 
-def _checked_rate(lr: LearningRate) -> LearningRate:
-    """Return `lr` with a check of its results."""
-
-    @functools.wraps(lr, updated=())
-    def rate(step: int) -> float:
-        found: object = lr(step)
-        number = isinstance(found, Real) and not isinstance(found, bool)
-        if not number or not 0 <= float(found) < math.inf:  # type: ignore[arg-type]
-            remedy = "return a finite number from 0 up, as lambda step: 0.003 does"
-            raise FieldError(f"OptimizerSpec.lr({step})", description(found), remedy)
-        return float(found)  # type: ignore[arg-type]
-
-    return rate
-
-
 @contextmanager
 def _own_errors_of(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Raise FieldError for an error of these kinds that torch raised, or that no line of the script
@@ -334,26 +316,6 @@ def _is_elementwise(spec: OptimizerSpec) -> bool:
         results.append(torch.cat(parts))
     whole, halves = results
     return torch.allclose(whole, halves)
-
-
-def constant(lr: float) -> LearningRate:
-    """Return a schedule with the same learning rate in each step."""
-    return lambda step: lr
-
-
-def cosine(peak: float, *, warmup: int, steps: int, floor: float = 0.1) -> LearningRate:
-    """Return a schedule: linear warm-up for `warmup` steps, then half a cosine to `floor` * `peak`.
-
-    The learning rate reaches the floor at step `steps`.
-    """
-
-    def schedule(step: int) -> float:
-        if step < warmup:
-            return peak * (step + 1) / warmup
-        done = min((step - warmup) / max(steps - warmup, 1), 1.0)
-        return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
-
-    return schedule
 
 
 def without_compiler(

@@ -30,7 +30,8 @@ from elastic.planning.plan.rank_map import RankMember, roster
 from elastic.worker.backup.protection import Protection
 from elastic.worker.backup.publisher import Publisher
 from elastic.worker.backup.snapshot_schedule import SnapshotSchedule
-from elastic.worker.model.optimizer import OptimizerSpec, adamw, cosine
+from elastic.worker.model.learning_rate import cosine
+from elastic.worker.model.optimizer import OptimizerSpec, adamw
 from elastic.worker.model.state_codec import as_bytes
 from elastic.worker.recovery.fetch import Fetcher
 from elastic.worker.recovery.state_loader import StateLoader

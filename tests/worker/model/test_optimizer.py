@@ -14,12 +14,11 @@ from torch.nn import Parameter
 from elastic.domain.errors import FieldError
 from elastic.domain.state_layout import GRAIN
 from elastic.domain.types import WHOLE, Portion
+from elastic.worker.model.learning_rate import constant
 from elastic.worker.model.optimizer import (
     LayerOptimizer,
     OptimizerSpec,
     adamw,
-    constant,
-    cosine,
     decay_matrices,
     without_compiler,
 )
@@ -200,16 +199,6 @@ def test_an_optimizer_is_described_by_its_class_and_state() -> None:
     assert spec("momentum").describe() == "SGD (momentum_buffer)"
 
 
-def test_cosine_warms_up_and_then_decays() -> None:
-    rate = cosine(1.0, warmup=4, steps=20, floor=0.1)
-    assert [rate(s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    falling = [rate(s) for s in range(4, 21)]
-    assert falling == sorted(falling, reverse=True) and falling[0] == 1.0
-    assert rate(20) == pytest.approx(0.1) and rate(999) == pytest.approx(0.1)
-    assert cosine(1.0, warmup=0, steps=0)(0) == pytest.approx(1.0)
-    assert adamw(0.5).lr(3) == 0.5
-
-
 def test_groups_may_be_iterators() -> None:
     named = parameters()
     before = [p.detach().clone() for _, p in named]
@@ -346,3 +335,7 @@ def test_frozen_parameters_stay_as_they_are(portion: Portion) -> None:
     again = LayerOptimizer(named, spec, empty=True, portion=portion)
     again.load({(name, key): tensor for name, key, tensor in layer.tensors()}, layer.extra())
     assert [n for n, _, _ in again.tensors()] == [n for n, _, _ in layer.tensors()]
+
+
+def test_a_number_is_a_constant_rate() -> None:
+    assert adamw(0.5).lr(3) == 0.5

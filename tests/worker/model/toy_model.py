@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from elastic.domain.types import Accumulate
 from elastic.worker.model.layers import ListStack, TensorParallel
+from elastic.worker.model.learning_rate import constant
 from elastic.worker.model.microbatch import Microbatch
-from elastic.worker.model.optimizer import OptimizerSpec, constant, without_compiler
+from elastic.worker.model.optimizer import OptimizerSpec, without_compiler
 from elastic.worker.replica.build import build_replica
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.passes import forward

@@ -10,7 +10,8 @@ from elastic.domain.errors import FieldError, LedgerError, VaultError
 from elastic.domain.types import Accumulate
 from elastic.worker.model.gradients import to_flat
 from elastic.worker.model.layers import ListStack
-from elastic.worker.model.optimizer import OptimizerSpec, adamw, constant
+from elastic.worker.model.learning_rate import constant
+from elastic.worker.model.optimizer import OptimizerSpec, adamw
 from elastic.worker.replica.build import warm_up
 from elastic.worker.replica.replica import LayerReplica
 from tests.worker.model.toy_model import (
