@@ -133,7 +133,7 @@ class JobConfig:
     node_memories_bytes: tuple[int, ...] = ()
     """Memory of each local node that plans may use, or one value for all; (): no limit."""
     checkpoint_keep: int = 0
-    """Number of newest checkpoints of the job that are kept; 0: all."""
+    """Number of newest checkpoints of the run that are kept; 0: all."""
     resume: str = ""
     """Location of checkpoints, or of one, to start from; "": start from scratch."""
     max_restarts: int = 0

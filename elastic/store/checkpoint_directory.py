@@ -355,12 +355,13 @@ def discard_incomplete(directory: Path | str, run: str = "") -> None:
                 shutil.rmtree(staging, ignore_errors=True)
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint. One that is removed in part is none any more. Raises OSError or
-    FieldError if the disk fails."""
+def remove(path: Path, run: str) -> None:
+    """Remove a checkpoint that `run` has committed. One that is removed in part is none any more.
+    Raises OSError or FieldError if the disk fails."""
     with _locked(path.parent):
-        if path.is_dir():
-            (path / MANIFEST).unlink(missing_ok=True)
+        found = _index(path)
+        if found is not None and found.run == run:
+            (path / MANIFEST).unlink()
             _sync(path)
             shutil.rmtree(path)
 

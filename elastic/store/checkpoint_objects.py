@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -49,8 +50,8 @@ class ObjectCheckpoints:
     def __init__(self, url: str, flag: str = "checkpoint directory") -> None:
         """`flag`: what gave the URL, for errors. Raises FieldError if the URL cannot be used,
         MissingExtra if a package is missing."""
+        self._files, self._root = _open(url, flag)
         self.url = url.rstrip("/")
-        self._files, self._root = _open(self.url, flag)
 
     def write_part(
         self,
@@ -108,6 +109,9 @@ class ObjectCheckpoints:
                     raise
             else:
                 self._write(f"{name}/{MANIFEST}", [codec.dumps(manifest).encode()])
+                # Another coordinator may have removed files since they were listed.
+                if problem := checkpoint_format.damage(manifest, self._sizes(name).get, path):
+                    raise FieldError("checkpoint", path, problem)
         except OSError as error:
             raise FieldError("checkpoint", path, f"cannot be committed: {error}") from error
         return path
@@ -124,7 +128,7 @@ class ObjectCheckpoints:
                 found.append((f"{self.url}/{name}", self.read_manifest(name)))
             except MissingCheckpoint:
                 continue  # it was not committed
-            except FieldError as error:
+            except CorruptCheckpoint as error:
                 problems += [] if found else [error]
         return found, problems
 
@@ -197,14 +201,19 @@ class ObjectCheckpoints:
 
     def _is_staged(self, name: str) -> bool:
         sizes = self._sizes(name)
+        return bool(sizes) and self._whole(name, sizes) is None
+
+    def _whole(self, name: str, sizes: dict[str, int]) -> Manifest | None:
+        """Return the manifest of a checkpoint if all files that it names are there."""
         manifest = self._index(name, sizes)
-        return bool(sizes) and manifest is None
+        damaged = manifest is None or checkpoint_format.damage(manifest, sizes.get, name)
+        return None if damaged else manifest
 
     def is_committed(self, step: int, run: str = "") -> bool:
         """Return whether `run` has committed the checkpoint of `step`."""
         name = step_name(step)
         try:
-            manifest = self._index(name, self._sizes(name))
+            manifest = self._whole(name, self._sizes(name))
         except OSError:
             return False
         return manifest is not None and manifest.run == run
@@ -227,12 +236,14 @@ class ObjectCheckpoints:
         records = {file: 0 for file in files if file.endswith(".json")}
         return any(part.run == run for part in self._records(name, records))
 
-    def remove(self, step: int) -> None:
-        """Remove a checkpoint, its manifest first."""
+    def remove(self, step: int, run: str) -> None:
+        """Remove a checkpoint that `run` has committed, its manifest first. Files that it does not
+        name stay: another run may be writing them."""
         name = step_name(step)
-        sizes = self._sizes(name)
-        self._remove(name, sizes.keys() & {MANIFEST})
-        self._remove(name, sizes.keys() - {MANIFEST})
+        manifest = self._index(name, self._sizes(name))
+        if manifest is not None and manifest.run == run:
+            self._remove(name, {MANIFEST})
+            self._remove(name, _names(manifest) - {MANIFEST})
 
     def probe(self) -> None:
         """Write, list and remove a small object. Raises OSError if the store refuses."""
@@ -328,6 +339,10 @@ def _names(manifest: Manifest | None) -> set[str]:
 
 def _open(url: str, flag: str) -> tuple[Any, str]:
     """Return the file system of a URL and the path in it."""
+    if not re.match(r"[^:]+://+[^/]", url):
+        raise FieldError(flag, url, "give a bucket or container after ://")
+    if url.startswith("memory:"):
+        raise FieldError(flag, url, "each process has a memory of its own: give another store")
     with needs_extra("objects", f"A checkpoint directory such as {url}"):
         import fsspec
     try:
@@ -347,7 +362,7 @@ def _storage() -> Iterator[None]:
     """Turn errors of a store's own kinds into OSError: they may pass, as those of a disk."""
     try:
         yield
-    except (OSError, FieldError):
+    except (FileNotFoundError, NotADirectoryError, FieldError):
         raise
     except Exception as error:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -52,7 +54,7 @@ class Checkpoints(Protocol):
 
     def discard_incomplete(self, run: str = "") -> None: ...
 
-    def remove(self, step: int) -> None: ...
+    def remove(self, step: int, run: str) -> None: ...
 
 
 def open_checkpoints(location: str | Path, flag: str = "checkpoint directory") -> Checkpoints:
@@ -84,7 +86,8 @@ class SavedCheckpoint:
         self.path = str(path).rstrip("/")
         self._objects = ObjectCheckpoints(self.path) if is_url(self.path) else None
         if self._objects is not None:
-            self.manifest = self._objects.read_manifest("")
+            read = partial(self._objects.read_manifest, "")
+            self.manifest = checkpoint_directory.retry(read, time.sleep)
         else:
             self.manifest = checkpoint_directory.read_manifest(Path(self.path))
 
@@ -93,7 +96,8 @@ class SavedCheckpoint:
     ) -> memoryview:
         """Return the state of one layer on one TP rank; see `checkpoint_format.read_state`."""
         if self._objects is not None:
-            return self._objects.read_state("", self.manifest, layer, shard, allocate)
+            read = partial(self._objects.read_state, "", self.manifest, layer, shard, allocate)
+            return checkpoint_directory.retry(read, time.sleep)
         return checkpoint_directory.read_run(Path(self.path), self.manifest, layer, shard, allocate)
 
 
@@ -148,5 +152,5 @@ class _Directory:
     def discard_incomplete(self, run: str = "") -> None:
         checkpoint_directory.discard_incomplete(self._path, run)
 
-    def remove(self, step: int) -> None:
-        checkpoint_directory.remove(self._path / step_name(step))
+    def remove(self, step: int, run: str) -> None:
+        checkpoint_directory.remove(self._path / step_name(step), run)

@@ -177,10 +177,46 @@ def test_files_of_undone_epochs_are_removed(kept: Checkpoints) -> None:
 def test_a_removed_checkpoint_leaves_nothing(kept: Checkpoints) -> None:
     for step in (2, 4):
         whole(kept, step)
-    kept.remove(2)
-    kept.remove(3)
+    kept.remove(4, "another")
+    kept.remove(2, "run")
+    kept.remove(3, "run")
     assert steps(kept) == [4] and kept.staged_steps() == ()
     kept.finish_commits()
+
+
+def test_a_removal_spares_what_another_run_writes(kept: Checkpoints) -> None:
+    whole(kept, 2)
+    write(kept, 2, run="other", layers=range(2))
+    kept.remove(2, "run")
+    write(kept, 2, run="other", layers=range(2, N_LAYERS))
+    assert content(kept.commit(2, SPEC, run="other"), 0) == layer_run(0, 2)
+
+
+def test_a_commit_of_files_that_were_removed_meanwhile_fails(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator was paused inside a commit, while the next one removed them."""
+    kept = ObjectCheckpoints(f"{server}/{uuid.uuid4().hex}")
+    write(kept, 2)
+    real = kept._write
+
+    def late(name: str, pieces: list[bytes]) -> None:
+        open_checkpoints(kept.url).discard_step(2, before=9, run="run")
+        real(name, pieces)
+
+    monkeypatch.setattr(kept, "_write", late)
+    with pytest.raises(FieldError, match="bytes are expected"):
+        kept.commit(2, SPEC, run="run")
+    monkeypatch.undo()
+    assert not kept.is_committed(2, "run") and steps(kept) == []
+
+
+def test_an_upload_that_breaks_leaves_no_object(server: str) -> None:
+    kept = ObjectCheckpoints(f"{server}/{uuid.uuid4().hex}")
+    pieces = [b"whole"] + [object()]
+    with pytest.raises(OSError):
+        kept._write("x", pieces)  # type: ignore[arg-type]
+    assert kept._sizes("") == {}
 
 
 def spoil(location: str, step: int, change: Callable[[bytes], bytes | None]) -> None:
@@ -248,6 +284,8 @@ def test_places_that_cannot_be_used_are_named(server: str, tmp_path: Path) -> No
     for url, text in (
         ("s4://bucket/x", "s4; give a path, or the URL of an object store"),
         ("gs://bucket/x", "gcsfs"),
+        ("s3://", "give a bucket"),
+        ("memory://x", "give another store"),
     ):
         with pytest.raises(FieldError, match=text):
             open_checkpoints(url)

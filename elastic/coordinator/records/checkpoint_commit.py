@@ -21,7 +21,6 @@ from elastic.domain.errors import ElasticError, StaleError
 from elastic.domain.types import JobSpec
 from elastic.rpc.control.event_loop import Dispatcher
 from elastic.store import checkpoint_directory
-from elastic.store.checkpoint_format import is_of, job_name
 from elastic.store.checkpoints import open_checkpoints
 
 T = TypeVar("T")
@@ -88,28 +87,23 @@ class CheckpointCommits:
             except (ElasticError, OSError) as error:  # a network disk may fail at any time
                 log.error("checkpoint of step %d is incomplete: %s", step, error)
                 return job.CheckpointFailed(step, str(error))
-            self._remove_old(step, spec)
             return job.CheckpointCommitted(path, step)
 
         future = self._post(commit)
         self._pending[future] = step
         future.add_done_callback(self._done)
+        self._post(partial(self._remove_old, step))
 
-    def _remove_old(self, step: int, spec: JobSpec | None) -> None:
-        """Remove the checkpoints of this job and model before the newest `keep` up to `step`."""
+    def _remove_old(self, step: int) -> None:
+        """Remove the checkpoints of this run before the newest `keep` up to `step`. Others stay:
+        no name tells for sure whose they are."""
         if not self._keep:
             return
         try:
             found, _ = self._checkpoints.complete()
-            mine = [
-                manifest.step
-                for _, manifest in found
-                if manifest.step <= step
-                and job_name(manifest.run) == job_name(self._run)
-                and (spec is None or is_of(manifest, spec))
-            ]
+            mine = [m.step for _, m in found if m.run == self._run and m.step <= step]
             for old in mine[self._keep :]:
-                self._checkpoints.remove(old)
+                self._checkpoints.remove(old, self._run)
                 log.info("removed the checkpoint of step %d (--checkpoint-keep)", old)
         except (ElasticError, OSError) as error:
             log.error("old checkpoints cannot be removed: %s", error)

@@ -132,7 +132,7 @@ OURS = (
          help="directory of durable checkpoints, or a URL such as s3://BUCKET/FOLDER "
               "(default RUN_DIR/checkpoints)"),
     flag("--checkpoint-keep", type=IntRange(0), metavar="N", default=0,
-         help="keep the newest N checkpoints of this job, and remove older ones; 0: keep all"),
+         help="keep the newest N checkpoints of this run, and remove older ones; 0: keep all"),
     flag("--resume", metavar="LOCATION",
          help="start from this checkpoint; auto: from the newest of this job in --checkpoint-dir, "
               "if any"),

@@ -307,7 +307,13 @@ def _checkpoint_objects(text: str, checkpoints: str) -> str:
 
 def _complete(text: str, location: str) -> bool:
     """Return whether a location has a complete checkpoint. Raises FieldError if all are damaged."""
-    found, problems = open_checkpoints(location, "--resume").complete()
+    try:
+        found, problems = open_checkpoints(location, "--resume").complete()
+    except OSError as error:
+        if not is_url(location):
+            raise
+        remedy = f"{location} cannot be read: {error}; check bucket, credentials and endpoint"
+        raise FieldError("--resume", text, remedy) from error
     if not found and problems:
         remedy = f"no checkpoint is complete: {'; '.join(str(one) for one in problems)}"
         raise FieldError("--resume", text, remedy)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from elastic.config import is_url
 from elastic.domain.errors import FieldError, VaultError
 from elastic.domain.state_layout import ITEM_BYTES, TensorEntry, read_header
 from elastic.store import safetensors_stream
@@ -60,7 +61,13 @@ def params_sha256(layers: Iterable[Sequence[memoryview]]) -> str:
 def checkpoint_path(given: str | Path) -> str:
     """Return the path or URL of a checkpoint: `given`, or the newest one in it. Raises
     FieldError."""
-    found = latest(given)
+    try:
+        found = latest(given)
+    except OSError as error:
+        if not is_url(str(given)):
+            raise
+        remedy = f"it cannot be read: {error}; check bucket, credentials and endpoint"
+        raise FieldError("CHECKPOINT", str(given), remedy) from error
     if found is None:
         remedy = "a checkpoint directory, or one that contains some, is needed"
         raise FieldError("checkpoint", str(given), remedy)
