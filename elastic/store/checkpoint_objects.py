@@ -314,10 +314,18 @@ class ObjectCheckpoints:
 
     def _write(self, name: str, pieces: Sequence[memoryview | bytes]) -> None:
         """Write an object. It appears when all of it is there."""
-        path = self._path(name)
-        with _storage(), self._files.open(path, "wb") as file:
-            for piece in pieces:
-                file.write(piece)
+        with _storage():
+            file = self._files.open(self._path(name), "wb")
+            try:
+                for piece in pieces:
+                    file.write(piece)
+            except BaseException:
+                with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+                    file.discard()
+                with contextlib.suppress(AttributeError):
+                    file.closed = True  # closing it, also by its destructor, would publish a part
+                raise
+            file.close()
 
     def _remove(self, name: str, files: set[str]) -> None:
         for file in sorted(files):
