@@ -218,14 +218,6 @@ def is_of(manifest: Manifest, spec: JobSpec) -> bool:
     return saved == (spec.n_layers, spec.contents, spec.optimizer)
 
 
-def job_name(run: str) -> str:
-    """Return the name that the user gave a job (`--rdzv-id`), from the name of a run; "": no name,
-    or an unknown run. The name of a run is NAME-TOKEN.TERM, or TOKEN.TERM without a name."""
-    job_id = run.rpartition(".")[0]
-    token = re.fullmatch(r"(?:(.*)-)?[0-9a-f]{6}", job_id)
-    return job_id if token is None else token[1] or ""
-
-
 def saved_model(path: object, manifest: Manifest) -> SavedModel:
     """Return the description of the model in a checkpoint."""
     return SavedModel(str(path), manifest.n_layers, manifest.contents, manifest.optimizer)

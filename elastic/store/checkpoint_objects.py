@@ -219,7 +219,8 @@ class ObjectCheckpoints:
         return manifest is not None and manifest.run == run
 
     def finish_commits(self) -> None:
-        """Do nothing but ask the store: a commit is one write."""
+        """Ask the store for its files, so that one that is away is noticed before the run begins.
+        Nothing can be half done: a commit is one write."""
         self._sizes("")
 
     def discard_incomplete(self, run: str = "") -> None:

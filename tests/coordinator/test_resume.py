@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from elastic.coordinator.records.run_directory import initial_state
+from elastic.coordinator.records.run_directory import initial_state, job_name
 from elastic.store import checkpoint_directory
-from elastic.store.checkpoint_format import job_name
 from tests.agent.vault.checkpoints import layer_run
 from tests.coordinator.helpers import three_nodes
 

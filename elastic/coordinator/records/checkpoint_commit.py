@@ -1,8 +1,9 @@
 """Completes checkpoints whose parts are all written, on a thread that waits for the disk.
 
-A disk may fail: then a commit is tried again for `disk_s`. A network disk may also hang without an
-error, and the thread with it. `check` warns after `disk_s`. After `return_s`, as long as a job
-waits for lost nodes that have its state, the commits have failed.
+"Disk" also stands for an object store here. A disk may fail: then a commit is tried again for
+`disk_s`. A network disk may also hang without an error, and the thread with it. `check` warns after
+`disk_s`. After `return_s`, as long as a job waits for lost nodes that have its state, the commits
+have failed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from elastic.core.job import state as job
 from elastic.core.protocol.version import PROTOCOL
 from elastic.domain.errors import CorruptCheckpoint, FieldError
 from elastic.store import checkpoint_directory, checkpoint_format
-from elastic.store.checkpoint_format import Manifest, job_name
+from elastic.store.checkpoint_format import Manifest
 from elastic.store.checkpoints import open_checkpoints
 
 log = logging.getLogger("elastic.coordinator")
@@ -81,6 +82,14 @@ def _of_one_job(
     if of_job[0][1] is newest:
         return of_job, ""
     return of_job, f"that of step {newest.step} is of another job, run {newest.run or 'unknown'}"
+
+
+def job_name(run: str) -> str:
+    """Return the name that the user gave a job (`--rdzv-id`), from the name of a run; "": no name,
+    or an unknown run. The name of a run is NAME-TOKEN.TERM, or TOKEN.TERM without a name."""
+    job_id = run.rpartition(".")[0]
+    token = re.fullmatch(r"(?:(.*)-)?[0-9a-f]{6}", job_id)
+    return job_id if token is None else token[1] or ""
 
 
 def discard_former(location: str | Path, run: str) -> None:

@@ -260,7 +260,10 @@ def _drain_self(run_dir: Path, deadline_s: float) -> Answer:
 @click.option("--force", is_flag=True, help="replace OUT if it exists")
 @JSON
 def export(checkpoint: str, out: Path, force: bool, json: bool) -> int:
-    """Write the parameters of CHECKPOINT, a directory step-..., to the safetensors file OUT."""
+    """Write the parameters of CHECKPOINT to the safetensors file OUT.
+
+    CHECKPOINT is a directory or URL that ends with step-..., or one that contains some.
+    """
     if out.exists() and not force:
         raise FieldError("OUT", str(out), "it exists; give another, or --force")
     from elastic.worker.replica.export import export_checkpoint
