@@ -42,8 +42,8 @@ def convert(
 ) -> int:
     """Write the parameters of CHECKPOINT for another library, to the new folder OUT.
 
-    CHECKPOINT is a directory or URL that ends with step-..., or one that contains some. `weights=` of
-    from_huggingface and from_megatron reads OUT, too.
+    CHECKPOINT is a directory or URL that ends with step-..., or one that contains some.
+    `weights=` of from_huggingface and from_megatron reads OUT, too.
     """
     if out.exists():
         raise FieldError("OUT", str(out), "it exists; give another")
